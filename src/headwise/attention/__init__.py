@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: attention that knows no models."""

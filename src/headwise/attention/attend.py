@@ -1,0 +1,117 @@
+"""`attend`: the one function under every layer. Check once, ask the backends `why_not`, run one, gate."""
+
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from headwise.attention import fused, reference
+from headwise.attention.masks import Mask
+from headwise.attention.problem import Problem
+from headwise.errors import InputError
+from headwise.shapes import Bool, Float
+
+BACKENDS: dict[str, ModuleType] = {backend.name: backend for backend in (fused, reference)}
+"""Every backend by name: a module with `name`, `why_not(problem)` and `run(problem)`."""
+
+CHOICE = ("fused",)
+"""The backends that `backend=None` may take, best first. The reference runs only when asked for by name."""
+
+
+def attend(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    *,
+    mask: Mask | Bool[Tensor, "..."] | Float[Tensor, "..."] | None = None,
+    bias: Float[Tensor, "..."] | None = None,
+    scale: float | None = None,
+    gate: Float[Tensor, "..."] | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    backend: str | None = None,
+) -> Float[Tensor, "batch heads queries value_dim"] | tuple[Tensor, ...]:
+    """Scaled dot-product attention of several heads (Vaswani et al. 2017, equation 1).
+
+    Args:
+        q: queries `(batch, heads, queries, head_dim)`.
+        k: keys `(batch, kv_heads, keys, head_dim)`; `kv_heads` divides `heads`, and consecutive query heads
+            share one (Ainslie et al. 2023, grouped-query attention). Keys are never repeated in memory.
+        v: values `(batch, kv_heads, keys, value_dim)`.
+        mask: who attends to whom: a `Mask`, or a boolean tensor, True = attends, of shape `(queries, keys)`
+            or one that broadcasts to `(batch, heads, queries, keys)`. A float tensor is taken as `bias`.
+            A row that may attend to nothing gives output 0, weights 0 and log-sum-exp -inf.
+        bias: added to the scaled scores; same shapes.
+        scale: multiplies the scores before mask and softmax; `head_dim ** -0.5` unless given.
+        gate: multiplies each head's output: `(heads,)`, `(batch, heads)` or `(batch, heads, queries)`.
+        dropout: probability with which a weight is left out and the rest scaled up. It acts whenever it is
+            above 0 and touches only `out`: `lse` and `weights` are those of attention without it.
+        return_lse: also return the log-sum-exp of each row's scores, `(batch, heads, queries)`, nats,
+            float32 at least; differentiable.
+        return_weights: also return the weights `(batch, heads, queries, keys)`. The matrix exists then.
+        backend: "fused" or "reference"; None takes the fastest that can. One asked for by name never falls
+            back to another.
+
+    Returns:
+        `out (batch, heads, queries, value_dim)`; with `return_lse` or `return_weights` a tuple of `out` and
+        what was asked for, in that order.
+
+    Raises:
+        InputError: arguments that do not fit together, or a backend that cannot do them (see `why_not`).
+    """
+    problem = Problem.checked(
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        gate=gate,
+        dropout=dropout,
+        return_lse=return_lse,
+        return_weights=return_weights,
+    )
+    answer = _chosen(problem, backend).run(problem)
+    out = answer.out if problem.gate is None else answer.out * problem.gate
+    extras = [extra for extra in (answer.lse, answer.weights) if extra is not None]
+    return (out, *extras) if extras else out
+
+
+def why_not(
+    backend: str,
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    **options: Any,
+) -> str | None:
+    """None when `backend` can do `attend(q, k, v, **options)`, otherwise the reason in one sentence.
+
+    Raises `InputError` for a backend that does not exist and for arguments that no backend could take.
+    """
+    reason: str | None = backend_named(backend).why_not(Problem.checked(q, k, v, **options))
+    return reason
+
+
+def _chosen(problem: Problem, backend: str | None) -> ModuleType:
+    """The backend asked for, or the first that can; `InputError` with every reason when there is none."""
+    candidates = [backend_named(backend)] if backend is not None else [BACKENDS[name] for name in CHOICE]
+    reasons = []
+    for candidate in candidates:
+        reason = candidate.why_not(problem)
+        if reason is None:
+            return candidate
+        reasons.append(f"{candidate.name}: {reason}")
+    raise InputError(
+        "backend",
+        expected="one that can do this",
+        got="; ".join(reasons),
+        remedy="backend='reference' can, with the whole matrix in memory",
+    )
+
+
+def backend_named(backend: str) -> ModuleType:
+    """The backend of that name; `InputError` where there is none."""
+    if backend not in BACKENDS:
+        raise InputError("backend", expected=f"one of {', '.join(BACKENDS)}", got=repr(backend))
+    return BACKENDS[backend]

@@ -1,0 +1,144 @@
+"""torch's fused attention, and the operators under it where the log-sum-exp is wanted.
+
+The output comes from `scaled_dot_product_attention`, which picks its own kernel for the device. It keeps the
+fused kernel, and so memory linear in length, except with dropout on CPU and with a bias that learns: there
+torch itself computes the whole matrix. A mask other than plain causal is handed over as a tensor of
+queries x keys.
+
+On CPU the log-sum-exp is taken from the flash operator, which returns it but cannot differentiate it;
+`_FlashWithLse` adds that gradient. Weights, where they are asked for, are computed beside the kernel: they are
+the matrix that it avoids.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.attention.masks import causal
+from headwise.attention.problem import Answer, Problem
+from headwise.attention.reference import masked_scores, weights_of
+from headwise.shapes import Float
+
+name = "fused"
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def why_not(problem: Problem) -> str | None:
+    """The reason torch's kernels cannot do this problem, in one sentence, or None."""
+    if problem.return_lse and problem.q.device.type != "cpu":
+        return f"torch's fused operators are read for the log-sum-exp on cpu only, and q is on {problem.q.device}"
+    if problem.return_lse and problem.bias is not None and problem.bias.requires_grad:
+        return "torch's fused operator has no gradient of the log-sum-exp for a bias, and bias requires one"
+    return None
+
+
+def run(problem: Problem) -> Answer:
+    """The answer from torch's kernels; `why_not` has been asked before."""
+    q, k, v = problem.q, problem.k, problem.v
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        return _nothing_to_attend(problem)
+    # The kernels take one width for keys and values, and read rows of unit stride. Zeros change no product.
+    width = max(q.shape[-1], v.shape[-1])
+    q, k, v = (_widen(tensor, width) for tensor in (q, k, v))
+    attn_mask, is_causal = _attn_mask(problem)
+
+    out = lse = None
+    if problem.return_lse:
+        out, lse = _FlashWithLse.apply(q, k, v, attn_mask, is_causal, problem.scale)  # type: ignore[no-untyped-call]
+        if attn_mask is not None:
+            # The operator says 0 for a row without a key.
+            lse = lse.masked_fill((attn_mask == -torch.inf).all(-1), -torch.inf)
+    if out is None or problem.dropout > 0:
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=attn_mask,
+            dropout_p=problem.dropout,
+            is_causal=is_causal,
+            scale=problem.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    weights = weights_of(masked_scores(problem)).to(q.dtype) if problem.return_weights else None
+    return Answer(out[..., : problem.v.shape[-1]], lse, weights)
+
+
+class _FlashWithLse(torch.autograd.Function):
+    """The CPU flash operator with a gradient for its log-sum-exp as well.
+
+    With dS the gradient of the scores, A the weights, dO and g those of the output and the log-sum-exp, and
+    delta_i = dO_i . O_i, the backward pass is
+
+        dS_ij = A_ij (dO_i . v_j - delta_i + g_i)
+
+    The operator computes delta itself from dO and O. One more column, which holds 1 in dO, -g in O and 0 in
+    q, k and v, turns its delta into delta - g and leaves every other product as it was.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Float[Tensor, "batch heads queries width"],
+        k: Float[Tensor, "batch kv_heads keys width"],
+        v: Float[Tensor, "batch kv_heads keys width"],
+        attn_mask: Float[Tensor, "#batch #heads #queries #keys"] | None,
+        is_causal: bool,
+        scale: float,
+    ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads queries"]]:
+        out, lse = _flash(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
+        ctx.save_for_backward(q, k, v, attn_mask, out, lse)
+        ctx.is_causal, ctx.scale = is_causal, scale
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any,
+        grad_out: Float[Tensor, "batch heads queries width"] | None,
+        grad_lse: Float[Tensor, "batch heads queries"] | None,
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, attn_mask, out, lse = ctx.saved_tensors
+        width = q.shape[-1]
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        if grad_lse is not None:
+            q, k, v, out, grad_out = (_widen(tensor, width + 1) for tensor in (q, k, v, out, grad_out))
+            grad_out[..., width], out[..., width] = 1.0, -grad_lse
+        grads = _flash_backward(grad_out, q, k, v, out, lse, 0.0, ctx.is_causal, attn_mask=attn_mask, scale=ctx.scale)
+        return *(grad[..., :width] for grad in grads), None, None, None
+
+
+def _attn_mask(problem: Problem) -> tuple[Float[Tensor, "#batch #heads #queries #keys"] | None, bool]:
+    """Mask and bias in the operators' terms: one tensor to add to the scores, or the causal flag."""
+    mask, bias, grid = problem.masked(), problem.bias, problem.grid
+    if mask is None:
+        return bias, False
+    if mask == causal() and bias is None and grid.queries == grid.keys:
+        return None, True  # the flag is aligned top-left: the same only in a square
+    added = torch.zeros((), dtype=problem.score_dtype, device=grid.device) if bias is None else bias
+    return torch.where(mask.block(grid), added, -torch.inf), False
+
+
+def _widen(tensor: Float[Tensor, "*axes have"], width: int) -> Float[Tensor, "*axes want"]:
+    """The tensor with zeros appended up to `width`, its last axis of unit stride; untouched where it is."""
+    if tensor.shape[-1] < width:
+        return F.pad(tensor, (0, width - tensor.shape[-1]))
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _nothing_to_attend(problem: Problem) -> Answer:
+    """The answer where some axis is 0 long (the operators stop the process there): zeros, still in the graph."""
+    q, k, v = problem.q, problem.k, problem.v
+    # Sums over no columns: zeros that still lead back to q, k and v.
+    zeros = q[..., :0].sum(-1, keepdim=True) + k[..., :0].sum() + v[..., :0].sum()
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=problem.score_dtype, device=q.device)
+    return Answer(
+        zeros.expand(-1, -1, -1, v.shape[-1]),
+        lse if problem.return_lse else None,
+        zeros.expand(-1, -1, -1, k.shape[2]) if problem.return_weights else None,
+    )

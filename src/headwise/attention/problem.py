@@ -1,0 +1,169 @@
+"""One attention problem, checked once, in the form every backend takes."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.attention.masks import Coverage, Grid, Mask, dense, four_dimensional, require_broadcast
+from headwise.errors import InputError
+from headwise.shapes import Float
+
+
+class Answer(NamedTuple):
+    """What a backend returns; `lse` and `weights` where the problem asks for them."""
+
+    out: Float[Tensor, "batch heads queries value_dim"]
+    lse: Float[Tensor, "batch heads queries"] | None
+    weights: Float[Tensor, "batch heads queries keys"] | None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Queries, keys and values, and everything that decides the output. Made by `Problem.checked`."""
+
+    q: Float[Tensor, "batch heads queries head_dim"]
+    k: Float[Tensor, "batch kv_heads keys head_dim"]
+    v: Float[Tensor, "batch kv_heads keys value_dim"]
+    mask: Mask | None
+    bias: Float[Tensor, "#batch #heads #queries #keys"] | None
+    scale: float
+    gate: Float[Tensor, "#batch heads #queries 1"] | None
+    dropout: float
+    return_lse: bool
+    return_weights: bool
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The grid of the scores."""
+        batch, heads, queries, _ = self.q.shape
+        return Grid(batch, heads, queries, self.k.shape[2], self.q.device)
+
+    @property
+    def score_dtype(self) -> torch.dtype:
+        """Scores are kept in float32 at least."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    def masked(self) -> Mask | None:
+        """The mask, or None when it allows everything."""
+        grid = self.grid
+        if self.mask is None or self.mask.coverage(grid, range(grid.queries), range(grid.keys)) is Coverage.FULL:
+            return None
+        return self.mask
+
+    @staticmethod
+    def checked(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Tensor | None = None,
+        scale: float | None = None,
+        gate: Tensor | None = None,
+        dropout: float = 0.0,
+        return_lse: bool = False,
+        return_weights: bool = False,
+    ) -> "Problem":
+        """The problem these arguments state, or `InputError` for the first that does not fit."""
+        _check_tensors(q, k, v)
+        if not 0.0 <= dropout < 1.0:
+            raise InputError("dropout", expected="a probability of 0 or more and less than 1", got=dropout)
+        mask, bias = mask_and_bias(mask, bias)
+        problem = Problem(
+            q=q,
+            k=k,
+            v=v,
+            mask=mask,
+            # torch's operator misreads a bias of another dtype than float64 queries, so there is only one.
+            bias=None if bias is None else bias.to(torch.promote_types(q.dtype, torch.float32)),
+            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+            gate=None if gate is None else _as_factor(gate, q),
+            dropout=float(dropout),
+            return_lse=return_lse,
+            return_weights=return_weights,
+        )
+        if problem.mask is not None:
+            problem.mask.check(problem.grid)
+        if problem.bias is not None:
+            require_broadcast("bias", problem.bias, problem.grid)
+        return problem
+
+
+def mask_and_bias(
+    mask: Mask | Tensor | None, bias: Tensor | None
+) -> tuple[Mask | None, Float[Tensor, "_ _ _ _"] | None]:
+    """What a user may pass as `mask=` and `bias=`, told apart: a rule, and a tensor to add to the scores."""
+    if isinstance(mask, Tensor) and mask.is_floating_point():
+        if bias is not None:
+            raise InputError(
+                "mask",
+                expected="a boolean tensor or a Mask beside bias=",
+                got=f"a second tensor to add, of {mask.dtype}",
+                remedy="pass the sum of the two as bias=",
+            )
+        mask, bias = None, mask
+    if isinstance(mask, Tensor):
+        mask = dense(mask)
+    if mask is not None and not isinstance(mask, Mask):
+        raise InputError(
+            "mask", expected="a headwise Mask, a boolean or float tensor, or None", got=type(mask).__name__
+        )
+    if bias is None:
+        return mask, None
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        raise InputError("bias", expected="a float tensor, added to the scores", got=getattr(bias, "dtype", type(bias)))
+    return mask, four_dimensional("bias", bias)
+
+
+def _as_factor(gate: Tensor, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]:
+    """The gate in a shape that multiplies `(batch, heads, queries, value_dim)`."""
+    batch, heads, queries, _ = q.shape
+    forms = {
+        (heads,): (1, heads, 1, 1),
+        (batch, heads): (batch, heads, 1, 1),
+        (batch, heads, queries): (batch, heads, queries, 1),
+    }
+    if tuple(gate.shape) not in forms:
+        raise InputError(
+            "gate",
+            expected=f"a shape of (heads), (batch, heads) or (batch, heads, queries) = {', '.join(map(str, forms))}",
+            got=tuple(gate.shape),
+        )
+    if gate.device != q.device:
+        raise InputError("gate", expected=f"a tensor on {q.device} like q", got=gate.device)
+    return gate.to(q.dtype).view(forms[tuple(gate.shape)])
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Ranks, dtypes, devices and sizes of the three tensors."""
+    named = {"q": q, "k": k, "v": v}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(name, expected="a tensor", got=type(tensor).__name__)
+        if tensor.ndim != 4:
+            raise InputError(
+                name,
+                expected="4 dimensions (batch, heads, length, head_dim)",
+                got=f"{tensor.ndim} dimensions {tuple(tensor.shape)}",
+                remedy=f"use {name}.unsqueeze(0) for a batch of one" if tensor.ndim == 3 else None,
+            )
+        if not tensor.is_floating_point():
+            raise InputError(name, expected="a float dtype", got=tensor.dtype)
+        if tensor.dtype != q.dtype:
+            raise InputError(name, expected=f"{q.dtype} like q", got=tensor.dtype)
+        if tensor.device != q.device:
+            raise InputError(name, expected=f"a tensor on {q.device} like q", got=tensor.device)
+        if tensor.shape[0] != q.shape[0]:
+            raise InputError(name, expected=f"batch {q.shape[0]} like q", got=f"batch {tensor.shape[0]}")
+    if k.shape[3] != q.shape[3]:
+        raise InputError("k", expected=f"head_dim {q.shape[3]} like q", got=f"head_dim {k.shape[3]}")
+    if q.shape[3] < 1:
+        raise InputError("q", expected="a head_dim of 1 or more", got="head_dim 0")
+    if v.shape[1:3] != k.shape[1:3]:
+        raise InputError("v", expected=f"(kv_heads, length) = {tuple(k.shape[1:3])} like k", got=tuple(v.shape[1:3]))
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if kv_heads < 1 or heads % kv_heads:
+        raise InputError("k", expected=f"a number of kv_heads that divides the {heads} heads of q", got=kv_heads)

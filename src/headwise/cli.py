@@ -1,0 +1,95 @@
+"""The command line: parse, call, print."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headwise import __version__
+from headwise.errors import HeadwiseError, InputError
+from headwise.heads.view import view as view_text
+from headwise.models.load import load
+from headwise.show.page import write_page
+from headwise.show.terminal import make_console, print_view
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback(invoke_without_command=True)
+def headwise(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    """See what each attention head of a model does."""
+    if version:
+        typer.echo(f"headwise {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def view(
+    text: Annotated[str, typer.Argument(help="The text; - reads standard input, @FILE a file.")],
+    model: Annotated[
+        str, typer.Option(help="minilm, smollm2, a folder in Hugging Face format, or a hub id.")
+    ] = "minilm",
+    layer: Annotated[list[int] | None, typer.Option(help="Only this layer; may be repeated.")] = None,
+    head: Annotated[
+        list[int] | None, typer.Option(help="Only this head, and where each word looks in it; may be repeated.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a page that needs no network.")] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut a text that is too long for the model.")] = False,
+) -> None:
+    """Show what every attention head does with TEXT: its role, its statistics and its strongest links."""
+    with _mistakes_in_a_sentence():
+        content = _read_text(text)
+        _require_folder(html)
+        _quiet_libraries()
+        loaded = load(model)
+        seen = view_text(loaded.model, loaded.tokenizer, content, title=loaded.title, truncate=truncate)
+        seen = seen.select(layer or (), head or ())
+        print_view(seen, make_console(), detail=bool(head))
+        if html is not None:
+            write_page(seen, html)
+            typer.echo(f"\nwrote {html}")
+
+
+@contextmanager
+def _mistakes_in_a_sentence() -> Iterator[None]:
+    """Turn a user's mistake into one sentence on standard error and exit status 2."""
+    try:
+        yield
+    except HeadwiseError as error:
+        typer.echo(f"headwise: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _read_text(text: str) -> str:
+    """TEXT itself, standard input for `-`, or the file after `@`."""
+    if text != "-" and not text.startswith("@"):
+        return text
+    name = "standard input" if text == "-" else text[1:]
+    try:
+        data = sys.stdin.buffer.read() if text == "-" else Path(name).read_bytes()
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        raise InputError("text", expected=f"a file {name!r} that can be read", got=error.strerror) from None
+    except UnicodeDecodeError as error:
+        raise InputError("text", expected=f"UTF-8 in {name}", got=f"another byte at offset {error.start}") from None
+
+
+def _require_folder(html: Path | None) -> None:
+    """Refuse a page that cannot be written before the model is loaded."""
+    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+        raise InputError("html", expected="a file in a folder that exists", got=repr(str(html)))
+
+
+def _quiet_libraries() -> None:
+    """No progress bars and no advice from the libraries underneath; their errors still come."""
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        return  # `load` says what is missing
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

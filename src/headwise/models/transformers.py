@@ -1,0 +1,105 @@
+"""Attention calls of a Hugging Face `transformers` model, seen where the library dispatches them.
+
+Every model of `transformers` 5 asks `AttentionInterface.get_interface` for its attention function at each
+call. Inside `observe` that method hands out the same function, wrapped: the model runs as it did, under its
+own implementation's name, and each call is passed on as a `Problem`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+
+from headwise.attention.masks import Mask, causal
+from headwise.attention.problem import Problem
+from headwise.errors import InputError
+from headwise.shapes import Float
+
+READABLE = ("sdpa", "eager")
+"""The implementations whose masks are tensors, so that a call can be read."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of attention inside a model."""
+
+    layer: int
+    path: str
+    problem: Problem
+    out: Float[Tensor, "batch queries heads value_dim"]
+
+
+@contextmanager
+def observe(model: nn.Module, on_call: Callable[[AttentionCall], None]) -> Iterator[None]:
+    """Within the context, call `on_call` after each attention call of `model`, in the order they run.
+
+    Layers are numbered as the model numbers them, or in the order of the calls where it does not. The
+    dispatch is put back when the context ends, also by an exception. Raises `InputError` inside the context
+    when the model uses an attention implementation whose masks cannot be read.
+    """
+    from transformers.modeling_utils import AttentionInterface
+
+    paths = {id(module): path for path, module in model.named_modules()}
+    seen: set[int] = set()
+    dispatch = AttentionInterface.get_interface
+
+    def observed_dispatch(interface: Any, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        attention = dispatch(interface, implementation, default)
+
+        @wraps(attention)
+        def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = attention(module, *args, **kwargs)
+            if id(module) in paths:
+                layer = getattr(module, "layer_idx", None)
+                if layer is None or layer in seen:
+                    layer = max(seen, default=-1) + 1
+                seen.add(layer)
+                problem = _read(implementation, module, *args, **kwargs)
+                on_call(AttentionCall(layer, paths[id(module)], problem, result[0]))
+            return result
+
+        return observed
+
+    AttentionInterface.get_interface = observed_dispatch
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = dispatch
+
+
+def _read(
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> Problem:
+    """The call in our terms."""
+    if implementation not in READABLE:
+        raise InputError(
+            "model",
+            expected=f"attention implementation {' or '.join(READABLE)}",
+            got=implementation,
+            remedy="call model.set_attn_implementation('sdpa')",
+        )
+    queries = query.shape[2]
+    mask: Mask | Tensor | None = attention_mask
+    bias = position_bias
+    if attention_mask is None:
+        # SDPA then takes causality from the call or the module, over as many keys as queries; eager does not.
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if implementation == "sdpa" and is_causal and queries > 1:
+            mask, key, value = causal(), key[:, :, :queries], value[:, :, :queries]
+            bias = None if bias is None else bias[..., :queries]
+    elif attention_mask.is_floating_point():
+        mask, bias = None, attention_mask if bias is None else attention_mask + bias
+    return Problem.checked(query, key, value, mask=mask, bias=bias, scale=scaling)

@@ -1,0 +1,70 @@
+"""Traps of torch's operators that `fused` steps around: each is shown to be there, then not to matter.
+
+A trap that torch mends makes its first half fail; then the detour in `fused.py` can go.
+"""
+
+import torch
+import torch.nn.functional as F
+
+import headwise as hw
+from oracles import plain_attention
+
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def test_the_operator_reads_a_wide_stride_as_if_it_were_one():
+    q = torch.randn(2, 3, 5, 16)[..., ::2]
+    exact = plain_attention(q, q, q)
+    assert not torch.allclose(flash(q, q, q)[0], exact.out, atol=0.1)
+    out, lse = hw.attend(q, q, q, return_lse=True)
+    torch.testing.assert_close(out, exact.out)
+    torch.testing.assert_close(lse, exact.lse)
+
+
+def test_the_operator_says_lse_zero_for_a_row_without_a_key():
+    q = torch.randn(2, 3, 5, 8)
+    hidden = torch.full((2, 1, 1, 5), -torch.inf)
+    assert not flash(q, q, q, attn_mask=hidden)[1].any()
+    assert (hw.attend(q, q, q, bias=hidden, return_lse=True)[1] == -torch.inf).all()
+
+
+def test_sdpa_misreads_a_float32_mask_beside_float64_queries():
+    q = torch.randn(2, 3, 33, 8, dtype=torch.float64)
+    bias = torch.randn(2, 3, 33, 33)
+    exact = plain_attention(q, q, q, bias=bias.double()).out
+    assert not torch.allclose(F.scaled_dot_product_attention(q, q, q, attn_mask=bias), exact, atol=0.1)
+    torch.testing.assert_close(hw.attend(q, q, q, bias=bias), exact)
+
+
+def test_sdpa_aligns_causal_to_the_first_key():
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8)
+    theirs = F.scaled_dot_product_attention(q, k, k, is_causal=True)
+    allowed = torch.ones(5, 7, dtype=torch.bool).tril(2).expand(2, 3, 5, 7)
+    exact = plain_attention(q, k, k, allowed).out
+    assert not torch.allclose(theirs, exact, atol=0.1)
+    torch.testing.assert_close(hw.attend(q, k, k, mask=hw.causal()), exact)
+
+
+def test_the_gradient_of_the_lse_alone_is_the_weights():
+    q, k = (torch.randn(1, 2, n, 5, dtype=torch.float64, requires_grad=True) for n in (3, 7))
+    v = torch.randn(1, 2, 7, 5, dtype=torch.float64)
+    lse = hw.attend(q, k, v, mask=hw.causal(), return_lse=True)[1]
+    (got,) = torch.autograd.grad(lse.sum(), q)
+    weights = hw.attend(q, k, v, mask=hw.causal(), return_weights=True, backend="reference")[1]
+    torch.testing.assert_close(got, weights @ k * 5**-0.5)
+
+
+def test_square_causal_needs_no_mask_tensor_and_full_masks_vanish(monkeypatch):
+    seen = []
+    sdpa = F.scaled_dot_product_attention
+
+    def spy(*args, **kwargs):
+        seen.append((kwargs["attn_mask"], kwargs["is_causal"]))
+        return sdpa(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    q = torch.randn(2, 3, 5, 8)
+    hw.attend(q, q, q, mask=hw.causal())
+    hw.attend(q[:, :, :1], q, q, mask=hw.causal() & hw.window(5))
+    hw.attend(q, q, q, mask=hw.padding([5, 5]))
+    assert seen == [(None, True), (None, False), (None, False)]

@@ -1,0 +1,130 @@
+"""Masks as pictures, block by block, and what they say about a block without making it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import headwise as hw
+from headwise.attention.masks import Coverage, Grid
+from strategies import masks
+
+
+def drawn(mask: hw.Mask, queries: int, keys: int, batch: int = 1, heads: int = 1) -> list:
+    """The mask as a literal: a matrix, or a list of them where sequences or heads differ."""
+    block = mask.block(Grid(batch, heads, queries, keys)).int().flatten(0, 1).tolist()
+    return block[0] if len(block) == 1 else block
+
+
+def test_causal_sees_itself_and_the_past():
+    assert drawn(hw.causal(), 3, 3) == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+def test_causal_with_cached_keys():
+    assert drawn(hw.causal(), 2, 5) == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+
+
+def test_causal_with_fewer_keys_than_queries():
+    assert drawn(hw.causal(), 3, 2) == [[0, 0], [1, 0], [1, 1]]
+
+
+def test_window_sees_its_width_in_keys():
+    assert drawn(hw.window(2), 4, 4) == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    assert drawn(hw.window(1), 2, 3) == [[0, 1, 0], [0, 0, 1]]
+
+
+def test_padding_on_either_side():
+    assert drawn(hw.padding([1, 3]), 1, 3, batch=2) == [[[1, 0, 0]], [[1, 1, 1]]]
+    assert drawn(hw.padding([1, 3], side="left"), 1, 3, batch=2) == [[[0, 0, 1]], [[1, 1, 1]]]
+    assert drawn(hw.padding(torch.tensor([0])), 2, 2) == [[0, 0], [0, 0]]
+
+
+def test_dense_is_itself():
+    values = torch.tensor([[True, False, True], [False, False, True]])
+    assert drawn(hw.dense(values), 2, 3) == [[1, 0, 1], [0, 0, 1]]
+    per_head = torch.stack([values, ~values])[None]
+    assert drawn(hw.dense(per_head), 2, 3, heads=2) == [[[1, 0, 1], [0, 0, 1]], [[0, 1, 0], [1, 1, 0]]]
+
+
+def test_combinations():
+    assert drawn(hw.causal() & ~hw.window(1), 3, 3) == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
+    assert drawn(hw.window(1) | ~hw.causal(), 3, 3) == [[1, 1, 1], [0, 1, 1], [0, 0, 1]]
+    assert drawn(hw.causal() & hw.padding([2]), 3, 3) == [[1, 0, 0], [1, 1, 0], [1, 1, 0]]
+
+
+def test_a_mask_prints_itself():
+    assert str(hw.window(2)) == ("■ · · · · ·\n■ ■ · · · ·\n· ■ ■ · · ·\n· · ■ ■ · ·\n· · · ■ ■ ·\n· · · · ■ ■")
+    assert str(hw.padding([1, 2])) == "■ ·\n■ ·\n\n■ ■\n■ ■"
+    assert str(hw.dense(torch.tensor([[True, False, True], [True, True, True]])) & hw.causal()) == "■ · ·\n■ ■ ■"
+    assert hw.causal().picture(Grid(1, 1, 1, 3)) == "■ ■ ■"
+
+
+def test_a_mask_is_shown_as_it_is_written():
+    values = torch.ones(2, 3, dtype=torch.bool)
+    assert repr(hw.causal() & ~hw.window(3)) == "(causal() & ~window(3))"
+    assert repr(hw.padding([1, 2]) | hw.dense(values)) == "(padding([1, 2], side='right') | dense(<1 x 1 x 2 x 3>))"
+
+
+SIZES = {"batch": 2, "heads": 3, "queries": 11, "keys": 7}
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_block_is_that_part_of_the_whole_and_coverage_is_true_of_it(data):
+    queries, keys = data.draw(st.sampled_from([(11, 7), (5, 13), (7, 7)]))
+    mask, allowed = data.draw(masks(2, 3, queries, keys))
+    grid = Grid(2, 3, queries, keys)
+    rows = range(*sorted(data.draw(st.lists(st.integers(0, queries), min_size=2, max_size=2, unique=True))))
+    columns = range(*sorted(data.draw(st.lists(st.integers(0, keys), min_size=2, max_size=2, unique=True))))
+    expected = allowed[..., rows.start : rows.stop, columns.start : columns.stop]
+    block = mask.block(grid, rows, columns)
+    assert torch.equal(block.expand_as(expected), expected)
+    assert torch.equal(mask.block(grid).expand_as(allowed), allowed)
+    coverage = mask.coverage(grid, rows, columns)
+    if coverage is Coverage.EMPTY:
+        assert not expected.any()
+    if coverage is Coverage.FULL:
+        assert expected.all()
+
+
+@pytest.mark.parametrize(
+    "mask", [hw.causal(), hw.window(3), hw.padding([4, 4]), hw.padding([4, 4], side="left")], ids=repr
+)
+def test_the_coverage_of_a_leaf_is_exact(mask):
+    grid = Grid(2, 1, 5, 7)
+    for top, left in torch.cartesian_prod(torch.arange(5), torch.arange(7)).tolist():
+        for bottom, right in ((top + 1, left + 1), (5, 7), (min(top + 2, 5), min(left + 3, 7))):
+            rows, columns = range(top, bottom), range(left, right)
+            block = mask.block(grid, rows, columns)
+            expected = Coverage.FULL if block.all() else Coverage.PARTIAL if block.any() else Coverage.EMPTY
+            assert mask.coverage(grid, rows, columns) is expected
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hw.window(0), r"window\(width\): expected a whole number of keys, 1 or more, got 0"),
+        (lambda: hw.window(2.5), r"window\(width\): expected a whole number of keys, 1 or more, got 2.5"),
+        (lambda: hw.padding([3, -1]), r"padding\(lengths\): expected lengths of 0 or more, got -1"),
+        (
+            lambda: hw.padding([[3]]),
+            r"padding\(lengths\): expected .*, got torch.int64 of shape \(1, 1\)",
+        ),
+        (
+            lambda: hw.padding([0.5]),
+            r"padding\(lengths\): expected .*, got torch.float32 of shape \(1,\)",
+        ),
+        (lambda: hw.padding([3], side="top"), r"padding\(side\): expected 'right' or 'left', .*, got 'top'"),
+        (lambda: hw.dense(torch.ones(2, 3)), "mask: expected a boolean tensor, .*, got torch.float32; pass a float"),
+        (lambda: hw.dense(torch.ones(2, 3, 4, dtype=torch.bool)), r"mask: expected 2 dimensions .*, got 3 dimensions"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(make, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        make()
+
+
+def test_masks_combine_only_with_masks():
+    with pytest.raises(TypeError, match="unsupported operand"):
+        hw.causal() & torch.ones(2, 2, dtype=torch.bool)

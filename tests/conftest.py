@@ -1,0 +1,24 @@
+"""Every test runs with the shapes in headwise's annotations checked at run time."""
+
+import sys
+
+import jaxtyping
+import pytest
+import torch
+
+# headwise.shapes holds names without meaning; here they mean what jaxtyping says. Before headwise is imported.
+sys.modules["headwise.shapes"] = jaxtyping
+jaxtyping.install_import_hook("headwise", "beartype.beartype")
+
+
+@pytest.fixture
+def as_user():
+    """Shape checks off, as they are for users: for tests of what our own messages say."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)

@@ -1,0 +1,211 @@
+"""Independent implementations to compare with. Nothing here imports headwise."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# -- attention ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Plain:
+    """What plain attention gives."""
+
+    out: Tensor
+    lse: Tensor
+    weights: Tensor
+
+
+def plain_attention(q, k, v, allowed=None, bias=None, scale=None) -> Plain:
+    """Attention as people write it, in the dtype of its inputs, key/value heads repeated.
+
+    `allowed` is boolean and `bias` float, both of the full `(batch, heads, queries, keys)`.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    if allowed is not None:
+        scores = torch.where(allowed, scores, -torch.inf)
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, scores), -1))
+    lse = torch.where(empty[..., 0], -torch.inf, torch.logsumexp(torch.where(empty, 0.0, scores), -1))
+    return Plain(weights @ v, lse, weights)
+
+
+def plain_errors(q, k, v, exact: Plain, allowed=None, bias=None, scale=None) -> dict[str, float]:
+    """How far the plain implementation is from `exact`, the largest over eight orders of its sums.
+
+    One order alone is sometimes right by luck, which says nothing about what rounding costs.
+    """
+    generator = torch.Generator().manual_seed(0)
+    errors = {"out": 0.0, "lse": 0.0, "weights": 0.0}
+    for order in range(8):
+        keys = torch.randperm(k.shape[2], generator=generator) if order else torch.arange(k.shape[2])
+        width = torch.randperm(k.shape[3], generator=generator) if order else torch.arange(k.shape[3])
+        plain = plain_attention(
+            q[..., width],
+            k[:, :, keys][..., width],
+            v[:, :, keys],
+            None if allowed is None else allowed[..., keys],
+            None if bias is None else bias[..., keys],
+            scale,
+        )
+        plain.weights = plain.weights[..., keys.argsort()]
+        for name, error in errors.items():
+            errors[name] = max(error, distance(getattr(plain, name), getattr(exact, name)))
+    return errors
+
+
+def rounding_errors(q, k, v, exact: Plain, bias=None, scale=None, *, eps: float) -> dict[str, float]:
+    """The error of rounding each score, exponential and sum once, to half an `eps`; inputs in float64.
+
+    A score is a sum whose terms may cancel, so rounding moves it by a share of c, the sum of their absolute
+    values. Its exponential then moves by a share of 1 + c, and so do the weight and the log-sum-exp, which adds
+    a logarithm of at most ln(keys).
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    c = q.abs() @ k.abs().transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if bias is not None:
+        c = c + bias.abs().nan_to_num(posinf=0.0)
+    c = torch.where(exact.weights > 0, c, 0.0)
+    moved = exact.weights * (1 + c)
+    parts = {"out": moved @ v.abs(), "lse": 1 + c + math.log(k.shape[2]), "weights": moved}
+    return {name: eps / 2 * part.max().item() for name, part in parts.items()}
+
+
+def distance(got: Tensor, exact: Tensor) -> float:
+    """The largest absolute difference; infinite where the infinities or NaNs differ."""
+    finite = exact.isfinite()
+    if not torch.equal(finite, got.isfinite()) or not torch.equal(exact[~finite], got[~finite].double()):
+        return math.inf
+    return (got[finite].double() - exact[finite]).abs().max().item() if finite.any() else 0.0
+
+
+# -- four published ways of writing multi-head attention ----------------------------------------------------------
+
+
+class SingleHead(nn.Module):
+    """One head with maps of its own on unbatched input."""
+
+    def __init__(self, word_size: int, embed_dim: int, bias: bool):
+        super().__init__()
+        self.query = nn.Linear(word_size, embed_dim, bias=bias)
+        self.key = nn.Linear(word_size, embed_dim, bias=bias)
+        self.value = nn.Linear(word_size, embed_dim, bias=bias)
+
+    def forward(self, x):
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        return torch.softmax(q @ k.T / q.shape[-1] ** 0.5, -1) @ v
+
+
+class ListOfHeads(nn.Module):
+    """Design 1: a list of heads, outputs concatenated and multiplied by a bare matrix."""
+
+    def __init__(self, word_size: int, embed_dim: int, n_head: int, bias: bool):
+        super().__init__()
+        self.heads = nn.ModuleList(SingleHead(word_size, embed_dim, bias) for _ in range(n_head))
+        self.projection = nn.Parameter(torch.randn(embed_dim * n_head, embed_dim))
+
+    def forward(self, x):
+        return torch.cat([head(x) for head in self.heads], dim=-1) @ self.projection
+
+
+class FourLinearMaps(nn.Module):
+    """Designs 2 and 3: four square maps, reshaped to heads; the weights of every head are returned."""
+
+    def __init__(self, embed_dim: int, num_heads: int):
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
+        self.q_linear = nn.Linear(embed_dim, embed_dim)
+        self.k_linear = nn.Linear(embed_dim, embed_dim)
+        self.v_linear = nn.Linear(embed_dim, embed_dim)
+        self.out_linear = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x, mask=None):
+        batch, length, embed = x.shape
+
+        def heads(projected):
+            return projected.reshape(batch, length, self.num_heads, self.head_dim).permute(0, 2, 1, 3)
+
+        q, k, v = heads(self.q_linear(x)), heads(self.k_linear(x)), heads(self.v_linear(x))
+        scores = torch.einsum("bhid,bhjd->bhij", q, k) / math.sqrt(self.head_dim)
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, float("-inf"))
+        weights = torch.softmax(scores, dim=-1)
+        joined = torch.einsum("bhij,bhjd->bihd", weights, v).reshape(batch, length, embed)
+        return self.out_linear(joined), weights
+
+
+class NarrowHead(nn.Module):
+    """One head of design 4, batch first."""
+
+    def __init__(self, embedding_dim: int, head_size: int, bias: bool):
+        super().__init__()
+        self.query_map = nn.Linear(embedding_dim, head_size, bias=bias)
+        self.key_map = nn.Linear(embedding_dim, head_size, bias=bias)
+        self.value_map = nn.Linear(embedding_dim, head_size, bias=bias)
+
+    def forward(self, x):
+        scores = torch.bmm(self.query_map(x), self.key_map(x).transpose(1, 2))
+        return torch.bmm((scores / self.query_map.out_features**0.5).softmax(2), self.value_map(x))
+
+
+class NarrowHeads(nn.Module):
+    """Design 4: heads that together are `attention_dim` wide, and a map back to `embedding_dim`."""
+
+    def __init__(self, embedding_dim: int, attention_dim: int, num_heads: int, bias: bool):
+        super().__init__()
+        size = attention_dim // num_heads
+        self.heads = nn.ModuleList(NarrowHead(embedding_dim, size, bias) for _ in range(num_heads))
+        self.output = nn.Linear(attention_dim, embedding_dim, bias=bias)
+
+    def forward(self, x):
+        return self.output(torch.cat([head(x) for head in self.heads], dim=2))
+
+
+# -- statistics ---------------------------------------------------------------------------------------------------
+
+
+def statistics_of(weights, tokens=None, special=None) -> dict[str, float]:
+    """Every statistic of one head by its definition, entry by entry, from a list of rows of weights.
+
+    Query i stands at key i + (keys - queries). A row whose weights are all 0 does not count; a key with
+    weight exactly 0 is out of sight.
+    """
+    rows = [list(map(float, row)) for row in weights]
+    queries, keys = len(rows), len(rows[0])
+    values: dict[str, list[float]] = {}
+
+    def note(name, value):
+        values.setdefault(name, []).append(value)
+
+    for i, row in enumerate(rows):
+        if sum(row) == 0:
+            continue
+        p = i + keys - queries
+        entropy = -sum(a * math.log(a) for a in row if a > 0)
+        seen = sum(a > 0 for a in row)
+        note("entropy", entropy)
+        if seen > 1:
+            note("evenness", entropy / math.log(seen))
+        note("confidence", max(row))
+        note("distance", sum(a * abs(p - j) for j, a in enumerate(row)))
+        for name, j in (("self", p), ("previous", p - 1), ("next", p + 1)):
+            if 0 <= j < keys:
+                note(name, row[j])
+        note("first", row[0])
+        if special is not None:
+            note("special", sum(a for j, a in enumerate(row) if special[j]))
+        if tokens is not None and p >= 0:
+            copies = [j for j in range(p) if tokens[j] == tokens[p]]
+            if copies:
+                note("duplicate", sum(row[j] for j in copies))
+            after = [j for j in range(1, p + 1) if tokens[j - 1] == tokens[p]]
+            if after:
+                note("induction", sum(row[j] for j in after))
+    return {name: sum(of_rows) / len(of_rows) for name, of_rows in values.items()}

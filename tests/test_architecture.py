@@ -1,0 +1,151 @@
+"""Floors import from the floors below them; importing headwise imports torch and nothing else that is optional."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import headwise
+
+SOURCE = Path(headwise.__file__).parent
+
+FLOORS = (
+    ("errors", "shapes"),
+    ("attention",),
+    ("layer",),
+    ("convert",),
+    ("models",),
+    ("heads",),
+    ("show",),
+    ("cli",),
+    ("__main__",),
+)
+"""From the ground up. `__init__` gathers the public names and is imported by nobody here but the command line."""
+
+ATTENTION = ("masks", "problem", "reference", "fused", "statistics", "attend")
+"""Inside the attention floor, likewise; a module imports from those before it."""
+
+
+MODULES = {
+    ".".join(("headwise", *path.relative_to(SOURCE).with_suffix("").parts)): path
+    for path in sorted(SOURCE.rglob("*.py"))
+    if path.name != "__init__.py"
+}
+
+
+def imports_of(source: str) -> list[str]:
+    """The headwise modules that a source text imports, anywhere in it."""
+    modules = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            # `from package import module` and `from module import name` look alike; what is a module decides.
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules.extend(name if name in MODULES else node.module for name in inside)
+        elif isinstance(node, ast.ImportFrom):
+            modules.append("a relative import")
+        elif isinstance(node, ast.Import):
+            modules.extend(alias.name for alias in node.names)
+    return [name for name in modules if name.split(".")[0] in ("headwise", "a relative import")]
+
+
+def floor(module: str) -> tuple[int, int]:
+    """The floor of a module, and its place inside the attention floor."""
+    parts = module.split(".")
+    level = next(level for level, names in enumerate(FLOORS) if parts[1] in names)
+    inside = ATTENTION.index(parts[2]) if parts[1] == "attention" else 0
+    return level, inside
+
+
+def upward_arrows(module: str, source: str) -> list[str]:
+    """The imports of `module` that point to its own floor or up."""
+    here, arrows = floor(module), []
+    for target in imports_of(source):
+        if target == "headwise" and module in ("headwise.cli", "headwise.__main__"):
+            continue
+        if target in ("headwise", "a relative import"):
+            arrows.append(target)
+            continue
+        there = floor(target)
+        same_package = there[0] == here[0] and module.split(".")[1] != "attention"
+        if there > here or (there == here and not same_package):
+            arrows.append(target)
+    return arrows
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_import_points_up(module):
+    assert upward_arrows(module, MODULES[module].read_text()) == []
+
+
+def test_an_arrow_that_points_up_is_seen():
+    assert upward_arrows("headwise.layer", "from headwise.heads.view import view") == ["headwise.heads.view"]
+    assert upward_arrows("headwise.attention.masks", "import headwise.attention.fused") == ["headwise.attention.fused"]
+    assert upward_arrows("headwise.attention.masks", "from headwise import attend") == ["headwise"]
+    assert upward_arrows("headwise.layer", "def f():\n    from .heads import view") == ["a relative import"]
+
+
+def test_packages_have_nothing_in_their_init():
+    for path in SOURCE.rglob("*/__init__.py"):
+        assert [type(node) for node in ast.parse(path.read_text()).body] == [ast.Expr], path
+
+
+OPTIONAL = [
+    *("accelerate", "beartype", "gguf", "huggingface_hub", "jaxtyping", "jinja2", "matplotlib", "optuna"),
+    *("pandas", "pyarrow", "rich", "safetensors", "transformers", "typer"),
+]
+
+
+def fresh(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_importing_headwise_imports_no_optional_dependency():
+    code = "import sys, headwise; print([name for name in {} if name in sys.modules])"
+    result = fresh(code.format(OPTIONAL))
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+BLOCKED = "import sys\nfor name in {blocked}: sys.modules[name] = None\n"
+"""To Python, a module that is None is not installed."""
+
+
+def test_the_core_runs_without_the_extras():
+    code = BLOCKED.format(blocked=OPTIONAL) + (
+        "import torch, headwise as hw\n"
+        "layer = hw.MultiHeadAttention(12, 3, mask=hw.causal() & hw.window(2))\n"
+        "y, weights = layer(torch.randn(2, 5, 12), return_weights=True)\n"
+        "print(tuple(y.shape), tuple(weights.shape))\n"
+    )
+    result = fresh(code)
+    assert result.stdout.strip() == "(2, 5, 12) (2, 3, 5, 5)", result.stderr
+
+
+def test_the_block_itself_works():
+    result = fresh(BLOCKED.format(blocked=OPTIONAL) + "import transformers")
+    assert "import of transformers halted" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("blocked", "arguments", "sentence"),
+    [
+        ("typer", ["view", "hi"], 'the command line needs the package typer, .* pip install "headwise[cli]"'),
+        ("rich", ["view", "hi"], 'the command line needs the package rich, .* pip install "headwise[cli]"'),
+        ("transformers", ["view", "hi"], 'loading a model needs the package transformers, .* "headwise[hf]"'),
+        ("jinja2", ["view", "hi", "--html", "{page}"], 'writing a page needs the package jinja2, .* "headwise[plot]"'),
+        ("gguf", ["view", "hi", "--model", "smollm2"], 'reading SmolLM2.* needs the package gguf, .* "headwise[gguf]"'),
+    ],
+)
+def test_a_missing_extra_is_one_sentence_and_status_2(blocked, arguments, sentence, tmp_path):
+    arguments = [argument.format(page=tmp_path / "page.html") for argument in arguments]
+    code = BLOCKED.format(blocked=[blocked]) + (
+        f"sys.argv = ['headwise', *{arguments}]\nfrom headwise.__main__ import main\nmain()"
+    )
+    result = fresh(code)
+    assert result.returncode == 2, result.stderr
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    before, after = sentence.split(".*")[0], sentence.split(".*")[-1]
+    assert lines[0].startswith("headwise: " + before.strip())
+    assert lines[0].endswith(after.strip())

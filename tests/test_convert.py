@@ -1,0 +1,206 @@
+"""The four designs: each converted into our layer gives the same output, gradients and weights."""
+
+import pytest
+import torch
+from torch import nn
+
+import headwise as hw
+from oracles import FourLinearMaps, ListOfHeads, NarrowHeads, SingleHead
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def same(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def gradients(module, x, result):
+    """The gradients of a random sum of `result`: of the input, and of every parameter by name."""
+    torch.manual_seed(1)
+    upstream = torch.randn(result.shape, dtype=result.dtype)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    first, *rest = torch.autograd.grad((result * upstream).sum(), [x, *parameters])
+    return first, dict(zip(names, rest, strict=True))
+
+
+def stacked(theirs: dict, names: tuple[str, str, str], heads: int, kind: str) -> dict:
+    """Gradients of a list of heads, put one under the other under the names of our layer."""
+    return {
+        f"{ours}_proj.{kind}": torch.cat([theirs[f"heads.{head}.{name}.{kind}"] for head in range(heads)])
+        for ours, name in zip("qkv", names, strict=True)
+    }
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_design_1_list_of_heads_with_a_bare_projection(bias):
+    ancestor = ListOfHeads(word_size=7, embed_dim=5, n_head=3, bias=bias).double()
+    layer = hw.from_heads([(head.query, head.key, head.value) for head in ancestor.heads], ancestor.projection)
+    assert (layer.embed_dim, layer.head_dim, layer.out_dim, layer.num_heads) == (7, 5, 5, 3)
+    assert layer.out_proj.bias is None
+    x = torch.randn(11, 7, dtype=torch.float64, requires_grad=True)
+    expected, y = ancestor(x), layer(x)
+    same(y, expected)
+    assert y.shape == (11, 5)
+    grad_x, theirs = gradients(ancestor, x, expected)
+    our_grad_x, ours = gradients(layer, x, y)
+    same(our_grad_x, grad_x)
+    names = ("query", "key", "value")
+    wanted = stacked(theirs, names, 3, "weight") | {"out_proj.weight": theirs["projection"].T}
+    wanted |= stacked(theirs, names, 3, "bias") if bias else {}
+    assert ours.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        same(ours[name], grad)
+
+
+@pytest.mark.parametrize(("embed_dim", "num_heads"), [(35, 5), (8, 2)], ids=["design 2", "design 3"])
+def test_designs_2_and_3_four_linear_maps_with_weights_per_head(embed_dim, num_heads):
+    ancestor = FourLinearMaps(embed_dim, num_heads).double()
+    maps = (ancestor.q_linear, ancestor.k_linear, ancestor.v_linear, ancestor.out_linear)
+    layer = hw.from_projections(*maps, num_heads=num_heads)
+    x = torch.randn(3, 11, embed_dim, dtype=torch.float64, requires_grad=True)
+    for mask in (None, torch.rand(3, 1, 11, 11) > 0.3):
+        expected, expected_weights = ancestor(x, mask)
+        y, weights = layer(x, mask=mask, return_weights=True)
+        same(y, expected)
+        same(weights, expected_weights)
+        assert weights.shape == (3, num_heads, 11, 11)
+        grad_x, theirs = gradients(ancestor, x, expected)
+        our_grad_x, ours = gradients(layer, x, y)
+        same(our_grad_x, grad_x)
+        for our_name, grad in ours.items():
+            same(grad, theirs[our_name.replace("_proj", "_linear")])
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_design_2_as_torchs_layer_length_first(bias):
+    ancestor = nn.MultiheadAttention(512, 8, bias=bias, dtype=torch.float64)
+    if bias:
+        nn.init.normal_(ancestor.in_proj_bias)
+        nn.init.normal_(ancestor.out_proj.bias)
+    layer = hw.from_torch(ancestor)
+    x = torch.randn(10, 32, 512, dtype=torch.float64, requires_grad=True)
+    expected, averaged = ancestor(x, x, x)
+    y, weights = layer(x.transpose(0, 1), return_weights=True)
+    same(y.transpose(0, 1), expected)
+    same(weights.mean(1), averaged)
+    grad_x, theirs = gradients(ancestor, x, expected)
+    our_grad_x, ours = gradients(layer, x, y.transpose(0, 1))
+    same(our_grad_x, grad_x)
+    kinds = ("weight", "bias") if bias else ("weight",)
+    for kind in kinds:
+        same(torch.cat([ours[f"{name}_proj.{kind}"] for name in "qkv"]), theirs[f"in_proj_{kind}"])
+        same(ours[f"out_proj.{kind}"], theirs[f"out_proj.{kind}"])
+    assert len(ours) == 4 * len(kinds)
+
+
+def test_design_2_as_torchs_layer_with_another_context_width():
+    ancestor = nn.MultiheadAttention(12, 3, kdim=7, vdim=7, batch_first=True, dtype=torch.float64, dropout=0.5).eval()
+    layer = hw.from_torch(ancestor)
+    assert layer.dropout == 0.5
+    assert not layer.training
+    x, context = torch.randn(2, 5, 12, dtype=torch.float64), torch.randn(2, 11, 7, dtype=torch.float64)
+    expected, weights = ancestor(x, context, context, average_attn_weights=False)
+    y, our_weights = layer(x, context, return_weights=True)
+    same(y, expected)
+    same(our_weights, weights)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_design_4_heads_narrower_than_the_model(bias):
+    ancestor = NarrowHeads(embedding_dim=13, attention_dim=15, num_heads=3, bias=bias).double()
+    heads = [(head.query_map, head.key_map, head.value_map) for head in ancestor.heads]
+    layer = hw.from_heads(heads, ancestor.output)
+    assert (layer.embed_dim, layer.head_dim, layer.out_dim) == (13, 5, 13)
+    x = torch.randn(2, 11, 13, dtype=torch.float64, requires_grad=True)
+    expected, y = ancestor(x), layer(x)
+    same(y, expected)
+    grad_x, theirs = gradients(ancestor, x, expected)
+    our_grad_x, ours = gradients(layer, x, y)
+    same(our_grad_x, grad_x)
+    names = ("query_map", "key_map", "value_map")
+    wanted = stacked(theirs, names, 3, "weight") | {"out_proj.weight": theirs["output.weight"]}
+    if bias:
+        wanted |= stacked(theirs, names, 3, "bias") | {"out_proj.bias": theirs["output.bias"]}
+    assert ours.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        same(ours[name], grad)
+
+
+def test_grouped_projections_of_cross_attention_where_only_some_have_a_bias():
+    query, output = nn.Linear(10, 12, dtype=torch.float64), nn.Linear(18, 7, bias=False, dtype=torch.float64)
+    key = nn.Linear(5, 4, bias=False, dtype=torch.float64)
+    value = nn.Linear(5, 6, dtype=torch.float64)
+    layer = hw.from_projections(query, key, value, output, num_heads=6, num_kv_heads=2)
+    assert (layer.head_dim, layer.value_dim, layer.context_dim, layer.out_dim) == (2, 3, 5, 7)
+    x, context = torch.randn(2, 3, 10, dtype=torch.float64), torch.randn(2, 11, 5, dtype=torch.float64)
+    q = query(x).view(2, 3, 6, 2).transpose(1, 2)
+    k, v = (map_(context).view(2, 11, 2, -1).transpose(1, 2).repeat_interleave(3, 1) for map_ in (key, value))
+    heads = torch.softmax(q @ k.mT / 2**0.5, -1) @ v
+    same(layer(x, context), output(heads.transpose(1, 2).flatten(2)))
+
+
+def test_a_converted_layer_has_weights_of_its_own():
+    ancestor = FourLinearMaps(8, 2)
+    layer = hw.from_projections(
+        ancestor.q_linear, ancestor.k_linear, ancestor.v_linear, ancestor.out_linear, num_heads=2
+    )
+    before = layer.q_proj.weight.clone()
+    ancestor.q_linear.weight.data.zero_()
+    assert torch.equal(layer.q_proj.weight, before)
+
+
+def triple(*widths, bias=True):
+    return tuple(nn.Linear(7, width, bias=bias) for width in widths)
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("convert", "message"),
+    [
+        (lambda: hw.from_heads([], torch.ones(2, 2)), r"heads: expected at least one .* triple, got none"),
+        (
+            lambda: hw.from_heads([triple(5, 5, 5), triple(5, 5, 6)], torch.ones(11, 5)),
+            "heads: expected the same .* shapes in every head, got",
+        ),
+        (
+            lambda: hw.from_heads([triple(5, 5, 5), triple(5, 5, 5, bias=False)], torch.ones(10, 5)),
+            "heads: expected a bias in every query map or in none, got one in 1 of 2",
+        ),
+        (
+            lambda: hw.from_heads([triple(5, 5, 5)] * 2, torch.ones(9, 5)),
+            r"output: expected a map of widths \(10, 5\) to fit the others, got \(9, 5\)",
+        ),
+        (
+            lambda: hw.from_projections(*triple(6, 6, 6), nn.Linear(6, 7), num_heads=4),
+            "query: expected an output width that 4 heads divide, got 6",
+        ),
+        (
+            lambda: hw.from_projections(*triple(6, 4, 6), nn.Linear(6, 7), num_heads=2),
+            r"key: expected a map of widths \(7, 6\) to fit the others, got \(7, 4\)",
+        ),
+        (
+            lambda: hw.from_torch(nn.MultiheadAttention(8, 2, add_bias_kv=True)),
+            "layer: expected torch.nn.MultiheadAttention without add_bias_kv, got add_bias_kv=True",
+        ),
+        (
+            lambda: hw.from_torch(nn.MultiheadAttention(8, 2, add_zero_attn=True)),
+            "layer: expected torch.nn.MultiheadAttention without add_zero_attn, got add_zero_attn=True",
+        ),
+        (
+            lambda: hw.from_torch(nn.MultiheadAttention(8, 2, kdim=3, vdim=4)),
+            "layer: expected kdim equal to vdim, got kdim 3 and vdim 4",
+        ),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(convert, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        convert()
+
+
+def test_heads_that_are_swapped_are_noticed():
+    """The comparison itself can fail: the same heads in another order give another output."""
+    heads = [SingleHead(7, 5, bias=False).double() for _ in range(2)]
+    triples = [(head.query, head.key, head.value) for head in heads]
+    projection = torch.randn(10, 5, dtype=torch.float64)
+    x = torch.randn(3, 7, dtype=torch.float64)
+    assert not torch.allclose(hw.from_heads(triples, projection)(x), hw.from_heads(triples[::-1], projection)(x))

@@ -1,0 +1,198 @@
+"""The layer against attention written out by hand, and its own promises."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import headwise as hw
+from oracles import plain_attention
+
+BATCH, QUERIES, KEYS, EMBED, CONTEXT = 2, 5, 7, 12, 10
+OPTIONS = {
+    "default": {},
+    "grouped": {"num_kv_heads": 2},
+    "multi-query": {"num_kv_heads": 1},
+    "head_dim": {"head_dim": 11},
+    "value_dim": {"value_dim": 13},
+    "out_dim": {"out_dim": 17},
+    "no bias": {"bias": False},
+    "no output bias": {"out_bias": False},
+    "only an output bias": {"bias": False, "out_bias": True},
+    "scale": {"scale": 0.3},
+    "all": {"num_kv_heads": 2, "head_dim": 11, "value_dim": 13, "out_dim": 17, "bias": False, "scale": 0.3},
+}
+
+
+def by_hand(layer, x, context, allowed=None, bias=None, gate=None):
+    """The layer's definition, from its weights."""
+
+    def heads(projection, tensor, count):
+        projected = tensor @ projection.weight.T
+        if projection.bias is not None:
+            projected = projected + projection.bias
+        return projected.reshape(*tensor.shape[:2], count, -1).permute(0, 2, 1, 3)
+
+    q = heads(layer.q_proj, x, layer.num_heads)
+    k = heads(layer.k_proj, context, layer.num_kv_heads)
+    v = heads(layer.v_proj, context, layer.num_kv_heads)
+    plain = plain_attention(q, k, v, allowed, bias, layer.scale)
+    out = plain.out if gate is None else plain.out * gate[:, :, None, None]
+    joined = torch.cat(out.unbind(1), dim=-1) @ layer.out_proj.weight.T
+    return joined if layer.out_proj.bias is None else joined + layer.out_proj.bias, plain.weights
+
+
+def layer_with(**options) -> hw.MultiHeadAttention:
+    layer = hw.MultiHeadAttention(EMBED, 6, dtype=torch.float64, **options)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)  # biases too, which start at zero
+    return layer
+
+
+def inputs(width: int = EMBED):
+    x = torch.randn(BATCH, QUERIES, EMBED, dtype=torch.float64)
+    return x, torch.randn(BATCH, KEYS, width, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("backend", [None, "fused", "reference"])
+@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_output_weights_and_gradients(options, cross, backend):
+    options = OPTIONS[options] | ({"context_dim": CONTEXT} if cross else {})
+    layer = layer_with(backend=backend, **options)
+    x, context = inputs(CONTEXT)
+    given = (x, context) if cross else (x,)
+    y, weights = layer(*given, return_weights=True)
+    expected, expected_weights = by_hand(layer, x, context if cross else x)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
+    upstream = torch.randn_like(y)
+    ours = torch.autograd.grad((layer(*given) * upstream).sum(), list(layer.parameters()))
+    theirs = torch.autograd.grad((expected * upstream).sum(), list(layer.parameters()))
+    for got, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+def test_unbatched_input_is_a_batch_of_one_without_the_axis():
+    layer = layer_with(context_dim=CONTEXT)
+    x, context = inputs(CONTEXT)
+    y, weights = layer(x[0], context[0], return_weights=True)
+    batched, batched_weights = layer(x[:1], context[:1], return_weights=True)
+    assert torch.equal(y, batched[0])
+    assert torch.equal(weights, batched_weights[0])
+
+
+def test_masks_of_layer_and_call_join():
+    layer = layer_with(mask=hw.causal())
+    x, _ = inputs()
+    causal = torch.ones(QUERIES, QUERIES, dtype=torch.bool).tril()
+    padded = torch.arange(QUERIES) < torch.tensor([3, 5])[:, None, None, None]
+    bias = torch.randn(1, 6, QUERIES, QUERIES, dtype=torch.float64)
+    everywhere = (BATCH, 6, QUERIES, QUERIES)
+    for options, allowed, added in (
+        ({}, causal, None),
+        ({"mask": hw.padding([3, 5])}, causal & padded, None),
+        ({"mask": padded}, causal & padded, None),
+        ({"mask": bias}, causal, bias),
+        ({"mask": padded, "bias": bias}, causal & padded, bias),
+    ):
+        expected, _ = by_hand(layer, x, x, allowed.expand(everywhere), added)
+        torch.testing.assert_close(layer(x, **options), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(6,), (BATCH, 6)], ids=str)
+def test_gate_multiplies_heads_before_the_output_projection(shape):
+    layer = layer_with()
+    x, _ = inputs()
+    gate = torch.rand(shape, dtype=torch.float64)
+    expected, _ = by_hand(layer, x, x, gate=gate.expand(BATCH, 6))
+    torch.testing.assert_close(layer(x, gate=gate), expected, rtol=0, atol=1e-12)
+
+
+def test_a_gate_at_zero_is_that_head_without_its_columns_of_the_output_projection():
+    layer = layer_with()
+    x, _ = inputs()
+    gated = layer(x, gate=torch.tensor([1.0, 1, 0, 1, 1, 1], dtype=torch.float64))
+    pruned = copy.deepcopy(layer)
+    pruned.out_proj.weight.data[:, 4:6] = 0.0  # head 2, two columns a head
+    torch.testing.assert_close(gated, pruned(x), rtol=0, atol=1e-12)
+    assert not torch.allclose(gated, layer(x))
+
+
+def test_dropout_acts_in_training_only():
+    layer = layer_with(dropout=0.5)
+    x, _ = inputs()
+    expected, _ = by_hand(layer, x, x)
+    assert not torch.allclose(layer(x), expected)
+    torch.testing.assert_close(layer.eval()(x), expected, rtol=0, atol=1e-12)
+
+
+def test_half_precision_and_autocast():
+    layer = layer_with().float()
+    x = inputs()[0].float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_copies_and_reloads():
+    layer = layer_with(mask=hw.causal() & hw.window(3), num_kv_heads=2)
+    x, _ = inputs()
+    loaded = layer_with(mask=hw.causal() & hw.window(3), num_kv_heads=2)
+    loaded.load_state_dict(layer.state_dict(), strict=True)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
+        assert torch.equal(twin(x), layer(x))
+
+
+def test_it_says_what_it_is():
+    text = repr(hw.MultiHeadAttention(12, 6, num_kv_heads=2, value_dim=5, mask=hw.causal()))
+    assert "num_heads=6, num_kv_heads=2, head_dim=2, value_dim=5, mask=causal()" in text
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_heads": 5}, "num_heads: expected a number that divides embed_dim 12, got 5; or give head_dim"),
+        ({"num_heads": 0}, "num_heads: expected a whole number of 1 or more, got 0"),
+        ({"num_heads": 2.0}, "num_heads: expected a whole number of 1 or more, got 2.0"),
+        ({"embed_dim": -12}, "embed_dim: expected a whole number of 1 or more, got -12"),
+        ({"num_kv_heads": 4}, "num_kv_heads: expected a number that divides num_heads 6, got 4"),
+        ({"value_dim": 0}, "value_dim: expected a whole number of 1 or more, got 0"),
+        ({"dropout": -0.1}, "dropout: expected a probability of 0 or more and less than 1, got -0.1"),
+        ({"mask": torch.ones(2, 2)}, r"mask: expected a headwise Mask, such as causal\(\), got Tensor"),
+        ({"backend": "flash"}, "backend: expected one of fused, reference, got 'flash'"),
+    ],
+)
+def test_a_mistake_in_construction(arguments, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        hw.MultiHeadAttention(**({"embed_dim": 12, "num_heads": 6} | arguments))
+
+
+X = torch.zeros(2, 5, 12)
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((X[0, 0],), r"x: expected \(batch, length, 12\) or \(length, 12\), got \(12,\)"),
+        ((X[..., :11],), r"x: expected width 12 on the last axis, got \(2, 5, 11\)"),
+        ((X.double(),), "x: expected torch.float32 like the layer, got torch.float64; cast one to the other"),
+        ((X.to("meta"),), "x: expected a tensor on cpu like the layer, got meta"),
+        (("text",), "x: expected a tensor, got str"),
+        ((X, X[:1]), r"context: expected the batch of x, \(2,\), got \(1,\)"),
+        ((X, X[0]), r"context: expected the batch of x, \(2,\), got \(\)"),
+        ((X, X[..., :3]), r"context: expected width 12 on the last axis, got \(2, 5, 3\)"),
+    ],
+)
+def test_a_mistake_in_a_call(arguments, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        hw.MultiHeadAttention(12, 6)(*arguments)
+
+
+@pytest.mark.usefixtures("as_user")
+def test_cross_attention_needs_its_context():
+    with pytest.raises(hw.InputError, match=r"^context: expected a tensor of width 10, .*, got none"):
+        hw.MultiHeadAttention(12, 6, context_dim=10)(X)
