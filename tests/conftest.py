@@ -22,3 +22,19 @@ def as_user():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """all-MiniLM-L6-v2, as its package carries it."""
+    from headwise.models.load import load
+
+    return load("minilm")
+
+
+@pytest.fixture(scope="session")
+def coffee(minilm):
+    """The view of the demo's question."""
+    from headwise.heads.view import view
+
+    return view(minilm.model, minilm.tokenizer, "Which do you like better, coffee or tea?", title=minilm.title)

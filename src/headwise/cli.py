@@ -86,7 +86,7 @@ def _require_folder(html: Path | None) -> None:
 
 
 def _quiet_libraries() -> None:
-    """No progress bars and no advice from the libraries underneath; their errors still come."""
+    """No advice from the libraries underneath, and no progress bar for what takes a moment; errors still come."""
     try:
         from transformers.utils import logging
     except ImportError:

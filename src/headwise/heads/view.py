@@ -93,6 +93,11 @@ class View:
                 return candidate
         raise InputError("head", expected="a (layer, head) of this view", got=(layer, head))
 
+    def strongest_links(self, head: HeadView, count: int) -> list[Link]:
+        """The head's strongest links between different pairs of words; a pair that recurs is given once."""
+        pairs = {(self.words[link.query].text, self.words[link.key].text): link for link in reversed(head.links)}
+        return sorted(pairs.values(), key=lambda link: -link.weight)[:count]
+
     def role_title(self, role: Role) -> str:
         """The role's name, with the first token itself where it is a sink."""
         return role.name.replace("the first token", self.words[0].text)
@@ -210,7 +215,7 @@ def _words(
                 piece = text[start:end]
             else:
                 piece = tokenizer.decode([ids[index]])
-            words.append(Word(" ".join(piece.split()) or repr(piece)[1:-1], False))
+            words.append(Word(" ".join(piece.split()) or repr(piece)[1:-1].strip() or "␣", False))
         word_of.append(len(words) - 1)
         previous = None if special[index] else origin
     return tuple(words), torch.tensor(word_of)

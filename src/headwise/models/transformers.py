@@ -51,14 +51,22 @@ def observe(model: nn.Module, on_call: Callable[[AttentionCall], None]) -> Itera
 
         @wraps(attention)
         def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if id(module) not in paths:
+                return attention(module, *args, **kwargs)
+            if implementation not in READABLE:
+                raise InputError(
+                    "model",
+                    expected=f"attention implementation {' or '.join(READABLE)}",
+                    got=implementation,
+                    remedy="call model.set_attn_implementation('sdpa')",
+                )
             result = attention(module, *args, **kwargs)
-            if id(module) in paths:
-                layer = getattr(module, "layer_idx", None)
-                if layer is None or layer in seen:
-                    layer = max(seen, default=-1) + 1
-                seen.add(layer)
-                problem = _read(implementation, module, *args, **kwargs)
-                on_call(AttentionCall(layer, paths[id(module)], problem, result[0]))
+            layer = getattr(module, "layer_idx", None)
+            if layer is None or layer in seen:
+                layer = max(seen, default=-1) + 1
+            seen.add(layer)
+            problem = _read(implementation, module, *args, **kwargs)
+            on_call(AttentionCall(layer, paths[id(module)], problem, result[0]))
             return result
 
         return observed
@@ -84,13 +92,6 @@ def _read(
     **_: Any,
 ) -> Problem:
     """The call in our terms."""
-    if implementation not in READABLE:
-        raise InputError(
-            "model",
-            expected=f"attention implementation {' or '.join(READABLE)}",
-            got=implementation,
-            remedy="call model.set_attn_implementation('sdpa')",
-        )
     queries = query.shape[2]
     mask: Mask | Tensor | None = attention_mask
     bias = position_bias

@@ -87,7 +87,7 @@ def _head_data(view: View, head: HeadView) -> dict[str, Any]:
                 "weight": round(link.weight, 4),
                 "back": None if link.back is None else round(link.back, 4),
             }
-            for link in head.links[:LINKS]
+            for link in view.strongest_links(head, LINKS)
         ],
         "side": head.picture.shape[0],
         "top": head.top_keys.shape[1],

@@ -54,7 +54,7 @@ def print_view(view: View, console: Console, *, detail: bool = False) -> None:
 def link_text(view: View, head: HeadView) -> str:
     """The head's strongest links as words: `tea → coffee 0.14`, and `coffee ↔ tea 0.32/0.17` where mutual."""
     texts = []
-    for link in head.links[:LINKS]:
+    for link in view.strongest_links(head, LINKS):
         query, key = view.words[link.query].text, view.words[link.key].text
         if link.back is None:
             texts.append(f"{query} → {key} {link.weight:.2f}")

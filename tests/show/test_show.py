@@ -1,0 +1,104 @@
+"""A view in a terminal, in a pipe, on a page and as a figure."""
+
+import io
+import json
+import re
+
+import pytest
+import torch
+from rich.console import Console
+
+from headwise.heads.view import view
+from headwise.show.page import write_page
+from headwise.show.picture import plot_heads
+from headwise.show.terminal import print_view
+
+
+def printed(seen, *, terminal: bool = False, detail: bool = False, width: int = 140) -> str:
+    stream = io.StringIO()
+    colours = "truecolor" if terminal else None
+    console = Console(file=stream, force_terminal=terminal, width=width, highlight=False, color_system=colours)
+    print_view(seen, console, detail=detail)
+    return stream.getvalue()
+
+
+def test_every_head_is_printed_once_under_its_role(coffee):
+    text = printed(coffee)
+    role = None
+    found = {}
+    for line in text.splitlines():
+        if match := re.match(r"(.+?) · \d+ heads? · ", line):
+            role = match[1]
+        elif match := re.match(r" *(\d+\.\d+) ", line):
+            found[match[1]] = role
+    assert found == {head.name: coffee.role_title(head.role) for head in coffee.heads}
+    titles = list(dict.fromkeys(found.values()))
+    assert titles == ["previous token", "next token", "mixed", "broad", "sink on [CLS]", "sink on special tokens"]
+
+
+def test_the_two_facts_are_visible(coffee):
+    lines = {line.split()[0]: line for line in printed(coffee).splitlines() if re.match(r" *\d+\.\d+ ", line)}
+    assert re.search(r"0\.2 +1\.00 +0\.00 +1\.00 .*tea → or 1\.00", lines["0.2"])
+    assert "tea → coffee 0.14" in lines["0.9"]
+    assert "coffee ↔ tea 0.32/0.17" in lines["0.3"]
+
+
+def test_colour_on_a_terminal_and_plain_text_in_a_pipe(coffee):
+    assert "\x1b[" in printed(coffee, terminal=True)
+    assert "\x1b" not in printed(coffee)
+
+
+def test_a_text_with_markup_is_shown_as_it_is(minilm):
+    seen = view(minilm.model, minilm.tokenizer, "[bold]<script>alert(1)</script>[/bold] :smile:")
+    assert "[bold]<script>alert(1)</script>[/bold] :smile:" in printed(seen)
+
+
+def test_the_detail_of_a_head(coffee):
+    text = printed(coffee.select([0], [2]), detail=True)
+    rows = text[text.index("where each word looks") :].splitlines()[2:]
+    assert len(rows) == 12
+    assert re.match(r" +tea +█ +or 1\.00", rows[9])
+
+
+def page_of(seen, tmp_path) -> tuple[str, dict]:
+    write_page(seen, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    return page, json.loads(re.search(r"^const data = (.*);$", page, re.MULTILINE)[1])
+
+
+def test_the_page_needs_no_network(coffee, tmp_path):
+    page, _ = page_of(coffee, tmp_path)
+    assert re.findall(r"(?:src|href)=|url\(|@import|fetch\(|XMLHttpRequest", page) == []
+    assert re.findall(r"https?://[^\s\"']+", page) == ["http://www.w3.org/2000/svg"]  # a name, never asked for
+
+
+def test_the_page_holds_every_head(coffee, tmp_path):
+    from base64 import b64decode
+
+    _, data = page_of(coffee, tmp_path)
+    assert len(data["heads"]) == 72
+    assert {role["name"] for role in data["roles"]} == {head.role.name for head in coffee.heads}
+    for drawn, head in zip(data["heads"], coffee.heads, strict=True):
+        assert (drawn["layer"], drawn["head"], drawn["role"]) == (head.layer, head.head, head.role.name)
+        picture = torch.tensor(list(b64decode(drawn["picture"]))).view(12, 12) / 255
+        torch.testing.assert_close(picture, head.picture, rtol=0, atol=0.5 / 255 + 1e-6)
+        keys = torch.frombuffer(bytearray(b64decode(drawn["keys"])), dtype=torch.uint16).view(12, 8)
+        assert torch.equal(keys.long(), head.top_keys)
+        assert "duplicate" not in drawn["means"]  # no token comes twice
+
+
+def test_the_page_shows_a_text_with_markup_as_it_is(minilm, tmp_path):
+    seen = view(minilm.model, minilm.tokenizer, "</script><script>alert('&')</script>", title="<b>model</b>")
+    page, data = page_of(seen, tmp_path)
+    assert page.count("<script") == 1
+    assert "&lt;b&gt;model&lt;/b&gt;" in page
+    assert [word["text"] for word in data["words"]][1:4] == ["<", "/", "script"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_figure_of_chosen_heads(coffee):
+    figure = plot_heads(coffee, [(0, 2), (0, 9), (1, 8)])
+    assert [axes.get_title() for axes in figure.axes] == ["0.2  previous token", "0.9  mixed", "1.8  next token"]
+    lines = figure.axes[0].get_lines()
+    assert len(lines) == 12  # one key for each word
+    assert [line.get_ydata().tolist() for line in lines][5] == [5, 4]

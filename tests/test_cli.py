@@ -1,0 +1,84 @@
+"""The command as a user types it."""
+
+import subprocess
+import sys
+
+import pytest
+
+QUESTION = "Which do you like better, coffee or tea?"
+
+
+def headwise(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "headwise", *arguments], input=stdin, capture_output=True, check=False)
+
+
+def test_the_demo():
+    result = headwise("view", QUESTION)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == b""
+    text = result.stdout.decode()
+    assert text.startswith(QUESTION)
+    assert "all-MiniLM-L6-v2, 12 tokens, 72 heads" in text
+    assert "\x1b" not in text
+
+
+def test_smollm2_from_standard_input():
+    result = headwise("view", "-", "--model", "smollm2", stdin=QUESTION.encode())
+    assert result.returncode == 0, result.stderr
+    text = result.stdout.decode()
+    assert "SmolLM2-135M-Instruct, 10 tokens, 270 heads" in text
+    assert "sink on Which" in text
+
+
+def test_a_file_chosen_heads_and_a_page(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbfcoffee or tea")  # with a byte-order mark
+    page = tmp_path / "page.html"
+    options = ("--layer", "0", "--layer", "3", "--head", "2", "--html", str(page))
+    result = headwise("view", f"@{tmp_path / 'text.txt'}", *options)
+    assert result.returncode == 0, result.stderr
+    text = result.stdout.decode()
+    assert "5 tokens, 2 heads" in text
+    assert text.count("where each word looks") == 2
+    assert f"wrote {page}" in text
+    assert "coffee" in page.read_text(encoding="utf-8")
+
+
+def test_version():
+    assert headwise("--version").stdout == b"headwise 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "sentence"),
+    [
+        (["view", ""], b"", "text: expected at least one word, got an empty text"),
+        (["view", "-"], b"", "text: expected at least one word, got an empty text"),
+        (["view", "-"], b"caf\xe9", "text: expected UTF-8 in standard input, got another byte at offset 3"),
+        (["view", "@missing.txt"], b"", "text: expected a file 'missing.txt' that can be read, got No such file or"),
+        (["view", "@{folder}"], b"", "that can be read, got Is a directory"),
+        (["view", "word " * 600], b"", "expected at most 512 tokens, the model's limit, got 602; --truncate cuts"),
+        (["view", "hi", "--layer", "6"], b"", "layer: expected 0 to 5, got 6"),
+        (["view", "hi", "--head", "12"], b"", "head: expected 0 to 11, got 12"),
+        (["view", "hi", "--html", "{folder}/no/page.html"], b"", "html: expected a file in a folder that exists, got"),
+        (["view", "hi", "--html", "{folder}"], b"", "html: expected a file in a folder that exists, got"),
+        (["view", "hi", "--model", "{folder}"], b"", "model: expected a folder with a config.json"),
+        (["view", "hi", "--model", "not a/model/name"], b"", "a hub id that can be reached, got 'not a/model/name'"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_2(arguments, stdin, sentence, tmp_path):
+    result = headwise(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin)
+    assert result.returncode == 2
+    assert result.stdout == b""
+    error = result.stderr.decode()
+    assert error.startswith("headwise: ")
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["view"], ["vieew", "hi"], ["view", "hi", "--layer", "x"], ["view", "hi", "--no"]]
+)
+def test_a_command_line_that_cannot_be_read_is_status_2(arguments):
+    result = headwise(*arguments)
+    assert result.returncode == 2
+    assert b"Traceback" not in result.stderr
+    assert b"Error:" in result.stderr
