@@ -1,0 +1,55 @@
+"""What the README and the docstrings show is what happens."""
+
+import contextlib
+import doctest
+import io
+import re
+from pathlib import Path
+
+import torch
+
+import headwise as hw
+from headwise.attention import masks
+from headwise.heads.roles import ROLES
+from headwise.heads.view import View
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_code_of_the_readme_runs_and_prints_what_it_says(minilm):
+    names = {
+        "folder": minilm.model.config._name_or_path,
+        "torch": torch,
+        "x": torch.randn(2, 5, 512),
+        "context": torch.randn(2, 7, 512),
+        "q": torch.randn(2, 6, 5, 7),
+        "k": torch.randn(2, 3, 11, 7),
+        "v": torch.randn(2, 3, 11, 7),
+        "learned": torch.zeros(5, 11, requires_grad=True),
+    }
+    printed = io.StringIO()
+    blocks = re.findall(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", README, re.DOTALL)
+    assert len(blocks) == 3
+    with contextlib.redirect_stdout(printed):
+        for code, _ in blocks:
+            exec(code, names)
+    assert printed.getvalue() == "".join(output for _, output in blocks)
+    seen: View = names["seen"]
+    assert seen.head(0, 2).role.name == "previous token"
+    assert round(seen.head(0, 2).means["entropy"], 4) == 0.0008
+
+
+def test_docstrings_show_what_happens():
+    assert doctest.testmod(masks, extraglobs={"causal": hw.causal, "window": hw.window}) == (0, 1)
+
+
+def test_the_documents_of_the_readme_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).is_file(), target
+
+
+def test_every_role_is_documented():
+    text = (ROOT / "docs" / "roles.md").read_text(encoding="utf-8")
+    for role in ROLES:
+        assert f"| {role.name} |" in text
