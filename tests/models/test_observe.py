@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 import headwise as hw
@@ -96,10 +97,11 @@ def test_another_model_is_not_observed():
     assert calls == []
 
 
-def test_an_implementation_whose_masks_cannot_be_read_is_refused():
-    model = tiny("llama", "flex_attention")
+def test_an_implementation_whose_masks_cannot_be_read_is_refused(monkeypatch):
+    monkeypatch.setitem(AttentionInterface._global_mapping, "other", sdpa_attention_forward)
+    model = tiny("llama", "other")
     with (
-        pytest.raises(hw.InputError, match="^model: expected attention implementation sdpa or eager, got flex"),
+        pytest.raises(hw.InputError, match="^model: expected attention implementation sdpa or eager, got other; call"),
         observe(model, lambda call: None),
     ):
         model(TOKENS)
