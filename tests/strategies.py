@@ -47,14 +47,43 @@ def masks(draw, batch: int, heads: int, queries: int, keys: int, depth: int = 2)
     """A mask together with its values as one tensor, worked out here and not by headwise."""
     position = torch.arange(queries)[:, None] + keys - queries
     key = torch.arange(keys)[None, :]
-    kinds = ["causal", "window", "right", "left", "dense"] + (["and", "or", "not"] if depth else [])
+    kinds = ["causal", "window", "per head", "prefix", "segments", "chunked", "where", "right", "left", "dense"]
+    kinds += ["and", "or", "not"] if depth else []
     kind = draw(st.sampled_from(kinds))
     full = (batch, heads, queries, keys)
     if kind == "causal":
         return hw.causal(), (key <= position).expand(full)
     if kind == "window":
-        width = draw(st.integers(1, keys + 2))
-        return hw.window(width), ((key <= position) & (position - key < width)).expand(full)
+        width, ahead, step = draw(st.integers(1, keys + 2)), draw(st.integers(0, 3)), draw(st.integers(1, 3))
+        back = position - key
+        near = (back >= -ahead * step) & (back < width * step) & (back % step == 0)
+        return hw.window(width, ahead=ahead, dilation=step), near.expand(full)
+    if kind == "per head":
+        widths = draw(st.lists(st.none() | st.integers(1, keys + 2), min_size=heads, max_size=heads))
+        near = [(key <= position) & (position - key < (width or keys + queries)) for width in widths]
+        return hw.window(widths), torch.stack(near).expand(full)
+    if kind == "prefix":
+        lengths = draw(st.lists(st.integers(0, keys), min_size=batch, max_size=batch))
+        if draw(st.booleans()):
+            return hw.prefix(lengths[0]), (key < lengths[0]).expand(full)
+        return hw.prefix(lengths), (key < torch.tensor(lengths)[:, None, None, None]).expand(full)
+    if kind == "segments":
+        count = draw(st.sampled_from([1, batch]))
+        rows = st.lists(st.integers(0, 3), min_size=keys, max_size=keys)
+        ids = torch.tensor([draw(rows) for _ in range(count)])
+        if draw(st.booleans()):
+            ids = ids.sort(-1).values
+        own = torch.where(position[:, 0] >= 0, ids[:, position[:, 0].clamp(min=0)], -1)
+        return hw.segments(ids), (own[:, None, :, None] == ids[:, None, None, :]).expand(full)
+    if kind == "chunked":
+        size = draw(st.integers(1, keys + 2))
+        return hw.chunked(size), (position.div(size, rounding_mode="floor") == key // size).expand(full)
+    if kind == "where":
+        index = [
+            torch.arange(size).view([-1 if axis == at else 1 for at in range(4)]) for axis, size in enumerate(full)
+        ]
+        allowed = (index[0] + 2 * index[1] + (index[2] + keys - queries) * index[3]) % 3 > 0
+        return hw.where(lambda b, h, q, k: (b + 2 * h + q * k) % 3 > 0), allowed.expand(full)
     if kind in ("right", "left"):
         lengths = torch.tensor(draw(st.lists(st.integers(0, keys), min_size=batch, max_size=batch)))
         column = lengths[:, None, None, None]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-import headwise as hw
-from headwise.attention import masks
+from headwise.attention import rules
 from headwise.heads.roles import ROLES
 from headwise.heads.view import View
 
@@ -41,7 +40,7 @@ def test_the_code_of_the_readme_runs_and_prints_what_it_says(minilm):
 
 
 def test_docstrings_show_what_happens():
-    assert doctest.testmod(masks, extraglobs={"causal": hw.causal, "window": hw.window}) == (0, 1)
+    assert doctest.testmod(rules) == (0, 1)
 
 
 def test_the_documents_of_the_readme_exist():

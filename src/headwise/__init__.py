@@ -1,7 +1,8 @@
 """headwise: multi-head attention for PyTorch with every head in reach."""
 
 from headwise.attention.attend import attend, why_not
-from headwise.attention.masks import Mask, causal, dense, padding, window
+from headwise.attention.masks import Mask
+from headwise.attention.rules import causal, chunked, dense, padding, per_head, prefix, segments, where, window
 from headwise.convert import from_heads, from_projections, from_torch
 from headwise.errors import HeadwiseError, InputError, MissingExtra
 from headwise.heads.view import view
@@ -17,12 +18,17 @@ __all__ = [
     "MultiHeadAttention",
     "attend",
     "causal",
+    "chunked",
     "dense",
     "from_heads",
     "from_projections",
     "from_torch",
     "padding",
+    "per_head",
+    "prefix",
+    "segments",
     "view",
+    "where",
     "why_not",
     "window",
 ]

@@ -33,6 +33,42 @@ def test_window_sees_its_width_in_keys():
     assert drawn(hw.window(1), 2, 3) == [[0, 1, 0], [0, 0, 1]]
 
 
+def test_window_that_looks_ahead_and_one_with_gaps():
+    assert drawn(hw.window(1, ahead=1), 3, 3) == [[1, 1, 0], [0, 1, 1], [0, 0, 1]]
+    assert drawn(hw.window(2, dilation=2), 4, 4) == [[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]]
+
+
+def test_a_window_for_each_head():
+    assert drawn(hw.window([1, None]), 2, 2, heads=2) == [[[1, 0], [0, 1]], [[1, 0], [1, 1]]]
+    mixed = hw.per_head([hw.causal(), ~hw.causal()])
+    assert drawn(mixed, 2, 2, heads=2) == [[[1, 0], [1, 1]], [[0, 1], [0, 0]]]
+
+
+def test_prefix_is_seen_by_all():
+    assert drawn(hw.causal() | hw.prefix(2), 3, 3) == [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    assert drawn(hw.prefix([1, 2]), 1, 2, batch=2) == [[[1, 0]], [[1, 1]]]
+
+
+def test_sink_tokens_beside_a_window():
+    mask = hw.causal() & (hw.window(1) | hw.prefix(1))
+    assert drawn(mask, 4, 4) == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]
+
+
+def test_segments_see_themselves():
+    assert drawn(hw.segments([[3, 3, 7]]), 3, 3) == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    assert drawn(hw.segments([0, 0, 1]), 1, 3) == [[0, 0, 1]]  # the last query stands at the last key
+
+
+def test_chunks_see_themselves():
+    assert drawn(hw.chunked(2), 3, 3) == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    assert drawn(hw.chunked(2), 1, 4) == [[0, 0, 1, 1]]
+
+
+def test_any_rule_of_batch_head_query_and_key():
+    rule = hw.where(lambda batch, head, query, key: (query + key + head) % 2 == 0)
+    assert drawn(rule, 1, 3, heads=2) == [[[1, 0, 1]], [[0, 1, 0]]]
+
+
 def test_padding_on_either_side():
     assert drawn(hw.padding([1, 3]), 1, 3, batch=2) == [[[1, 0, 0]], [[1, 1, 1]]]
     assert drawn(hw.padding([1, 3], side="left"), 1, 3, batch=2) == [[[0, 0, 1]], [[1, 1, 1]]]
@@ -62,6 +98,9 @@ def test_a_mask_prints_itself():
 def test_a_mask_is_shown_as_it_is_written():
     values = torch.ones(2, 3, dtype=torch.bool)
     assert repr(hw.causal() & ~hw.window(3)) == "(causal() & ~window(3))"
+    assert repr(hw.window([3, None], ahead=1)) == "per_head([window(3, ahead=1), window(None, ahead=1)])"
+    assert repr(hw.prefix(2) & hw.chunked(3)) == "(prefix(2) & chunked(3))"
+    assert repr(hw.segments([0, 1])) == "segments([[0, 1]])"
     assert repr(hw.padding([1, 2]) | hw.dense(values)) == "(padding([1, 2], side='right') | dense(<1 x 1 x 2 x 3>))"
 
 
@@ -104,8 +143,17 @@ def test_the_coverage_of_a_leaf_is_exact(mask):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: hw.window(0), r"window\(width\): expected a whole number of keys, 1 or more, got 0"),
-        (lambda: hw.window(2.5), r"window\(width\): expected a whole number of keys, 1 or more, got 2.5"),
+        (lambda: hw.window(0), r"window\(width\): expected a whole number of 1 or more, got 0"),
+        (lambda: hw.window(None), r"window\(width\): expected a whole number of 1 or more, got None"),
+        (lambda: hw.window([]), r"window\(width\): expected a number of keys for each head, got none"),
+        (lambda: hw.window(2, ahead=-1), r"window\(ahead\): expected a whole number of 0 or more, got -1"),
+        (lambda: hw.window(2, dilation=0), r"window\(dilation\): expected a whole number of 1 or more, got 0"),
+        (lambda: hw.prefix(-1), r"prefix\(length\): expected a whole number of 0 or more, got -1"),
+        (lambda: hw.chunked(0), r"chunked\(size\): expected a whole number of 1 or more, got 0"),
+        (lambda: hw.segments([0.5]), r"segments\(ids\): expected whole numbers .*, got torch.float32 of shape"),
+        (lambda: hw.per_head([]), r"per_head\(masks\): expected one Mask for each head, got \[\]"),
+        (lambda: hw.where(3), r"where\(rule\): expected a function .*, got 3"),
+        (lambda: hw.window(2.5), r"window\(width\): expected a whole number of 1 or more, got 2.5"),
         (lambda: hw.padding([3, -1]), r"padding\(lengths\): expected lengths of 0 or more, got -1"),
         (
             lambda: hw.padding([[3]]),
@@ -123,6 +171,28 @@ def test_the_coverage_of_a_leaf_is_exact(mask):
 def test_a_mistake_is_told_in_one_sentence(make, message):
     with pytest.raises(hw.InputError, match="^" + message):
         make()
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (hw.window([2, 3]), r"per_head\(masks\): expected one for each of 3 heads, got 2"),
+        (
+            hw.segments([0, 1]),
+            r"segments\(ids\): expected one id for each of 7 keys .*, got shape \(1, 2\)",
+        ),
+        (hw.where(lambda b, h, q, k: q + k), r"where\(rule\): .*, got torch.int64"),
+        (
+            hw.where(lambda b, h, q, k: q[:3] > 0),
+            r"where\(rule\): .* broadcasts to \(2, 3, 5, 7\)",
+        ),
+    ],
+    ids=repr,
+)
+def test_a_mask_that_does_not_fit_is_told_in_one_sentence(mask, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        mask.block(Grid(2, 3, 5, 7))
 
 
 def test_masks_combine_only_with_masks():

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.attention.masks import causal
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.reference import masked_scores, weights_of
+from headwise.attention.rules import causal
 from headwise.shapes import Float
 
 name = "fused"

@@ -1,24 +1,14 @@
-"""Which keys a query may attend to: small objects that combine with `&`, `|` and `~`.
+"""Which keys a query may attend to: the algebra of masks.
 
 A mask is a rule, not a matrix. It answers for any block of the score grid, so a backend can ask about the
 block it works on and never hold the whole. True means *attends*. Query row i stands at key position
-i + (keys - queries): the last query sees the last key, with a cache and without.
-
-    >>> print(causal() & window(2))
-    ■ · · · · ·
-    ■ ■ · · · ·
-    · ■ ■ · · ·
-    · · ■ ■ · ·
-    · · · ■ ■ ·
-    · · · · ■ ■
+i + (keys - queries): the last query sees the last key, with a cache and without. The rules themselves are in
+`rules.py`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -110,108 +100,6 @@ class Mask(ABC):
         return Not(self)
 
 
-# -- leaves ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Band(Mask):
-    """Keys at a distance of 0 to `width` - 1 tokens before the query; without a width, all before it."""
-
-    width: int | None = None
-
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "rows columns"]:
-        back = i + grid.offset - j
-        return back >= 0 if self.width is None else (back >= 0) & (back < self.width)
-
-    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        # Every distance between the nearest and the farthest occurs in the block, so the answer is exact.
-        nearest = rows.start + grid.offset - (columns.stop - 1)
-        farthest = rows.stop - 1 + grid.offset - columns.start
-        width = float("inf") if self.width is None else self.width
-        if farthest < 0 or nearest >= width:
-            return Coverage.EMPTY
-        return Coverage.FULL if nearest >= 0 and farthest < width else Coverage.PARTIAL
-
-    def __repr__(self) -> str:
-        return "causal()" if self.width is None else f"window({self.width})"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Padding(Mask):
-    """The first (or, padded on the left, the last) `lengths[b]` keys of sequence b."""
-
-    lengths: Int[Tensor, " batch"]
-    side: Literal["right", "left"]
-
-    @cached_property
-    def _span(self) -> tuple[int, int]:
-        """The shortest and the longest length: read once, since on a GPU reading them waits for it."""
-        if not self.lengths.numel():
-            return 0, 0
-        return int(self.lengths.min()), int(self.lengths.max())
-
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "batch 1 1 columns"]:
-        lengths = self.lengths.to(grid.device)[:, None, None, None]
-        return j < lengths if self.side == "right" else j >= grid.keys - lengths
-
-    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        shortest, longest = self._span
-        # Counted from the side where the tokens are, so that both sides read alike.
-        first, last = columns.start, columns.stop - 1
-        if self.side == "left":
-            first, last = grid.keys - 1 - last, grid.keys - 1 - first
-        if first >= longest:
-            return Coverage.EMPTY
-        return Coverage.FULL if last < shortest else Coverage.PARTIAL
-
-    def check(self, grid: Grid) -> None:
-        if len(self.lengths) != grid.batch:
-            raise InputError(
-                "padding(lengths)", expected=f"one length for each of {grid.batch} sequences", got=len(self.lengths)
-            )
-        if self._span[1] > grid.keys:
-            raise InputError("padding(lengths)", expected=f"lengths of 0 to {grid.keys} (the keys)", got=self._span[1])
-
-    def extent(self) -> Grid:
-        return Grid(len(self.lengths), 0, 0, self._span[1])
-
-    def __repr__(self) -> str:
-        return f"padding({self.lengths.tolist()}, side={self.side!r})"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Dense(Mask):
-    """A boolean matrix, given whole."""
-
-    values: Bool[Tensor, "batch heads queries keys"]
-
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "#batch #heads rows columns"]:
-        return self.values.expand(-1, -1, grid.queries, grid.keys)[..., i, j]
-
-    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        values = self.values.expand(-1, -1, grid.queries, grid.keys)
-        block = values[..., rows.start : rows.stop, columns.start : columns.stop]
-        if not block.any():
-            return Coverage.EMPTY
-        return Coverage.FULL if block.all() else Coverage.PARTIAL
-
-    def check(self, grid: Grid) -> None:
-        require_broadcast("mask", self.values, grid)
-
-    def extent(self) -> Grid:
-        batch, heads, queries, keys = (size if size > 1 else 0 for size in self.values.shape)
-        return Grid(batch, heads, queries, keys)
-
-    def __repr__(self) -> str:
-        return f"dense(<{' x '.join(map(str, self.values.shape))}>)"
-
-
 # -- combinations ---------------------------------------------------------------------------------------------
 
 
@@ -295,58 +183,6 @@ class Not(_Combined):
 
     def __repr__(self) -> str:
         return f"~{self.mask!r}"
-
-
-# -- what a user writes ---------------------------------------------------------------------------------------
-
-
-def causal() -> Mask:
-    """Each query attends to its own position and those before it, aligned so that the last query sees all."""
-    return Band()
-
-
-def window(width: int) -> Mask:
-    """Each query attends to itself and the `width` - 1 keys before it: `width` keys.
-
-    Raises `InputError` when `width` is not a positive whole number.
-    """
-    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-        raise InputError("window(width)", expected="a whole number of keys, 1 or more", got=repr(width))
-    return Band(width)
-
-
-def padding(lengths: Sequence[int] | Tensor, side: Literal["right", "left"] = "right") -> Mask:
-    """Sequence b of the batch holds `lengths[b]` keys; the rest, on `side`, is padding nobody attends to.
-
-    Raises `InputError` when the lengths are not whole numbers of 0 or more in one dimension.
-    """
-    if side not in ("right", "left"):
-        raise InputError("padding(side)", expected="'right' or 'left', where the padding is", got=repr(side))
-    lengths = torch.as_tensor(lengths)
-    if lengths.ndim != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
-        raise InputError(
-            "padding(lengths)",
-            expected="one whole number for each sequence",
-            got=f"{lengths.dtype} of shape {tuple(lengths.shape)}",
-        )
-    if (lengths < 0).any():
-        raise InputError("padding(lengths)", expected="lengths of 0 or more", got=int(lengths.min()))
-    return Padding(lengths, side)
-
-
-def dense(values: Tensor) -> Mask:
-    """A boolean mask given whole: `(queries, keys)` or `(batch, heads, queries, keys)`, 1 where all are alike.
-
-    Raises `InputError` for another dtype or number of dimensions.
-    """
-    if values.dtype != torch.bool:
-        raise InputError(
-            "mask",
-            expected="a boolean tensor, True where a query attends",
-            got=str(values.dtype),
-            remedy="pass a float tensor as bias= to have it added to the scores",
-        )
-    return Dense(four_dimensional("mask", values))
 
 
 # -- shared with the additive bias ------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.attention.masks import Coverage, Grid, Mask, dense, four_dimensional, require_broadcast
+from headwise.attention.masks import Coverage, Grid, Mask, four_dimensional, require_broadcast
+from headwise.attention.rules import dense
 from headwise.errors import InputError
 from headwise.shapes import Float
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.attention.masks import Mask, causal
+from headwise.attention.masks import Mask
 from headwise.attention.problem import Problem
+from headwise.attention.rules import causal
 from headwise.errors import InputError
 from headwise.shapes import Float
 
