@@ -39,13 +39,14 @@ def measure(dtype: torch.dtype) -> Counter:
     def run(drawn):
         q, k, v = drawn.tensors(dtype)
         wide = (q.double(), k.double(), v.double())
-        rule = (drawn.allowed, drawn.whole_bias, drawn.scale)
-        exact = plain_attention(*wide, *rule)
-        once = distance(plain_attention(q, k, v, *rule).out, exact.out)
-        worst = plain_errors(q, k, v, exact, *rule)["out"]
-        rounding = rounding_errors(*wide, exact, *rule[1:], eps=torch.finfo(dtype).eps)["out"]
+        exact = plain_attention(*wide, **drawn.rule)
+        once = distance(plain_attention(q, k, v, **drawn.rule).out, exact.out)
+        worst = plain_errors(q, k, v, exact, **drawn.rule)["out"]
+        rounding = rounding_errors(*wide, exact, drawn.whole_bias, drawn.scale, eps=torch.finfo(dtype).eps)["out"]
         for backend in ("fused", "reference"):
-            out = hw.attend(q, k, v, mask=drawn.mask, bias=drawn.bias, scale=drawn.scale, backend=backend)
+            if hw.why_not(backend, q, k, v, **drawn.options) is not None:
+                continue
+            out = hw.attend(q, k, v, **drawn.options, backend=backend)
             error = distance(out, exact.out)
             beyond[backend, "one plain run"] += error > 2 * once
             beyond[backend, "worst of eight orders"] += error > 2 * worst

@@ -18,25 +18,34 @@ class Plain:
     weights: Tensor
 
 
-def plain_attention(q, k, v, allowed=None, bias=None, scale=None) -> Plain:
+def plain_attention(q, k, v, allowed=None, bias=None, scale=None, softcap=None, sinks=None) -> Plain:
     """Attention as people write it, in the dtype of its inputs, key/value heads repeated.
 
-    `allowed` is boolean and `bias` float, both of the full `(batch, heads, queries, keys)`.
+    `allowed` is boolean and `bias` float, both of the full `(batch, heads, queries, keys)`; `scale` and `sinks`
+    may be one number for each head.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    if isinstance(scale, Tensor):
+        scale = scale.to(q.dtype)[:, None, None]
     scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     if allowed is not None:
         scores = torch.where(allowed, scores, -torch.inf)
+    keys = scores.shape[-1]
+    if sinks is not None:  # one more key, with value 0
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
     empty = (scores == -torch.inf).all(-1, keepdim=True)
-    weights = torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, scores), -1))
+    weights = torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, scores), -1))[..., :keys]
     lse = torch.where(empty[..., 0], -torch.inf, torch.logsumexp(torch.where(empty, 0.0, scores), -1))
     return Plain(weights @ v, lse, weights)
 
 
-def plain_errors(q, k, v, exact: Plain, allowed=None, bias=None, scale=None) -> dict[str, float]:
+def plain_errors(q, k, v, exact: Plain, allowed=None, bias=None, **options) -> dict[str, float]:
     """How far the plain implementation is from `exact`, the largest over eight orders of its sums.
 
     One order alone is sometimes right by luck, which says nothing about what rounding costs.
@@ -52,7 +61,7 @@ def plain_errors(q, k, v, exact: Plain, allowed=None, bias=None, scale=None) -> 
             v[:, :, keys],
             None if allowed is None else allowed[..., keys],
             None if bias is None else bias[..., keys],
-            scale,
+            **options,
         )
         plain.weights = plain.weights[..., keys.argsort()]
         for name, error in errors.items():
@@ -65,10 +74,12 @@ def rounding_errors(q, k, v, exact: Plain, bias=None, scale=None, *, eps: float)
 
     A score is a sum whose terms may cancel, so rounding moves it by a share of c, the sum of their absolute
     values. Its exponential then moves by a share of 1 + c, and so do the weight and the log-sum-exp, which adds
-    a logarithm of at most ln(keys).
+    a logarithm of at most ln(keys). A softcap makes a move smaller, and a sink is one more key.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    if isinstance(scale, Tensor):
+        scale = scale[:, None, None]
     c = q.abs() @ k.abs().transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if bias is not None:
         c = c + bias.abs().nan_to_num(posinf=0.0)

@@ -18,9 +18,31 @@ class Drawn:
     v: Tensor
     mask: hw.Mask | Tensor | None
     bias: Tensor | None
-    scale: float | None
+    scale: float | Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
     allowed: Tensor
     whole_bias: Tensor | None
+
+    @property
+    def options(self) -> dict:
+        """The options of `attend`."""
+        return {"mask": self.mask, "bias": self.bias, **self.scores}
+
+    @property
+    def rule(self) -> dict:
+        """The options of the oracle."""
+        return {"allowed": self.allowed, "bias": self.whole_bias, **self.scores}
+
+    def has_key(self) -> Tensor:
+        """Whether each row of the scores has a key, `(batch, heads, queries)`."""
+        hidden = ~self.allowed if self.whole_bias is None else ~self.allowed | (self.whole_bias == -torch.inf)
+        return ~hidden.all(-1)
+
+    @property
+    def scores(self) -> dict:
+        """What is done to the scores, said in the same way to both."""
+        return {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
 
     def tensors(self, dtype: torch.dtype, shuffle: int = 0) -> tuple[Tensor, ...]:
         """q, k and v rounded to `dtype`, in the layout that was drawn; their values in another order if asked."""
@@ -134,5 +156,9 @@ def problems(draw) -> Drawn:
     if mask is not None and draw(st.booleans()):
         mask = allowed.contiguous()  # the same rule as a boolean tensor
     bias = draw(st.none() | biases(*full))
-    scale = draw(st.none() | st.floats(0.05, 1.0))
-    return Drawn(q, k, v, mask, bias, scale, allowed, None if bias is None else bias.double().expand(full))
+    kind = draw(st.sampled_from(["default", "given", "per head"]))
+    scale = {"default": None, "given": draw(st.floats(0.05, 1.0)), "per head": 0.1 + 0.5 * random(heads).abs()}[kind]
+    softcap = draw(st.none() | st.floats(1.0, 30.0))
+    sinks = 2 * random(heads) if draw(st.booleans()) else None
+    whole_bias = None if bias is None else bias.double().expand(full)
+    return Drawn(q, k, v, mask, bias, scale, softcap, sinks, allowed, whole_bias)

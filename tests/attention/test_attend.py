@@ -1,5 +1,6 @@
 """`attend` on both backends against plain attention in float64."""
 
+import re
 from collections import defaultdict
 
 import pytest
@@ -20,24 +21,29 @@ some = settings(max_examples=300, derandomize=True, deadline=None, suppress_heal
 NAMES = ("out", "lse", "weights")
 
 
+def able(drawn: Drawn, q, k, v) -> list[str]:
+    """The backends that can do it. The reference always can."""
+    able = [backend for backend in BACKENDS if hw.why_not(backend, q, k, v, **drawn.options) is None]
+    assert able == (["reference"] if drawn.softcap else ["fused", "reference"])
+    return able
+
+
 def errors_and_budget(drawn: Drawn, dtype: torch.dtype, sets: int) -> tuple[dict, dict]:
     """For each backend and result the largest error over `sets` sets of values, and twice the plain one's."""
-    options = {"mask": drawn.mask, "bias": drawn.bias, "scale": drawn.scale}
-    rule = (drawn.allowed, drawn.whole_bias, drawn.scale)
     errors: dict = defaultdict(float)
     budget: dict = defaultdict(float)
     for number in range(sets):
         q, k, v = drawn.tensors(dtype, number)
         wide = (q.double(), k.double(), v.double())
-        exact = plain_attention(*wide, *rule)
-        plain = plain_errors(q, k, v, exact, *rule)
-        rounding = rounding_errors(*wide, exact, *rule[1:], eps=torch.finfo(dtype).eps)
+        exact = plain_attention(*wide, **drawn.rule)
+        plain = plain_errors(q, k, v, exact, **drawn.rule)
+        rounding = rounding_errors(*wide, exact, drawn.whole_bias, drawn.scale, eps=torch.finfo(dtype).eps)
         for name in NAMES:
             budget[name] = max(budget[name], 2 * plain[name], 2 * rounding[name])
-        empty = exact.lse == -torch.inf
-        for backend in BACKENDS:
-            got = Plain(*hw.attend(q, k, v, **options, return_lse=True, return_weights=True, backend=backend))
-            alone = hw.attend(q, k, v, **options, backend=backend)
+        empty = ~drawn.has_key()
+        for backend in able(drawn, q, k, v):
+            got = Plain(*hw.attend(q, k, v, **drawn.options, return_lse=True, return_weights=True, backend=backend))
+            alone = hw.attend(q, k, v, **drawn.options, backend=backend)
             assert (got.out.dtype, got.lse.dtype, got.weights.dtype) == (dtype, torch.float32, dtype)
             assert not any(result[empty].any() for result in (got.out, alone, got.weights))
             for name in NAMES:
@@ -60,47 +66,30 @@ def test_error_is_at_most_twice_that_of_plain_attention(dtype, drawn):
     pytest.fail(f"errors {dict(errors)} beyond {dict(budget)}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("everything", [True, False], ids=["output, lse and weights", "output"])
 @some
 @given(drawn=problems())
-def test_gradients_of_output_lse_and_weights_in_float64(backend, drawn):
+def test_gradients_in_float64(everything, drawn):
     inputs = [tensor.clone().requires_grad_() for tensor in (drawn.q, drawn.k, drawn.v)]
-    exact = plain_attention(*inputs, drawn.allowed, drawn.whole_bias, drawn.scale)
-    row_has_key = exact.lse > -torch.inf
+    learned = [drawn.sinks] if drawn.sinks is not None else []
+    learned += [drawn.scale] if isinstance(drawn.scale, torch.Tensor) else []
+    inputs += [values.requires_grad_() for values in learned]
+    exact = plain_attention(*inputs[:3], **drawn.rule)
+    finite = exact.lse > -torch.inf
     upstream = [torch.randn_like(exact.out), torch.randn_like(exact.lse), torch.randn_like(exact.weights)]
 
-    def gradients(out, lse, weights):
-        results = (out, torch.where(row_has_key, lse, 0.0), weights)
-        loss = sum((result * given_).sum() for result, given_ in zip(results, upstream, strict=True))
+    def gradients(out, lse=None, weights=None):
+        loss = (out * upstream[0]).sum()
+        if everything:
+            loss = loss + (torch.where(finite, lse, 0.0) * upstream[1]).sum() + (weights * upstream[2]).sum()
         return torch.autograd.grad(loss, inputs)
 
     expected = gradients(exact.out, exact.lse, exact.weights)
-    got = gradients(
-        *hw.attend(
-            *inputs,
-            mask=drawn.mask,
-            bias=drawn.bias,
-            scale=drawn.scale,
-            return_lse=True,
-            return_weights=True,
-            backend=backend,
-        )
-    )
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@some
-@given(drawn=problems())
-def test_gradients_of_the_output_alone_are_finite_and_right(backend, drawn):
-    inputs = [tensor.clone().requires_grad_() for tensor in (drawn.q, drawn.k, drawn.v)]
-    exact = plain_attention(*inputs, drawn.allowed, drawn.whole_bias, drawn.scale).out
-    upstream = torch.randn_like(exact)
-    out = hw.attend(*inputs, mask=drawn.mask, bias=drawn.bias, scale=drawn.scale, backend=backend)
-    got = torch.autograd.grad((out * upstream).sum(), inputs)
-    for ours, theirs in zip(got, torch.autograd.grad((exact * upstream).sum(), inputs), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    asked = {"return_lse": True, "return_weights": True} if everything else {}
+    for backend in able(drawn, *inputs[:3]):
+        result = hw.attend(*inputs[:3], **drawn.options, **asked, backend=backend)
+        for ours, theirs in zip(gradients(*(result if everything else [result])), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -295,19 +284,20 @@ def test_why_not_answers_none_or_one_sentence():
     assert hw.why_not("fused", q, q, q, bias=bias) is None
     assert hw.why_not("reference", q, q, q, bias=bias, return_lse=True) is None
     assert hw.why_not("fused", q, q, q, bias=bias, return_weights=True) is None
+    assert hw.why_not("fused", q, q, q, softcap=30.0) == "torch's fused operators have no softcap"
     reason = hw.why_not("fused", q, q, q, bias=bias, return_lse=True)
     assert reason == NO_BIAS_GRADIENT
     meta = q.to("meta")
     assert "for the log-sum-exp on cpu only, and q is on meta" in hw.why_not("fused", meta, meta, meta, return_lse=True)
 
 
-NO_BIAS_GRADIENT = "torch's fused operator has no gradient of the log-sum-exp for a bias, and bias requires one"
+NO_BIAS_GRADIENT = "torch's operator has no gradient of the log-sum-exp for a bias, and bias requires one"
 
 
 def test_a_backend_asked_for_never_falls_back():
     q = torch.randn(2, 3, 5, 7)
     bias = torch.zeros(5, 5, requires_grad=True)
-    with pytest.raises(hw.InputError, match=f"backend: expected one that can do this, got fused: {NO_BIAS_GRADIENT}"):
+    with pytest.raises(hw.InputError, match=re.escape(f"got fused: {NO_BIAS_GRADIENT}")):
         hw.attend(q, q, q, bias=bias, return_lse=True, backend="fused")
 
 
@@ -375,6 +365,15 @@ MISTAKES = {
     "bias shape": (
         (Q, K, K, {"bias": zeros(4, 11)}),
         r"bias: expected a shape that broadcasts .*, got \(1, 1, 4, 11\)",
+    ),
+    "softcap": ((Q, K, K, {"softcap": 0.0}), "softcap: expected a number above 0, or None, got 0.0"),
+    "sinks": (
+        (Q, K, K, {"sinks": zeros(3)}),
+        r"sinks: expected a tensor of one number for each of 6 heads, got \(3,\)",
+    ),
+    "scale": (
+        (Q, K, K, {"scale": zeros(6, 1)}),
+        r"scale: expected a tensor of one number for each of 6 heads, got \(6, 1\)",
     ),
     "padding count": (
         (Q, K, K, {"mask": hw.padding([3])}),

@@ -25,7 +25,9 @@ def attend(
     *,
     mask: Mask | Bool[Tensor, "..."] | Float[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
-    scale: float | None = None,
+    scale: float | Float[Tensor, " heads"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
     gate: Float[Tensor, "..."] | None = None,
     dropout: float = 0.0,
     return_lse: bool = False,
@@ -42,8 +44,12 @@ def attend(
         mask: who attends to whom: a `Mask`, or a boolean tensor, True = attends, of shape `(queries, keys)`
             or one that broadcasts to `(batch, heads, queries, keys)`. A float tensor is taken as `bias`.
             A row that may attend to nothing gives output 0, weights 0 and log-sum-exp -inf.
-        bias: added to the scaled scores; same shapes.
-        scale: multiplies the scores before mask and softmax; `head_dim ** -0.5` unless given.
+        bias: added to the scaled and capped scores; same shapes.
+        scale: multiplies the scores before anything else; `head_dim ** -0.5` unless given. A tensor `(heads,)` is
+            a scale, or inverse temperature, of each head's own.
+        softcap: c keeps the scaled scores between -c and c, as c tanh(score / c) (Gemma Team 2024, section 2).
+        sinks: `(heads,)`, a logit of each head's own that takes its share of the softmax and gives nothing
+            (gpt-oss); the weights of a row then add up to less than 1, and its log-sum-exp counts the sink.
         gate: multiplies each head's output: `(heads,)`, `(batch, heads)` or `(batch, heads, queries)`.
         dropout: probability with which a weight is left out and the rest scaled up. It acts whenever it is
             above 0 and touches only `out`: `lse` and `weights` are those of attention without it.
@@ -67,6 +73,8 @@ def attend(
         mask=mask,
         bias=bias,
         scale=scale,
+        softcap=softcap,
+        sinks=sinks,
         gate=gate,
         dropout=dropout,
         return_lse=return_lse,

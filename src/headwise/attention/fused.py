@@ -29,26 +29,32 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 def why_not(problem: Problem) -> str | None:
     """The reason torch's kernels cannot do this problem, in one sentence, or None."""
-    if problem.return_lse and problem.q.device.type != "cpu":
-        return f"torch's fused operators are read for the log-sum-exp on cpu only, and q is on {problem.q.device}"
-    if problem.return_lse and problem.bias is not None and problem.bias.requires_grad:
-        return "torch's fused operator has no gradient of the log-sum-exp for a bias, and bias requires one"
+    if problem.softcap is not None:
+        return "torch's fused operators have no softcap"
+    if problem.return_lse or problem.sinks is not None:
+        # Sinks need it too: their share of a row is known from it.
+        if problem.q.device.type != "cpu":
+            return f"torch's operators are read for the log-sum-exp on cpu only, and q is on {problem.q.device}"
+        if problem.bias is not None and problem.bias.requires_grad and torch.is_grad_enabled():
+            return "torch's operator has no gradient of the log-sum-exp for a bias, and bias requires one"
     return None
 
 
 def run(problem: Problem) -> Answer:
     """The answer from torch's kernels; `why_not` has been asked before."""
-    q, k, v = problem.q, problem.k, problem.v
+    q, k, v, scale = problem.q, problem.k, problem.v, problem.scale
     if 0 in (*q.shape, *k.shape, *v.shape):
         return _nothing_to_attend(problem)
+    if isinstance(scale, Tensor):
+        q, scale = (q * scale).to(q.dtype), 1.0
     # The kernels take one width for keys and values, and read rows of unit stride. Zeros change no product.
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (_widen(tensor, width) for tensor in (q, k, v))
     attn_mask, is_causal = _attn_mask(problem)
 
     out = lse = None
-    if problem.return_lse:
-        out, lse = _FlashWithLse.apply(q, k, v, attn_mask, is_causal, problem.scale)  # type: ignore[no-untyped-call]
+    if problem.return_lse or problem.sinks is not None:
+        out, lse = _FlashWithLse.apply(q, k, v, attn_mask, is_causal, scale)  # type: ignore[no-untyped-call]
         if attn_mask is not None:
             # The operator says 0 for a row without a key.
             lse = lse.masked_fill((attn_mask == -torch.inf).all(-1), -torch.inf)
@@ -60,11 +66,17 @@ def run(problem: Problem) -> Answer:
             attn_mask=attn_mask,
             dropout_p=problem.dropout,
             is_causal=is_causal,
-            scale=problem.scale,
+            scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-    weights = weights_of(masked_scores(problem)).to(q.dtype) if problem.return_weights else None
-    return Answer(out[..., : problem.v.shape[-1]], lse, weights)
+    if problem.sinks is not None and lse is not None:
+        # A sink adds to the sum that a row is divided by, and nothing to the row: exp(lse) / (exp(lse) + exp(sink)).
+        out = (out * torch.sigmoid(lse - problem.sinks)[..., None]).to(out.dtype)
+        lse = torch.logaddexp(lse, problem.sinks)
+    weights = None
+    if problem.return_weights:
+        weights = weights_of(masked_scores(problem), problem.sinks).to(q.dtype)
+    return Answer(out[..., : problem.v.shape[-1]], lse if problem.return_lse else None, weights)
 
 
 class _FlashWithLse(torch.autograd.Function):
@@ -137,6 +149,8 @@ def _nothing_to_attend(problem: Problem) -> Answer:
     # Sums over no columns: zeros that still lead back to q, k and v.
     zeros = q[..., :0].sum(-1, keepdim=True) + k[..., :0].sum() + v[..., :0].sum()
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=problem.score_dtype, device=q.device)
+    if problem.sinks is not None:
+        lse = torch.logaddexp(lse, problem.sinks)
     return Answer(
         zeros.expand(-1, -1, -1, v.shape[-1]),
         lse if problem.return_lse else None,

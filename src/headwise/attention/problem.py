@@ -30,7 +30,9 @@ class Problem:
     v: Float[Tensor, "batch kv_heads keys value_dim"]
     mask: Mask | None
     bias: Float[Tensor, "#batch #heads #queries #keys"] | None
-    scale: float
+    scale: float | Float[Tensor, "heads 1 1"]
+    softcap: float | None
+    sinks: Float[Tensor, "heads 1"] | None
     gate: Float[Tensor, "#batch heads #queries 1"] | None
     dropout: float
     return_lse: bool
@@ -62,7 +64,9 @@ class Problem:
         *,
         mask: Mask | Tensor | None = None,
         bias: Tensor | None = None,
-        scale: float | None = None,
+        scale: float | Tensor | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
         gate: Tensor | None = None,
         dropout: float = 0.0,
         return_lse: bool = False,
@@ -72,15 +76,20 @@ class Problem:
         _check_tensors(q, k, v)
         if not 0.0 <= dropout < 1.0:
             raise InputError("dropout", expected="a probability of 0 or more and less than 1", got=dropout)
+        if softcap is not None and not softcap > 0:
+            raise InputError("softcap", expected="a number above 0, or None", got=softcap)
         mask, bias = mask_and_bias(mask, bias)
+        wide = torch.promote_types(q.dtype, torch.float32)
         problem = Problem(
             q=q,
             k=k,
             v=v,
             mask=mask,
             # torch's operator misreads a bias of another dtype than float64 queries, so there is only one.
-            bias=None if bias is None else bias.to(torch.promote_types(q.dtype, torch.float32)),
-            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+            bias=None if bias is None else bias.to(wide),
+            scale=_as_scale(scale, q),
+            softcap=softcap,
+            sinks=None if sinks is None else _one_per_head("sinks", sinks, q)[:, None],
             gate=None if gate is None else _as_factor(gate, q),
             dropout=float(dropout),
             return_lse=return_lse,
@@ -117,6 +126,23 @@ def mask_and_bias(
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         raise InputError("bias", expected="a float tensor, added to the scores", got=getattr(bias, "dtype", type(bias)))
     return mask, four_dimensional("bias", bias)
+
+
+def _as_scale(scale: float | Tensor | None, q: Tensor) -> float | Float[Tensor, "heads 1 1"]:
+    if scale is None:
+        return float(q.shape[-1] ** -0.5)
+    if isinstance(scale, Tensor):
+        return _one_per_head("scale", scale, q)[:, None, None]
+    return float(scale)
+
+
+def _one_per_head(name: str, values: Tensor, q: Tensor) -> Float[Tensor, " heads"]:
+    if not isinstance(values, Tensor) or tuple(values.shape) != (q.shape[1],):
+        got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise InputError(name, expected=f"a tensor of one number for each of {q.shape[1]} heads", got=got)
+    if values.device != q.device:
+        raise InputError(name, expected=f"a tensor on {q.device} like q", got=values.device)
+    return values.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _as_factor(gate: Tensor, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]:

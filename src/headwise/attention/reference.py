@@ -2,9 +2,11 @@
 
 Vaswani et al. 2017, equation 1, for every head h with key/value head h // (heads / kv_heads):
 
-    scores = scale * q k^T + bias, and -inf where the mask forbids
-    lse    = log sum exp scores            over the keys
-    A      = exp(scores - lse)             the weights, which is softmax(scores); 0 in a row without a key
+    scores = scale * q k^T                 one scale, or one for each head
+           = c tanh(scores / c)            with a softcap c (Gemma 2)
+           + bias, and -inf where the mask forbids
+    lse    = log sum exp scores            over the keys, and the head's sink logit where it has one (gpt-oss)
+    A      = exp(scores - lse)             the weights; 0 in a row without a key
     out    = A v
 
 Run it in float64 to know the right answer.
@@ -27,13 +29,13 @@ def why_not(problem: Problem) -> str | None:
 def run(problem: Problem) -> Answer:
     """The answer by definition, differentiable in every tensor."""
     scores = masked_scores(problem)
-    weights = weights_of(scores)
+    weights = weights_of(scores, problem.sinks)
     kept = torch.dropout(weights, problem.dropout, train=problem.dropout > 0)
     out = each_kv_head(kept, problem.v.to(scores.dtype))
     dtype = problem.q.dtype
     return Answer(
         out.to(dtype),
-        scores.logsumexp(-1) if problem.return_lse else None,
+        lse_of(scores, problem.sinks) if problem.return_lse else None,
         weights.to(dtype) if problem.return_weights else None,
     )
 
@@ -44,6 +46,8 @@ def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, 
     part = slice(rows.start, rows.stop)
     dtype = problem.score_dtype
     scores = each_kv_head(problem.q[:, :, part].to(dtype), problem.k.to(dtype).mT) * problem.scale
+    if problem.softcap is not None:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
     if problem.bias is not None:
         scores = scores + (problem.bias if problem.bias.shape[2] == 1 else problem.bias[:, :, part])
     hidden = scores == -torch.inf
@@ -54,8 +58,21 @@ def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, 
     return scores.masked_fill(hidden, -torch.inf)
 
 
-def weights_of(scores: Float[Tensor, "batch heads rows keys"]) -> Float[Tensor, "batch heads rows keys"]:
-    """`softmax(scores)`, with weights 0 in a row without a key."""
+def lse_of(
+    scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
+) -> Float[Tensor, "batch heads rows"]:
+    """`log sum exp` of each row, its head's sink logit among them; -inf in a row without a key or a sink."""
+    lse = scores.logsumexp(-1)
+    return lse if sinks is None else torch.logaddexp(lse, sinks)
+
+
+def weights_of(
+    scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
+) -> Float[Tensor, "batch heads rows keys"]:
+    """`softmax(scores)`, where a sink takes its share; 0 in a row without a key."""
+    if sinks is not None:
+        with_sink = torch.cat([scores, sinks[:, None].expand(*scores.shape[:-1], 1)], dim=-1)
+        return torch.softmax(with_sink, -1)[..., :-1]
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     return torch.softmax(scores, -1).masked_fill(empty, 0.0)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention.problem import Problem
-from headwise.attention.reference import masked_scores, weights_of
+from headwise.attention.reference import lse_of, masked_scores, weights_of
 from headwise.shapes import Bool, Float, Int
 
 BLOCK_BYTES = 2**24
@@ -54,14 +54,14 @@ def blocks(
         special: True at the keys that are special tokens.
         ranges: the blocks; by default as many rows as fit `BLOCK_BYTES`.
     """
-    grid = problem.grid
+    grid, sinks = problem.grid, problem.sinks
     if ranges is None:
         step = max(1, BLOCK_BYTES // (4 * max(1, grid.batch * grid.heads * grid.keys)))
         ranges = (range(start, min(start + step, grid.queries)) for start in range(0, grid.queries, step))
     for rows in ranges:
         scores = masked_scores(problem, rows)
         position = torch.arange(rows.start, rows.stop, device=grid.device) + grid.offset
-        yield Rows(rows, scores, scores.logsumexp(-1), weights_of(scores), position, tokens, special)
+        yield Rows(rows, scores, lse_of(scores, sinks), weights_of(scores, sinks), position, tokens, special)
 
 
 Values = Float[Tensor, "batch heads rows"]
@@ -118,8 +118,9 @@ def _every(rows: Rows) -> Counted:
 
 
 def _entropy(rows: Rows) -> tuple[Values, Counted]:
-    # lse - sum A s equals -sum A ln A and needs no logarithm of a weight that may be 0.
-    return rows.lse - (rows.weights * rows.scores.masked_fill(rows.scores == -torch.inf, 0.0)).sum(-1), _every(rows)
+    # -sum A ln A, where ln A = s - lse: no logarithm of a weight that may be 0. With a sink, A adds up to less than 1.
+    finite = rows.scores.masked_fill(rows.scores == -torch.inf, 0.0)
+    return (rows.weights * (rows.lse[..., None] - finite)).sum(-1).nan_to_num(0.0), _every(rows)
 
 
 def _evenness(rows: Rows) -> tuple[Values, Counted]:

@@ -90,6 +90,8 @@ def _read(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> Problem:
     """The call in our terms."""
@@ -104,4 +106,4 @@ def _read(
             bias = None if bias is None else bias[..., :queries]
     elif attention_mask.is_floating_point():
         mask, bias = None, attention_mask if bias is None else attention_mask + bias
-    return Problem.checked(query, key, value, mask=mask, bias=bias, scale=scaling)
+    return Problem.checked(query, key, value, mask=mask, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux)
