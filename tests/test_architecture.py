@@ -13,6 +13,7 @@ SOURCE = Path(headwise.__file__).parent
 
 FLOORS = (
     ("errors", "shapes"),
+    ("checks",),
     ("attention",),
     ("layer",),
     ("convert",),

@@ -139,6 +139,15 @@ def test_grouped_projections_of_cross_attention_where_only_some_have_a_bias():
     same(layer(x, context), output(heads.transpose(1, 2).flatten(2)))
 
 
+def test_a_bias_in_the_value_alone_is_kept():
+    maps = (*triple(6, 6, bias=False), nn.Linear(7, 6), nn.Linear(6, 7, bias=False))
+    layer = hw.from_projections(*maps, num_heads=2)
+    assert torch.equal(layer.v_proj.bias, maps[2].bias)
+    assert not layer.q_proj.bias.any()
+    assert layer.out_proj.bias is None
+    assert layer.q_proj.weight.dtype == torch.float32
+
+
 def test_a_converted_layer_has_weights_of_its_own():
     ancestor = FourLinearMaps(8, 2)
     layer = hw.from_projections(
@@ -157,7 +166,7 @@ def triple(*widths, bias=True):
 @pytest.mark.parametrize(
     ("convert", "message"),
     [
-        (lambda: hw.from_heads([], torch.ones(2, 2)), r"heads: expected at least one .* triple, got none"),
+        (lambda: hw.from_heads([], torch.ones(2, 2)), r"heads: expected at least one .* triple, got \[\]"),
         (
             lambda: hw.from_heads([triple(5, 5, 5), triple(5, 5, 6)], torch.ones(11, 5)),
             "heads: expected the same .* shapes in every head, got",
@@ -168,7 +177,7 @@ def triple(*widths, bias=True):
         ),
         (
             lambda: hw.from_heads([triple(5, 5, 5)] * 2, torch.ones(9, 5)),
-            r"output: expected a map of widths \(10, 5\) to fit the others, got \(9, 5\)",
+            "projection: expected a map from width 10, all heads side by side, got 9",
         ),
         (
             lambda: hw.from_projections(*triple(6, 6, 6), nn.Linear(6, 7), num_heads=4),
@@ -176,8 +185,31 @@ def triple(*widths, bias=True):
         ),
         (
             lambda: hw.from_projections(*triple(6, 4, 6), nn.Linear(6, 7), num_heads=2),
-            r"key: expected a map of widths \(7, 6\) to fit the others, got \(7, 4\)",
+            "key: expected 6 wide keys, got 4",
         ),
+        (lambda: hw.from_heads(triple(5, 5, 5), torch.ones(5, 5)), r"heads: expected a \(query, .* head, got Linear"),
+        (lambda: hw.from_heads([triple(5, 5, 5)], None), "projection: expected an nn.Linear for every map, got None"),
+        (
+            lambda: hw.from_heads([(*triple(5, 5), None)], torch.ones(5, 5)),
+            "heads: expected an nn.Linear for every map, got NoneType",
+        ),
+        (
+            lambda: hw.from_projections(*triple(6, 6), nn.Identity(), nn.Linear(6, 7), num_heads=2),
+            "value: expected an nn.Linear for every map, got Identity",
+        ),
+        (
+            lambda: hw.from_projections(*triple(6, 6), nn.Linear(5, 6), nn.Linear(6, 7), num_heads=2),
+            "value: expected a value map from width 7, like the key map, got 5",
+        ),
+        (
+            lambda: hw.from_projections(*triple(6, 6), nn.Linear(7, 6).double(), nn.Linear(6, 7), num_heads=2),
+            "value: expected torch.float32 on cpu in every map, got torch.float64 on cpu",
+        ),
+        (
+            lambda: hw.from_projections(*triple(6, 6, 6), nn.Linear(6, 7), num_heads=0),
+            "num_heads: expected a whole number of 1 or more, got 0",
+        ),
+        (lambda: hw.from_torch(nn.Linear(2, 2)), "layer: expected a torch.nn.MultiheadAttention, got Linear"),
         (
             lambda: hw.from_torch(nn.MultiheadAttention(8, 2, add_bias_kv=True)),
             "layer: expected torch.nn.MultiheadAttention without add_bias_kv, got add_bias_kv=True",

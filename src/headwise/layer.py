@@ -13,12 +13,15 @@ x (batch, queries, embed)      context (batch, keys, context)
 (batch, queries, out)
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from headwise.attention.attend import attend, backend_named
 from headwise.attention.masks import Mask
 from headwise.attention.problem import mask_and_bias
+from headwise.checks import finite_number, probability, whole_number
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float
 
@@ -76,8 +79,8 @@ class MultiHeadAttention(nn.Module):
             "out_dim": out_dim,
         }
         for name, size in sizes.items():
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise InputError(name, expected="a whole number of 1 or more", got=repr(size))
+            if size is not None:
+                whole_number(name, size, least=1)
         if head_dim is None and embed_dim % num_heads:
             raise InputError(
                 "num_heads",
@@ -89,9 +92,8 @@ class MultiHeadAttention(nn.Module):
             raise InputError("num_kv_heads", expected=f"a number that divides num_heads {num_heads}", got=num_kv_heads)
         if mask is not None and not isinstance(mask, Mask):
             raise InputError("mask", expected="a headwise Mask, such as causal()", got=type(mask).__name__)
-        if not 0.0 <= dropout < 1.0:
-            raise InputError("dropout", expected="a probability of 0 or more and less than 1", got=dropout)
-
+        if scale is not None:
+            finite_number("scale", scale)
         if backend is not None:
             backend_named(backend)
 
@@ -102,7 +104,7 @@ class MultiHeadAttention(nn.Module):
         self.value_dim = value_dim or self.head_dim
         self.context_dim = context_dim or embed_dim
         self.out_dim = out_dim or embed_dim
-        self.dropout = dropout
+        self.dropout = probability("dropout", dropout)
         self.mask = mask
         self.scale = scale
         self.backend = backend
@@ -153,8 +155,16 @@ class MultiHeadAttention(nn.Module):
         Raises:
             InputError: inputs that do not fit the layer or each other.
         """
+        self._check("x", x, self.embed_dim)
+        if context is not None:
+            self._check("context", context, self.context_dim)
+        elif self.context_dim != self.embed_dim:
+            raise InputError("context", expected=f"a tensor of width {self.context_dim}, the layer's", got="none")
         context = x if context is None else context
-        self._check(x, context)
+        if x.shape[:-2] != context.shape[:-2]:
+            raise InputError(
+                "context", expected=f"the batch of x, {tuple(x.shape[:-2])}", got=tuple(context.shape[:-2])
+            )
         batched = x.ndim == 3
         if not batched:
             x, context = x.unsqueeze(0), context.unsqueeze(0)
@@ -188,33 +198,27 @@ class MultiHeadAttention(nn.Module):
         self, projected: Float[Tensor, "batch length width"], heads: int
     ) -> Float[Tensor, "batch {heads} length head_width"]:
         """The width cut into heads, and the heads brought before the length; a view, no copy."""
-        return projected.view(*projected.shape[:-1], heads, -1).transpose(1, 2)
+        return projected.view(*projected.shape[:-1], heads, projected.shape[-1] // heads).transpose(1, 2)
 
-    def _check(self, x: Tensor, context: Tensor) -> None:
-        """Ranks, widths, dtypes and devices of the inputs."""
-        parameter = next(self.parameters())
-        for name, tensor, width in (("x", x, self.embed_dim), ("context", context, self.context_dim)):
-            if tensor is x and width != self.embed_dim:
-                raise InputError("context", expected=f"a tensor of width {width}, the layer's context_dim", got="none")
-            if not isinstance(tensor, Tensor):
-                raise InputError(name, expected="a tensor", got=type(tensor).__name__)
-            if tensor.ndim not in (2, 3):
-                raise InputError(
-                    name,
-                    expected=f"(batch, length, {width}) or (length, {width})",
-                    got=tuple(tensor.shape),
-                )
-            if tensor.shape[-1] != width:
-                raise InputError(name, expected=f"width {width} on the last axis", got=f"{tuple(tensor.shape)}")
-            if tensor.dtype != parameter.dtype and not torch.is_autocast_enabled(tensor.device.type):
-                raise InputError(
-                    name, expected=f"{parameter.dtype} like the layer", got=tensor.dtype, remedy="cast one to the other"
-                )
-            if tensor.device != parameter.device:
-                raise InputError(name, expected=f"a tensor on {parameter.device} like the layer", got=tensor.device)
-        if x.shape[:-2] != context.shape[:-2]:
+    def _check(self, name: str, tensor: Any, width: int) -> None:
+        """Rank, width, device and dtype of an input."""
+        if not isinstance(tensor, Tensor):
+            raise InputError(name, expected="a tensor", got=type(tensor).__name__)
+        if tensor.ndim not in (2, 3):
+            raise InputError(name, expected=f"(batch, length, {width}) or (length, {width})", got=tuple(tensor.shape))
+        if tensor.shape[-1] != width:
+            raise InputError(name, expected=f"width {width} on the last axis", got=tuple(tensor.shape))
+        parameter = next(self.parameters(), None)
+        if parameter is None:
+            return  # quantised away; the projections know what they take
+        if tensor.device != parameter.device:
+            raise InputError(name, expected=f"a tensor on {parameter.device} like the layer", got=tensor.device)
+        # Autocast casts between the narrower float dtypes, and only those.
+        casts = torch.amp.is_autocast_available(tensor.device.type) and torch.is_autocast_enabled(tensor.device.type)
+        narrow = {torch.float16, torch.bfloat16, torch.float32}
+        if tensor.dtype != parameter.dtype and not (casts and {tensor.dtype, parameter.dtype} <= narrow):
             raise InputError(
-                "context", expected=f"the batch of x, {tuple(x.shape[:-2])}", got=tuple(context.shape[:-2])
+                name, expected=f"{parameter.dtype} like the layer", got=tensor.dtype, remedy="cast one to the other"
             )
 
     def extra_repr(self) -> str:

@@ -1,5 +1,6 @@
 """Masks as pictures, block by block, and what they say about a block without making it."""
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -149,8 +150,13 @@ def test_the_coverage_of_a_leaf_is_exact(mask):
         (lambda: hw.window(2, ahead=-1), r"window\(ahead\): expected a whole number of 0 or more, got -1"),
         (lambda: hw.window(2, dilation=0), r"window\(dilation\): expected a whole number of 1 or more, got 0"),
         (lambda: hw.prefix(-1), r"prefix\(length\): expected a whole number of 0 or more, got -1"),
+        (lambda: hw.padding("abc"), r"padding\(lengths\): expected whole numbers, one for each sequence, got 'abc'"),
+        (lambda: hw.padding([2**70]), r"padding\(lengths\): expected whole numbers, one for each sequence, got"),
+        (lambda: hw.window(True), r"window\(width\): expected a whole number of 1 or more, got True"),
+        (lambda: hw.dense([[True]]), r"mask: expected a boolean tensor, .*, got list; make it one with .bool\(\)"),
+        (lambda: hw.padding([2]) and hw.causal(), r"mask: expected &, \| and ~ to combine masks, got and, or, not"),
         (lambda: hw.chunked(0), r"chunked\(size\): expected a whole number of 1 or more, got 0"),
-        (lambda: hw.segments([0.5]), r"segments\(ids\): expected whole numbers .*, got torch.float32 of shape"),
+        (lambda: hw.segments([0.5]), r"segments\(ids\): expected whole numbers, .*, got torch.float32 of shape"),
         (lambda: hw.per_head([]), r"per_head\(masks\): expected one Mask for each head, got \[\]"),
         (lambda: hw.where(3), r"where\(rule\): expected a function .*, got 3"),
         (lambda: hw.window(2.5), r"window\(width\): expected a whole number of 1 or more, got 2.5"),
@@ -164,7 +170,10 @@ def test_the_coverage_of_a_leaf_is_exact(mask):
             r"padding\(lengths\): expected .*, got torch.float32 of shape \(1,\)",
         ),
         (lambda: hw.padding([3], side="top"), r"padding\(side\): expected 'right' or 'left', .*, got 'top'"),
-        (lambda: hw.dense(torch.ones(2, 3)), "mask: expected a boolean tensor, .*, got torch.float32; pass a float"),
+        (
+            lambda: hw.dense(torch.ones(2, 3)),
+            "mask: expected a boolean tensor, .*, got torch.float32; pass it as",
+        ),
         (lambda: hw.dense(torch.ones(2, 3, 4, dtype=torch.bool)), r"mask: expected 2 dimensions .*, got 3 dimensions"),
     ],
 )
@@ -198,3 +207,30 @@ def test_a_mask_that_does_not_fit_is_told_in_one_sentence(mask, message):
 def test_masks_combine_only_with_masks():
     with pytest.raises(TypeError, match="unsupported operand"):
         hw.causal() & torch.ones(2, 2, dtype=torch.bool)
+
+
+def test_lengths_are_the_masks_own():
+    lengths = torch.tensor([4, 4])
+    mask = hw.padding(lengths)
+    q = torch.randn(2, 3, 4, 5)
+    before = hw.attend(q, q, q, mask=mask)
+    lengths[:] = 2
+    assert torch.equal(hw.attend(q, q, q, mask=mask), before)
+    assert not torch.allclose(hw.attend(q, q, q, mask=hw.padding(lengths)), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32], ids=str)
+def test_short_integers_do_not_wrap(dtype):
+    mask = hw.padding(torch.tensor([10], dtype=dtype), side="left")
+    assert mask.block(Grid(1, 1, 1, 300)).sum() == 10
+
+
+@pytest.mark.usefixtures("as_user")
+def test_numbers_of_other_libraries_are_numbers():
+    assert hw.window(numpy.int64(3)) == hw.window(3)
+
+
+def test_a_mask_without_values_cannot_be_looked_at():
+    mask = hw.dense(torch.ones(5, 7, dtype=torch.bool, device="meta"))
+    grid = Grid(1, 1, 5, 7, torch.device("meta"))
+    assert mask.coverage(grid, range(5), range(7)) is Coverage.PARTIAL

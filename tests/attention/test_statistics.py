@@ -65,7 +65,7 @@ def test_a_bias_and_its_holes_are_honoured():
     bias = torch.randn(1, HEADS, QUERIES, KEYS)
     bias[..., 4:9] = -torch.inf
     stated = problem(bias=bias)
-    means = tally_of(blocks(stated)).means()
+    means = tally_of(blocks(stated, ranges=[range(0, 5), range(5, 17)])).means()
     weights = exact_weights(stated)
     for h in range(HEADS):
         for name, value in statistics_of(weights[1, h]).items():
@@ -97,3 +97,25 @@ def test_a_new_statistic_is_one_entry(monkeypatch):
     stated = problem()
     mean = tally_of(blocks(stated, ranges=[range(0, 5), range(5, 17)])).means()["last"]
     torch.testing.assert_close(mean, exact_weights(stated)[..., -1].mean(-1), rtol=1e-5, atol=1e-7)
+
+
+def test_query_rows_that_are_padding_do_not_count():
+    stated = problem(MASKS["right padding"])
+    real = torch.arange(QUERIES) < torch.tensor([[7], [17]])
+    means = tally_of(blocks(stated, tokens=TOKENS, real=real, ranges=[range(0, 6), range(6, 17)])).means()
+    weights = exact_weights(stated)
+    weights[0, :, 7:] = 0.0  # the oracle leaves out a row without weights
+    for name, value in statistics_of(weights[0, 1], TOKENS[0].tolist()).items():
+        assert means[name][0, 1].item() == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_a_sink_and_a_softcap_are_honoured():
+    q, k = 2 * torch.randn(1, 2, 17, 11), 2 * torch.randn(1, 2, 19, 11)
+    sinks = torch.tensor([1.0, -2.0])
+    stated = Problem.checked(q, k, k, sinks=sinks, softcap=3.0)
+    means = tally_of(blocks(stated)).means()
+    wide = (q.double(), k.double(), k.double())
+    weights = plain_attention(*wide, softcap=3.0, sinks=sinks.double()).weights
+    for h in range(2):
+        for name, value in statistics_of(weights[0, h]).items():
+            assert means[name][0, h].item() == pytest.approx(value, rel=1e-4, abs=1e-6), name

@@ -1,8 +1,10 @@
 """`attend`: the one function under every layer. Check once, ask the backends `why_not`, run one, gate."""
 
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headwise.attention import fused, reference
@@ -39,7 +41,8 @@ def attend(
     Args:
         q: queries `(batch, heads, queries, head_dim)`.
         k: keys `(batch, kv_heads, keys, head_dim)`; `kv_heads` divides `heads`, and consecutive query heads
-            share one (Ainslie et al. 2023, grouped-query attention). Keys are never repeated in memory.
+            share one (Ainslie et al. 2023, grouped-query attention). They are not repeated in memory, except by
+            torch itself with dropout or a bias that learns, on CPU.
         v: values `(batch, kv_heads, keys, value_dim)`.
         mask: who attends to whom: a `Mask`, or a boolean tensor, True = attends, of shape `(queries, keys)`
             or one that broadcasts to `(batch, heads, queries, keys)`. A float tensor is taken as `bias`.
@@ -66,6 +69,7 @@ def attend(
     Raises:
         InputError: arguments that do not fit together, or a backend that cannot do them (see `why_not`).
     """
+    q, k, v = _autocast(q, k, v)
     problem = Problem.checked(
         q,
         k,
@@ -80,7 +84,9 @@ def attend(
         return_lse=return_lse,
         return_weights=return_weights,
     )
-    answer = _chosen(problem, backend).run(problem)
+    chosen = _chosen(problem, backend)
+    with _no_autocast(problem.q.device.type):
+        answer = chosen.run(problem)
     out = answer.out if problem.gate is None else answer.out * problem.gate
     extras = [extra for extra in (answer.lse, answer.weights) if extra is not None]
     return (out, *extras) if extras else out
@@ -93,12 +99,29 @@ def why_not(
     v: Float[Tensor, "batch kv_heads keys value_dim"],
     **options: Any,
 ) -> str | None:
-    """None when `backend` can do `attend(q, k, v, **options)`, otherwise the reason in one sentence.
+    """None when `backend` can do `attend(q, k, v, **options, backend=backend)`, otherwise why not, in one sentence.
 
     Raises `InputError` for a backend that does not exist and for arguments that no backend could take.
     """
-    reason: str | None = backend_named(backend).why_not(Problem.checked(q, k, v, **options))
+    reason: str | None = backend_named(backend).why_not(Problem.checked(*_autocast(q, k, v), **options))
     return reason
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype where it is on, as torch's own attention takes them."""
+    device = getattr(tensors[0], "device", None)
+    if device is None or not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device.type)
+    narrow = (torch.float16, torch.bfloat16, torch.float32)
+    return tuple(tensor.to(dtype) if getattr(tensor, "dtype", None) in narrow else tensor for tensor in tensors)
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Autocast off: inside a backend it would take the scores to half precision."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _chosen(problem: Problem, backend: str | None) -> ModuleType:
@@ -120,6 +143,6 @@ def _chosen(problem: Problem, backend: str | None) -> ModuleType:
 
 def backend_named(backend: str) -> ModuleType:
     """The backend of that name; `InputError` where there is none."""
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise InputError("backend", expected=f"one of {', '.join(BACKENDS)}", got=repr(backend))
     return BACKENDS[backend]

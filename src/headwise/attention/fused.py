@@ -3,7 +3,7 @@
 The output comes from `scaled_dot_product_attention`, which picks its own kernel for the device. It keeps the
 fused kernel, and so memory linear in length, except with dropout on CPU and with a bias that learns: there
 torch itself computes the whole matrix. A mask other than plain causal is handed over as a tensor of
-queries x keys.
+queries x keys. Its second derivative is not implemented by torch; `backend="reference"` has one.
 
 On CPU the log-sum-exp is taken from the flash operator, which returns it but cannot differentiate it;
 `_FlashWithLse` adds that gradient. Weights, where they are asked for, are computed beside the kernel: they are
@@ -19,7 +19,7 @@ from torch import Tensor
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.reference import masked_scores, weights_of
 from headwise.attention.rules import causal
-from headwise.shapes import Float
+from headwise.shapes import Bool, Float
 
 name = "fused"
 
@@ -46,7 +46,9 @@ def run(problem: Problem) -> Answer:
     if 0 in (*q.shape, *k.shape, *v.shape):
         return _nothing_to_attend(problem)
     if isinstance(scale, Tensor):
-        q, scale = (q * scale).to(q.dtype), 1.0
+        # The kernels take one scale for all heads, so q carries theirs, in float32 so that no score is rounded.
+        wide = problem.score_dtype
+        q, k, v, scale = q.to(wide) * scale, k.to(wide), v.to(wide), 1.0
     # The kernels take one width for keys and values, and read rows of unit stride. Zeros change no product.
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (_widen(tensor, width) for tensor in (q, k, v))
@@ -54,10 +56,13 @@ def run(problem: Problem) -> Answer:
 
     out = lse = None
     if problem.return_lse or problem.sinks is not None:
-        out, lse = _FlashWithLse.apply(q, k, v, attn_mask, is_causal, scale)  # type: ignore[no-untyped-call]
-        if attn_mask is not None:
+        added = attn_mask
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            added = torch.where(attn_mask, torch.zeros((), dtype=problem.score_dtype), -torch.inf)
+        out, lse = _FlashWithLse.apply(q, k, v, added, is_causal, scale)  # type: ignore[no-untyped-call]
+        if added is not None:
             # The operator says 0 for a row without a key.
-            lse = lse.masked_fill((attn_mask == -torch.inf).all(-1), -torch.inf)
+            lse = lse.masked_fill((added == -torch.inf).all(-1), -torch.inf)
     if out is None or problem.dropout > 0:
         out = F.scaled_dot_product_attention(
             q,
@@ -71,12 +76,13 @@ def run(problem: Problem) -> Answer:
         )
     if problem.sinks is not None and lse is not None:
         # A sink adds to the sum that a row is divided by, and nothing to the row: exp(lse) / (exp(lse) + exp(sink)).
-        out = (out * torch.sigmoid(lse - problem.sinks)[..., None]).to(out.dtype)
+        out = out * torch.sigmoid(lse - problem.sinks)[..., None]
         lse = torch.logaddexp(lse, problem.sinks)
     weights = None
     if problem.return_weights:
-        weights = weights_of(masked_scores(problem), problem.sinks).to(q.dtype)
-    return Answer(out[..., : problem.v.shape[-1]], lse if problem.return_lse else None, weights)
+        weights = weights_of(masked_scores(problem), problem.sinks).to(problem.q.dtype)
+    out = out[..., : problem.v.shape[-1]].to(problem.q.dtype)
+    return Answer(out, lse if problem.return_lse else None, weights)
 
 
 class _FlashWithLse(torch.autograd.Function):
@@ -93,19 +99,21 @@ class _FlashWithLse(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
         q: Float[Tensor, "batch heads queries width"],
         k: Float[Tensor, "batch kv_heads keys width"],
         v: Float[Tensor, "batch kv_heads keys width"],
-        attn_mask: Float[Tensor, "#batch #heads #queries #keys"] | None,
+        added: Float[Tensor, "#batch #heads #queries #keys"] | None,
         is_causal: bool,
         scale: float,
     ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads queries"]]:
-        out, lse = _flash(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
-        ctx.save_for_backward(q, k, v, attn_mask, out, lse)
-        ctx.is_causal, ctx.scale = is_causal, scale
-        ctx.set_materialize_grads(False)
+        out, lse = _flash(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
         return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, added, ctx.is_causal, ctx.scale = inputs
+        ctx.save_for_backward(q, k, v, added, *output)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -114,26 +122,29 @@ class _FlashWithLse(torch.autograd.Function):
         grad_out: Float[Tensor, "batch heads queries width"] | None,
         grad_lse: Float[Tensor, "batch heads queries"] | None,
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, attn_mask, out, lse = ctx.saved_tensors
+        q, k, v, added, out, lse = ctx.saved_tensors
         width = q.shape[-1]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         if grad_lse is not None:
             q, k, v, out, grad_out = (_widen(tensor, width + 1) for tensor in (q, k, v, out, grad_out))
             grad_out[..., width], out[..., width] = 1.0, -grad_lse
-        grads = _flash_backward(grad_out, q, k, v, out, lse, 0.0, ctx.is_causal, attn_mask=attn_mask, scale=ctx.scale)
+        grads = _flash_backward(grad_out, q, k, v, out, lse, 0.0, ctx.is_causal, attn_mask=added, scale=ctx.scale)
         return *(grad[..., :width] for grad in grads), None, None, None
 
 
-def _attn_mask(problem: Problem) -> tuple[Float[Tensor, "#batch #heads #queries #keys"] | None, bool]:
-    """Mask and bias in the operators' terms: one tensor to add to the scores, or the causal flag."""
-    mask, bias, grid = problem.masked(), problem.bias, problem.grid
-    if mask is None:
-        return bias, False
+def _attn_mask(
+    problem: Problem,
+) -> tuple[Bool[Tensor, "#batch #heads queries keys"] | Float[Tensor, "#batch #heads #queries #keys"] | None, bool]:
+    """Mask and bias in SDPA's terms: a boolean mask, or a tensor to add to the scores, or the causal flag."""
+    mask, bias, grid = problem.mask, problem.bias, problem.grid
     if mask == causal() and bias is None and grid.queries == grid.keys:
         return None, True  # the flag is aligned top-left: the same only in a square
-    added = torch.zeros((), dtype=problem.score_dtype, device=grid.device) if bias is None else bias
-    return torch.where(mask.block(grid), added, -torch.inf), False
+    if bias is None:
+        return None if mask is None else mask.block(grid), False
+    if grid.device.type != "cpu":
+        bias = bias.to(problem.q.dtype)  # elsewhere the kernels want one dtype
+    return bias if mask is None else bias.masked_fill(~mask.block(grid), -torch.inf), False
 
 
 def _widen(tensor: Float[Tensor, "*axes have"], width: int) -> Float[Tensor, "*axes want"]:
@@ -144,15 +155,17 @@ def _widen(tensor: Float[Tensor, "*axes have"], width: int) -> Float[Tensor, "*a
 
 
 def _nothing_to_attend(problem: Problem) -> Answer:
-    """The answer where some axis is 0 long (the operators stop the process there): zeros, still in the graph."""
+    """The answer where a batch, a length or the heads are 0 (the operators stop the process there): zeros.
+
+    They still lead back to q, k and v.
+    """
     q, k, v = problem.q, problem.k, problem.v
-    # Sums over no columns: zeros that still lead back to q, k and v.
     zeros = q[..., :0].sum(-1, keepdim=True) + k[..., :0].sum() + v[..., :0].sum()
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=problem.score_dtype, device=q.device)
     if problem.sinks is not None:
         lse = torch.logaddexp(lse, problem.sinks)
     return Answer(
-        zeros.expand(-1, -1, -1, v.shape[-1]),
+        zeros.expand(-1, -1, -1, v.shape[-1]).clone(),
         lse if problem.return_lse else None,
-        zeros.expand(-1, -1, -1, k.shape[2]) if problem.return_weights else None,
+        zeros.expand(-1, -1, -1, k.shape[2]).clone() if problem.return_weights else None,
     )

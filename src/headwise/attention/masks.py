@@ -81,7 +81,7 @@ class Mask(ABC):
         if grid is None:
             own = self.extent()
             keys = own.keys or own.queries or 6
-            grid = Grid(own.batch or 1, own.heads or 1, own.queries or keys, keys)
+            grid = Grid(own.batch or 1, own.heads or 1, own.queries or keys, keys, own.device)
         drawings = self.block(grid).flatten(0, 1).tolist()
         return "\n\n".join(
             "\n".join(" ".join("■" if attends else "·" for attends in row) for row in drawing) for drawing in drawings
@@ -98,6 +98,9 @@ class Mask(ABC):
 
     def __invert__(self) -> "Mask":
         return Not(self)
+
+    def __bool__(self) -> bool:
+        raise InputError("mask", expected="&, | and ~ to combine masks", got="and, or, not, or a truth test")
 
 
 # -- combinations ---------------------------------------------------------------------------------------------
@@ -118,7 +121,8 @@ class _Combined(Mask):
         batch, heads, queries, keys = (
             max(getattr(extent, axis) for extent in extents) for axis in ("batch", "heads", "queries", "keys")
         )
-        return Grid(batch, heads, queries, keys)
+        device = next((extent.device for extent in extents if extent.device.type != "cpu"), torch.device("cpu"))
+        return Grid(batch, heads, queries, keys, device)
 
 
 @dataclass(frozen=True)
@@ -210,6 +214,9 @@ def require_broadcast(name: str, values: Tensor, grid: Grid) -> None:
             name,
             expected=f"a shape that broadcasts to (batch, heads, queries, keys) = {sizes}",
             got=tuple(values.shape),
+            remedy="a padding mask (batch, keys) goes in as mask[:, None, None, :]"
+            if tuple(values.shape) == (1, 1, grid.batch, grid.keys)
+            else None,
         )
     if values.device != grid.device:
         raise InputError(name, expected=f"a tensor on {grid.device} like q", got=values.device)

@@ -1,16 +1,19 @@
 """One attention problem, checked once, in the form every backend takes."""
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise.attention.masks import Coverage, Grid, Mask, four_dimensional, require_broadcast
 from headwise.attention.rules import dense
+from headwise.checks import finite_number, float_tensor, probability
 from headwise.errors import InputError
 from headwise.shapes import Float
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What queries, keys and values may be."""
 
 
 class Answer(NamedTuple):
@@ -23,7 +26,11 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Queries, keys and values, and everything that decides the output. Made by `Problem.checked`."""
+    """Queries, keys and values, and everything that decides the output. Made by `Problem.checked`.
+
+    The mask is None where it would allow everything. What is added to scores or multiplies them has the dtype of
+    the scores.
+    """
 
     q: Float[Tensor, "batch heads queries head_dim"]
     k: Float[Tensor, "batch kv_heads keys head_dim"]
@@ -38,7 +45,7 @@ class Problem:
     return_lse: bool
     return_weights: bool
 
-    @cached_property
+    @property
     def grid(self) -> Grid:
         """The grid of the scores."""
         batch, heads, queries, _ = self.q.shape
@@ -48,13 +55,6 @@ class Problem:
     def score_dtype(self) -> torch.dtype:
         """Scores are kept in float32 at least."""
         return torch.promote_types(self.q.dtype, torch.float32)
-
-    def masked(self) -> Mask | None:
-        """The mask, or None when it allows everything."""
-        grid = self.grid
-        if self.mask is None or self.mask.coverage(grid, range(grid.queries), range(grid.keys)) is Coverage.FULL:
-            return None
-        return self.mask
 
     @staticmethod
     def checked(
@@ -74,37 +74,36 @@ class Problem:
     ) -> "Problem":
         """The problem these arguments state, or `InputError` for the first that does not fit."""
         _check_tensors(q, k, v)
-        if not 0.0 <= dropout < 1.0:
-            raise InputError("dropout", expected="a probability of 0 or more and less than 1", got=dropout)
-        if softcap is not None and not softcap > 0:
-            raise InputError("softcap", expected="a number above 0, or None", got=softcap)
         mask, bias = mask_and_bias(mask, bias)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        problem = Problem(
+        grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+        if mask is not None:
+            mask.check(grid)
+            if mask.coverage(grid, range(grid.queries), range(grid.keys)) is Coverage.FULL:
+                mask = None
+        if bias is not None:
+            require_broadcast("bias", bias, grid)
+            bias = bias.to(torch.promote_types(q.dtype, torch.float32))
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
+        return Problem(
             q=q,
             k=k,
             v=v,
             mask=mask,
-            # torch's operator misreads a bias of another dtype than float64 queries, so there is only one.
-            bias=None if bias is None else bias.to(wide),
-            scale=_as_scale(scale, q),
-            softcap=softcap,
+            bias=bias,
+            scale=_one_per_head("scale", scale, q)[:, None, None]
+            if isinstance(scale, Tensor)
+            else finite_number("scale", scale),
+            softcap=None if softcap is None else finite_number("softcap", softcap, above=0.0),
             sinks=None if sinks is None else _one_per_head("sinks", sinks, q)[:, None],
             gate=None if gate is None else _as_factor(gate, q),
-            dropout=float(dropout),
+            dropout=probability("dropout", dropout),
             return_lse=return_lse,
             return_weights=return_weights,
         )
-        if problem.mask is not None:
-            problem.mask.check(problem.grid)
-        if problem.bias is not None:
-            require_broadcast("bias", problem.bias, problem.grid)
-        return problem
 
 
-def mask_and_bias(
-    mask: Mask | Tensor | None, bias: Tensor | None
-) -> tuple[Mask | None, Float[Tensor, "_ _ _ _"] | None]:
+def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _ _ _"] | None]:
     """What a user may pass as `mask=` and `bias=`, told apart: a rule, and a tensor to add to the scores."""
     if isinstance(mask, Tensor) and mask.is_floating_point():
         if bias is not None:
@@ -124,52 +123,44 @@ def mask_and_bias(
     if bias is None:
         return mask, None
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        raise InputError("bias", expected="a float tensor, added to the scores", got=getattr(bias, "dtype", type(bias)))
+        got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        raise InputError("bias", expected="a float tensor, added to the scores", got=got)
     return mask, four_dimensional("bias", bias)
 
 
-def _as_scale(scale: float | Tensor | None, q: Tensor) -> float | Float[Tensor, "heads 1 1"]:
-    if scale is None:
-        return float(q.shape[-1] ** -0.5)
-    if isinstance(scale, Tensor):
-        return _one_per_head("scale", scale, q)[:, None, None]
-    return float(scale)
+def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
+    """The values in the dtype of the scores."""
+    tensor = float_tensor(name, values, like=q)
+    if tensor.shape != q.shape[1:2]:
+        got = f"shape {tuple(tensor.shape)}"
+        raise InputError(name, expected=f"one number for each of {q.shape[1]} heads", got=got)
+    return tensor.to(torch.promote_types(q.dtype, torch.float32))
 
 
-def _one_per_head(name: str, values: Tensor, q: Tensor) -> Float[Tensor, " heads"]:
-    if not isinstance(values, Tensor) or tuple(values.shape) != (q.shape[1],):
-        got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise InputError(name, expected=f"a tensor of one number for each of {q.shape[1]} heads", got=got)
-    if values.device != q.device:
-        raise InputError(name, expected=f"a tensor on {q.device} like q", got=values.device)
-    return values.to(torch.promote_types(q.dtype, torch.float32))
-
-
-def _as_factor(gate: Tensor, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]:
+def _as_factor(gate: Any, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]:
     """The gate in a shape that multiplies `(batch, heads, queries, value_dim)`."""
+    factor = float_tensor("gate", gate, like=q)
     batch, heads, queries, _ = q.shape
     forms = {
         (heads,): (1, heads, 1, 1),
         (batch, heads): (batch, heads, 1, 1),
         (batch, heads, queries): (batch, heads, queries, 1),
     }
-    if tuple(gate.shape) not in forms:
+    if tuple(factor.shape) not in forms:
         raise InputError(
             "gate",
             expected=f"a shape of (heads), (batch, heads) or (batch, heads, queries) = {', '.join(map(str, forms))}",
-            got=tuple(gate.shape),
+            got=tuple(factor.shape),
         )
-    if gate.device != q.device:
-        raise InputError("gate", expected=f"a tensor on {q.device} like q", got=gate.device)
-    return gate.to(q.dtype).view(forms[tuple(gate.shape)])
+    return factor.to(q.dtype).view(forms[tuple(factor.shape)])
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_tensors(q: Any, k: Any, v: Any) -> None:
     """Ranks, dtypes, devices and sizes of the three tensors."""
-    named = {"q": q, "k": k, "v": v}
-    for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise InputError(name, expected="a tensor", got=type(tensor).__name__)
+    for name, tensor in {"q": q, "k": k, "v": v}.items():
+        if not isinstance(tensor, Tensor) or tensor.is_nested:
+            got = "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InputError(name, expected="a tensor", got=got)
         if tensor.ndim != 4:
             raise InputError(
                 name,
@@ -177,18 +168,18 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 got=f"{tensor.ndim} dimensions {tuple(tensor.shape)}",
                 remedy=f"use {name}.unsqueeze(0) for a batch of one" if tensor.ndim == 3 else None,
             )
-        if not tensor.is_floating_point():
-            raise InputError(name, expected="a float dtype", got=tensor.dtype)
+        if tensor.dtype not in DTYPES:
+            raise InputError(name, expected="float16, bfloat16, float32 or float64", got=tensor.dtype)
         if tensor.dtype != q.dtype:
             raise InputError(name, expected=f"{q.dtype} like q", got=tensor.dtype)
         if tensor.device != q.device:
             raise InputError(name, expected=f"a tensor on {q.device} like q", got=tensor.device)
         if tensor.shape[0] != q.shape[0]:
             raise InputError(name, expected=f"batch {q.shape[0]} like q", got=f"batch {tensor.shape[0]}")
+        if tensor.shape[3] < 1:
+            raise InputError(name, expected="a width of 1 or more", got="width 0")
     if k.shape[3] != q.shape[3]:
         raise InputError("k", expected=f"head_dim {q.shape[3]} like q", got=f"head_dim {k.shape[3]}")
-    if q.shape[3] < 1:
-        raise InputError("q", expected="a head_dim of 1 or more", got="head_dim 0")
     if v.shape[1:3] != k.shape[1:3]:
         raise InputError("v", expected=f"(kv_heads, length) = {tuple(k.shape[1:3])} like k", got=tuple(v.shape[1:3]))
     heads, kv_heads = q.shape[1], k.shape[1]

@@ -51,8 +51,8 @@ def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, 
     if problem.bias is not None:
         scores = scores + (problem.bias if problem.bias.shape[2] == 1 else problem.bias[:, :, part])
     hidden = scores == -torch.inf
-    if (mask := problem.masked()) is not None:
-        hidden = hidden | ~mask.block(problem.grid, rows)
+    if problem.mask is not None:
+        hidden = hidden | ~problem.mask.block(problem.grid, rows)
     # Filling what a bias has hidden already stops the gradient there: those of softmax and logsumexp are NaN in a
     # row without a key.
     return scores.masked_fill(hidden, -torch.inf)

@@ -12,12 +12,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from headwise.attention.masks import Coverage, Grid, Mask, four_dimensional, require_broadcast
+from headwise.checks import whole_number
 from headwise.errors import InputError
 from headwise.shapes import Bool, Int
 
@@ -39,16 +40,14 @@ def window(width: int | Sequence[int | None], *, ahead: int = 0, dilation: int =
     Raises:
         InputError: numbers that are not whole, a width or dilation below 1, a negative `ahead`.
     """
-    whole_number("window(ahead)", ahead, least=0)
-    whole_number("window(dilation)", dilation, least=1)
-    widths = width if isinstance(width, Sequence) else [width]
-    if not widths:
+    ahead = whole_number("window(ahead)", ahead, least=0)
+    dilation = whole_number("window(dilation)", dilation, least=1)
+    if not isinstance(width, Sequence):
+        return Band(whole_number("window(width)", width, least=1), ahead, dilation)
+    if not width:
         raise InputError("window(width)", expected="a number of keys for each head", got="none")
-    for each in widths:
-        if each is not None or not isinstance(width, Sequence):
-            whole_number("window(width)", each, least=1)
-    bands = [Band(each, ahead, dilation) for each in widths]
-    return per_head(bands) if isinstance(width, Sequence) else bands[0]
+    widths = [None if each is None else whole_number("window(width)", each, least=1) for each in width]
+    return per_head([Band(each, ahead, dilation) for each in widths])
 
 
 def prefix(length: int | Sequence[int] | Tensor) -> Mask:
@@ -57,9 +56,8 @@ def prefix(length: int | Sequence[int] | Tensor) -> Mask:
     `causal() | prefix(n)` is the mask of a prefix language model; `causal() & (window(w) | prefix(4))` keeps four
     sink tokens beside a window (Xiao et al. 2023).
     """
-    if isinstance(length, int):
-        whole_number("prefix(length)", length, least=0)
-        return Prefix(length)
+    if not isinstance(length, Sequence | Tensor):
+        return Prefix(whole_number("prefix(length)", length, least=0))
     return Padding(_lengths("prefix(length)", length), "right")
 
 
@@ -80,25 +78,18 @@ def segments(ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Mask:
         ids: whole numbers, one for each key, `(batch, keys)`, or `(keys,)` where all sequences are cut alike. A
             query belongs to the segment of the key at its position.
     """
-    ids = torch.as_tensor(ids)
-    if ids.ndim not in (1, 2) or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise InputError(
-            "segments(ids)",
-            expected="whole numbers of shape (keys,) or (batch, keys)",
-            got=f"{ids.dtype} of shape {tuple(ids.shape)}",
-        )
+    ids = _whole_numbers("segments(ids)", ids, dimensions=(1, 2), shape="(keys,) or (batch, keys)")
     return Segments(ids if ids.ndim == 2 else ids[None])
 
 
 def chunked(size: int) -> Mask:
     """Keys of the query's own chunk, where the positions are cut into chunks of `size`."""
-    whole_number("chunked(size)", size, least=1)
-    return Chunked(size)
+    return Chunked(whole_number("chunked(size)", size, least=1))
 
 
 def per_head(masks: Sequence[Mask]) -> Mask:
     """A mask of its own for each head, in order."""
-    if not masks or not all(isinstance(mask, Mask) for mask in masks):
+    if not isinstance(masks, Sequence) or not masks or not all(isinstance(mask, Mask) for mask in masks):
         raise InputError("per_head(masks)", expected="one Mask for each head", got=repr(masks))
     return PerHead(tuple(masks))
 
@@ -119,13 +110,11 @@ def dense(values: Tensor) -> Mask:
 
     Raises `InputError` for another dtype or number of dimensions.
     """
-    if values.dtype != torch.bool:
-        raise InputError(
-            "mask",
-            expected="a boolean tensor, True where a query attends",
-            got=str(values.dtype),
-            remedy="pass a float tensor as bias= to have it added to the scores",
-        )
+    if not isinstance(values, Tensor) or values.dtype != torch.bool:
+        got = str(values.dtype) if isinstance(values, Tensor) else type(values).__name__
+        added = isinstance(values, Tensor) and values.is_floating_point()
+        remedy = "pass it as bias= to have it added to the scores" if added else "make it one with .bool()"
+        raise InputError("mask", expected="a boolean tensor, True where a query attends", got=got, remedy=remedy)
     return Dense(four_dimensional("mask", values))
 
 
@@ -364,9 +353,19 @@ class Dense(Mask):
     ) -> Bool[Tensor, "#batch #heads rows columns"]:
         return self.values.expand(-1, -1, grid.queries, grid.keys)[..., i, j]
 
-    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+    def block(
+        self, grid: Grid, rows: range | None = None, columns: range | None = None
+    ) -> Bool[Tensor, "#batch #heads rows columns"]:
+        self.check(grid)  # then a slice, where the general way would gather
+        rows = range(grid.queries) if rows is None else rows
+        columns = range(grid.keys) if columns is None else columns
         values = self.values.expand(-1, -1, grid.queries, grid.keys)
-        block = values[..., rows.start : rows.stop, columns.start : columns.stop]
+        return values[..., rows.start : rows.stop, columns.start : columns.stop]
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        if torch.compiler.is_compiling() or self.values.is_meta:
+            return Coverage.PARTIAL  # the values are not there to be looked at
+        block = self.block(grid, rows, columns)
         if not block.any():
             return Coverage.EMPTY
         return Coverage.FULL if block.all() else Coverage.PARTIAL
@@ -376,7 +375,7 @@ class Dense(Mask):
 
     def extent(self) -> Grid:
         batch, heads, queries, keys = (size if size > 1 else 0 for size in self.values.shape)
-        return Grid(batch, heads, queries, keys)
+        return Grid(batch, heads, queries, keys, self.values.device)
 
     def __repr__(self) -> str:
         return f"dense(<{' x '.join(map(str, self.values.shape))}>)"
@@ -385,20 +384,20 @@ class Dense(Mask):
 # -- checks of what a user writes -----------------------------------------------------------------------------
 
 
-def whole_number(argument: str, number: object, *, least: int) -> None:
-    """Raise `InputError` unless `number` is an int of at least `least`."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < least:
-        raise InputError(argument, expected=f"a whole number of {least} or more", got=repr(number))
+def _whole_numbers(argument: str, values: Any, *, dimensions: tuple[int, ...], shape: str) -> Int[Tensor, "..."]:
+    """The values as a tensor of int64 of its own, which no later change of the caller's reaches."""
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise InputError(argument, expected=f"whole numbers, {shape}", got=repr(values)) from None
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or tensor.ndim not in dimensions:
+        got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise InputError(argument, expected=f"whole numbers, {shape}", got=got)
+    return tensor.to(torch.int64, copy=True)
 
 
-def _lengths(argument: str, lengths: Sequence[int] | Tensor) -> Int[Tensor, " batch"]:
-    lengths = torch.as_tensor(lengths)
-    if lengths.ndim != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
-        raise InputError(
-            argument,
-            expected="one whole number for each sequence",
-            got=f"{lengths.dtype} of shape {tuple(lengths.shape)}",
-        )
-    if (lengths < 0).any():
-        raise InputError(argument, expected="lengths of 0 or more", got=int(lengths.min()))
-    return lengths
+def _lengths(argument: str, lengths: Any) -> Int[Tensor, " batch"]:
+    tensor = _whole_numbers(argument, lengths, dimensions=(1,), shape="one for each sequence")
+    if (tensor < 0).any():
+        raise InputError(argument, expected="lengths of 0 or more", got=int(tensor.min()))
+    return tensor

@@ -31,6 +31,7 @@ class Rows:
     position: Int[Tensor, " rows"]
     tokens: Int[Tensor, "batch keys"] | None
     special: Bool[Tensor, "batch keys"] | None
+    real: Bool[Tensor, "batch rows"] | None
 
     @property
     def back(self) -> Int[Tensor, "rows keys"]:
@@ -44,6 +45,7 @@ def blocks(
     *,
     tokens: Int[Tensor, "batch keys"] | None = None,
     special: Bool[Tensor, "batch keys"] | None = None,
+    real: Bool[Tensor, "batch queries"] | None = None,
     ranges: Iterable[range] | None = None,
 ) -> Iterator[Rows]:
     """The rows of a problem block by block, so that the whole matrix never exists.
@@ -52,6 +54,7 @@ def blocks(
         problem: the attention call.
         tokens: token ids of the keys, for the statistics that compare tokens.
         special: True at the keys that are special tokens.
+        real: True at the query rows that are not padding; the others do not count.
         ranges: the blocks; by default as many rows as fit `BLOCK_BYTES`.
     """
     grid, sinks = problem.grid, problem.sinks
@@ -60,8 +63,9 @@ def blocks(
         ranges = (range(start, min(start + step, grid.queries)) for start in range(0, grid.queries, step))
     for rows in ranges:
         scores = masked_scores(problem, rows)
+        here = None if real is None else real[:, rows.start : rows.stop]
         position = torch.arange(rows.start, rows.stop, device=grid.device) + grid.offset
-        yield Rows(rows, scores, lse_of(scores, sinks), weights_of(scores, sinks), position, tokens, special)
+        yield Rows(rows, scores, lse_of(scores, sinks), weights_of(scores, sinks), position, tokens, special, here)
 
 
 Values = Float[Tensor, "batch heads rows"]
@@ -89,13 +93,15 @@ class Tally:
 
     def add(self, rows: Rows) -> None:
         """Take in a block."""
-        has_key = rows.lse > -torch.inf
+        counts = (rows.scores > -torch.inf).any(-1)
+        if rows.real is not None:
+            counts = counts & rows.real[:, None]
         for statistic in STATISTICS.values():
             measured = statistic.measure(rows)
             if measured is None:
                 continue
             values, counted = measured
-            counted = counted & has_key
+            counted = counted & counts
             # Summed in float64: thousands of rows of float32 would lose the digits that tell heads apart.
             self._accumulate(statistic.name, values.double().masked_fill(~counted, 0.0).sum(-1), counted.sum(-1))
 
@@ -120,7 +126,7 @@ def _every(rows: Rows) -> Counted:
 def _entropy(rows: Rows) -> tuple[Values, Counted]:
     # -sum A ln A, where ln A = s - lse: no logarithm of a weight that may be 0. With a sink, A adds up to less than 1.
     finite = rows.scores.masked_fill(rows.scores == -torch.inf, 0.0)
-    return (rows.weights * (rows.lse[..., None] - finite)).sum(-1).nan_to_num(0.0), _every(rows)
+    return (rows.weights * (rows.lse[..., None] - finite)).sum(-1).nan_to_num(0.0).clamp(min=0.0), _every(rows)
 
 
 def _evenness(rows: Rows) -> tuple[Values, Counted]:
@@ -166,7 +172,6 @@ def _after_copy(shift: int) -> Callable[[Rows], tuple[Values, Counted] | None]:
         queries = rows.tokens[:, rows.position.clamp(min=0), None]
         copies = (queries == rows.tokens[:, None]) & (rows.back > 0)
         there = copies.roll(shift, dims=-1)
-        there[..., :shift] = False
         return (rows.weights * there[:, None]).sum(-1), there.any(-1)[:, None]
 
     return measure

@@ -1,0 +1,56 @@
+"""What an argument must be: each check returns the value, or raises `InputError` in one sentence."""
+
+import math
+import operator
+from typing import Any
+
+from torch import Tensor
+
+from headwise.errors import InputError
+from headwise.shapes import Float
+
+
+def whole_number(argument: str, value: Any, *, least: int) -> int:
+    """An int of at least `least`; True and False are not numbers."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise InputError(argument, expected=f"a whole number of {least} or more", got=repr(value))
+    return number
+
+
+def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> float:
+    """A float that is neither NaN nor infinite, and more than `above`."""
+    number = _as_float(value)
+    if not above < number < math.inf:
+        more = "" if above == -math.inf else f" above {above:g}"
+        raise InputError(argument, expected=f"a finite number{more}", got=repr(value))
+    return number
+
+
+def probability(argument: str, value: Any) -> float:
+    """A float of 0 or more and less than 1."""
+    number = _as_float(value)
+    if not 0.0 <= number < 1.0:
+        raise InputError(argument, expected="a probability of 0 or more and less than 1", got=repr(value))
+    return number
+
+
+def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, "..."]:
+    """A real float tensor on the device of `like`."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(argument, expected="a float tensor", got=got)
+    if value.device != like.device:
+        raise InputError(argument, expected=f"a tensor on {like.device} like q", got=value.device)
+    return value
+
+
+def _as_float(value: Any) -> float:
+    """The value as a float; NaN, which no check lets pass, where it is none."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
