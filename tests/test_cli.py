@@ -1,5 +1,6 @@
 """The command as a user types it."""
 
+import os
 import subprocess
 import sys
 
@@ -55,11 +56,26 @@ def test_version():
         (["view", "-"], b"caf\xe9", "text: expected UTF-8 in standard input, got another byte at offset 3"),
         (["view", "@missing.txt"], b"", "text: expected a file 'missing.txt' that can be read, got No such file or"),
         (["view", "@{folder}"], b"", "that can be read, got Is a directory"),
-        (["view", "word " * 600], b"", "expected at most 512 tokens, the model's limit, got 602; --truncate cuts"),
+        (
+            ["view", "word " * 600],
+            b"",
+            "the model's limit, got 602; --truncate (truncate=True) cuts",
+        ),
         (["view", "hi", "--layer", "6"], b"", "layer: expected 0 to 5, got 6"),
         (["view", "hi", "--head", "12"], b"", "head: expected 0 to 11, got 12"),
-        (["view", "hi", "--html", "{folder}/no/page.html"], b"", "html: expected a file in a folder that exists, got"),
-        (["view", "hi", "--html", "{folder}"], b"", "html: expected a file in a folder that exists, got"),
+        (
+            ["view", "hi", "--html", "{folder}/no/page.html"],
+            b"",
+            "html: expected a file in a folder that exists and can be",
+        ),
+        (
+            ["view", "hi", "--html", "{folder}"],
+            b"",
+            "html: expected a file in a folder that exists and can be",
+        ),
+        (["view", "caf\udce9"], b"", "text: expected text that can be written as UTF-8, got bytes of another encoding"),
+        (["view", "\u200b\u00a0"], b"", "text: expected at least one word, got an empty text"),
+        (["view", "hi", "--html", "/proc/page.html"], b"", "/proc/page.html: No such file or directory"),
         (["view", "hi", "--model", "{folder}"], b"", "model: expected a folder with a config.json"),
         (["view", "hi", "--model", "not a/model/name"], b"", "a hub id that can be reached, got 'not a/model/name'"),
     ],
@@ -67,7 +83,6 @@ def test_version():
 def test_a_mistake_is_one_sentence_and_status_2(arguments, stdin, sentence, tmp_path):
     result = headwise(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin)
     assert result.returncode == 2
-    assert result.stdout == b""
     error = result.stderr.decode()
     assert error.startswith("headwise: ")
     assert sentence in error
@@ -75,10 +90,48 @@ def test_a_mistake_is_one_sentence_and_status_2(arguments, stdin, sentence, tmp_
 
 
 @pytest.mark.parametrize(
-    "arguments", [["view"], ["vieew", "hi"], ["view", "hi", "--layer", "x"], ["view", "hi", "--no"]]
+    ("arguments", "sentence"),
+    [
+        (["view"], "missing argument 'text'"),
+        (["vieew", "hi"], "no such command 'vieew'"),
+        (["view", "hi", "--layer", "x"], "invalid value for '--layer': "),
+        (["view", "hi", "-z"], "no such option: -z"),
+        (["view", "hi", "there"], "got unexpected extra argument"),
+    ],
 )
-def test_a_command_line_that_cannot_be_read_is_status_2(arguments):
+def test_a_command_line_that_cannot_be_read_is_one_sentence_and_status_2(arguments, sentence):
     result = headwise(*arguments)
     assert result.returncode == 2
-    assert b"Traceback" not in result.stderr
-    assert b"Error:" in result.stderr
+    error = result.stderr.decode()
+    assert error.lower().startswith(f"headwise: {sentence}")
+    assert error.count("\n") == 1
+
+
+def test_help():
+    result = headwise()
+    assert result.returncode == 0
+    assert b"view" in result.stdout
+    assert headwise("view", "--help").returncode == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_arrows_still_shows_the_numbers(encoding):
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "headwise", "view", QUESTION, "--layer", "0"]
+    result = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert b"all-MiniLM-L6-v2, 12 tokens, 12 heads" in result.stdout
+
+
+def test_an_output_that_is_full():
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "headwise", "view", "hi"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert result.returncode == 2
+    assert result.stderr.decode().startswith("headwise: output: No space left on device")
+
+
+def test_a_text_that_is_cut():
+    result = headwise("view", "word " * 600, "--truncate", "--layer", "0")
+    assert result.returncode == 0, result.stderr
+    assert "512 tokens (the text was cut there), 12 heads" in result.stdout.decode()

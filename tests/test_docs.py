@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from headwise.attention import rules
 from headwise.heads.roles import ROLES
 from headwise.heads.view import View
+from headwise.show.terminal import print_view
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -25,7 +27,6 @@ def test_the_code_of_the_readme_runs_and_prints_what_it_says(minilm):
         "q": torch.randn(2, 6, 5, 7),
         "k": torch.randn(2, 3, 11, 7),
         "v": torch.randn(2, 3, 11, 7),
-        "learned": torch.zeros(5, 11, requires_grad=True),
     }
     printed = io.StringIO()
     blocks = re.findall(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", README, re.DOTALL)
@@ -37,6 +38,14 @@ def test_the_code_of_the_readme_runs_and_prints_what_it_says(minilm):
     seen: View = names["seen"]
     assert seen.head(0, 2).role.name == "previous token"
     assert round(seen.head(0, 2).means["entropy"], 4) == 0.0008
+
+
+def test_the_lines_of_the_readme_are_those_of_the_terminal(coffee):
+    stream = io.StringIO()
+    print_view(coffee, Console(file=stream, width=140, highlight=False))
+    printed = [line.rstrip() for line in stream.getvalue().splitlines()]
+    sample = re.search(r"```\n(previous token.*?)```", README, re.DOTALL)[1].splitlines()
+    assert [line.rstrip() for line in sample] == printed[3 : 3 + len(sample)]
 
 
 def test_docstrings_show_what_happens():

@@ -1,10 +1,11 @@
 """The command line: parse, call, print."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,17 +16,32 @@ from headwise.models.load import load
 from headwise.show.page import write_page
 from headwise.show.terminal import make_console, print_view
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+_UsageError: Any = typer.BadParameter.__base__
+"""What the parser raises for a command line that it cannot read; typer keeps the class to itself."""
+
+
+def run() -> int:
+    """Run the command line and return its exit status."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without arrows still shows the numbers
+    try:
+        return app(prog_name="headwise", standalone_mode=False) or 0
+    except _UsageError as error:
+        return _refused(" ".join(error.format_message().split())).exit_code
 
 
 @app.callback(invoke_without_command=True)
 def headwise(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
 ) -> None:
     """See what each attention head of a model does."""
     if version:
         typer.echo(f"headwise {__version__}")
-        raise typer.Exit
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command()
@@ -34,9 +50,10 @@ def view(
     model: Annotated[
         str, typer.Option(help="minilm, smollm2, a folder in Hugging Face format, or a hub id.")
     ] = "minilm",
-    layer: Annotated[list[int] | None, typer.Option(help="Only this layer; may be repeated.")] = None,
+    layer: Annotated[list[int] | None, typer.Option(metavar="N", help="Only this layer; may be repeated.")] = None,
     head: Annotated[
-        list[int] | None, typer.Option(help="Only this head, and where each word looks in it; may be repeated.")
+        list[int] | None,
+        typer.Option(metavar="N", help="Only this head, and where each word looks; may be repeated."),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Also write a page that needs no network.")] = None,
     truncate: Annotated[bool, typer.Option("--truncate", help="Cut a text that is too long for the model.")] = False,
@@ -53,6 +70,7 @@ def view(
         if html is not None:
             write_page(seen, html)
             typer.echo(f"\nwrote {html}")
+        sys.stdout.flush()
 
 
 @contextmanager
@@ -61,8 +79,16 @@ def _mistakes_in_a_sentence() -> Iterator[None]:
     try:
         yield
     except HeadwiseError as error:
-        typer.echo(f"headwise: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise _refused(str(error)) from None
+    except BrokenPipeError:
+        raise  # whoever reads has seen enough
+    except OSError as error:
+        raise _refused(f"{error.filename or 'output'}: {error.strerror}") from None
+
+
+def _refused(sentence: str) -> typer.Exit:
+    typer.echo(f"headwise: {sentence}", err=True)
+    return typer.Exit(2)
 
 
 def _read_text(text: str) -> str:
@@ -70,23 +96,35 @@ def _read_text(text: str) -> str:
     if text != "-" and not text.startswith("@"):
         return text
     name = "standard input" if text == "-" else text[1:]
+    if text == "-" and sys.stdin is None:
+        raise InputError("text", expected="a text on standard input", got="none: it is closed")
     try:
         data = sys.stdin.buffer.read() if text == "-" else Path(name).read_bytes()
         return data.decode("utf-8-sig")
     except OSError as error:
-        raise InputError("text", expected=f"a file {name!r} that can be read", got=error.strerror) from None
+        raise InputError(
+            "text",
+            expected=f"a file {name!r} that can be read",
+            got=error.strerror,
+            remedy="- takes a text that begins with @ from standard input",
+        ) from None
     except UnicodeDecodeError as error:
         raise InputError("text", expected=f"UTF-8 in {name}", got=f"another byte at offset {error.start}") from None
 
 
 def _require_folder(html: Path | None) -> None:
     """Refuse a page that cannot be written before the model is loaded."""
-    if html is not None and (html.is_dir() or not html.parent.is_dir()):
-        raise InputError("html", expected="a file in a folder that exists", got=repr(str(html)))
+    if html is None:
+        return
+    if html.is_dir() or not html.parent.is_dir() or not os.access(html if html.exists() else html.parent, os.W_OK):
+        raise InputError("html", expected="a file in a folder that exists and can be written", got=repr(str(html)))
 
 
 def _quiet_libraries() -> None:
-    """No advice from the libraries underneath, and no progress bar for what takes a moment; errors still come."""
+    """No advice from the libraries underneath, and no progress bar for what takes a moment.
+
+    Converting a GGUF file takes several, and shows its bar on standard error.
+    """
     try:
         from transformers.utils import logging
     except ImportError:

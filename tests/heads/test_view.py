@@ -3,10 +3,14 @@
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
 
 import headwise as hw
 from headwise.heads import view as viewing
 from headwise.heads.view import view
+from headwise.models.load import PACKAGED
 from oracles import statistics_of
 
 
@@ -70,7 +74,8 @@ def test_links_join_two_words_and_never_punctuation_or_special_tokens(coffee):
             assert link.query != link.key
             assert coffee.words[link.query].lexical
             assert coffee.words[link.key].lexical
-        assert [link.weight for link in head.links] == sorted((link.weight for link in head.links), reverse=True)
+        weights = [round(link.weight, 4) for link in head.links]
+        assert weights == sorted(weights, reverse=True)
 
 
 def test_pieces_of_a_word_are_one_word(minilm, monkeypatch):
@@ -111,9 +116,13 @@ def test_a_decoder_sees_no_future():
         assert head.means["duplicate"] > 0
 
 
-def word_tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
+@pytest.fixture(scope="module")
+def smollm2_tokenizer():
+    folder = PACKAGED["smollm2"].location()
+    return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=PACKAGED["smollm2"].gguf)
 
+
+def word_tokenizer():
     tokenizer = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2, "c": 3}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tokenizer
@@ -128,7 +137,7 @@ def test_an_empty_text(minilm, text):
 
 def test_a_text_longer_than_the_model_takes(minilm):
     text = "word " * 600
-    with pytest.raises(hw.InputError, match="^text: expected at most 512 tokens, .*, got 602; --truncate cuts"):
+    with pytest.raises(hw.InputError, match="^text: expected at most 512 tokens, .*, got 602; --truncate"):
         view(minilm.model, minilm.tokenizer, text)
     assert view(minilm.model, minilm.tokenizer, text, truncate=True).tokens == 512
 
@@ -143,17 +152,145 @@ def test_a_layer_or_head_that_is_not_there(coffee):
         coffee.head(6, 0)
 
 
-def test_attention_that_is_more_than_a_softmax_is_refused_by_name(minilm):
-    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2}
-    config = transformers.Gemma2Config(
-        vocab_size=minilm.tokenizer.vocab_size, **sizes, intermediate_size=16, head_dim=8, attn_logit_softcapping=0.01
-    )
-    config._attn_implementation = "eager"
+def test_attention_that_is_more_than_a_softmax_is_refused_by_name(minilm, monkeypatch):
+    def odd(module, *args, **kwargs):
+        out, weights = sdpa_attention_forward(module, *args, **kwargs)
+        out[:, :, 3] *= 1.01  # one head of twelve, one percent
+        return out, weights
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", odd)
+    with pytest.raises(hw.InputError, match=r"^model: .* got an output that differs by 1.0% in encoder.layer.0"):
+        view(minilm.model, minilm.tokenizer, "more than a softmax")
+
+
+def test_the_view_does_not_depend_on_the_implementation(minilm, coffee):
+    eager = transformers.AutoModel.from_pretrained(minilm.model.config._name_or_path, attn_implementation="eager")
+    for ours, theirs in zip(view(eager.eval(), minilm.tokenizer, coffee.text).heads, coffee.heads, strict=True):
+        assert ours.means == pytest.approx(theirs.means, abs=1e-5, nan_ok=True)
+        assert ours.role is theirs.role
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_decoder_has_as_many_keys_in_sight_under_both_implementations(implementation):
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(), unk_token="?")
+    sizes = {"vocab_size": 7, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=16, attn_implementation=implementation)
     model = transformers.AutoModel.from_config(config).eval()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter)
-    with pytest.raises(hw.InputError, match=r"^model: expected attention whose output is .* in layers.0.self_attn"):
-        view(model, minilm.tokenizer, "softcap")
+        parameter.data.zero_()  # even attention
+    for head in view(model, tokenizer, "a b c a b c").heads:
+        assert head.means["evenness"] == pytest.approx(1.0)
+        assert head.role.name == "broad"
+
+
+class TestInputs:
+    """Models and texts of the wrong kind."""
+
+    pytestmark = pytest.mark.usefixtures("as_user")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"text": None}, "text: expected a string, got NoneType"),
+            ({"text": "caf\udce9"}, "text: expected text that can be written as UTF-8"),
+            ({"model": torch.nn.Linear(2, 2)}, "model: expected a transformers model, got Linear"),
+            ({"model": hw.MultiHeadAttention(4, 2)}, "model: expected a transformers model, got MultiHeadAttention"),
+            ({"tokenizer": None}, "tokenizer: expected a transformers tokenizer, got NoneType"),
+        ],
+    )
+    def test_of_the_wrong_type(self, minilm, change, message):
+        given = {"model": minilm.model, "tokenizer": minilm.tokenizer, "text": "hi"} | change
+        with pytest.raises(hw.InputError, match="^" + message):
+            view(**given)
+
+    def test_a_model_in_training(self, minilm):
+        minilm.model.train()
+        try:
+            with pytest.raises(hw.InputError, match="^model: expected a model in evaluation mode, got training; call"):
+                view(minilm.model, minilm.tokenizer, "hi")
+        finally:
+            minilm.model.eval()
+
+    def test_a_model_that_sees(self, minilm):
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        model = transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=4, patch_size=2)).eval()
+        with pytest.raises(hw.InputError, match="^model: expected a model that reads text, got one .* pixel_values"):
+            view(model, minilm.tokenizer, "hi")
+
+    def test_a_tokenizer_of_another_model(self, minilm):
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        model = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).eval()
+        with pytest.raises(hw.InputError, match="^tokenizer: expected ids below 50, the model's vocabulary, got"):
+            view(model, minilm.tokenizer, "hi")
+
+
+def test_of_an_encoder_decoder_the_encoder_is_viewed(minilm):
+    sizes = {
+        "d_model": 24,
+        "encoder_layers": 2,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 3,
+        "decoder_attention_heads": 3,
+    }
+    config = transformers.BartConfig(vocab_size=minilm.tokenizer.vocab_size, **sizes, encoder_ffn_dim=8)
+    seen = view(transformers.BartModel(config).eval(), minilm.tokenizer, "the encoder alone")
+    assert len(seen.heads) == 2 * 3
+
+
+def test_positions_that_begin_after_the_padding_index(minilm):
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 8}
+    vocabulary = minilm.tokenizer.vocab_size
+    config = transformers.RobertaConfig(vocab_size=vocabulary, max_position_embeddings=34, pad_token_id=1, **sizes)
+    model = transformers.RobertaModel(config).eval()
+    assert view(model, minilm.tokenizer, "word " * 30).tokens == 32
+    with pytest.raises(hw.InputError, match="^text: expected at most 32 tokens"):
+        view(model, minilm.tokenizer, "word " * 31)
+
+
+def test_layers_that_share_a_module_are_layers(minilm):
+    sizes = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 8}
+    config = transformers.AlbertConfig(vocab_size=minilm.tokenizer.vocab_size, embedding_size=8, **sizes)
+    seen = view(transformers.AlbertModel(config).eval(), minilm.tokenizer, "one layer three times")
+    assert sorted({head.layer for head in seen.heads}) == [0, 1, 2]
+
+
+def words_of(tokenizer, text):
+    from headwise.heads.words import encode
+
+    class Model(torch.nn.Module):
+        config = transformers.BertConfig(max_position_embeddings=1000)
+
+        def get_input_embeddings(self):
+            return torch.nn.Embedding(60000, 1)
+
+    encoded = encode(Model(), tokenizer, text, False)
+    return [(word.text, word.special, word.lexical) for word in encoded.words], encoded.word_of.tolist()
+
+
+def test_a_tokenizer_that_takes_the_text_for_one_piece():
+    letters = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", "▁", *"abcde,"])}
+    tokenizer = transformers.LlamaTokenizer(vocab=letters, merges=[])
+    pieces = tokenizer("abc de, a").word_ids()
+    assert len(set(pieces) - {None}) == 1  # the trap: one piece, many words
+    names = [name for name, special, _ in words_of(tokenizer, "abc de, a")[0] if not special]
+    assert names == ["abc", "de,", "a"]
+
+
+def test_words_of_smollm2(smollm2_tokenizer):
+    words, word_of = words_of(smollm2_tokenizer, "<|im_start|>user\nunbelievable  你喜<|im_end|>")
+    assert words == [
+        ("<|im_start|>", True, False),
+        ("user", False, True),
+        ("\\n", False, False),
+        ("unbelievable", False, True),
+        ("␣", False, False),
+        ("␣", False, False),
+        ("你", False, True),
+        ("喜", False, True),
+        ("<|im_end|>", True, False),
+    ]
+    assert len(word_of) > len(words)
+    assert word_of == sorted(word_of)
 
 
 def test_a_model_that_does_not_ask_the_interface_is_refused_by_name(minilm):

@@ -1,7 +1,8 @@
 """Models by name."""
 
+import json
+
 import pytest
-import transformers
 
 import headwise as hw
 from headwise.models import load as loading
@@ -22,13 +23,27 @@ def test_a_folder_is_loaded(tmp_path, minilm):
     assert loaded.model.num_parameters() == minilm.model.num_parameters()
 
 
-def test_an_encoder_decoder_is_its_encoder(tmp_path, minilm):
-    sizes = {"d_model": 8, "num_layers": 1, "num_heads": 2, "d_kv": 4, "d_ff": 16}
-    config = transformers.T5Config(vocab_size=minilm.tokenizer.vocab_size, **sizes)
-    transformers.T5Model(config).save_pretrained(tmp_path)
+def test_weights_that_are_missing_are_not_made_up(tmp_path, minilm):
+    minilm.model.save_pretrained(tmp_path)
     minilm.tokenizer.save_pretrained(tmp_path)
-    assert type(load(str(tmp_path)).model).__name__ == "T5Stack"
-    assert load(str(tmp_path)).title.endswith("(encoder)")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 7}))
+    with pytest.raises(hw.InputError, match=r"^model: expected all .* weights, got none for encoder.layer.6.* missing"):
+        load(str(tmp_path))
+
+
+def test_a_folder_without_a_tokenizer(tmp_path, minilm):
+    minilm.model.save_pretrained(tmp_path)
+    with pytest.raises(hw.InputError, match="^model: .* the reason: the folder has none of tokenizer.json"):
+        load(str(tmp_path))
+
+
+def test_a_file_of_weights_that_is_broken(tmp_path, minilm):
+    minilm.model.save_pretrained(tmp_path)
+    minilm.tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not a model")
+    with pytest.raises(hw.InputError, match="^model: .* the reason: "):
+        load(str(tmp_path))
 
 
 def test_a_folder_without_a_model(tmp_path):

@@ -13,6 +13,8 @@ from headwise.models.transformers import observe
 COMMON = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6}
 ROTARY = COMMON | {"intermediate_size": 37, "max_position_embeddings": 64}
 
+EXPERTS = ROTARY | {"hidden_size": 64, "intermediate_size": 64}  # their products want rows of 16 bytes
+
 
 def configs() -> dict:
     """Name -> a tiny configuration; encoders, decoders, grouped heads, windows, position bias."""
@@ -22,6 +24,12 @@ def configs() -> dict:
         "gpt2": transformers.GPT2Config(vocab_size=97, n_embd=48, n_layer=3, n_head=6),
         "llama": transformers.LlamaConfig(**ROTARY, num_key_value_heads=2, head_dim=10),
         "mistral, window 4": transformers.MistralConfig(**ROTARY, num_key_value_heads=3, sliding_window=4),
+        "gemma2, softcap": transformers.Gemma2Config(
+            **ROTARY, num_key_value_heads=2, head_dim=10, attn_logit_softcapping=2.0, sliding_window=4
+        ),
+        "gpt-oss, sinks": transformers.GptOssConfig(
+            **EXPERTS, num_key_value_heads=2, head_dim=10, num_local_experts=2, num_experts_per_tok=1, sliding_window=4
+        ),
         "t5 encoder": transformers.T5Config(**t5),
     }
 
@@ -50,6 +58,8 @@ PADDED = {
 @pytest.mark.parametrize("name", configs())
 @torch.no_grad()
 def test_the_weights_of_every_call_are_those_of_eager_attention(name, implementation, padding):
+    if name in ("gemma2, softcap", "gpt-oss, sinks"):
+        implementation = "eager"  # transformers has no other for these
     inputs = {"input_ids": TOKENS, "attention_mask": PADDED[padding]}
     eager = tiny(name, "eager")(**inputs, output_attentions=True).attentions
     model = tiny(name, implementation)
@@ -70,7 +80,8 @@ def hw_problem(call):
     """The problem of a call, with its weights asked for."""
     stated = call.problem
     tensors = (stated.q, stated.k, stated.v)
-    options = {"mask": stated.mask, "bias": stated.bias, "scale": stated.scale}
+    options = {"mask": stated.mask, "bias": stated.bias, "scale": stated.scale, "softcap": stated.softcap}
+    options["sinks"] = None if stated.sinks is None else stated.sinks[:, 0]
     return type(stated).checked(*tensors, **options, return_weights=True)
 
 

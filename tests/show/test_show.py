@@ -38,7 +38,7 @@ def test_every_head_is_printed_once_under_its_role(coffee):
 
 def test_the_two_facts_are_visible(coffee):
     lines = {line.split()[0]: line for line in printed(coffee).splitlines() if re.match(r" *\d+\.\d+ ", line)}
-    assert re.search(r"0\.2 +1\.00 +0\.00 +1\.00 .*tea → or 1\.00", lines["0.2"])
+    assert re.search(r"0\.2 +1\.00 +0\.00 +1\.00 .*do → Which 1\.00", lines["0.2"])
     assert "tea → coffee 0.14" in lines["0.9"]
     assert "coffee ↔ tea 0.32/0.17" in lines["0.3"]
 

@@ -8,6 +8,7 @@ count for that statistic. A new statistic is one function and one line in `STATI
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,11 +34,23 @@ class Rows:
     special: Bool[Tensor, "batch keys"] | None
     real: Bool[Tensor, "batch rows"] | None
 
-    @property
+    @cached_property
     def back(self) -> Int[Tensor, "rows keys"]:
         """How many tokens before the query each key stands: 0 itself, 1 the previous, -1 the next."""
         keys = torch.arange(self.weights.shape[-1], device=self.position.device)
         return self.position[:, None] - keys
+
+    @cached_property
+    def seen(self) -> Int[Tensor, "batch heads rows"]:
+        """How many keys each row may attend to."""
+        return (self.scores > -torch.inf).sum(-1)
+
+    @cached_property
+    def entropy(self) -> Float[Tensor, "batch heads rows"]:
+        """-sum A ln A, nats; 0 in a row without a key."""
+        # ln A is s - lse: no logarithm of a weight that may be 0.
+        logarithms = (self.scores - self.lse[..., None]).masked_fill(self.weights == 0, 0.0)
+        return -(self.weights * logarithms).sum(-1).clamp(max=0.0)
 
 
 def blocks(
@@ -93,7 +106,7 @@ class Tally:
 
     def add(self, rows: Rows) -> None:
         """Take in a block."""
-        counts = (rows.scores > -torch.inf).any(-1)
+        counts = rows.seen > 0
         if rows.real is not None:
             counts = counts & rows.real[:, None]
         for statistic in STATISTICS.values():
@@ -124,15 +137,11 @@ def _every(rows: Rows) -> Counted:
 
 
 def _entropy(rows: Rows) -> tuple[Values, Counted]:
-    # -sum A ln A, where ln A = s - lse: no logarithm of a weight that may be 0. With a sink, A adds up to less than 1.
-    finite = rows.scores.masked_fill(rows.scores == -torch.inf, 0.0)
-    return (rows.weights * (rows.lse[..., None] - finite)).sum(-1).nan_to_num(0.0).clamp(min=0.0), _every(rows)
+    return rows.entropy, _every(rows)
 
 
 def _evenness(rows: Rows) -> tuple[Values, Counted]:
-    visible = (rows.scores > -torch.inf).sum(-1)
-    entropy, _ = _entropy(rows)
-    return entropy / visible.clamp(min=2).log(), visible > 1
+    return rows.entropy / rows.seen.clamp(min=2).log(), rows.seen > 1
 
 
 def _confidence(rows: Rows) -> tuple[Values, Counted]:
@@ -147,8 +156,10 @@ def _at(back: int) -> Callable[[Rows], tuple[Values, Counted]]:
     """The weight of the key that stands `back` tokens before the query."""
 
     def measure(rows: Rows) -> tuple[Values, Counted]:
-        there = rows.back == back
-        return (rows.weights * there).sum(-1), there.any(-1)
+        key = rows.position - back
+        exists = (key >= 0) & (key < rows.weights.shape[-1])
+        index = key.clamp(0, rows.weights.shape[-1] - 1)[:, None].expand(*rows.lse.shape, 1)
+        return rows.weights.gather(-1, index)[..., 0], exists
 
     return measure
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from headwise.attention.reference import each_kv_head
 from headwise.attention.statistics import BLOCK_BYTES, Rows, Tally, blocks
-from headwise.errors import InputError
+from headwise.errors import HeadwiseError, InputError
 from headwise.heads.roles import Role, role_of
+from headwise.heads.words import Word, encode
 from headwise.models.transformers import AttentionCall, observe
 from headwise.shapes import Bool, Float, Int
 
@@ -24,24 +25,15 @@ TOP = 8
 PICTURE = 64
 """The most rows and columns of a head's picture; longer texts are pooled."""
 
-DISAGREEMENT = 0.05
-"""How far, relative to its largest value, a layer's output may be from the one its weights explain.
+DISAGREEMENT = 1e-3
+"""How far, relative to its largest value, a head's output may be from the one its weights explain.
 
-Rounding stays far below it even in bfloat16; attention that does something else to its scores does not.
+Half precision is allowed 8 of its epsilons. Rounding stays below that; attention that does something else to its
+scores does not.
 """
 
-
-@dataclass(frozen=True)
-class Word:
-    """A word of the text as the tokenizer cut it: its text, and whether it is a special token."""
-
-    text: str
-    special: bool
-
-    @property
-    def lexical(self) -> bool:
-        """Whether it has a letter or a digit, and so is more than punctuation."""
-        return not self.special and any(character.isalnum() for character in self.text)
+SHOWN = 0.005
+"""The weakest link that is shown: what would not print as 0.00."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +47,11 @@ class Link:
     key: int
     weight: float
     back: float | None
+
+
+def _strength(link: Link) -> tuple[float, int]:
+    """Strongest first; weights that differ only by rounding in the order of the text."""
+    return -round(link.weight, 4), link.query
 
 
 @dataclass(frozen=True)
@@ -82,6 +79,7 @@ class View:
 
     title: str
     text: str
+    truncated: bool
     words: tuple[Word, ...]
     tokens: int
     heads: tuple[HeadView, ...]
@@ -95,8 +93,9 @@ class View:
 
     def strongest_links(self, head: HeadView, count: int) -> list[Link]:
         """The head's strongest links between different pairs of words; a pair that recurs is given once."""
-        pairs = {(self.words[link.query].text, self.words[link.key].text): link for link in reversed(head.links)}
-        return sorted(pairs.values(), key=lambda link: -link.weight)[:count]
+        shown = [link for link in head.links if link.weight >= SHOWN]
+        pairs = {(self.words[link.query].text, self.words[link.key].text): link for link in reversed(shown)}
+        return sorted(pairs.values(), key=_strength)[:count]
 
     def role_title(self, role: Role) -> str:
         """The role's name, with the first token itself where it is a sink."""
@@ -104,13 +103,15 @@ class View:
 
     def select(self, layers: Collection[int] = (), heads: Collection[int] = ()) -> "View":
         """Only the given layers and heads; an empty choice keeps all. `InputError` for one that is not there."""
-        for option, chosen, there in (
-            ("layer", layers, {head.layer for head in self.heads}),
-            ("head", heads, {head.head for head in self.heads}),
+        for option, chosen, numbers in (
+            ("layer", layers, sorted({head.layer for head in self.heads})),
+            ("head", heads, sorted({head.head for head in self.heads})),
         ):
+            gapless = len(numbers) == numbers[-1] - numbers[0] + 1
+            expected = f"{numbers[0]} to {numbers[-1]}" if gapless else f"one of {', '.join(map(str, numbers))}"
             for number in chosen:
-                if number not in there:
-                    raise InputError(option, expected=f"{min(there)} to {max(there)}", got=number)
+                if number not in numbers:
+                    raise InputError(option, expected=expected, got=number)
         kept = [h for h in self.heads if (not layers or h.layer in layers) and (not heads or h.head in heads)]
         return replace(self, heads=tuple(kept))
 
@@ -119,7 +120,8 @@ def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", t
     """Run `model` on `text` and say what each of its heads does.
 
     Args:
-        model: a `transformers` model in evaluation mode that takes token ids.
+        model: a `transformers` model in evaluation mode that takes token ids. Of an encoder-decoder, the encoder
+            is viewed.
         tokenizer: its tokenizer.
         text: one text; it is not split.
         title: the model's name, to show.
@@ -128,30 +130,40 @@ def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", t
     Raises:
         InputError: a text that is empty or too long, or a model whose attention cannot be observed.
     """
-    encoding, words, word_of = _encode(model, tokenizer, text, truncate)
-    tokens = encoding["input_ids"]
-    special = torch.tensor([[words[index].special for index in word_of.tolist()]])
-    candidates = torch.tensor([word.lexical for word in words])
+    model = _text_model(model)
+    if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
+        raise InputError("tokenizer", expected="a transformers tokenizer", got=type(tokenizer).__name__)
+    encoded = encode(model, tokenizer, text, truncate)
+    device = next(model.parameters()).device
+    tokens, word_of = encoded.inputs["input_ids"], encoded.word_of
+    special = torch.tensor([[encoded.words[index].special for index in word_of.tolist()]])
+    candidates = torch.tensor([word.lexical for word in encoded.words])
     heads: list[HeadView] = []
 
     def on_call(call: AttentionCall) -> None:
-        if call.problem.grid.keys != tokens.shape[1] or call.problem.grid.queries != tokens.shape[1]:
+        grid = call.problem.grid
+        if not grid.queries == grid.keys == len(word_of):
             raise InputError(
                 "model",
-                expected=f"self-attention over the {tokens.shape[1]} tokens of the text",
-                got=f"{call.problem.grid.queries} queries and {call.problem.grid.keys} keys in {call.path}",
+                expected=f"self-attention over the {len(word_of)} tokens of the text",
+                got=f"{grid.queries} queries and {grid.keys} keys in {call.path}",
             )
-        tally, links = Tally(), _WordWeights(call.problem.grid.heads, word_of, candidates)
-        ranges = _whole_words(word_of, call.problem.grid.heads)
-        for rows in blocks(call.problem, tokens=tokens, special=special, ranges=ranges):
+        tally, links = Tally(), _WordWeights(grid.heads, word_of, candidates)
+        ranges = _whole_words(word_of, grid.heads)
+        for rows in blocks(call.problem, tokens=tokens.to(device), special=special.to(device), ranges=ranges):
             _require_agreement(call, rows)
             tally.add(rows)
             links.add(rows)
         heads.extend(_head_views(call.layer, tally, links))
 
-    device = next(model.parameters()).device
-    with torch.no_grad(), observe(model, on_call):
-        model(**{name: tensor.to(device) for name, tensor in encoding.items()})
+    try:
+        with torch.no_grad(), observe(model, on_call):
+            model(**{name: tensor.to(device) for name, tensor in encoded.inputs.items()})
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__} ({' '.join(str(error).split())[:200]})"
+        raise InputError("model", expected="a model that takes these tokens", got=reason) from error
     if not heads:
         raise InputError(
             "model",
@@ -159,66 +171,25 @@ def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", t
             got=f"none in {type(model).__name__}",
         )
     heads.sort(key=lambda head: (head.layer, head.head))
-    return View(title, text, words, tokens.shape[1], tuple(heads))
+    return View(title, encoded.text, encoded.truncated, encoded.words, len(word_of), tuple(heads))
 
 
-# -- text -----------------------------------------------------------------------------------------------------
+def _text_model(given: Any) -> nn.Module:
+    """The model, or its encoder where it also has a decoder, when it is one that can be viewed."""
+    if not isinstance(given, nn.Module) or not hasattr(given, "config"):
+        raise InputError("model", expected="a transformers model", got=type(given).__name__)
+    model: Any = given
+    if getattr(model.config, "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
+        model = model.get_encoder() or model
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        raise InputError("model", expected="a model that reads text", got=f"one that reads {model.main_input_name}")
+    if model.training:
+        raise InputError("model", expected="a model in evaluation mode", got="training", remedy="call model.eval()")
+    viewed: nn.Module = model
+    return viewed
 
 
-def _encode(
-    model: nn.Module, tokenizer: Any, text: str, truncate: bool
-) -> tuple[dict[str, Int[Tensor, "1 tokens"]], tuple[Word, ...], Int[Tensor, " tokens"]]:
-    """The model's inputs, the words of the text, and the word of each token."""
-    if not text.strip():
-        raise InputError("text", expected="at least one word", got="an empty text")
-    limits = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
-    limit = min((number for number in limits if number), default=None)
-    encoding = tokenizer(
-        text,
-        return_tensors="pt",
-        return_special_tokens_mask=True,
-        truncation=truncate,
-        max_length=limit if truncate else None,
-        verbose=False,
-    )
-    special = encoding.pop("special_tokens_mask")[0].tolist()
-    length = encoding["input_ids"].shape[1]
-    if length == 0:
-        raise InputError("text", expected="at least one token", got="a text that the tokenizer drops whole")
-    if limit is not None and length > limit:
-        raise InputError(
-            "text",
-            expected=f"at most {limit} tokens, the model's limit",
-            got=f"{length}",
-            remedy="--truncate cuts it there",
-        )
-    words, word_of = _words(tokenizer, encoding, text, special)
-    return dict(encoding), words, word_of
-
-
-def _words(
-    tokenizer: Any, encoding: Any, text: str, special: list[int]
-) -> tuple[tuple[Word, ...], Int[Tensor, " tokens"]]:
-    """Tokens joined to the words the tokenizer cut them from. Special tokens stand alone."""
-    ids = encoding["input_ids"][0].tolist()
-    # Only tokenizers of the `tokenizers` library know which word a token came from; otherwise each is its own.
-    origins = encoding.word_ids() if encoding.is_fast else list(range(len(ids)))
-    words: list[Word] = []
-    word_of: list[int] = []
-    previous = None
-    for index, origin in enumerate(origins):
-        if special[index] or origin is None:
-            words.append(Word(tokenizer.convert_ids_to_tokens(ids[index]), bool(special[index])))
-        elif origin != previous:
-            if encoding.is_fast:
-                start, end = encoding.word_to_chars(origin)
-                piece = text[start:end]
-            else:
-                piece = tokenizer.decode([ids[index]])
-            words.append(Word(" ".join(piece.split()) or repr(piece)[1:-1].strip() or "␣", False))
-        word_of.append(len(words) - 1)
-        previous = None if special[index] else origin
-    return tuple(words), torch.tensor(word_of)
+# -- from tokens to words -------------------------------------------------------------------------------------
 
 
 def _whole_words(word_of: Int[Tensor, " tokens"], heads: int) -> Iterator[range]:
@@ -232,9 +203,6 @@ def _whole_words(word_of: Int[Tensor, " tokens"], heads: int) -> Iterator[range]
             stop += 1
         yield range(start, stop)
         start = stop
-
-
-# -- from tokens to words -------------------------------------------------------------------------------------
 
 
 class _WordWeights:
@@ -285,7 +253,7 @@ class _WordWeights:
             if back is not None and (back, query) > (strength, target):
                 continue  # the pair is told from its stronger side
             links.append(Link(query, target, strength, back))
-        return tuple(sorted(links, key=lambda link: -link.weight))
+        return tuple(sorted(links, key=_strength))
 
 
 def _head_views(layer: int, tally: Tally, weights: _WordWeights) -> Iterator[HeadView]:
@@ -307,14 +275,15 @@ def _head_views(layer: int, tally: Tally, weights: _WordWeights) -> Iterator[Hea
 
 
 def _require_agreement(call: AttentionCall, rows: Rows) -> None:
-    """Refuse a layer whose output is not its weights times its values: the weights would be wrong."""
+    """Refuse a head whose output is not its weights times its values: the weights would be wrong."""
     explained = each_kv_head(rows.weights, call.problem.v.to(rows.weights.dtype))
     part = slice(rows.index.start, rows.index.stop)
-    actual = call.out[:, part].transpose(1, 2).to(explained.dtype)
-    off = float((explained - actual).abs().max() / actual.abs().max().clamp(min=1e-30))
-    if not off <= DISAGREEMENT:
+    actual = call.out[:, part].transpose(1, 2).to(explained.dtype)  # (batch, heads, rows, value_dim)
+    largest = actual.abs().amax((0, 2, 3)).clamp(min=torch.finfo(actual.dtype).tiny)
+    off = float(((explained - actual).abs().amax((0, 2, 3)) / largest).max())
+    if not off <= max(DISAGREEMENT, 8 * torch.finfo(call.out.dtype).eps):
         raise InputError(
             "model",
             expected="attention whose output is softmax(scale q k^T + mask) v",
-            got=f"an output that differs by {off:.0%} in {call.path}",
+            got=f"an output that differs by {off:.1%} in {call.path}",
         )

@@ -1,5 +1,6 @@
 """Models by name: two that come from the package index, a local folder, or a hub id."""
 
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +34,17 @@ PACKAGED = {
 }
 
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+)
+"""Files of which a folder with a tokenizer has at least one."""
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A model in evaluation mode with its tokenizer, and the name to show."""
@@ -44,8 +56,6 @@ class Loaded:
 
 def load(name: str) -> Loaded:
     """The model called `name`: a key of `PACKAGED`, a folder in Hugging Face format, or a hub id.
-
-    Encoder-decoder models are loaded as their encoder.
 
     Raises:
         InputError: nothing loadable is found under that name.
@@ -74,19 +84,23 @@ def load(name: str) -> Loaded:
     try:
         if not Path(source).is_dir():
             _require_on_hub(source)
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        model = AutoModel.from_pretrained(source, **options).eval()
-    except (OSError, ValueError, KeyError) as error:
+        elif options == {} and not any((Path(source) / file).is_file() for file in TOKENIZER_FILES):
+            raise OSError(f"the folder has none of {', '.join(TOKENIZER_FILES)}")
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+        model, found = AutoModel.from_pretrained(source, trust_remote_code=False, output_loading_info=True, **options)
+    except Exception as error:  # a broken folder fails in as many ways as there are files in it
         raise InputError(
             "model",
             expected=f"{', '.join(PACKAGED)}, a folder in Hugging Face format or a hub id that can be reached",
             got=repr(name),
             remedy=f"the reason: {_first_sentence(error)}",
         ) from error
-    if getattr(model.config, "is_encoder_decoder", False):
-        model = model.get_encoder()
-        title += " (encoder)"
-    return Loaded(title, model, tokenizer)
+    missing = sorted(key for key in found["missing_keys"] if "pooler" not in key)
+    if missing:
+        raise InputError(
+            "model", expected="all of the model's weights", got=f"none for {missing[0]} ({len(missing)} are missing)"
+        )
+    return Loaded(title, model.eval(), tokenizer)
 
 
 def _require_on_hub(name: str) -> None:
@@ -102,5 +116,6 @@ def _require_on_hub(name: str) -> None:
 
 
 def _first_sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    # Some messages colour their words.
+    text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
     return text.split(". ")[0].rstrip(".") or type(error).__name__

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headwise.attention.masks import Mask
@@ -105,5 +106,8 @@ def _read(
             mask, key, value = causal(), key[:, :, :queries], value[:, :, :queries]
             bias = None if bias is None else bias[..., :queries]
     elif attention_mask.is_floating_point():
-        mask, bias = None, attention_mask if bias is None else attention_mask + bias
+        # The smallest number of a dtype stands for "hidden" in eager masks, also after another was added to it.
+        hidden = attention_mask <= torch.finfo(attention_mask.dtype).min / 2
+        added = attention_mask.masked_fill(hidden, -torch.inf)
+        mask, bias = None, added if bias is None else bias + added
     return Problem.checked(query, key, value, mask=mask, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux)

@@ -1,7 +1,5 @@
 """A view on a terminal: heads grouped by role, colour where there is a terminal, plain text in a pipe."""
 
-from textwrap import shorten
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -11,6 +9,9 @@ from headwise.heads.view import HeadView, View
 
 PIPE_WIDTH = 140
 """Columns of the output where no terminal says how many it has."""
+
+TITLE = 300
+"""Characters of the text that are shown above the heads."""
 
 LINKS = 3
 """How many links of a head its line shows."""
@@ -37,8 +38,9 @@ def make_console() -> Console:
 
 def print_view(view: View, console: Console, *, detail: bool = False) -> None:
     """Print every head of the view; with `detail`, also where each word looks, head by head."""
-    console.print(Text(shorten(view.text, 300), style="bold"))
-    console.print(Text(f"{view.title}, {view.tokens} tokens, {len(view.heads)} heads"))
+    console.print(Text(_one_line(view.text), style="bold"))
+    cut = " (the text was cut there)" if view.truncated else ""
+    console.print(Text(f"{view.title}, {view.tokens} tokens{cut}, {_heads(len(view.heads))}"))
     for role in ROLES:
         members = [head for head in view.heads if head.role is role]
         if members:
@@ -64,12 +66,22 @@ def link_text(view: View, head: HeadView) -> str:
 
 
 def _heading(view: View, role: Role, count: int) -> Text:
-    heads = "1 head" if count == 1 else f"{count} heads"
-    return Text.assemble((view.role_title(role), f"bold {COLOURS[role.name]}"), f" · {heads} · {role.rule}")
+    return Text.assemble((view.role_title(role), f"bold {COLOURS[role.name]}"), f" · {_heads(count)} · {role.rule}")
+
+
+def _heads(count: int) -> str:
+    return "1 head" if count == 1 else f"{count} heads"
+
+
+def _one_line(text: str) -> str:
+    """The beginning of the text on one line, without what would command a terminal."""
+    line = "".join(character if character.isprintable() else " " for character in text[: 2 * TITLE])
+    line = " ".join(line.split())
+    return line if len(line) <= TITLE else line[: TITLE - 1] + "…"
 
 
 def _table(view: View, role: Role, members: list[HeadView]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in ("head", "share", "entropy", "confidence", "distance"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("strongest links between words", overflow="fold")
