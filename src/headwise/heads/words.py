@@ -38,12 +38,7 @@ class Encoded(NamedTuple):
 
 def encode(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encoded:
     """The text cut into tokens; `InputError` for one that is empty or too long."""
-    if not isinstance(text, str):
-        raise InputError("text", expected="a string", got=type(text).__name__)
-    if not any(character.isprintable() and not character.isspace() for character in text):
-        raise InputError("text", expected="at least one word", got="an empty text")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise InputError("text", expected="text that can be written as UTF-8", got="bytes of another encoding")
+    _check_text(text)
     limit = _longest(model, tokenizer)
     cut = truncate and limit is not None
     encoding = tokenizer(
@@ -58,20 +53,8 @@ def encode(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encoded:
     added = encoding.pop("special_tokens_mask")[0].tolist()
     spans = encoding.pop("offset_mapping")[0].tolist() if tokenizer.is_fast else None
     ids = encoding["input_ids"][0].tolist()
-    if not ids:
-        raise InputError("text", expected="at least one token", got="a text that the tokenizer drops whole")
-    if limit is not None and len(ids) > limit:
-        raise InputError(
-            "text",
-            expected=f"at most {limit} tokens, the model's limit",
-            got=len(ids),
-            remedy="--truncate (truncate=True) cuts it there",
-        )
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if max(ids) >= vocabulary:
-        raise InputError("tokenizer", expected=f"ids below {vocabulary}, the model's vocabulary", got=max(ids))
-    unknown = tokenizer.unk_token_id
-    specials = set(tokenizer.all_special_ids) - {unknown}
+    _check_ids(ids, limit, model.get_input_embeddings().num_embeddings)
+    specials = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}  # an unknown word is still a word
     special = [bool(mark) or token in specials for mark, token in zip(added, ids, strict=True)]
     if spans is None:
         words, word_of = _pieces(tokenizer, ids, special)
@@ -81,6 +64,29 @@ def encode(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encoded:
     rest = text[end:].strip()
     kept = text[:end] if rest else text
     return Encoded(kept, bool(rest), dict(encoding), words, word_of)
+
+
+def _check_text(text: Any) -> None:
+    if not isinstance(text, str):
+        raise InputError("text", expected="a string", got=type(text).__name__)
+    if not any(character.isprintable() and not character.isspace() for character in text):
+        raise InputError("text", expected="at least one word", got="an empty text")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InputError("text", expected="text that can be written as UTF-8", got="bytes of another encoding")
+
+
+def _check_ids(ids: list[int], limit: int | None, vocabulary: int) -> None:
+    if not ids:
+        raise InputError("text", expected="at least one token", got="a text that the tokenizer drops whole")
+    if limit is not None and len(ids) > limit:
+        raise InputError(
+            "text",
+            expected=f"at most {limit} tokens, the model's limit",
+            got=len(ids),
+            remedy="--truncate (truncate=True) cuts it there",
+        )
+    if max(ids) >= vocabulary:
+        raise InputError("tokenizer", expected=f"ids below {vocabulary}, the model's vocabulary", got=max(ids))
 
 
 def _longest(model: Any, tokenizer: Any) -> int | None:
