@@ -416,7 +416,10 @@ MISTAKES = {
     ),
     "no values": ((Q, K, K[..., :0], {}), "v: expected a width of 1 or more, got width 0"),
     "narrow float": ((Q.to(torch.float8_e5m2), K, K, {}), "q: expected float16, .* or float64, got torch.float8_e5m2"),
-    "nested": ((torch.nested.nested_tensor([Q[0], Q[1]], layout=torch.jagged), K, K, {}), "q: expected a tensor, got a nested tensor"),
+    "nested": (
+        (torch.nested.nested_tensor([Q[0], Q[1]], layout=torch.jagged), K, K, {}),
+        "q: expected a tensor, got a nested tensor",
+    ),
     "gate type": ((Q, K, K, {"gate": 0.5}), "gate: expected a float tensor, got float"),
     "complex gate": ((Q, K, K, {"gate": zeros(6) + 0j}), "gate: expected a float tensor, got torch.complex64"),
     "dropout type": ((Q, K, K, {"dropout": "0.1"}), "dropout: expected a probability .*, got '0.1'"),

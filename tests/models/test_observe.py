@@ -116,3 +116,14 @@ def test_an_implementation_whose_masks_cannot_be_read_is_refused(monkeypatch):
         observe(model, lambda call: None),
     ):
         model(TOKENS)
+
+
+def test_no_two_calls_of_a_run_are_one_layer():
+    sizes = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
+    model = transformers.BartModel(transformers.BartConfig(vocab_size=97, **sizes, **heads)).eval()
+    calls = []
+    with observe(model, calls.append):
+        model(TOKENS)
+    assert len({call.path for call in calls}) == 6  # encoder, decoder and cross attention number from 0 each
+    assert len({call.layer for call in calls}) == 6
