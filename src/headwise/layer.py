@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention.attend import attend, backend_named
+from headwise.attention.autocast import NARROW, autocast_dtype
 from headwise.attention.masks import Mask
 from headwise.attention.problem import mask_and_bias
 from headwise.checks import finite_number, probability, whole_number
@@ -213,10 +214,8 @@ class MultiHeadAttention(nn.Module):
             return  # quantised away; the projections know what they take
         if tensor.device != parameter.device:
             raise InputError(name, expected=f"a tensor on {parameter.device} like the layer", got=tensor.device)
-        # Autocast casts between the narrower float dtypes, and only those.
-        casts = torch.amp.is_autocast_available(tensor.device.type) and torch.is_autocast_enabled(tensor.device.type)
-        narrow = {torch.float16, torch.bfloat16, torch.float32}
-        if tensor.dtype != parameter.dtype and not (casts and {tensor.dtype, parameter.dtype} <= narrow):
+        cast = autocast_dtype(tensor.device) is not None and {tensor.dtype, parameter.dtype} <= NARROW
+        if tensor.dtype != parameter.dtype and not cast:
             raise InputError(
                 name, expected=f"{parameter.dtype} like the layer", got=tensor.dtype, remedy="cast one to the other"
             )

@@ -8,7 +8,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 import headwise as hw
-from headwise.heads import view as viewing
+from headwise.attention import statistics
 from headwise.heads.view import view
 from headwise.models.load import PACKAGED
 from oracles import statistics_of
@@ -85,7 +85,7 @@ def test_pieces_of_a_word_are_one_word(minilm, monkeypatch):
     assert seen.tokens > len(seen.words)
     for head in seen.heads:
         torch.testing.assert_close(head.picture.sum(-1), torch.ones(len(seen.words)))
-    monkeypatch.setattr(viewing, "BLOCK_BYTES", 1)  # as many blocks as there are words
+    monkeypatch.setattr(statistics, "BLOCK_BYTES", 1)  # as many blocks as there are words
     for head, again in zip(seen.heads, view(minilm.model, minilm.tokenizer, text).heads, strict=True):
         torch.testing.assert_close(again.picture, head.picture)
         torch.testing.assert_close(again.top_weights, head.top_weights)

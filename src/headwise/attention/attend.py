@@ -1,13 +1,12 @@
 """`attend`: the one function under every layer. Check once, ask the backends `why_not`, run one, gate."""
 
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from headwise.attention import fused, reference
+from headwise.attention.autocast import NARROW, autocast_dtype, without_autocast
 from headwise.attention.masks import Mask
 from headwise.attention.problem import Problem
 from headwise.errors import InputError
@@ -69,7 +68,7 @@ def attend(
     Raises:
         InputError: arguments that do not fit together, or a backend that cannot do them (see `why_not`).
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = _cast(q, k, v)
     problem = Problem.checked(
         q,
         k,
@@ -85,7 +84,7 @@ def attend(
         return_weights=return_weights,
     )
     chosen = _chosen(problem, backend)
-    with _no_autocast(problem.q.device.type):
+    with without_autocast(problem.q.device):
         answer = chosen.run(problem)
     out = answer.out if problem.gate is None else answer.out * problem.gate
     extras = [extra for extra in (answer.lse, answer.weights) if extra is not None]
@@ -103,25 +102,16 @@ def why_not(
 
     Raises `InputError` for a backend that does not exist and for arguments that no backend could take.
     """
-    reason: str | None = backend_named(backend).why_not(Problem.checked(*_autocast(q, k, v), **options))
+    reason: str | None = backend_named(backend).why_not(Problem.checked(*_cast(q, k, v), **options))
     return reason
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype where it is on, as torch's own attention takes them."""
-    device = getattr(tensors[0], "device", None)
-    if device is None or not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+def _cast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors as autocast would hand them to torch's own attention; what is no tensor is refused later."""
+    dtype = autocast_dtype(tensors[0].device) if isinstance(tensors[0], Tensor) else None
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device.type)
-    narrow = (torch.float16, torch.bfloat16, torch.float32)
-    return tuple(tensor.to(dtype) if getattr(tensor, "dtype", None) in narrow else tensor for tensor in tensors)
-
-
-def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Autocast off: inside a backend it would take the scores to half precision."""
-    if not torch.amp.is_autocast_available(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    return tuple(each.to(dtype) if isinstance(each, Tensor) and each.dtype in NARROW else each for each in tensors)
 
 
 def _chosen(problem: Problem, backend: str | None) -> ModuleType:

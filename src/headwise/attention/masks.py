@@ -91,10 +91,10 @@ class Mask(ABC):
         return self.picture()
 
     def __and__(self, other: "Mask") -> "Mask":
-        return All(self, other) if isinstance(other, Mask) else NotImplemented
+        return Both(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: "Mask") -> "Mask":
-        return Any(self, other) if isinstance(other, Mask) else NotImplemented
+        return Either(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __invert__(self) -> "Mask":
         return Not(self)
@@ -126,7 +126,7 @@ class _Combined(Mask):
 
 
 @dataclass(frozen=True)
-class All(_Combined):
+class Both(_Combined):
     """Keys that both masks allow: `left & right`."""
 
     left: Mask
@@ -148,7 +148,7 @@ class All(_Combined):
 
 
 @dataclass(frozen=True)
-class Any(_Combined):
+class Either(_Combined):
     """Keys that either mask allows: `left | right`."""
 
     left: Mask

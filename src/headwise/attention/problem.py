@@ -83,17 +83,17 @@ class Problem:
         if bias is not None:
             require_broadcast("bias", bias, grid)
             bias = bias.to(torch.promote_types(q.dtype, torch.float32))
-        if scale is None:
-            scale = q.shape[-1] ** -0.5
+        if isinstance(scale, Tensor):
+            scale = _one_per_head("scale", scale, q)[:, None, None]
+        else:
+            scale = q.shape[-1] ** -0.5 if scale is None else finite_number("scale", scale)
         return Problem(
             q=q,
             k=k,
             v=v,
             mask=mask,
             bias=bias,
-            scale=_one_per_head("scale", scale, q)[:, None, None]
-            if isinstance(scale, Tensor)
-            else finite_number("scale", scale),
+            scale=scale,
             softcap=None if softcap is None else finite_number("softcap", softcap, above=0.0),
             sinks=None if sinks is None else _one_per_head("sinks", sinks, q)[:, None],
             gate=None if gate is None else _as_factor(gate, q),

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from headwise.attention.masks import Grid
 from headwise.attention.problem import Problem
 from headwise.attention.reference import lse_of, masked_scores, weights_of
 from headwise.shapes import Bool, Float, Int
@@ -68,17 +69,22 @@ def blocks(
         tokens: token ids of the keys, for the statistics that compare tokens.
         special: True at the keys that are special tokens.
         real: True at the query rows that are not padding; the others do not count.
-        ranges: the blocks; by default as many rows as fit `BLOCK_BYTES`.
+        ranges: the blocks; by default of `rows_per_block` rows.
     """
     grid, sinks = problem.grid, problem.sinks
     if ranges is None:
-        step = max(1, BLOCK_BYTES // (4 * max(1, grid.batch * grid.heads * grid.keys)))
+        step = rows_per_block(grid)
         ranges = (range(start, min(start + step, grid.queries)) for start in range(0, grid.queries, step))
     for rows in ranges:
         scores = masked_scores(problem, rows)
         here = None if real is None else real[:, rows.start : rows.stop]
         position = torch.arange(rows.start, rows.stop, device=grid.device) + grid.offset
         yield Rows(rows, scores, lse_of(scores, sinks), weights_of(scores, sinks), position, tokens, special, here)
+
+
+def rows_per_block(grid: Grid) -> int:
+    """How many rows of a grid fit `BLOCK_BYTES`, one at least."""
+    return max(1, BLOCK_BYTES // (4 * max(1, grid.batch * grid.heads * grid.keys)))
 
 
 Values = Float[Tensor, "batch heads rows"]
@@ -125,7 +131,7 @@ class Tally:
 
     def _accumulate(self, name: str, total: Tensor, count: Tensor) -> None:
         self.total[name] = self.total.get(name, 0.0) + total
-        self.count[name] = self.count.get(name, 0.0) + count.double()
+        self.count[name] = self.count.get(name, 0.0) + count.double().expand_as(total)
 
     def means(self) -> dict[str, Float[Tensor, "batch heads"]]:
         """Each statistic's mean over the rows that counted; NaN where none did."""

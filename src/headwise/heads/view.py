@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention.reference import each_kv_head
-from headwise.attention.statistics import BLOCK_BYTES, Rows, Tally, blocks
+from headwise.attention.statistics import Rows, Tally, blocks, rows_per_block
 from headwise.errors import HeadwiseError, InputError
 from headwise.heads.roles import Role, role_of
 from headwise.heads.words import Word, encode
@@ -149,7 +149,7 @@ def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", t
                 got=f"{grid.queries} queries and {grid.keys} keys in {call.path}",
             )
         tally, links = Tally(), _WordWeights(grid.heads, word_of, candidates)
-        ranges = _whole_words(word_of, grid.heads)
+        ranges = _whole_words(word_of, rows_per_block(grid))
         for rows in blocks(call.problem, tokens=tokens.to(device), special=special.to(device), ranges=ranges):
             _require_agreement(call, rows)
             tally.add(rows)
@@ -192,10 +192,9 @@ def _text_model(given: Any) -> nn.Module:
 # -- from tokens to words -------------------------------------------------------------------------------------
 
 
-def _whole_words(word_of: Int[Tensor, " tokens"], heads: int) -> Iterator[range]:
-    """Blocks of rows that end where a word ends, near the size that statistics are made in."""
+def _whole_words(word_of: Int[Tensor, " tokens"], step: int) -> Iterator[range]:
+    """Blocks of about `step` rows that end where a word ends."""
     length = len(word_of)
-    step = max(1, BLOCK_BYTES // (4 * heads * length))
     start = 0
     while start < length:
         stop = min(start + step, length)
@@ -259,7 +258,7 @@ class _WordWeights:
 def _head_views(layer: int, tally: Tally, weights: _WordWeights) -> Iterator[HeadView]:
     """The heads of one layer."""
     means = {name: mean[0].tolist() for name, mean in tally.means().items()}
-    counts = {name: count[0].expand(len(means[name])).tolist() for name, count in tally.count.items()}
+    counts = {name: count[0].tolist() for name, count in tally.count.items()}
     for head in range(weights.picture.shape[0]):
         of_head = {name: values[head] for name, values in means.items()}
         yield HeadView(

