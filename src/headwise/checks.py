@@ -4,10 +4,11 @@ import math
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headwise.errors import InputError
-from headwise.shapes import Float
+from headwise.shapes import Float, Int
 
 
 def whole_number(argument: str, value: Any, *, least: int) -> int:
@@ -46,6 +47,18 @@ def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, ".
     if value.device != like.device:
         raise InputError(argument, expected=f"a tensor on {like.device} like q", got=value.device)
     return value
+
+
+def whole_numbers(argument: str, values: Any, *, dimensions: tuple[int, ...], shape: str) -> Int[Tensor, "..."]:
+    """The values as a tensor of int64 of its own, which no later change of the caller's reaches."""
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise InputError(argument, expected=f"whole numbers, {shape}", got=repr(values)) from None
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or tensor.ndim not in dimensions:
+        got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise InputError(argument, expected=f"whole numbers, {shape}", got=got)
+    return tensor.to(torch.int64, copy=True)
 
 
 def _as_float(value: Any) -> float:

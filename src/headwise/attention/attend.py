@@ -10,7 +10,7 @@ from headwise.attention.autocast import NARROW, autocast_dtype, without_autocast
 from headwise.attention.masks import Mask
 from headwise.attention.problem import Problem
 from headwise.errors import InputError
-from headwise.shapes import Bool, Float
+from headwise.shapes import Bool, Float, Int
 
 BACKENDS: dict[str, ModuleType] = {backend.name: backend for backend in (fused, reference)}
 """Every backend by name: a module with `name`, `why_not(problem)` and `run(problem)`."""
@@ -29,6 +29,9 @@ def attend(
     scale: float | Float[Tensor, " heads"] | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " heads"] | None = None,
+    talking_heads: tuple[Float[Tensor, "heads heads"], Float[Tensor, "heads heads"]] | None = None,
+    query_positions: Int[Tensor, "... queries"] | None = None,
+    key_positions: Int[Tensor, "... keys"] | None = None,
     gate: Float[Tensor, "..."] | None = None,
     dropout: float = 0.0,
     return_lse: bool = False,
@@ -52,6 +55,11 @@ def attend(
         softcap: c keeps the scaled scores between -c and c, as c tanh(score / c) (Gemma Team 2024, section 2).
         sinks: `(heads,)`, a logit of each head's own that takes its share of the softmax and gives nothing
             (gpt-oss); the weights of a row then add up to less than 1, and its log-sum-exp counts the sink.
+        talking_heads: `(before, after)`, each `(heads, heads)`: scores become `before @ scores` over the heads ahead
+            of bias and mask, and weights `after @ weights` (Shazeer et al. 2020). Row h says what head h takes.
+        query_positions: where queries stand, for masks: `(queries,)` or `(batch, queries)`, whole numbers; -1 is a
+            query that is not there, whose row is empty. Unless given, the last query stands at the last key.
+        key_positions: where keys stand, `(keys,)` or `(batch, keys)`; -1 is a key that is not there.
         gate: multiplies each head's output: `(heads,)`, `(batch, heads)` or `(batch, heads, queries)`.
         dropout: probability with which a weight is left out and the rest scaled up. It acts whenever it is
             above 0 and touches only `out`: `lse` and `weights` are those of attention without it.
@@ -78,6 +86,9 @@ def attend(
         scale=scale,
         softcap=softcap,
         sinks=sinks,
+        talking_heads=talking_heads,
+        query_positions=query_positions,
+        key_positions=key_positions,
         gate=gate,
         dropout=dropout,
         return_lse=return_lse,

@@ -31,6 +31,8 @@ def why_not(problem: Problem) -> str | None:
     """The reason torch's kernels cannot do this problem, in one sentence, or None."""
     if problem.softcap is not None:
         return "torch's fused operators have no softcap"
+    if problem.talking is not None:
+        return "torch's fused operators keep heads apart, and talking_heads mixes them"
     if problem.return_lse or problem.sinks is not None:
         # Sinks need it too: their share of a row is known from it.
         if problem.q.device.type != "cpu":

@@ -1,13 +1,13 @@
 """Which keys a query may attend to: the algebra of masks.
 
 A mask is a rule, not a matrix. It answers for any block of the score grid, so a backend can ask about the
-block it works on and never hold the whole. True means *attends*. Query row i stands at key position
-i + (keys - queries): the last query sees the last key, with a cache and without. The rules themselves are in
-`rules.py`.
+block it works on and never hold the whole. True means *attends*. Unless it is said where queries and keys stand,
+query row i stands at key position i + (keys - queries): the last query sees the last key, with a cache and without.
+The rules themselves are in `rules.py`.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 import torch
@@ -19,18 +19,41 @@ from headwise.shapes import Bool, Int
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid of scores that a mask is laid over, and the device its blocks are made on."""
+    """The grid of scores that a mask is laid over, and the device its blocks are made on.
+
+    Positions are given where a cache knows better than the layout: when keys have been dropped or have room
+    between them, or when sequences have come to different lengths. -1 is the position of what is not there.
+    """
 
     batch: int
     heads: int
     queries: int
     keys: int
     device: torch.device = torch.device("cpu")
+    query_positions: Int[Tensor, "#batch queries"] | None = field(default=None, compare=False)
+    key_positions: Int[Tensor, "#batch keys"] | None = field(default=None, compare=False)
 
     @property
     def offset(self) -> int:
-        """The key position of query row 0; negative when there are more queries than keys."""
+        """The key position of query row 0, unless it is given; negative when there are more queries than keys."""
         return self.keys - self.queries
+
+    @property
+    def aligned(self) -> bool:
+        """Whether positions follow from the layout alone."""
+        return self.query_positions is None and self.key_positions is None
+
+    def query_position(self, i: Int[Tensor, "rows 1"]) -> Int[Tensor, "*#batch rows 1"]:
+        """Where query rows stand, `(rows, 1)` or `(batch, 1, rows, 1)`."""
+        if self.query_positions is None:
+            return i + self.offset
+        return self.query_positions[:, None, i[:, 0], None]
+
+    def key_position(self, j: Int[Tensor, "1 columns"]) -> Int[Tensor, "*#batch 1 columns"]:
+        """Where keys stand, `(1, columns)` or `(batch, 1, 1, columns)`."""
+        if self.key_positions is None:
+            return j
+        return self.key_positions[:, None, None, j[0]]
 
 
 class Coverage(Enum):
@@ -48,14 +71,21 @@ class Mask(ABC):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Whether query row `i` attends to key `j`, for all pairs of a block at once."""
+        """Whether query row `i` attends to key `j`, for all pairs of a block at once.
+
+        A rule of positions asks `grid.query_position(i)` and `grid.key_position(j)`.
+        """
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Whether a block is empty or full, told without making it. Never wrong, possibly undecided."""
+        """Whether a block of an aligned grid is empty or full, told without making it; never wrong, maybe undecided."""
         return Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
         """Raise `InputError` when the mask cannot be laid over `grid`."""
+
+    def of_sequence(self, index: int) -> "Mask":
+        """The mask as sequence `index` of the batch has it, for a batch of that one."""
+        return self
 
     def extent(self) -> Grid:
         """The grid the mask itself speaks of; 0 along the axes where it fits any size."""
@@ -66,12 +96,10 @@ class Mask(ABC):
     ) -> Bool[Tensor, "#batch #heads rows columns"]:
         """The mask's values on `rows` x `columns` of the grid (all of it unless given)."""
         self.check(grid)
-        rows = range(grid.queries) if rows is None else rows
-        columns = range(grid.keys) if columns is None else columns
-        i = torch.arange(rows.start, rows.stop, device=grid.device)[:, None]
-        j = torch.arange(columns.start, columns.stop, device=grid.device)[None, :]
+        i = _indices(rows, grid.queries, grid.device)[:, None]
+        j = _indices(columns, grid.keys, grid.device)[None, :]
         allowed = self.allowed(grid, i, j)
-        return allowed[(None,) * (4 - allowed.ndim)].expand(-1, -1, len(rows), len(columns))
+        return allowed[(None,) * (4 - allowed.ndim)].expand(-1, -1, i.shape[0], j.shape[1])
 
     def picture(self, grid: Grid | None = None) -> str:
         """The mask drawn with ■ (attends) and ·, one drawing for each sequence and head that differ.
@@ -103,6 +131,18 @@ class Mask(ABC):
         raise InputError("mask", expected="&, | and ~ to combine masks", got="and, or, not, or a truth test")
 
 
+def _indices(some: range | None, count: int, device: torch.device) -> Int[Tensor, " some"]:
+    """The indices of a range, or of all. A length that is only a symbol, while compiling, never enters a range."""
+    if some is None:
+        return torch.arange(count, device=device)
+    return torch.arange(some.start, some.stop, device=device)
+
+
+def can_be_read(values: Tensor) -> bool:
+    """Whether the values may decide what Python does next: not while compiling, and not without any (meta)."""
+    return not torch.compiler.is_compiling() and not values.is_meta
+
+
 # -- combinations ---------------------------------------------------------------------------------------------
 
 
@@ -115,6 +155,9 @@ class _Combined(Mask):
     def check(self, grid: Grid) -> None:
         for part in self.parts:
             part.check(grid)
+
+    def of_sequence(self, index: int) -> Mask:
+        return type(self)(*(part.of_sequence(index) for part in self.parts))
 
     def extent(self) -> Grid:
         extents = [part.extent() for part in self.parts]
@@ -187,6 +230,56 @@ class Not(_Combined):
 
     def __repr__(self) -> str:
         return f"~{self.mask!r}"
+
+
+@dataclass(frozen=True)
+class PerHead(Mask):
+    """The masks of the heads, one after the other."""
+
+    masks: tuple[Mask, ...]
+
+    def allowed(
+        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
+    ) -> Bool[Tensor, "#batch heads rows columns"]:
+        one = replace(grid, heads=1)
+        blocks = [mask.allowed(one, i, j) for mask in self.masks]
+        whole = [block[(None,) * (4 - block.ndim)].expand(-1, -1, i.shape[0], j.shape[1]) for block in blocks]
+        batch = max(block.shape[0] for block in whole)
+        return torch.cat([block.expand(batch, -1, -1, -1) for block in whole], dim=1)
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        found = {mask.coverage(grid, rows, columns) for mask in self.masks}
+        return found.pop() if len(found) == 1 else Coverage.PARTIAL
+
+    def check(self, grid: Grid) -> None:
+        if len(self.masks) != grid.heads:
+            raise InputError("per_head(masks)", expected=f"one for each of {grid.heads} heads", got=len(self.masks))
+        for mask in self.masks:
+            mask.check(replace(grid, heads=1))
+
+    def of_sequence(self, index: int) -> Mask:
+        return PerHead(tuple(mask.of_sequence(index) for mask in self.masks))
+
+    def extent(self) -> Grid:
+        extents = [mask.extent() for mask in self.masks]
+        batch, queries, keys = (max(getattr(e, axis) for e in extents) for axis in ("batch", "queries", "keys"))
+        return Grid(batch, len(self.masks), queries, keys)
+
+    def __repr__(self) -> str:
+        return f"per_head({list(self.masks)})"
+
+
+# -- what is not there ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Present(Mask):
+    """Queries and keys that have a position. Every grid whose positions are given is under this mask."""
+
+    def allowed(
+        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
+    ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
+        return (grid.query_position(i) >= 0) & (grid.key_position(j) >= 0)
 
 
 # -- shared with the additive bias ------------------------------------------------------------------------------

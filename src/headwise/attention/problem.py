@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.attention.masks import Coverage, Grid, Mask, four_dimensional, require_broadcast
+from headwise.attention.masks import Coverage, Grid, Mask, Present, four_dimensional, require_broadcast
 from headwise.attention.rules import dense
-from headwise.checks import finite_number, float_tensor, probability
+from headwise.checks import finite_number, float_tensor, probability, whole_numbers
 from headwise.errors import InputError
-from headwise.shapes import Float
+from headwise.shapes import Float, Int
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What queries, keys and values may be."""
@@ -22,6 +22,13 @@ class Answer(NamedTuple):
     out: Float[Tensor, "batch heads queries value_dim"]
     lse: Float[Tensor, "batch heads queries"] | None
     weights: Float[Tensor, "batch heads queries keys"] | None
+
+
+class TalkingHeads(NamedTuple):
+    """What heads take from each other, row h for head h, `before` the softmax and `after` it."""
+
+    before: Float[Tensor, "heads heads"]
+    after: Float[Tensor, "heads heads"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,9 @@ class Problem:
     scale: float | Float[Tensor, "heads 1 1"]
     softcap: float | None
     sinks: Float[Tensor, "heads 1"] | None
+    talking: TalkingHeads | None
+    query_positions: Int[Tensor, "#batch queries"] | None
+    key_positions: Int[Tensor, "#batch keys"] | None
     gate: Float[Tensor, "#batch heads #queries 1"] | None
     dropout: float
     return_lse: bool
@@ -49,7 +59,8 @@ class Problem:
     def grid(self) -> Grid:
         """The grid of the scores."""
         batch, heads, queries, _ = self.q.shape
-        return Grid(batch, heads, queries, self.k.shape[2], self.q.device)
+        keys = self.k.shape[2]
+        return Grid(batch, heads, queries, keys, self.q.device, self.query_positions, self.key_positions)
 
     @property
     def score_dtype(self) -> torch.dtype:
@@ -67,6 +78,9 @@ class Problem:
         scale: float | Tensor | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        talking_heads: tuple[Tensor, Tensor] | None = None,
+        query_positions: Tensor | None = None,
+        key_positions: Tensor | None = None,
         gate: Tensor | None = None,
         dropout: float = 0.0,
         return_lse: bool = False,
@@ -75,11 +89,14 @@ class Problem:
         """The problem these arguments state, or `InputError` for the first that does not fit."""
         _check_tensors(q, k, v)
         mask, bias = mask_and_bias(mask, bias)
-        grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+        query_positions, key_positions = _positions(query_positions, key_positions, q, k)
+        grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, query_positions, key_positions)
         if mask is not None:
             mask.check(grid)
-            if mask.coverage(grid, range(grid.queries), range(grid.keys)) is Coverage.FULL:
+            if _allows_all(mask, grid):
                 mask = None
+        if not grid.aligned:
+            mask = Present() if mask is None else Present() & mask
         if bias is not None:
             require_broadcast("bias", bias, grid)
             bias = bias.to(torch.promote_types(q.dtype, torch.float32))
@@ -96,6 +113,9 @@ class Problem:
             scale=scale,
             softcap=None if softcap is None else finite_number("softcap", softcap, above=0.0),
             sinks=None if sinks is None else _one_per_head("sinks", sinks, q)[:, None],
+            talking=None if talking_heads is None else _talking(talking_heads, q),
+            query_positions=query_positions,
+            key_positions=key_positions,
             gate=None if gate is None else _as_factor(gate, q),
             dropout=probability("dropout", dropout),
             return_lse=return_lse,
@@ -128,6 +148,53 @@ def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _
     return mask, four_dimensional("bias", bias)
 
 
+def _allows_all(mask: Mask, grid: Grid) -> bool:
+    """Whether the mask is known to forbid nothing. While compiling, lengths may be symbols, which no range takes."""
+    if torch.compiler.is_compiling() or not grid.aligned:
+        return False
+    return mask.coverage(grid, range(grid.queries), range(grid.keys)) is Coverage.FULL
+
+
+def _positions(
+    of_queries: Any, of_keys: Any, q: Tensor, k: Tensor
+) -> tuple[Int[Tensor, "#batch queries"] | None, Int[Tensor, "#batch keys"] | None]:
+    """Both as `(batch or 1, length)`, or neither."""
+    if of_queries is None and of_keys is None:
+        return None, None
+    if of_queries is None or of_keys is None:
+        missing = "query_positions" if of_queries is None else "key_positions"
+        raise InputError(missing, expected="positions of queries and of keys, or of neither", got="one of the two")
+    return (
+        positions_of("query_positions", of_queries, q.shape[0], q.shape[2], q.device),
+        positions_of("key_positions", of_keys, q.shape[0], k.shape[2], q.device),
+    )
+
+
+def positions_of(name: str, values: Any, batch: int, length: int, device: torch.device) -> Int[Tensor, "#batch length"]:
+    """Whole numbers `(length,)` or `(batch, length)`, with the batch axis."""
+    tensor = whole_numbers(name, values, dimensions=(1, 2), shape="(length,) or (batch, length)")
+    tensor = tensor[None] if tensor.ndim == 1 else tensor
+    if tensor.shape[0] not in (1, batch) or tensor.shape[1] != length:
+        raise InputError(name, expected=f"shape {(length,)} or {(batch, length)}", got=tuple(tensor.shape))
+    if tensor.device != device:
+        raise InputError(name, expected=f"a tensor on {device} like q", got=tensor.device)
+    return tensor
+
+
+def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
+    """The two matrices in the dtype of the scores."""
+    heads = q.shape[1]
+    if not isinstance(matrices, tuple | list) or len(matrices) != 2:
+        got = type(matrices).__name__
+        raise InputError("talking_heads", expected="two matrices, before and after the softmax", got=got)
+    before, after = (float_tensor("talking_heads", matrix, like=q) for matrix in matrices)
+    for matrix in (before, after):
+        if matrix.shape != (heads, heads):
+            raise InputError("talking_heads", expected=f"two matrices {(heads, heads)}", got=tuple(matrix.shape))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return TalkingHeads(before.to(wide), after.to(wide))
+
+
 def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
     """The values in the dtype of the scores."""
     tensor = float_tensor(name, values, like=q)
@@ -141,18 +208,16 @@ def _as_factor(gate: Any, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]
     """The gate in a shape that multiplies `(batch, heads, queries, value_dim)`."""
     factor = float_tensor("gate", gate, like=q)
     batch, heads, queries, _ = q.shape
-    forms = {
-        (heads,): (1, heads, 1, 1),
-        (batch, heads): (batch, heads, 1, 1),
-        (batch, heads, queries): (batch, heads, queries, 1),
-    }
-    if tuple(factor.shape) not in forms:
+    forms = ((heads,), (batch, heads), (batch, heads, queries))
+    if all(factor.shape != form for form in forms):
         raise InputError(
             "gate",
             expected=f"a shape of (heads), (batch, heads) or (batch, heads, queries) = {', '.join(map(str, forms))}",
             got=tuple(factor.shape),
         )
-    return factor.to(q.dtype).view(forms[tuple(factor.shape)])
+    factor = factor.to(q.dtype)
+    factor = factor[None] if factor.ndim == 1 else factor
+    return factor[..., None, None] if factor.ndim == 2 else factor[..., None]
 
 
 def _check_tensors(q: Any, k: Any, v: Any) -> None:

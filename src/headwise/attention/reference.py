@@ -4,9 +4,11 @@ Vaswani et al. 2017, equation 1, for every head h with key/value head h // (head
 
     scores = scale * q k^T                 one scale, or one for each head
            = c tanh(scores / c)            with a softcap c (Gemma 2)
+           = before @ scores               over the heads, with talking heads (Shazeer et al. 2020)
            + bias, and -inf where the mask forbids
     lse    = log sum exp scores            over the keys, and the head's sink logit where it has one (gpt-oss)
     A      = exp(scores - lse)             the weights; 0 in a row without a key
+           = after @ A                     over the heads, with talking heads
     out    = A v
 
 Run it in float64 to know the right answer.
@@ -31,6 +33,8 @@ def run(problem: Problem) -> Answer:
     scores = masked_scores(problem)
     weights = weights_of(scores, problem.sinks)
     kept = torch.dropout(weights, problem.dropout, train=problem.dropout > 0)
+    if problem.talking is not None:
+        weights, kept = (mixed(each, problem.talking.after) for each in (weights, kept))
     out = each_kv_head(kept, problem.v.to(scores.dtype))
     dtype = problem.q.dtype
     return Answer(
@@ -42,12 +46,13 @@ def run(problem: Problem) -> Answer:
 
 def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, "batch heads rows keys"]:
     """`scale q k^T + bias`, -inf where the mask forbids, for some query rows or all; float32 at least."""
-    rows = range(problem.grid.queries) if rows is None else rows
-    part = slice(rows.start, rows.stop)
+    part = slice(None) if rows is None else slice(rows.start, rows.stop)
     dtype = problem.score_dtype
     scores = each_kv_head(problem.q[:, :, part].to(dtype), problem.k.to(dtype).mT) * problem.scale
     if problem.softcap is not None:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    if problem.talking is not None:
+        scores = mixed(scores, problem.talking.before)
     if problem.bias is not None:
         scores = scores + (problem.bias if problem.bias.shape[2] == 1 else problem.bias[:, :, part])
     hidden = scores == -torch.inf
@@ -75,6 +80,13 @@ def weights_of(
         return torch.softmax(with_sink, -1)[..., :-1]
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     return torch.softmax(scores, -1).masked_fill(empty, 0.0)
+
+
+def mixed(
+    scores: Float[Tensor, "batch heads rows keys"], matrix: Float[Tensor, "heads heads"]
+) -> Float[Tensor, "batch heads rows keys"]:
+    """Each head a sum over all heads, by its row of the matrix."""
+    return torch.einsum("hg,bgij->bhij", matrix, scores)
 
 
 def each_kv_head(

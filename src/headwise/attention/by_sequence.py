@@ -1,0 +1,157 @@
+"""Rules that carry something for each sequence: how long it is, its documents, a matrix."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headwise.attention.masks import Coverage, Grid, Mask, can_be_read, require_broadcast
+from headwise.errors import InputError
+from headwise.shapes import Bool, Int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Padding(Mask):
+    """The first (or, padded on the left, the last) `lengths[b]` keys of sequence b."""
+
+    lengths: Int[Tensor, " batch"]
+    side: Literal["right", "left"]
+
+    @cached_property
+    def _span(self) -> tuple[int, int]:
+        """The shortest and the longest length: read once, since on a GPU reading them waits for it."""
+        if not self.lengths.numel():
+            return 0, 0
+        return int(self.lengths.min()), int(self.lengths.max())
+
+    def allowed(
+        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
+    ) -> Bool[Tensor, "batch 1 1 columns"]:
+        lengths = self.lengths.to(grid.device)[:, None, None, None]
+        return grid.key_position(j) < lengths if self.side == "right" else j >= grid.keys - lengths
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        if not can_be_read(self.lengths):
+            return Coverage.PARTIAL
+        shortest, longest = self._span
+        # Counted from the side where the tokens are, so that both sides read alike.
+        first, last = columns.start, columns.stop - 1
+        if self.side == "left":
+            first, last = grid.keys - 1 - last, grid.keys - 1 - first
+        if first >= longest:
+            return Coverage.EMPTY
+        return Coverage.FULL if last < shortest else Coverage.PARTIAL
+
+    def check(self, grid: Grid) -> None:
+        if len(self.lengths) != grid.batch:
+            raise InputError(
+                "padding(lengths)", expected=f"one length for each of {grid.batch} sequences", got=len(self.lengths)
+            )
+        if self.side == "left" and not grid.aligned:
+            raise InputError(
+                "padding(side)", expected="'right' where keys have positions of their own, as in a cache", got="'left'"
+            )
+        if grid.aligned and can_be_read(self.lengths) and self._span[1] > grid.keys:
+            raise InputError("padding(lengths)", expected=f"lengths of 0 to {grid.keys} (the keys)", got=self._span[1])
+
+    def of_sequence(self, index: int) -> Mask:
+        return Padding(self.lengths[index : index + 1], self.side)
+
+    def extent(self) -> Grid:
+        return Grid(len(self.lengths), 0, 0, self._span[1])
+
+    def __repr__(self) -> str:
+        return f"padding({self.lengths.tolist()}, side={self.side!r})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Segments(Mask):
+    """Keys whose id is that of the key at the query's position. A query before the first key has none."""
+
+    ids: Int[Tensor, "#batch keys"]
+
+    def allowed(
+        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
+    ) -> Bool[Tensor, "#batch 1 rows columns"]:
+        position, other = grid.query_position(i), grid.key_position(j)
+        own = self._at(position.mT).mT
+        return (own == self._at(other)) & (position >= 0)
+
+    def _at(self, positions: Int[Tensor, "*#batch 1 some"]) -> Int[Tensor, "#batch 1 1 some"]:
+        """The ids at these positions, of each sequence; those of the first or last key where there is none."""
+        ids = self.ids.to(positions.device)
+        positions = positions.reshape(-1, positions.shape[-1]).clamp(0, ids.shape[1] - 1)
+        return torch.take_along_dim(ids, positions, dim=1)[:, None, None]
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        if not can_be_read(self.ids):
+            return Coverage.PARTIAL
+        first = max(rows.start + grid.offset, 0)
+        own, other = self.ids[:, first : rows.stop + grid.offset], self.ids[:, columns.start : columns.stop]
+        if rows.stop + grid.offset <= 0 or bool(((own.amin(1) > other.amax(1)) | (own.amax(1) < other.amin(1))).all()):
+            return Coverage.EMPTY
+        alike = bool((own == other[:, :1]).all()) and bool((other == other[:, :1]).all())
+        return Coverage.FULL if alike and rows.start + grid.offset >= 0 else Coverage.PARTIAL
+
+    def check(self, grid: Grid) -> None:
+        batch, keys = self.ids.shape
+        # Beside a cache with room to spare, positions run as far as there are ids.
+        if batch not in (1, grid.batch) or (grid.aligned and keys != grid.keys):
+            raise InputError(
+                "segments(ids)",
+                expected=f"one id for each of {grid.keys} keys in 1 or {grid.batch} sequences",
+                got=f"shape {(batch, keys)}",
+            )
+
+    def of_sequence(self, index: int) -> Mask:
+        return self if self.ids.shape[0] == 1 else Segments(self.ids[index : index + 1])
+
+    def extent(self) -> Grid:
+        return Grid(self.ids.shape[0] if self.ids.shape[0] > 1 else 0, 0, 0, self.ids.shape[1])
+
+    def __repr__(self) -> str:
+        return f"segments({self.ids.tolist()})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense(Mask):
+    """A boolean matrix, given whole."""
+
+    values: Bool[Tensor, "batch heads queries keys"]
+
+    def allowed(
+        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
+    ) -> Bool[Tensor, "#batch #heads rows columns"]:
+        return self.values.expand(-1, -1, grid.queries, grid.keys)[..., i, j]
+
+    def block(
+        self, grid: Grid, rows: range | None = None, columns: range | None = None
+    ) -> Bool[Tensor, "#batch #heads rows columns"]:
+        self.check(grid)  # then a slice, where the general way would gather
+        values = self.values.expand(-1, -1, grid.queries, grid.keys)
+        if rows is not None:
+            values = values[:, :, rows.start : rows.stop]
+        return values if columns is None else values[..., columns.start : columns.stop]
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        if not can_be_read(self.values):
+            return Coverage.PARTIAL
+        block = self.block(grid, rows, columns)
+        if not block.any():
+            return Coverage.EMPTY
+        return Coverage.FULL if block.all() else Coverage.PARTIAL
+
+    def check(self, grid: Grid) -> None:
+        require_broadcast("mask", self.values, grid)
+
+    def of_sequence(self, index: int) -> Mask:
+        return self if self.values.shape[0] == 1 else Dense(self.values[index : index + 1])
+
+    def extent(self) -> Grid:
+        batch, heads, queries, keys = (size if size > 1 else 0 for size in self.values.shape)
+        return Grid(batch, heads, queries, keys, self.values.device)
+
+    def __repr__(self) -> str:
+        return f"dense(<{' x '.join(map(str, self.values.shape))}>)"
