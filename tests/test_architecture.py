@@ -25,7 +25,18 @@ FLOORS = (
 )
 """From the ground up. `__init__` gathers the public names and is imported by nobody here but the command line."""
 
-ATTENTION = ("autocast", "masks", "rules", "problem", "reference", "fused", "statistics", "attend")
+ATTENTION = (
+    "autocast",
+    "rotary",
+    "positions",
+    "masks",
+    "rules",
+    "problem",
+    "reference",
+    "fused",
+    "statistics",
+    "attend",
+)
 """Inside the attention floor, likewise; a module imports from those before it."""
 
 
