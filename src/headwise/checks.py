@@ -61,6 +61,27 @@ def whole_numbers(argument: str, values: Any, *, dimensions: tuple[int, ...], sh
     return tensor.to(torch.int64, copy=True)
 
 
+def position_ids(
+    argument: str,
+    value: Any,
+    *,
+    batch: int | None = None,
+    length: int | None = None,
+    device: torch.device | None = None,
+) -> Int[Tensor, "_ _"]:
+    """Whole numbers `(batch, length)`, or one row for the whole batch; any size that is not given."""
+    expected = "a tensor of whole numbers (batch, length)"
+    if not isinstance(value, Tensor):
+        raise InputError(argument, expected=expected, got=type(value).__name__)
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.ndim != 2:
+        raise InputError(argument, expected=expected, got=f"{value.dtype} of shape {tuple(value.shape)}")
+    if (batch is not None and value.shape[0] not in (1, batch)) or (length is not None and value.shape[1] != length):
+        raise InputError(argument, expected=f"shape ({batch}, {length}) or (1, {length})", got=tuple(value.shape))
+    if device is not None and value.device != device:
+        raise InputError(argument, expected=f"a tensor on {device}", got=value.device)
+    return value
+
+
 def _as_float(value: Any) -> float:
     """The value as a float; NaN, which no check lets pass, where it is none."""
     try:

@@ -1,0 +1,437 @@
+"""Rotary positions against multiplication by complex numbers, their laws, and the models of transformers."""
+
+import cmath
+import copy
+import math
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.attention.rotary import DynamicNTK, LinearScaling, Llama3, Rotary, Scaling, YaRN
+
+BATCH, HEADS, LENGTH, HEAD_DIM = 2, 3, 7, 22
+EXACT = {"rtol": 0, "atol": 1e-12}
+
+
+def by_hand(x, positions, frequencies, interleaved=False, factor=1.0):
+    """Each pair as one complex number, times factor * e^(i position frequency), one at a time."""
+    turned = x.clone()
+    pairs = len(frequencies)
+    for b in range(x.shape[0]):
+        for t in range(x.shape[2]):
+            position = int(positions[b % len(positions), t])
+            for i, frequency in enumerate(frequencies):
+                first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + pairs)
+                turn = factor * cmath.exp(1j * position * float(frequency))
+                number = torch.complex(x[b, :, t, first], x[b, :, t, second]) * turn
+                turned[b, :, t, first], turned[b, :, t, second] = number.real, number.imag
+    return turned
+
+
+def plain_frequencies(theta, width):
+    return [theta ** (-2 * i / width) for i in range(width // 2)]
+
+
+def tokens(batch=BATCH, length=LENGTH, head_dim=HEAD_DIM, dtype=torch.float64):
+    return torch.randn(batch, HEADS, length, head_dim, dtype=dtype)
+
+
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [-1, -1, 0, 31, 2, 1000, 1]])
+
+
+@pytest.mark.parametrize("positions", [POSITIONS, POSITIONS[1:], POSITIONS.int()], ids=["rows", "one row", "int32"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("width", [None, 2, 10])
+def test_values_and_gradients(width, interleaved, positions):
+    rotary = Rotary(theta=500.0, width=width, interleaved=interleaved)
+    x = tokens().requires_grad_()
+    turned = rotary.rotate(x, positions)
+    frequencies = plain_frequencies(500.0, width or HEAD_DIM)
+    torch.testing.assert_close(turned, by_hand(x.detach(), positions, frequencies, interleaved), **EXACT)
+    upstream = torch.randn_like(turned)
+    (gradient,) = torch.autograd.grad(turned, x, upstream)
+    # A rotation is undone by its transpose: the gradient is the upstream one turned back.
+    torch.testing.assert_close(gradient, by_hand(upstream, -positions, frequencies, interleaved), **EXACT)
+
+
+def test_second_derivatives_exist():
+    x = torch.randn(1, 1, 3, 4, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda x: Rotary().rotate(x, POSITIONS[:1, :3]), (x,))
+    torch.autograd.gradgradcheck(lambda x: Rotary(interleaved=True).rotate(x, POSITIONS[:1, :3]), (x,))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_scores_depend_on_the_difference_of_positions_alone(interleaved):
+    rotary = Rotary(interleaved=interleaved, scaling=Llama3(8.0, 64))
+    q, k = tokens(), tokens()
+    here, there = torch.randint(0, 50, (2, BATCH, LENGTH)).unbind()
+
+    def scores(shift):
+        return rotary.rotate(q, here + shift) @ rotary.rotate(k, there + shift).transpose(-1, -2)
+
+    torch.testing.assert_close(scores(0), scores(101), **EXACT)
+    assert not torch.allclose(scores(0), q @ k.transpose(-1, -2))
+
+
+def test_that_holds_in_float32_at_the_end_of_a_long_text():
+    q, k = tokens(dtype=torch.float32), tokens(dtype=torch.float32)
+    positions = torch.arange(LENGTH)[None]
+
+    def scores(shift):
+        turned = (Rotary(theta=5e5).rotate(each, positions + shift) for each in (q, k))
+        return next(turned) @ next(turned).transpose(-1, -2)
+
+    torch.testing.assert_close(scores(0), scores(1_000_000), rtol=0, atol=2e-5)
+
+
+def test_norms_are_kept_and_position_0_is_left_alone():
+    x = tokens()
+    turned = Rotary().rotate(x, POSITIONS)
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), **EXACT)
+    assert torch.equal(Rotary().rotate(x, torch.zeros(1, LENGTH, dtype=torch.long)), x)
+
+
+def test_interleaved_is_halves_after_a_permutation_of_features():
+    x = tokens()
+    halves = torch.arange(HEAD_DIM).view(2, -1).t().flatten()  # features 0, 11, 1, 12, ...: pairs side by side
+    turned = Rotary(interleaved=True).rotate(x[..., halves], POSITIONS)
+    assert torch.equal(turned, Rotary().rotate(x, POSITIONS)[..., halves])
+
+
+def test_partial_rotary_leaves_the_rest_alone():
+    x = tokens()
+    turned = Rotary(width=6).rotate(x, POSITIONS)
+    assert torch.equal(turned[..., 6:], x[..., 6:])
+    assert torch.equal(turned[..., :6], Rotary().rotate(x[..., :6], POSITIONS))
+
+
+def test_a_theta_is_never_forgotten():
+    x = tokens()
+    one, other = Rotary(theta=100.0), Rotary(theta=101.0)
+    for rotary, theta in ((one, 100.0), (other, 101.0), (one, 100.0)):
+        torch.testing.assert_close(
+            rotary.rotate(x, POSITIONS), by_hand(x, POSITIONS, plain_frequencies(theta, 22)), **EXACT
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_angles_are_never_in_half_precision(dtype, autocast):
+    x, positions = tokens(dtype=dtype), POSITIONS + 4099  # no whole number above 256 is safe in bfloat16
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        turned = Rotary().rotate(x, positions)
+    assert turned.dtype == dtype
+    exact = by_hand(x.double(), positions, plain_frequencies(1e4, HEAD_DIM))
+    half_a_unit = torch.finfo(dtype).eps / 2
+    assert ((turned.double() - exact).abs() <= half_a_unit * exact.abs() + 4e-7 * x.abs().max()).all()
+
+
+def test_float64_is_kept_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        turned = Rotary().rotate(x := tokens(), POSITIONS)
+    assert torch.equal(turned, Rotary().rotate(x, POSITIONS))
+
+
+def test_unusual_strides():
+    x = tokens()
+    views = {
+        "transposed": x.transpose(1, 2).contiguous().transpose(1, 2),
+        "every other": torch.stack((x, torch.zeros_like(x)), -1).flatten(-2)[..., ::2],
+        "features first": x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    }
+    for view in views.values():
+        assert torch.equal(Rotary(width=10).rotate(view, POSITIONS), Rotary(width=10).rotate(x, POSITIONS))
+    one = x[:1, :1].expand(BATCH, HEADS, LENGTH, HEAD_DIM)
+    assert torch.equal(Rotary().rotate(one, POSITIONS), Rotary().rotate(one.contiguous(), POSITIONS))
+
+
+@pytest.mark.parametrize("scaling", [None, DynamicNTK(2.0, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 0, 4), (0, 3, 5, 4), (2, 0, 5, 4)], ids=str)
+def test_nothing_to_turn(shape, scaling):
+    assert Rotary(scaling=scaling).rotate(torch.zeros(shape), torch.zeros(1, shape[2], dtype=torch.long)).shape == shape
+
+
+def test_it_is_a_value():
+    rotary = Rotary(theta=1e5, scaling=YaRN(4.0, 64))
+    assert rotary == copy.deepcopy(rotary) == pickle.loads(pickle.dumps(rotary)) != Rotary(theta=1e5)
+    assert hash(rotary) == hash(Rotary(theta=1e5, scaling=YaRN(4.0, 64)))
+
+
+# -- scalings ----------------------------------------------------------------------------------------------------
+
+SCALINGS = {
+    "linear": (LinearScaling(3.0), {}),
+    "dynamic": (DynamicNTK(3.0, 64), {}),
+    "yarn": (YaRN(4.0, 64, fast=8.0), {"beta_fast": 8.0}),
+    "yarn, whole": (YaRN(32.0, 64, truncate=False), {"truncate": False}),
+    "yarn, all slow": (YaRN(4.0, 7, slow=0.5), {"beta_slow": 0.5}),
+    "yarn, factor": (YaRN(4.0, 64, attention_factor=1.5), {"attention_factor": 1.5}),
+    "yarn, mscale": (
+        YaRN(40.0, 64, attention_factor=(0.1 * 0.7 * math.log(40) + 1) / (0.1 * 0.3 * math.log(40) + 1)),
+        {"mscale": 0.7, "mscale_all_dim": 0.3},
+    ),
+    "yarn, factor 1": (YaRN(1.0, 64), {}),
+    "llama3": (Llama3(8.0, 64), {"low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+    "llama3, narrow": (Llama3(2.0, 300, low=0.7, high=1.1), {"low_freq_factor": 0.7, "high_freq_factor": 1.1}),
+}
+
+
+def config_of(name, theta=1e4, head_dim=HEAD_DIM):
+    """The scaling as transformers writes it."""
+    transformers = pytest.importorskip("transformers")
+    scaling, more = SCALINGS[name]
+    kind = name.split(",")[0]
+    parameters = {"rope_type": kind, "rope_theta": theta, "factor": scaling.factor, **more}
+    if kind in ("yarn", "llama3"):
+        parameters["original_max_position_embeddings"] = scaling.trained_length
+    return transformers.LlamaConfig(
+        hidden_size=3 * head_dim,
+        num_attention_heads=3,
+        head_dim=head_dim,
+        max_position_embeddings=64 if kind == "dynamic" else 4096,
+        rope_parameters=parameters,
+    )
+
+
+@pytest.mark.parametrize("length", [5, 64, 65, 1009])
+@pytest.mark.parametrize("theta", [1e4, 50.0])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scalings_are_those_of_transformers(name, theta, length):
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+    scaling, _ = SCALINGS[name]
+    init = rope_utils.ROPE_INIT_FUNCTIONS[name.split(",")[0]]
+    theirs, factor = init(config_of(name, theta), torch.device("cpu"), seq_len=length)
+    assert isinstance(scaling, Scaling)
+    for given in (length, torch.tensor(length)):
+        ours, our_factor = scaling.frequencies(theta, HEAD_DIM, given)
+        torch.testing.assert_close(ours.float(), theirs, rtol=1e-5 if "dynamic" in name else 1e-6, atol=0)
+        assert our_factor == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scaled_rotation_is_that_of_llama(name):
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    scaling, _ = SCALINGS[name]
+    q, k = tokens(dtype=torch.float32), tokens(dtype=torch.float32)
+    positions = torch.arange(60, 60 + LENGTH)[None].expand(BATCH, -1)
+    cos, sin = llama.LlamaRotaryEmbedding(config_of(name))(q, positions)
+    for ours, theirs in zip((q, k), llama.apply_rotary_pos_emb(q, k, cos, sin), strict=True):
+        turned = Rotary(scaling=scaling).rotate(ours, positions)
+        torch.testing.assert_close(turned, theirs, rtol=0, atol=1e-4)  # their angles are rounded at position 66
+
+
+def llama3_by_hand(theta, width, factor, trained, low, high):
+    for plain in plain_frequencies(theta, width):
+        wavelength = 2 * math.pi / plain
+        if wavelength < trained / high:
+            yield plain
+        elif wavelength > trained / low:
+            yield plain / factor
+        else:
+            smooth = (trained / wavelength - low) / (high - low)
+            yield (1 - smooth) * plain / factor + smooth * plain
+
+
+def yarn_by_hand(theta, width, factor, trained, fast, slow):
+    def pair(turns):  # solves trained * theta^(-2i / width) / 2 pi = turns for i
+        return width / 2 * math.log(trained / (2 * math.pi * turns), theta)
+
+    first, last = math.floor(pair(fast)), math.ceil(pair(slow))
+    assert 0 <= first < last < width / 2
+    for i, plain in enumerate(plain_frequencies(theta, width)):
+        interpolated = min(max((i - first) / (last - first), 0), 1)
+        yield plain * (1 - interpolated) + plain / factor * interpolated
+
+
+def dynamic_by_hand(theta, width, factor, trained, length):
+    stretch = max(factor * length / trained - (factor - 1), 1)
+    return plain_frequencies(theta * stretch ** (width / (width - 2)), width)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "frequencies", "factor"),
+    [
+        (LinearScaling(3.0), [f / 3 for f in plain_frequencies(1e4, 22)], 1.0),
+        (DynamicNTK(3.0, 500), dynamic_by_hand(1e4, 22, 3.0, 500, 1001), 1.0),
+        (DynamicNTK(3.0, 2000), plain_frequencies(1e4, 22), 1.0),
+        (YaRN(4.0, 1024), list(yarn_by_hand(1e4, 22, 4.0, 1024, 32, 1)), 0.1 * math.log(4) + 1),
+        (Llama3(8.0, 64), list(llama3_by_hand(1e4, 22, 8.0, 64, 1.0, 4.0)), 1.0),
+    ],
+    ids=str,
+)
+def test_scaled_rotation_in_float64(scaling, frequencies, factor):
+    x = tokens()
+    expected = by_hand(x, POSITIONS, frequencies, factor=factor)
+    torch.testing.assert_close(Rotary(scaling=scaling).rotate(x, POSITIONS), expected, **EXACT)
+
+
+def test_angles_that_grow_with_the_text():
+    grown, still = Rotary(scaling=DynamicNTK(2.0, 5)), Rotary(scaling=YaRN(2.0, 5))
+    assert (grown.grows, still.grows, Rotary().grows) == (True, False, False)
+    x, positions = tokens(), torch.arange(LENGTH)[None]
+    of_text = grown.rotate(x, positions)
+    assert not torch.allclose(of_text, Rotary().rotate(x, positions))
+    # A part of a text is turned as in the whole when it is told how long the whole is.
+    for length in (LENGTH, torch.tensor(LENGTH)):
+        part = grown.rotate(x[:, :, 1:3], positions[:, 1:3], length=length)
+        torch.testing.assert_close(part, of_text[:, :, 1:3], **EXACT)
+    assert torch.equal(grown.rotate(x[:, :, :5], positions[:, :5]), Rotary().rotate(x[:, :, :5], positions[:, :5]))
+    assert torch.equal(still.rotate(x, positions, length=1000), still.rotate(x, positions))
+    assert grown.rotate(x, torch.full((1, LENGTH), -1)).isfinite().all()
+    assert Rotary(width=2, scaling=DynamicNTK(2.0, 5)).rotate(x, positions).isfinite().all()
+
+
+# -- models of transformers ----------------------------------------------------------------------------------------
+
+
+def test_partial_rotary_is_that_of_gpt_neox():
+    neox = pytest.importorskip("transformers.models.gpt_neox.modeling_gpt_neox")
+    config = neox.GPTNeoXConfig(
+        hidden_size=3 * 24,
+        num_attention_heads=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    )
+    q, k = tokens(head_dim=24, dtype=torch.float32), tokens(head_dim=24, dtype=torch.float32)
+    positions = torch.arange(LENGTH)[None]
+    cos, sin = neox.GPTNeoXRotaryEmbedding(config)(q, positions)
+    assert cos.shape[-1] == 6
+    for ours, theirs in zip((q, k), neox.apply_rotary_pos_emb(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(Rotary(width=6).rotate(ours, positions), theirs, rtol=0, atol=5e-6)
+
+
+def test_interleaving_is_that_of_gpt_j_and_deepseek():
+    gptj = pytest.importorskip("transformers.models.gptj.modeling_gptj")
+    deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    q, k = tokens(dtype=torch.float32), tokens(dtype=torch.float32)
+    angles = torch.arange(LENGTH)[:, None] * torch.tensor(plain_frequencies(1e4, HEAD_DIM))
+    turned = [Rotary(interleaved=True).rotate(each, torch.arange(LENGTH)[None]) for each in (q, k)]
+
+    sin, cos = angles.sin()[None], angles.cos()[None]
+    of_gptj = gptj.apply_rotary_pos_emb(q.transpose(1, 2), sin, cos).transpose(1, 2)
+    torch.testing.assert_close(turned[0], of_gptj, rtol=0, atol=5e-6)
+
+    # DeepSeek takes pairs side by side and returns them as halves, queries and keys alike.
+    halved = deepseek.apply_rotary_pos_emb_interleave(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+    for ours, theirs in zip(turned, halved, strict=True):
+        torch.testing.assert_close(torch.cat((ours[..., 0::2], ours[..., 1::2]), -1), theirs, rtol=0, atol=5e-6)
+
+
+# -- compiled ------------------------------------------------------------------------------------------------------
+
+
+def in_its_own_process(code):
+    # Dynamo cannot trace the checks of shapes that the tests put around every call.
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout == "same\n", result.stderr
+
+
+def test_it_compiles_to_one_graph_for_all_lengths():
+    in_its_own_process("""
+import torch
+from headwise.attention.rotary import *
+def inputs(length):
+    return torch.randn(2, 3, length, 12), torch.arange(length)[None]
+for scaling in (None, LinearScaling(2.0), DynamicNTK(2.0, 8), YaRN(4.0, 64), Llama3(8.0, 32)):
+    for rotary in (Rotary(scaling=scaling), Rotary(theta=5e4, width=8, interleaved=True, scaling=scaling)):
+        torch._dynamo.reset()
+        compiled = torch.compile(rotary.rotate, fullgraph=True, dynamic=True, backend="eager")
+        compiled(*inputs(7))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for length in (11, 13, 501):
+                x, positions = inputs(length)
+                torch.testing.assert_close(compiled(x, positions), rotary.rotate(x, positions))
+print("same")
+""")
+
+
+def test_it_exports_with_a_free_length():
+    in_its_own_process("""
+import torch
+from headwise.attention.rotary import *
+class Turn(torch.nn.Module):
+    def __init__(self, rotary):
+        super().__init__()
+        self.rotary = rotary
+    def forward(self, x, positions):
+        return self.rotary.rotate(x, positions)
+length = torch.export.Dim("length", min=2, max=4096)
+for scaling in (None, DynamicNTK(2.0, 8), YaRN(4.0, 64)):
+    module = Turn(Rotary(scaling=scaling))
+    free = {"x": {2: length}, "positions": {1: length}}
+    example = torch.randn(2, 3, 7, 12), torch.arange(7)[None]
+    exported = torch.export.export(module, example, dynamic_shapes=free).module()
+    longer = torch.randn(2, 3, 11, 12), torch.arange(11)[None]
+    torch.testing.assert_close(exported(*longer), module(*longer))
+print("same")
+""")
+
+
+# -- mistakes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Rotary(theta=1.0), r"Rotary\(theta\): expected a finite number above 1, got 1.0"),
+        (lambda: Rotary(theta=float("nan")), r"Rotary\(theta\): expected a finite number above 1, got nan"),
+        (lambda: Rotary(width=7), r"Rotary\(width\): expected an even number, since pairs are turned, got 7"),
+        (lambda: Rotary(width=0), r"Rotary\(width\): expected a whole number of 2 or more, got 0"),
+        (lambda: Rotary(interleaved=1), r"Rotary\(interleaved\): expected True or False, got 1"),
+        (lambda: Rotary(scaling=2.0), r"Rotary\(scaling\): expected a Scaling, such as YaRN\(...\), got 2.0"),
+        (lambda: Rotary(scaling=YaRN), r"Rotary\(scaling\): expected a Scaling, such as YaRN\(...\), got <class"),
+        (lambda: LinearScaling(0.5), r"LinearScaling\(factor\): expected a factor of 1 or more, got 0.5"),
+        (lambda: LinearScaling("a"), r"LinearScaling\(factor\): expected a finite number, got 'a'"),
+        (lambda: DynamicNTK(0.0, 8), r"DynamicNTK\(factor\): expected a factor of 1 or more, got 0.0"),
+        (lambda: DynamicNTK(2.0, 0), r"DynamicNTK\(trained_length\): expected a whole number of 1 or more, got 0"),
+        (lambda: YaRN(0.9, 8), r"YaRN\(factor\): expected a factor of 1 or more, got 0.9"),
+        (lambda: YaRN(2.0, 8.5), r"YaRN\(trained_length\): expected a whole number of 1 or more, got 8.5"),
+        (lambda: YaRN(2.0, 8, slow=0.0), r"YaRN\(slow\): expected a finite number above 0, got 0.0"),
+        (lambda: YaRN(2.0, 8, fast=3.0, slow=3.0), r"YaRN\(fast\): expected a finite number above 3, got 3.0"),
+        (lambda: YaRN(2.0, 8, attention_factor=-1.0), r"YaRN\(attention_factor\): expected .* above 0, got -1.0"),
+        (lambda: Llama3(0.1, 8), r"Llama3\(factor\): expected a factor of 1 or more, got 0.1"),
+        (lambda: Llama3(2.0, -3), r"Llama3\(trained_length\): expected a whole number of 1 or more, got -3"),
+        (lambda: Llama3(2.0, 8, low=0.0), r"Llama3\(low\): expected a finite number above 0, got 0.0"),
+        (lambda: Llama3(2.0, 8, low=5.0), r"Llama3\(high\): expected a finite number above 5, got 4.0"),
+    ],
+)
+@pytest.mark.usefixtures("as_user")
+def test_a_mistake_in_construction(make, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("rotary", "x", "positions", "message"),
+    [
+        (Rotary(), (2, 3, 5, 11), (1, 5), "head_dim: expected an even number, .*, got 11; or give Rotary a width"),
+        (Rotary(width=14), (2, 3, 5, 11), (1, 5), r"Rotary\(width\): expected at most the head_dim, 11, got 14"),
+        (Rotary(), (3, 5, 11), (1, 5), r"x: expected a float tensor \(batch, .*, got torch.float32 of shape \(3, 5"),
+        (Rotary(), (2, 3, 5, 4), (1, 7), r"positions: expected shape \(2, 5\) or \(1, 5\), got \(1, 7\)"),
+        (Rotary(), (2, 3, 5, 4), (3, 5), r"positions: expected shape \(2, 5\) or \(1, 5\), got \(3, 5\)"),
+        (Rotary(), (2, 3, 5, 4), (5,), r"positions: .* whole numbers \(batch, length\), got torch.int64 of shape \(5,"),
+    ],
+)
+@pytest.mark.usefixtures("as_user")
+def test_a_mistake_in_a_call(rotary, x, positions, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        rotary.rotate(torch.zeros(x), torch.zeros(positions, dtype=torch.long))
+
+
+@pytest.mark.usefixtures("as_user")
+def test_a_mistake_of_kind_in_a_call():
+    x, positions = torch.zeros(2, 3, 5, 4), torch.zeros(1, 5, dtype=torch.long)
+    whole = r"positions: expected a tensor of whole numbers \(batch, length\), got "
+    for bad_x, bad_positions, message in (
+        (x.int(), positions, "x: expected a float tensor .*, got torch.int32 of shape"),
+        ([1.0], positions, "x: expected a float tensor .*, got list"),
+        (x, positions.float(), whole + r"torch.float32 of shape \(1, 5\)"),
+        (x, positions.bool(), whole + r"torch.bool of shape \(1, 5\)"),
+        (x, [0, 1, 2, 3, 4], whole + "list"),
+        (x, positions.to("meta"), "positions: expected a tensor on cpu, got meta"),
+    ):
+        with pytest.raises(hw.InputError, match="^" + message):
+            Rotary().rotate(bad_x, bad_positions)
