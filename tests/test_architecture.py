@@ -15,6 +15,7 @@ FLOORS = (
     ("errors", "shapes"),
     ("checks",),
     ("attention",),
+    ("options",),
     ("layer",),
     ("convert",),
     ("models",),
@@ -26,16 +27,8 @@ FLOORS = (
 """From the ground up. `__init__` gathers the public names and is imported by nobody here but the command line."""
 
 ATTENTION = (
-    "autocast",
-    "masks",
-    "by_position",
-    "by_sequence",
-    "rules",
-    "problem",
-    "reference",
-    "fused",
-    "statistics",
-    "attend",
+    *("autocast", "masks", "by_position", "by_sequence", "rules", "rotary", "positions", "cache", "packed"),
+    *("placement", "problem", "reference", "fused", "statistics", "attend"),
 )
 """Inside the attention floor, likewise; a module imports from those before it."""
 

@@ -22,8 +22,15 @@ OPTIONS = {
     "no bias": {"bias": False},
     "no output bias": {"out_bias": False},
     "only an output bias": {"bias": False, "out_bias": True},
-    "scale": {"scale": 0.3},
-    "all": {"num_kv_heads": 2, "head_dim": 11, "value_dim": 13, "out_dim": 17, "bias": False, "scale": 0.3},
+    "scale": {"scores": hw.Scores(scale=0.3)},
+    "all": {
+        "num_kv_heads": 2,
+        "head_dim": 11,
+        "value_dim": 13,
+        "out_dim": 17,
+        "bias": False,
+        "scores": hw.Scores(scale=0.3),
+    },
 }
 
 
@@ -39,7 +46,7 @@ def by_hand(layer, x, context, allowed=None, bias=None, gate=None):
     q = heads(layer.q_proj, x, layer.num_heads)
     k = heads(layer.k_proj, context, layer.num_kv_heads)
     v = heads(layer.v_proj, context, layer.num_kv_heads)
-    plain = plain_attention(q, k, v, allowed, bias, layer.scale)
+    plain = plain_attention(q, k, v, allowed, bias, layer.scores and layer.scores.scale)
     out = plain.out if gate is None else plain.out * gate[:, :, None, None]
     joined = torch.cat(out.unbind(1), dim=-1) @ layer.out_proj.weight.T
     return joined if layer.out_proj.bias is None else joined + layer.out_proj.bias, plain.weights
@@ -224,7 +231,7 @@ def test_half_precision():
 
 
 def test_autocast_keeps_the_scores_wide():
-    layer = layer_with(scale=2.0).float()
+    layer = layer_with(scores=hw.Scores(scale=2.0)).float()
     x = 3 * inputs()[0].float()
     with torch.autocast("cpu", torch.bfloat16):
         y, weights = layer(x, return_weights=True)
@@ -265,7 +272,6 @@ def test_it_says_what_it_is():
         ({"dropout": -0.1}, "dropout: expected a probability of 0 or more and less than 1, got -0.1"),
         ({"mask": torch.ones(2, 2)}, r"mask: expected a headwise Mask, such as causal\(\), got Tensor"),
         ({"dropout": "a"}, "dropout: expected a probability of 0 or more and less than 1, got 'a'"),
-        ({"scale": "a"}, "scale: expected a finite number, got 'a'"),
         ({"num_heads": True}, "num_heads: expected a whole number of 1 or more, got True"),
         ({"backend": "flash"}, "backend: expected one of fused, reference, got 'flash'"),
     ],

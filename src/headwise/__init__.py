@@ -1,21 +1,37 @@
 """headwise: multi-head attention for PyTorch with every head in reach."""
 
 from headwise.attention.attend import attend, why_not
+from headwise.attention.cache import DynamicCache, SlidingCache, StaticCache
 from headwise.attention.masks import Mask
+from headwise.attention.positions import ALiBi, RelativeBias
+from headwise.attention.rotary import DynamicNTK, LinearScaling, Llama3, Rotary, YaRN
 from headwise.attention.rules import causal, chunked, dense, padding, per_head, prefix, segments, where, window
 from headwise.convert import from_heads, from_projections, from_torch
 from headwise.errors import HeadwiseError, InputError, MissingExtra
 from headwise.heads.view import view
 from headwise.layer import MultiHeadAttention
+from headwise.options import QKNorm, Scores
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALiBi",
+    "DynamicCache",
+    "DynamicNTK",
     "HeadwiseError",
     "InputError",
+    "LinearScaling",
+    "Llama3",
     "Mask",
     "MissingExtra",
     "MultiHeadAttention",
+    "QKNorm",
+    "RelativeBias",
+    "Rotary",
+    "Scores",
+    "SlidingCache",
+    "StaticCache",
+    "YaRN",
     "attend",
     "causal",
     "chunked",

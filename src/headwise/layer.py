@@ -1,30 +1,38 @@
-"""The layer: project, attend, gate, project.
+"""The layer: project, place, attend, gate, project.
 
-x (batch, queries, embed)      context (batch, keys, context)
-    | q_proj                       | k_proj        | v_proj
-(batch, heads, queries, head_dim)  (batch, kv_heads, keys, head_dim | value_dim)
-    |                              |               |
-    +----------- attend, one matrix a head --------+
+x (batch, queries, embed)      context (batch, keys, context)     values' own context, or the same
+    | q_proj, q_norm               | k_proj, k_norm                   | v_proj
+(batch, heads, queries, head_dim)  (batch, kv_heads, keys, head_dim)  (batch, kv_heads, keys, value_dim)
+    | rotary                       | rotary                           |
+    |                              +------------- cache --------------+
+    +------- attend, one matrix a head ----------+
     |
-(batch, heads, queries, value_dim)    x gate, one number a head
+(batch, heads, queries, value_dim)    x gate, one number a head    x output gate, from x
     | heads side by side
 (batch, queries, heads * value_dim)
     | out_proj
 (batch, queries, out)
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from headwise.attention import packed
 from headwise.attention.attend import attend, backend_named
 from headwise.attention.autocast import NARROW, autocast_dtype
+from headwise.attention.cache import Cache, StaticCache
 from headwise.attention.masks import Mask
-from headwise.attention.problem import mask_and_bias
-from headwise.checks import finite_number, probability, whole_number
+from headwise.attention.placement import Placed, place
+from headwise.attention.positions import PositionBias
+from headwise.attention.problem import mask_and_bias, positions_of
+from headwise.attention.rotary import Rotary
+from headwise.checks import probability, whole_number
 from headwise.errors import InputError
-from headwise.shapes import Bool, Float
+from headwise.options import OutputGate, QKNorm, Scores
+from headwise.shapes import Bool, Float, Int
 
 
 class MultiHeadAttention(nn.Module):
@@ -38,17 +46,32 @@ class MultiHeadAttention(nn.Module):
         head_dim: width of a head's queries and keys; default `embed_dim / num_heads`.
         value_dim: width of a head's values; default `head_dim`.
         context_dim: width of the context in cross attention; default `embed_dim`.
+        value_context_dim: width of the context that values come from; default `context_dim`.
         out_dim: width of the output; default `embed_dim`.
         bias: whether the query, key and value projections add a bias.
         out_bias: whether the output projection does; default `bias`.
-        dropout: probability of leaving out an attention weight, in training only.
+        fused_qkv: one projection, `qkv_proj`, for queries, keys and values; for self-attention only.
+        rotary: turns queries and keys by their positions.
+        position_bias: adds to the scores by distance: `ALiBi()`, or a `RelativeBias`, which layers may share.
+        scores: scale, softcap, sinks, temperature, talking heads: see `Scores`.
+        qk_norm: normalises queries and keys: see `QKNorm`.
+        output_gate: multiplies the heads' output by the sigmoid of a projection of x, one number for each "head" or
+            each "element" (Qiu et al. 2025).
         mask: a `Mask` that always holds; a mask given to `forward` is added to it with `&`.
-        scale: multiplies the scores; default `head_dim ** -0.5`.
+        dropout: probability of leaving out an attention weight, in training only.
         backend: see `attend`.
 
     Raises:
-        InputError: sizes that are not positive, heads that do not divide, a mask that is not a `Mask`.
+        InputError: sizes that are not positive, heads that do not divide, options of another kind.
     """
+
+    maps: ClassVar[int] = 1
+    """Maps of scores that a head has."""
+
+    sinks: nn.Parameter | None
+    temperature: nn.Parameter | None
+    talking_before: nn.Parameter | None
+    talking_after: nn.Parameter | None
 
     def __init__(
         self,
@@ -59,80 +82,122 @@ class MultiHeadAttention(nn.Module):
         head_dim: int | None = None,
         value_dim: int | None = None,
         context_dim: int | None = None,
+        value_context_dim: int | None = None,
         out_dim: int | None = None,
         bias: bool = True,
         out_bias: bool | None = None,
-        dropout: float = 0.0,
+        fused_qkv: bool = False,
+        rotary: Rotary | None = None,
+        position_bias: PositionBias | None = None,
+        scores: Scores | None = None,
+        qk_norm: QKNorm | None = None,
+        output_gate: OutputGate | None = None,
         mask: Mask | None = None,
-        scale: float | None = None,
+        dropout: float = 0.0,
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        sizes = {
-            "embed_dim": embed_dim,
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "value_dim": value_dim,
-            "context_dim": context_dim,
-            "out_dim": out_dim,
-        }
-        for name, size in sizes.items():
-            if size is not None:
-                whole_number(name, size, least=1)
-        if head_dim is None and embed_dim % num_heads:
-            raise InputError(
-                "num_heads",
-                expected=f"a number that divides embed_dim {embed_dim}",
-                got=num_heads,
-                remedy="or give head_dim",
-            )
-        if num_kv_heads is not None and num_heads % num_kv_heads:
-            raise InputError("num_kv_heads", expected=f"a number that divides num_heads {num_heads}", got=num_kv_heads)
-        if mask is not None and not isinstance(mask, Mask):
-            raise InputError("mask", expected="a headwise Mask, such as causal()", got=type(mask).__name__)
-        if scale is not None:
-            finite_number("scale", scale)
-        if backend is not None:
-            backend_named(backend)
-
+        _check_sizes(
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            context_dim=context_dim,
+            value_context_dim=value_context_dim,
+            out_dim=out_dim,
+        )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads or num_heads
         self.head_dim = head_dim or embed_dim // num_heads
         self.value_dim = value_dim or self.head_dim
         self.context_dim = context_dim or embed_dim
+        self.value_context_dim = value_context_dim or self.context_dim
         self.out_dim = out_dim or embed_dim
-        self.dropout = probability("dropout", dropout)
+        self.fused_qkv = fused_qkv
+        self.rotary = rotary
+        self.position_bias = position_bias
+        self.scores = scores
+        self.qk_norm = qk_norm
+        self.output_gate = output_gate
         self.mask = mask
-        self.scale = scale
+        self.dropout = probability("dropout", dropout)
         self.backend = backend
+        self._check_options()
 
-        made = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(embed_dim, self.num_heads * self.head_dim, bias=bias, **made)
-        self.k_proj = nn.Linear(self.context_dim, self.num_kv_heads * self.head_dim, bias=bias, **made)
-        self.v_proj = nn.Linear(self.context_dim, self.num_kv_heads * self.value_dim, bias=bias, **made)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        if fused_qkv:
+            self.qkv_proj = nn.Linear(embed_dim, sum(self.qkv_widths), bias=bias, **made)
+        else:
+            queries, keys, values = self.qkv_widths
+            self.q_proj = nn.Linear(embed_dim, queries, bias=bias, **made)
+            self.k_proj = nn.Linear(self.context_dim, keys, bias=bias, **made)
+            self.v_proj = nn.Linear(self.value_context_dim, values, bias=bias, **made)
+        if qk_norm is not None:
+            self.q_norm = qk_norm.module(self.maps * self.num_heads, self.head_dim, **made)
+            self.k_norm = qk_norm.module(self.maps * self.num_kv_heads, self.head_dim, **made)
+        if output_gate is not None:
+            gates = self.num_heads * (self.value_dim if output_gate == "element" else 1)
+            self.gate_proj = nn.Linear(embed_dim, gates, bias=bias, **made)
         out_bias = bias if out_bias is None else out_bias
         self.out_proj = nn.Linear(self.num_heads * self.value_dim, self.out_dim, bias=out_bias, **made)
+        for name, shape in (self.scores or Scores()).learned(self.maps * num_heads).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **made)) if shape else None)
         self.reset_parameters()
 
+    @property
+    def qkv_widths(self) -> tuple[int, int, int]:
+        """Widths of the projected queries, keys and values."""
+        return (
+            self.maps * self.num_heads * self.head_dim,
+            self.maps * self.num_kv_heads * self.head_dim,
+            self.num_kv_heads * self.value_dim,
+        )
+
     def reset_parameters(self) -> None:
-        """Weights uniform after Glorot and Bengio 2010, biases zero."""
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
-            nn.init.xavier_uniform_(projection.weight)
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
+        """Weights of projections uniform after Glorot and Bengio 2010, biases zero; options as if they were not there.
+
+        A `position_bias` may belong to several layers and is left alone.
+        """
+        for name, module in self.named_children():
+            if isinstance(module, nn.Linear):
+                # Each of queries, keys and values by its own width, fused or not.
+                for weight in torch.split(
+                    module.weight, self.qkv_widths if name == "qkv_proj" else module.out_features
+                ):
+                    nn.init.xavier_uniform_(weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
+                module.reset_parameters()
+        for parameter, start in (
+            (self.sinks, nn.init.zeros_),
+            (self.temperature, nn.init.ones_),
+            (self.talking_before, nn.init.eye_),
+            (self.talking_after, nn.init.eye_),
+        ):
+            if parameter is not None:
+                start(parameter)
+
+    # -- from x to the output ---------------------------------------------------------------------------------
 
     def forward(
         self,
         x: Float[Tensor, "*batch queries embed"],
         context: Float[Tensor, "*batch keys context"] | None = None,
+        value_context: Float[Tensor, "*batch keys value_context"] | None = None,
         *,
         mask: Mask | Bool[Tensor, "..."] | Float[Tensor, "..."] | None = None,
         bias: Float[Tensor, "..."] | None = None,
         gate: Float[Tensor, "..."] | None = None,
+        positions: Int[Tensor, "... queries"] | None = None,
+        cache: Cache | None = None,
+        lengths: Int[Tensor, " batch"] | Sequence[int] | None = None,
+        offsets: Int[Tensor, " sequences_and_1"] | Sequence[int] | None = None,
+        context_offsets: Int[Tensor, " sequences_and_1"] | Sequence[int] | None = None,
         return_weights: bool = False,
     ) -> (
         Float[Tensor, "*batch queries out"]
@@ -141,12 +206,22 @@ class MultiHeadAttention(nn.Module):
         """Attend from `x` to `context`, or to itself.
 
         Args:
-            x: `(batch, queries, embed_dim)`, or `(queries, embed_dim)` for one sequence.
+            x: `(batch, queries, embed_dim)`, or `(queries, embed_dim)` for one sequence; or nested (jagged), and
+                then so is the output.
             context: `(batch, keys, context_dim)` or `(keys, context_dim)`; None attends to `x`.
+            value_context: `(batch, keys, value_context_dim)`, where values come from; None takes the context.
             mask: see `attend`; it joins the layer's own.
-            bias: see `attend`.
+            bias: see `attend`; it is added to the layer's own.
             gate: multiplies each head's output before the output projection: `(heads,)`, `(batch, heads)` or
                 `(batch, heads, queries)`.
+            positions: where the tokens of x stand, `(queries,)` or `(batch, queries)`, for `rotary` and
+                `position_bias`; masks keep to the order of the tokens. Self-attention only. Unless given, the last
+                query stands at the last key.
+            cache: what the layer has seen before x; x is added to it. Self-attention only.
+            lengths: `(batch,)`, how many tokens of each sequence are real, the first ones; with a `StaticCache`.
+            offsets: `(sequences + 1,)` whole numbers: x is several sequences end to end, `(tokens, embed_dim)`, and
+                sequence s is `x[offsets[s] : offsets[s + 1]]`. A sequence sees nothing of another.
+            context_offsets: the same for the context.
             return_weights: also return every head's weights, before dropout.
 
         Returns:
@@ -156,44 +231,52 @@ class MultiHeadAttention(nn.Module):
         Raises:
             InputError: inputs that do not fit the layer or each other.
         """
-        self._check("x", x, self.embed_dim)
-        if context is not None:
-            self._check("context", context, self.context_dim)
-        elif self.context_dim != self.embed_dim:
-            raise InputError("context", expected=f"a tensor of width {self.context_dim}, the layer's", got="none")
-        context = x if context is None else context
-        if x.shape[:-2] != context.shape[:-2]:
-            raise InputError(
-                "context", expected=f"the batch of x, {tuple(x.shape[:-2])}", got=tuple(context.shape[:-2])
-            )
-        batched = x.ndim == 3
-        if not batched:
-            x, context = x.unsqueeze(0), context.unsqueeze(0)
+        given: dict[str, Any] = {"mask": mask, "bias": bias, "gate": gate, "return_weights": return_weights}
+        if isinstance(x, Tensor) and x.is_nested:
+            return self._nested(x, context, value_context, positions=positions, **given)
+        batched, cross = isinstance(x, Tensor) and x.ndim == 3, context is not None
+        x, context, value_context = self._inputs(x, context, value_context)
+        starts = self._starts(x, context if cross else None, offsets, context_offsets, batched=batched)
+        positions = self._positions(x, positions, cache, lengths, cross=cross, parts=starts is not None)
 
-        q = self._split(self.q_proj(x), self.num_heads)  # (batch, heads, queries, head_dim)
-        k = self._split(self.k_proj(context), self.num_kv_heads)  # (batch, kv_heads, keys, head_dim)
-        v = self._split(self.v_proj(context), self.num_kv_heads)  # (batch, kv_heads, keys, value_dim)
+        q, k, v = self._project(x, context, value_context)
+        placed = place(q, k, v, rotary=self.rotary, positions=positions, cache=cache, lengths=lengths, starts=starts)
+        given["mask"], given["bias"] = self._mask_and_bias(mask, bias, cache)
+        if starts is None:
+            heads, *weights = self._attend(placed, **given)
+        else:
+            heads, weights = self._attend_packed(placed, starts, **given), []
+        if cache is not None and placed.joined is not None:
+            cache.keep(placed.joined)
 
-        mask, bias = mask_and_bias(mask, bias)
-        if self.mask is not None:
-            mask = self.mask if mask is None else self.mask & mask
-        attended = attend(
-            q,
-            k,
-            v,
-            mask=mask,
-            bias=bias,
-            scale=self.scale,
-            gate=gate,
-            dropout=self.dropout if self.training else 0.0,
-            return_weights=return_weights,
-            backend=self.backend,
-        )
-        heads, *weights = attended if isinstance(attended, tuple) else (attended,)  # (batch, heads, queries, value_dim)
+        if self.output_gate is not None:
+            heads = heads * torch.sigmoid(self._split(self.gate_proj(x), self.num_heads))
         y = self.out_proj(heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
-
         results = [result if batched else result.squeeze(0) for result in (y, *weights)]
         return tuple(results) if return_weights else results[0]
+
+    def _project(
+        self,
+        x: Float[Tensor, "batch queries embed"],
+        context: Float[Tensor, "batch keys context"],
+        value_context: Float[Tensor, "batch keys value_context"],
+    ) -> tuple[
+        Float[Tensor, "batch maps_heads queries head_dim"],
+        Float[Tensor, "batch maps_kv_heads keys head_dim"],
+        Float[Tensor, "batch kv_heads keys value_dim"],
+    ]:
+        """Queries, keys and values, normalised and cut into heads."""
+        if self.fused_qkv:
+            q, k, v = self.qkv_proj(x).split(self.qkv_widths, dim=-1)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(context), self.v_proj(value_context)
+        over = self.qk_norm and self.qk_norm.over
+        if over == "heads":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self._split(q, self.maps * self.num_heads), self._split(k, self.maps * self.num_kv_heads)
+        if over == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, self._split(v, self.num_kv_heads)
 
     def _split(
         self, projected: Float[Tensor, "batch length width"], heads: int
@@ -201,10 +284,168 @@ class MultiHeadAttention(nn.Module):
         """The width cut into heads, and the heads brought before the length; a view, no copy."""
         return projected.view(*projected.shape[:-1], heads, projected.shape[-1] // heads).transpose(1, 2)
 
-    def _check(self, name: str, tensor: Any, width: int) -> None:
+    def _mask_and_bias(self, mask: Any, bias: Any, cache: Cache | None) -> tuple[Mask | None, Tensor | None]:
+        """What the call says of the scores, with the masks of layer and cache."""
+        mask, bias = mask_and_bias(mask, bias)
+        for more in (cache and cache.mask, self.mask):
+            if more is not None:
+                mask = more if mask is None else more & mask
+        return mask, bias
+
+    def _attend(
+        self, placed: Placed, *, mask: Mask | None, bias: Tensor | None, gate: Tensor | None, return_weights: bool
+    ) -> tuple[Tensor, ...]:
+        """Each head's output, and its weights where they are asked for."""
+        scores = self.scores or Scores()
+        if self.position_bias is not None:
+            wide = torch.promote_types(placed.q.dtype, torch.float32)
+            positions = (placed.query_positions, placed.key_positions)
+            by_distance = self.position_bias.values(self.num_heads, *positions, wide)
+            bias = by_distance if bias is None else by_distance + bias
+        scale = self.head_dim**-0.5 if scores.scale is None else scores.scale
+        attended = attend(
+            placed.q,
+            placed.k,
+            placed.v,
+            mask=mask,
+            bias=bias,
+            scale=scale if self.temperature is None else scale / self.temperature,
+            softcap=scores.softcap,
+            sinks=self.sinks,
+            talking_heads=self._talking_heads,
+            **placed.order,
+            gate=gate,
+            dropout=self.dropout if self.training else 0.0,
+            return_weights=return_weights,
+            backend=self.backend,
+        )
+        return attended if isinstance(attended, tuple) else (attended,)
+
+    @property
+    def _talking_heads(self) -> tuple[Tensor, Tensor] | None:
+        if self.talking_before is None or self.talking_after is None:
+            return None
+        return self.talking_before, self.talking_after
+
+    def _attend_packed(
+        self,
+        placed: Placed,
+        starts: tuple[list[int], list[int]],
+        *,
+        mask: Mask | None,
+        bias: Tensor | None,
+        gate: Tensor | None,
+        return_weights: bool,
+    ) -> Float[Tensor, "1 heads queries value_dim"]:
+        """Each packed sequence by itself, so that nothing is computed between two of them."""
+        if bias is not None:
+            raise InputError("bias", expected="none beside packed sequences", got=f"shape {tuple(bias.shape)}")
+        if return_weights:
+            raise InputError("return_weights", expected="False beside packed sequences", got="True")
+        sequences = len(starts[0]) - 1
+        if isinstance(gate, Tensor) and gate.shape not in ((self.num_heads,), (sequences, self.num_heads)):
+            expected = f"shape ({self.num_heads},) or {(sequences, self.num_heads)} beside packed sequences"
+            raise InputError("gate", expected=expected, got=tuple(gate.shape))
+        heads: list[Tensor] = []
+        for index, (of_queries, of_keys) in enumerate(zip(*map(packed.slices, starts), strict=True)):
+            one = placed._replace(
+                q=placed.q[:, :, of_queries],
+                k=placed.k[:, :, of_keys],
+                v=placed.v[:, :, of_keys],
+                query_positions=placed.query_positions[:, of_queries],
+                key_positions=placed.key_positions[:, of_keys],
+            )
+            own_mask = None if mask is None else mask.of_sequence(index)
+            own_gate = gate if gate is None or gate.ndim == 1 else gate[index : index + 1]
+            heads += self._attend(one, mask=own_mask, bias=None, gate=own_gate, return_weights=False)
+        return torch.cat(heads, dim=2)
+
+    def _nested(
+        self, x: Tensor, context: Tensor | None, value_context: Tensor | None, **options: Any
+    ) -> Float[Tensor, "batch _ out"]:
+        """The same for jagged nested tensors, whose sequences lie end to end already."""
+        given = {"x": x, "context": context, "value_context": value_context}
+        nested = {name: tensor for name, tensor in given.items() if tensor is not None}
+        for name, tensor in nested.items():
+            if not tensor.is_nested or tensor.layout != torch.jagged:
+                got = f"a nested tensor of {tensor.layout}" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
+                raise InputError(name, expected="a jagged nested tensor, like x", got=got)
+        offsets = [tensor.offsets() for tensor in nested.values()]  # type: ignore[attr-defined]
+        of_context = offsets[1] if context is not None else None
+        packed_inputs = [tensor.values() for tensor in nested.values()]
+        y = self(*packed_inputs, offsets=offsets[0], context_offsets=of_context, **options)
+        return torch.nested.nested_tensor_from_jagged(y, offsets[0])
+
+    # -- what may be asked for --------------------------------------------------------------------------------
+
+    def static_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> StaticCache:
+        """An empty cache that fits this layer, with room for `capacity` tokens of each sequence.
+
+        Its dtype is that of the parameters unless given; under autocast keys and values have autocast's.
+        """
+        like = next(self.parameters())
+        kept = [(self.maps * self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.value_dim)]
+        return StaticCache(batch, capacity, kept, device=like.device, dtype=dtype or like.dtype)
+
+    def _check_options(self) -> None:
+        """Kinds of the options, and what they ask of the sizes."""
+        kinds: dict[str, tuple[type, str]] = {
+            "rotary": (Rotary, "a Rotary, such as Rotary(theta=10_000)"),
+            "position_bias": (PositionBias, "ALiBi() or a RelativeBias"),
+            "scores": (Scores, "a Scores, such as Scores(softcap=30.0)"),
+            "qk_norm": (QKNorm, "a QKNorm, such as QKNorm('rms')"),
+            "mask": (Mask, "a headwise Mask, such as causal()"),
+        }
+        for name, (kind, expected) in kinds.items():
+            option = getattr(self, name)
+            if option is not None and (not isinstance(option, kind) or isinstance(option, Tensor | type)):
+                raise InputError(name, expected=expected, got=type(option).__name__)
+        if self.output_gate not in (None, "head", "element"):
+            raise InputError("output_gate", expected="'head', 'element' or None", got=repr(self.output_gate))
+        if self.rotary is not None:
+            self.rotary.check(self.head_dim)
+        if self.backend is not None:
+            backend_named(self.backend)
+        widths = (self.context_dim, self.value_context_dim)
+        if self.fused_qkv and widths != (self.embed_dim, self.embed_dim):
+            raise InputError("fused_qkv", expected=f"contexts of width {self.embed_dim} like x", got=f"widths {widths}")
+
+    def _inputs(self, x: Any, context: Any, value_context: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The three inputs with a batch axis; one that is None is the one before."""
+        self._check_input("x", x, self.embed_dim)
+        if context is None and value_context is not None:
+            raise InputError("context", expected="a tensor beside value_context", got="none")
+        if context is not None and self.fused_qkv:
+            raise InputError(
+                "context",
+                expected="none, since qkv_proj projects x alone",
+                got="some",
+                remedy="separate_projections(layer) gives a layer that takes one",
+            )
+        inputs = [x]
+        for name, tensor, width in (
+            ("context", context, self.context_dim),
+            ("value_context", value_context, self.value_context_dim),
+        ):
+            if tensor is not None:
+                self._check_input(name, tensor, width)
+            elif inputs[-1].shape[-1] != width:
+                raise InputError(name, expected=f"a tensor of width {width}, the layer's", got="none")
+            inputs.append(inputs[-1] if tensor is None else tensor)
+            if inputs[-1].shape[:-2] != x.shape[:-2]:
+                expected = f"the batch of x, {tuple(x.shape[:-2])}"
+                raise InputError(name, expected=expected, got=tuple(inputs[-1].shape[:-2]))
+        if inputs[2].shape[-2] != inputs[1].shape[-2]:
+            expected = f"length {inputs[1].shape[-2]} like context"
+            raise InputError("value_context", expected=expected, got=f"length {inputs[2].shape[-2]}")
+        x, context, value_context = inputs if x.ndim == 3 else [tensor.unsqueeze(0) for tensor in inputs]
+        return x, context, value_context
+
+    def _check_input(self, name: str, tensor: Any, width: int) -> None:
         """Rank, width, device and dtype of an input."""
-        if not isinstance(tensor, Tensor):
-            raise InputError(name, expected="a tensor", got=type(tensor).__name__)
+        if not isinstance(tensor, Tensor) or tensor.is_nested:
+            got = "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InputError(name, expected="a tensor", got=got)
         if tensor.ndim not in (2, 3):
             raise InputError(name, expected=f"(batch, length, {width}) or (length, {width})", got=tuple(tensor.shape))
         if tensor.shape[-1] != width:
@@ -220,7 +461,65 @@ class MultiHeadAttention(nn.Module):
                 name, expected=f"{parameter.dtype} like the layer", got=tensor.dtype, remedy="cast one to the other"
             )
 
+    def _starts(
+        self, x: Tensor, context: Tensor | None, offsets: Any, context_offsets: Any, *, batched: bool
+    ) -> tuple[list[int], list[int]] | None:
+        """Where each packed sequence begins, among the queries and among the keys; None without offsets."""
+        if (context_offsets is not None) != (context is not None and offsets is not None):
+            expected = "offsets of x and of a context, where both hold several sequences"
+            raise InputError("context_offsets", expected=expected, got="one without the other")
+        if offsets is None:
+            return None
+        if batched:
+            expected = f"x of shape (tokens, {self.embed_dim}), its sequences end to end"
+            raise InputError("offsets", expected=expected, got=f"x of shape {tuple(x.shape)}")
+        of_queries = packed.bounds("offsets", offsets, x.shape[1])
+        if context is None:
+            return of_queries, of_queries
+        of_keys = packed.bounds("context_offsets", context_offsets, context.shape[1])
+        if len(of_keys) != len(of_queries):
+            raise InputError("context_offsets", expected=f"{len(of_queries)} numbers like offsets", got=len(of_keys))
+        return of_queries, of_keys
+
+    def _positions(
+        self, x: Tensor, positions: Any, cache: Any, lengths: Any, *, cross: bool, parts: bool
+    ) -> Int[Tensor, "#batch queries"] | None:
+        """The positions with a batch axis, once what is said of places fits together."""
+        if cache is not None and not isinstance(cache, Cache):
+            raise InputError("cache", expected="a headwise Cache, such as DynamicCache()", got=type(cache).__name__)
+        if cache is not None and (cross or parts):
+            got = "a context" if cross else "packed sequences"
+            raise InputError("cache", expected="self-attention, one sequence a row", got=got)
+        if lengths is not None and cache is None:
+            remedy = "mask=padding(lengths) leaves padding out"
+            raise InputError("lengths", expected="a StaticCache beside them", got="none", remedy=remedy)
+        if positions is None:
+            return None
+        if cross:
+            raise InputError("positions", expected="none beside a context, which has positions too", got="some")
+        if cache is not None and (self.position_bias is not None or (self.rotary is not None and self.rotary.grows)):
+            expected = "none beside a cache, where cached keys are placed anew in every call"
+            raise InputError("positions", expected=expected, got="some")
+        return positions_of("positions", positions, x.shape[0], x.shape[1], x.device)
+
     def extra_repr(self) -> str:
-        kv = f", num_kv_heads={self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
-        mask = f", mask={self.mask!r}" if self.mask is not None else ""
-        return f"num_heads={self.num_heads}{kv}, head_dim={self.head_dim}, value_dim={self.value_dim}{mask}"
+        told = {"num_heads": self.num_heads}
+        if self.num_kv_heads != self.num_heads:
+            told["num_kv_heads"] = self.num_kv_heads
+        told |= {"head_dim": self.head_dim, "value_dim": self.value_dim}
+        options = {name: getattr(self, name) for name in ("rotary", "position_bias", "scores", "output_gate", "mask")}
+        shown = {name: each for name, each in options.items() if each is not None and not isinstance(each, nn.Module)}
+        return ", ".join(f"{name}={value!r}" for name, value in (told | shown).items())
+
+
+def _check_sizes(*, embed_dim: int, num_heads: int, **more: int | None) -> None:
+    """Sizes are positive, and heads divide what they must."""
+    for name, size in {"embed_dim": embed_dim, "num_heads": num_heads, **more}.items():
+        if size is not None:
+            whole_number(name, size, least=1)
+    if more["head_dim"] is None and embed_dim % num_heads:
+        expected = f"a number that divides embed_dim {embed_dim}"
+        raise InputError("num_heads", expected=expected, got=num_heads, remedy="or give head_dim")
+    kv_heads = more["num_kv_heads"]
+    if kv_heads is not None and num_heads % kv_heads:
+        raise InputError("num_kv_heads", expected=f"a number that divides num_heads {num_heads}", got=kv_heads)

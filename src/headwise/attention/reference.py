@@ -32,7 +32,7 @@ def run(problem: Problem) -> Answer:
     """The answer by definition, differentiable in every tensor."""
     scores = masked_scores(problem)
     weights = weights_of(scores, problem.sinks)
-    kept = torch.dropout(weights, problem.dropout, train=problem.dropout > 0)
+    kept = torch.dropout(weights, problem.dropout, train=True) if problem.dropout > 0 else weights
     if problem.talking is not None:
         weights, kept = (mixed(each, problem.talking.after) for each in (weights, kept))
     out = each_kv_head(kept, problem.v.to(scores.dtype))

@@ -1,0 +1,301 @@
+"""Key/value caches: what a layer has seen, kept so that the next token costs one row of the matrix.
+
+A cache belongs to one layer and one batch. It keeps any tensors of shape `(batch, kv_heads, length, width)`: keys and
+values, or the latents of multi-head latent attention. A call goes in three steps, so that one that fails leaves the
+cache as it was:
+
+    positions    where the new tokens stand
+    joined       everything there is to attend to, and where it stands
+    keep         what stays for the next call
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.attention.masks import Mask, can_be_read
+from headwise.attention.rules import causal, prefix, window
+from headwise.checks import whole_number, whole_numbers
+from headwise.errors import InputError
+from headwise.shapes import Float, Int
+
+Kept = tuple[Float[Tensor, "batch kv_heads length width"], ...]
+"""What a cache keeps of a layer: keys and values, say."""
+
+
+class Joined(NamedTuple):
+    """What was kept and what is new."""
+
+    tensors: Kept
+    key_positions: Int[Tensor, "#batch keys"] | None
+    """None where keys lie as they stand: the last query's key is the last."""
+    seen: Any
+    """How many tokens have been seen, these among them."""
+
+
+class Cache(ABC):
+    """What a layer has seen."""
+
+    mask: Mask | None = None
+    """What the cache itself forgets, as a mask; the layer adds it to its own."""
+
+    @abstractmethod
+    def positions(
+        self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
+    ) -> Int[Tensor, "#batch new"]:
+        """Where `new` more tokens stand; -1 for those beyond a sequence's own length."""
+
+    @abstractmethod
+    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"]) -> Joined:
+        """What is kept, and these tensors after it."""
+
+    @abstractmethod
+    def keep(self, joined: Joined) -> None:
+        """Keep what the next call will need."""
+
+    @abstractmethod
+    def reorder(self, index: Int[Tensor, " batch"]) -> None:
+        """Sequence b becomes what sequence `index[b]` was: after a step of beam search."""
+
+    @abstractmethod
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` tokens, as when a guess at the next ones was wrong."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything."""
+
+
+class DynamicCache(Cache):
+    """Grows with every token and drops none."""
+
+    def __init__(self) -> None:
+        self.tensors: Kept | None = None
+
+    @property
+    def seen(self) -> int:
+        """How many tokens each sequence has."""
+        return 0 if self.tensors is None else self.tensors[0].shape[2]
+
+    def positions(
+        self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
+    ) -> Int[Tensor, "1 new"]:
+        _refuse_lengths(lengths, self)
+        _require_batch(self.tensors, batch)
+        return self.seen + torch.arange(new, device=device)[None]
+
+    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"]) -> Joined:
+        tensors = _after(self.tensors, new)
+        return Joined(tensors, None, tensors[0].shape[2])
+
+    def keep(self, joined: Joined) -> None:
+        self.tensors = joined.tensors
+
+    def reorder(self, index: Int[Tensor, " batch"]) -> None:
+        if self.tensors is not None:
+            self.tensors = tuple(tensor[index] for tensor in self.tensors)
+
+    def crop(self, length: int) -> None:
+        length = whole_number("length", length, least=0)
+        if self.tensors is not None:
+            self.tensors = tuple(tensor[:, :, :length] for tensor in self.tensors)
+
+    def reset(self) -> None:
+        self.tensors = None
+
+    def __repr__(self) -> str:
+        return f"DynamicCache({self.seen} tokens)"
+
+
+class SlidingCache(Cache):
+    """Keeps the last `window` tokens, and the first `sinks` (Xiao et al. 2023): memory that stops growing.
+
+    A layer that uses it attends as one whose mask is `window(window) | causal() & prefix(sinks)`: the same output
+    whether the text comes at once, in pieces, or token by token.
+    """
+
+    def __init__(self, window: int, *, sinks: int = 0) -> None:
+        self.window = whole_number("window", window, least=1)
+        self.sinks = whole_number("sinks", sinks, least=0)
+        self.mask = _sliding(self.window, self.sinks)
+        self.reset()
+
+    def reset(self) -> None:
+        self.tensors: Kept | None = None
+        self.kept_positions: Int[Tensor, "1 kept"] | None = None
+        self.seen = 0
+
+    def positions(
+        self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
+    ) -> Int[Tensor, "1 new"]:
+        _refuse_lengths(lengths, self)
+        _require_batch(self.tensors, batch)
+        return self.seen + torch.arange(new, device=device)[None]
+
+    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"]) -> Joined:
+        seen = self.seen + positions.shape[1]
+        own = positions if self.kept_positions is None else torch.cat([self.kept_positions, positions], dim=1)
+        return Joined(_after(self.tensors, new), own, seen)
+
+    def keep(self, joined: Joined) -> None:
+        keys = joined.tensors[0].shape[2]
+        sinks = min(self.sinks, keys)
+        # The next query brings its own key, the last of its window.
+        tail = max(keys - (self.window - 1), sinks)
+        self.tensors = tuple(_without(tensor, sinks, tail, dim=2) for tensor in joined.tensors)
+        assert joined.key_positions is not None
+        self.kept_positions = _without(joined.key_positions, sinks, tail, dim=1)
+        self.seen = joined.seen
+
+    def reorder(self, index: Int[Tensor, " batch"]) -> None:
+        if self.tensors is not None:
+            self.tensors = tuple(tensor[index] for tensor in self.tensors)
+
+    def crop(self, length: int) -> None:
+        length = whole_number("length", length, least=0)
+        if self.tensors is None or length >= self.seen:
+            return
+        kept = self.tensors[0].shape[2]
+        if kept < self.seen:
+            raise InputError(
+                "length",
+                expected=f"{self.seen} or more: a sliding cache has dropped what an earlier query would need",
+                got=length,
+            )
+        self.tensors = tuple(tensor[:, :, :length] for tensor in self.tensors)
+        assert self.kept_positions is not None
+        self.kept_positions, self.seen = self.kept_positions[:, :length], length
+
+    def __repr__(self) -> str:
+        return f"SlidingCache(window={self.window}, sinks={self.sinks}, {self.seen} tokens seen)"
+
+
+class StaticCache(Cache):
+    """Room for `capacity` tokens, taken once: no shape ever changes, so decoding compiles once.
+
+    Every sequence has a length of its own. A batch of prompts of different lengths comes padded on the right, with
+    `lengths`; what follows is appended to each where it ends. Writing is in place, so it takes no gradient.
+
+    Args:
+        batch: sequences.
+        capacity: tokens each has room for.
+        kept: heads and width of each tensor kept: `[(kv_heads, head_dim), (kv_heads, value_dim)]`.
+        device: where they lie.
+        dtype: that of the keys and values the layer makes.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        kept: Sequence[tuple[int, int]],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        batch, self.capacity = whole_number("batch", batch, least=1), whole_number("capacity", capacity, least=1)
+        # One slot more, for tokens that are padding: they are written there and never read.
+        shapes = [(batch, heads, capacity + 1, width) for heads, width in kept]
+        self.slots = tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes)
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+
+    @property
+    def tensors(self) -> Kept:
+        """The room, without the slot for padding: `(batch, kv_heads, capacity, width)` each."""
+        return tuple(slots[:, :, : self.capacity] for slots in self.slots)
+
+    def positions(
+        self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
+    ) -> Int[Tensor, "batch new"]:
+        _require_batch(self.slots, batch)
+        step = torch.arange(new, device=device)
+        positions = self.lengths[:, None] + step
+        if lengths is not None:
+            counts = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence").to(device)
+            if counts.shape != (batch,):
+                raise InputError("lengths", expected=f"one for each of {batch} sequences", got=tuple(counts.shape))
+            if can_be_read(counts) and ((counts < 0) | (counts > new)).any():
+                raise InputError("lengths", expected=f"numbers from 0 to {new}, the tokens", got=counts.tolist())
+            positions = torch.where(step < counts[:, None], positions, -1)
+        # Elsewhere than on a CPU reading them would wait for the device, whose own check of the index remains.
+        if positions.device.type == "cpu" and can_be_read(positions) and positions.numel():
+            last = int(positions.max())
+            if last >= self.capacity:
+                raise InputError("cache", expected=f"room for {last + 1} tokens", got=f"a capacity of {self.capacity}")
+        return positions
+
+    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"]) -> Joined:
+        for slots, tensor in zip(self.slots, new, strict=True):
+            if slots.dtype != tensor.dtype or slots.device != tensor.device:
+                got = f"{tensor.dtype} on {tensor.device}"
+                raise InputError("cache", expected=f"keys and values of {slots.dtype} on {slots.device}", got=got)
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                raise InputError(
+                    "cache",
+                    expected="no gradient, since a static cache is written in place",
+                    got="keys that require one",
+                    remedy="call the layer under torch.no_grad(), or use a DynamicCache",
+                )
+        slot = torch.where(positions < 0, self.capacity, positions)
+        sequence = torch.arange(slot.shape[0], device=slot.device)[:, None]
+        for slots, tensor in zip(self.slots, new, strict=True):
+            slots.transpose(1, 2)[sequence, slot] = tensor.transpose(1, 2)
+        seen = self.lengths + (positions >= 0).sum(1)
+        there = torch.arange(self.capacity, device=slot.device)
+        return Joined(self.tensors, torch.where(there < seen[:, None], there, -1), seen)
+
+    def keep(self, joined: Joined) -> None:
+        self.lengths.copy_(joined.seen)
+
+    def reorder(self, index: Int[Tensor, " batch"]) -> None:
+        if tuple(index.shape) != tuple(self.lengths.shape):
+            expected = f"one for each of {len(self.lengths)} sequences"
+            raise InputError("index", expected=expected, got=tuple(index.shape))
+        for tensor in (*self.slots, self.lengths):
+            tensor.copy_(tensor[index])
+
+    def crop(self, length: int | Int[Tensor, " batch"]) -> None:
+        """Forget all but the first `length` tokens; one number, or `(batch,)`."""
+        if not isinstance(length, Tensor):
+            length = whole_number("length", length, least=0)
+        self.lengths.clamp_(max=length)
+
+    def reset(self) -> None:
+        self.lengths.zero_()
+
+    def __repr__(self) -> str:
+        return f"StaticCache(capacity={self.capacity}, lengths={self.lengths.tolist()})"
+
+
+def _sliding(width: int, sinks: int) -> Mask:
+    return window(width) | causal() & prefix(sinks) if sinks else window(width)
+
+
+def _after(old: Kept | None, new: Kept) -> Kept:
+    """The new tensors appended to the old along the length."""
+    if old is None:
+        return tuple(new)
+    return tuple(torch.cat([before, after], dim=2) for before, after in zip(old, new, strict=True))
+
+
+def _without(tensor: Tensor, start: int, stop: int, *, dim: int) -> Tensor:
+    """The tensor without the entries from `start` to `stop` along one axis; a copy, so that nothing else is held."""
+    length = tensor.shape[dim]
+    parts = [tensor.narrow(dim, 0, start), tensor.narrow(dim, stop, length - stop)]
+    return torch.cat(parts, dim=dim)
+
+
+def _require_batch(tensors: Kept | None, batch: int) -> None:
+    if tensors is not None and tensors[0].shape[0] != batch:
+        expected = f"the batch of {tensors[0].shape[0]} that the cache holds"
+        raise InputError("x", expected=expected, got=f"a batch of {batch}", remedy="reset() or reorder() the cache")
+
+
+def _refuse_lengths(lengths: Any, cache: Cache) -> None:
+    if lengths is not None:
+        raise InputError(
+            "lengths", expected="a StaticCache, where sequences may have lengths of their own", got=repr(cache)
+        )

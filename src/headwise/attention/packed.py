@@ -1,0 +1,37 @@
+"""Sequences of different lengths end to end, without padding: where each begins, and where its tokens stand."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from headwise.checks import whole_numbers
+from headwise.errors import InputError
+from headwise.shapes import Int
+
+
+def bounds(name: str, offsets: Tensor | Sequence[int], total: int) -> list[int]:
+    """The offsets as numbers: 0, the beginning of each further sequence, and `total`.
+
+    Raises:
+        InputError: offsets that do not begin with 0, that fall, or that do not end with the number of tokens.
+    """
+    starts: list[int] = whole_numbers(
+        name, offsets, dimensions=(1,), shape="one more than there are sequences"
+    ).tolist()
+    rising = all(start <= stop for start, stop in pairwise(starts))
+    if not starts or starts[0] != 0 or starts[-1] != total or not rising:
+        raise InputError(name, expected=f"numbers that rise from 0 to {total}, the tokens", got=starts)
+    return starts
+
+
+def slices(starts: Sequence[int]) -> list[slice]:
+    """Each sequence's place among the tokens."""
+    return [slice(start, stop) for start, stop in pairwise(starts)]
+
+
+def positions(starts: Sequence[int], device: torch.device) -> Int[Tensor, "1 total"]:
+    """Where each token stands in its own sequence."""
+    counted = [torch.arange(part.stop - part.start, device=device) for part in slices(starts)]
+    return torch.cat(counted or [torch.arange(0, device=device)])[None]

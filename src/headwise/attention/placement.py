@@ -1,0 +1,97 @@
+"""Where tokens stand: queries and keys rotated to their places, and what a cache kept put before them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.attention import packed
+from headwise.attention.cache import Cache, Joined
+from headwise.attention.rotary import Rotary
+from headwise.shapes import Float, Int
+
+
+class Placed(NamedTuple):
+    """Queries, keys and values, ready to attend."""
+
+    q: Float[Tensor, "batch heads queries head_dim"]
+    k: Float[Tensor, "batch kv_heads keys head_dim"]
+    v: Float[Tensor, "batch kv_heads keys value_dim"]
+    query_positions: Int[Tensor, "#batch queries"]
+    key_positions: Int[Tensor, "#batch keys"]
+    order: dict[str, Any]
+    """What `attend` must be told of it: nothing, where the last query stands at the last key."""
+    joined: Joined | None
+    """What the cache is to keep once attention has succeeded."""
+
+
+def place(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads new head_dim"],
+    v: Float[Tensor, "batch kv_heads new value_dim"],
+    *,
+    rotary: Rotary | None = None,
+    positions: Int[Tensor, "#batch queries"] | None = None,
+    cache: Cache | None = None,
+    lengths: Any = None,
+    starts: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> Placed:
+    """Rotate by position and join with the cache.
+
+    Args:
+        q: queries.
+        k: keys of this call.
+        v: values of this call.
+        rotary: how positions turn queries and keys.
+        positions: where the tokens stand, if not in order; they decide the angles, not the masks.
+        cache: what was there before.
+        lengths: the tokens that are real, of a batch that shares a static cache.
+        starts: where each packed sequence begins, among the queries and among the keys.
+    """
+    queries, keys, device = q.shape[2], k.shape[2], q.device
+    if cache is not None:
+        of_queries = of_keys = order = cache.positions(q.shape[0], queries, lengths, device)
+    elif starts is not None:
+        of_queries, of_keys = (packed.positions(each, device) for each in starts)
+    else:
+        of_keys = torch.arange(keys, device=device)[None]
+        of_queries = torch.arange(queries, device=device)[None] + (keys - queries)
+    if positions is not None:
+        of_queries = of_keys = positions
+
+    if rotary is not None and not rotary.grows:
+        q, k = rotary.rotate(q, of_queries), rotary.rotate(k, of_keys)
+    joined: Joined | None = None
+    told: dict[str, Any] = {}
+    if cache is not None:
+        joined = cache.joined((k, v), order)
+        k, v = joined.tensors
+        if joined.key_positions is None:
+            of_keys = torch.arange(k.shape[2], device=device)[None]
+        else:
+            of_keys = joined.key_positions
+            told = {"query_positions": order, "key_positions": of_keys}
+    if rotary is not None and rotary.grows:
+        # These angles change with the length, also those of keys that were cached; so keys are cached unrotated.
+        parts = list(zip(*map(packed.slices, starts), strict=True)) if starts else [(slice(None), slice(None))]
+        turned = [_turned_at_length(rotary, q, k, of_queries, of_keys, part) for part in parts]
+        q, k = (torch.cat(each, dim=2) for each in zip(*turned, strict=True))
+    return Placed(q, k, v, of_queries, of_keys, told, joined)
+
+
+def _turned_at_length(
+    rotary: Rotary,
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    of_queries: Int[Tensor, "#batch queries"],
+    of_keys: Int[Tensor, "#batch keys"],
+    part: tuple[slice, slice],
+) -> tuple[Float[Tensor, "batch heads part head_dim"], Float[Tensor, "batch kv_heads keys_part head_dim"]]:
+    """The queries and keys of one text, turned by angles that its length decides."""
+    at_q, at_k = of_queries[:, part[0]], of_keys[:, part[1]]
+    length = torch.cat([at_q.flatten(), at_k.flatten(), at_q.new_zeros(1)]).max() + 1
+    return (
+        rotary.rotate(q[:, :, part[0]], at_q, length=length),
+        rotary.rotate(k[:, :, part[1]], at_k, length=length),
+    )
