@@ -165,9 +165,8 @@ class MultiHeadAttention(nn.Module):
         for name, module in self.named_children():
             if isinstance(module, nn.Linear):
                 # Each of queries, keys and values by its own width, fused or not.
-                for weight in torch.split(
-                    module.weight, self.qkv_widths if name == "qkv_proj" else module.out_features
-                ):
+                widths = list(self.qkv_widths) if name == "qkv_proj" else [module.out_features]
+                for weight in torch.split(module.weight, widths):
                     nn.init.xavier_uniform_(weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
