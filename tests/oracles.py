@@ -18,11 +18,11 @@ class Plain:
     weights: Tensor
 
 
-def plain_attention(q, k, v, allowed=None, bias=None, scale=None, softcap=None, sinks=None) -> Plain:
+def plain_attention(q, k, v, allowed=None, bias=None, scale=None, softcap=None, sinks=None, talking=None) -> Plain:
     """Attention as people write it, in the dtype of its inputs, key/value heads repeated.
 
     `allowed` is boolean and `bias` float, both of the full `(batch, heads, queries, keys)`; `scale` and `sinks`
-    may be one number for each head.
+    may be one number for each head; `talking` is a pair of matrices that mix heads.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -31,6 +31,8 @@ def plain_attention(q, k, v, allowed=None, bias=None, scale=None, softcap=None, 
     scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    if talking is not None:
+        scores = (scores.movedim(1, -1) @ talking[0].to(scores.dtype).T).movedim(-1, 1)
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     if allowed is not None:
@@ -41,6 +43,8 @@ def plain_attention(q, k, v, allowed=None, bias=None, scale=None, softcap=None, 
         scores = torch.cat([scores, column], dim=-1)
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     weights = torch.where(empty, 0.0, torch.softmax(torch.where(empty, 0.0, scores), -1))[..., :keys]
+    if talking is not None:
+        weights = (weights.movedim(1, -1) @ talking[1].to(scores.dtype).T).movedim(-1, 1)
     lse = torch.where(empty[..., 0], -torch.inf, torch.logsumexp(torch.where(empty, 0.0, scores), -1))
     return Plain(weights @ v, lse, weights)
 
@@ -80,6 +84,109 @@ def distance(got: Tensor, exact: Tensor) -> float:
     if not torch.equal(finite, got.isfinite()) or not torch.equal(exact[~finite], got[~finite].double()):
         return math.inf
     return (got[finite].double() - exact[finite]).abs().max().item() if finite.any() else 0.0
+
+
+# -- the layer ------------------------------------------------------------------------------------------------
+
+
+def rotated(x, positions, theta, width, interleaved):
+    """Pairs of features as complex numbers, multiplied by e^(i position theta^(-2 pair / width))."""
+    part, rest = x[..., :width], x[..., width:]
+    angle = positions[:, None, :, None].double() * theta ** (-torch.arange(0, width, 2).double() / width)
+    if interleaved:
+        pairs = torch.complex(part[..., ::2], part[..., 1::2])
+    else:
+        pairs = torch.complex(part[..., : width // 2], part[..., width // 2 :])
+    turned = pairs * torch.polar(torch.ones_like(angle), angle)
+    part = torch.view_as_real(turned).flatten(-2) if interleaved else torch.cat([turned.real, turned.imag], dim=-1)
+    return torch.cat([part, rest], dim=-1)
+
+
+def alibi(heads, at_q, at_k):
+    """Minus slope times distance, for a number of heads that is a power of two or not."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    slopes += [2 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
+    distance = (at_q[:, :, None] - at_k[:, None, :]).abs().double()
+    return -torch.tensor(slopes, dtype=torch.float64)[None, :, None, None] * distance[:, None]
+
+
+def bucketed(table, at_q, at_k, max_distance):
+    """T5's bias, bucket by bucket, both directions."""
+    half = table.shape[0] // 2
+    exact = half // 2
+    rows = []
+    for queries, keys in zip(*torch.broadcast_tensors(at_q[:, :, None], at_k[:, None, :]), strict=True):
+        buckets = torch.zeros(queries.shape, dtype=torch.long)
+        for i, j in torch.cartesian_prod(torch.arange(queries.shape[0]), torch.arange(queries.shape[1])).tolist():
+            step = int(keys[i, j] - queries[i, j])
+            far = abs(step)
+            if far >= exact:
+                far = exact + math.floor(math.log(far / exact) / math.log(max_distance / exact) * (half - exact) + 1e-9)
+            buckets[i, j] = min(far, half - 1) + (half if step > 0 else 0)
+        rows.append(table[buckets].permute(2, 0, 1))
+    return torch.stack(rows)
+
+
+def normed(x, weight, bias, eps):
+    """Root mean square where there is no bias, otherwise mean and variance."""
+    if bias is None:
+        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight + bias
+
+
+def plain_layer(parameters, x, context, values, at_q, at_k, *, heads, kv_heads, **options):
+    """What `MultiHeadAttention` computes, from its parameters by name; returns the output and the weights.
+
+    `at_q`, `at_k`: positions `(batch, length)`. Options: allowed, bias, scale, softcap, gate, rotary (theta, width,
+    interleaved), alibi, max_distance, norm_over, eps.
+    """
+
+    def project(name, tensor):
+        bias = parameters.get(f"{name}.bias")
+        projected = torch.einsum("bli,oi->blo", tensor, parameters[f"{name}.weight"])
+        return projected if bias is None else projected + bias
+
+    def split(tensor, count):
+        return torch.stack(tensor.chunk(count, dim=-1), dim=1)
+
+    def norm(name, tensor):
+        weight, bias = parameters[f"{name}.weight"], parameters.get(f"{name}.bias")
+        return normed(tensor, weight, bias, options["eps"])
+
+    if "qkv_proj.weight" in parameters:
+        width = parameters["qkv_proj.weight"].shape[0] - options["value_width"]
+        q, k, v = project("qkv_proj", x).split(
+            [width * heads // (heads + kv_heads), width * kv_heads // (heads + kv_heads), options["value_width"]],
+            dim=-1,
+        )
+    else:
+        q, k, v = project("q_proj", x), project("k_proj", context), project("v_proj", values)
+    if options.get("norm_over") == "heads":
+        q, k = norm("q_norm", q), norm("k_norm", k)
+    q, k, v = split(q, heads), split(k, kv_heads), split(v, kv_heads)
+    if options.get("norm_over") == "head":
+        q, k = norm("q_norm", q), norm("k_norm", k)
+    if options.get("rotary"):
+        q, k = rotated(q, at_q, *options["rotary"]), rotated(k, at_k, *options["rotary"])
+    bias = options.get("bias")
+    if options.get("alibi"):
+        bias = alibi(heads, at_q, at_k) + (0 if bias is None else bias)
+    if "position_bias.weight" in parameters:
+        table = parameters["position_bias.weight"]
+        bias = bucketed(table, at_q, at_k, options["max_distance"]) + (0 if bias is None else bias)
+    scale = options.get("scale") or q.shape[-1] ** -0.5
+    if "temperature" in parameters:
+        scale = scale / parameters["temperature"]
+    talking = (parameters["talking_before"], parameters["talking_after"]) if "talking_before" in parameters else None
+    plain = plain_attention(
+        q, k, v, options.get("allowed"), bias, scale, options.get("softcap"), parameters.get("sinks"), talking
+    )
+    out = plain.out if options.get("gate") is None else plain.out * options["gate"]
+    if "gate_proj.weight" in parameters:
+        out = out / (1 + torch.exp(-split(project("gate_proj", x), heads)))
+    return project("out_proj", torch.cat(out.unbind(1), dim=-1)), plain.weights
 
 
 # -- four published ways of writing multi-head attention ----------------------------------------------------------

@@ -22,8 +22,8 @@ from headwise.checks import whole_number, whole_numbers
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
-Kept = tuple[Float[Tensor, "batch kv_heads length width"], ...]
-"""What a cache keeps of a layer: keys and values, say."""
+Kept = tuple[Float[Tensor, "_ _ _ _"], ...]
+"""What a cache keeps of a layer, each `(batch, kv_heads, length, width)`: keys and values, say."""
 
 
 class Joined(NamedTuple):

@@ -35,6 +35,8 @@ def why_not(problem: Problem) -> str | None:
         return "torch's fused operators keep heads apart, and talking_heads mixes them"
     if problem.return_lse or problem.sinks is not None:
         # Sinks need it too: their share of a row is known from it.
+        if torch.onnx.is_in_onnx_export():
+            return "ONNX has no operator that returns the log-sum-exp"
         if problem.q.device.type != "cpu":
             return f"torch's operators are read for the log-sum-exp on cpu only, and q is on {problem.q.device}"
         if problem.bias is not None and problem.bias.requires_grad and torch.is_grad_enabled():

@@ -31,7 +31,13 @@ def slices(starts: Sequence[int]) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(starts)]
 
 
-def positions(starts: Sequence[int], device: torch.device) -> Int[Tensor, "1 total"]:
-    """Where each token stands in its own sequence."""
-    counted = [torch.arange(part.stop - part.start, device=device) for part in slices(starts)]
-    return torch.cat(counted or [torch.arange(0, device=device)])[None]
+def positions(
+    of_queries: Sequence[int], of_keys: Sequence[int], device: torch.device
+) -> tuple[Int[Tensor, "1 queries"], Int[Tensor, "1 keys"]]:
+    """Where each token stands in its own sequence, whose last query stands at its last key."""
+    at_q, at_k = [torch.arange(0, device=device)], [torch.arange(0, device=device)]
+    for of_query, of_key in zip(slices(of_queries), slices(of_keys), strict=True):
+        queries, keys = of_query.stop - of_query.start, of_key.stop - of_key.start
+        at_q.append(torch.arange(keys - queries, keys, device=device))
+        at_k.append(torch.arange(keys, device=device))
+    return torch.cat(at_q)[None], torch.cat(at_k)[None]

@@ -53,7 +53,7 @@ def place(
     if cache is not None:
         of_queries = of_keys = order = cache.positions(q.shape[0], queries, lengths, device)
     elif starts is not None:
-        of_queries, of_keys = (packed.positions(each, device) for each in starts)
+        of_queries, of_keys = packed.positions(*starts, device)
     else:
         of_keys = torch.arange(keys, device=device)[None]
         of_queries = torch.arange(queries, device=device)[None] + (keys - queries)
