@@ -15,7 +15,7 @@ FLOORS = (
     ("errors", "shapes"),
     ("checks",),
     ("attention",),
-    ("layer",),
+    ("layer", "compat"),
     ("convert",),
     ("models",),
     ("heads",),

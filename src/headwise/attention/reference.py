@@ -42,8 +42,7 @@ def run(problem: Problem) -> Answer:
 
 def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, "batch heads rows keys"]:
     """`scale q k^T + bias`, -inf where the mask forbids, for some query rows or all; float32 at least."""
-    rows = range(problem.grid.queries) if rows is None else rows
-    part = slice(rows.start, rows.stop)
+    part = slice(None) if rows is None else slice(rows.start, rows.stop)
     dtype = problem.score_dtype
     scores = each_kv_head(problem.q[:, :, part].to(dtype), problem.k.to(dtype).mT) * problem.scale
     if problem.softcap is not None:
