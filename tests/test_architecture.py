@@ -16,7 +16,7 @@ FLOORS = (
     ("checks",),
     ("attention",),
     ("options",),
-    ("layer",),
+    ("layer", "compat"),
     ("convert",),
     ("models",),
     ("heads",),
