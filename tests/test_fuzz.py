@@ -369,8 +369,8 @@ def test_what_does_not_go_together_is_refused(data):
         "bias": ({"bias": torch.ones(length, length + 1)}, "^bias: expected a shape that broadcasts"),
     }
     options, message = cases[draw(st.sampled_from(sorted(cases)))]
-    if drawn.refusals and "backend" not in message and options.get("gate", options.get("again")) is not None:
-        return
+    if drawn.refusals and "again" in options:
+        return  # the first call would be refused
     with torch.no_grad():
         if options.pop("again", False):
             layer(x, **options)

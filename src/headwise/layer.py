@@ -24,7 +24,7 @@ from headwise.attention import packed
 from headwise.attention.attend import attend, backend_named
 from headwise.attention.autocast import NARROW, autocast_dtype
 from headwise.attention.cache import Cache, StaticCache
-from headwise.attention.masks import Mask
+from headwise.attention.masks import Mask, require_broadcast
 from headwise.attention.placement import Placed, place
 from headwise.attention.positions import PositionBias
 from headwise.attention.problem import mask_and_bias, positions_of
@@ -297,9 +297,11 @@ class MultiHeadAttention(nn.Module):
         """Each head's output, and its weights where they are asked for."""
         scores = self.scores or Scores()
         if self.position_bias is not None:
-            wide = torch.promote_types(placed.q.dtype, torch.float32)
             positions = (placed.query_positions, placed.key_positions)
+            wide = torch.promote_types(placed.q.dtype, torch.float32)
             by_distance = self.position_bias.values(self.num_heads, *positions, wide)
+            if bias is not None:
+                require_broadcast("bias", bias, placed.grid)
             bias = by_distance if bias is None else by_distance + bias
         scale = self.head_dim**-0.5 if scores.scale is None else scores.scale
         attended = attend(

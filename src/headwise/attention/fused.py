@@ -154,7 +154,7 @@ def _attn_mask(
 def _widen(tensor: Float[Tensor, "*axes have"], width: int) -> Float[Tensor, "*axes want"]:
     """The tensor with zeros appended up to `width`, its last axis of unit stride; untouched where it is."""
     if tensor.shape[-1] < width:
-        return F.pad(tensor, (0, width - tensor.shape[-1]))
+        tensor = F.pad(tensor, (0, width - tensor.shape[-1]))  # which may keep a layout of channels last
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headwise.attention import packed
 from headwise.attention.cache import Cache, Joined
+from headwise.attention.masks import Grid
 from headwise.attention.rotary import Rotary
 from headwise.shapes import Float, Int
 
@@ -24,6 +25,12 @@ class Placed(NamedTuple):
     """What `attend` must be told of it: nothing, where the last query stands at the last key."""
     joined: Joined | None
     """What the cache is to keep once attention has succeeded."""
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the scores."""
+        batch, heads, queries, _ = self.q.shape
+        return Grid(batch, heads, queries, self.k.shape[2], self.q.device)
 
 
 def place(
