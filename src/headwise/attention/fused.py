@@ -33,10 +33,7 @@ def why_not(problem: Problem) -> str | None:
         return "torch's fused operators have no softcap"
     if problem.talking is not None:
         return "torch's fused operators keep heads apart, and talking_heads mixes them"
-    if problem.return_lse or problem.sinks is not None:
-        # Sinks need it too: their share of a row is known from it.
-        if torch.onnx.is_in_onnx_export():
-            return "ONNX has no operator that returns the log-sum-exp"
+    if _needs_lse(problem):
         if problem.q.device.type != "cpu":
             return f"torch's operators are read for the log-sum-exp on cpu only, and q is on {problem.q.device}"
         if problem.bias is not None and problem.bias.requires_grad and torch.is_grad_enabled():
@@ -57,9 +54,11 @@ def run(problem: Problem) -> Answer:
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (_widen(tensor, width) for tensor in (q, k, v))
     attn_mask, is_causal = _attn_mask(problem)
+    if problem.sinks is not None and not _needs_lse(problem):
+        k, v, attn_mask, is_causal = _with_sink_key(problem, k, v, attn_mask)
 
     out = lse = None
-    if problem.return_lse or problem.sinks is not None:
+    if _needs_lse(problem):
         added = attn_mask
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             added = torch.where(attn_mask, torch.zeros((), dtype=problem.score_dtype), -torch.inf)
@@ -78,6 +77,10 @@ def run(problem: Problem) -> Answer:
             scale=scale,
             **({"enable_gqa": True} if q.shape[1] != k.shape[1] else {}),  # while compiling, != may be a symbol
         )
+        if torch.compiler.is_exporting() and attn_mask is not None:
+            # Other runtimes know no rows without a key.
+            hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
+            out = out.masked_fill(hidden.all(-1, keepdim=True), 0.0)
     if problem.sinks is not None and lse is not None:
         # A sink adds to the sum that a row is divided by, and nothing to the row: exp(lse) / (exp(lse) + exp(sink)).
         out = out * torch.sigmoid(lse - problem.sinks)[..., None]
@@ -87,6 +90,31 @@ def run(problem: Problem) -> Answer:
         weights = weights_of(masked_scores(problem), problem.sinks).to(problem.q.dtype)
     out = out[..., : problem.v.shape[-1]].to(problem.q.dtype)
     return Answer(out, lse if problem.return_lse else None, weights)
+
+
+def _needs_lse(problem: Problem) -> bool:
+    """Whether the log-sum-exp is wanted, or is the way to the sinks: on CPU, in a program that stays in torch."""
+    here = problem.q.device.type == "cpu" and not torch.compiler.is_exporting()
+    return problem.return_lse or (problem.sinks is not None and here)
+
+
+def _with_sink_key(
+    problem: Problem, k: Tensor, v: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Keys, values and mask with one key more, of score 0 and value 0, to whose score the sink is added."""
+    assert problem.sinks is not None
+    dtype, grid = k.dtype if k.device.type != "cpu" else problem.score_dtype, problem.grid
+    if attn_mask is None:
+        mask = None if problem.mask is None else problem.mask.block(grid)  # what the causal flag said
+        attn_mask = k.new_ones(1, 1, 1, grid.keys, dtype=torch.bool) if mask is None else mask
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=dtype, device=k.device), -torch.inf)
+    sinks = problem.sinks.to(dtype)[None, :, :, None]
+    batch, _, queries, _ = attn_mask.shape
+    attn_mask = torch.cat(
+        [attn_mask.expand(-1, grid.heads, -1, grid.keys), sinks.expand(batch, -1, queries, -1)], dim=-1
+    )
+    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), attn_mask, False
 
 
 class _FlashWithLse(torch.autograd.Function):

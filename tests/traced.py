@@ -1,0 +1,121 @@
+"""What is compiled, exported and converted, each a function that raises where something is wrong.
+
+They run in interpreters of their own (tests/test_traced.py): the shape checks of the other tests cannot be traced.
+"""
+
+import contextlib
+import logging
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from torch.export import Dim
+
+import headwise as hw
+
+BATCH, EMBED, HEADS = 2, 24, 6
+
+OPTIONS = {
+    "plain": {},
+    "decoder": {"num_kv_heads": 2, "rotary": hw.Rotary(), "mask": hw.causal(), "qk_norm": hw.QKNorm()},
+    "window": {"mask": hw.causal() & (hw.window(3) | hw.prefix(1)), "output_gate": "element"},
+    "window per head": {"mask": hw.window([1, 2, 3, 4, 5, None]), "position_bias": hw.ALiBi()},
+    "chunked": {"mask": hw.causal() & hw.chunked(4), "rotary": hw.Rotary(scaling=hw.YaRN(4.0, 8))},
+    "any rule": {"mask": hw.where(lambda b, h, q, k: (q >= k) & (h != k % 3))},
+    "grows": {"rotary": hw.Rotary(scaling=hw.DynamicNTK(2.0, 6)), "mask": hw.causal(), "fused_qkv": True},
+    "relative": {"position_bias": hw.RelativeBias(HEADS)},
+    "scores": {"scores": hw.Scores(softcap=5.0, talking_heads=True, temperature=True), "backend": "reference"},
+    "sinks": {"scores": hw.Scores(sinks=True), "mask": hw.causal()},
+}
+
+
+def layer_with(name: str) -> hw.MultiHeadAttention:
+    torch.manual_seed(0)
+    return hw.MultiHeadAttention(EMBED, HEADS, **OPTIONS[name])
+
+
+def close(got, wanted):
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def forbid_recompiles():
+    """A second graph is an error, and a hint that says why."""
+    torch._dynamo.config.error_on_recompile = True
+
+
+def compiles_for_every_length(name: str, backend: str = "aot_eager"):
+    """One graph, forward and backward, whatever the length."""
+    forbid_recompiles()
+    layer = layer_with(name)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    for length in (5, 7, 13):
+        x = torch.randn(BATCH, length, EMBED)
+        y, expected = compiled(x), layer(x)
+        close(y, expected)
+        upstream = torch.randn(BATCH, length, EMBED)
+        parameters = list(layer.parameters())
+        for got, wanted in zip(
+            torch.autograd.grad((y * upstream).sum(), parameters),
+            torch.autograd.grad((expected * upstream).sum(), parameters),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def compiles_for_every_length_with_inductor():
+    compiles_for_every_length("decoder", backend="inductor")
+
+
+def decodes_without_recompiling(name: str, backend: str = "aot_eager"):
+    """A static cache: the prompt in one graph, all further tokens in another, and no third."""
+    layer = layer_with(name).eval()
+    if layer.mask is None:
+        layer.mask = hw.causal()
+    x = torch.randn(BATCH, 12, EMBED)
+    expected = layer(x)
+    cache = layer.static_cache(BATCH, 16)
+    step = torch.compile(layer, fullgraph=True, backend=backend, dynamic=False)
+    with torch.no_grad():
+        out = [step(x[:, :4], cache=cache), step(x[:, 4:5], cache=cache)]
+        forbid_recompiles()
+        out += [step(x[:, t : t + 1], cache=cache) for t in range(5, 12)]
+    y = torch.cat(out, dim=1)
+    # Angles that change with the length were others when the first tokens were read.
+    seen = slice(-1, None) if name == "grows" else slice(None)
+    close(y[:, seen], expected[:, seen])
+
+
+def decodes_without_recompiling_with_inductor():
+    decodes_without_recompiling("decoder", backend="inductor")
+
+
+def exports(name: str):
+    """One exported program for any batch and length."""
+    layer = layer_with(name).eval()
+    x = torch.randn(BATCH, 5, EMBED)
+    program = torch.export.export(layer, (x,), dynamic_shapes=({0: Dim("batch"), 1: Dim("length")},))
+    for shape in ((BATCH, 5), (3, 11)):
+        x = torch.randn(*shape, EMBED)
+        close(program.module()(x), layer(x))
+
+
+def runs_in_onnxruntime(name: str):
+    """The same numbers from onnxruntime, for any batch and length."""
+    import onnxruntime
+
+    logging.disable(logging.WARNING)
+    layer = layer_with(name).eval()
+    x = torch.randn(BATCH, 5, EMBED)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad(), contextlib.redirect_stdout(None):
+        path = Path(folder) / "layer.onnx"
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            layer, (x,), dynamic_shapes=({0: Dim("batch"), 1: Dim("length")},), dynamo=True, verbose=False
+        )
+        program.save(path)
+        session = onnxruntime.InferenceSession(path)
+        for shape in ((BATCH, 5), (3, 11)):
+            x = torch.randn(*shape, EMBED)
+            (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+            close(torch.from_numpy(y), layer(x))
