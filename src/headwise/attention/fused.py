@@ -148,21 +148,50 @@ class _FlashWithLse(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any,
         grad_out: Float[Tensor, "batch heads queries width"] | None,
         grad_lse: Float[Tensor, "batch heads queries"] | None,
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, added, out, lse = ctx.saved_tensors
+        inputs = (grad_out, grad_lse, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
+        grads = _FlashWithLseBackward.apply(*inputs)  # type: ignore[no-untyped-call]
+        return *grads, None, None, None
+
+
+class _FlashWithLseBackward(torch.autograd.Function):
+    """The gradient, as a function of its own, so that a second derivative meets a refusal and never a zero."""
+
+    @staticmethod
+    def forward(
+        grad_out: Float[Tensor, "batch heads queries width"] | None,
+        grad_lse: Float[Tensor, "batch heads queries"] | None,
+        q: Float[Tensor, "batch heads queries width"],
+        k: Float[Tensor, "batch kv_heads keys width"],
+        v: Float[Tensor, "batch kv_heads keys width"],
+        added: Float[Tensor, "#batch #heads #queries #keys"] | None,
+        out: Float[Tensor, "batch heads queries width"],
+        lse: Float[Tensor, "batch heads queries"],
+        is_causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, ...]:
         width = q.shape[-1]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         if grad_lse is not None:
             q, k, v, out, grad_out = (_widen(tensor, width + 1) for tensor in (q, k, v, out, grad_out))
             grad_out[..., width], out[..., width] = 1.0, -grad_lse
-        grads = _flash_backward(grad_out, q, k, v, out, lse, 0.0, ctx.is_causal, attn_mask=added, scale=ctx.scale)
-        return *(grad[..., :width] for grad in grads), None, None, None
+        grads = _flash_backward(grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=added, scale=scale)
+        return tuple(grad[..., :width] for grad in grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass  # nothing is needed to refuse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "the derivative for the gradient of fused attention is not implemented; backend='reference' has one"
+        )
 
 
 def _attn_mask(

@@ -1,0 +1,254 @@
+"""The layer under what people do with modules: torch.func, checkpointing, adapters, parametrizations, meta, FSDP."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import headwise as hw
+
+BATCH, LENGTH, EMBED = 3, 5, 12
+OPTIONS = {
+    "plain": {},
+    "decoder": {"num_kv_heads": 2, "rotary": hw.Rotary(), "mask": hw.causal(), "qk_norm": hw.QKNorm()},
+    "fused": {"fused_qkv": True, "output_gate": "element"},
+    "sinks": {"scores": hw.Scores(sinks=True, temperature=True), "mask": hw.causal() & hw.window(3)},
+    "gated sinks": {"scores": hw.Scores(sinks=True), "output_gate": "head"},
+    "biased": {"position_bias": hw.ALiBi(), "output_gate": "head", "qk_norm": hw.QKNorm("layer", "heads")},
+    "learned bias": {"position_bias": hw.RelativeBias(6, 8, 20)},
+    "scores": {"scores": hw.Scores(softcap=3.0, talking_heads=True), "backend": "reference"},
+}
+
+
+@pytest.fixture(params=OPTIONS)
+def layer(request):
+    made = hw.MultiHeadAttention(EMBED, 6, **copy.deepcopy(OPTIONS[request.param])).double()
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def x_of(*shape):
+    return torch.randn(*shape, EMBED, dtype=torch.float64)
+
+
+by_torch = pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented")
+"""On CPU, torch's vmap goes over its attention operator one by one, and says so."""
+
+
+@by_torch
+def test_vmap_over_sequences_is_the_batch(layer):
+    x = x_of(BATCH, LENGTH)
+    if layer.sinks is not None:
+        layer.backend = "reference"  # the operator that returns the log-sum-exp has no rule for vmap
+    torch.testing.assert_close(vmap(layer)(x), layer(x), rtol=0, atol=1e-12)
+
+
+@by_torch
+def test_gradients_of_each_sample(layer):
+    """vmap of grad, as in differentially private training, equals one backward pass for each."""
+    if layer.sinks is not None:
+        layer.backend = "reference"
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    x = x_of(BATCH, LENGTH)
+
+    def loss(parameters, one):
+        return functional_call(layer, parameters, (one,)).square().sum()
+
+    together = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+    for index in range(BATCH):
+        alone = torch.autograd.grad(layer(x[index]).square().sum(), list(layer.parameters()))
+        for each, wanted in zip(together.values(), alone, strict=True):
+            torch.testing.assert_close(each[index], wanted, rtol=0, atol=1e-11)
+
+
+def test_a_second_derivative_is_refused_by_the_kernels_and_right_in_the_reference(layer):
+    x = x_of(1, 3).requires_grad_()
+
+    def gradient(x):
+        (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        return first
+
+    if layer.backend is None and not isinstance(layer.position_bias, nn.Module):
+        with pytest.raises(RuntimeError, match="derivative for .* is not implemented"):
+            torch.autograd.grad(gradient(x).sum(), x)
+    layer.backend = "reference"
+    assert torch.autograd.gradgradcheck(layer.__call__, (x,), atol=1e-6)
+
+
+def test_checkpointing_changes_nothing(layer):
+    layer.dropout = 0.3
+    x = x_of(BATCH, LENGTH)
+    parameters = list(layer.parameters())
+    results = []
+    for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        torch.manual_seed(1)
+        y = call(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), parameters)))
+    for got, wanted in zip(*results, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_copies_and_reloads(layer):
+    x = x_of(BATCH, LENGTH)
+    fresh = copy.deepcopy(layer)
+    fresh.reset_parameters()
+    fresh.load_state_dict(layer.state_dict(), strict=True)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), fresh):
+        assert torch.equal(twin(x), layer(x))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_made_on_meta_and_reset_is_made_on_the_device(name):
+    options = copy.deepcopy(OPTIONS[name])
+    options.pop("position_bias", None)  # made elsewhere, maybe for several layers
+    on_meta = hw.MultiHeadAttention(EMBED, 6, **options, device="meta")
+    assert all(parameter.is_meta for parameter in on_meta.parameters())
+    assert on_meta(torch.randn(2, 3, EMBED, device="meta")).shape == (2, 3, EMBED)
+    here, landed = hw.MultiHeadAttention(EMBED, 6, **options), on_meta.to_empty(device="cpu")
+    for made in (here, landed):
+        torch.manual_seed(7)
+        made.reset_parameters()
+    for (which, got), wanted in zip(landed.named_parameters(), here.parameters(), strict=True):
+        assert torch.equal(got, wanted), which
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter as they are written: the layer kept, its output added to. It has no `weight`."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False, dtype=torch.float64)
+        self.up = nn.Linear(2, base.out_features, bias=False, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def merged(layer):
+    """The same layer with the adapters' products added to the weights."""
+    plain = copy.deepcopy(layer)
+    for name, module in layer.named_children():
+        if isinstance(module, Adapter):
+            base = copy.deepcopy(module.base)
+            with torch.no_grad():
+                base.weight += module.up.weight @ module.down.weight
+            setattr(plain, name, base)
+    return plain
+
+
+def test_adapters_on_projections_are_called(layer):
+    x = x_of(BATCH, LENGTH)
+    before = layer(x)
+    wrapped = [name for name, module in layer.named_children() if isinstance(module, nn.Linear)]
+    for name in wrapped:
+        setattr(layer, name, Adapter(getattr(layer, name)))
+    assert len(wrapped) >= 2
+    torch.testing.assert_close(layer(x), merged(layer)(x), rtol=0, atol=1e-12)
+    assert (layer(x) - before).abs().max() > 1e-3
+    layer(x).sum().backward()
+    assert all(getattr(layer, name).up.weight.grad.abs().max() > 0 for name in wrapped)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_parametrizations_are_honoured(layer):
+    x = x_of(BATCH, LENGTH)
+    doubled = copy.deepcopy(layer)
+    for name, module in layer.named_children():
+        if isinstance(module, nn.Linear):
+            with torch.no_grad():
+                getattr(doubled, name).weight.mul_(2)
+            parametrize.register_parametrization(module, "weight", Doubled())
+    torch.testing.assert_close(layer(x), doubled(x), rtol=0, atol=1e-12)
+
+
+def test_no_parameter_is_a_single_number_and_all_are_used(layer):
+    """Sharded training splits parameters along their first axis, and waits for every gradient."""
+    layer(x_of(BATCH, LENGTH)).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.ndim >= 1, name
+        assert parameter.grad is not None, name
+
+
+SHARDED = """
+import torch, torch.distributed as dist, headwise as hw
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.manual_seed(0)
+layer = hw.MultiHeadAttention(12, 6, num_kv_heads=2, rotary=hw.Rotary(), mask=hw.causal(),
+                              scores=hw.Scores(sinks=True), output_gate="head")
+x = torch.randn(2, 5, 12)
+expected = layer(x)
+expected.square().sum().backward()
+gradients = [parameter.grad.clone() for parameter in layer.parameters()]
+layer.zero_grad()
+fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
+y = layer(x)
+y.square().sum().backward()
+torch.testing.assert_close(y, expected)
+for parameter, wanted in zip(layer.parameters(), gradients, strict=True):
+    torch.testing.assert_close(parameter.grad.full_tensor(), wanted)
+dist.destroy_process_group()
+print("sharded")
+"""
+
+
+def test_fully_sharded():
+    result = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, check=False)
+    assert result.stdout.strip().endswith("sharded"), result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_and_autocast(layer, dtype):
+    x = x_of(BATCH, LENGTH)
+    exact = layer(x)
+    narrow = copy.deepcopy(layer).to(dtype)
+    y = narrow(x.to(dtype))
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), exact, rtol=0.05, atol=0.05 * exact.abs().max().item())
+    wide = copy.deepcopy(layer).float()
+    with torch.autocast("cpu", dtype):
+        y = wide(x.float())
+    torch.testing.assert_close(y.double(), exact, rtol=0.05, atol=0.05 * exact.abs().max().item())
+    y.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in wide.parameters())
+
+
+def test_a_cache_under_autocast():
+    layer = hw.MultiHeadAttention(EMBED, 6, mask=hw.causal(), rotary=hw.Rotary())
+    x = torch.randn(BATCH, LENGTH, EMBED)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = layer(x)
+        for cache in (hw.DynamicCache(), layer.static_cache(BATCH, LENGTH, dtype=torch.bfloat16)):
+            y = torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(LENGTH)], dim=1)
+            torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
+
+
+def test_dropout():
+    """Right in training, off in evaluation, and the same for the same seed."""
+    layer = hw.MultiHeadAttention(EMBED, 6, dropout=0.4).double()
+    x = x_of(1, LENGTH)
+    layer.eval()
+    expected = layer(x)
+    assert torch.equal(expected, layer(x))
+    layer.train()
+    torch.manual_seed(3)
+    first = layer(x)
+    torch.manual_seed(3)
+    assert torch.equal(first, layer(x))
+    assert not torch.equal(first, layer(x))
+    many = layer(x.expand(4000, -1, -1))  # the mean over dropped weights is the output without
+    deviation = many.std(0) / 4000**0.5
+    assert ((many.mean(0) - expected[0]).abs() < 5 * deviation).all()
