@@ -183,28 +183,28 @@ def test_in_evaluation_without_gradients(drawn):
 
 
 @pytest.mark.parametrize(
-    ("options", "flagged"),
+    ("options", "called_with"),
     [
-        ({"is_causal": True}, True),
-        ({}, False),
-        ({"is_causal": True, "need_weights": True}, False),
-        ({"is_causal": True, "key_padding_mask": torch.zeros(BATCH, QUERIES)}, False),
+        ({"is_causal": True}, [(None, True)]),
+        ({}, [("a mask", False)]),
+        ({"is_causal": True, "need_weights": True}, []),  # the matrix is there: no kernel is called
+        ({"is_causal": True, "key_padding_mask": torch.zeros(BATCH, QUERIES)}, [("a mask", False)]),
     ],
     ids=["hint", "no hint", "weights", "padding"],
 )
-def test_the_causal_hint_reaches_the_kernel(options, flagged, monkeypatch):
+def test_the_causal_hint_reaches_the_kernel(options, called_with, monkeypatch):
     seen = []
     kernel = torch.nn.functional.scaled_dot_product_attention
 
     def recorded(*tensors, attn_mask, is_causal, **rest):
-        seen.append((attn_mask is None, is_causal))
+        seen.append((attn_mask if attn_mask is None else "a mask", is_causal))
         return kernel(*tensors, attn_mask=attn_mask, is_causal=is_causal, **rest)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
     layer, _ = pair()
     x = torch.randn(QUERIES, BATCH, EMBED, dtype=torch.float64)
     layer(x, x, x, attn_mask=causal_mask(QUERIES), **({"need_weights": False} | options))
-    assert seen == [(flagged, flagged)]
+    assert seen == called_with
 
 
 def test_the_signatures_are_those_of_torch():

@@ -6,8 +6,8 @@ torch itself computes the whole matrix. A mask other than plain causal is handed
 queries x keys. Its second derivative is not implemented by torch; `backend="reference"` has one.
 
 On CPU the log-sum-exp is taken from the flash operator, which returns it but cannot differentiate it;
-`_FlashWithLse` adds that gradient. Weights, where they are asked for, are computed beside the kernel: they are
-the matrix that it avoids.
+`_FlashWithLse` adds that gradient. Where weights are asked for, so is the matrix that kernels avoid, and the answer
+is the reference's.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.attention import reference
 from headwise.attention.problem import Answer, Problem
-from headwise.attention.reference import masked_scores, weights_of
 from headwise.attention.rules import causal
 from headwise.shapes import Bool, Float
 
@@ -43,6 +43,8 @@ def why_not(problem: Problem) -> str | None:
 
 def run(problem: Problem) -> Answer:
     """The answer from torch's kernels; `why_not` has been asked before."""
+    if problem.return_weights:
+        return reference.run(problem)  # the matrix that the kernels avoid is asked for
     q, k, v, scale = problem.q, problem.k, problem.v, problem.scale
     if 0 in (*q.shape, *k.shape, *v.shape):
         return _nothing_to_attend(problem)
@@ -54,42 +56,48 @@ def run(problem: Problem) -> Answer:
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (_widen(tensor, width) for tensor in (q, k, v))
     attn_mask, is_causal = _attn_mask(problem)
-    if problem.sinks is not None and not _needs_lse(problem):
-        k, v, attn_mask, is_causal = _with_sink_key(problem, k, v, attn_mask)
 
-    out = lse = None
+    lse = None
     if _needs_lse(problem):
-        added = attn_mask
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            added = torch.where(attn_mask, torch.zeros((), dtype=problem.score_dtype), -torch.inf)
-        out, lse = _FlashWithLse.apply(q, k, v, added, is_causal, scale)  # type: ignore[no-untyped-call]
-        if added is not None:
-            # The operator says 0 for a row without a key.
-            lse = lse.masked_fill((added == -torch.inf).all(-1), -torch.inf)
-    if out is None or problem.dropout > 0:
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=attn_mask,
-            dropout_p=problem.dropout,
-            is_causal=is_causal,
-            scale=scale,
-            **({"enable_gqa": True} if q.shape[1] != k.shape[1] else {}),  # while compiling, != may be a symbol
-        )
-        if torch.compiler.is_exporting() and attn_mask is not None:
-            # Other runtimes know no rows without a key.
-            hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
-            out = out.masked_fill(hidden.all(-1, keepdim=True), 0.0)
+        out, lse = _with_lse(problem, q, k, v, attn_mask, is_causal, scale)
+    if lse is None or problem.dropout > 0:
+        if problem.sinks is not None and lse is None:
+            k, v, attn_mask, is_causal = _with_sink_key(problem, k, v, attn_mask)
+        out = _without_lse(q, k, v, attn_mask, is_causal, scale, problem.dropout)
     if problem.sinks is not None and lse is not None:
         # A sink adds to the sum that a row is divided by, and nothing to the row: exp(lse) / (exp(lse) + exp(sink)).
         out = out * torch.sigmoid(lse - problem.sinks)[..., None]
         lse = torch.logaddexp(lse, problem.sinks)
-    weights = None
-    if problem.return_weights:
-        weights = weights_of(masked_scores(problem), problem.sinks).to(problem.q.dtype)
     out = out[..., : problem.v.shape[-1]].to(problem.q.dtype)
-    return Answer(out, lse if problem.return_lse else None, weights)
+    return Answer(out, lse if problem.return_lse else None, None)
+
+
+def _without_lse(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, dropout: float
+) -> Float[Tensor, "batch heads queries width"]:
+    """Torch's attention."""
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # while compiling, != may be a symbol
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=is_causal, scale=scale, **grouped
+    )
+    if torch.compiler.is_exporting() and attn_mask is not None:
+        # Other runtimes know no rows without a key.
+        hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
+        out = out.masked_fill(hidden.all(-1, keepdim=True), 0.0)
+    return out
+
+
+def _with_lse(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads queries"]]:
+    """The operator under torch's attention, which tells the log-sum-exp."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=problem.score_dtype), -torch.inf)
+    out, lse = _FlashWithLse.apply(q, k, v, attn_mask, is_causal, scale)  # type: ignore[no-untyped-call]
+    if attn_mask is not None:
+        # The operator says 0 for a row without a key.
+        lse = lse.masked_fill((attn_mask == -torch.inf).all(-1), -torch.inf)
+    return out, lse
 
 
 def _needs_lse(problem: Problem) -> bool:
@@ -228,5 +236,5 @@ def _nothing_to_attend(problem: Problem) -> Answer:
     return Answer(
         zeros.expand(-1, -1, -1, v.shape[-1]).clone(),
         lse if problem.return_lse else None,
-        zeros.expand(-1, -1, -1, k.shape[2]).clone() if problem.return_weights else None,
+        None,
     )

@@ -48,19 +48,19 @@ def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, 
     """`scale q k^T + bias`, -inf where the mask forbids, for some query rows or all; float32 at least."""
     part = slice(None) if rows is None else slice(rows.start, rows.stop)
     dtype = problem.score_dtype
-    scores = each_kv_head(problem.q[:, :, part].to(dtype), problem.k.to(dtype).mT) * problem.scale
+    scores = each_kv_head(problem.q[:, :, part].to(dtype) * problem.scale, problem.k.to(dtype).mT)
     if problem.softcap is not None:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     if problem.talking is not None:
         scores = mixed(scores, problem.talking.before)
+    hidden = None if problem.mask is None else ~problem.mask.block(problem.grid, rows)
     if problem.bias is not None:
-        scores = scores + (problem.bias if problem.bias.shape[2] == 1 else problem.bias[:, :, part])
-    hidden = scores == -torch.inf
-    if problem.mask is not None:
-        hidden = hidden | ~problem.mask.block(problem.grid, rows)
-    # Filling what a bias has hidden already stops the gradient there: those of softmax and logsumexp are NaN in a
-    # row without a key.
-    return scores.masked_fill(hidden, -torch.inf)
+        bias = problem.bias if problem.bias.shape[2] == 1 else problem.bias[:, :, part]
+        scores = scores + bias
+        # Filling what a bias has hidden already stops the gradient there: those of softmax and logsumexp are NaN in
+        # a row without a key.
+        hidden = bias == -torch.inf if hidden is None else hidden | (bias == -torch.inf)
+    return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
 
 def lse_of(
@@ -78,7 +78,7 @@ def weights_of(
     if sinks is not None:
         with_sink = torch.cat([scores, sinks[:, None].expand(*scores.shape[:-1], 1)], dim=-1)
         return torch.softmax(with_sink, -1)[..., :-1]
-    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    empty = scores.amax(-1, keepdim=True) == -torch.inf if scores.shape[-1] else scores[..., :1] == 0.0
     return torch.softmax(scores, -1).masked_fill(empty, 0.0)
 
 
