@@ -21,21 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention import packed
-from headwise.attention.attend import attend, backend_named
-from headwise.attention.autocast import NARROW, autocast_dtype
+from headwise.attention.attend import attend
 from headwise.attention.cache import Cache, StaticCache
 from headwise.attention.masks import Mask, require_broadcast
 from headwise.attention.placement import Placed, place
 from headwise.attention.positions import PositionBias
-from headwise.attention.problem import mask_and_bias, positions_of
 from headwise.attention.rotary import Rotary
+from headwise.base import AttentionLayer, reset_linear
 from headwise.checks import probability, whole_number
 from headwise.errors import InputError
 from headwise.options import OutputGate, QKNorm, Scores
 from headwise.shapes import Bool, Float, Int
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(AttentionLayer):
     """Multi-head attention (Vaswani et al. 2017, section 3.2.2), self or cross, with every width free.
 
     Args:
@@ -68,11 +67,6 @@ class MultiHeadAttention(nn.Module):
     maps: ClassVar[int] = 1
     """Maps of scores that a head has."""
 
-    sinks: nn.Parameter | None
-    temperature: nn.Parameter | None
-    talking_before: nn.Parameter | None
-    talking_after: nn.Parameter | None
-
     def __init__(
         self,
         embed_dim: int,
@@ -102,6 +96,7 @@ class MultiHeadAttention(nn.Module):
         _check_sizes(
             embed_dim=embed_dim,
             num_heads=num_heads,
+            maps=self.maps,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             value_dim=value_dim,
@@ -112,8 +107,8 @@ class MultiHeadAttention(nn.Module):
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads or num_heads
-        self.head_dim = head_dim or embed_dim // num_heads
-        self.value_dim = value_dim or self.head_dim
+        self.head_dim = head_dim or embed_dim // (self.maps * num_heads)
+        self.value_dim = value_dim or self.maps * self.head_dim
         self.context_dim = context_dim or embed_dim
         self.value_context_dim = value_context_dim or self.context_dim
         self.out_dim = out_dim or embed_dim
@@ -144,8 +139,7 @@ class MultiHeadAttention(nn.Module):
             self.gate_proj = nn.Linear(embed_dim, gates, bias=bias, **made)
         out_bias = bias if out_bias is None else out_bias
         self.out_proj = nn.Linear(self.num_heads * self.value_dim, self.out_dim, bias=out_bias, **made)
-        for name, shape in (self.scores or Scores()).learned(self.maps * num_heads).items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, **made)) if shape else None)
+        self._register_scores(self.maps * num_heads, **made)
         self.reset_parameters()
 
     @property
@@ -164,22 +158,10 @@ class MultiHeadAttention(nn.Module):
         """
         for name, module in self.named_children():
             if isinstance(module, nn.Linear):
-                # Each of queries, keys and values by its own width, fused or not.
-                widths = list(self.qkv_widths) if name == "qkv_proj" else [module.out_features]
-                for weight in torch.split(module.weight, widths):
-                    nn.init.xavier_uniform_(weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                reset_linear(module, self.qkv_widths if name == "qkv_proj" else (module.out_features,))
             elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
                 module.reset_parameters()
-        for parameter, start in (
-            (self.sinks, nn.init.zeros_),
-            (self.temperature, nn.init.ones_),
-            (self.talking_before, nn.init.eye_),
-            (self.talking_after, nn.init.eye_),
-        ):
-            if parameter is not None:
-                start(parameter)
+        self._reset_scores()
 
     # -- from x to the output ---------------------------------------------------------------------------------
 
@@ -277,56 +259,46 @@ class MultiHeadAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, self._split(v, self.num_kv_heads)
 
-    def _split(
-        self, projected: Float[Tensor, "batch length width"], heads: int
-    ) -> Float[Tensor, "batch {heads} length head_width"]:
-        """The width cut into heads, and the heads brought before the length; a view, no copy."""
-        return projected.view(*projected.shape[:-1], heads, projected.shape[-1] // heads).transpose(1, 2)
-
-    def _mask_and_bias(self, mask: Any, bias: Any, cache: Cache | None) -> tuple[Mask | None, Tensor | None]:
-        """What the call says of the scores, with the masks of layer and cache."""
-        mask, bias = mask_and_bias(mask, bias)
-        for more in (cache and cache.mask, self.mask):
-            if more is not None:
-                mask = more if mask is None else more & mask
-        return mask, bias
-
     def _attend(
         self, placed: Placed, *, mask: Mask | None, bias: Tensor | None, gate: Tensor | None, return_weights: bool
     ) -> tuple[Tensor, ...]:
         """Each head's output, and its weights where they are asked for."""
-        scores = self.scores or Scores()
-        if self.position_bias is not None:
-            positions = (placed.query_positions, placed.key_positions)
-            wide = torch.promote_types(placed.q.dtype, torch.float32)
-            by_distance = self.position_bias.values(self.num_heads, *positions, wide)
-            if bias is not None:
-                require_broadcast("bias", bias, placed.grid)
-            bias = by_distance if bias is None else by_distance + bias
-        scale = self.head_dim**-0.5 if scores.scale is None else scores.scale
+        bias = self._with_position_bias(placed, bias)
+        return self._attend_map(slice(None), placed, mask=mask, bias=bias, gate=gate, return_weights=return_weights)
+
+    def _with_position_bias(self, placed: Placed, bias: Tensor | None) -> Tensor | None:
+        """What is added to the scores, by distance and by the call."""
+        if self.position_bias is None:
+            return bias
+        if bias is not None:
+            require_broadcast("bias", bias, placed.grid)
+        wide = torch.promote_types(placed.q.dtype, torch.float32)
+        by_distance = self.position_bias.values(self.num_heads, placed.query_positions, placed.key_positions, wide)
+        return by_distance if bias is None else by_distance + bias
+
+    def _attend_map(
+        self,
+        heads: slice,
+        placed: Placed,
+        *,
+        mask: Mask | None,
+        bias: Tensor | None,
+        gate: Tensor | None,
+        return_weights: bool,
+    ) -> tuple[Tensor, ...]:
+        """One map of scores a head, whose own parameters are those of `heads`."""
         attended = attend(
             placed.q,
             placed.k,
             placed.v,
             mask=mask,
             bias=bias,
-            scale=scale if self.temperature is None else scale / self.temperature,
-            softcap=scores.softcap,
-            sinks=self.sinks,
-            talking_heads=self._talking_heads,
-            **placed.order,
             gate=gate,
-            dropout=self.dropout if self.training else 0.0,
             return_weights=return_weights,
-            backend=self.backend,
+            **placed.order,
+            **self._score_options(self.head_dim, heads),
         )
         return attended if isinstance(attended, tuple) else (attended,)
-
-    @property
-    def _talking_heads(self) -> tuple[Tensor, Tensor] | None:
-        if self.talking_before is None or self.talking_after is None:
-            return None
-        return self.talking_before, self.talking_after
 
     def _attend_packed(
         self,
@@ -390,23 +362,11 @@ class MultiHeadAttention(nn.Module):
 
     def _check_options(self) -> None:
         """Kinds of the options, and what they ask of the sizes."""
-        kinds: dict[str, tuple[type, str]] = {
-            "rotary": (Rotary, "a Rotary, such as Rotary(theta=10_000)"),
-            "position_bias": (PositionBias, "ALiBi() or a RelativeBias"),
-            "scores": (Scores, "a Scores, such as Scores(softcap=30.0)"),
-            "qk_norm": (QKNorm, "a QKNorm, such as QKNorm('rms')"),
-            "mask": (Mask, "a headwise Mask, such as causal()"),
-        }
-        for name, (kind, expected) in kinds.items():
-            option = getattr(self, name)
-            if option is not None and (not isinstance(option, kind) or isinstance(option, Tensor | type)):
-                raise InputError(name, expected=expected, got=type(option).__name__)
+        self._check_kinds()
         if self.output_gate not in (None, "head", "element"):
             raise InputError("output_gate", expected="'head', 'element' or None", got=repr(self.output_gate))
         if self.rotary is not None:
             self.rotary.check(self.head_dim)
-        if self.backend is not None:
-            backend_named(self.backend)
         widths = (self.context_dim, self.value_context_dim)
         if self.fused_qkv and widths != (self.embed_dim, self.embed_dim):
             raise InputError("fused_qkv", expected=f"contexts of width {self.embed_dim} like x", got=f"widths {widths}")
@@ -442,26 +402,6 @@ class MultiHeadAttention(nn.Module):
         x, context, value_context = inputs if x.ndim == 3 else [tensor.unsqueeze(0) for tensor in inputs]
         return x, context, value_context
 
-    def _check_input(self, name: str, tensor: Any, width: int) -> None:
-        """Rank, width, device and dtype of an input."""
-        if not isinstance(tensor, Tensor) or tensor.is_nested:
-            got = "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise InputError(name, expected="a tensor", got=got)
-        if tensor.ndim not in (2, 3):
-            raise InputError(name, expected=f"(batch, length, {width}) or (length, {width})", got=tuple(tensor.shape))
-        if tensor.shape[-1] != width:
-            raise InputError(name, expected=f"width {width} on the last axis", got=tuple(tensor.shape))
-        parameter = next(self.parameters(), None)
-        if parameter is None:
-            return  # quantised away; the projections know what they take
-        if tensor.device != parameter.device:
-            raise InputError(name, expected=f"a tensor on {parameter.device} like the layer", got=tensor.device)
-        cast = autocast_dtype(tensor.device) is not None and {tensor.dtype, parameter.dtype} <= NARROW
-        if tensor.dtype != parameter.dtype and not cast:
-            raise InputError(
-                name, expected=f"{parameter.dtype} like the layer", got=tensor.dtype, remedy="cast one to the other"
-            )
-
     def _starts(
         self, x: Tensor, context: Tensor | None, offsets: Any, context_offsets: Any, *, batched: bool
     ) -> tuple[list[int], list[int]] | None:
@@ -482,27 +422,6 @@ class MultiHeadAttention(nn.Module):
             raise InputError("context_offsets", expected=f"{len(of_queries)} numbers like offsets", got=len(of_keys))
         return of_queries, of_keys
 
-    def _positions(
-        self, x: Tensor, positions: Any, cache: Any, lengths: Any, *, cross: bool, parts: bool
-    ) -> Int[Tensor, "#batch queries"] | None:
-        """The positions with a batch axis, once what is said of places fits together."""
-        if cache is not None and not isinstance(cache, Cache):
-            raise InputError("cache", expected="a headwise Cache, such as DynamicCache()", got=type(cache).__name__)
-        if cache is not None and (cross or parts):
-            got = "a context" if cross else "packed sequences"
-            raise InputError("cache", expected="self-attention, one sequence a row", got=got)
-        if lengths is not None and cache is None:
-            remedy = "mask=padding(lengths) leaves padding out"
-            raise InputError("lengths", expected="a StaticCache beside them", got="none", remedy=remedy)
-        if positions is None:
-            return None
-        if cross:
-            raise InputError("positions", expected="none beside a context, which has positions too", got="some")
-        if cache is not None and (self.position_bias is not None or (self.rotary is not None and self.rotary.grows)):
-            expected = "none beside a cache, where cached keys are placed anew in every call"
-            raise InputError("positions", expected=expected, got="some")
-        return positions_of("positions", positions, x.shape[0], x.shape[1], x.device)
-
     def extra_repr(self) -> str:
         told = {"num_heads": self.num_heads}
         if self.num_kv_heads != self.num_heads:
@@ -513,13 +432,14 @@ class MultiHeadAttention(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in (told | shown).items())
 
 
-def _check_sizes(*, embed_dim: int, num_heads: int, **more: int | None) -> None:
+def _check_sizes(*, embed_dim: int, num_heads: int, maps: int, **more: int | None) -> None:
     """Sizes are positive, and heads divide what they must."""
     for name, size in {"embed_dim": embed_dim, "num_heads": num_heads, **more}.items():
         if size is not None:
             whole_number(name, size, least=1)
-    if more["head_dim"] is None and embed_dim % num_heads:
-        expected = f"a number that divides embed_dim {embed_dim}"
+    if more["head_dim"] is None and embed_dim % (maps * num_heads):
+        shared = "" if maps == 1 else f" / {maps} = {embed_dim / maps:g}"
+        expected = f"a number that divides embed_dim {embed_dim}{shared}"
         raise InputError("num_heads", expected=expected, got=num_heads, remedy="or give head_dim")
     kv_heads = more["num_kv_heads"]
     if kv_heads is not None and num_heads % kv_heads:

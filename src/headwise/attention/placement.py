@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention import packed
-from headwise.attention.cache import Cache, Joined
+from headwise.attention.cache import Cache, Joined, Kept
 from headwise.attention.masks import Grid
 from headwise.attention.rotary import Rotary
 from headwise.shapes import Float, Int
@@ -18,7 +18,7 @@ class Placed(NamedTuple):
 
     q: Float[Tensor, "batch heads queries head_dim"]
     k: Float[Tensor, "batch kv_heads keys head_dim"]
-    v: Float[Tensor, "batch kv_heads keys value_dim"]
+    v: Float[Tensor, "batch value_heads keys value_dim"]
     query_positions: Int[Tensor, "#batch queries"]
     key_positions: Int[Tensor, "#batch keys"]
     order: dict[str, Any]
@@ -35,8 +35,8 @@ class Placed(NamedTuple):
 
 def place(
     q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads new head_dim"],
-    v: Float[Tensor, "batch kv_heads new value_dim"],
+    k: Float[Tensor, "batch kv_heads new key_dim"],
+    v: Float[Tensor, "batch value_heads new value_dim"] | None,
     *,
     rotary: Rotary | None = None,
     positions: Int[Tensor, "#batch queries"] | None = None,
@@ -49,7 +49,8 @@ def place(
     Args:
         q: queries.
         k: keys of this call.
-        v: values of this call.
+        v: values of this call; None where they are read from the keys, as those of latent attention, so that the
+            cache keeps keys alone. The values placed are then the keys as they were kept.
         rotary: how positions turn queries and keys.
         positions: where the tokens stand, if not in order; they decide the angles, not the masks.
         cache: what was there before.
@@ -69,16 +70,18 @@ def place(
 
     if rotary is not None and not rotary.grows:
         q, k = rotary.rotate(q, of_queries), rotary.rotate(k, of_keys)
+    kept: Kept = (k,) if v is None else (k, v)
     joined: Joined | None = None
     told: dict[str, Any] = {}
     if cache is not None:
-        joined = cache.joined((k, v), order)
-        k, v = joined.tensors
+        joined = cache.joined(kept, order)
+        kept = joined.tensors
         if joined.key_positions is None:
-            of_keys = torch.arange(k.shape[2], device=device)[None]
+            of_keys = torch.arange(kept[0].shape[2], device=device)[None]
         else:
             of_keys = joined.key_positions
             told = {"query_positions": order, "key_positions": of_keys}
+    k, v = kept[0], kept[-1]
     if rotary is not None and rotary.grows:
         # These angles change with the length, also those of keys that were cached; so keys are cached unrotated.
         parts = list(zip(*map(packed.slices, starts), strict=True)) if starts else [(slice(None), slice(None))]
@@ -90,11 +93,11 @@ def place(
 def _turned_at_length(
     rotary: Rotary,
     q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    k: Float[Tensor, "batch kv_heads keys key_dim"],
     of_queries: Int[Tensor, "#batch queries"],
     of_keys: Int[Tensor, "#batch keys"],
     part: tuple[slice, slice],
-) -> tuple[Float[Tensor, "batch heads part head_dim"], Float[Tensor, "batch kv_heads keys_part head_dim"]]:
+) -> tuple[Float[Tensor, "batch heads part head_dim"], Float[Tensor, "batch kv_heads keys_part key_dim"]]:
     """The queries and keys of one text, turned by angles that its length decides."""
     at_q, at_k = of_queries[:, part[0]], of_keys[:, part[1]]
     length = torch.cat([at_q.flatten(), at_k.flatten(), at_q.new_zeros(1)]).max() + 1

@@ -116,7 +116,7 @@ class Problem:
             talking=None if talking_heads is None else _talking(talking_heads, q),
             query_positions=query_positions,
             key_positions=key_positions,
-            gate=None if gate is None else _as_factor(gate, q),
+            gate=None if gate is None else gate_factor(gate, q),
             dropout=probability("dropout", dropout),
             return_lse=return_lse,
             return_weights=return_weights,
@@ -204,7 +204,7 @@ def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
     return tensor.to(torch.promote_types(q.dtype, torch.float32))
 
 
-def _as_factor(gate: Any, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]:
+def gate_factor(gate: Any, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]:
     """The gate in a shape that multiplies `(batch, heads, queries, value_dim)`."""
     factor = float_tensor("gate", gate, like=q)
     batch, heads, queries, _ = q.shape

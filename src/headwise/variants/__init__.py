@@ -1,0 +1,1 @@
+"""Published variants of attention, each a layer of its own over the same core."""
