@@ -11,15 +11,19 @@ from headwise.errors import HeadwiseError, InputError, MissingExtra
 from headwise.heads.view import view
 from headwise.layer import MultiHeadAttention
 from headwise.options import QKNorm, Scores
+from headwise.variants.differential import DifferentialAttention
+from headwise.variants.latent import LatentAttention
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ALiBi",
+    "DifferentialAttention",
     "DynamicCache",
     "DynamicNTK",
     "HeadwiseError",
     "InputError",
+    "LatentAttention",
     "LinearScaling",
     "Llama3",
     "Mask",

@@ -228,6 +228,11 @@ class StaticCache(Cache):
         return positions
 
     def joined(self, new: Kept, positions: Int[Tensor, "#batch new"]) -> Joined:
+        room, sizes = ([each.shape[1:4:2] for each in tensors] for tensors in (self.slots, new))
+        if room != sizes:
+            expected = f"room for {[tuple(size) for size in sizes]} heads and widths, the layer's"
+            got = f"a cache made for {[tuple(size) for size in room]}"
+            raise InputError("cache", expected=expected, got=got, remedy="layer.static_cache(...) makes one that fits")
         for slots, tensor in zip(self.slots, new, strict=True):
             if slots.dtype != tensor.dtype or slots.device != tensor.device:
                 got = f"{tensor.dtype} on {tensor.device}"
