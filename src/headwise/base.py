@@ -150,3 +150,10 @@ def reset_linear(linear: nn.Linear, widths: tuple[int, ...]) -> None:
         nn.init.xavier_uniform_(weight)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
+
+
+def normed(norm: nn.Module, x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
+    """`norm(x)`, in the dtype of the norm's weight, which under autocast is wider than x; the result in that of x."""
+    weight = next(norm.parameters(), None)
+    normal: Tensor = norm(x if weight is None else x.to(weight.dtype))
+    return normal.to(x.dtype)

@@ -27,7 +27,7 @@ from headwise.attention.masks import Mask, require_broadcast
 from headwise.attention.placement import Placed, place
 from headwise.attention.positions import PositionBias
 from headwise.attention.rotary import Rotary
-from headwise.base import AttentionLayer, reset_linear
+from headwise.base import AttentionLayer, normed, reset_linear
 from headwise.checks import probability, whole_number
 from headwise.errors import InputError
 from headwise.options import OutputGate, QKNorm, Scores
@@ -253,10 +253,10 @@ class MultiHeadAttention(AttentionLayer):
             q, k, v = self.q_proj(x), self.k_proj(context), self.v_proj(value_context)
         over = self.qk_norm and self.qk_norm.over
         if over == "heads":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = normed(self.q_norm, q), normed(self.k_norm, k)
         q, k = self._split(q, self.maps * self.num_heads), self._split(k, self.maps * self.num_kv_heads)
         if over == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = normed(self.q_norm, q), normed(self.k_norm, k)
         return q, k, self._split(v, self.num_kv_heads)
 
     def _attend(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from headwise.attention.masks import Mask
 from headwise.attention.placement import Placed
 from headwise.attention.problem import gate_factor
+from headwise.base import normed
 from headwise.checks import finite_number, whole_number
 from headwise.errors import InputError
 from headwise.layer import MultiHeadAttention
@@ -113,7 +114,7 @@ class DifferentialAttention(MultiHeadAttention):
         )
         share = self.second_share()
         heads, *weights = (one - share.to(one.dtype) * other for one, other in zip(first, second, strict=True))
-        heads = self.head_norm(heads) * (1 - self.lambda_init)
+        heads = normed(self.head_norm, heads) * (1 - self.lambda_init)
         return (heads if factor is None else heads * factor, *weights)
 
     def _maps(self, placed: Placed) -> list[tuple[slice, Placed]]:

@@ -26,7 +26,7 @@ from headwise.attention.cache import Cache, StaticCache
 from headwise.attention.masks import Mask
 from headwise.attention.placement import place
 from headwise.attention.rotary import Rotary
-from headwise.base import AttentionLayer, reset_linear
+from headwise.base import AttentionLayer, normed, reset_linear
 from headwise.checks import finite_number, probability, whole_number
 from headwise.errors import InputError
 from headwise.options import Scores
@@ -198,14 +198,14 @@ class LatentAttention(AttentionLayer):
 
     def _queries(self, x: Float[Tensor, "batch queries embed"]) -> Float[Tensor, "batch heads queries width"]:
         """Each head's query, the part with position first, where the rotation is."""
-        q = self.q_proj(x) if self.q_rank is None else self.q_up(self.q_norm(self.q_down(x)))
+        q = self.q_proj(x) if self.q_rank is None else self.q_up(normed(self.q_norm, self.q_down(x)))
         content, turned = torch.split(self._split(q, self.num_heads), [self.head_dim, self.rotary_dim], dim=-1)
         return torch.cat((turned, content), dim=-1)
 
     def _latents(self, x: Float[Tensor, "batch new embed"]) -> Float[Tensor, "batch 1 new width"]:
         """The shared key, and after it the latent: all that is to be kept of x."""
         latent, turned = torch.split(self.kv_down(x), [self.kv_rank, self.rotary_dim], dim=-1)
-        return torch.cat((turned, self.kv_norm(latent).to(turned.dtype)), dim=-1).unsqueeze(1)
+        return torch.cat((turned, normed(self.kv_norm, latent).to(turned.dtype)), dim=-1).unsqueeze(1)
 
     # -- the two forms ----------------------------------------------------------------------------------------
 
