@@ -91,8 +91,6 @@ def layers(draw, *, cross: bool, mask=None) -> Draw:
             refusals.append("have no softcap")
         if scores.talking_heads:
             refusals.append("keep heads apart")
-        if scores.sinks and kind == "learned":
-            refusals.append("no gradient of the log-sum-exp for a bias")
     return Draw(layer, oracle, refusals)
 
 
@@ -236,8 +234,6 @@ def test_a_text_in_pieces(data):
         with torch.no_grad():
             return [torch.cat([layer(piece, cache=cache) for piece in x.split(cut, dim=1)], dim=1)]
 
-    if drawn.refusals:
-        drawn.refusals = [reason for reason in drawn.refusals if "gradient" not in reason]  # none is wanted here
     right_or_refused(drawn, call, lambda: [drawn.expected(x, at_q=at, at_k=at, allowed=allowed)[0].detach()])
 
 
@@ -253,7 +249,6 @@ def test_texts_of_different_lengths_in_one_static_cache(data):
     totals = [sum(counts) for counts in zip(*calls, strict=True)]
     cache = layer.static_cache(batch, max(*totals, 1))
     texts = [random(draw, total, layer.embed_dim) for total in totals]
-    drawn.refusals = [reason for reason in drawn.refusals if "gradient" not in reason]
 
     def call():
         out, begun = [[] for _ in range(batch)], [0] * batch

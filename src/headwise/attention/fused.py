@@ -36,7 +36,7 @@ def why_not(problem: Problem) -> str | None:
     if _needs_lse(problem):
         if problem.q.device.type != "cpu":
             return f"torch's operators are read for the log-sum-exp on cpu only, and q is on {problem.q.device}"
-        if problem.bias is not None and problem.bias.requires_grad and torch.is_grad_enabled():
+        if _learns_bias(problem):
             return "torch's operator has no gradient of the log-sum-exp for a bias, and bias requires one"
     return None
 
@@ -103,7 +103,12 @@ def _with_lse(
 def _needs_lse(problem: Problem) -> bool:
     """Whether the log-sum-exp is wanted, or is the way to the sinks: on CPU, in a program that stays in torch."""
     here = problem.q.device.type == "cpu" and not torch.compiler.is_exporting()
-    return problem.return_lse or (problem.sinks is not None and here)
+    return problem.return_lse or (problem.sinks is not None and here and not _learns_bias(problem))
+
+
+def _learns_bias(problem: Problem) -> bool:
+    """Whether a gradient of the bias may be asked for."""
+    return problem.bias is not None and problem.bias.requires_grad and torch.is_grad_enabled()
 
 
 def _with_sink_key(

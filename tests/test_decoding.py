@@ -1,0 +1,170 @@
+"""Token by token, in pieces or at once: the same output, for every cache, position scheme and mask that allows it."""
+
+import itertools
+
+import pytest
+import torch
+
+import headwise as hw
+
+BATCH, LENGTH, EMBED, HEADS = 2, 13, 24, 6
+
+POSITIONS = {
+    "none": {},
+    "rotary": {"rotary": hw.Rotary()},
+    "partial rotary": {"rotary": hw.Rotary(width=2, interleaved=True)},
+    "linear": {"rotary": hw.Rotary(scaling=hw.LinearScaling(2.0))},
+    "yarn": {"rotary": hw.Rotary(scaling=hw.YaRN(4.0, 8))},
+    "llama3": {"rotary": hw.Rotary(scaling=hw.Llama3(8.0, 8))},
+    "alibi": {"position_bias": hw.ALiBi()},
+    "relative": {"position_bias": hw.RelativeBias(HEADS, 8, 10, bidirectional=False, dtype=torch.float64)},
+}
+MASKS = {
+    "causal": hw.causal(),
+    "window": hw.window(4),
+    "window and sinks": hw.window(3) | hw.causal() & hw.prefix(2),
+    "dilated": hw.window(3, dilation=2),
+    "a window per head": hw.window([1, 2, 3, 5, 8, None]),
+    "chunked": hw.causal() & hw.chunked(4),
+    "a rule": hw.where(lambda b, h, q, k: (q >= k) & ((q + k + h) % 3 != b)),
+}
+CACHES = {
+    "dynamic": lambda layer: hw.DynamicCache(),
+    "static": lambda layer: layer.static_cache(BATCH, LENGTH + 2),
+    "sliding": lambda layer: hw.SlidingCache(LENGTH),
+}
+PIECES = ([1] * LENGTH, [5, 1, 1, 6], [LENGTH])
+
+
+def filled(layer):
+    layer = layer.double().eval()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return layer
+
+
+def layers(mask, positions):
+    """The layer, and its variants."""
+    common = {"mask": mask, **positions, "dtype": torch.float64}
+    options = {"num_kv_heads": 2, "qk_norm": hw.QKNorm(), "output_gate": "head", "scores": hw.Scores(sinks=True)}
+    yield hw.MultiHeadAttention(EMBED, HEADS, **common, **options)
+    yield hw.DifferentialAttention(EMBED, HEADS, num_kv_heads=3, **common)
+    if "position_bias" not in positions:
+        yield hw.LatentAttention(EMBED, HEADS, kv_rank=5, head_dim=4, rotary_dim=4, **common)
+
+
+def in_pieces(layer, x, cache, pieces):
+    with torch.no_grad():
+        return torch.cat([layer(piece, cache=cache) for piece in x.split(pieces, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_every_cache_position_scheme_and_mask(positions, mask):
+    x = torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
+    for layer in layers(MASKS[mask], POSITIONS[positions]):
+        expected = filled(layer)(x).detach()
+        for (name, make), pieces in itertools.product(CACHES.items(), PIECES):
+            y = in_pieces(layer, x, make(layer), pieces)
+            torch.testing.assert_close(y, expected, rtol=0, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "sliding"])
+def test_angles_that_grow_equal_a_forward_of_all_there_is(cache):
+    """With dynamic scaling every token changes all angles: each step equals the last row of a forward so far."""
+    layer = filled(
+        hw.MultiHeadAttention(EMBED, HEADS, rotary=hw.Rotary(scaling=hw.DynamicNTK(2.0, 6)), mask=hw.causal())
+    )
+    x = torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
+    kept = CACHES[cache](layer)
+    with torch.no_grad():
+        for t in range(LENGTH):
+            y = layer(x[:, t : t + 1], cache=kept)
+            torch.testing.assert_close(y, layer(x[:, : t + 1])[:, -1:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 0), (3, 2), (1, 3)])
+def test_a_sliding_cache_is_a_window_with_sinks(window, sinks):
+    layer = filled(hw.MultiHeadAttention(EMBED, HEADS, rotary=hw.Rotary(), position_bias=hw.ALiBi()))
+    x = torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
+    expected = layer(x, mask=hw.window(window) | hw.causal() & hw.prefix(sinks)).detach()
+    for pieces in PIECES:
+        y = in_pieces(layer, x, hw.SlidingCache(window, sinks=sinks), pieces)
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["layer", "differential", "latent"])
+def test_a_batch_of_different_lengths_shares_a_static_cache(kind):
+    *all_layers, latent = layers(hw.causal() & hw.chunked(5), POSITIONS["rotary"])
+    layer = filled({"layer": all_layers[0], "differential": all_layers[1], "latent": latent}[kind])
+    texts = torch.randn(2, LENGTH, EMBED, dtype=torch.float64)
+    expected = layer(texts).detach()
+    cache = layer.static_cache(2, LENGTH)
+    begun, got = [0, 0], [[], []]
+    for counts in ([6, 2], [0, 3], [1, 1], [2, 4]):
+        x = torch.full((2, max(counts), EMBED), 1e6, dtype=torch.float64)  # padding that would show
+        for row, count in enumerate(counts):
+            x[row, :count] = texts[row, begun[row] : begun[row] + count]
+        with torch.no_grad():
+            y = layer(x, cache=cache, lengths=counts)
+        for row, count in enumerate(counts):
+            got[row].append(y[row, :count])
+            begun[row] += count
+    for row in range(2):
+        torch.testing.assert_close(torch.cat(got[row]), expected[row, : begun[row]], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_beams_reorder_and_guesses_are_taken_back(cache):
+    """After reorder and crop, decoding goes on as if the text had always been that."""
+    layer = filled(hw.MultiHeadAttention(EMBED, HEADS, rotary=hw.Rotary(), mask=hw.causal()))
+    x = torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
+    wrong = torch.randn(BATCH, 3, EMBED, dtype=torch.float64)
+    kept = CACHES[cache](layer)
+    in_pieces(layer, x[:, :5], kept, [5])
+    in_pieces(layer, wrong, kept, [3])
+    kept.crop(5)
+    beams = torch.tensor([1, 1])
+    kept.reorder(beams)
+    y = in_pieces(layer, x[:, 5:], kept, [1] * (LENGTH - 5))
+    text = torch.cat([x[beams, :5], x[:, 5:]], dim=1)
+    torch.testing.assert_close(y, layer(text)[:, 5:].detach(), rtol=0, atol=1e-12)
+
+
+def test_explicit_positions_beside_a_cache():
+    """A text on the left of which there is padding: its positions begin where its words do."""
+    layer = filled(hw.MultiHeadAttention(EMBED, HEADS, rotary=hw.Rotary(), mask=hw.causal()))
+    words = torch.randn(1, 6, EMBED, dtype=torch.float64)
+    padded = torch.cat([torch.full((1, 3, EMBED), 1e3, dtype=torch.float64), words], dim=1)
+    cache, out = hw.DynamicCache(), []
+    with torch.no_grad():
+        for start, stop in ((0, 5), (5, 6), (6, 9)):
+            positions = (torch.arange(start, stop) - 3).clamp(min=0)
+            mask = hw.padding([max(stop - 3, 0)], side="left")
+            out.append(layer(padded[:, start:stop], cache=cache, positions=positions, mask=mask))
+    torch.testing.assert_close(torch.cat(out, dim=1)[:, 3:], layer(words).detach(), rtol=0, atol=1e-12)
+
+
+def test_gradients_go_through_a_dynamic_cache():
+    layer = filled(hw.MultiHeadAttention(EMBED, HEADS, rotary=hw.Rotary(), mask=hw.causal()))
+    x = torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
+    cache = hw.DynamicCache()
+    pieces = torch.cat([layer(piece, cache=cache) for piece in x.split([4, 4, 5], dim=1)], dim=1)
+    upstream = torch.randn(pieces.shape, dtype=torch.float64)
+    ours, expected = (torch.autograd.grad(y, list(layer.parameters()), upstream) for y in (pieces, layer(x)))
+    for got, wanted in zip(ours, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
+
+
+@pytest.mark.usefixtures("as_user")
+def test_a_call_that_fails_leaves_the_cache_as_it_was():
+    layer = filled(hw.MultiHeadAttention(EMBED, HEADS, mask=hw.causal()))
+    x = torch.randn(BATCH, 3, EMBED, dtype=torch.float64)
+    for make in CACHES.values():
+        cache = make(layer)
+        in_pieces(layer, x, cache, [3])
+        with torch.no_grad(), pytest.raises(hw.InputError, match="^gate: expected a shape of"):
+            layer(x, cache=cache, gate=torch.ones(5))
+        with torch.no_grad():
+            positions = cache.positions(BATCH, 1, None, torch.device("cpu"))
+        assert positions.flatten().unique().tolist() == [3]
