@@ -1,9 +1,7 @@
 """Write docs/stand-in.md: run torch's layer and ours where they differ, and tabulate what each of them does."""
 
 import datetime
-import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -306,44 +304,6 @@ def _(cls):
     return f"a warning: {said[0].message}" if said else "no warning"
 
 
-# -- what it costs ------------------------------------------------------------------------------------------------
-
-
-def milliseconds(call: Callable[[], object], repeats: int = 9) -> float:
-    """The median time of a call, after one that is not counted."""
-    call()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(1000 * (time.perf_counter() - start))
-    return statistics.median(times)
-
-
-def times_of(cls: type[nn.MultiheadAttention]) -> dict[str, float]:
-    """Milliseconds of a layer alone and in an encoder."""
-    layer, block = cls(512, 8, batch_first=True), nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True)
-    block.self_attn = cls(512, 8, batch_first=True)
-    encoder = nn.TransformerEncoder(block, 2)
-    x = torch.randn(2, 1024, 512)
-    padding = torch.arange(1024) >= torch.tensor([512, 1024])[:, None]
-
-    def trained(need_weights: bool) -> None:
-        layer.train()(x, x, x, need_weights=need_weights)[0].sum().backward()
-
-    times = {
-        "training step": milliseconds(lambda: trained(False)),
-        "training step, with weights": milliseconds(lambda: trained(True)),
-    }
-    with evaluating(layer):
-        times["evaluation"] = milliseconds(lambda: layer(x, x, x, need_weights=False))
-        times["evaluation, with weights"] = milliseconds(lambda: layer(x, x, x))
-    with evaluating(encoder):
-        times["`nn.TransformerEncoder` of 2 layers, evaluation"] = milliseconds(lambda: encoder(x))
-        times["the same, half of one sequence padding"] = milliseconds(lambda: encoder(x, src_key_padding_mask=padding))
-    return times
-
-
 # -- the document -------------------------------------------------------------------------------------------------
 
 HOW_TO = """\
@@ -393,22 +353,6 @@ def table() -> list[str]:
     return lines
 
 
-def time_table() -> list[str]:
-    """Both layers' times, side by side."""
-    theirs, ours = times_of(nn.MultiheadAttention), times_of(MultiheadAttention)
-    lines = ["| | torch, ms | headwise, ms |", "| --- | --- | --- |"]
-    return lines + [f"| {name} | {theirs[name]:.0f} | {ours[name]:.0f} |" for name in theirs]
-
-
-COST = """
-## What it costs
-
-Self-attention of 2 sequences of 1,024 tokens, 512 wide, 8 heads, in float32 on {threads} CPU thread(s); median of 9.
-Weights cost more than in torch's layer: the output comes from the kernel all the same, and the matrix is made beside
-it. `need_weights` is True unless it is given, as in torch, so give False where the weights are not read.
-"""
-
-
 def document() -> str:
     """The whole of docs/stand-in.md."""
     version, _, _ = torch.__version__.partition("+")
@@ -417,8 +361,7 @@ def document() -> str:
         f"`docs/make_differences.py`: batch {BATCH}, length {LENGTH}, width {EMBED}, {HEADS} heads.\nWhat "
         "is not here is held to torch by `tests/test_compat.py`: outputs, weights and gradients in float64 to 1e-12.\n"
     )
-    cost = COST.format(threads=torch.get_num_threads())
-    return "\n".join([HOW_TO, dated, *table(), cost, *time_table()]) + "\n"
+    return "\n".join([HOW_TO, dated, *table()]) + "\n"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import contextlib
 import doctest
 import io
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -55,6 +56,26 @@ def test_docstrings_show_what_happens():
 def test_the_documents_of_the_readme_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).is_file(), target
+
+
+def test_the_table_of_backends_is_what_why_not_says():
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import make_backends
+    finally:
+        sys.path.pop(0)
+    written = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
+    assert "\n".join(make_backends.table()) in written
+
+
+def test_some_backend_does_every_pair_of_options():
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import make_backends
+    finally:
+        sys.path.pop(0)
+    found = make_backends.combinations(2)
+    assert found["some backend"] == found["all"] > 50
 
 
 def test_every_role_is_documented():
