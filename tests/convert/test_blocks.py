@@ -1,6 +1,7 @@
 """Attention blocks of tiny random `transformers` models, and the layers they become, and back."""
 
 import copy
+import math
 import re
 from dataclasses import dataclass
 
@@ -193,8 +194,35 @@ def test_options_come_along():
     assert layer.training
     assert (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.rotary) == (6, 2, 10, hw.Rotary())
     assert (layer.scores, layer.qk_norm, layer.out_proj.bias) == (None, None, None)
-    assert hw.from_transformers(tiny("phi")[1][0]).rotary == hw.Rotary(theta=50_000.0, width=4)
     assert hw.from_transformers(tiny("gpt-oss")[1][0].to(torch.bfloat16)).sinks.dtype == torch.bfloat16
+
+
+ROTATIONS = {
+    "llama, theta": hw.Rotary(theta=50_000.0),
+    "llama, linear": hw.Rotary(theta=50_000.0, scaling=hw.LinearScaling(3.0)),
+    "llama, dynamic": hw.Rotary(theta=50_000.0, scaling=hw.DynamicNTK(2.0, 8)),
+    "llama, yarn": hw.Rotary(theta=50_000.0, scaling=hw.YaRN(4.0, 16)),
+    "llama, yarn with a factor": hw.Rotary(
+        theta=50_000.0, scaling=hw.YaRN(4.0, 16, attention_factor=1.5, truncate=False)
+    ),
+    "llama, yarn as DeepSeek's": hw.Rotary(
+        theta=50_000.0,
+        scaling=hw.YaRN(
+            4.0,
+            16,
+            fast=5.0,
+            slow=2.0,
+            attention_factor=(0.07 * math.log(4.0) + 1) / (0.13 * math.log(4.0) + 1),
+        ),
+    ),
+    "llama, llama3": hw.Rotary(theta=50_000.0, scaling=hw.Llama3(8.0, 16, low=1.0, high=4.0)),
+    "phi": hw.Rotary(theta=50_000.0, width=4),
+}
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_the_rotation_is_that_of_the_configuration(name):
+    assert hw.from_transformers(tiny(name)[1][0]).rotary == ROTATIONS[name]
 
 
 class Adapter(nn.Module):
@@ -236,6 +264,14 @@ def pruned(block):
         (
             lambda: block_with("llama", q_proj=Adapter(nn.Linear(48, 60))),
             "block: expected a plain Linear for q_proj, got Adapter with base.weight, .*; merge adapters first",
+        ),
+        (
+            lambda: block_with("llama", k_proj=nn.Linear(48, 20)),
+            "block: expected biases of query, key and value, all three or none, got a difference in k_proj.bias",
+        ),
+        (
+            lambda: block_with("llama, biases", v_proj=nn.Linear(48, 20, bias=False)),
+            "block: expected biases of query, key and value, all three or none, got a difference in v_proj.bias",
         ),
         (
             lambda: pruned(tiny("llama")[1][0]),

@@ -1,5 +1,7 @@
 """Projections fused and separated: the same layer otherwise, to the bit."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -19,9 +21,9 @@ class Halves(hw.MultiHeadAttention):
         super().__init__(*args, **options)
         self.own = nn.Parameter(torch.randn(5, dtype=torch.float64))
 
-    def _attend(self, placed, **options):
-        q, k = placed.q[:, : self.num_heads], placed.k[:, : self.num_kv_heads]
-        return super()._attend(placed._replace(q=q, k=k), **options)
+    def _project(self, x, context, value_context):
+        q, k, v = super()._project(x, context, value_context)
+        return q[:, : self.num_heads], k[:, : self.num_kv_heads], v
 
 
 LAYERS = {
@@ -46,7 +48,7 @@ LAYERS = {
 def layer_of(name, *, fused):
     """A layer of random weights, in evaluation mode, some of its parameters frozen."""
     kind, options = LAYERS[name]
-    layer = kind(EMBED, HEADS, fused_qkv=fused, dtype=torch.float64, **options).eval()
+    layer = kind(EMBED, HEADS, fused_qkv=fused, dtype=torch.float64, **copy.deepcopy(options)).eval()
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     layer.out_proj.weight.requires_grad_(False)
@@ -64,7 +66,8 @@ def same_bits(one, other):
         assert torch.equal(value, other_value)
         assert value.data_ptr() != other_value.data_ptr()
         assert (value.requires_grad, value.dtype) == (other_value.requires_grad, other_value.dtype)
-    for name in ("fused_qkv", "training", "dropout", "scores", "qk_norm", "mask", "rotary"):
+    assert [each.training for each in one.modules()] == [each.training for each in other.modules()]
+    for name in ("fused_qkv", "dropout", "scores", "qk_norm", "mask", "rotary"):
         assert getattr(one, name) == getattr(other, name), name
 
 

@@ -46,12 +46,12 @@ def smollm2():
 def assert_as_close_as_their_own(smollm2, logits):
     """At most twice as far from SDPA as transformers' eager attention is, measured against the largest logit.
 
-    Measured on a CPU: their own 2.0e-6 of the largest logit, ours 2.0e-6.
+    Measured on a CPU, of the largest logit, 31.2: their own 1.3e-6; ours 1.5e-6 at once, 1.7e-6 in pieces with a
+    dynamic cache, 1.4e-6 with a static one.
     """
     scale = smollm2.logits["sdpa"].abs().max().item()
     apart = distance(smollm2.logits["eager"], smollm2.logits["sdpa"]) / scale
     error = distance(logits, smollm2.logits["sdpa"]) / scale
-    print(scale, apart, error)
     assert 0 < error <= 2 * apart
 
 
@@ -77,10 +77,10 @@ def test_a_prompt_in_pieces_of_5_gives_the_same_tokens_and_logits(smollm2, cache
 
 
 def test_every_weight_comes_back(smollm2):
-    emptied = copy.deepcopy(smollm2.theirs)
-    for theirs, layer in zip(emptied.model.layers, smollm2.layers, strict=True):
-        for parameter in theirs.self_attn.parameters():
+    for theirs, ours in zip(smollm2.theirs.model.layers, smollm2.layers, strict=True):
+        emptied = copy.deepcopy(theirs.self_attn)
+        for parameter in emptied.parameters():
             torch.nn.init.zeros_(parameter)
-        hw.to_transformers(layer.layer, theirs.self_attn)
-    for name, parameter in smollm2.theirs.named_parameters():
-        assert torch.equal(emptied.get_parameter(name), parameter), name
+        hw.to_transformers(ours.layer, emptied)
+        for name, parameter in theirs.self_attn.named_parameters():
+            assert torch.equal(emptied.get_parameter(name), parameter), name

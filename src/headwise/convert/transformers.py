@@ -39,8 +39,12 @@ def from_transformers(block: nn.Module, *, backend: str | None = None) -> MultiH
             got = f"{tensor.dtype} on {tensor.device} as {name}"
             raise InputError("block", expected=f"{like.dtype} on {like.device} throughout", got=got)
     layer = MultiHeadAttention(**options, backend=backend, device=like.device, dtype=like.dtype)
+    ours = dict(layer.named_parameters())
+    if apart := sorted(ours.keys() ^ theirs.keys()):
+        expected = "biases of query, key and value, all three or none"
+        raise InputError("block", expected=expected, got=f"a difference in {', '.join(apart)}")
     with torch.no_grad():
-        for name, parameter in layer.named_parameters():
+        for name, parameter in ours.items():
             parameter.copy_(theirs[name])
     return layer.train(block.training)
 
