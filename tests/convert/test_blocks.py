@@ -361,9 +361,11 @@ def test_a_layer_that_does_not_fit_changes_nothing(layer, message):
         assert torch.equal(value, before[name])
 
 
-def test_scores_that_say_the_usual_scale_are_no_other_scores():
-    block = tiny("llama")[1][0]
-    hw.to_transformers(ours(scores=hw.Scores(scale=10**-0.5)), block)
+@pytest.mark.usefixtures("as_user")
+def test_options_said_in_other_words_are_no_other_options():
+    layer, block = ours(scores=hw.Scores(scale=10**-0.5), rotary=hw.Rotary(theta=10_000)), tiny("llama")[1][0]
+    hw.to_transformers(layer, block)
+    assert torch.equal(block.q_proj.weight, layer.q_proj.weight)
 
 
 def test_a_layer_for_gpt2_is_to_be_fused():

@@ -26,6 +26,8 @@ CACHES = {
 @pytest.fixture(scope="module")
 def smollm2():
     """Theirs and ours, with the tokens that theirs writes and its logits under two implementations."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a token's products are small: threads wait for each other longer than they work
     loaded = load("smollm2")
     with torch.device("meta"):
         theirs = transformers.LlamaForCausalLM(loaded.model.config)
@@ -38,9 +40,10 @@ def smollm2():
             theirs.set_attn_implementation(implementation)
             logits[implementation] = theirs(tokens[:, :-1]).logits
     ours = copy.deepcopy(theirs)
-    return SimpleNamespace(
+    yield SimpleNamespace(
         theirs=theirs, ours=ours, layers=swap_attention(ours), prompt=prompt, tokens=tokens, logits=logits
     )
+    torch.set_num_threads(threads)
 
 
 def assert_as_close_as_their_own(smollm2, logits):

@@ -99,10 +99,11 @@ def _require_same(layer: Any, wanted: MultiHeadAttention, block: str) -> None:
     maps_of(layer)
     pairs = {name: (getattr(wanted, name), getattr(layer, name)) for name in _SAME}
     for name, (want, got) in (pairs | {"scores": (scores_of(wanted), scores_of(layer))}).items():
-        # Masks have no equality to rely on: some hold tensors. What they are made of is in their repr.
-        if repr(want) != repr(got):
-            how = "fuse" if want is True else "separate"
-            remedy = f"{how}_projections(layer) gives such a layer" if name == "fused_qkv" else None
+        # Some masks hold tensors, which have no equality to rely on; what a mask is made of is in its repr.
+        if repr(want) != repr(got) if name == "mask" else want != got:
+            remedy = None
+            if name == "fused_qkv":
+                remedy = f"{'fuse' if want else 'separate'}_projections(layer) gives such a layer"
             raise InputError("layer", expected=f"{name} {want!r} as the {block} has", got=repr(got), remedy=remedy)
 
 
