@@ -12,20 +12,6 @@ import headwise as hw
 EMBED, HEADS = 12, 6
 
 
-class Halves(hw.MultiHeadAttention):
-    """Two maps of scores a head, of which the first is used; and a parameter of its own."""
-
-    maps = 2
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.own = nn.Parameter(torch.randn(5, dtype=torch.float64))
-
-    def _project(self, x, context, value_context):
-        q, k, v = super()._project(x, context, value_context)
-        return q[:, : self.num_heads], k[:, : self.num_kv_heads], v
-
-
 LAYERS = {
     "plain": (hw.MultiHeadAttention, {}),
     "no bias": (hw.MultiHeadAttention, {"bias": False, "out_bias": True}),
@@ -41,7 +27,7 @@ LAYERS = {
             "dropout": 0.3,
         },
     ),
-    "derived": (Halves, {"num_kv_heads": 3}),
+    "derived": (hw.DifferentialAttention, {"num_kv_heads": 3, "norm_weight": True, "depth": 3}),
 }
 
 
@@ -144,21 +130,25 @@ def changed(change, **options):
         ),
         (
             lambda: hw.fuse_projections(changed(lambda layer: setattr(layer, "k_proj", Adapter(layer.k_proj)))),
-            "layer: expected a plain nn.Linear as k_proj, got Adapter with base.weight, base.bias; merge",
+            "layer: expected a plain nn.Linear as k_proj, got Adapter; merge or remove adapters",
         ),
         (
             lambda: hw.separate_projections(
                 changed(lambda layer: setattr(layer, "qkv_proj", Adapter(layer.qkv_proj)), fused_qkv=True)
             ),
-            "layer: expected a plain nn.Linear as qkv_proj, got Adapter with base.weight, base.bias; merge",
+            "layer: expected a plain nn.Linear as qkv_proj, got Adapter; merge or remove adapters",
         ),
         (
             lambda: hw.fuse_projections(changed(lambda layer: prune.identity(layer.v_proj, "weight"))),
-            "layer: expected a plain nn.Linear as v_proj, got Linear with bias, weight_orig, weight_mask; merge",
+            "layer: expected a plain nn.Linear as v_proj, got one with bias, weight_orig, weight_mask; merge or",
         ),
         (
             lambda: hw.fuse_projections(changed(lambda layer: delattr(layer, "v_proj"))),
-            "layer: expected a plain nn.Linear as v_proj, got none",
+            "layer: expected a plain nn.Linear as v_proj, got none; merge or remove adapters",
+        ),
+        (
+            lambda: hw.fuse_projections(changed(lambda layer: layer.v_proj.register_forward_hook(print))),
+            "layer: expected a plain nn.Linear as v_proj, got one with a hook; merge or remove adapters",
         ),
         (
             lambda: hw.fuse_projections(changed(lambda layer: setattr(layer.k_proj, "bias", None))),

@@ -68,9 +68,16 @@ def _require_layer(layer: Any, *, fused: bool) -> None:
 def _plain(layer: MultiHeadAttention, name: str) -> nn.Linear:
     """A projection that is its weight and bias and nothing more: anything else would be lost."""
     linear = getattr(layer, name, None)
-    if type(linear) is not nn.Linear or not linear.state_dict().keys() <= {"weight", "bias"}:
-        got = "none" if linear is None else f"{type(linear).__name__} with {', '.join(linear.state_dict())}"
-        raise InputError("layer", expected=f"a plain nn.Linear as {name}", got=got, remedy="merge what was added to it")
+    more = None
+    if type(linear) is not nn.Linear:
+        more = "none" if linear is None else type(linear).__name__
+    elif not linear.state_dict().keys() <= {"weight", "bias"}:
+        more = f"one with {', '.join(linear.state_dict())}"
+    elif linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
+        more = "one with a hook"
+    if more is not None:
+        raise InputError("layer", expected=f"a plain nn.Linear as {name}", got=more, remedy="merge or remove adapters")
+    assert isinstance(linear, nn.Linear)
     return linear
 
 
