@@ -189,6 +189,15 @@ def plain_layer(parameters, x, context, values, at_q, at_k, *, heads, kv_heads, 
     return project("out_proj", torch.cat(out.unbind(1), dim=-1)), plain.weights
 
 
+def gradients(module, x, result):
+    """The gradients of a random sum of `result`: of the input, and of every parameter by name."""
+    torch.manual_seed(1)
+    upstream = torch.randn(result.shape, dtype=result.dtype)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    first, *rest = torch.autograd.grad((result * upstream).sum(), [x, *parameters])
+    return first, dict(zip(names, rest, strict=True))
+
+
 # -- four published ways of writing multi-head attention ----------------------------------------------------------
 
 

@@ -6,7 +6,10 @@ from headwise.attention.masks import Mask
 from headwise.attention.positions import ALiBi, RelativeBias
 from headwise.attention.rotary import DynamicNTK, LinearScaling, Llama3, Rotary, YaRN
 from headwise.attention.rules import causal, chunked, dense, padding, per_head, prefix, segments, where, window
-from headwise.convert import from_heads, from_projections, from_torch
+from headwise.convert.fuse import fuse_projections, separate_projections
+from headwise.convert.linear import from_heads, from_projections, to_heads, to_projections
+from headwise.convert.torch import from_torch, to_torch
+from headwise.convert.transformers import from_transformers, to_transformers
 from headwise.errors import HeadwiseError, InputError, MissingExtra
 from headwise.heads.view import view
 from headwise.layer import MultiHeadAttention
@@ -43,10 +46,17 @@ __all__ = [
     "from_heads",
     "from_projections",
     "from_torch",
+    "from_transformers",
+    "fuse_projections",
     "padding",
     "per_head",
     "prefix",
     "segments",
+    "separate_projections",
+    "to_heads",
+    "to_projections",
+    "to_torch",
+    "to_transformers",
     "view",
     "where",
     "why_not",

@@ -1,0 +1,1 @@
+"""Attention written in other ways, converted into `MultiHeadAttention` and back: the same function, the same bits."""

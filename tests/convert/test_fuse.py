@@ -1,0 +1,173 @@
+"""Projections fused and separated: the same layer otherwise, to the bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import headwise as hw
+
+EMBED, HEADS = 12, 6
+
+
+LAYERS = {
+    "plain": (hw.MultiHeadAttention, {}),
+    "no bias": (hw.MultiHeadAttention, {"bias": False, "out_bias": True}),
+    "grouped": (hw.MultiHeadAttention, {"num_kv_heads": 2, "head_dim": 4, "value_dim": 7, "rotary": hw.Rotary()}),
+    "options": (
+        hw.MultiHeadAttention,
+        {
+            "qk_norm": hw.QKNorm("layer", "heads"),
+            "output_gate": "element",
+            "scores": hw.Scores(sinks=True, temperature=True),
+            "position_bias": hw.RelativeBias(HEADS),
+            "mask": hw.window(3),
+            "dropout": 0.3,
+        },
+    ),
+    "derived": (hw.DifferentialAttention, {"num_kv_heads": 3, "norm_weight": True, "depth": 3}),
+}
+
+
+def layer_of(name, *, fused):
+    """A layer of random weights, in evaluation mode, some of its parameters frozen."""
+    kind, options = LAYERS[name]
+    layer = kind(EMBED, HEADS, fused_qkv=fused, dtype=torch.float64, **copy.deepcopy(options)).eval()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    layer.out_proj.weight.requires_grad_(False)
+    for projection in (layer.qkv_proj,) if fused else (layer.q_proj, layer.k_proj, layer.v_proj):
+        projection.weight.requires_grad_(False)
+    return layer
+
+
+def same_bits(one, other):
+    """Parameters of the same names in the same order, with the same bits and flags, in memory of their own."""
+    assert type(one) is type(other)
+    pairs = list(zip(one.named_parameters(), other.named_parameters(), strict=True))
+    for (name, value), (other_name, other_value) in pairs:
+        assert name == other_name
+        assert torch.equal(value, other_value)
+        assert value.data_ptr() != other_value.data_ptr()
+        assert (value.requires_grad, value.dtype) == (other_value.requires_grad, other_value.dtype)
+    assert [each.training for each in one.modules()] == [each.training for each in other.modules()]
+    for name in ("fused_qkv", "dropout", "scores", "qk_norm", "mask", "rotary"):
+        assert getattr(one, name) == getattr(other, name), name
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_there_and_back_gives_the_same_bits(name):
+    separate = layer_of(name, fused=False)
+    fused = hw.fuse_projections(separate)
+    stacked = torch.cat([separate.q_proj.weight, separate.k_proj.weight, separate.v_proj.weight])
+    assert torch.equal(fused.qkv_proj.weight, stacked)
+    assert [each for each, _ in fused.named_parameters()] == [
+        each for each, _ in layer_of(name, fused=True).named_parameters()
+    ]
+    same_bits(hw.separate_projections(fused), separate)
+
+    fused = layer_of(name, fused=True)
+    same_bits(hw.fuse_projections(hw.separate_projections(fused)), fused)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_both_compute_the_same(name):
+    separate = layer_of(name, fused=False)
+    x = torch.randn(2, 7, EMBED, dtype=torch.float64)
+    backend = "reference" if name == "options" else None
+    fused = hw.fuse_projections(separate)
+    separate.backend = fused.backend = backend
+    torch.testing.assert_close(fused(x), separate(x), rtol=0, atol=1e-11)
+    assert not hasattr(fused, "q_proj")
+    context = torch.randn(2, 11, EMBED, dtype=torch.float64)
+    apart = hw.separate_projections(fused)
+    torch.testing.assert_close(apart(x, context), separate(x, context), rtol=0, atol=1e-11)
+
+
+def test_the_layer_itself_stays_as_it_is():
+    layer = layer_of("options", fused=False)
+    before = {name: value.clone() for name, value in layer.named_parameters()}
+    fused = hw.fuse_projections(layer)
+    for parameter in fused.parameters():
+        nn.init.zeros_(parameter)
+    for name, value in layer.named_parameters():
+        assert torch.equal(value, before[name])
+    assert fused.position_bias is not layer.position_bias
+
+
+class Adapter(nn.Module):
+    """A linear map with something beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+
+def changed(change, **options):
+    layer = hw.MultiHeadAttention(EMBED, HEADS, **options)
+    change(layer)
+    return layer
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("convert", "message"),
+    [
+        (lambda: hw.fuse_projections(nn.Linear(2, 2)), "layer: expected a MultiHeadAttention, got Linear"),
+        (
+            lambda: hw.fuse_projections(hw.MultiHeadAttention(12, 6, fused_qkv=True)),
+            "layer: expected a layer with fused_qkv=False, got fused_qkv=True",
+        ),
+        (
+            lambda: hw.separate_projections(hw.MultiHeadAttention(12, 6)),
+            "layer: expected a layer with fused_qkv=True, got fused_qkv=False",
+        ),
+        (
+            lambda: hw.fuse_projections(hw.MultiHeadAttention(12, 6, context_dim=5, value_context_dim=7)),
+            r"layer: expected contexts of width 12 like x, got widths \(5, 7\)",
+        ),
+        (
+            lambda: hw.fuse_projections(changed(lambda layer: setattr(layer, "k_proj", Adapter(layer.k_proj)))),
+            "layer: expected a plain nn.Linear as k_proj, got Adapter; merge or remove adapters",
+        ),
+        (
+            lambda: hw.separate_projections(
+                changed(lambda layer: setattr(layer, "qkv_proj", Adapter(layer.qkv_proj)), fused_qkv=True)
+            ),
+            "layer: expected a plain nn.Linear as qkv_proj, got Adapter; merge or remove adapters",
+        ),
+        (
+            lambda: hw.fuse_projections(changed(lambda layer: prune.identity(layer.v_proj, "weight"))),
+            "layer: expected a plain nn.Linear as v_proj, got one with bias, weight_orig, weight_mask; merge or",
+        ),
+        (
+            lambda: hw.fuse_projections(changed(lambda layer: delattr(layer, "v_proj"))),
+            "layer: expected a plain nn.Linear as v_proj, got none; merge or remove adapters",
+        ),
+        (
+            lambda: hw.fuse_projections(changed(lambda layer: layer.v_proj.register_forward_hook(print))),
+            "layer: expected a plain nn.Linear as v_proj, got one with a hook; merge or remove adapters",
+        ),
+        (
+            lambda: hw.fuse_projections(changed(lambda layer: setattr(layer.k_proj, "bias", None))),
+            "layer: expected one bias setting, got q_proj a bias, k_proj none, v_proj a bias",
+        ),
+        (
+            lambda: hw.fuse_projections(changed(lambda layer: layer.v_proj.bias.requires_grad_(False))),
+            "layer: expected one requires_grad of every bias, got q_proj True, k_proj True, v_proj False",
+        ),
+        (
+            lambda: hw.fuse_projections(changed(lambda layer: layer.v_proj.double())),
+            "layer: expected one dtype of every weight, got .*, v_proj torch.float64",
+        ),
+        (
+            lambda: hw.fuse_projections(changed(lambda layer: layer.v_proj.to("meta"))),
+            "layer: expected one device of every weight, got .*, v_proj meta",
+        ),
+    ],
+)
+def test_what_one_projection_cannot_hold_is_told_in_one_sentence(convert, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        convert()

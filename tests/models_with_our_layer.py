@@ -1,0 +1,62 @@
+"""Models of `transformers` whose attention is ours: every block swapped for a layer, weights and all."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import headwise as hw
+
+
+class OurAttention(nn.Module):
+    """Has the signature of `LlamaAttention` and computes with a layer and a cache of ours.
+
+    The angles and the mask that the model hands in are not used: the layer has its own. A cache of the model's is
+    only told how many tokens there are, with keys of no use, so that `generate` can count.
+    """
+
+    def __init__(self, layer: hw.MultiHeadAttention, layer_idx: int):
+        super().__init__()
+        self.layer = layer
+        self.layer_idx = layer_idx
+        self.cache = None
+
+    def forward(
+        self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs
+    ) -> tuple[torch.Tensor, None]:
+        if past_key_values is not None:
+            count = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
+            past_key_values.update(count, count, self.layer_idx)
+        return self.layer(hidden_states, cache=self.cache), None
+
+
+def swap_attention(model: nn.Module) -> list[OurAttention]:
+    """Put our layers in the place of all `self_attn` of a decoder; returns them, the first layer's first."""
+    swapped = []
+    for decoder_layer in model.model.layers:
+        block = decoder_layer.self_attn
+        decoder_layer.self_attn = OurAttention(hw.from_transformers(block), block.layer_idx)
+        swapped.append(decoder_layer.self_attn)
+    return swapped
+
+
+def give_caches(swapped: list[OurAttention], make: Callable[[hw.MultiHeadAttention], object] | None) -> None:
+    """A new, empty cache for each layer, or none."""
+    for attention in swapped:
+        attention.cache = None if make is None else make(attention.layer)
+
+
+@torch.no_grad()
+def greedy(model: nn.Module, prompt: torch.Tensor, *, new: int, piece: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The prompt in pieces, then `new` tokens, the likeliest each time, through caches that the layers hold.
+
+    Returns all tokens, `(1, prompt + new)`, and the logits of every token but the last.
+    """
+    tokens, logits, seen = prompt, [], 0
+    while tokens.shape[1] < prompt.shape[1] + new:
+        end = min(seen + piece, tokens.shape[1])
+        logits.append(model(tokens[:, seen:end], use_cache=False).logits)
+        seen = end
+        if seen == tokens.shape[1]:
+            tokens = torch.cat([tokens, logits[-1][:, -1:].argmax(-1)], dim=1)
+    return tokens, torch.cat(logits, dim=1)
