@@ -99,8 +99,8 @@ def main() -> None:
     text = [
         "# What each backend can do",
         "",
-        f"Written by `docs/make_backends.py` on {date.today().isoformat()}, torch {torch.__version__}, on CPU: each cell",
-        "is what `headwise.why_not` answers, with gradients and without, and each *yes* was run, forward and backward.",
+        f"Written by `docs/make_backends.py` on {date.today().isoformat()}, torch {torch.__version__}, on CPU: each",
+        "cell is what `headwise.why_not` answers, with gradients and without; each *yes* was run, both ways.",
         "",
         *table(),
         "",
