@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint pictures clean
+.PHONY: demo test lint pictures tables clean
 
 demo: $(INSTALLED)  ## what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
@@ -18,6 +18,10 @@ lint: $(INSTALLED)  ## style and types
 
 pictures: $(INSTALLED)  ## the pictures in the README
 	$(BIN)/python docs/make_pictures.py
+
+tables: $(INSTALLED)  ## the tables in docs/ that are made by running
+	$(BIN)/python docs/make_backends.py
+	$(BIN)/python docs/make_differences.py
 
 clean:
 	rm -rf $(VENV)

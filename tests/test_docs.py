@@ -25,13 +25,15 @@ def test_the_code_of_the_readme_runs_and_prints_what_it_says(minilm):
         "torch": torch,
         "x": torch.randn(2, 5, 512),
         "context": torch.randn(2, 7, 512),
+        "tokens": torch.randn(2, 5, 576),
+        "token": torch.randn(2, 1, 576),
         "q": torch.randn(2, 6, 5, 7),
         "k": torch.randn(2, 3, 11, 7),
         "v": torch.randn(2, 3, 11, 7),
     }
     printed = io.StringIO()
     blocks = re.findall(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", README, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     with contextlib.redirect_stdout(printed):
         for code, _ in blocks:
             exec(code, names)
@@ -39,6 +41,14 @@ def test_the_code_of_the_readme_runs_and_prints_what_it_says(minilm):
     seen: View = names["seen"]
     assert seen.head(0, 2).role.name == "previous token"
     assert round(seen.head(0, 2).means["entropy"], 4) == 0.0008
+
+
+def test_the_code_of_the_tour_of_the_layer_runs():
+    text = (ROOT / "docs" / "layer.md").read_text(encoding="utf-8")
+    names: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code, names)
+    assert names["latent"].static_cache(1, 1).slots[0].shape[-1] == 80
 
 
 def test_the_lines_of_the_readme_are_those_of_the_terminal(coffee):
@@ -53,9 +63,10 @@ def test_docstrings_show_what_happens():
     assert doctest.testmod(rules) == (0, 1)
 
 
-def test_the_documents_of_the_readme_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / target).is_file(), target
+def test_the_documents_that_are_linked_exist():
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
+            assert (document.parent / target).is_file(), f"{document.name}: {target}"
 
 
 def test_the_table_of_backends_is_what_why_not_says():

@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 OPTIONS = [
     "plain",
     "decoder",
@@ -47,5 +45,4 @@ def test_export_for_every_batch_and_length():
 
 
 def test_onnx():
-    pytest.importorskip("onnxruntime")
     run(*(f"runs_in_onnxruntime({name!r})" for name in OPTIONS))
