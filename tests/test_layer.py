@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
-from oracles import plain_attention
+from oracles import plain_attention, plain_layer
 
 BATCH, QUERIES, KEYS, EMBED, CONTEXT = 2, 5, 7, 12, 10
 OPTIONS = {
@@ -22,40 +22,72 @@ OPTIONS = {
     "no bias": {"bias": False},
     "no output bias": {"out_bias": False},
     "only an output bias": {"bias": False, "out_bias": True},
+    "one projection": {"fused_qkv": True, "num_kv_heads": 2, "value_dim": 5},
+    "rotary": {"rotary": hw.Rotary(500.0)},
+    "partial rotary": {"rotary": hw.Rotary(width=4, interleaved=True), "head_dim": 7},
+    "alibi": {"position_bias": hw.ALiBi()},
+    "relative": {"position_bias": hw.RelativeBias(6, 8, 5, dtype=torch.float64)},
     "scale": {"scores": hw.Scores(scale=0.3)},
+    "temperature": {"scores": hw.Scores(temperature=True)},
+    "sinks": {"scores": hw.Scores(sinks=True)},
+    "softcap": {"scores": hw.Scores(softcap=1.5), "backend": "reference"},
+    "talking heads": {"scores": hw.Scores(talking_heads=True), "backend": "reference"},
+    "rms norm": {"qk_norm": hw.QKNorm("rms", eps=0.01), "num_kv_heads": 3},
+    "layer norm over heads": {"qk_norm": hw.QKNorm("layer", "heads", eps=0.01), "num_kv_heads": 3},
+    "gate per head": {"output_gate": "head"},
+    "gate per element": {"output_gate": "element", "value_dim": 5},
     "all": {
         "num_kv_heads": 2,
         "head_dim": 11,
         "value_dim": 13,
         "out_dim": 17,
         "bias": False,
-        "scores": hw.Scores(scale=0.3),
+        "rotary": hw.Rotary(width=6),
+        "position_bias": hw.RelativeBias(6, 8, 5, dtype=torch.float64),
+        "scores": hw.Scores(0.3, 2.0, sinks=True, temperature=True, talking_heads=True),
+        "qk_norm": hw.QKNorm("layer"),
+        "output_gate": "element",
+        "backend": "reference",
     },
 }
 
 
-def by_hand(layer, x, context, allowed=None, bias=None, gate=None):
-    """The layer's definition, from its weights."""
-
-    def heads(projection, tensor, count):
-        projected = tensor @ projection.weight.T
-        if projection.bias is not None:
-            projected = projected + projection.bias
-        return projected.reshape(*tensor.shape[:2], count, -1).permute(0, 2, 1, 3)
-
-    q = heads(layer.q_proj, x, layer.num_heads)
-    k = heads(layer.k_proj, context, layer.num_kv_heads)
-    v = heads(layer.v_proj, context, layer.num_kv_heads)
-    plain = plain_attention(q, k, v, allowed, bias, layer.scores and layer.scores.scale)
-    out = plain.out if gate is None else plain.out * gate[:, :, None, None]
-    joined = torch.cat(out.unbind(1), dim=-1) @ layer.out_proj.weight.T
-    return joined if layer.out_proj.bias is None else joined + layer.out_proj.bias, plain.weights
+def by_hand(layer, x, context, allowed=None, bias=None, gate=None, values=None):
+    """The layer's definition, from its parameters and what it was asked for."""
+    keys, queries = context.shape[1], x.shape[1]
+    at_k = torch.arange(keys).expand(x.shape[0], -1)
+    at_q = torch.arange(keys - queries, keys).expand(x.shape[0], -1)
+    scores, rotary, norm = layer.scores or hw.Scores(), layer.rotary, layer.qk_norm
+    return plain_layer(
+        dict(layer.named_parameters()),
+        x,
+        context,
+        context if values is None else values,
+        at_q,
+        at_k,
+        heads=layer.num_heads,
+        kv_heads=layer.num_kv_heads,
+        value_width=layer.num_kv_heads * layer.value_dim,
+        allowed=allowed,
+        bias=bias,
+        gate=None if gate is None else gate[:, :, None, None],
+        scale=scores.scale,
+        softcap=scores.softcap,
+        rotary=rotary and (rotary.theta, rotary.width or layer.head_dim, rotary.interleaved),
+        alibi=isinstance(layer.position_bias, hw.ALiBi),
+        max_distance=getattr(layer.position_bias, "max_distance", None),
+        norm_over=norm and norm.over,
+        eps=norm and norm.eps,
+    )
 
 
 def layer_with(**options) -> hw.MultiHeadAttention:
     layer = hw.MultiHeadAttention(EMBED, 6, dtype=torch.float64, **options)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)  # biases too, which start at zero
+    if layer.temperature is not None:
+        with torch.no_grad():
+            layer.temperature.abs_().add_(0.5)  # scores are divided by it
     return layer
 
 
@@ -64,10 +96,13 @@ def inputs(width: int = EMBED):
     return x, torch.randn(BATCH, KEYS, width, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
-@pytest.mark.parametrize("options", OPTIONS)
+CALLS = [(options, cross) for options in OPTIONS for cross in (False, True)]
+CALLS.remove(("one projection", True))  # projects x alone; its refusal is tested below
+
+
+@pytest.mark.parametrize(("options", "cross"), CALLS, ids=[f"{o}-{'cross' if c else 'self'}" for o, c in CALLS])
 def test_output_weights_and_gradients(options, cross):
-    options = OPTIONS[options] | ({"context_dim": CONTEXT} if cross else {})
+    options = copy.deepcopy(OPTIONS[options]) | ({"context_dim": CONTEXT} if cross else {})
     layer = layer_with(**options)
     x, context = inputs(CONTEXT)
     given = (x, context) if cross else (x,)
@@ -80,6 +115,17 @@ def test_output_weights_and_gradients(options, cross):
     theirs = torch.autograd.grad((expected * upstream).sum(), list(layer.parameters()))
     for got, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+def test_keys_and_values_from_contexts_of_their_own_widths():
+    layer = layer_with(context_dim=CONTEXT, value_context_dim=17, num_kv_heads=2)
+    x, context = inputs(CONTEXT)
+    values = torch.randn(BATCH, KEYS, 17, dtype=torch.float64)
+    y, weights = layer(x, context, values, return_weights=True)
+    expected, expected_weights = by_hand(layer, x, context, values=values)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
+    assert torch.equal(layer(x[0], context[0], values[0]), layer(x[:1], context[:1], values[:1])[0])
 
 
 def test_unbatched_input_is_a_batch_of_one_without_the_axis():
@@ -272,6 +318,20 @@ def test_it_says_what_it_is():
         ({"dropout": -0.1}, "dropout: expected a probability of 0 or more and less than 1, got -0.1"),
         ({"mask": torch.ones(2, 2)}, r"mask: expected a headwise Mask, such as causal\(\), got Tensor"),
         ({"dropout": "a"}, "dropout: expected a probability of 0 or more and less than 1, got 'a'"),
+        ({"rotary": 10_000}, r"rotary: expected a Rotary, such as Rotary\(theta=10_000\), got int"),
+        (
+            {"rotary": hw.Rotary(), "head_dim": 5},
+            "head_dim: expected an even number, .*, got 5; or give Rotary a width",
+        ),
+        ({"position_bias": torch.ones(3)}, r"position_bias: expected ALiBi\(\) or a RelativeBias, got Tensor"),
+        ({"position_bias": hw.ALiBi}, r"position_bias: expected ALiBi\(\) or a RelativeBias, got type"),
+        ({"scores": {"softcap": 3.0}}, r"scores: expected a Scores, such as Scores\(softcap=30.0\), got dict"),
+        ({"qk_norm": "rms"}, r"qk_norm: expected a QKNorm, such as QKNorm\('rms'\), got str"),
+        ({"output_gate": "heads"}, "output_gate: expected 'head', 'element' or None, got 'heads'"),
+        (
+            {"fused_qkv": True, "context_dim": 10},
+            r"fused_qkv: expected contexts of width 12 like x, got widths \(10, 10\)",
+        ),
         ({"num_heads": True}, "num_heads: expected a whole number of 1 or more, got True"),
         ({"backend": "flash"}, "backend: expected one of fused, reference, got 'flash'"),
     ],
@@ -281,7 +341,87 @@ def test_a_mistake_in_construction(arguments, message):
         hw.MultiHeadAttention(**({"embed_dim": 12, "num_heads": 6} | arguments))
 
 
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hw.Scores(scale="a"), "scale: expected a finite number, got 'a'"),
+        (lambda: hw.Scores(softcap=0.0), "softcap: expected a finite number above 0, got 0.0"),
+        (lambda: hw.QKNorm("l2"), r"QKNorm\(kind\): expected 'rms' or 'layer', got 'l2'"),
+        (lambda: hw.QKNorm(over="head_dim"), r"QKNorm\(over\): expected 'head' or 'heads', got 'head_dim'"),
+        (lambda: hw.QKNorm(eps=0), r"QKNorm\(eps\): expected a finite number above 0, got 0"),
+    ],
+)
+def test_a_mistake_in_an_option(make, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        make()
+
+
 X = torch.zeros(2, 5, 12)
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        (
+            {"fused_qkv": True},
+            {"context": X},
+            "context: expected none, since qkv_proj projects x alone, .* separate_proj",
+        ),
+        ({}, {"value_context": X}, "context: expected a tensor beside value_context, got none"),
+        ({}, {"context": X, "value_context": X[:, :4]}, "value_context: expected length 5 like context, got length 4"),
+        ({"value_context_dim": 3}, {}, "value_context: expected a tensor of width 3, the layer's, got none"),
+        ({}, {"context": X, "cache": hw.DynamicCache()}, "cache: expected self-attention, .*, got a context"),
+        ({}, {"cache": {}}, r"cache: expected a headwise Cache, such as DynamicCache\(\), got dict"),
+        ({}, {"lengths": [5, 5]}, r"lengths: expected a StaticCache beside them, got none; mask=padding\(lengths\)"),
+        ({}, {"positions": torch.arange(4)}, r"positions: expected shape \(5,\) or \(2, 5\), got \(1, 4\)"),
+        ({}, {"context": X, "positions": torch.arange(5)}, "positions: expected none beside a context"),
+        ({}, {"offsets": [0, 5]}, r"offsets: expected x of shape \(tokens, 12\), .*, got x of shape \(2, 5, 12\)"),
+        (
+            {},
+            {"context_offsets": [0, 5]},
+            "context_offsets: expected offsets of x and of a context, .*, got one without",
+        ),
+        (
+            {"position_bias": hw.ALiBi()},
+            {"cache": hw.DynamicCache(), "positions": torch.arange(5)},
+            "positions: expected none beside a cache, where cached keys are placed anew in every call, got some",
+        ),
+        (
+            {"position_bias": hw.ALiBi()},
+            {"bias": torch.ones(4, 5)},
+            r"bias: expected a shape that broadcasts to .* = \(2, 6, 5, 5\), got \(1, 1, 4, 5\)",
+        ),
+    ],
+)
+def test_what_does_not_go_together(options, arguments, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        hw.MultiHeadAttention(12, 6, **options)(X, **arguments)
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"offsets": [0, 4]}, r"offsets: expected numbers that rise from 0 to 5, the tokens, got \[0, 4\]"),
+        ({"offsets": [0, 4, 3, 5]}, r"offsets: expected numbers that rise from 0 to 5, the tokens, got \[0, 4, 3, 5\]"),
+        (
+            {"offsets": [0, 5], "return_weights": True},
+            "return_weights: expected False beside packed sequences, got True",
+        ),
+        ({"offsets": [0, 5], "bias": torch.ones(5, 5)}, "bias: expected none beside packed sequences, got shape"),
+        ({"offsets": [0, 2, 5], "gate": torch.ones(5, 6)}, r"gate: expected shape \(6,\) or \(2, 6\) beside packed"),
+        ({"offsets": [0, 5], "cache": hw.DynamicCache()}, "cache: expected self-attention, .*, got packed sequences"),
+        (
+            {"offsets": [0, 5], "context": X[0], "context_offsets": [0, 2, 5]},
+            "context_offsets: expected 2 numbers like offsets, got 3",
+        ),
+    ],
+)
+def test_a_mistake_with_packed_sequences(arguments, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        hw.MultiHeadAttention(12, 6)(X[0], **arguments)
 
 
 @pytest.mark.usefixtures("as_user")
