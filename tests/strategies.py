@@ -21,18 +21,19 @@ class Drawn:
     scale: float | Tensor | None
     softcap: float | None
     sinks: Tensor | None
+    talking: tuple[Tensor, Tensor] | None
     allowed: Tensor
     whole_bias: Tensor | None
 
     @property
     def options(self) -> dict:
         """The options of `attend`."""
-        return {"mask": self.mask, "bias": self.bias, **self.scores}
+        return {"mask": self.mask, "bias": self.bias, "talking_heads": self.talking, **self.scores}
 
     @property
     def rule(self) -> dict:
         """The options of the oracle."""
-        return {"allowed": self.allowed, "bias": self.whole_bias, **self.scores}
+        return {"allowed": self.allowed, "bias": self.whole_bias, "talking": self.talking, **self.scores}
 
     def has_key(self) -> Tensor:
         """Whether each row of the scores has a key, `(batch, heads, queries)`."""
@@ -160,5 +161,8 @@ def problems(draw) -> Drawn:
     scale = {"default": None, "given": draw(st.floats(0.05, 1.0)), "per head": 0.1 + 0.5 * random(heads).abs()}[kind]
     softcap = draw(st.none() | st.floats(1.0, 30.0))
     sinks = 2 * random(heads) if draw(st.booleans()) else None
+    talking = None
+    if draw(st.sampled_from([False, False, False, True])):
+        talking = (torch.eye(heads) + 0.3 * random(heads, heads), torch.eye(heads) + 0.3 * random(heads, heads))
     whole_bias = None if bias is None else bias.double().expand(full)
-    return Drawn(q, k, v, mask, bias, scale, softcap, sinks, allowed, whole_bias)
+    return Drawn(q, k, v, mask, bias, scale, softcap, sinks, talking, allowed, whole_bias)

@@ -234,3 +234,76 @@ def test_a_mask_without_values_cannot_be_looked_at():
     mask = hw.dense(torch.ones(5, 7, dtype=torch.bool, device="meta"))
     grid = Grid(1, 1, 5, 7, torch.device("meta"))
     assert mask.coverage(grid, range(5), range(7)) is Coverage.PARTIAL
+
+
+# -- positions of a cache -------------------------------------------------------------------------------------------
+
+RULES_OF_POSITIONS = {
+    "causal": hw.causal(),
+    "window": hw.window(3, ahead=1),
+    "dilated": hw.window(3, dilation=2),
+    "prefix": hw.prefix(2),
+    "prefix of each": hw.prefix([2, 5]),
+    "chunked": hw.chunked(4),
+    "segments": hw.segments([[0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]]),
+    "segments of each": hw.segments([[0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2]]),
+    "padding": hw.padding([7, 11]),
+    "where": hw.where(lambda b, h, q, k: (b + 2 * h + q * k) % 3 > 0),
+    "per head": hw.per_head([hw.causal(), hw.chunked(3), hw.padding([3, 4])]),
+    "together": ~hw.causal() & hw.chunked(5) | hw.segments([[0, 1] * 5 + [0]]),
+}
+
+
+@pytest.mark.parametrize("name", RULES_OF_POSITIONS)
+def test_given_positions_pick_rows_and_columns_of_the_whole(name):
+    """A rule at given positions is the rule of the whole text, looked at in those rows and columns."""
+    mask, text = RULES_OF_POSITIONS[name], 11
+    whole = mask.block(Grid(2, 3, text, text)).expand(2, 3, -1, -1)
+    queries = torch.tensor([[4, 9], [10, 2]])
+    keys = torch.tensor([[0, 7, 3, 8, 9], [1, 10, 2, 4, 0]])
+    picked = torch.stack([whole[b][:, queries[b]][:, :, keys[b]] for b in range(2)])
+    grid = Grid(2, 3, 2, 5, query_positions=queries, key_positions=keys)
+    assert torch.equal(mask.block(grid).expand(2, 3, -1, -1), picked)
+    part = mask.block(grid, rows=range(1, 2), columns=range(2, 5))
+    assert torch.equal(part.expand(2, 3, -1, -1), picked[:, :, 1:2, 2:5])
+
+
+def test_what_is_not_there_attends_to_nothing_and_nothing_to_it():
+    q, k, v = (torch.randn(2, 3, length, 5) for length in (2, 4, 4))
+    there = {"query_positions": torch.tensor([[3, -1], [2, 3]]), "key_positions": torch.tensor([0, -1, 2, 3])}
+    for backend in ("fused", "reference"):
+        out, lse, weights = hw.attend(q, k, v, **there, return_lse=True, return_weights=True, backend=backend)
+        assert (weights == 0).tolist() == [
+            [[[False, True, False, False], [True] * 4]] * 3,
+            [[[False, True, False, False]] * 2] * 3,
+        ]
+        assert out[0, :, 1].abs().max() == 0
+        assert (lse[0, :, 1] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_mask_of_one_sequence(index):
+    for mask in RULES_OF_POSITIONS.values():
+        whole = mask.block(Grid(2, 3, 11, 11)).expand(2, 3, -1, -1)
+        one = mask.of_sequence(index).block(Grid(1, 3, 11, 11)).expand(1, 3, -1, -1)
+        assert torch.equal(one[0], whole[index])
+    values = torch.rand(2, 3, 4, 4) > 0.5
+    assert torch.equal(hw.dense(values).of_sequence(index).block(Grid(1, 3, 4, 4))[0], values[index])
+
+
+@pytest.mark.usefixtures("as_user")
+def test_mistakes_in_positions():
+    q, k = torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 7, 5)
+    both = {"query_positions": torch.arange(4), "key_positions": torch.arange(7)}
+    with pytest.raises(hw.InputError, match="^key_positions: expected positions of queries and of keys, or of neither"):
+        hw.attend(q, k, k, query_positions=torch.arange(4))
+    with pytest.raises(hw.InputError, match=r"^query_positions: expected shape \(4,\) or \(2, 4\), got \(1, 5\)"):
+        hw.attend(q, k, k, **both | {"query_positions": torch.arange(5)})
+    with pytest.raises(
+        hw.InputError, match=r"^key_positions: expected whole numbers, \(length,\) or \(batch, length\)"
+    ):
+        hw.attend(q, k, k, **both | {"key_positions": torch.arange(7.0)})
+    with pytest.raises(
+        hw.InputError, match=r"^padding\(side\): expected 'right' where keys have positions of their own"
+    ):
+        hw.attend(q, k, k, **both, mask=hw.padding([3, 4], side="left"))
