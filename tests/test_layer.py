@@ -445,6 +445,43 @@ def test_a_mistake_in_a_call(arguments, message):
         hw.MultiHeadAttention(12, 6)(*arguments)
 
 
+def jagged(*lengths, width=12):
+    values = torch.randn(sum(lengths), width)
+    return torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, *lengths]).cumsum(0))
+
+
+@pytest.mark.usefixtures("as_user")  # two jagged tensors have lengths of two names, though they are the same
+def test_nested_cross_attention_is_that_of_each_sequence():
+    layer = hw.MultiHeadAttention(12, 6, context_dim=5, value_context_dim=7, mask=hw.causal())
+    x, context, values = jagged(2, 3), jagged(4, 1, width=5), jagged(4, 1, width=7)
+    for y, *each in zip(layer(x, context, values).unbind(), x.unbind(), context.unbind(), values.unbind(), strict=True):
+        torch.testing.assert_close(y, layer(*each))
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"cache": hw.DynamicCache()}, "cache: expected self-attention, one sequence a row, got packed sequences"),
+        ({"lengths": [1, 2]}, "lengths: expected a StaticCache beside them, got none"),
+        ({"offsets": [0, 1, 5]}, "offsets: expected none beside a nested x, which has its own, got some"),
+        ({"context": X}, r"context: expected a jagged nested tensor, like x, got shape \(2, 5, 12\)"),
+        ({"value_context": jagged(2, 3)}, "context: expected a tensor beside value_context, got none"),
+        (
+            {"context": jagged(2, 3), "value_context": jagged(3, 2)},
+            r"value_context: expected sequences of lengths \[2, 3\] like context, got \[3, 2\]",
+        ),
+        (
+            {"x": torch.nested.narrow(X, 1, torch.tensor([0, 0]), torch.tensor([2, 3]), layout=torch.jagged)},
+            r"x: expected a jagged nested tensor without gaps between its sequences, got one with gaps; call contig",
+        ),
+    ],
+)
+def test_a_mistake_with_nested_tensors(call, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        hw.MultiHeadAttention(12, 6)(**({"x": jagged(2, 3)} | call))
+
+
 @pytest.mark.usefixtures("as_user")
 def test_cross_attention_needs_its_context():
     with pytest.raises(hw.InputError, match=r"^context: expected a tensor of width 10, .*, got none"):

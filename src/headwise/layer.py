@@ -212,9 +212,21 @@ class MultiHeadAttention(AttentionLayer):
         Raises:
             InputError: inputs that do not fit the layer or each other.
         """
-        given: dict[str, Any] = {"mask": mask, "bias": bias, "gate": gate, "return_weights": return_weights}
         if isinstance(x, Tensor) and x.is_nested:
-            return self._nested(x, context, value_context, positions=positions, **given)
+            return self._nested(
+                x=x,
+                context=context,
+                value_context=value_context,
+                mask=mask,
+                bias=bias,
+                gate=gate,
+                positions=positions,
+                cache=cache,
+                lengths=lengths,
+                offsets=offsets,
+                context_offsets=context_offsets,
+                return_weights=return_weights,
+            )
         batched, cross = isinstance(x, Tensor) and x.ndim == 3, context is not None
         x, context, value_context = self._inputs(x, context, value_context)
         starts = self._starts(x, context if cross else None, offsets, context_offsets, batched=batched)
@@ -222,11 +234,12 @@ class MultiHeadAttention(AttentionLayer):
 
         q, k, v = self._project(x, context, value_context)
         placed = place(q, k, v, rotary=self.rotary, positions=positions, cache=cache, lengths=lengths, starts=starts)
-        given["mask"], given["bias"] = self._mask_and_bias(mask, bias, cache)
+        mask, bias = self._mask_and_bias(mask, bias, cache)
+        call: dict[str, Any] = {"mask": mask, "bias": bias, "gate": gate, "return_weights": return_weights}
         if starts is None:
-            heads, *weights = self._attend(placed, **given)
+            heads, *weights = self._attend(placed, **call)
         else:
-            heads, weights = self._attend_packed(placed, starts, **given), []
+            heads, weights = self._attend_packed(placed, starts, **call), []
         if cache is not None and placed.joined is not None:
             cache.keep(placed.joined)
 
@@ -333,21 +346,28 @@ class MultiHeadAttention(AttentionLayer):
             heads += self._attend(one, mask=own_mask, bias=None, gate=own_gate, return_weights=False)
         return torch.cat(heads, dim=2)
 
-    def _nested(
-        self, x: Tensor, context: Tensor | None, value_context: Tensor | None, **options: Any
-    ) -> Float[Tensor, "batch _ out"]:
+    def _nested(self, *, offsets: Any, context_offsets: Any, **options: Any) -> Float[Tensor, "batch _ out"]:
         """The same for jagged nested tensors, whose sequences lie end to end already."""
-        given = {"x": x, "context": context, "value_context": value_context}
-        nested = {name: tensor for name, tensor in given.items() if tensor is not None}
+        for name, given in (("offsets", offsets), ("context_offsets", context_offsets)):
+            if given is not None:
+                raise InputError(name, expected="none beside a nested x, which has its own", got="some")
+        inputs = {name: options.pop(name) for name in ("x", "context", "value_context")}
+        nested = {name: tensor for name, tensor in inputs.items() if tensor is not None}
         for name, tensor in nested.items():
             if not tensor.is_nested or tensor.layout != torch.jagged:
                 got = f"a nested tensor of {tensor.layout}" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
                 raise InputError(name, expected="a jagged nested tensor, like x", got=got)
-        offsets = [tensor.offsets() for tensor in nested.values()]  # type: ignore[attr-defined]
-        of_context = offsets[1] if context is not None else None
-        packed_inputs = [tensor.values() for tensor in nested.values()]
-        y = self(*packed_inputs, offsets=offsets[0], context_offsets=of_context, **options)
-        return torch.nested.nested_tensor_from_jagged(y, offsets[0])
+            if tensor.lengths() is not None:
+                expected = "a jagged nested tensor without gaps between its sequences"
+                raise InputError(name, expected=expected, got="one with gaps", remedy="call contiguous() on it")
+        own = {name: tensor.offsets() for name, tensor in nested.items()}
+        if {"context", "value_context"} <= own.keys() and not torch.equal(own["context"], own["value_context"]):
+            lengths = {name: each.diff().tolist() for name, each in own.items()}
+            expected = f"sequences of lengths {lengths['context']} like context"
+            raise InputError("value_context", expected=expected, got=lengths["value_context"])
+        packed_inputs = {name: tensor.values() for name, tensor in nested.items()}
+        y = self(**packed_inputs, offsets=own["x"], context_offsets=own.get("context"), **options)
+        return torch.nested.nested_tensor_from_jagged(y, own["x"])
 
     # -- what may be asked for --------------------------------------------------------------------------------
 
