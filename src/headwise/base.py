@@ -111,16 +111,7 @@ class AttentionLayer(nn.Module):
             raise InputError(name, expected=f"(batch, length, {width}) or (length, {width})", got=tuple(tensor.shape))
         if tensor.shape[-1] != width:
             raise InputError(name, expected=f"width {width} on the last axis", got=tuple(tensor.shape))
-        parameter = next(self.parameters(), None)
-        if parameter is None:
-            return  # quantised away; the projections know what they take
-        if tensor.device != parameter.device:
-            raise InputError(name, expected=f"a tensor on {parameter.device} like the layer", got=tensor.device)
-        cast = autocast_dtype(tensor.device) is not None and {tensor.dtype, parameter.dtype} <= NARROW
-        if tensor.dtype != parameter.dtype and not cast:
-            raise InputError(
-                name, expected=f"{parameter.dtype} like the layer", got=tensor.dtype, remedy="cast one to the other"
-            )
+        check_like_layer(name, tensor, self)
 
     def _positions(
         self, x: Tensor, positions: Any, cache: Any, lengths: Any, *, cross: bool = False, parts: bool = False
@@ -142,6 +133,25 @@ class AttentionLayer(nn.Module):
             expected = "none beside a cache, where cached keys are placed anew in every call"
             raise InputError("positions", expected=expected, got="some")
         return positions_of("positions", positions, x.shape[0], x.shape[1], x.device)
+
+
+def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
+    """Raise `InputError` unless the device and dtype are those of the layer's parameters, or autocast makes them so."""
+    parameter = next(layer.parameters(), None)
+    if parameter is None:
+        return  # quantised away; the projections know what they take
+    if tensor.device != parameter.device:
+        raise InputError(name, expected=f"a tensor on {parameter.device} like the layer", got=tensor.device)
+    cast = autocast_dtype(tensor.device) is not None and {tensor.dtype, parameter.dtype} <= NARROW
+    if tensor.dtype != parameter.dtype and not cast:
+        expected = f"{parameter.dtype} like the layer"
+        raise InputError(name, expected=expected, got=tensor.dtype, remedy="cast one to the other")
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether it computes `weight x + bias` and nothing else; a hook or a derived class may do more."""
+    own_forward = "forward" in vars(linear)
+    return type(linear) is nn.Linear and not (own_forward or linear._forward_hooks or linear._forward_pre_hooks)
 
 
 def reset_linear(linear: nn.Linear, widths: tuple[int, ...]) -> None:

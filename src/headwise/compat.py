@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.attention.attend import attend
-from headwise.attention.autocast import NARROW, autocast_dtype
 from headwise.attention.masks import Mask
 from headwise.attention.rules import causal
+from headwise.base import check_like_layer
 from headwise.errors import InputError
 from headwise.shapes import Float
 
@@ -239,12 +239,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
         """Ranks, widths, dtypes, devices, and lengths that fit each other."""
-        parameter = next(self.parameters(), None)
         widths = (self.embed_dim, self.kdim, self.vdim)
         for name, tensor, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
             _check_tensor(name, tensor, width, query, batch_first=self.batch_first)
-            if parameter is not None:
-                _check_like_layer(name, tensor, parameter)
+            check_like_layer(name, tensor, self)
         batch, key_batch = self._batch_and_length(query)[0], self._batch_and_length(key)[0]
         if key_batch != batch:
             raise InputError("key", expected=f"batch {batch} like query", got=f"batch {key_batch}")
@@ -299,16 +297,6 @@ def _check_tensor(name: str, tensor: Any, width: int, query: Any, *, batch_first
         raise InputError(name, expected=f"{forms[query.ndim]}, as many axes as query", got=tuple(tensor.shape))
     if tensor.shape[-1] != width:
         raise InputError(name, expected=f"width {width} on the last axis", got=tuple(tensor.shape))
-
-
-def _check_like_layer(name: str, tensor: Tensor, parameter: Tensor) -> None:
-    """Device and dtype of the layer's parameters, or a dtype that autocast makes the same."""
-    if tensor.device != parameter.device:
-        raise InputError(name, expected=f"a tensor on {parameter.device} like the layer", got=tensor.device)
-    cast = autocast_dtype(tensor.device) is not None and {tensor.dtype, parameter.dtype} <= NARROW
-    if tensor.dtype != parameter.dtype and not cast:
-        expected = f"{parameter.dtype} like the layer"
-        raise InputError(name, expected=expected, got=tensor.dtype, remedy="cast one to the other")
 
 
 def _check_mask(name: str, mask: Any, query: Tensor, *shapes: tuple[int, ...]) -> None:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from headwise.base import is_plain
 from headwise.convert.maps import Map
 from headwise.errors import InputError
 from headwise.layer import MultiHeadAttention
@@ -73,7 +74,7 @@ def _plain(layer: MultiHeadAttention, name: str) -> nn.Linear:
         more = "none" if linear is None else type(linear).__name__
     elif not linear.state_dict().keys() <= {"weight", "bias"}:
         more = f"one with {', '.join(linear.state_dict())}"
-    elif linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
+    elif not is_plain(linear):
         more = "one with a hook"
     if more is not None:
         raise InputError("layer", expected=f"a plain nn.Linear as {name}", got=more, remedy="merge or remove adapters")

@@ -26,7 +26,7 @@ from headwise.attention.cache import Cache, StaticCache
 from headwise.attention.masks import Mask
 from headwise.attention.placement import place
 from headwise.attention.rotary import Rotary
-from headwise.base import AttentionLayer, normed, reset_linear
+from headwise.base import AttentionLayer, is_plain, normed, reset_linear
 from headwise.checks import finite_number, probability, whole_number
 from headwise.errors import InputError
 from headwise.options import Scores
@@ -234,7 +234,7 @@ class LatentAttention(AttentionLayer):
     def _up_matrix(self, like: Tensor) -> Float[Tensor, "heads head_dim_value_dim kv_rank"]:
         """The matrix of `kv_up`. What is not plain, adapted or parametrised say, is asked what it does to a basis."""
         matrix: Tensor
-        if _is_plain(self.kv_up):
+        if is_plain(self.kv_up):
             matrix = self.kv_up.weight
         else:
             matrix = self.kv_up(torch.eye(self.kv_rank, dtype=like.dtype, device=like.device)).mT
@@ -284,9 +284,3 @@ class LatentAttention(AttentionLayer):
         options = {name: getattr(self, name) for name in ("rotary", "scores", "mask")}
         told |= {name: value for name, value in options.items() if value is not None}
         return ", ".join(f"{name}={value!r}" for name, value in told.items())
-
-
-def _is_plain(linear: nn.Module) -> bool:
-    """Whether the output is `linear.weight` times the input and nothing else; a hook or a subclass may do more."""
-    own_forward = "forward" in vars(linear)
-    return type(linear) is nn.Linear and not (own_forward or linear._forward_hooks or linear._forward_pre_hooks)
