@@ -26,6 +26,7 @@ from headwise.attention.cache import Cache, StaticCache
 from headwise.attention.masks import Mask, require_broadcast
 from headwise.attention.placement import Placed, place
 from headwise.attention.positions import PositionBias
+from headwise.attention.problem import score_dtype
 from headwise.attention.rotary import Rotary
 from headwise.base import AttentionLayer, normed, reset_linear
 from headwise.checks import probability, whole_number
@@ -285,8 +286,8 @@ class MultiHeadAttention(AttentionLayer):
             return bias
         if bias is not None:
             require_broadcast("bias", bias, placed.grid)
-        wide = torch.promote_types(placed.q.dtype, torch.float32)
-        by_distance = self.position_bias.values(self.num_heads, placed.query_positions, placed.key_positions, wide)
+        positions = placed.query_positions, placed.key_positions
+        by_distance = self.position_bias.values(self.num_heads, *positions, score_dtype(placed.q))
         return by_distance if bias is None else by_distance + bias
 
     def _attend_map(

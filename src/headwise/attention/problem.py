@@ -35,8 +35,8 @@ class TalkingHeads(NamedTuple):
 class Problem:
     """Queries, keys and values, and everything that decides the output. Made by `Problem.checked`.
 
-    The mask is None where it would allow everything. What is added to scores or multiplies them has the dtype of
-    the scores.
+    The mask is None where it would allow everything; the grid is what it is laid over. What is added to scores or
+    multiplies them has the dtype of the scores.
     """
 
     q: Float[Tensor, "batch heads queries head_dim"]
@@ -48,24 +48,16 @@ class Problem:
     softcap: float | None
     sinks: Float[Tensor, "heads 1"] | None
     talking: TalkingHeads | None
-    query_positions: Int[Tensor, "#batch queries"] | None
-    key_positions: Int[Tensor, "#batch keys"] | None
+    grid: Grid
     gate: Float[Tensor, "#batch heads #queries 1"] | None
     dropout: float
     return_lse: bool
     return_weights: bool
 
     @property
-    def grid(self) -> Grid:
-        """The grid of the scores."""
-        batch, heads, queries, _ = self.q.shape
-        keys = self.k.shape[2]
-        return Grid(batch, heads, queries, keys, self.q.device, self.query_positions, self.key_positions)
-
-    @property
     def score_dtype(self) -> torch.dtype:
-        """Scores are kept in float32 at least."""
-        return torch.promote_types(self.q.dtype, torch.float32)
+        """The dtype of the scores."""
+        return score_dtype(self.q)
 
     @staticmethod
     def checked(
@@ -89,8 +81,8 @@ class Problem:
         """The problem these arguments state, or `InputError` for the first that does not fit."""
         _check_tensors(q, k, v)
         mask, bias = mask_and_bias(mask, bias)
-        query_positions, key_positions = _positions(query_positions, key_positions, q, k)
-        grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, query_positions, key_positions)
+        positions = _positions(query_positions, key_positions, q, k)
+        grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, *positions)
         if mask is not None:
             mask.check(grid)
             if _allows_all(mask, grid):
@@ -99,7 +91,7 @@ class Problem:
             mask = Present() if mask is None else Present() & mask
         if bias is not None:
             require_broadcast("bias", bias, grid)
-            bias = bias.to(torch.promote_types(q.dtype, torch.float32))
+            bias = bias.to(score_dtype(q))
         if isinstance(scale, Tensor):
             scale = _one_per_head("scale", scale, q)[:, None, None]
         else:
@@ -114,13 +106,17 @@ class Problem:
             softcap=None if softcap is None else finite_number("softcap", softcap, above=0.0),
             sinks=None if sinks is None else _one_per_head("sinks", sinks, q)[:, None],
             talking=None if talking_heads is None else _talking(talking_heads, q),
-            query_positions=query_positions,
-            key_positions=key_positions,
+            grid=grid,
             gate=None if gate is None else gate_factor(gate, q),
             dropout=probability("dropout", dropout),
             return_lse=return_lse,
             return_weights=return_weights,
         )
+
+
+def score_dtype(q: Tensor) -> torch.dtype:
+    """Scores are kept in float32 at least, whatever q is."""
+    return torch.promote_types(q.dtype, torch.float32)
 
 
 def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _ _ _"] | None]:
@@ -191,8 +187,7 @@ def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
     for matrix in (before, after):
         if matrix.shape != (heads, heads):
             raise InputError("talking_heads", expected=f"two matrices {(heads, heads)}", got=tuple(matrix.shape))
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return TalkingHeads(before.to(wide), after.to(wide))
+    return TalkingHeads(before.to(score_dtype(q)), after.to(score_dtype(q)))
 
 
 def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
@@ -201,7 +196,7 @@ def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
     if tensor.shape != q.shape[1:2]:
         got = f"shape {tuple(tensor.shape)}"
         raise InputError(name, expected=f"one number for each of {q.shape[1]} heads", got=got)
-    return tensor.to(torch.promote_types(q.dtype, torch.float32))
+    return tensor.to(score_dtype(q))
 
 
 def gate_factor(gate: Any, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]:
