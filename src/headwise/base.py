@@ -114,12 +114,12 @@ class AttentionLayer(nn.Module):
         check_like_layer(name, tensor, self)
 
     def _positions(
-        self, x: Tensor, positions: Any, cache: Any, lengths: Any, *, cross: bool = False, parts: bool = False
+        self, x: Tensor, positions: Any, cache: Any, lengths: Any, *, cross: bool = False, packed: bool = False
     ) -> Int[Tensor, "#batch queries"] | None:
         """The positions with a batch axis, once what is said of places fits together."""
         if cache is not None and not isinstance(cache, Cache):
             raise InputError("cache", expected="a headwise Cache, such as DynamicCache()", got=type(cache).__name__)
-        if cache is not None and (cross or parts):
+        if cache is not None and (cross or packed):
             got = "a context" if cross else "packed sequences"
             raise InputError("cache", expected="self-attention, one sequence a row", got=got)
         if lengths is not None and cache is None:

@@ -230,17 +230,17 @@ class MultiHeadAttention(AttentionLayer):
             )
         batched, cross = isinstance(x, Tensor) and x.ndim == 3, context is not None
         x, context, value_context = self._inputs(x, context, value_context)
-        starts = self._starts(x, context if cross else None, offsets, context_offsets, batched=batched)
-        positions = self._positions(x, positions, cache, lengths, cross=cross, parts=starts is not None)
+        packing = self._packing(x, context if cross else None, offsets, context_offsets, batched=batched)
+        positions = self._positions(x, positions, cache, lengths, cross=cross, packed=packing is not None)
 
         q, k, v = self._project(x, context, value_context)
-        placed = place(q, k, v, rotary=self.rotary, positions=positions, cache=cache, lengths=lengths, starts=starts)
+        placed = place(q, k, v, rotary=self.rotary, positions=positions, cache=cache, lengths=lengths, offsets=packing)
         mask, bias = self._mask_and_bias(mask, bias, cache)
         call: dict[str, Any] = {"mask": mask, "bias": bias, "gate": gate, "return_weights": return_weights}
-        if starts is None:
+        if packing is None:
             heads, *weights = self._attend(placed, **call)
         else:
-            heads, weights = self._attend_packed(placed, starts, **call), []
+            heads, weights = self._attend_packed(placed, packing, **call), []
         if cache is not None and placed.joined is not None:
             cache.keep(placed.joined)
 
@@ -309,7 +309,7 @@ class MultiHeadAttention(AttentionLayer):
             bias=bias,
             gate=gate,
             return_weights=return_weights,
-            **placed.order,
+            **placed.mask_positions,
             **self._score_options(self.head_dim, heads),
         )
         return attended if isinstance(attended, tuple) else (attended,)
@@ -317,7 +317,7 @@ class MultiHeadAttention(AttentionLayer):
     def _attend_packed(
         self,
         placed: Placed,
-        starts: tuple[list[int], list[int]],
+        offsets: packed.Offsets,
         *,
         mask: Mask | None,
         bias: Tensor | None,
@@ -329,12 +329,12 @@ class MultiHeadAttention(AttentionLayer):
             raise InputError("bias", expected="none beside packed sequences", got=f"shape {tuple(bias.shape)}")
         if return_weights:
             raise InputError("return_weights", expected="False beside packed sequences", got="True")
-        sequences = len(starts[0]) - 1
+        sequences = len(offsets[0]) - 1
         if isinstance(gate, Tensor) and gate.shape not in ((self.num_heads,), (sequences, self.num_heads)):
             expected = f"shape ({self.num_heads},) or {(sequences, self.num_heads)} beside packed sequences"
             raise InputError("gate", expected=expected, got=tuple(gate.shape))
         heads: list[Tensor] = []
-        for index, (of_queries, of_keys) in enumerate(zip(*map(packed.slices, starts), strict=True)):
+        for index, (of_queries, of_keys) in enumerate(zip(*map(packed.slices, offsets), strict=True)):
             one = placed._replace(
                 q=placed.q[:, :, of_queries],
                 k=placed.k[:, :, of_keys],
@@ -423,10 +423,10 @@ class MultiHeadAttention(AttentionLayer):
         x, context, value_context = inputs if x.ndim == 3 else [tensor.unsqueeze(0) for tensor in inputs]
         return x, context, value_context
 
-    def _starts(
+    def _packing(
         self, x: Tensor, context: Tensor | None, offsets: Any, context_offsets: Any, *, batched: bool
-    ) -> tuple[list[int], list[int]] | None:
-        """Where each packed sequence begins, among the queries and among the keys; None without offsets."""
+    ) -> packed.Offsets | None:
+        """The offsets of the queries and of the keys, checked; None where nothing is packed."""
         if (context_offsets is not None) != (context is not None and offsets is not None):
             expected = "offsets of x and of a context, where both hold several sequences"
             raise InputError("context_offsets", expected=expected, got="one without the other")
@@ -435,10 +435,10 @@ class MultiHeadAttention(AttentionLayer):
         if batched:
             expected = f"x of shape (tokens, {self.embed_dim}), its sequences end to end"
             raise InputError("offsets", expected=expected, got=f"x of shape {tuple(x.shape)}")
-        of_queries = packed.bounds("offsets", offsets, x.shape[1])
+        of_queries = packed.checked_offsets("offsets", offsets, x.shape[1])
         if context is None:
             return of_queries, of_queries
-        of_keys = packed.bounds("context_offsets", context_offsets, context.shape[1])
+        of_keys = packed.checked_offsets("context_offsets", context_offsets, context.shape[1])
         if len(of_keys) != len(of_queries):
             raise InputError("context_offsets", expected=f"{len(of_queries)} numbers like offsets", got=len(of_keys))
         return of_queries, of_keys

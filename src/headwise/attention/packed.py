@@ -10,25 +10,28 @@ from headwise.checks import whole_numbers
 from headwise.errors import InputError
 from headwise.shapes import Int
 
+Offsets = tuple[list[int], list[int]]
+"""Where sequences begin, and last the number of tokens (`cu_seqlens` elsewhere): of the queries, and of the keys."""
 
-def bounds(name: str, offsets: Tensor | Sequence[int], total: int) -> list[int]:
+
+def checked_offsets(name: str, offsets: Tensor | Sequence[int], total: int) -> list[int]:
     """The offsets as numbers: 0, the beginning of each further sequence, and `total`.
 
     Raises:
         InputError: offsets that do not begin with 0, that fall, or that do not end with the number of tokens.
     """
-    starts: list[int] = whole_numbers(
+    numbers: list[int] = whole_numbers(
         name, offsets, dimensions=(1,), shape="one more than there are sequences"
     ).tolist()
-    rising = all(start <= stop for start, stop in pairwise(starts))
-    if not starts or starts[0] != 0 or starts[-1] != total or not rising:
-        raise InputError(name, expected=f"numbers that rise from 0 to {total}, the tokens", got=starts)
-    return starts
+    rising = all(start <= stop for start, stop in pairwise(numbers))
+    if not numbers or numbers[0] != 0 or numbers[-1] != total or not rising:
+        raise InputError(name, expected=f"numbers that rise from 0 to {total}, the tokens", got=numbers)
+    return numbers
 
 
-def slices(starts: Sequence[int]) -> list[slice]:
+def slices(offsets: Sequence[int]) -> list[slice]:
     """Each sequence's place among the tokens."""
-    return [slice(start, stop) for start, stop in pairwise(starts)]
+    return [slice(start, stop) for start, stop in pairwise(offsets)]
 
 
 def positions(

@@ -183,7 +183,7 @@ class LatentAttention(AttentionLayer):
             self._queries(x), self._latents(x), None, rotary=rotary, positions=positions, cache=cache, lengths=lengths
         )
         mask, bias = self._mask_and_bias(mask, bias, cache)
-        options = {"mask": mask, "bias": bias, "gate": gate, "return_weights": return_weights, **placed.order}
+        options = {"mask": mask, "bias": bias, "gate": gate, "return_weights": return_weights, **placed.mask_positions}
         options |= self._score_options(self.head_dim + self.rotary_dim)
         if self._absorbed(absorbed, queries=placed.q.shape[2], keys=placed.k.shape[2]):
             heads, *weights = self._attend_absorbed(placed.q, placed.k, **options)
