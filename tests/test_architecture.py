@@ -29,8 +29,8 @@ FLOORS = (
 """From the ground up. `__init__` gathers the public names and is imported by nobody here but the command line."""
 
 ATTENTION = (
-    *("autocast", "masks", "by_position", "by_sequence", "rules", "rotary", "positions", "cache", "packed"),
-    *("placement", "problem", "reference", "fused", "statistics", "attend"),
+    *("autocast", "masks", "masks_by_position", "masks_by_sequence", "rules", "rotary", "positions"),
+    *("cache", "packed", "placement", "problem", "reference", "fused", "statistics", "attend"),
 )
 """Inside the attention floor, likewise; a module imports from those before it."""
 

@@ -3,7 +3,8 @@
 A mask is a rule, not a matrix. It answers for any block of the score grid, so a backend can ask about the
 block it works on and never hold the whole. True means *attends*. Unless it is said where queries and keys stand,
 query row i stands at key position i + (keys - queries): the last query sees the last key, with a cache and without.
-The rules themselves are in `rules.py`.
+Users call the functions of `rules.py`; the masks that those return are in `masks_by_position.py` and
+`masks_by_sequence.py`.
 """
 
 from abc import ABC, abstractmethod

@@ -100,11 +100,11 @@ class Rotary:
             length = positions.max() + 1 if positions.numel() else 0
         # Nothing here is narrowed by autocast, but torch's cat fails under it where it does not expect float16.
         with without_autocast(x.device):
-            cos, sin = self._turn(width, positions, length, torch.promote_types(x.dtype, torch.float32))
-            turned = _turned(x[..., :width], cos, sin, self.interleaved)
-            return turned if width == x.shape[3] else torch.cat((turned, x[..., width:]), dim=-1)
+            cos, sin = self._cos_and_sin(width, positions, length, torch.promote_types(x.dtype, torch.float32))
+            rotated = _rotated(x[..., :width], cos, sin, self.interleaved)
+            return rotated if width == x.shape[3] else torch.cat((rotated, x[..., width:]), dim=-1)
 
-    def _turn(
+    def _cos_and_sin(
         self, width: int, positions: Int[Tensor, "#batch length"], length: Length, dtype: torch.dtype
     ) -> tuple[Float[Tensor, "#batch 1 length pairs"], Float[Tensor, "#batch 1 length pairs"]]:
         """Cosine and sine of each pair's angle, times the factor of the scaling."""
@@ -119,7 +119,7 @@ class Rotary:
         return angles.cos() * factor, angles.sin() * factor
 
 
-def _turned(
+def _rotated(
     x: Float[Tensor, "batch heads length width"],
     cos: Float[Tensor, "#batch 1 length pairs"],
     sin: Float[Tensor, "#batch 1 length pairs"],
@@ -128,8 +128,8 @@ def _turned(
     """Every pair of features as a point in the plane, turned; half precision is widened by the cosines it meets."""
     pairs = cos.shape[-1]
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :pairs], x[..., pairs:])
-    turned = ((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype))
-    return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    rotated = ((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype))
+    return torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
 
 
 def base_frequencies(

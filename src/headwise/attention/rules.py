@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headwise.attention.by_position import Band, Chunked, Prefix, Where
-from headwise.attention.by_sequence import Dense, Padding, Segments
 from headwise.attention.masks import Mask, PerHead, can_be_read, four_dimensional
+from headwise.attention.masks_by_position import Band, Chunked, Prefix
+from headwise.attention.masks_by_sequence import Dense, Padding, Segments, Where
 from headwise.checks import whole_number, whole_numbers
 from headwise.errors import InputError
 from headwise.shapes import Int

@@ -1,13 +1,10 @@
-"""Rules of positions alone: the same for every sequence, and for any length."""
+"""Masks of positions alone: the same for every sequence, and for any length."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from headwise.attention.masks import Coverage, Grid, Mask
-from headwise.errors import InputError
 from headwise.shapes import Bool, Int
 
 
@@ -89,34 +86,3 @@ class Chunked(Mask):
 
     def __repr__(self) -> str:
         return f"chunked({self.size})"
-
-
-@dataclass(frozen=True)
-class Where(Mask):
-    """A rule given as a function."""
-
-    rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    first_sequence: int = 0
-
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "batch heads rows columns"]:
-        batch = self.first_sequence + torch.arange(grid.batch, device=grid.device)[:, None, None, None]
-        head = torch.arange(grid.heads, device=grid.device)[:, None, None]
-        allowed = self.rule(batch, head, grid.query_position(i), grid.key_position(j))
-        whole = (grid.batch, grid.heads, i.shape[0], j.shape[1])
-        if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
-            got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
-            raise InputError("where(rule)", expected="a function that returns a boolean tensor", got=got)
-        try:
-            return allowed.expand(whole)
-        except RuntimeError:
-            raise InputError(
-                "where(rule)", expected=f"a result that broadcasts to {whole}", got=tuple(allowed.shape)
-            ) from None
-
-    def of_sequence(self, index: int) -> Mask:
-        return Where(self.rule, self.first_sequence + index)
-
-    def __repr__(self) -> str:
-        return f"where({getattr(self.rule, '__name__', repr(self.rule))})"
