@@ -182,10 +182,14 @@ def test_the_backend_asked_for_is_the_one_that_runs():
     q = torch.zeros(1, 1, QUERIES, 2, dtype=torch.float64)
     assert hw.why_not("fused", q, q, q, bias=bias, softcap=3.0) is not None
     layer_with(backend="reference").forward(x, bias=bias)
+
+    def ran(problem):
+        raise RuntimeError("fused ran")
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headwise.attention.fused.run", None)
+        patch.setattr("headwise.attention.fused.run", ran)
         layer_with(backend="reference")(x)
-        with pytest.raises(TypeError, match="not callable"):
+        with pytest.raises(RuntimeError, match="fused ran"):
             layer_with()(x)
 
 

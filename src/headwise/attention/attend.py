@@ -1,6 +1,5 @@
 """`attend`: the one function under every layer. Check once, ask the backends `why_not`, run one, gate."""
 
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -8,12 +7,12 @@ from torch import Tensor
 from headwise.attention import fused, reference
 from headwise.attention.autocast import NARROW, autocast_dtype, without_autocast
 from headwise.attention.masks import Mask
-from headwise.attention.problem import Problem
+from headwise.attention.problem import Backend, Problem
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int
 
-BACKENDS: dict[str, ModuleType] = {backend.name: backend for backend in (fused, reference)}
-"""Every backend by name: a module with `name`, `why_not(problem)` and `run(problem)`."""
+BACKENDS: dict[str, Backend] = {fused.name: fused, reference.name: reference}
+"""Every backend by name."""
 
 CHOICE = ("fused",)
 """The backends that `backend=None` may take, best first. The reference runs only when asked for by name."""
@@ -113,8 +112,7 @@ def why_not(
 
     Raises `InputError` for a backend that does not exist and for arguments that no backend could take.
     """
-    reason: str | None = backend_named(backend).why_not(Problem.checked(*_cast(q, k, v), **options))
-    return reason
+    return backend_named(backend).why_not(Problem.checked(*_cast(q, k, v), **options))
 
 
 def _cast(*tensors: Any) -> tuple[Any, ...]:
@@ -125,7 +123,7 @@ def _cast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(each.to(dtype) if isinstance(each, Tensor) and each.dtype in NARROW else each for each in tensors)
 
 
-def _chosen(problem: Problem, backend: str | None) -> ModuleType:
+def _chosen(problem: Problem, backend: str | None) -> Backend:
     """The backend asked for, or the first that can; `InputError` with every reason when there is none."""
     candidates = [backend_named(backend)] if backend is not None else [BACKENDS[name] for name in CHOICE]
     reasons = []
@@ -142,7 +140,7 @@ def _chosen(problem: Problem, backend: str | None) -> ModuleType:
     )
 
 
-def backend_named(backend: str) -> ModuleType:
+def backend_named(backend: str) -> Backend:
     """The backend of that name; `InputError` where there is none."""
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise InputError("backend", expected=f"one of {', '.join(BACKENDS)}", got=repr(backend))

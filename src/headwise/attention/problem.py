@@ -1,7 +1,7 @@
 """One attention problem, checked once, in the form every backend takes."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -112,6 +112,19 @@ class Problem:
             return_lse=return_lse,
             return_weights=return_weights,
         )
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """What computes an answer: a module of this shape."""
+
+    name: str
+
+    def why_not(self, problem: Problem) -> str | None:
+        """None when it can do this problem, otherwise why not, in one sentence."""
+
+    def run(self, problem: Problem) -> Answer:
+        """The answer; called only where `why_not` says None."""
 
 
 def score_dtype(q: Tensor) -> torch.dtype:
