@@ -349,11 +349,13 @@ def test_a_mistake_in_construction(arguments, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: hw.Scores(scale="a"), "scale: expected a finite number, got 'a'"),
-        (lambda: hw.Scores(softcap=0.0), "softcap: expected a finite number above 0, got 0.0"),
-        (lambda: hw.QKNorm("l2"), r"QKNorm\(kind\): expected 'rms' or 'layer', got 'l2'"),
-        (lambda: hw.QKNorm(over="head_dim"), r"QKNorm\(over\): expected 'head' or 'heads', got 'head_dim'"),
-        (lambda: hw.QKNorm(eps=0), r"QKNorm\(eps\): expected a finite number above 0, got 0"),
+        (lambda: hw.Scores(scale=float("nan")), r"Scores\(scale\): expected a finite number, got nan"),
+        (lambda: hw.Scores(softcap=0.0), r"Scores\(softcap\): expected a finite number above 0, got 0.0"),
+        (lambda: hw.Scores(sinks=torch.zeros(2)), r"Scores\(sinks\): expected True or False, got tensor\(\[0., 0.\]\)"),
+        (lambda: hw.Scores(temperature=2.0), r"Scores\(temperature\): expected True or False, got 2.0"),
+        (lambda: hw.QKNorm("batch"), r"QKNorm\(kind\): expected 'rms' or 'layer', got 'batch'"),
+        (lambda: hw.QKNorm(over="all"), r"QKNorm\(over\): expected 'head' or 'heads', got 'all'"),
+        (lambda: hw.QKNorm(eps=0.0), r"QKNorm\(eps\): expected a finite number above 0, got 0.0"),
     ],
 )
 def test_a_mistake_in_an_option(make, message):

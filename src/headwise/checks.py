@@ -39,6 +39,13 @@ def probability(argument: str, value: Any) -> float:
     return number
 
 
+def flag(argument: str, value: Any) -> bool:
+    """True or False, and nothing that merely counts as one of them."""
+    if not isinstance(value, bool):
+        raise InputError(argument, expected="True or False", got=repr(value))
+    return value
+
+
 def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, "..."]:
     """A real float tensor on the device of `like`."""
     if not isinstance(value, Tensor) or not value.is_floating_point():

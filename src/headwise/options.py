@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from headwise.checks import finite_number
+from headwise.checks import finite_number, flag
 from headwise.errors import InputError
 
 
@@ -21,6 +21,9 @@ class Scores:
         temperature: a learned number for each head that its scores are divided by; 1 at first.
         talking_heads: learned matrices that mix the heads' scores before the softmax and their weights after it
             (Shazeer et al. 2020); the identity at first.
+
+    Raises:
+        InputError: a scale or softcap that is no finite number, a softcap of 0 or less, no True or False elsewhere.
     """
 
     scale: float | None = None
@@ -31,9 +34,11 @@ class Scores:
 
     def __post_init__(self) -> None:
         if self.scale is not None:
-            finite_number("scale", self.scale)
+            finite_number("Scores(scale)", self.scale)
         if self.softcap is not None:
-            finite_number("softcap", self.softcap, above=0.0)
+            finite_number("Scores(softcap)", self.softcap, above=0.0)
+        for name in ("sinks", "temperature", "talking_heads"):
+            flag(f"Scores({name})", getattr(self, name))
 
     def learned(self, heads: int) -> dict[str, tuple[int, ...] | None]:
         """The layer's parameters for this, by name, with their shapes; None for one that is not wanted."""
@@ -55,6 +60,9 @@ class QKNorm:
         over: "head" normalises each head by itself, with one weight for all of them (Qwen3); "heads" all of them
             side by side (OLMo 2).
         eps: added under the root.
+
+    Raises:
+        InputError: another kind, another `over`, an eps of 0 or less.
     """
 
     kind: Literal["rms", "layer"] = "rms"

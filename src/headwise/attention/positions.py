@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention.rotary import precise
-from headwise.checks import position_ids, whole_number
+from headwise.checks import flag, position_ids, whole_number
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -89,12 +89,10 @@ class RelativeBias(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if not isinstance(bidirectional, bool):
-            raise InputError("bidirectional", expected="True or False", got=repr(bidirectional))
+        self.bidirectional = flag("bidirectional", bidirectional)
         directions = 2 if bidirectional else 1
         self.num_heads = whole_number("num_heads", num_heads, least=1)
         self.num_buckets = whole_number("num_buckets", num_buckets, least=2 * directions)
-        self.bidirectional = bidirectional
         if num_buckets % directions:
             raise InputError("num_buckets", expected="an even number, half for each direction", got=num_buckets)
         self._per_direction = num_buckets // directions

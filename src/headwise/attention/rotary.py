@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention.autocast import without_autocast
-from headwise.checks import finite_number, position_ids, whole_number
+from headwise.checks import finite_number, flag, position_ids, whole_number
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -48,8 +48,7 @@ class Rotary:
         finite_number("Rotary(theta)", self.theta, above=1.0)
         if self.width is not None and whole_number("Rotary(width)", self.width, least=2) % 2:
             raise InputError("Rotary(width)", expected="an even number, since pairs are turned", got=self.width)
-        if not isinstance(self.interleaved, bool):
-            raise InputError("Rotary(interleaved)", expected="True or False", got=repr(self.interleaved))
+        flag("Rotary(interleaved)", self.interleaved)
         if self.scaling is not None and (isinstance(self.scaling, type) or not isinstance(self.scaling, Scaling)):
             raise InputError("Rotary(scaling)", expected="a Scaling, such as YaRN(...)", got=repr(self.scaling))
 
