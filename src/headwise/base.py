@@ -10,8 +10,9 @@ from headwise.attention.autocast import NARROW, autocast_dtype
 from headwise.attention.cache import Cache
 from headwise.attention.masks import Mask
 from headwise.attention.positions import PositionBias
-from headwise.attention.problem import mask_and_bias, positions_of
+from headwise.attention.problem import mask_and_bias
 from headwise.attention.rotary import Rotary
+from headwise.checks import positions_given
 from headwise.errors import InputError
 from headwise.options import QKNorm, Scores
 from headwise.shapes import Float, Int
@@ -132,7 +133,7 @@ class AttentionLayer(nn.Module):
         if cache is not None and (self.position_bias is not None or (self.rotary is not None and self.rotary.grows)):
             expected = "none beside a cache, where cached keys are placed anew in every call"
             raise InputError("positions", expected=expected, got="some")
-        return positions_of("positions", positions, x.shape[0], x.shape[1], x.device)
+        return positions_given("positions", positions, batch=x.shape[0], length=x.shape[1], device=x.device)
 
 
 def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:

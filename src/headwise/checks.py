@@ -76,7 +76,7 @@ def position_ids(
     length: int | None = None,
     device: torch.device | None = None,
 ) -> Int[Tensor, "_ _"]:
-    """Whole numbers `(batch, length)`, or one row for the whole batch; any size that is not given."""
+    """A tensor of whole numbers `(batch, length)`, or one row for the whole batch; any size that is not given."""
     expected = "a tensor of whole numbers (batch, length)"
     if not isinstance(value, Tensor):
         raise InputError(argument, expected=expected, got=type(value).__name__)
@@ -87,6 +87,19 @@ def position_ids(
     if device is not None and value.device != device:
         raise InputError(argument, expected=f"a tensor on {device}", got=value.device)
     return value
+
+
+def positions_given(
+    argument: str, values: Any, *, batch: int, length: int, device: torch.device
+) -> Int[Tensor, "#batch length"]:
+    """Positions as a user may give them, `(length,)` or `(batch, length)`, with the batch axis."""
+    tensor = whole_numbers(argument, values, dimensions=(1, 2), shape="(length,) or (batch, length)")
+    tensor = tensor[None] if tensor.ndim == 1 else tensor
+    if tensor.shape[0] not in (1, batch) or tensor.shape[1] != length:
+        raise InputError(argument, expected=f"shape {(length,)} or {(batch, length)}", got=tuple(tensor.shape))
+    if tensor.device != device:
+        raise InputError(argument, expected=f"a tensor on {device}", got=tensor.device)
+    return tensor
 
 
 def _as_float(value: Any) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwise.attention.masks import Coverage, Grid, Mask, Present, four_dimensional, require_broadcast
 from headwise.attention.rules import dense
-from headwise.checks import finite_number, float_tensor, probability, whole_numbers
+from headwise.checks import finite_number, float_tensor, positions_given, probability
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -174,20 +174,9 @@ def _positions(
         missing = "query_positions" if of_queries is None else "key_positions"
         raise InputError(missing, expected="positions of queries and of keys, or of neither", got="one of the two")
     return (
-        positions_of("query_positions", of_queries, q.shape[0], q.shape[2], q.device),
-        positions_of("key_positions", of_keys, q.shape[0], k.shape[2], q.device),
+        positions_given("query_positions", of_queries, batch=q.shape[0], length=q.shape[2], device=q.device),
+        positions_given("key_positions", of_keys, batch=q.shape[0], length=k.shape[2], device=q.device),
     )
-
-
-def positions_of(name: str, values: Any, batch: int, length: int, device: torch.device) -> Int[Tensor, "#batch length"]:
-    """Whole numbers `(length,)` or `(batch, length)`, with the batch axis."""
-    tensor = whole_numbers(name, values, dimensions=(1, 2), shape="(length,) or (batch, length)")
-    tensor = tensor[None] if tensor.ndim == 1 else tensor
-    if tensor.shape[0] not in (1, batch) or tensor.shape[1] != length:
-        raise InputError(name, expected=f"shape {(length,)} or {(batch, length)}", got=tuple(tensor.shape))
-    if tensor.device != device:
-        raise InputError(name, expected=f"a tensor on {device} like q", got=tensor.device)
-    return tensor
 
 
 def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
