@@ -44,10 +44,10 @@ class AttentionLayer(nn.Module):
 
     # -- scores -----------------------------------------------------------------------------------------------
 
-    def _register_scores(self, heads: int, **made: Any) -> None:
+    def _register_scores(self, heads: int, **factory: Any) -> None:
         """The learned parameters of `scores`, None where there is none."""
         for name, shape in (self.scores or Scores()).learned(heads).items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, **made)) if shape else None)
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)) if shape else None)
 
     def _reset_scores(self) -> None:
         """The parameters of `scores` as if they were not there."""

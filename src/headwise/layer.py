@@ -66,7 +66,7 @@ class MultiHeadAttention(AttentionLayer):
     """
 
     maps: ClassVar[int] = 1
-    """Maps of scores that a head has."""
+    """Score maps of each head, each with queries and keys of its own; more than 1 in derived layers alone."""
 
     def __init__(
         self,
@@ -124,23 +124,23 @@ class MultiHeadAttention(AttentionLayer):
         self.backend = backend
         self._check_options()
 
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         if fused_qkv:
-            self.qkv_proj = nn.Linear(embed_dim, sum(self.qkv_widths), bias=bias, **made)
+            self.qkv_proj = nn.Linear(embed_dim, sum(self.qkv_widths), bias=bias, **factory)
         else:
             queries, keys, values = self.qkv_widths
-            self.q_proj = nn.Linear(embed_dim, queries, bias=bias, **made)
-            self.k_proj = nn.Linear(self.context_dim, keys, bias=bias, **made)
-            self.v_proj = nn.Linear(self.value_context_dim, values, bias=bias, **made)
+            self.q_proj = nn.Linear(embed_dim, queries, bias=bias, **factory)
+            self.k_proj = nn.Linear(self.context_dim, keys, bias=bias, **factory)
+            self.v_proj = nn.Linear(self.value_context_dim, values, bias=bias, **factory)
         if qk_norm is not None:
-            self.q_norm = qk_norm.module(self.maps * self.num_heads, self.head_dim, **made)
-            self.k_norm = qk_norm.module(self.maps * self.num_kv_heads, self.head_dim, **made)
+            self.q_norm = qk_norm.module(self.maps * self.num_heads, self.head_dim, **factory)
+            self.k_norm = qk_norm.module(self.maps * self.num_kv_heads, self.head_dim, **factory)
         if output_gate is not None:
             gates = self.num_heads * (self.value_dim if output_gate == "element" else 1)
-            self.gate_proj = nn.Linear(embed_dim, gates, bias=bias, **made)
+            self.gate_proj = nn.Linear(embed_dim, gates, bias=bias, **factory)
         out_bias = bias if out_bias is None else out_bias
-        self.out_proj = nn.Linear(self.num_heads * self.value_dim, self.out_dim, bias=out_bias, **made)
-        self._register_scores(self.maps * num_heads, **made)
+        self.out_proj = nn.Linear(self.num_heads * self.value_dim, self.out_dim, bias=out_bias, **factory)
+        self._register_scores(self.maps * num_heads, **factory)
         self.reset_parameters()
 
     @property
@@ -444,13 +444,13 @@ class MultiHeadAttention(AttentionLayer):
         return of_queries, of_keys
 
     def extra_repr(self) -> str:
-        told = {"num_heads": self.num_heads}
+        sizes = {"num_heads": self.num_heads}
         if self.num_kv_heads != self.num_heads:
-            told["num_kv_heads"] = self.num_kv_heads
-        told |= {"head_dim": self.head_dim, "value_dim": self.value_dim}
+            sizes["num_kv_heads"] = self.num_kv_heads
+        sizes |= {"head_dim": self.head_dim, "value_dim": self.value_dim}
         options = {name: getattr(self, name) for name in ("rotary", "position_bias", "scores", "output_gate", "mask")}
         shown = {name: each for name, each in options.items() if each is not None and not isinstance(each, nn.Module)}
-        return ", ".join(f"{name}={value!r}" for name, value in (told | shown).items())
+        return ", ".join(f"{name}={value!r}" for name, value in (sizes | shown).items())
 
 
 def _check_sizes(*, embed_dim: int, num_heads: int, maps: int, **more: int | None) -> None:

@@ -76,11 +76,11 @@ class QKNorm:
             raise InputError("QKNorm(over)", expected="'head' or 'heads'", got=repr(self.over))
         finite_number("QKNorm(eps)", self.eps, above=0.0)
 
-    def module(self, heads: int, head_dim: int, **made: Any) -> nn.RMSNorm | nn.LayerNorm:
+    def module(self, heads: int, head_dim: int, **factory: Any) -> nn.RMSNorm | nn.LayerNorm:
         """The normalisation of so many heads of this width."""
         width = head_dim if self.over == "head" else heads * head_dim
         norm = nn.RMSNorm if self.kind == "rms" else nn.LayerNorm
-        return norm(width, eps=self.eps, **made)
+        return norm(width, eps=self.eps, **factory)
 
 
 OutputGate = Literal["head", "element"]

@@ -77,11 +77,11 @@ class DifferentialAttention(MultiHeadAttention):
             raise InputError("scores", expected=expected, got="talking_heads=True")
         super().__init__(embed_dim, num_heads, **options)
         self.lambda_init = _lambda_init(lambda_init, depth)
-        made: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
+        factory: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            self.register_parameter(name, nn.Parameter(torch.empty(self.head_dim, **made)))
+            self.register_parameter(name, nn.Parameter(torch.empty(self.head_dim, **factory)))
         eps = finite_number("norm_eps", norm_eps, above=0.0)
-        self.head_norm = nn.RMSNorm(self.value_dim, eps=eps, elementwise_affine=norm_weight, **made)
+        self.head_norm = nn.RMSNorm(self.value_dim, eps=eps, elementwise_affine=norm_weight, **factory)
         self._reset_lambdas()
 
     def reset_parameters(self) -> None:

@@ -106,21 +106,21 @@ class LatentAttention(AttentionLayer):
         self._check_kinds()
         self._check_rotary()
 
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         eps = finite_number("norm_eps", norm_eps, above=0.0)
         queries = self.num_heads * (self.head_dim + self.rotary_dim)
         if q_rank is None:
-            self.q_proj = nn.Linear(embed_dim, queries, bias=bias, **made)
+            self.q_proj = nn.Linear(embed_dim, queries, bias=bias, **factory)
         else:
-            self.q_down = nn.Linear(embed_dim, q_rank, bias=bias, **made)
-            self.q_norm = nn.RMSNorm(q_rank, eps=eps, **made)
-            self.q_up = nn.Linear(q_rank, queries, bias=False, **made)
-        self.kv_down = nn.Linear(embed_dim, kv_rank + rotary_dim, bias=bias, **made)
-        self.kv_norm = nn.RMSNorm(kv_rank, eps=eps, **made)
-        self.kv_up = nn.Linear(kv_rank, self.num_heads * (self.head_dim + self.value_dim), bias=False, **made)
+            self.q_down = nn.Linear(embed_dim, q_rank, bias=bias, **factory)
+            self.q_norm = nn.RMSNorm(q_rank, eps=eps, **factory)
+            self.q_up = nn.Linear(q_rank, queries, bias=False, **factory)
+        self.kv_down = nn.Linear(embed_dim, kv_rank + rotary_dim, bias=bias, **factory)
+        self.kv_norm = nn.RMSNorm(kv_rank, eps=eps, **factory)
+        self.kv_up = nn.Linear(kv_rank, self.num_heads * (self.head_dim + self.value_dim), bias=False, **factory)
         out_bias = bias if out_bias is None else out_bias
-        self.out_proj = nn.Linear(self.num_heads * self.value_dim, self.out_dim, bias=out_bias, **made)
-        self._register_scores(num_heads, **made)
+        self.out_proj = nn.Linear(self.num_heads * self.value_dim, self.out_dim, bias=out_bias, **factory)
+        self._register_scores(num_heads, **factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -214,8 +214,8 @@ class LatentAttention(AttentionLayer):
     ) -> tuple[Tensor, ...]:
         """Each head attends to keys and values of its own (equations 9 to 11 and 16 to 19)."""
         turned, latent = torch.split(kept, [self.rotary_dim, self.kv_rank], dim=-1)
-        made = self._split(self.kv_up(latent.squeeze(1)), self.num_heads)
-        content, v = torch.split(made, [self.head_dim, self.value_dim], dim=-1)
+        expanded = self._split(self.kv_up(latent.squeeze(1)), self.num_heads)
+        content, v = torch.split(expanded, [self.head_dim, self.value_dim], dim=-1)
         k = torch.cat((turned.to(content.dtype).expand(-1, self.num_heads, -1, -1), content), dim=-1)
         attended = attend(q, k, v, **options)
         return attended if isinstance(attended, tuple) else (attended,)
@@ -277,10 +277,10 @@ class LatentAttention(AttentionLayer):
             raise InputError("Rotary(width)", expected=expected, got=self.rotary.width)
 
     def extra_repr(self) -> str:
-        told: dict[str, Any] = {"num_heads": self.num_heads, "kv_rank": self.kv_rank}
+        sizes: dict[str, Any] = {"num_heads": self.num_heads, "kv_rank": self.kv_rank}
         if self.q_rank is not None:
-            told["q_rank"] = self.q_rank
-        told |= {"head_dim": self.head_dim, "rotary_dim": self.rotary_dim, "value_dim": self.value_dim}
+            sizes["q_rank"] = self.q_rank
+        sizes |= {"head_dim": self.head_dim, "rotary_dim": self.rotary_dim, "value_dim": self.value_dim}
         options = {name: getattr(self, name) for name in ("rotary", "scores", "mask")}
-        told |= {name: value for name, value in options.items() if value is not None}
-        return ", ".join(f"{name}={value!r}" for name, value in told.items())
+        sizes |= {name: value for name, value in options.items() if value is not None}
+        return ", ".join(f"{name}={value!r}" for name, value in sizes.items())
