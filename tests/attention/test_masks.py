@@ -127,6 +127,24 @@ def test_any_block_is_that_part_of_the_whole_and_coverage_is_true_of_it(data):
         assert expected.all()
 
 
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_coverage_is_true_where_tokens_stand_elsewhere_than_they_lie(data):
+    queries, keys = 5, 7
+    mask, _ = data.draw(masks(2, 3, queries, keys).filter(lambda drawn: "left" not in repr(drawn[0])))
+    places = [
+        torch.tensor(data.draw(st.lists(st.integers(-1, 12), min_size=2 * size, max_size=2 * size))).view(2, size)
+        for size in (queries, keys)
+    ]
+    grid = Grid(2, 3, queries, keys, torch.device("cpu"), *places)
+    rows = range(*sorted(data.draw(st.lists(st.integers(0, queries), min_size=2, max_size=2, unique=True))))
+    columns = range(*sorted(data.draw(st.lists(st.integers(0, keys), min_size=2, max_size=2, unique=True))))
+    block = mask.block(grid, rows, columns)
+    coverage = mask.coverage(grid, rows, columns)
+    assert coverage is not Coverage.EMPTY or not block.any()
+    assert coverage is not Coverage.FULL or block.all()
+
+
 @pytest.mark.parametrize(
     "mask", [hw.causal(), hw.window(3), hw.padding([4, 4]), hw.padding([4, 4], side="left")], ids=repr
 )

@@ -78,7 +78,10 @@ class Mask(ABC):
         """
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Whether a block of an aligned grid is empty or full, told without making it; never wrong, maybe undecided."""
+        """Whether a block is empty or full, told without making it: never wrong, maybe undecided.
+
+        What goes by positions decides on an aligned grid alone, where a range of rows or columns is one of positions.
+        """
         return Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:

@@ -26,6 +26,8 @@ class Band(Mask):
         return inside if self.dilation == 1 else inside & (back % self.dilation == 0)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        if not grid.aligned:
+            return Coverage.PARTIAL
         # Every distance between the nearest and the farthest occurs in the block: exact, without a dilation.
         nearest = rows.start + grid.offset - (columns.stop - 1)
         farthest = rows.stop - 1 + grid.offset - columns.start
@@ -58,6 +60,8 @@ class Prefix(Mask):
         return grid.key_position(j) < self.length
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        if not grid.aligned:
+            return Coverage.PARTIAL
         if columns.start >= self.length:
             return Coverage.EMPTY
         return Coverage.FULL if columns.stop <= self.length else Coverage.PARTIAL
@@ -78,6 +82,8 @@ class Chunked(Mask):
         return grid.query_position(i) // self.size == grid.key_position(j) // self.size
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        if not grid.aligned:
+            return Coverage.PARTIAL
         own = range((rows.start + grid.offset) // self.size, (rows.stop - 1 + grid.offset) // self.size + 1)
         other = range(columns.start // self.size, (columns.stop - 1) // self.size + 1)
         if own.stop <= other.start or other.stop <= own.start:

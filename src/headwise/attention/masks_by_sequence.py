@@ -34,7 +34,7 @@ class Padding(Mask):
         return grid.key_position(j) < lengths if self.side == "right" else j >= grid.keys - lengths
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        if not can_be_read(self.lengths):
+        if not grid.aligned or not can_be_read(self.lengths):
             return Coverage.PARTIAL
         shortest, longest = self._span
         # Counted from the side where the tokens are, so that both sides read alike.
@@ -87,7 +87,7 @@ class Segments(Mask):
         return torch.take_along_dim(ids, positions, dim=1)[:, None, None]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        if not can_be_read(self.ids):
+        if not grid.aligned or not can_be_read(self.ids):
             return Coverage.PARTIAL
         first = max(rows.start + grid.offset, 0)
         own, other = self.ids[:, first : rows.stop + grid.offset], self.ids[:, columns.start : columns.stop]
