@@ -472,6 +472,7 @@ def test_nested_cross_attention_is_that_of_each_sequence():
         ({"lengths": [1, 2]}, "lengths: expected a StaticCache beside them, got none"),
         ({"offsets": [0, 1, 5]}, "offsets: expected none beside a nested x, which has its own, got some"),
         ({"context": X}, r"context: expected a jagged nested tensor, like x, got shape \(2, 5, 12\)"),
+        ({"context": "text"}, "context: expected a jagged nested tensor, like x, got str"),
         ({"value_context": jagged(2, 3)}, "context: expected a tensor beside value_context, got none"),
         (
             {"context": jagged(2, 3), "value_context": jagged(3, 2)},

@@ -353,21 +353,8 @@ class MultiHeadAttention(AttentionLayer):
             if given is not None:
                 raise InputError(name, expected="none beside a nested x, which has its own", got="some")
         inputs = {name: options.pop(name) for name in ("x", "context", "value_context")}
-        nested = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-        for name, tensor in nested.items():
-            if not tensor.is_nested or tensor.layout != torch.jagged:
-                got = f"a nested tensor of {tensor.layout}" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
-                raise InputError(name, expected="a jagged nested tensor, like x", got=got)
-            if tensor.lengths() is not None:
-                expected = "a jagged nested tensor without gaps between its sequences"
-                raise InputError(name, expected=expected, got="one with gaps", remedy="call contiguous() on it")
-        own = {name: tensor.offsets() for name, tensor in nested.items()}
-        if {"context", "value_context"} <= own.keys() and not torch.equal(own["context"], own["value_context"]):
-            lengths = {name: each.diff().tolist() for name, each in own.items()}
-            expected = f"sequences of lengths {lengths['context']} like context"
-            raise InputError("value_context", expected=expected, got=lengths["value_context"])
-        packed_inputs = {name: tensor.values() for name, tensor in nested.items()}
-        y = self(**packed_inputs, offsets=own["x"], context_offsets=own.get("context"), **options)
+        values, own = packed.from_nested({name: tensor for name, tensor in inputs.items() if tensor is not None})
+        y = self(**values, offsets=own["x"], context_offsets=own.get("context"), **options)
         return torch.nested.nested_tensor_from_jagged(y, own["x"])
 
     # -- what may be asked for --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,32 @@ def checked_offsets(name: str, offsets: Tensor | Sequence[int], total: int) -> l
     if not numbers or numbers[0] != 0 or numbers[-1] != total or not rising:
         raise InputError(name, expected=f"numbers that rise from 0 to {total}, the tokens", got=numbers)
     return numbers
+
+
+def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The values of jagged nested tensors, `(tokens, width)` each, and their offsets.
+
+    Args:
+        inputs: by name: "x", perhaps "context", perhaps "value_context".
+
+    Raises:
+        InputError: a tensor of another kind, gaps between sequences, values cut into sequences otherwise than keys.
+    """
+    for name, tensor in inputs.items():
+        if not isinstance(tensor, Tensor):
+            raise InputError(name, expected="a jagged nested tensor, like x", got=type(tensor).__name__)
+        if not tensor.is_nested or tensor.layout != torch.jagged:
+            got = f"a nested tensor of {tensor.layout}" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
+            raise InputError(name, expected="a jagged nested tensor, like x", got=got)
+        if tensor.lengths() is not None:  # type: ignore[attr-defined]
+            expected = "a jagged nested tensor without gaps between its sequences"
+            raise InputError(name, expected=expected, got="one with gaps", remedy="call contiguous() on it")
+    own: dict[str, Tensor] = {name: tensor.offsets() for name, tensor in inputs.items()}
+    if {"context", "value_context"} <= own.keys() and not torch.equal(own["context"], own["value_context"]):
+        lengths = {name: each.diff().tolist() for name, each in own.items()}
+        expected = f"sequences of lengths {lengths['context']} like context"
+        raise InputError("value_context", expected=expected, got=lengths["value_context"])
+    return {name: tensor.values() for name, tensor in inputs.items()}, own
 
 
 def slices(offsets: Sequence[int]) -> list[slice]:
