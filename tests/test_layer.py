@@ -128,6 +128,39 @@ def test_keys_and_values_from_contexts_of_their_own_widths():
     assert torch.equal(layer(x[0], context[0], values[0]), layer(x[:1], context[:1], values[:1])[0])
 
 
+@pytest.mark.parametrize("options", ["grouped", "rotary", "rms norm", "layer norm over heads", "relative", "sinks"])
+def test_a_context_projected_once_is_the_context(options):
+    layer = layer_with(context_dim=CONTEXT, value_context_dim=17, **copy.deepcopy(OPTIONS[options]))
+    x, context = inputs(CONTEXT)
+    values = torch.randn(BATCH, KEYS, 17, dtype=torch.float64)
+    projected = layer.project_context(context, values)
+    assert torch.equal(layer(x, projected), layer(x, context, values))
+    assert torch.equal(layer(x[:, :1], projected), layer(x[:, :1], context, values))
+    alone = layer.project_context(context[0], values[0])
+    torch.testing.assert_close(layer(x[0], alone), layer(x, projected)[0], rtol=0, atol=1e-12)
+    packed = {"offsets": [0, 2, 5], "context_offsets": [0, 4, 7]}
+    assert torch.equal(layer(x[0], alone, **packed), layer(x[0], context[0], values[0], **packed))
+
+
+@pytest.mark.usefixtures("as_user")
+def test_mistakes_with_a_projected_context():
+    layer, x = hw.MultiHeadAttention(12, 6, num_kv_heads=2, context_dim=10), torch.zeros(2, 5, 12)
+    projected = layer.project_context(torch.zeros(2, 7, 10))
+    fused = hw.MultiHeadAttention(12, 6, num_kv_heads=2, fused_qkv=True)
+    other = hw.MultiHeadAttention(12, 6)
+    for call, message in (
+        (lambda: layer.project_context(x), r"context: expected width 10 on the last axis, got \(2, 5, 12\)"),
+        (lambda: layer(x[:1], projected), "context: expected the batch of x, 1, got 2"),
+        (lambda: layer(x[0], projected), "context: expected the batch of x, 1, got 2"),
+        (lambda: layer(x, projected, x), "value_context: expected none beside a projected context, got some"),
+        (lambda: other(x, projected), r"context: expected heads and widths .*\(6, 2\).*, got .*\(2, 2\)"),
+        (lambda: fused(x, projected), "context: expected none, since qkv_proj projects x alone"),
+        (lambda: fused.project_context(x), "context: expected none, since qkv_proj projects x alone"),
+    ):
+        with pytest.raises(hw.InputError, match="^" + message):
+            call()
+
+
 def test_unbatched_input_is_a_batch_of_one_without_the_axis():
     layer = layer_with(context_dim=CONTEXT)
     x, context = inputs(CONTEXT)
@@ -376,7 +409,11 @@ X = torch.zeros(2, 5, 12)
             "context: expected none, since qkv_proj projects x alone, .* separate_proj",
         ),
         ({}, {"value_context": X}, "context: expected a tensor beside value_context, got none"),
-        ({}, {"context": X, "value_context": X[:, :4]}, "value_context: expected length 5 like context, got length 4"),
+        (
+            {},
+            {"context": X, "value_context": X[:, :4]},
+            r"value_context: expected batch and length \(2, 5\) like context, got \(2, 4\)",
+        ),
         ({"value_context_dim": 3}, {}, "value_context: expected a tensor of width 3, the layer's, got none"),
         ({}, {"context": X, "cache": hw.DynamicCache()}, "cache: expected self-attention, .*, got a context"),
         ({}, {"cache": {}}, r"cache: expected a headwise Cache, such as DynamicCache\(\), got dict"),

@@ -1,9 +1,9 @@
 """headwise: multi-head attention for PyTorch with every head in reach."""
 
 from headwise.attention.attend import attend, why_not
-from headwise.attention.cache import DynamicCache, SlidingCache, StaticCache
+from headwise.attention.cache import Cache, DynamicCache, SlidingCache, StaticCache
 from headwise.attention.masks import Mask
-from headwise.attention.positions import ALiBi, RelativeBias
+from headwise.attention.positions import ALiBi, PositionBias, RelativeBias
 from headwise.attention.rotary import DynamicNTK, LinearScaling, Llama3, Rotary, YaRN
 from headwise.attention.rules import causal, chunked, dense, padding, per_head, prefix, segments, where, window
 from headwise.convert.fuse import fuse_projections, separate_projections
@@ -12,7 +12,7 @@ from headwise.convert.torch import from_torch, to_torch
 from headwise.convert.transformers import from_transformers, to_transformers
 from headwise.errors import HeadwiseError, InputError, MissingExtra
 from headwise.heads.view import view
-from headwise.layer import MultiHeadAttention
+from headwise.layer import MultiHeadAttention, ProjectedContext
 from headwise.options import QKNorm, Scores
 from headwise.variants.differential import DifferentialAttention
 from headwise.variants.latent import LatentAttention
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ALiBi",
+    "Cache",
     "DifferentialAttention",
     "DynamicCache",
     "DynamicNTK",
@@ -32,6 +33,8 @@ __all__ = [
     "Mask",
     "MissingExtra",
     "MultiHeadAttention",
+    "PositionBias",
+    "ProjectedContext",
     "QKNorm",
     "RelativeBias",
     "Rotary",

@@ -15,7 +15,7 @@ x (batch, queries, embed)      context (batch, keys, context)     values' own co
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,13 @@ from headwise.checks import probability, whole_number
 from headwise.errors import InputError
 from headwise.options import OutputGate, QKNorm, Scores
 from headwise.shapes import Bool, Float, Int
+
+
+class ProjectedContext(NamedTuple):
+    """A context as the keys and values of one layer: made once by `project_context`, attended to many times."""
+
+    k: Float[Tensor, "batch kv_heads keys head_dim"]
+    v: Float[Tensor, "batch kv_heads keys value_dim"]
 
 
 class MultiHeadAttention(AttentionLayer):
@@ -132,9 +139,8 @@ class MultiHeadAttention(AttentionLayer):
             self.q_proj = nn.Linear(embed_dim, queries, bias=bias, **factory)
             self.k_proj = nn.Linear(self.context_dim, keys, bias=bias, **factory)
             self.v_proj = nn.Linear(self.value_context_dim, values, bias=bias, **factory)
-        if qk_norm is not None:
-            self.q_norm = qk_norm.module(self.maps * self.num_heads, self.head_dim, **factory)
-            self.k_norm = qk_norm.module(self.maps * self.num_kv_heads, self.head_dim, **factory)
+        self.q_norm = qk_norm.module(self.maps * self.num_heads, self.head_dim, **factory) if qk_norm else None
+        self.k_norm = qk_norm.module(self.maps * self.num_kv_heads, self.head_dim, **factory) if qk_norm else None
         if output_gate is not None:
             gates = self.num_heads * (self.value_dim if output_gate == "element" else 1)
             self.gate_proj = nn.Linear(embed_dim, gates, bias=bias, **factory)
@@ -169,7 +175,7 @@ class MultiHeadAttention(AttentionLayer):
     def forward(
         self,
         x: Float[Tensor, "*batch queries embed"],
-        context: Float[Tensor, "*batch keys context"] | None = None,
+        context: Float[Tensor, "*batch keys context"] | ProjectedContext | None = None,
         value_context: Float[Tensor, "*batch keys value_context"] | None = None,
         *,
         mask: Mask | Bool[Tensor, "..."] | Float[Tensor, "..."] | None = None,
@@ -190,7 +196,8 @@ class MultiHeadAttention(AttentionLayer):
         Args:
             x: `(batch, queries, embed_dim)`, or `(queries, embed_dim)` for one sequence; or nested (jagged), and
                 then so is the output.
-            context: `(batch, keys, context_dim)` or `(keys, context_dim)`; None attends to `x`.
+            context: `(batch, keys, context_dim)` or `(keys, context_dim)`; None attends to `x`. Or what
+                `project_context` made of one, where the same context is attended to again and again.
             value_context: `(batch, keys, value_context_dim)`, where values come from; None takes the context.
             mask: see `attend`; it joins the layer's own.
             bias: see `attend`; it is added to the layer's own.
@@ -229,11 +236,15 @@ class MultiHeadAttention(AttentionLayer):
                 return_weights=return_weights,
             )
         batched, cross = isinstance(x, Tensor) and x.ndim == 3, context is not None
-        x, context, value_context = self._inputs(x, context, value_context)
-        packing = self._packing(x, context if cross else None, offsets, context_offsets, batched=batched)
+        if isinstance(context, ProjectedContext):
+            x = self._beside(context, x, value_context)
+            q, (k, v) = self._queries(self.q_proj(x)), context
+        else:
+            x, context, value_context = self._inputs(x, context, value_context)
+            q, k, v = self._project(x, context, value_context)
+        packing = self._packing(x, k.shape[2] if cross else None, offsets, context_offsets, batched=batched)
         positions = self._positions(x, positions, cache, lengths, cross=cross, packed=packing is not None)
 
-        q, k, v = self._project(x, context, value_context)
         placed = place(q, k, v, rotary=self.rotary, positions=positions, cache=cache, lengths=lengths, offsets=packing)
         mask, bias = self._mask_and_bias(mask, bias, cache)
         call: dict[str, Any] = {"mask": mask, "bias": bias, "gate": gate, "return_weights": return_weights}
@@ -265,13 +276,44 @@ class MultiHeadAttention(AttentionLayer):
             q, k, v = self.qkv_proj(x).split(self.qkv_widths, dim=-1)
         else:
             q, k, v = self.q_proj(x), self.k_proj(context), self.v_proj(value_context)
-        over = self.qk_norm and self.qk_norm.over
-        if over == "heads":
-            q, k = normed(self.q_norm, q), normed(self.k_norm, k)
-        q, k = self._split(q, self.maps * self.num_heads), self._split(k, self.maps * self.num_kv_heads)
-        if over == "head":
-            q, k = normed(self.q_norm, q), normed(self.k_norm, k)
-        return q, k, self._split(v, self.num_kv_heads)
+        return self._queries(q), self._keys(k), self._split(v, self.num_kv_heads)
+
+    def project_context(
+        self,
+        context: Float[Tensor, "*batch keys context"],
+        value_context: Float[Tensor, "*batch keys value_context"] | None = None,
+    ) -> ProjectedContext:
+        """The keys and values of a context that many calls attend to, as a decoder does to its encoder's output.
+
+        Args:
+            context: `(batch, keys, context_dim)` or `(keys, context_dim)`.
+            value_context: see `forward`.
+
+        Raises:
+            InputError: inputs that do not fit the layer; `fused_qkv`, which projects x alone.
+        """
+        context, value_context = self._contexts(context, value_context)
+        return ProjectedContext(
+            self._keys(self.k_proj(context)), self._split(self.v_proj(value_context), self.num_kv_heads)
+        )
+
+    def _queries(
+        self, projected: Float[Tensor, "batch queries width"]
+    ) -> Float[Tensor, "batch maps_heads queries head_dim"]:
+        return self._normed_heads(projected, self.maps * self.num_heads, self.q_norm)
+
+    def _keys(self, projected: Float[Tensor, "batch keys width"]) -> Float[Tensor, "batch maps_kv_heads keys head_dim"]:
+        return self._normed_heads(projected, self.maps * self.num_kv_heads, self.k_norm)
+
+    def _normed_heads(
+        self, projected: Float[Tensor, "batch length width"], heads: int, norm: nn.Module | None
+    ) -> Float[Tensor, "batch {heads} length head_dim"]:
+        """Cut into heads, and normalised before or after, as `qk_norm` says."""
+        if self.qk_norm is None or norm is None:
+            return self._split(projected, heads)
+        if self.qk_norm.over == "heads":
+            return self._split(normed(norm, projected), heads)
+        return normed(norm, self._split(projected, heads))
 
     def _attend(
         self, placed: Placed, *, mask: Mask | None, bias: Tensor | None, gate: Tensor | None, return_weights: bool
@@ -365,8 +407,12 @@ class MultiHeadAttention(AttentionLayer):
         Its dtype is that of the parameters unless given; under autocast keys and values have autocast's.
         """
         like = next(self.parameters())
-        kept = [(self.maps * self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.value_dim)]
-        return StaticCache(batch, capacity, kept, device=like.device, dtype=dtype or like.dtype)
+        return StaticCache(batch, capacity, self._kept_sizes, device=like.device, dtype=dtype or like.dtype)
+
+    @property
+    def _kept_sizes(self) -> list[tuple[int, int]]:
+        """Heads and width of the keys, and of the values."""
+        return [(self.maps * self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.value_dim)]
 
     def _check_options(self) -> None:
         """Kinds of the options, and what they ask of the sizes."""
@@ -382,39 +428,64 @@ class MultiHeadAttention(AttentionLayer):
     def _inputs(self, x: Any, context: Any, value_context: Any) -> tuple[Tensor, Tensor, Tensor]:
         """The three inputs with a batch axis; one that is None is the one before."""
         self._check_input("x", x, self.embed_dim)
-        if context is None and value_context is not None:
-            raise InputError("context", expected="a tensor beside value_context", got="none")
-        if context is not None and self.fused_qkv:
+        if context is None:
+            if value_context is not None:
+                raise InputError("context", expected="a tensor beside value_context", got="none")
+            for name, width in (("context", self.context_dim), ("value_context", self.value_context_dim)):
+                if width != self.embed_dim:
+                    raise InputError(name, expected=f"a tensor of width {width}, the layer's", got="none")
+            x = _with_batch(x)
+            return x, x, x
+        contexts = self._contexts(context, value_context)
+        if context.shape[:-2] != x.shape[:-2]:
+            expected = f"the batch of x, {tuple(x.shape[:-2])}"
+            raise InputError("context", expected=expected, got=tuple(context.shape[:-2]))
+        return _with_batch(x), *contexts
+
+    def _contexts(self, context: Any, value_context: Any) -> tuple[Tensor, Tensor]:
+        """What keys and values come from, with a batch axis."""
+        self._check_takes_context()
+        self._check_input("context", context, self.context_dim)
+        if value_context is None:
+            if self.value_context_dim != self.context_dim:
+                expected = f"a tensor of width {self.value_context_dim}, the layer's"
+                raise InputError("value_context", expected=expected, got="none")
+            return _with_batch(context), _with_batch(context)
+        self._check_input("value_context", value_context, self.value_context_dim)
+        if value_context.shape[:-1] != context.shape[:-1]:
+            expected = f"batch and length {tuple(context.shape[:-1])} like context"
+            raise InputError("value_context", expected=expected, got=tuple(value_context.shape[:-1]))
+        return _with_batch(context), _with_batch(value_context)
+
+    def _check_takes_context(self) -> None:
+        if self.fused_qkv:
             raise InputError(
                 "context",
                 expected="none, since qkv_proj projects x alone",
                 got="some",
                 remedy="separate_projections(layer) gives a layer that takes one",
             )
-        inputs = [x]
-        for name, tensor, width in (
-            ("context", context, self.context_dim),
-            ("value_context", value_context, self.value_context_dim),
-        ):
-            if tensor is not None:
-                self._check_input(name, tensor, width)
-            elif inputs[-1].shape[-1] != width:
-                raise InputError(name, expected=f"a tensor of width {width}, the layer's", got="none")
-            inputs.append(inputs[-1] if tensor is None else tensor)
-            if inputs[-1].shape[:-2] != x.shape[:-2]:
-                expected = f"the batch of x, {tuple(x.shape[:-2])}"
-                raise InputError(name, expected=expected, got=tuple(inputs[-1].shape[:-2]))
-        if inputs[2].shape[-2] != inputs[1].shape[-2]:
-            expected = f"length {inputs[1].shape[-2]} like context"
-            raise InputError("value_context", expected=expected, got=f"length {inputs[2].shape[-2]}")
-        x, context, value_context = inputs if x.ndim == 3 else [tensor.unsqueeze(0) for tensor in inputs]
-        return x, context, value_context
+
+    def _beside(self, context: ProjectedContext, x: Any, value_context: Any) -> Tensor:
+        """X with a batch axis, beside a context that was projected before."""
+        self._check_takes_context()
+        self._check_input("x", x, self.embed_dim)
+        if value_context is not None:
+            raise InputError("value_context", expected="none beside a projected context", got="some")
+        sizes = [(tensor.shape[1], tensor.shape[3]) for tensor in context]
+        if sizes != self._kept_sizes:
+            expected = f"heads and widths {self._kept_sizes}, as project_context of this layer makes them"
+            raise InputError("context", expected=expected, got=sizes)
+        batched = _with_batch(x)
+        if len(context.k) != len(batched):
+            raise InputError("context", expected=f"the batch of x, {len(batched)}", got=len(context.k))
+        return batched
 
     def _packing(
-        self, x: Tensor, context: Tensor | None, offsets: Any, context_offsets: Any, *, batched: bool
+        self, x: Tensor, keys: int | None, offsets: Any, context_offsets: Any, *, batched: bool
     ) -> packed.Offsets | None:
-        """The offsets of the queries and of the keys, checked; None where nothing is packed."""
-        if (context_offsets is not None) != (context is not None and offsets is not None):
+        """The offsets of the queries and of the `keys` of a context, checked; None where nothing is packed."""
+        if (context_offsets is not None) != (keys is not None and offsets is not None):
             expected = "offsets of x and of a context, where both hold several sequences"
             raise InputError("context_offsets", expected=expected, got="one without the other")
         if offsets is None:
@@ -423,9 +494,9 @@ class MultiHeadAttention(AttentionLayer):
             expected = f"x of shape (tokens, {self.embed_dim}), its sequences end to end"
             raise InputError("offsets", expected=expected, got=f"x of shape {tuple(x.shape)}")
         of_queries = packed.checked_offsets("offsets", offsets, x.shape[1])
-        if context is None:
+        if keys is None:
             return of_queries, of_queries
-        of_keys = packed.checked_offsets("context_offsets", context_offsets, context.shape[1])
+        of_keys = packed.checked_offsets("context_offsets", context_offsets, keys)
         if len(of_keys) != len(of_queries):
             raise InputError("context_offsets", expected=f"{len(of_queries)} numbers like offsets", got=len(of_keys))
         return of_queries, of_keys
@@ -438,6 +509,10 @@ class MultiHeadAttention(AttentionLayer):
         options = {name: getattr(self, name) for name in ("rotary", "position_bias", "scores", "output_gate", "mask")}
         shown = {name: each for name, each in options.items() if each is not None and not isinstance(each, nn.Module)}
         return ", ".join(f"{name}={value!r}" for name, value in (sizes | shown).items())
+
+
+def _with_batch(tensor: Tensor) -> Tensor:
+    return tensor if tensor.ndim == 3 else tensor.unsqueeze(0)
 
 
 def _check_sizes(*, embed_dim: int, num_heads: int, maps: int, **more: int | None) -> None:
