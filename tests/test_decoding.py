@@ -1,5 +1,6 @@
 """Token by token, in pieces or at once: the same output, for every cache, position scheme and mask that allows it."""
 
+import copy
 import itertools
 
 import pytest
@@ -71,7 +72,10 @@ def test_every_cache_position_scheme_and_mask(positions, mask):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "sliding"])
 def test_angles_that_grow_equal_a_forward_of_all_there_is(cache):
-    """With dynamic scaling every token changes all angles: each step equals the last row of a forward so far."""
+    """With dynamic scaling every token changes all angles: each step equals the last row of a forward so far.
+
+    Whose base is theta * (1 + factor * (length / trained - 1)) ^ (width / (width - 2)), once it is longer than that.
+    """
     layer = filled(
         hw.MultiHeadAttention(EMBED, HEADS, rotary=hw.Rotary(scaling=hw.DynamicNTK(2.0, 6)), mask=hw.causal())
     )
@@ -81,6 +85,9 @@ def test_angles_that_grow_equal_a_forward_of_all_there_is(cache):
         for t in range(LENGTH):
             y = layer(x[:, t : t + 1], cache=kept)
             torch.testing.assert_close(y, layer(x[:, : t + 1])[:, -1:], rtol=0, atol=1e-12)
+    same = copy.deepcopy(layer)
+    same.rotary = hw.Rotary(1e4 * (1 + 2.0 * (LENGTH / 6 - 1)) ** (4 / 2))
+    torch.testing.assert_close(layer(x), same(x), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 0), (3, 2), (1, 3)])

@@ -455,6 +455,11 @@ def test_what_does_not_go_together(options, arguments, message):
         ),
         ({"offsets": [0, 5], "bias": torch.ones(5, 5)}, "bias: expected none beside packed sequences, got shape"),
         ({"offsets": [0, 2, 5], "gate": torch.ones(5, 6)}, r"gate: expected shape \(6,\) or \(2, 6\) beside packed"),
+        ({"offsets": [0, 5], "gate": [1.0] * 6}, "gate: expected a float tensor, got list"),
+        (
+            {"offsets": [0, 2, 5], "mask": hw.padding([1, 2, 3])},
+            "mask: expected one for all sequences or for each of 2",
+        ),
         ({"offsets": [0, 5], "cache": hw.DynamicCache()}, "cache: expected self-attention, .*, got packed sequences"),
         (
             {"offsets": [0, 5], "context": X[0], "context_offsets": [0, 2, 5]},
@@ -530,3 +535,19 @@ def test_a_mistake_with_nested_tensors(call, message):
 def test_cross_attention_needs_its_context():
     with pytest.raises(hw.InputError, match=r"^context: expected a tensor of width 10, .*, got none"):
         hw.MultiHeadAttention(12, 6, context_dim=10)(X)
+
+
+def test_packed_sequences_of_nothing():
+    layer = layer_with(mask=hw.causal())
+    assert layer(torch.zeros(0, EMBED, dtype=torch.float64), offsets=[0]).shape == (0, EMBED)
+    assert layer(torch.zeros(0, EMBED, dtype=torch.float64), offsets=[0, 0, 0]).shape == (0, EMBED)
+
+
+def test_a_layer_whose_parts_have_dtypes_of_their_own():
+    """Inputs are compared with the projection they go into, not with whatever parameter comes first."""
+    layer = hw.MultiHeadAttention(EMBED, 6, position_bias=hw.RelativeBias(6), scores=hw.Scores(sinks=True))
+    layer.bfloat16()
+    layer.position_bias.float()
+    layer.sinks.data = layer.sinks.data.float()
+    assert layer(torch.randn(2, 3, EMBED, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert layer.static_cache(1, 2).slots[0].dtype == torch.bfloat16

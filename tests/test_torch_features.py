@@ -46,16 +46,23 @@ by_torch = pytest.mark.filterwarnings("ignore:There is a performance drop becaus
 @by_torch
 def test_vmap_over_sequences_is_the_batch(layer):
     x = x_of(BATCH, LENGTH)
-    if layer.sinks is not None:
-        layer.backend = "reference"  # the operator that returns the log-sum-exp has no rule for vmap
     torch.testing.assert_close(vmap(layer)(x), layer(x), rtol=0, atol=1e-12)
+
+
+@by_torch
+def test_vmap_over_masks():
+    layer = hw.MultiHeadAttention(EMBED, 6).double()
+    x, allowed = x_of(BATCH, LENGTH), torch.rand(BATCH, LENGTH, LENGTH) > 0.3
+    together = vmap(lambda one, mask: layer(one, mask=mask))(x, allowed)
+    torch.testing.assert_close(together, layer(x, mask=allowed[:, None]), rtol=0, atol=1e-12)
+    lengths = torch.tensor([2, 5, 3])
+    together = vmap(lambda one, length: layer(one, mask=hw.padding(length[None])))(x, lengths)
+    torch.testing.assert_close(together, layer(x, mask=hw.padding(lengths)), rtol=0, atol=1e-12)
 
 
 @by_torch
 def test_gradients_of_each_sample(layer):
     """vmap of grad, as in differentially private training, equals one backward pass for each."""
-    if layer.sinks is not None:
-        layer.backend = "reference"
     parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
     x = x_of(BATCH, LENGTH)
 

@@ -36,8 +36,16 @@ def test_decoding_from_a_static_cache_compiles_once():
     run(*(f"decodes_without_recompiling({name!r})" for name in OPTIONS))
 
 
+def test_masks_made_inside_compile():
+    run("masks_made_inside_compile()")
+
+
 def test_inductor():
-    run("compiles_for_every_length_with_inductor()", "decodes_without_recompiling_with_inductor()")
+    run(
+        "compiles_for_every_length_with_inductor()",
+        "decodes_without_recompiling_with_inductor()",
+        "a_full_static_cache_is_no_wrong_answer()",
+    )
 
 
 def test_export_for_every_batch_and_length():

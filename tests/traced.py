@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from torch.export import Dim
 
@@ -84,6 +85,32 @@ def decodes_without_recompiling(name: str, backend: str = "aot_eager"):
     # Angles that change with the length were others when the first tokens were read.
     seen = slice(-1, None) if name == "grows" else slice(None)
     close(y[:, seen], expected[:, seen])
+
+
+def a_full_static_cache_is_no_wrong_answer():
+    """Compiled, no length is read on the host: the check of the index refuses the first token too many."""
+    layer = layer_with("decoder").eval()
+    cache = layer.static_cache(1, 4)
+    step = torch.compile(layer, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        for token in torch.randn(4, 1, 1, EMBED):
+            step(token, cache=cache)
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            step(torch.randn(1, 1, EMBED), cache=cache)
+
+
+def masks_made_inside_compile():
+    """Masks that depend on the input, made where it is traced."""
+    forbid_recompiles()
+    layer = layer_with("plain")
+
+    def masked(x, ids):
+        return layer(x, mask=hw.segments(ids) & hw.causal() | hw.padding(ids[:, 0] + 1))
+
+    compiled = torch.compile(masked, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (5, 7, 13):
+        x, ids = torch.randn(BATCH, length, EMBED), torch.arange(length).expand(BATCH, -1) // 3
+        close(compiled(x, ids), masked(x, ids))
 
 
 def decodes_without_recompiling_with_inductor():

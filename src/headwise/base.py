@@ -92,6 +92,11 @@ class AttentionLayer(nn.Module):
                 mask = more if mask is None else more & mask
         return mask, bias
 
+    def _input_parameter(self) -> Tensor | None:
+        """A parameter of the projection that x goes into, which inputs are to be like; None where none is of floats."""
+        first = next(module for name, module in self.named_children() if name in ("qkv_proj", "q_proj", "q_down"))
+        return next((each for each in first.parameters() if each.is_floating_point()), None)
+
     # -- checks -----------------------------------------------------------------------------------------------
 
     def _check_kinds(self) -> None:
@@ -138,7 +143,7 @@ class AttentionLayer(nn.Module):
 
 def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
     """Raise `InputError` unless the device and dtype are those of the layer's parameters, or autocast makes them so."""
-    parameter = next(layer.parameters(), None)
+    parameter = layer._input_parameter() if isinstance(layer, AttentionLayer) else next(layer.parameters(), None)
     if parameter is None:
         return  # quantised away; the projections know what they take
     if tensor.device != parameter.device:
@@ -151,8 +156,12 @@ def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
 
 def is_plain(linear: nn.Module) -> bool:
     """Whether it computes `weight x + bias` and nothing else; a hook or a derived class may do more."""
-    own_forward = "forward" in vars(linear)
-    return type(linear) is nn.Linear and not (own_forward or linear._forward_hooks or linear._forward_pre_hooks)
+    return type(linear) is nn.Linear and not is_hooked(linear)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a hook, or a `forward` that was put in the place of its own, may change what it computes."""
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
 def reset_linear(linear: nn.Linear, widths: tuple[int, ...]) -> None:

@@ -29,7 +29,7 @@ from headwise.attention.positions import PositionBias
 from headwise.attention.problem import score_dtype
 from headwise.attention.rotary import Rotary
 from headwise.base import AttentionLayer, normed, reset_linear
-from headwise.checks import probability, whole_number
+from headwise.checks import float_tensor, probability, whole_number
 from headwise.errors import InputError
 from headwise.options import OutputGate, QKNorm, Scores
 from headwise.shapes import Bool, Float, Int
@@ -372,10 +372,16 @@ class MultiHeadAttention(AttentionLayer):
         if return_weights:
             raise InputError("return_weights", expected="False beside packed sequences", got="True")
         sequences = len(offsets[0]) - 1
-        if isinstance(gate, Tensor) and gate.shape not in ((self.num_heads,), (sequences, self.num_heads)):
+        if gate is not None and float_tensor("gate", gate, like=placed.q).shape not in (
+            (self.num_heads,),
+            (sequences, self.num_heads),
+        ):
             expected = f"shape ({self.num_heads},) or {(sequences, self.num_heads)} beside packed sequences"
             raise InputError("gate", expected=expected, got=tuple(gate.shape))
-        heads: list[Tensor] = []
+        if mask is not None and mask.extent().batch not in (0, sequences):
+            expected = f"one for all sequences or for each of {sequences}"
+            raise InputError("mask", expected=expected, got=f"one for each of {mask.extent().batch}")
+        heads: list[Tensor] = [placed.q.new_zeros(1, self.num_heads, 0, self.value_dim)]
         for index, (of_queries, of_keys) in enumerate(zip(*map(packed.slices, offsets), strict=True)):
             one = placed._replace(
                 q=placed.q[:, :, of_queries],
@@ -406,7 +412,8 @@ class MultiHeadAttention(AttentionLayer):
 
         Its dtype is that of the parameters unless given; under autocast keys and values have autocast's.
         """
-        like = next(self.parameters())
+        like = self._input_parameter()
+        like = torch.empty(0, device=next(self.parameters()).device) if like is None else like
         return StaticCache(batch, capacity, self._kept_sizes, device=like.device, dtype=dtype or like.dtype)
 
     @property

@@ -470,3 +470,13 @@ def test_a_mistake_is_told_in_one_sentence(mistake):
     (q, k, v, options), message = MISTAKES[mistake]
     with pytest.raises(hw.InputError, match="^" + message):
         hw.attend(q, k, v, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_without_a_key_or_a_sink_is_empty(backend):
+    q = torch.randn(1, 2, 3, 5, requires_grad=True)
+    sinks = torch.tensor([-torch.inf, 0.5])
+    out, lse = hw.attend(q, q, q, mask=~hw.prefix(3), sinks=sinks, return_lse=True, backend=backend)
+    assert not out.any()
+    assert lse[0].tolist() == [[-torch.inf] * 3, [0.5] * 3]
+    assert torch.autograd.grad(out.sum() + lse[:, 1].sum(), q)[0].isfinite().all()

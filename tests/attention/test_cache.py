@@ -135,6 +135,21 @@ def test_mistakes():
         append(cache, 0, 2, lengths=[1, 3])
     with pytest.raises(hw.InputError, match=r"^index: expected one for each of 2 sequences, got \(3,\)"):
         cache.reorder(torch.tensor([0, 1, 1]))
+    for crop, got in (([1], "1"), ([-1, 2], "-1, 2")):
+        with pytest.raises(
+            hw.InputError, match=rf"^length: expected a number of 0 or more, or one .* 2 .*, got \[{got}"
+        ):
+            cache.crop(crop)
+    for each in (cache, filled_dynamic := hw.DynamicCache()):
+        if each is filled_dynamic:
+            append(each, 0, 1)
+        with pytest.raises(hw.InputError, match="^index: expected whole numbers, one .*, got torch.bool"):
+            each.reorder(torch.tensor([True, False]))
+        with pytest.raises(hw.InputError, match=r"^index: expected numbers from 0 to 1, the sequences, got \[0, 2\]"):
+            each.reorder([0, 2])
+    other = tuple(torch.zeros(BATCH, KV_HEADS, 1, width) for width in (HEAD_DIM, HEAD_DIM))
+    with pytest.raises(hw.InputError, match=r"^cache: expected heads, .*\(3, 5, .*; a cache belongs to one"):
+        filled_dynamic.joined(other, torch.tensor([[1]]))
     positions = cache.positions(BATCH, 1, None, torch.device("cpu"))
     with pytest.raises(
         hw.InputError, match="^cache: expected keys and values of torch.float32 on cpu, got torch.float64"

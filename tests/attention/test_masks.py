@@ -325,3 +325,29 @@ def test_mistakes_in_positions():
         hw.InputError, match=r"^padding\(side\): expected 'right' where keys have positions of their own"
     ):
         hw.attend(q, k, k, **both, mask=hw.padding([3, 4], side="left"))
+
+
+def test_a_rule_inside_per_head_is_told_its_own_head():
+    rules = [hw.where(lambda b, h, q, k, own=own: (h == own) & (k <= q)) for own in range(3)]
+    assert torch.equal(
+        hw.per_head(rules).block(Grid(1, 3, 4, 4)), hw.causal().block(Grid(1, 3, 4, 4)).expand(1, 3, 4, 4)
+    )
+
+
+def test_what_stands_beyond_the_ids_has_no_segment():
+    grid = Grid(1, 1, 2, 4, query_positions=torch.tensor([[1, 3]]), key_positions=torch.tensor([[0, 1, 2, 3]]))
+    assert hw.segments([0, 0, 0]).block(grid).int()[0, 0].tolist() == [[1, 1, 1, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0), (0, 0)])
+@pytest.mark.parametrize("backend", ["fused", "reference"])
+def test_masks_of_nothing(backend, queries, keys):
+    q, k = torch.zeros(2, 3, queries, 5), torch.zeros(2, 3, keys, 5)
+    for mask in (hw.segments(torch.zeros(2, keys, dtype=torch.int64)), hw.per_head([hw.padding([0, 0])] * 3)):
+        assert hw.attend(q, k, k, mask=mask, backend=backend).shape == (2, 3, queries, 5)
+
+
+def test_a_prefix_of_each_sequence_may_be_longer_than_what_is_there_yet():
+    mask = hw.window(1) | hw.prefix([1, 3])
+    assert drawn(hw.causal() & mask, 2, 2, batch=2) == [[[1, 0], [1, 1]]] * 2
+    assert repr(hw.prefix([1, 3])) == "prefix([1, 3])"

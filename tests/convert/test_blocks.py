@@ -263,7 +263,7 @@ def pruned(block):
         (lambda: block_with("llama", is_causal=False), "block: expected one that is causal, got is_causal False"),
         (
             lambda: block_with("llama", q_proj=Adapter(nn.Linear(48, 60))),
-            "block: expected a plain Linear for q_proj, got Adapter with base.weight, .*; merge adapters first",
+            "block: expected a plain Linear for q_proj, got Adapter with base.weight, .*; merge adapters and remove",
         ),
         (
             lambda: block_with("llama", k_proj=nn.Linear(48, 20)),
@@ -275,7 +275,7 @@ def pruned(block):
         ),
         (
             lambda: pruned(tiny("llama")[1][0]),
-            "block: expected a plain Linear for q_proj, got Linear with weight_orig, weight_mask; merge adapters first",
+            "block: expected a plain Linear for q_proj, got Linear with weight_orig, weight_mask; merge adapters and remove",
         ),
         (
             lambda: block_with("llama", k_proj=nn.Linear(48, 20, bias=False).double()),

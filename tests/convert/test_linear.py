@@ -297,3 +297,44 @@ def test_heads_that_are_swapped_are_noticed():
     projection = torch.randn(10, 5, dtype=torch.float64)
     x = torch.randn(3, 7, dtype=torch.float64)
     assert not torch.allclose(hw.from_heads(triples, projection)(x), hw.from_heads(triples[::-1], projection)(x))
+
+
+class Doubling(nn.Linear):
+    """A map with something of its own, as some adapters are written."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hooked(linear):
+    linear.register_forward_hook(lambda module, args, output: 2 * output)
+    return linear
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize("change", [hooked, lambda linear: Doubling(linear.in_features, linear.out_features)])
+def test_what_is_more_than_its_weight_is_refused_both_ways(change):
+    """Weights alone would not say what such a map computes."""
+    message = ": expected a map that is its weight and bias and nothing more, got .*; merge adapters and remove hooks"
+    layer = hw.MultiHeadAttention(12, 6)
+    layer.v_proj = change(layer.v_proj)
+    for convert in (hw.to_heads, hw.to_projections, hw.to_torch):
+        with pytest.raises(hw.InputError, match=message):
+            convert(layer)
+    maps = [nn.Linear(12, 12) for _ in range(4)]
+    maps[1] = change(maps[1])
+    with pytest.raises(hw.InputError, match="^key" + message):
+        hw.from_projections(*maps, num_heads=6)
+    theirs = nn.MultiheadAttention(12, 6)
+    theirs.out_proj = change(theirs.out_proj)
+    with pytest.raises(hw.InputError, match="^layer" + message):
+        hw.from_torch(theirs)
+
+
+def test_a_parametrised_map_is_what_its_weight_is_when_read():
+    maps = [nn.utils.parametrizations.weight_norm(nn.Linear(12, 12)) for _ in range(4)]
+    x = torch.randn(2, 5, 12)
+    layer = hw.MultiHeadAttention(12, 6)
+    for name, map_ in zip(("q_proj", "k_proj", "v_proj", "out_proj"), maps, strict=True):
+        setattr(layer, name, map_)
+    torch.testing.assert_close(hw.from_projections(*maps, num_heads=6)(x), layer(x))

@@ -504,3 +504,16 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
     with pytest.raises(hw.InputError, match="^gate: "):
         layer(X, cache=cache, gate=torch.ones(4))
     assert cache.seen == 5
+
+
+@pytest.mark.usefixtures("as_user")
+def test_an_up_projection_with_a_bias_inside_is_never_absorbed():
+    layer = hw.LatentAttention(12, 3, kv_rank=4, head_dim=4, rotary_dim=2)
+    layer.kv_up = torch.nn.Sequential(torch.nn.Linear(4, layer.kv_up.out_features))
+    torch.nn.init.ones_(layer.kv_up[0].bias)
+    x, cache = torch.randn(1, 9, 12), hw.DynamicCache()
+    expected = layer(x, absorbed=False, mask=hw.causal())
+    layer(x[:, :8], cache=cache, mask=hw.causal())
+    torch.testing.assert_close(layer(x[:, 8:], cache=cache, mask=hw.causal()), expected[:, 8:])
+    with pytest.raises(hw.InputError, match="^absorbed: expected False, since kv_up has a bias, got True"):
+        layer(x, absorbed=True)

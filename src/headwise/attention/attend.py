@@ -48,7 +48,8 @@ def attend(
         mask: who attends to whom: a `Mask`, or a boolean tensor, True = attends, of shape `(queries, keys)`
             or one that broadcasts to `(batch, heads, queries, keys)`. A float tensor is taken as `bias`.
             A row that may attend to nothing gives output 0, weights 0 and log-sum-exp -inf.
-        bias: added to the scaled and capped scores; same shapes.
+        bias: added to the scaled and capped scores; same shapes. -inf is what may not be attended to; a row of large
+            finite numbers alone is not empty, and torch's kernel on CPU gets its gradient wrong.
         scale: multiplies the scores before anything else; `head_dim ** -0.5` unless given. A tensor `(heads,)` is
             a scale, or inverse temperature, of each head's own.
         softcap: c keeps the scaled scores between -c and c, as c tanh(score / c) (Gemma Team 2024, section 2).

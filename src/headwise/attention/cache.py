@@ -57,7 +57,7 @@ class Cache(ABC):
         """Keep what the next call will need."""
 
     @abstractmethod
-    def reorder(self, index: Int[Tensor, " batch"]) -> None:
+    def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
         """Sequence b becomes what sequence `index[b]` was: after a step of beam search."""
 
     @abstractmethod
@@ -94,9 +94,9 @@ class DynamicCache(Cache):
     def keep(self, joined: Joined) -> None:
         self.tensors = joined.tensors
 
-    def reorder(self, index: Int[Tensor, " batch"]) -> None:
+    def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
         if self.tensors is not None:
-            self.tensors = tuple(tensor[index] for tensor in self.tensors)
+            self.tensors = _reordered(self.tensors, index)
 
     def crop(self, length: int) -> None:
         length = whole_number("length", length, least=0)
@@ -150,9 +150,9 @@ class SlidingCache(Cache):
         self.kept_positions = _without(joined.key_positions, sinks, tail, dim=1)
         self.seen = joined.seen
 
-    def reorder(self, index: Int[Tensor, " batch"]) -> None:
+    def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
         if self.tensors is not None:
-            self.tensors = tuple(tensor[index] for tensor in self.tensors)
+            self.tensors = _reordered(self.tensors, index)
 
     def crop(self, length: int) -> None:
         length = whole_number("length", length, least=0)
@@ -197,7 +197,8 @@ class StaticCache(Cache):
         dtype: torch.dtype | None = None,
     ) -> None:
         batch, self.capacity = whole_number("batch", batch, least=1), whole_number("capacity", capacity, least=1)
-        # One slot more, for tokens that are padding: they are written there and never read.
+        # One slot more, the first, for tokens that are padding: they are written there and never read. A token beyond
+        # the capacity has no slot then, where the device's own check of the index meets it.
         shapes = [(batch, heads, capacity + 1, width) for heads, width in kept]
         self.slots = tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -205,7 +206,7 @@ class StaticCache(Cache):
     @property
     def tensors(self) -> Kept:
         """The room, without the slot for padding: `(batch, kv_heads, capacity, width)` each."""
-        return tuple(slots[:, :, : self.capacity] for slots in self.slots)
+        return tuple(slots[:, :, 1:] for slots in self.slots)
 
     def positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
@@ -244,7 +245,7 @@ class StaticCache(Cache):
                     got="keys that require one",
                     remedy="call the layer under torch.no_grad(), or use a DynamicCache",
                 )
-        slot = torch.where(positions < 0, self.capacity, positions)
+        slot = positions + 1  # padding stands at -1
         sequence = torch.arange(slot.shape[0], device=slot.device)[:, None]
         for slots, tensor in zip(self.slots, new, strict=True):
             slots.transpose(1, 2)[sequence, slot] = tensor.transpose(1, 2)
@@ -255,18 +256,24 @@ class StaticCache(Cache):
     def keep(self, joined: Joined) -> None:
         self.lengths.copy_(joined.seen)
 
-    def reorder(self, index: Int[Tensor, " batch"]) -> None:
-        if tuple(index.shape) != tuple(self.lengths.shape):
+    def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
+        *slots, lengths = _reordered((*self.slots, self.lengths), index)
+        if len(lengths) != len(self.lengths):
             expected = f"one for each of {len(self.lengths)} sequences"
-            raise InputError("index", expected=expected, got=tuple(index.shape))
-        for tensor in (*self.slots, self.lengths):
-            tensor.copy_(tensor[index])
+            raise InputError("index", expected=expected, got=tuple(lengths.shape))
+        for tensor, reordered in zip((*self.slots, self.lengths), (*slots, lengths), strict=True):
+            tensor.copy_(reordered)
 
-    def crop(self, length: int | Int[Tensor, " batch"]) -> None:
+    def crop(self, length: int | Int[Tensor, " batch"] | Sequence[int]) -> None:
         """Forget all but the first `length` tokens; one number, or `(batch,)`."""
-        if not isinstance(length, Tensor):
-            length = whole_number("length", length, least=0)
-        self.lengths.clamp_(max=length)
+        if not isinstance(length, Tensor | Sequence):
+            self.lengths.clamp_(max=whole_number("length", length, least=0))
+            return
+        lengths = whole_numbers("length", length, dimensions=(1,), shape="one for each sequence")
+        if lengths.shape != self.lengths.shape or (can_be_read(lengths) and (lengths < 0).any()):
+            expected = f"a number of 0 or more, or one for each of {len(self.lengths)} sequences"
+            raise InputError("length", expected=expected, got=lengths.tolist())
+        torch.minimum(self.lengths, lengths.to(self.lengths.device), out=self.lengths)
 
     def reset(self) -> None:
         self.lengths.zero_()
@@ -283,7 +290,20 @@ def _after(old: Kept | None, new: Kept) -> Kept:
     """The new tensors appended to the old along the length."""
     if old is None:
         return tuple(new)
+    before, after = ([(each.shape[1], each.shape[3], each.dtype) for each in tensors] for tensors in (old, new))
+    if before != after:
+        remedy = "a cache belongs to one layer"
+        raise InputError("cache", expected=f"heads, widths and dtypes {after}, the layer's", got=before, remedy=remedy)
     return tuple(torch.cat([before, after], dim=2) for before, after in zip(old, new, strict=True))
+
+
+def _reordered(tensors: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
+    """Sequence `index[b]` of each tensor in place of sequence b."""
+    sequences = whole_numbers("index", index, dimensions=(1,), shape="one for each sequence").to(tensors[0].device)
+    batch = tensors[0].shape[0]
+    if can_be_read(sequences) and ((sequences < 0) | (sequences >= batch)).any():
+        raise InputError("index", expected=f"numbers from 0 to {batch - 1}, the sequences", got=sequences.tolist())
+    return tuple(tensor[sequences] for tensor in tensors)
 
 
 def _without(tensor: Tensor, start: int, stop: int, *, dim: int) -> Tensor:

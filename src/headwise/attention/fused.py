@@ -66,8 +66,10 @@ def run(problem: Problem) -> Answer:
         out = _without_lse(q, k, v, attn_mask, is_causal, scale, problem.dropout)
     if problem.sinks is not None and lse is not None:
         # A sink adds to the sum that a row is divided by, and nothing to the row: exp(lse) / (exp(lse) + exp(sink)).
+        neither = (lse == -torch.inf) & (problem.sinks == -torch.inf)  # no key and no sink
+        lse = lse.masked_fill(neither, 0.0)
         out = out * torch.sigmoid(lse - problem.sinks)[..., None]
-        lse = torch.logaddexp(lse, problem.sinks)
+        lse = torch.logaddexp(lse, problem.sinks).masked_fill(neither, -torch.inf)
     out = out[..., : problem.v.shape[-1]].to(problem.q.dtype)
     return Answer(out, lse if problem.return_lse else None, None)
 
@@ -147,6 +149,8 @@ class _FlashWithLse(torch.autograd.Function):
     q, k and v, turns its delta into delta - g and leaves every other product as it was.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
         q: Float[Tensor, "batch heads queries width"],
@@ -178,6 +182,8 @@ class _FlashWithLse(torch.autograd.Function):
 
 class _FlashWithLseBackward(torch.autograd.Function):
     """The gradient, as a function of its own, so that a second derivative meets a refusal and never a zero."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(

@@ -33,6 +33,8 @@ class Grid:
     device: torch.device = torch.device("cpu")
     query_positions: Int[Tensor, "#batch queries"] | None = field(default=None, compare=False)
     key_positions: Int[Tensor, "#batch keys"] | None = field(default=None, compare=False)
+    first_head: int = 0
+    """Which head the first one is, where the grid is that of some heads."""
 
     @property
     def offset(self) -> int:
@@ -143,8 +145,10 @@ def _indices(some: range | None, count: int, device: torch.device) -> Int[Tensor
 
 
 def can_be_read(values: Tensor) -> bool:
-    """Whether the values may decide what Python does next: not while compiling, and not without any (meta)."""
-    return not torch.compiler.is_compiling() and not values.is_meta
+    """Whether the values may decide what Python does next: not while compiling, under `vmap`, or without any (meta)."""
+    if torch.compiler.is_compiling() or values.is_meta:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(values)
 
 
 # -- combinations ---------------------------------------------------------------------------------------------
@@ -245,10 +249,9 @@ class PerHead(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "#batch heads rows columns"]:
-        one = replace(grid, heads=1)
-        blocks = [mask.allowed(one, i, j) for mask in self.masks]
+        blocks = [mask.allowed(replace(grid, heads=1, first_head=head), i, j) for head, mask in enumerate(self.masks)]
         whole = [block[(None,) * (4 - block.ndim)].expand(-1, -1, i.shape[0], j.shape[1]) for block in blocks]
-        batch = max(block.shape[0] for block in whole)
+        batch = grid.batch if any(block.shape[0] == grid.batch for block in whole) else 1
         return torch.cat([block.expand(batch, -1, -1, -1) for block in whole], dim=1)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:

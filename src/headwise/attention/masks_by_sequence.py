@@ -19,6 +19,8 @@ class Padding(Mask):
 
     lengths: Int[Tensor, " batch"]
     side: Literal["right", "left"]
+    bounded: bool = True
+    """Whether a length beyond the keys is a mistake: that of a padding, and not that of a prefix still to come."""
 
     @cached_property
     def _span(self) -> tuple[int, int]:
@@ -54,41 +56,49 @@ class Padding(Mask):
             raise InputError(
                 "padding(side)", expected="'right' where keys have positions of their own, as in a cache", got="'left'"
             )
-        if grid.aligned and can_be_read(self.lengths) and self._span[1] > grid.keys:
+        if self.bounded and grid.aligned and can_be_read(self.lengths) and self._span[1] > grid.keys:
             raise InputError("padding(lengths)", expected=f"lengths of 0 to {grid.keys} (the keys)", got=self._span[1])
 
     def of_sequence(self, index: int) -> Mask:
-        return Padding(self.lengths[index : index + 1], self.side)
+        return Padding(self.lengths[index : index + 1], self.side, self.bounded)
 
     def extent(self) -> Grid:
         return Grid(len(self.lengths), 0, 0, self._span[1])
 
     def __repr__(self) -> str:
+        if not self.bounded:
+            return f"prefix({self.lengths.tolist()})"
         return f"padding({self.lengths.tolist()}, side={self.side!r})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Segments(Mask):
-    """Keys whose id is that of the key at the query's position. A query before the first key has none."""
+    """Keys whose id is that of the key at the query's position. There is none before the first id or after the last."""
 
     ids: Int[Tensor, "#batch keys"]
 
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "#batch 1 rows columns"]:
+        if 0 in (i.shape[0], j.shape[1], self.ids.shape[1]):
+            return torch.zeros(1, 1, i.shape[0], j.shape[1], dtype=torch.bool, device=grid.device)
         position, other = grid.query_position(i), grid.key_position(j)
-        own = self._at(position.mT).mT
-        return (own == self._at(other)) & (position >= 0)
+        own, last = self._at(position.mT).mT, self.ids.shape[1] - 1
+        return (own == self._at(other)) & (position >= 0) & (position <= last) & (other <= last)
 
     def _at(self, positions: Int[Tensor, "*#batch 1 some"]) -> Int[Tensor, "#batch 1 1 some"]:
         """The ids at these positions, of each sequence; those of the first or last key where there is none."""
         ids = self.ids.to(positions.device)
-        positions = positions.reshape(-1, positions.shape[-1]).clamp(0, ids.shape[1] - 1)
-        return torch.take_along_dim(ids, positions, dim=1)[:, None, None]
+        positions = positions.flatten(0, -2).clamp(0, ids.shape[1] - 1)
+        # torch.take_along_dim would fix the lengths while compiling.
+        batch = ids.shape[0] if positions.shape[0] == 1 else positions.shape[0]
+        return ids.expand(batch, -1).gather(1, positions.expand(batch, -1))[:, None, None]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         if not grid.aligned or not can_be_read(self.ids):
             return Coverage.PARTIAL
+        if not (rows and columns):
+            return Coverage.EMPTY
         first = max(rows.start + grid.offset, 0)
         own, other = self.ids[:, first : rows.stop + grid.offset], self.ids[:, columns.start : columns.stop]
         if rows.stop + grid.offset <= 0 or bool(((own.amin(1) > other.amax(1)) | (own.amax(1) < other.amin(1))).all()):
@@ -169,7 +179,7 @@ class Where(Mask):
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "batch heads rows columns"]:
         batch = self.first_sequence + torch.arange(grid.batch, device=grid.device)[:, None, None, None]
-        head = torch.arange(grid.heads, device=grid.device)[:, None, None]
+        head = grid.first_head + torch.arange(grid.heads, device=grid.device)[:, None, None]
         allowed = self.rule(batch, head, grid.query_position(i), grid.key_position(j))
         whole = (grid.batch, grid.heads, i.shape[0], j.shape[1])
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:

@@ -45,6 +45,9 @@ def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Te
         if not tensor.is_nested or tensor.layout != torch.jagged:
             got = f"a nested tensor of {tensor.layout}" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
             raise InputError(name, expected="a jagged nested tensor, like x", got=got)
+        if tensor.ndim != 3 or not isinstance(tensor.shape[-1], int):
+            expected = "a jagged nested tensor of shape (batch, lengths, width)"
+            raise InputError(name, expected=expected, got=tuple(map(str, tensor.shape)))
         if tensor.lengths() is not None:  # type: ignore[attr-defined]
             expected = "a jagged nested tensor without gaps between its sequences"
             raise InputError(name, expected=expected, got="one with gaps", remedy="call contiguous() on it")

@@ -68,7 +68,10 @@ def lse_of(
 ) -> Float[Tensor, "batch heads rows"]:
     """`log sum exp` of each row, its head's sink logit among them; -inf in a row without a key or a sink."""
     lse = scores.logsumexp(-1)
-    return lse if sinks is None else torch.logaddexp(lse, sinks)
+    if sinks is None:
+        return lse
+    neither = (lse == -torch.inf) & (sinks == -torch.inf)
+    return torch.logaddexp(lse.masked_fill(neither, 0.0), sinks).masked_fill(neither, -torch.inf)
 
 
 def weights_of(
@@ -76,10 +79,10 @@ def weights_of(
 ) -> Float[Tensor, "batch heads rows keys"]:
     """`softmax(scores)`, where a sink takes its share; 0 in a row without a key."""
     if sinks is not None:
-        with_sink = torch.cat([scores, sinks[:, None].expand(*scores.shape[:-1], 1)], dim=-1)
-        return torch.softmax(with_sink, -1)[..., :-1]
+        scores = torch.cat([scores, sinks[:, None].expand(*scores.shape[:-1], 1)], dim=-1)
     empty = scores.amax(-1, keepdim=True) == -torch.inf if scores.shape[-1] else scores[..., :1] == 0.0
-    return torch.softmax(scores, -1).masked_fill(empty, 0.0)
+    weights = torch.softmax(scores, -1).masked_fill(empty, 0.0)
+    return weights if sinks is None else weights[..., :-1]
 
 
 def mixed(

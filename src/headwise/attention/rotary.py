@@ -181,6 +181,8 @@ class LinearScaling:
 class DynamicNTK:
     """A theta that grows with the text once it is longer than `trained_length` (Peng et al. 2023, sections 3.1, 3.3).
 
+    The longest sequence of a batch decides for all of it; packed sequences each decide for themselves.
+
     With s = factor * length / trained_length - (factor - 1), theta becomes theta * s^(width / (width - 2)).
     """
 

@@ -58,7 +58,7 @@ def prefix(length: int | Sequence[int] | Tensor) -> Mask:
     """
     if not isinstance(length, Sequence | Tensor):
         return Prefix(whole_number("prefix(length)", length, least=0))
-    return Padding(_lengths("prefix(length)", length), "right")
+    return Padding(_lengths("prefix(length)", length), "right", bounded=False)
 
 
 def padding(lengths: Sequence[int] | Tensor, side: Literal["right", "left"] = "right") -> Mask:

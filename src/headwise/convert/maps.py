@@ -6,7 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
 
+from headwise.base import is_hooked
 from headwise.errors import InputError
 from headwise.layer import MultiHeadAttention
 from headwise.options import Scores
@@ -24,6 +27,12 @@ class Map(NamedTuple):
         """That of an `nn.Linear`, which `argument` gave."""
         if not isinstance(linear, nn.Linear):
             raise InputError(argument, expected="an nn.Linear for every map", got=type(linear).__name__)
+        # A parametrised weight is what it is when read; torch's attention calls its output map by another name.
+        known = parametrize.type_before_parametrizations(linear) in (nn.Linear, NonDynamicallyQuantizableLinear)
+        if not known or is_hooked(linear):
+            got = f"{type(linear).__name__}{' with a hook' if known else ''}"
+            expected = "a map that is its weight and bias and nothing more"
+            raise InputError(argument, expected=expected, got=got, remedy="merge adapters and remove hooks first")
         return Map(linear.weight, linear.bias)
 
     def cut(self, widths: list[int] | int) -> "list[Map]":

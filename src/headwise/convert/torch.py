@@ -27,7 +27,7 @@ def from_torch(layer: nn.MultiheadAttention) -> MultiHeadAttention:
     weights = packed.chunk(3) if packed is not None else (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
     biases = (None, None, None) if layer.in_proj_bias is None else layer.in_proj_bias.chunk(3)
     maps = [Map(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    output = Map(layer.out_proj.weight, layer.out_proj.bias)
+    output = Map.of("layer", layer.out_proj)
     converted = filled([*maps, output], ("layer",) * 4, layer.num_heads, layer.num_heads, dropout=layer.dropout)
     return converted.train(layer.training)
 

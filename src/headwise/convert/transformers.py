@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention.rules import causal, window
+from headwise.base import is_hooked
 from headwise.convert.maps import maps_of, scores_of
 from headwise.convert.rope import rotary_of
 from headwise.errors import InputError
@@ -268,8 +269,10 @@ def _linear(parts: Mapping[str, Any], kind: str = "Linear") -> dict[str, Tensor]
     places: dict[str, Tensor] = {}
     for name, part in parts.items():
         extra = part.state_dict().keys() - {"weight", "bias"}
-        if type(part).__name__ != kind or extra:
-            got = f"{type(part).__name__} with {', '.join(part.state_dict())}"
-            raise InputError("block", expected=f"a plain {kind} for {name}", got=got, remedy="merge adapters first")
+        if type(part).__name__ != kind or extra or is_hooked(part):
+            inside = ", ".join(part.state_dict()) if extra else "a hook"
+            got = f"{type(part).__name__} with {inside}"
+            remedy = "merge adapters and remove hooks first"
+            raise InputError("block", expected=f"a plain {kind} for {name}", got=got, remedy=remedy)
         places |= {f"{name}.{which}": parameter.detach() for which, parameter in part.named_parameters()}
     return places

@@ -244,7 +244,7 @@ class LatentAttention(AttentionLayer):
         """Whether to attend to the latents: as asked, or where that takes fewer multiplications."""
         if asked is not None and not isinstance(asked, bool):
             raise InputError("absorbed", expected="True, False or None", got=repr(asked))
-        if getattr(self.kv_up, "bias", None) is not None:
+        if any(getattr(module, "bias", None) is not None for module in self.kv_up.modules()):
             if asked:
                 raise InputError("absorbed", expected="False, since kv_up has a bias", got="True")
             return False
@@ -261,7 +261,8 @@ class LatentAttention(AttentionLayer):
 
         Its dtype is that of the parameters unless given; under autocast the latents have autocast's.
         """
-        like = next(self.parameters())
+        like = self._input_parameter()
+        like = torch.empty(0, device=next(self.parameters()).device) if like is None else like
         kept = [(1, self.rotary_dim + self.kv_rank)]
         return StaticCache(batch, capacity, kept, device=like.device, dtype=dtype or like.dtype)
 
