@@ -68,3 +68,16 @@ def test_square_causal_needs_no_mask_tensor_and_full_masks_vanish(monkeypatch):
     hw.attend(q[:, :, :1], q, q, mask=hw.causal() & hw.window(5))
     hw.attend(q, q, q, mask=hw.padding([5, 5]))
     assert seen == [(None, True), (None, False), (None, False)]
+
+
+def test_a_padded_layout_of_channels_last_is_read_right():
+    """Padding keeps such a layout, whose last stride is not 1, and the operator would read it as if it were."""
+    q, k = (
+        torch.randn(1, 2, 3, 2, dtype=torch.float64).contiguous(memory_format=torch.channels_last) for _ in range(2)
+    )
+    v = torch.randn(1, 2, 3, 5, dtype=torch.float64)
+    assert torch.nn.functional.pad(q, (0, 3)).stride(-1) != 1
+    out, lse = hw.attend(q, k, v, return_lse=True)
+    exact = plain_attention(q, k, v)
+    torch.testing.assert_close(out, exact.out, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, exact.lse, rtol=0, atol=1e-12)

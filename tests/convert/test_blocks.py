@@ -275,7 +275,7 @@ def pruned(block):
         ),
         (
             lambda: pruned(tiny("llama")[1][0]),
-            "block: expected a plain Linear for q_proj, got Linear with weight_orig, weight_mask; merge adapters and remove",
+            "block: expected a plain Linear for q_proj, got Linear with weight_orig, weight_mask; merge",
         ),
         (
             lambda: block_with("llama", k_proj=nn.Linear(48, 20, bias=False).double()),
