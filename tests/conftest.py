@@ -19,6 +19,12 @@ def as_user():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    """Tests are small and run side by side; threads would only wait for each other."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
