@@ -86,6 +86,18 @@ def distance(got: Tensor, exact: Tensor) -> float:
     return (got[finite].double() - exact[finite]).abs().max().item() if finite.any() else 0.0
 
 
+def within_budget(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
+    """Another implementation computes the same, to a few roundings; and we are at most twice as far from exact as it.
+
+    It is never credited with less than half a unit in the last place of its largest result.
+    """
+    eps, largest = torch.finfo(theirs.dtype).eps, exact.abs().max().item()
+    error = distance(theirs, exact)
+    assert error <= 32 * eps * largest, f"it computes something else: {error / eps / largest} roundings apart"
+    budget = 2 * max(error, eps / 2 * largest)
+    assert distance(ours, exact) <= budget, f"{distance(ours, exact)} beyond {budget}"
+
+
 # -- the layer ------------------------------------------------------------------------------------------------
 
 
