@@ -182,7 +182,8 @@ SCALINGS = {
 
 def config_of(name, theta=1e4, head_dim=HEAD_DIM):
     """The scaling as transformers writes it."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     scaling, more = SCALINGS[name]
     kind = name.split(",")[0]
     parameters = {"rope_type": kind, "rope_theta": theta, "factor": scaling.factor, **more}
@@ -201,7 +202,8 @@ def config_of(name, theta=1e4, head_dim=HEAD_DIM):
 @pytest.mark.parametrize("theta", [1e4, 50.0])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_scalings_are_those_of_transformers(name, theta, length):
-    rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+    import transformers.modeling_rope_utils as rope_utils
+
     scaling, _ = SCALINGS[name]
     init = rope_utils.ROPE_INIT_FUNCTIONS[name.split(",")[0]]
     theirs, factor = init(config_of(name, theta), torch.device("cpu"), seq_len=length)
@@ -214,7 +216,8 @@ def test_scalings_are_those_of_transformers(name, theta, length):
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_scaled_rotation_is_that_of_llama(name):
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    import transformers.models.llama.modeling_llama as llama
+
     scaling, _ = SCALINGS[name]
     q, k = tokens(dtype=torch.float32), tokens(dtype=torch.float32)
     positions = torch.arange(60, 60 + LENGTH)[None].expand(BATCH, -1)
@@ -289,7 +292,8 @@ def test_angles_that_grow_with_the_text():
 
 
 def test_partial_rotary_is_that_of_gpt_neox():
-    neox = pytest.importorskip("transformers.models.gpt_neox.modeling_gpt_neox")
+    import transformers.models.gpt_neox.modeling_gpt_neox as neox
+
     config = neox.GPTNeoXConfig(
         hidden_size=3 * 24,
         num_attention_heads=3,
@@ -304,8 +308,9 @@ def test_partial_rotary_is_that_of_gpt_neox():
 
 
 def test_interleaving_is_that_of_gpt_j_and_deepseek():
-    gptj = pytest.importorskip("transformers.models.gptj.modeling_gptj")
-    deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    import transformers.models.deepseek_v3.modeling_deepseek_v3 as deepseek
+    import transformers.models.gptj.modeling_gptj as gptj
+
     q, k = tokens(dtype=torch.float32), tokens(dtype=torch.float32)
     angles = torch.arange(LENGTH)[:, None] * torch.tensor(plain_frequencies(1e4, HEAD_DIM))
     turned = [Rotary(interleaved=True).rotate(each, torch.arange(LENGTH)[None]) for each in (q, k)]

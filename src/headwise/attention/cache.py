@@ -69,48 +69,54 @@ class Cache(ABC):
         """Forget everything."""
 
 
-class DynamicCache(Cache):
-    """Grows with every token and drops none."""
+class _Growing(Cache):
+    """What caches share that take each token as it comes, for all sequences alike."""
 
-    def __init__(self) -> None:
-        self.tensors: Kept | None = None
-
-    @property
-    def seen(self) -> int:
-        """How many tokens each sequence has."""
-        return 0 if self.tensors is None else self.tensors[0].shape[2]
+    tensors: Kept | None
+    seen: int
+    """How many tokens each sequence has had."""
 
     def positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "1 new"]:
-        _refuse_lengths(lengths, self)
+        if lengths is not None:
+            expected = "a StaticCache, where sequences may have lengths of their own"
+            raise InputError("lengths", expected=expected, got=repr(self))
         _require_batch(self.tensors, batch)
         return self.seen + torch.arange(new, device=device)[None]
+
+    def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
+        if self.tensors is not None:
+            self.tensors = _reordered(self.tensors, index)
+
+
+class DynamicCache(_Growing):
+    """Grows with every token and drops none."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.tensors, self.seen = None, 0
 
     def joined(self, new: Kept, positions: Int[Tensor, "#batch new"]) -> Joined:
         tensors = _after(self.tensors, new)
         return Joined(tensors, None, tensors[0].shape[2])
 
     def keep(self, joined: Joined) -> None:
-        self.tensors = joined.tensors
-
-    def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
-        if self.tensors is not None:
-            self.tensors = _reordered(self.tensors, index)
+        self.tensors, self.seen = joined.tensors, joined.seen
 
     def crop(self, length: int) -> None:
         length = whole_number("length", length, least=0)
         if self.tensors is not None:
             self.tensors = tuple(tensor[:, :, :length] for tensor in self.tensors)
-
-    def reset(self) -> None:
-        self.tensors = None
+            self.seen = min(self.seen, length)
 
     def __repr__(self) -> str:
         return f"DynamicCache({self.seen} tokens)"
 
 
-class SlidingCache(Cache):
+class SlidingCache(_Growing):
     """Keeps the last `window` tokens, and the first `sinks` (Xiao et al. 2023): memory that stops growing.
 
     A layer that uses it attends as one whose mask is `window(window) | causal() & prefix(sinks)`: the same output
@@ -124,16 +130,9 @@ class SlidingCache(Cache):
         self.reset()
 
     def reset(self) -> None:
-        self.tensors: Kept | None = None
+        self.tensors = None
         self.kept_positions: Int[Tensor, "1 kept"] | None = None
         self.seen = 0
-
-    def positions(
-        self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
-    ) -> Int[Tensor, "1 new"]:
-        _refuse_lengths(lengths, self)
-        _require_batch(self.tensors, batch)
-        return self.seen + torch.arange(new, device=device)[None]
 
     def joined(self, new: Kept, positions: Int[Tensor, "#batch new"]) -> Joined:
         seen = self.seen + positions.shape[1]
@@ -149,10 +148,6 @@ class SlidingCache(Cache):
         assert joined.key_positions is not None
         self.kept_positions = _without(joined.key_positions, sinks, tail, dim=1)
         self.seen = joined.seen
-
-    def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
-        if self.tensors is not None:
-            self.tensors = _reordered(self.tensors, index)
 
     def crop(self, length: int) -> None:
         length = whole_number("length", length, least=0)
@@ -317,10 +312,3 @@ def _require_batch(tensors: Kept | None, batch: int) -> None:
     if tensors is not None and tensors[0].shape[0] != batch:
         expected = f"the batch of {tensors[0].shape[0]} that the cache holds"
         raise InputError("x", expected=expected, got=f"a batch of {batch}", remedy="reset() or reorder() the cache")
-
-
-def _refuse_lengths(lengths: Any, cache: Cache) -> None:
-    if lengths is not None:
-        raise InputError(
-            "lengths", expected="a StaticCache, where sequences may have lengths of their own", got=repr(cache)
-        )
