@@ -91,6 +91,10 @@ class Mask(ABC):
         """The mask as sequence `index` of the batch has it, for a batch of that one."""
         return self
 
+    def of_head(self, index: int) -> "Mask":
+        """The mask as head `index` has it, for a grid of that one."""
+        return self
+
     def extent(self) -> Grid:
         """The grid the mask itself speaks of; 0 along the axes where it fits any size."""
         return Grid(0, 0, 0, 0)
@@ -162,6 +166,9 @@ class _Combined(Mask):
 
     def of_sequence(self, index: int) -> Mask:
         return type(self)(*(part.of_sequence(index) for part in self.parts))
+
+    def of_head(self, index: int) -> Mask:
+        return type(self)(*(part.of_head(index) for part in self.parts))
 
     def extent(self) -> Grid:
         extents = [part.extent() for part in self.parts]
@@ -263,6 +270,9 @@ class PerHead(Mask):
 
     def of_sequence(self, index: int) -> Mask:
         return PerHead(tuple(mask.of_sequence(index) for mask in self.masks))
+
+    def of_head(self, index: int) -> Mask:
+        return self.masks[index]
 
     def extent(self) -> Grid:
         extents = [mask.extent() for mask in self.masks]
