@@ -433,7 +433,10 @@ MISTAKES = {
     "scale type": ((Q, K, K, {"scale": 1j}), "scale: expected a finite number, got 1j"),
     "scale value": ((Q, K, K, {"scale": float("inf")}), "scale: expected a finite number, got inf"),
     "bias type": ((Q, K, K, {"bias": 0.5}), "bias: expected a float tensor, added to the scores, got float"),
-    "backend type": ((Q, K, K, {"backend": ["fused"]}), r"backend: expected one of fused, blockwise, reference, got \['fused'\]"),
+    "backend type": (
+        (Q, K, K, {"backend": ["fused"]}),
+        r"backend: expected one of fused, blockwise, reference, got \['fused'\]",
+    ),
     "padding mask": (
         (Q, K, K, {"mask": zeros(2, 11, dtype=torch.bool)}),
         r"mask: .* got \(1, 1, 2, 11\); a padding mask \(batch, keys\) goes in as mask\[:, None, None, :\]",

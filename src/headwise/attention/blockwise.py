@@ -1,4 +1,4 @@
-"""Attention over blocks of query rows, in plain torch operations: the matrix never exists, and what is hidden costs nothing.
+"""Attention over blocks of query rows, in plain torch operations. What a mask hides costs nothing.
 
 The mask is asked about every block first. A block that it calls empty is never touched, and one that it calls full is
 never masked; sequences and heads whose masks differ are taken apart where that leaves less to compute. The plan of all
@@ -19,7 +19,8 @@ for which CPUs have no fast product, everything is computed in float32.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,10 @@ COLUMNS = 64
 BLOCK_BYTES = 2**22
 """Size of a block of scores that is computed at once: it stays in the cache from one operation to the next."""
 
-CALL_CELLS = 2**17
+LEAST_ROWS, MOST_ROWS = 64, 256
+"""Between these lies the number of rows of a block."""
+
+CALL_CELLS = 2**16
 """What the operations of one block cost beside their work, in scores that could be computed meanwhile."""
 
 
@@ -70,7 +74,8 @@ def run(problem: Problem, rows: int | None = None) -> Answer:
     seed = int(torch.randint(2**62, ())) if problem.dropout > 0 else 0
     plan = plan_of(problem.mask, problem.grid, rows_of(problem) if rows is None else rows)
     holes = problem.bias is not None and bool(problem.bias.amin() == -torch.inf)
-    how = _How(plan, narrow, factor, problem.softcap, holes, problem.dropout, seed)
+    lse_wanted = problem.return_lse or problem.sinks is not None
+    how = _How(plan, narrow, factor, problem.softcap, lse_wanted, holes, problem.dropout, seed)
     out, lse = _Blockwise.apply(q, k.contiguous(), v.contiguous(), problem.bias, how)  # type: ignore[no-untyped-call]
     if problem.sinks is not None:
         # A sink adds to the sum that a row is divided by, and nothing to the row: exp(lse) / (exp(lse) + exp(sink)).
@@ -94,8 +99,16 @@ def is_narrow(problem: Problem) -> bool:
 
 
 def rows_of(problem: Problem) -> int:
-    """How many query rows a block has: 128, or 256 in bfloat16, whose products want more to be at their best."""
-    return 256 if is_narrow(problem) else 128
+    """How many query rows a block has: an eighth of the columns that the last rows hold (a quarter in bfloat16).
+
+    At least 64 and at most 256. More rows are faster products, and more columns that only some of the rows need; what
+    is gained and lost evens out about there, in bfloat16 later.
+    """
+    grid = problem.grid
+    last = range(max(grid.queries - MOST_ROWS, 0), grid.queries)
+    width = sum(len(part.columns) for part in _parts(problem.mask, grid, last, range(grid.keys)))
+    rows = width // (4 if is_narrow(problem) else 8)
+    return min(max(1 << max(rows - 1, 0).bit_length(), LEAST_ROWS), MOST_ROWS)
 
 
 def _is_power_of_two(scale: Any) -> bool:
@@ -230,6 +243,7 @@ class _How(NamedTuple):
     narrow: bool
     factor: float
     softcap: float | None
+    lse: bool
     holes: bool
     dropout: float
     seed: int
@@ -277,7 +291,9 @@ class _Tile(NamedTuple):
         """What `rows_of` took, put back."""
         into[self.where] = self.by_head(rows)
 
-    def keys_of(self, tensor: Float[Tensor, "batch kv_heads keys width"], keys: range) -> Float[Tensor, "kv keys width"]:
+    def keys_of(
+        self, tensor: Float[Tensor, "batch kv_heads keys width"], keys: range
+    ) -> Float[Tensor, "kv keys width"]:
         """Some keys of k or v, in its heads."""
         return tensor[self.sequences, self.kv_heads, keys.start : keys.stop].flatten(0, 1)
 
@@ -294,7 +310,7 @@ class _Tile(NamedTuple):
 
     @property
     def _groups(self) -> int:
-        return self.shape[0] * (self.kv_heads.stop - self.kv_heads.start)
+        return self.shape[0] * int(self.kv_heads.stop - self.kv_heads.start)
 
 
 class _Pool:
@@ -357,7 +373,7 @@ def _hidden(
         offset += len(columns)
     alive = None
     if len(allowed) == len(block.parts):
-        alive = torch.stack(torch.broadcast_tensors(*(part.any(-1, keepdim=True) for _, part in allowed))).any(0)
+        alive = reduce(torch.logical_or, (part.any(-1, keepdim=True) for _, part in allowed))
     if alive is not None and bool(alive.all()):
         alive = None
     inf = torch.full((), torch.inf, dtype=like.dtype, device=like.device)
@@ -434,7 +450,8 @@ def _narrow_shift(
     for keys, span in tile.spans(scores):
         torch.baddbmm(raised.expand(span.shape), q, tile.keys_of(k, keys).mT, out=span)
     _lower(tile, scores, at_least=0.0)
-    return scores.view(torch.int16).amax(-1, keepdim=True).view(q.dtype) - raised
+    largest: Tensor = scores.view(torch.int16).amax(-1, keepdim=True).view(q.dtype)
+    return largest - raised
 
 
 def _lower(tile: _Tile, scores: Float[Tensor, "kv stacked columns"], at_least: float = -torch.inf) -> None:
@@ -444,12 +461,27 @@ def _lower(tile: _Tile, scores: Float[Tensor, "kv stacked columns"], at_least: f
         torch.minimum(part, ceiling.clamp(min=at_least), out=part)
 
 
-def _softmax(tile: _Tile, scores: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked columns"]:
+def _softmax(tile: _Tile, scores: Float[Tensor, "kv stacked columns"]) -> None:
     """The weights, in place of the scores; 0 in a row without a key."""
     torch.softmax(scores, -1, out=scores)
     if tile.alive is not None:
         tile.by_head(scores).mul_(tile.alive)
-    return scores
+
+
+def _softmax_with_lse(tile: _Tile, scores: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
+    """The weights, in place of the scores, and the log-sum-exp of each row.
+
+    It is not in what softmax returns: the largest weight is off by half an ulp of its own, too much for a log-sum-exp
+    near 0.
+    """
+    lse = scores.amax(-1, keepdim=True)
+    total = scores.sub_(lse).exp_().sum(-1, keepdim=True)
+    scores.div_(total)
+    lse += total.log_()
+    if tile.alive is not None:
+        tile.by_head(scores).mul_(tile.alive)
+        tile.by_head(lse).masked_fill_(~tile.alive, -torch.inf)
+    return lse
 
 
 def _kept(how: _How, number: int, weights: Float[Tensor, "kv stacked columns"], pool: _Pool) -> Tensor | None:
@@ -465,7 +497,7 @@ def _kept(how: _How, number: int, weights: Float[Tensor, "kv stacked columns"], 
 
 
 class _Blockwise(torch.autograd.Function):
-    """The output, and the log-sum-exp of each row; where products are narrow the shift of each row in its place."""
+    """The output, and of each row the log-sum-exp if asked for; where products are narrow its shift in that place."""
 
     @staticmethod
     def forward(
@@ -474,36 +506,35 @@ class _Blockwise(torch.autograd.Function):
         v: Float[Tensor, "batch kv_heads keys value_dim"],
         bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
         how: _How,
-    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries"]]:
+    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries"] | None]:
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-        of_rows = q.new_full((*q.shape[:-1], 1), -torch.inf)
+        of_rows = q.new_full((*q.shape[:-1], 1), -torch.inf) if how.narrow or how.lse else None
         pool = _Pool(q)
         longest = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).amax(-1) if how.narrow else None
         for number, tile in enumerate(_tiles(how, q, k, bias)):
             rows = tile.rows_of(q)
             if longest is not None:
                 value = _narrow_shift(tile, rows, k, longest[..., None, None], pool)
-                weights = _softmax(tile, _narrow_scores(tile, rows, k, how.factor, value, pool))
+                weights = _narrow_scores(tile, rows, k, how.factor, value, pool)
             else:
-                scores, _ = _wide_scores(tile, rows, k, bias, how, pool)
-                largest = scores.amax(-1, keepdim=True)
-                weights = _softmax(tile, scores)
-                # The largest weight is one over the sum that the row was divided by.
-                value = largest - weights.amax(-1, keepdim=True).log_()
-                if tile.alive is not None:
-                    tile.by_head(value).masked_fill_(~tile.alive, -torch.inf)
+                weights, _ = _wide_scores(tile, rows, k, bias, how, pool)
+            if how.lse:
+                value = _softmax_with_lse(tile, weights)
+            else:
+                _softmax(tile, weights)
+            if of_rows is not None:
+                tile.put(of_rows, value)
             kept = _kept(how, number, weights, pool)
             tile.put(out, _times(tile, weights if kept is None else kept.mul_(weights), v))
-            tile.put(of_rows, value)
-        return out, of_rows[..., 0]
+        return out, None if of_rows is None else of_rows[..., 0]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
         q, k, v, bias, ctx.how = inputs
         out, of_rows = output
         ctx.save_for_backward(q, k, v, bias, out, of_rows if ctx.how.narrow else None)
         ctx.set_materialize_grads(False)
-        if ctx.how.narrow:
+        if ctx.how.narrow and of_rows is not None:
             ctx.mark_non_differentiable(of_rows)
 
     @staticmethod
@@ -545,10 +576,10 @@ class _BlockwiseBackward(torch.autograd.Function):
             rows, upstream = tile.rows_of(q), tile.rows_of(grad_out)
             capped = None
             if shift is not None:
-                scores = _narrow_scores(tile, rows, k, how.factor, tile.rows_of(shift[..., None]), pool)
+                weights = _narrow_scores(tile, rows, k, how.factor, tile.rows_of(shift[..., None]), pool)
             else:
-                scores, capped = _wide_scores(tile, rows, k, bias, how, pool)
-            weights = _softmax(tile, scores)
+                weights, capped = _wide_scores(tile, rows, k, bias, how, pool)
+            _softmax(tile, weights)
             kept = _kept(how, number, weights, pool)
             _add_products(tile, grad_v, upstream, weights if kept is None else weights * kept)
             delta = _delta(upstream, tile.rows_of(out), None if grad_lse is None else tile.rows_of(grad_lse[..., None]))
@@ -565,7 +596,7 @@ class _BlockwiseBackward(torch.autograd.Function):
         return grad_q, grad_k.mT.to(k.dtype), grad_v.mT.to(v.dtype), grad_bias
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         pass  # nothing is needed to refuse
 
     @staticmethod
