@@ -450,8 +450,7 @@ def _narrow_shift(
     for keys, span in tile.spans(scores):
         torch.baddbmm(raised.expand(span.shape), q, tile.keys_of(k, keys).mT, out=span)
     _lower(tile, scores, at_least=0.0)
-    largest: Tensor = scores.view(torch.int16).amax(-1, keepdim=True).view(q.dtype)
-    return largest - raised
+    return torch.sub(scores.view(torch.int16).amax(-1, keepdim=True).view(q.dtype), raised)
 
 
 def _lower(tile: _Tile, scores: Float[Tensor, "kv stacked columns"], at_least: float = -torch.inf) -> None:
