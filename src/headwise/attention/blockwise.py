@@ -291,9 +291,7 @@ class _Tile(NamedTuple):
         """What `rows_of` took, put back."""
         into[self.where] = self.by_head(rows)
 
-    def keys_of(
-        self, tensor: Float[Tensor, "batch kv_heads keys width"], keys: range
-    ) -> Float[Tensor, "kv keys width"]:
+    def keys_of(self, tensor: Float[Tensor, "batch kv_heads all width"], keys: range) -> Float[Tensor, "kv keys width"]:
         """Some keys of k or v, in its heads."""
         return tensor[self.sequences, self.kv_heads, keys.start : keys.stop].flatten(0, 1)
 
