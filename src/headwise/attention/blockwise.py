@@ -312,30 +312,41 @@ class _Tile(NamedTuple):
 
 
 class _Pool:
-    """Memory that every tile uses again: fresh memory is the slowest."""
+    """Memory that every tile uses again, each name as much as the largest needs: fresh memory is the slowest."""
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
+    def __init__(self, how: _How, q: Tensor, k: Tensor) -> None:
+        self._like = q
+        self._size = max((_size(*where, q, k) for where in _blocks_of(how)), default=0)
         self._held: dict[str, Tensor] = {}
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """A tensor of that shape, with whatever was left in it."""
-        size = math.prod(shape)
-        if name not in self._held or self._held[name].numel() < size:
-            self._held[name] = self._like.new_empty(size)
-        return self._held[name][:size].view(shape)
+    def take(self, name: str, tile: _Tile, rows: Float[Tensor, "kv stacked _"]) -> Float[Tensor, "kv stacked columns"]:
+        """Room for the scores of these rows, with whatever was left in it."""
+        if name not in self._held:
+            self._held[name] = self._like.new_empty(self._size)
+        shape = (*rows.shape[:2], tile.block.width)
+        return self._held[name][: math.prod(shape)].view(shape)
+
+
+def _blocks_of(how: _How) -> Iterator[tuple[Piece, Block]]:
+    """Every block of the plan, with its piece."""
+    return ((piece, block) for piece in how.plan for block in piece.blocks)
+
+
+def _size(piece: Piece, block: Block, q: Tensor, k: Tensor) -> int:
+    """The number of scores in the largest tile of a block, which is its first."""
+    sequences, heads, _ = next(_shares(piece, block, q, k))
+    return int((sequences.stop - sequences.start) * (heads.stop - heads.start)) * len(block.rows) * block.width
 
 
 def _tiles(how: _How, q: Tensor, k: Tensor, bias: Tensor | None) -> Iterator[_Tile]:
     """Every tile of a plan."""
-    for piece in how.plan:
-        for block in piece.blocks:
-            hidden, alive = _hidden(piece, block, bias if how.holes else None, q)
-            for sequences, heads, kv_heads in _shares(piece, block, q, k):
-                own = (_shifted(sequences, piece.sequences), _shifted(heads, piece.heads))
-                ceilings = [_Hidden(offset, _pick(ceiling, *own)) for offset, ceiling in hidden]
-                here = None if alive is None else _pick(alive, *own)
-                yield _Tile(block, sequences, heads, kv_heads, ceilings, here)
+    for piece, block in _blocks_of(how):
+        hidden, alive = _hidden(piece, block, bias if how.holes else None, q)
+        for sequences, heads, kv_heads in _shares(piece, block, q, k):
+            own = (_shifted(sequences, piece.sequences), _shifted(heads, piece.heads))
+            ceilings = [_Hidden(offset, _pick(ceiling, *own)) for offset, ceiling in hidden]
+            here = None if alive is None else _pick(alive, *own)
+            yield _Tile(block, sequences, heads, kv_heads, ceilings, here)
 
 
 def _shares(piece: Piece, block: Block, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
@@ -405,12 +416,12 @@ def _wide_scores(
     tile: _Tile, q: Tensor, k: Tensor, bias: Tensor | None, how: _How, pool: _Pool
 ) -> tuple[Float[Tensor, "kv stacked columns"], Float[Tensor, "kv stacked columns"] | None]:
     """The scores, and tanh(score / c) where there is a softcap c, for the backward pass."""
-    scores = pool.take("scores", q.shape[0], q.shape[1], tile.block.width)
+    scores = pool.take("scores", tile, q)
     for keys, span in tile.spans(scores):
         torch.bmm(q, tile.keys_of(k, keys).mT, out=span)
     capped = None
     if how.softcap is not None:
-        capped = pool.take("capped", *scores.shape)
+        capped = pool.take("capped", tile, q)
         torch.tanh(scores.div_(how.softcap), out=capped)
         torch.mul(capped, how.softcap, out=scores)
     if bias is not None:
@@ -425,7 +436,7 @@ def _narrow_scores(
     tile: _Tile, q: Tensor, k: Tensor, factor: float, shift: Float[Tensor, "kv stacked 1"], pool: _Pool
 ) -> Float[Tensor, "kv stacked columns"]:
     """The scores less the shift of their row, which is taken off before anything is rounded."""
-    scores = pool.take("scores", q.shape[0], q.shape[1], tile.block.width)
+    scores = pool.take("scores", tile, q)
     for keys, span in tile.spans(scores):
         torch.baddbmm(shift.expand(span.shape), q, tile.keys_of(k, keys).mT, beta=-1, out=span)
     if factor != 1.0:
@@ -444,7 +455,7 @@ def _narrow_shift(
     """
     bound = q.float().norm(dim=-1, keepdim=True) * longest[tile.sequences, tile.kv_heads].flatten(0, 1) * 1.02
     raised = bound.to(q.dtype)
-    scores = pool.take("scores", q.shape[0], q.shape[1], tile.block.width)
+    scores = pool.take("scores", tile, q)
     for keys, span in tile.spans(scores):
         torch.baddbmm(raised.expand(span.shape), q, tile.keys_of(k, keys).mT, out=span)
     _lower(tile, scores, at_least=0.0)
@@ -481,12 +492,14 @@ def _softmax_with_lse(tile: _Tile, scores: Float[Tensor, "kv stacked columns"]) 
     return lse
 
 
-def _kept(how: _How, number: int, weights: Float[Tensor, "kv stacked columns"], pool: _Pool) -> Tensor | None:
+def _kept(
+    how: _How, number: int, tile: _Tile, weights: Float[Tensor, "kv stacked columns"], pool: _Pool
+) -> Tensor | None:
     """What dropout multiplies the weights of tile `number` by: the same whenever it is asked."""
     if how.dropout == 0:
         return None
     generator = torch.Generator(weights.device).manual_seed(how.seed + number)
-    kept = pool.take("kept", *weights.shape)
+    kept = pool.take("kept", tile, weights)
     return kept.bernoulli_(1 - how.dropout, generator=generator).div_(1 - how.dropout)
 
 
@@ -506,7 +519,7 @@ class _Blockwise(torch.autograd.Function):
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries"] | None]:
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         of_rows = q.new_full((*q.shape[:-1], 1), -torch.inf) if how.narrow or how.lse else None
-        pool = _Pool(q)
+        pool = _Pool(how, q, k)
         longest = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).amax(-1) if how.narrow else None
         for number, tile in enumerate(_tiles(how, q, k, bias)):
             rows = tile.rows_of(q)
@@ -521,7 +534,7 @@ class _Blockwise(torch.autograd.Function):
                 _softmax(tile, weights)
             if of_rows is not None:
                 tile.put(of_rows, value)
-            kept = _kept(how, number, weights, pool)
+            kept = _kept(how, number, tile, weights, pool)
             tile.put(out, _times(tile, weights if kept is None else kept.mul_(weights), v))
         return out, None if of_rows is None else of_rows[..., 0]
 
@@ -568,7 +581,7 @@ class _BlockwiseBackward(torch.autograd.Function):
             torch.zeros(x.mT.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (k, v)
         )
         grad_bias = torch.zeros_like(bias) if learns_bias and bias is not None else None
-        pool = _Pool(q)
+        pool = _Pool(how, q, k)
         for number, tile in enumerate(_tiles(how, q, k, bias)):
             rows, upstream = tile.rows_of(q), tile.rows_of(grad_out)
             capped = None
@@ -577,7 +590,7 @@ class _BlockwiseBackward(torch.autograd.Function):
             else:
                 weights, capped = _wide_scores(tile, rows, k, bias, how, pool)
             _softmax(tile, weights)
-            kept = _kept(how, number, weights, pool)
+            kept = _kept(how, number, tile, weights, pool)
             _add_products(tile, grad_v, upstream, weights if kept is None else weights * kept)
             delta = _delta(upstream, tile.rows_of(out), None if grad_lse is None else tile.rows_of(grad_lse[..., None]))
             grad = _grad_of_scores(tile, upstream, v, delta, weights, kept, pool)
@@ -651,7 +664,7 @@ def _grad_of_scores(
     pool: _Pool,
 ) -> Float[Tensor, "kv stacked columns"]:
     """`A (dO V^T - delta)`, dropout's factors on the product."""
-    grad = pool.take("grad", *weights.shape)
+    grad = pool.take("grad", tile, weights)
     for keys, span in tile.spans(grad):
         values = tile.keys_of(v, keys).mT
         if kept is None:
