@@ -451,22 +451,22 @@ def _narrow_shift(
     """About the largest score of each row, before the factor: within 1/128 of its bound |q| max |k|.
 
     No score is below minus that bound. Raised by it they are positive, and positive floats are in the order of their
-    bits, which torch compares eight times as fast as bfloat16.
+    bits, above all negative ones, which torch compares eight times as fast as bfloat16.
     """
     bound = q.float().norm(dim=-1, keepdim=True) * longest[tile.sequences, tile.kv_heads].flatten(0, 1) * 1.02
     raised = bound.to(q.dtype)
     scores = pool.take("scores", tile, q)
     for keys, span in tile.spans(scores):
         torch.baddbmm(raised.expand(span.shape), q, tile.keys_of(k, keys).mT, out=span)
-    _lower(tile, scores, at_least=0.0)
+    _lower(tile, scores)
     return torch.sub(scores.view(torch.int16).amax(-1, keepdim=True).view(q.dtype), raised)
 
 
-def _lower(tile: _Tile, scores: Float[Tensor, "kv stacked columns"], at_least: float = -torch.inf) -> None:
+def _lower(tile: _Tile, scores: Float[Tensor, "kv stacked columns"]) -> None:
     """The scores of what is hidden put where no weight is."""
     for offset, ceiling in tile.hidden:
         part = tile.by_head(scores)[..., offset : offset + ceiling.shape[-1]]
-        torch.minimum(part, ceiling.clamp(min=at_least), out=part)
+        torch.minimum(part, ceiling, out=part)
 
 
 def _softmax(tile: _Tile, scores: Float[Tensor, "kv stacked columns"]) -> None:
