@@ -370,7 +370,7 @@ def test_it_says_what_it_is():
             r"fused_qkv: expected contexts of width 12 like x, got widths \(10, 10\)",
         ),
         ({"num_heads": True}, "num_heads: expected a whole number of 1 or more, got True"),
-        ({"backend": "flash"}, "backend: expected one of fused, reference, got 'flash'"),
+        ({"backend": "flash"}, "backend: expected one of fused, blockwise, reference, got 'flash'"),
     ],
 )
 def test_a_mistake_in_construction(arguments, message):

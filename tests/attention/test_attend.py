@@ -1,4 +1,4 @@
-"""`attend` on both backends against plain attention in float64."""
+"""`attend` on every backend against plain attention in float64."""
 
 import re
 from collections import defaultdict
@@ -13,7 +13,7 @@ from headwise.attention.masks import Grid
 from oracles import Plain, distance, plain_attention, plain_errors
 from strategies import Drawn, problems
 
-BACKENDS = ("fused", "reference")
+BACKENDS = ("fused", "blockwise", "reference")
 # The same examples in every run: a bound that a kernel meets by rounding may be met narrowly.
 many = settings(max_examples=2000, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 some = settings(max_examples=300, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
@@ -25,7 +25,8 @@ NAMES = ("out", "lse", "weights")
 def able(drawn: Drawn, q, k, v) -> list[str]:
     """The backends that can do it. The reference always can."""
     able = [backend for backend in BACKENDS if hw.why_not(backend, q, k, v, **drawn.options) is None]
-    assert able == (["reference"] if drawn.softcap or drawn.talking else ["fused", "reference"])
+    refused = {"fused": drawn.softcap or drawn.talking, "blockwise": drawn.talking, "reference": False}
+    assert able == [backend for backend in BACKENDS if not refused[backend]]
     return able
 
 
@@ -432,7 +433,10 @@ MISTAKES = {
     "scale type": ((Q, K, K, {"scale": 1j}), "scale: expected a finite number, got 1j"),
     "scale value": ((Q, K, K, {"scale": float("inf")}), "scale: expected a finite number, got inf"),
     "bias type": ((Q, K, K, {"bias": 0.5}), "bias: expected a float tensor, added to the scores, got float"),
-    "backend type": ((Q, K, K, {"backend": ["fused"]}), r"backend: expected one of fused, reference, got \['fused'\]"),
+    "backend type": (
+        (Q, K, K, {"backend": ["fused"]}),
+        r"backend: expected one of fused, blockwise, reference, got \['fused'\]",
+    ),
     "padding mask": (
         (Q, K, K, {"mask": zeros(2, 11, dtype=torch.bool)}),
         r"mask: .* got \(1, 1, 2, 11\); a padding mask \(batch, keys\) goes in as mask\[:, None, None, :\]",
@@ -460,7 +464,7 @@ MISTAKES = {
     ),
     "gate device": ((Q, K, K, {"gate": zeros(6, device="meta")}), "gate: expected a tensor on cpu like q, got meta"),
     "dropout": ((Q, K, K, {"dropout": 1.0}), "dropout: expected a probability of 0 or more and less than 1, got 1.0"),
-    "backend": ((Q, K, K, {"backend": "flash"}), "backend: expected one of fused, reference, got 'flash'"),
+    "backend": ((Q, K, K, {"backend": "flash"}), "backend: expected one of fused, blockwise, reference, got 'flash'"),
 }
 
 

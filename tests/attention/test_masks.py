@@ -309,6 +309,21 @@ def test_the_mask_of_one_sequence(index):
     assert torch.equal(hw.dense(values).of_sequence(index).block(Grid(1, 3, 4, 4))[0], values[index])
 
 
+@pytest.mark.parametrize("index", range(3))
+def test_the_mask_of_one_head(index):
+    values = torch.rand(2, 3, 11, 11) > 0.5
+    masks = [
+        hw.window([2, None, 5]),
+        hw.dense(values) & hw.causal(),
+        hw.where(lambda b, h, q, k: (b + 2 * h + q * k) % 3 > 0) | ~hw.window([1, 2, 3]),
+        hw.padding([3, 7]),
+    ]
+    for mask in masks:
+        whole = mask.block(Grid(2, 3, 11, 11)).expand(2, 3, -1, -1)
+        one = mask.of_head(index).block(Grid(2, 1, 11, 11)).expand(2, 1, -1, -1)
+        assert torch.equal(one[:, 0], whole[:, index])
+
+
 @pytest.mark.usefixtures("as_user")
 def test_mistakes_in_positions():
     q, k = torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 7, 5)

@@ -468,7 +468,7 @@ def test_transformers_deepseek(family, q_rank, rope, absorbed):
         ({"scores": 0.5}, r"scores: expected a Scores, such as Scores\(softcap=30.0\), got float"),
         ({"dropout": 1.0}, "dropout: expected a probability of 0 or more and less than 1, got 1.0"),
         ({"norm_eps": -1.0}, "norm_eps: expected a finite number above 0, got -1.0"),
-        ({"backend": "flash"}, "backend: expected one of fused, reference, got 'flash'"),
+        ({"backend": "flash"}, "backend: expected one of fused, blockwise, reference, got 'flash'"),
     ],
 )
 def test_a_mistake_in_construction(arguments, message):

@@ -4,14 +4,14 @@ from typing import Any
 
 from torch import Tensor
 
-from headwise.attention import fused, reference
+from headwise.attention import blockwise, fused, reference
 from headwise.attention.autocast import NARROW, autocast_dtype, without_autocast
 from headwise.attention.masks import Mask
 from headwise.attention.problem import Backend, Problem
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int
 
-BACKENDS: dict[str, Backend] = {fused.name: fused, reference.name: reference}
+BACKENDS: dict[str, Backend] = {each.name: each for each in (fused, blockwise, reference)}
 """Every backend by name."""
 
 CHOICE = ("fused",)
@@ -66,7 +66,7 @@ def attend(
         return_lse: also return the log-sum-exp of each row's scores, `(batch, heads, queries)`, nats,
             float32 at least; differentiable.
         return_weights: also return the weights `(batch, heads, queries, keys)`. The matrix exists then.
-        backend: "fused" or "reference"; None takes the fastest that can. One asked for by name never falls
+        backend: "fused", "blockwise" or "reference"; None takes the fastest that can. One asked for by name never falls
             back to another.
 
     Returns:

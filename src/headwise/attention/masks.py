@@ -33,8 +33,6 @@ class Grid:
     device: torch.device = torch.device("cpu")
     query_positions: Int[Tensor, "#batch queries"] | None = field(default=None, compare=False)
     key_positions: Int[Tensor, "#batch keys"] | None = field(default=None, compare=False)
-    first_head: int = 0
-    """Which head the first one is, where the grid is that of some heads."""
 
     @property
     def offset(self) -> int:
@@ -91,6 +89,10 @@ class Mask(ABC):
 
     def of_sequence(self, index: int) -> "Mask":
         """The mask as sequence `index` of the batch has it, for a batch of that one."""
+        return self
+
+    def of_head(self, index: int) -> "Mask":
+        """The mask as head `index` has it, for a grid of that one."""
         return self
 
     def extent(self) -> Grid:
@@ -166,6 +168,9 @@ class _Combined(Mask):
 
     def of_sequence(self, index: int) -> Mask:
         return type(self)(*(part.of_sequence(index) for part in self.parts))
+
+    def of_head(self, index: int) -> Mask:
+        return type(self)(*(part.of_head(index) for part in self.parts))
 
     def extent(self) -> Grid:
         extents = [part.extent() for part in self.parts]
@@ -249,7 +254,8 @@ class PerHead(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "#batch heads rows columns"]:
-        blocks = [mask.allowed(replace(grid, heads=1, first_head=head), i, j) for head, mask in enumerate(self.masks)]
+        one = replace(grid, heads=1)
+        blocks = [self.of_head(head).allowed(one, i, j) for head in range(len(self.masks))]
         whole = [block[(None,) * (4 - block.ndim)].expand(-1, -1, i.shape[0], j.shape[1]) for block in blocks]
         batch = grid.batch if any(block.shape[0] == grid.batch for block in whole) else 1
         return torch.cat([block.expand(batch, -1, -1, -1) for block in whole], dim=1)
@@ -266,6 +272,9 @@ class PerHead(Mask):
 
     def of_sequence(self, index: int) -> Mask:
         return PerHead(tuple(mask.of_sequence(index) for mask in self.masks))
+
+    def of_head(self, index: int) -> Mask:
+        return self.masks[index].of_head(index)
 
     def extent(self) -> Grid:
         extents = [mask.extent() for mask in self.masks]

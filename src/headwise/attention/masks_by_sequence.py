@@ -160,6 +160,9 @@ class Dense(Mask):
     def of_sequence(self, index: int) -> Mask:
         return self if self.values.shape[0] == 1 else Dense(self.values[index : index + 1])
 
+    def of_head(self, index: int) -> Mask:
+        return self if self.values.shape[1] == 1 else Dense(self.values[:, index : index + 1])
+
     def extent(self) -> Grid:
         batch, heads, queries, keys = (size if size > 1 else 0 for size in self.values.shape)
         return Grid(batch, heads, queries, keys, self.values.device)
@@ -174,12 +177,13 @@ class Where(Mask):
 
     rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     first_sequence: int = 0
+    first_head: int = 0
 
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "batch heads rows columns"]:
         batch = self.first_sequence + torch.arange(grid.batch, device=grid.device)[:, None, None, None]
-        head = grid.first_head + torch.arange(grid.heads, device=grid.device)[:, None, None]
+        head = self.first_head + torch.arange(grid.heads, device=grid.device)[:, None, None]
         allowed = self.rule(batch, head, grid.query_position(i), grid.key_position(j))
         whole = (grid.batch, grid.heads, i.shape[0], j.shape[1])
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
@@ -193,7 +197,10 @@ class Where(Mask):
             ) from None
 
     def of_sequence(self, index: int) -> Mask:
-        return Where(self.rule, self.first_sequence + index)
+        return Where(self.rule, self.first_sequence + index, self.first_head)
+
+    def of_head(self, index: int) -> Mask:
+        return Where(self.rule, self.first_sequence, self.first_head + index)
 
     def __repr__(self) -> str:
         return f"where({getattr(self.rule, '__name__', repr(self.rule))})"
