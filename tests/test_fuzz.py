@@ -75,7 +75,7 @@ def layers(draw, *, cross: bool, mask=None) -> Draw:
         )
         made["qk_norm"], oracle["norm_over"], oracle["eps"] = norm, norm.over, norm.eps
     made["output_gate"] = draw(st.sampled_from([None, "head", "element"]))
-    made["backend"] = draw(st.sampled_from([None, "fused", "reference", "reference"]))
+    made["backend"] = draw(st.sampled_from([None, "fused", "blockwise", "reference"]))
 
     layer = hw.MultiHeadAttention(embed, heads, dtype=torch.float64, **made)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -87,10 +87,10 @@ def layers(draw, *, cross: bool, mask=None) -> Draw:
     refusals = []
     if made["backend"] != "reference":
         scores = made.get("scores", hw.Scores())
-        if scores.softcap is not None:
+        if scores.softcap is not None and made["backend"] == "fused":
             refusals.append("have no softcap")
         if scores.talking_heads:
-            refusals.append("keep heads apart")
+            refusals += ["keep heads apart", "talking_heads mixes all"]
     return Draw(layer, oracle, refusals)
 
 

@@ -14,7 +14,7 @@ from headwise.shapes import Bool, Float, Int
 BACKENDS: dict[str, Backend] = {each.name: each for each in (fused, blockwise, reference)}
 """Every backend by name."""
 
-CHOICE = ("fused",)
+CHOICE = ("fused", "blockwise")
 """The backends that `backend=None` may take, best first. The reference runs only when asked for by name."""
 
 

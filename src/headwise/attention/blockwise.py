@@ -27,6 +27,7 @@ from torch import Tensor
 
 from headwise.attention import reference
 from headwise.attention.blocks import Block, Piece, Plan, parts_of, plan_of
+from headwise.attention.masks import can_be_read
 from headwise.attention.problem import Answer, Problem
 from headwise.shapes import Bool, Float
 
@@ -43,8 +44,8 @@ def why_not(problem: Problem) -> str | None:
     """The reason blocks of rows cannot do this problem, in one sentence, or None."""
     if problem.talking is not None:
         return "blocks hold some heads at a time, and talking_heads mixes all"
-    if torch.compiler.is_compiling():
-        return "its blocks are planned from sizes and masks, which are not known while compiling"
+    if not can_be_read(problem.q):
+        return "its blocks are planned from sizes and masks, which are not known while compiling or under vmap"
     return None
 
 
