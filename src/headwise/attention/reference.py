@@ -68,8 +68,27 @@ def lse_of(
 ) -> Float[Tensor, "batch heads rows"]:
     """`log sum exp` of each row, its head's sink logit among them; -inf in a row without a key or a sink."""
     lse = scores.logsumexp(-1)
-    if sinks is None:
-        return lse
+    return lse if sinks is None else _logaddexp(lse, sinks)
+
+
+def with_sinks(
+    out: Float[Tensor, "batch heads rows value_dim"],
+    lse: Float[Tensor, "batch heads rows"],
+    sinks: Float[Tensor, "heads 1"],
+) -> tuple[Float[Tensor, "batch heads rows value_dim"], Float[Tensor, "batch heads rows"]]:
+    """Output and log-sum-exp with sinks, from those without, for a backend that has no sinks of its own.
+
+    A sink adds to the sum that a row is divided by, and nothing to the row: exp(lse) / (exp(lse) + exp(sink)).
+    """
+    total = _logaddexp(lse, sinks)
+    share = torch.sigmoid(lse.masked_fill(total == -torch.inf, 0.0) - sinks)
+    return out * share[..., None], total
+
+
+def _logaddexp(
+    lse: Float[Tensor, "batch heads rows"], sinks: Float[Tensor, "heads 1"]
+) -> Float[Tensor, "batch heads rows"]:
+    """`log(exp lse + exp sinks)`; -inf, and not NaN in the gradient, where both are."""
     neither = (lse == -torch.inf) & (sinks == -torch.inf)
     return torch.logaddexp(lse.masked_fill(neither, 0.0), sinks).masked_fill(neither, -torch.inf)
 
