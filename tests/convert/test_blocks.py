@@ -125,7 +125,7 @@ def test_the_layer_computes_what_the_block_does(name):
     model, blocks, seen = tiny(name)
     x = torch.randn(BATCH, LENGTH, model.config.hidden_size)
     for block, allowed in zip(blocks, seen, strict=True):
-        layer = hw.from_transformers(block, backend="reference" if name == "gemma2" else None)  # for its softcap
+        layer = hw.from_transformers(block)
         expected = run(model, block, x, allowed)
         exact = around(copy.deepcopy(block).double(), copy.deepcopy(layer).double(), x.double())
         within_budget(around(block, layer, x), expected, exact)
