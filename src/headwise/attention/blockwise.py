@@ -57,14 +57,15 @@ def run(problem: Problem, rows: int | None = None) -> Answer:
         return reference.run(problem)  # nothing is held
     q, k, v = problem.q, problem.k, problem.v
     narrow = is_narrow(problem)
-    factor = 1.0
     if not narrow:
         q, k, v = (tensor.to(problem.score_dtype) for tensor in (q, k, v))
-        q = q * problem.scale
-    elif _is_power_of_two(problem.scale):
+    # The scale goes with q, which is small, unless that would round and the scores are multiplied anyway.
+    later = narrow or problem.softcap is not None
+    factor = 1.0
+    if isinstance(problem.scale, Tensor) or not later or _is_power_of_two(problem.scale):
         q = q * problem.scale
     else:
-        factor = float(problem.scale)
+        factor = problem.scale
     seed = int(torch.randint(2**62, ())) if problem.dropout > 0 else 0
     plan = plan_of(problem.mask, problem.grid, rows_of(problem) if rows is None else rows)
     holes = problem.bias is not None and bool(problem.bias.amin() == -torch.inf)
@@ -297,7 +298,7 @@ def _wide_scores(
     capped = None
     if how.softcap is not None:
         capped = pool.take("capped", tile, q)
-        torch.tanh(scores.div_(how.softcap), out=capped)
+        torch.tanh(scores.mul_(how.factor / how.softcap), out=capped)
         torch.mul(capped, how.softcap, out=scores)
     if bias is not None:
         for keys, span in tile.spans(tile.by_head(scores)):

@@ -48,7 +48,7 @@ def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, 
     """`scale q k^T + bias`, -inf where the mask forbids, for some query rows or all; float32 at least."""
     part = slice(None) if rows is None else slice(rows.start, rows.stop)
     dtype = problem.score_dtype
-    scores = each_kv_head(problem.q[:, :, part].to(dtype) * problem.scale, problem.k.to(dtype).mT)
+    scores = each_kv_head(problem.q[:, :, part].to(dtype), problem.k.to(dtype).mT) * problem.scale
     if problem.softcap is not None:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     if problem.talking is not None:
