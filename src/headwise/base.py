@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from headwise.attention.attend import backend_named
 from headwise.attention.autocast import NARROW, autocast_dtype
-from headwise.attention.cache import Cache
+from headwise.attention.cache import Cache, StaticCache
 from headwise.attention.masks import Mask
 from headwise.attention.positions import PositionBias
 from headwise.attention.problem import mask_and_bias
@@ -96,6 +96,22 @@ class AttentionLayer(nn.Module):
         """A parameter of the projection that x goes into, which inputs are to be like; None where none is of floats."""
         first = next(module for name, module in self.named_children() if name in ("qkv_proj", "q_proj", "q_down"))
         return next((each for each in first.parameters() if each.is_floating_point()), None)
+
+    # -- cache ------------------------------------------------------------------------------------------------
+
+    @property
+    def _kept_sizes(self) -> list[tuple[int, int]]:
+        """Heads and width of each tensor that a cache keeps."""
+        raise NotImplementedError
+
+    def static_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> StaticCache:
+        """An empty cache that fits this layer, with room for `capacity` tokens of each sequence.
+
+        Its dtype is that of the parameters unless given; under autocast what is kept has autocast's.
+        """
+        like = self._input_parameter()
+        like = torch.empty(0, device=next(self.parameters()).device) if like is None else like
+        return StaticCache(batch, capacity, self._kept_sizes, device=like.device, dtype=dtype or like.dtype)
 
     # -- checks -----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from headwise.attention import packed
 from headwise.attention.attend import attend
-from headwise.attention.cache import Cache, StaticCache
+from headwise.attention.cache import Cache
 from headwise.attention.masks import Mask, require_broadcast
 from headwise.attention.placement import Placed, place
 from headwise.attention.positions import PositionBias
@@ -406,15 +406,6 @@ class MultiHeadAttention(AttentionLayer):
         return torch.nested.nested_tensor_from_jagged(y, own["x"])
 
     # -- what may be asked for --------------------------------------------------------------------------------
-
-    def static_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> StaticCache:
-        """An empty cache that fits this layer, with room for `capacity` tokens of each sequence.
-
-        Its dtype is that of the parameters unless given; under autocast keys and values have autocast's.
-        """
-        like = self._input_parameter()
-        like = torch.empty(0, device=next(self.parameters()).device) if like is None else like
-        return StaticCache(batch, capacity, self._kept_sizes, device=like.device, dtype=dtype or like.dtype)
 
     @property
     def _kept_sizes(self) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention.attend import attend
-from headwise.attention.cache import Cache, StaticCache
+from headwise.attention.cache import Cache
 from headwise.attention.masks import Mask
 from headwise.attention.placement import place
 from headwise.attention.rotary import Rotary
@@ -256,15 +256,10 @@ class LatentAttention(AttentionLayer):
 
     # -- what may be asked for --------------------------------------------------------------------------------
 
-    def static_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> StaticCache:
-        """An empty cache that fits this layer, with room for `capacity` tokens of each sequence.
-
-        Its dtype is that of the parameters unless given; under autocast the latents have autocast's.
-        """
-        like = self._input_parameter()
-        like = torch.empty(0, device=next(self.parameters()).device) if like is None else like
-        kept = [(1, self.rotary_dim + self.kv_rank)]
-        return StaticCache(batch, capacity, kept, device=like.device, dtype=dtype or like.dtype)
+    @property
+    def _kept_sizes(self) -> list[tuple[int, int]]:
+        """One head: the rotated key, then the latent."""
+        return [(1, self.rotary_dim + self.kv_rank)]
 
     def _check_rotary(self) -> None:
         """The rotation fits the part with position."""
