@@ -30,7 +30,19 @@ FLOORS = (
 
 ATTENTION = (
     *("autocast", "masks", "masks_by_position", "masks_by_sequence", "rules", "rotary", "positions"),
-    *("cache", "packed", "placement", "problem", "reference", "fused", "blocks", "blockwise", "statistics", "attend"),
+    *(
+        "cache",
+        "packed",
+        "placement",
+        "problem",
+        "reference",
+        "fused",
+        "blocks",
+        "tiles",
+        "blockwise",
+        "statistics",
+        "attend",
+    ),
 )
 """Inside the attention floor, likewise; a module imports from those before it."""
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
-from headwise.attention import blockwise
+from headwise.attention import blockwise, tiles
 from headwise.attention.masks import Grid
 from headwise.attention.problem import Problem
 from oracles import distance, plain_attention
@@ -113,7 +113,7 @@ def test_many_blocks_are_attention(case, rows, monkeypatch):
     """Six heads on three, over blocks that end anywhere, and few heads at once."""
     if rows is not None:
         monkeypatch.setattr(blockwise, "rows_of", lambda problem: rows)
-        monkeypatch.setattr(blockwise, "BLOCK_BYTES", 2**16)
+        monkeypatch.setattr(tiles, "BLOCK_BYTES", 2**16)
     mask = CASES[case]
     q = torch.randn(2, 6, 300, 13, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, 3, 517, width, dtype=torch.float64, requires_grad=True) for width in (13, 17))
