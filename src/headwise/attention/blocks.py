@@ -12,6 +12,9 @@ from headwise.attention.masks import Coverage, Grid, Mask
 COLUMNS = 64
 """The mask is not asked about fewer key columns than these."""
 
+LEAST_ROWS, MOST_ROWS = 64, 512
+"""Between these lies the number of rows of a block, unless it is given."""
+
 CALL_CELLS = 2**16
 """What the operations of one block cost beside their work, in scores that could be computed meanwhile."""
 
@@ -59,10 +62,24 @@ class Piece(NamedTuple):
 Plan = tuple[Piece, ...]
 
 
-def plan_of(mask: Mask | None, grid: Grid, rows: int) -> Plan:
-    """The blocks that hold something, sequences and heads taken apart where that is less work."""
+def plan_of(mask: Mask | None, grid: Grid, rows: int | None = None) -> Plan:
+    """The blocks of `rows` query rows that hold something, sequences and heads taken apart where that is less work.
+
+    Unless given, the rows are `rows_of` each mask by itself.
+    """
     plans = [_plan(mask, grid, rows, apart) for apart in _ways_apart(mask, grid)]
-    return min(plans, key=_cost)
+    return min(plans, key=cost_of)
+
+
+def rows_of(mask: Mask | None, grid: Grid) -> int:
+    """How many query rows a block has: a quarter of the columns that the last 64 hold, at least 64 and at most 512.
+
+    More rows are faster products, and more columns that only some of the rows need; what is gained and lost evens out
+    about there, in float32 and in bfloat16 (docs/lab-notes.md).
+    """
+    last = range(max(grid.queries - LEAST_ROWS, 0), grid.queries)
+    width = sum(len(part.columns) for part in parts_of(mask, grid, last, range(grid.keys)))
+    return min(max(1 << max(width // 4 - 1, 0).bit_length(), LEAST_ROWS), MOST_ROWS)
 
 
 def _ways_apart(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
@@ -74,7 +91,7 @@ def _ways_apart(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
     return [(s, h) for s in {False, sequences} for h in {False, heads}]
 
 
-def _plan(mask: Mask | None, grid: Grid, rows: int, apart: tuple[bool, bool]) -> Plan:
+def _plan(mask: Mask | None, grid: Grid, rows: int | None, apart: tuple[bool, bool]) -> Plan:
     """The plan in which sequences, heads or both are taken apart."""
     if mask is None:
         return (Piece(range(grid.batch), range(grid.heads), None, grid, _blocks(None, grid, rows)),)
@@ -96,8 +113,9 @@ def _runs(masks: list[Mask]) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(masks)], strict=True)]
 
 
-def _blocks(mask: Mask | None, grid: Grid, rows: int) -> tuple[Block, ...]:
+def _blocks(mask: Mask | None, grid: Grid, rows: int | None) -> tuple[Block, ...]:
     """The blocks of one mask that hold something."""
+    rows = rows_of(mask, grid) if rows is None else rows
     ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))
     blocks = (Block(some, tuple(parts_of(mask, grid, some, range(grid.keys)))) for some in ranges)
     return tuple(block for block in blocks if block.parts)
@@ -121,10 +139,15 @@ def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list
     return left + right
 
 
-def _cost(plan: Plan) -> int:
-    """What a plan costs, in scores."""
+def cells_of(plan: Plan) -> int:
+    """How many scores a plan computes."""
     return sum(
-        CALL_CELLS + len(piece.sequences) * len(piece.heads) * len(block.rows) * block.width
+        len(piece.sequences) * len(piece.heads) * len(block.rows) * block.width
         for piece in plan
         for block in piece.blocks
     )
+
+
+def cost_of(plan: Plan) -> int:
+    """What a plan costs, in scores: those it computes, and each block once."""
+    return cells_of(plan) + CALL_CELLS * sum(len(piece.blocks) for piece in plan)

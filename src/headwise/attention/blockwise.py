@@ -22,23 +22,20 @@ everything is computed in float32.
 """
 
 import math
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise.attention import reference
-from headwise.attention.blocks import Plan, parts_of, plan_of
+from headwise.attention.blocks import Plan, plan_of
 from headwise.attention.masks import can_be_read
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.tiles import Pool, Tile, pick, tiles
 from headwise.shapes import Float
 
 name = "blockwise"
-
-LEAST_ROWS, MOST_ROWS = 64, 256
-"""Between these lies the number of rows of a block."""
 
 LOG2_E = math.log2(math.e)
 """A power of two is the exponential that torch vectorises on every CPU; scores are multiplied by this for it."""
@@ -47,7 +44,7 @@ SAMPLE_STEP = 16
 """Of how many keys one is in the sample."""
 
 FOLD = 64
-"""How many weights are summed before their sum is rounded to bfloat16."""
+"""In how many sums a row of bfloat16 is added before these are, in float32."""
 
 FARTHEST = 8.0
 """How far beyond a sample's largest score that of a row may lie, in nats, for the rounding to be left at that."""
@@ -63,7 +60,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def run(problem: Problem, rows: int | None = None) -> Answer:
-    """The answer, in blocks of `rows` query rows; of `rows_of(problem)` unless given."""
+    """The answer, in blocks of `rows` query rows; of `blocks.rows_of` unless given."""
     if problem.return_weights:
         return reference.run(problem)  # the matrix that blocks avoid is asked for
     if 0 in (*problem.q.shape, *problem.k.shape):
@@ -75,7 +72,7 @@ def run(problem: Problem, rows: int | None = None) -> Answer:
     scale = problem.scale
     if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
-    plan = plan_of(problem.mask, problem.grid, rows_of(problem) if rows is None else rows)
+    plan = plan_of(problem.mask, problem.grid, rows)
     holes = problem.bias is not None and bool(problem.bias.amin() == -torch.inf)
     seed = int(torch.randint(2**62, ())) if problem.dropout > 0 else 0
     how = _How(plan, narrow, scale, problem.softcap, holes, problem.dropout, seed)
@@ -97,19 +94,6 @@ def is_narrow(problem: Problem) -> bool:
         or problem.scale <= 0.0
     )
     return problem.q.dtype == torch.bfloat16 and not needs_scores
-
-
-def rows_of(problem: Problem) -> int:
-    """How many query rows a block has: an eighth of the columns that the last rows hold (a quarter in bfloat16).
-
-    At least 64 and at most 256. More rows are faster products, and more columns that only some of the rows need; what
-    is gained and lost evens out about there, in bfloat16 later.
-    """
-    grid = problem.grid
-    last = range(max(grid.queries - MOST_ROWS, 0), grid.queries)
-    width = sum(len(part.columns) for part in parts_of(problem.mask, grid, last, range(grid.keys)))
-    rows = width // (4 if is_narrow(problem) else 8)
-    return min(max(1 << max(rows - 1, 0).bit_length(), LEAST_ROWS), MOST_ROWS)
 
 
 class _How(NamedTuple):
@@ -163,11 +147,11 @@ def _products(
 
 
 def _sums(weights: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
-    """The sum of each row. In bfloat16 of sums of `FOLD`, rounded, since torch would make a wider copy of all."""
+    """The sum of each row. In bfloat16 of `FOLD` sums, rounded, since torch would make a wider copy of all."""
     if weights.dtype in (torch.float32, torch.float64):
         return weights.sum(-1, keepdim=True)
     whole = weights.shape[-1] // FOLD * FOLD
-    folded = weights[..., :whole].view(*weights.shape[:-1], FOLD, -1).sum(-2)
+    folded = weights[..., :whole].view(*weights.shape[:-1], -1, FOLD).sum(-2)
     rest = weights[..., whole:]
     return torch.cat([folded, rest], -1).sum(-1, keepdim=True, dtype=torch.float32)
 
@@ -218,30 +202,29 @@ class _Shifts:
         where = (tile.sequences.start, tile.kv_heads.start)
         if where not in self.missed:
             shift = self._from_sample(tile, q)
-            if shift is not None:
-                scores = _narrow_scores(tile, _and_less(q, shift), self.keys, self.how, pool)
-                if _are_near(scores):
-                    return scores, shift
-                self.missed.add(where)  # heads that look where no sample does will do so again
+            scores = _narrow_scores(tile, _and_less(q, shift), self.keys, self.how, pool)
+            if _are_near(scores):
+                return scores, shift
+            self.missed.add(where)  # heads that look where no sample does will do so again
         shift = self._from_all(tile, q, pool)
         return _narrow_scores(tile, _and_less(q, shift), self.keys, self.how, pool), shift
 
-    def _from_sample(self, tile: Tile, q: Float[Tensor, "kv stacked head_dim"]) -> Float[Tensor, "kv stacked 1"] | None:
-        """The largest product with some of the keys that all rows see, less one nat; None where they are few.
+    def _from_sample(self, tile: Tile, q: Float[Tensor, "kv stacked head_dim"]) -> Float[Tensor, "kv stacked 1"]:
+        """The largest product of each row with some of its keys, less one nat; -inf in a row that sees none of them.
 
-        The first of these keys is among them, since in decoders it often has the largest scores.
+        The first of a row's keys is often among them, which in decoders has the largest scores.
         """
-        seen = [part.columns for part in tile.block.parts if not part.masked]
-        if 2 * sum(map(len, seen)) < tile.block.width:
-            return None
-        sampled = (range(-(-some.start // SAMPLE_STEP), -(-some.stop // SAMPLE_STEP)) for some in seen)
-        products = [torch.bmm(q, tile.keys_of(self.sample, keys).mT).amax(-1, keepdim=True) for keys in sampled if keys]
-        return reduce(torch.maximum, products) - 1.0 / self.how.scale if products else None
+        step = SAMPLE_STEP  # parts begin at its multiples
+        sampled = [range(keys.start // step, -(-keys.stop // step)) for keys in tile.block.spans]
+        products = torch.cat([torch.bmm(q, tile.keys_of(self.sample, keys).mT) for keys in sampled], -1)
+        tile.lower(products, step)
+        return products.amax(-1, keepdim=True) - 1.0 / self.how.scale
 
     @cached_property
     def _longest(self) -> Float[Tensor, "batch kv_heads 1 1"]:
         """The largest |k|."""
-        return torch.linalg.vector_norm(self.k, dim=-1, keepdim=True, dtype=torch.float32).amax(-2, keepdim=True)
+        norms: Tensor = torch.linalg.vector_norm(self.k, dim=-1, keepdim=True, dtype=torch.float32)
+        return norms.amax(-2, keepdim=True)
 
     def _from_all(
         self, tile: Tile, q: Float[Tensor, "kv stacked head_dim"], pool: Pool
@@ -296,7 +279,7 @@ class _Blockwise(torch.autograd.Function):
         bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
         how: _How,
     ) -> tuple[Tensor | None, ...]:
-        out = _heads_inside(q, v.shape[-1])
+        out = _heads_inside(q, v.shape[-1], how.plan)
         shifts = q.new_zeros(*q.shape[:-1], 1)
         totals = torch.full_like(shifts, torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
         pool = Pool(how.plan, q, k)
@@ -358,7 +341,7 @@ class _BlockwiseBackward(torch.autograd.Function):
         learns_bias: bool,
     ) -> tuple[Tensor | None, ...]:
         upstream, delta = _per_total(grad_out, grad_lse, out, totals)
-        grad_q = _heads_inside(q, q.shape[-1])
+        grad_q = _heads_inside(q, q.shape[-1], how.plan)
         # Keys last: the products that give these run a quarter faster so.
         grad_k, grad_v = (
             torch.zeros(x.mT.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (k, v)
@@ -414,11 +397,13 @@ class _BlockwiseBackward(torch.autograd.Function):
 
 
 def _heads_inside(
-    like: Float[Tensor, "batch heads length _"], width: int
+    like: Float[Tensor, "batch heads length _"], width: int, plan: Plan
 ) -> Float[Tensor, "batch heads length {width}"]:
-    """Zeros whose heads lie side by side in memory, where the projections have them."""
+    """Room whose heads lie side by side in memory, where the projections have them; zeros where no block is."""
     batch, heads, length, _ = like.shape
-    return like.new_zeros(batch, length, heads, width).transpose(1, 2)
+    whole = all(sum(len(block.rows) for block in piece.blocks) == length for piece in plan)
+    room = like.new_empty(batch, length, heads, width) if whole else like.new_zeros(batch, length, heads, width)
+    return room.transpose(1, 2)
 
 
 def _log_sum_exp(

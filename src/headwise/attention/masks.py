@@ -10,6 +10,7 @@ Users call the functions of `rules.py`; the masks that those return are in `mask
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -67,6 +68,9 @@ class Coverage(Enum):
 
 class Mask(ABC):
     """A rule for which keys each query attends to. A new one needs `allowed`; the rest is optional."""
+
+    by_distance: ClassVar[bool] = False
+    """Whether the distance of a query and a key alone decides, for all sequences and heads."""
 
     @abstractmethod
     def allowed(
@@ -158,6 +162,10 @@ def can_be_read(values: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Combined(Mask):
+    @property
+    def by_distance(self) -> bool:  # type: ignore[override]
+        return all(part.by_distance for part in self.parts)
+
     @property
     def parts(self) -> tuple[Mask, ...]:
         return tuple(getattr(self, field.name) for field in fields(self))

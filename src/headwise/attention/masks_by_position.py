@@ -1,6 +1,7 @@
 """Masks of positions alone: the same for every sequence, and for any length."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -15,6 +16,8 @@ class Band(Mask):
     width: int | None
     ahead: int = 0
     dilation: int = 1
+
+    by_distance: ClassVar[bool] = True
 
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]

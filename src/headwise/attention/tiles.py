@@ -6,7 +6,7 @@ A tile stacks the query rows of all heads that share a key/value head, so that o
 import math
 from collections.abc import Iterator
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.attention.blocks import Block, Piece, Plan
 from headwise.shapes import Bool, Float
 
-BLOCK_BYTES = 2**22
+BLOCK_BYTES = 2**23
 """Size of the scores that are computed at once: they stay in the cache from one operation to the next."""
 
 
@@ -71,10 +71,11 @@ class Tile(NamedTuple):
             yield keys, scores[..., offset : offset + len(keys)]
             offset += len(keys)
 
-    def lower(self, scores: Float[Tensor, "kv stacked columns"]) -> None:
-        """Puts the scores of what is hidden where no weight is."""
-        for offset, ceiling in self.hidden:
-            part = self.by_head(scores)[..., offset : offset + ceiling.shape[-1]]
+    def lower(self, scores: Float[Tensor, "kv stacked columns"], step: int = 1) -> None:
+        """Puts the scores of what is hidden where no weight is; the scores are those of every `step`-th column."""
+        for offset, whole in self.hidden:
+            ceiling = whole[..., ::step]
+            part = self.by_head(scores)[..., offset // step : offset // step + ceiling.shape[-1]]
             torch.minimum(part, ceiling, out=part)
 
     def by_head(self, stacked: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "batch heads rows columns"]:
@@ -88,8 +89,12 @@ class Tile(NamedTuple):
 
 def tiles(plan: Plan, q: Tensor, k: Tensor, holes: Tensor | None) -> Iterator[Tile]:
     """Every tile of a plan; `holes` is a bias that hides what it makes -inf."""
+    found: dict[Any, tuple[list[Hidden], Tensor | None]] = {}
     for piece, block in _blocks_of(plan):
-        hidden, alive = _hidden(piece, block, holes, q)
+        pattern = _pattern(piece, block) if holes is None else None
+        hidden, alive = found.get(pattern) or _hidden(piece, block, holes, q)
+        if pattern is not None:
+            found[pattern] = hidden, alive
         for sequences, heads, kv_heads in _shares(piece, block, q, k):
             own = (_shifted(sequences, piece.sequences), _shifted(heads, piece.heads))
             ceilings = [Hidden(offset, pick(ceiling, *own)) for offset, ceiling in hidden]
@@ -140,6 +145,15 @@ def _shares(piece: Piece, block: Block, q: Tensor, k: Tensor) -> Iterator[tuple[
         for at in range(kv_heads.start, kv_heads.stop, step):
             end = min(at + step, kv_heads.stop)
             yield sequences, slice(max(at * group, first), min(end * group, last)), slice(at, end)
+
+
+def _pattern(piece: Piece, block: Block) -> Any:
+    """What blocks have in common that hide the same, where the mask goes by distance; otherwise None."""
+    if piece.mask is None or not (piece.mask.by_distance and piece.grid.aligned):
+        return None
+    start = block.rows.start
+    parts = tuple((columns.start - start, len(columns), masked) for columns, masked in block.parts)
+    return piece.mask, piece.grid, len(block.rows), parts
 
 
 def _hidden(
