@@ -30,19 +30,8 @@ FLOORS = (
 
 ATTENTION = (
     *("autocast", "masks", "masks_by_position", "masks_by_sequence", "rules", "rotary", "positions"),
-    *(
-        "cache",
-        "packed",
-        "placement",
-        "problem",
-        "reference",
-        "fused",
-        "blocks",
-        "tiles",
-        "blockwise",
-        "statistics",
-        "attend",
-    ),
+    *("cache", "packed", "placement", "problem", "reference", "fused", "blocks", "tiles", "blockwise"),
+    *("choice", "statistics", "attend"),
 )
 """Inside the attention floor, likewise; a module imports from those before it."""
 

@@ -1,6 +1,6 @@
 """headwise: multi-head attention for PyTorch with every head in reach."""
 
-from headwise.attention.attend import attend, why_not
+from headwise.attention.attend import attend, explain, why_not
 from headwise.attention.cache import Cache, DynamicCache, SlidingCache, StaticCache
 from headwise.attention.masks import Mask
 from headwise.attention.positions import ALiBi, PositionBias, RelativeBias
@@ -46,6 +46,7 @@ __all__ = [
     "causal",
     "chunked",
     "dense",
+    "explain",
     "from_heads",
     "from_projections",
     "from_torch",

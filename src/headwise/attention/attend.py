@@ -6,6 +6,7 @@ from torch import Tensor
 
 from headwise.attention import blockwise, fused, reference
 from headwise.attention.autocast import NARROW, autocast_dtype, without_autocast
+from headwise.attention.choice import Choice, asked_for, fastest
 from headwise.attention.masks import Mask
 from headwise.attention.problem import Backend, Problem
 from headwise.errors import InputError
@@ -13,9 +14,6 @@ from headwise.shapes import Bool, Float, Int
 
 BACKENDS: dict[str, Backend] = {each.name: each for each in (fused, blockwise, reference)}
 """Every backend by name."""
-
-CHOICE = ("fused", "blockwise")
-"""The backends that `backend=None` may take, best first. The reference runs only when asked for by name."""
 
 
 def attend(
@@ -66,8 +64,8 @@ def attend(
         return_lse: also return the log-sum-exp of each row's scores, `(batch, heads, queries)`, nats,
             float32 at least; differentiable.
         return_weights: also return the weights `(batch, heads, queries, keys)`. The matrix exists then.
-        backend: "fused", "blockwise" or "reference"; None takes the fastest that can. One asked for by name never falls
-            back to another.
+        backend: "fused", "blockwise" or "reference"; None takes the faster of the first two, as `explain` tells. One
+            asked for by name never falls back to another.
 
     Returns:
         `out (batch, heads, queries, value_dim)`; with `return_lse` or `return_weights` a tuple of `out` and
@@ -94,9 +92,9 @@ def attend(
         return_lse=return_lse,
         return_weights=return_weights,
     )
-    chosen = _chosen(problem, backend)
+    choice = _choice(problem, backend)
     with without_autocast(problem.q.device):
-        answer = chosen.run(problem)
+        answer = choice.run(problem)
     out = answer.out if problem.gate is None else answer.out * problem.gate
     extras = [extra for extra in (answer.lse, answer.weights) if extra is not None]
     return (out, *extras) if extras else out
@@ -116,29 +114,35 @@ def why_not(
     return backend_named(backend).why_not(Problem.checked(*_cast(q, k, v), **options))
 
 
+def explain(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    *,
+    backend: str | None = None,
+    **options: Any,
+) -> Choice:
+    """Which backend `attend(q, k, v, **options)` takes, and why; print it, or read its fields.
+
+    The costs that are compared are in scores that torch's fused kernel computes in the same time.
+
+    Raises:
+        InputError: what `attend` would raise.
+    """
+    return _choice(Problem.checked(*_cast(q, k, v), **options), backend)
+
+
+def _choice(problem: Problem, backend: str | None) -> Choice:
+    """The backend asked for, or the fastest."""
+    return fastest(problem) if backend is None else asked_for(backend_named(backend), problem)
+
+
 def _cast(*tensors: Any) -> tuple[Any, ...]:
     """The tensors as autocast would hand them to torch's own attention; what is no tensor is refused later."""
     dtype = autocast_dtype(tensors[0].device) if isinstance(tensors[0], Tensor) else None
     if dtype is None:
         return tensors
     return tuple(each.to(dtype) if isinstance(each, Tensor) and each.dtype in NARROW else each for each in tensors)
-
-
-def _chosen(problem: Problem, backend: str | None) -> Backend:
-    """The backend asked for, or the first that can; `InputError` with every reason when there is none."""
-    candidates = [backend_named(backend)] if backend is not None else [BACKENDS[name] for name in CHOICE]
-    reasons = []
-    for candidate in candidates:
-        reason = candidate.why_not(problem)
-        if reason is None:
-            return candidate
-        reasons.append(f"{candidate.name}: {reason}")
-    raise InputError(
-        "backend",
-        expected="one that can do this",
-        got="; ".join(reasons),
-        remedy="backend='reference' can, with the whole matrix in memory",
-    )
 
 
 def backend_named(backend: str) -> Backend:

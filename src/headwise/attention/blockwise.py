@@ -59,8 +59,8 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-def run(problem: Problem, rows: int | None = None) -> Answer:
-    """The answer, in blocks of `rows` query rows; of `blocks.rows_of` unless given."""
+def run(problem: Problem, rows: int | None = None, plan: Plan | None = None) -> Answer:
+    """The answer, by a plan, or by one in blocks of `rows` query rows; of `blocks.rows_of` unless given."""
     if problem.return_weights:
         return reference.run(problem)  # the matrix that blocks avoid is asked for
     if 0 in (*problem.q.shape, *problem.k.shape):
@@ -72,7 +72,8 @@ def run(problem: Problem, rows: int | None = None) -> Answer:
     scale = problem.scale
     if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
-    plan = plan_of(problem.mask, problem.grid, rows)
+    if plan is None:
+        plan = plan_of(problem.mask, problem.grid, rows)
     holes = problem.bias is not None and bool(problem.bias.amin() == -torch.inf)
     seed = int(torch.randint(2**62, ())) if problem.dropout > 0 else 0
     how = _How(plan, narrow, scale, problem.softcap, holes, problem.dropout, seed)

@@ -103,6 +103,16 @@ def _with_lse(
     return out, lse
 
 
+def by_flag(problem: Problem) -> bool:
+    """Whether the causal flag says the mask. The kernels align it top-left, which is the same only in a square."""
+    return problem.mask == causal() and problem.bias is None and problem.grid.queries == problem.grid.keys
+
+
+def keeps_matrix(problem: Problem) -> bool:
+    """Whether torch has no fused kernel for this on CPU, and makes the whole matrix itself."""
+    return problem.dropout > 0 or _learns_bias(problem)
+
+
 def _needs_lse(problem: Problem) -> bool:
     """Whether the log-sum-exp is wanted, or is the way to the sinks: on CPU, in a program that stays in torch."""
     here = problem.q.device.type == "cpu" and not torch.compiler.is_exporting()
@@ -219,8 +229,8 @@ def _attn_mask(
 ) -> tuple[Bool[Tensor, "#batch #heads queries keys"] | Float[Tensor, "#batch #heads #queries #keys"] | None, bool]:
     """Mask and bias in SDPA's terms: a boolean mask, or a tensor to add to the scores, or the causal flag."""
     mask, bias, grid = problem.mask, problem.bias, problem.grid
-    if mask == causal() and bias is None and grid.queries == grid.keys:
-        return None, True  # the flag is aligned top-left: the same only in a square
+    if by_flag(problem):
+        return None, True
     if bias is None:
         return None if mask is None else mask.block(grid), False
     if grid.device.type != "cpu":

@@ -99,6 +99,11 @@ class Mask(ABC):
         """The mask as head `index` has it, for a grid of that one."""
         return self
 
+    @property
+    def stored(self) -> int:
+        """How many values it holds as a matrix, which only reading tells the blocks of."""
+        return 0
+
     def extent(self) -> Grid:
         """The grid the mask itself speaks of; 0 along the axes where it fits any size."""
         return Grid(0, 0, 0, 0)
@@ -169,6 +174,10 @@ class _Combined(Mask):
     @property
     def parts(self) -> tuple[Mask, ...]:
         return tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def stored(self) -> int:
+        return sum(part.stored for part in self.parts)
 
     def check(self, grid: Grid) -> None:
         for part in self.parts:
@@ -271,6 +280,10 @@ class PerHead(Mask):
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         found = {mask.coverage(grid, rows, columns) for mask in self.masks}
         return found.pop() if len(found) == 1 else Coverage.PARTIAL
+
+    @property
+    def stored(self) -> int:
+        return sum(mask.stored for mask in self.masks)
 
     def check(self, grid: Grid) -> None:
         if len(self.masks) != grid.heads:

@@ -154,6 +154,10 @@ class Dense(Mask):
             return Coverage.EMPTY
         return Coverage.FULL if block.all() else Coverage.PARTIAL
 
+    @property
+    def stored(self) -> int:
+        return self.values.numel()
+
     def check(self, grid: Grid) -> None:
         require_broadcast("mask", self.values, grid)
 

@@ -158,8 +158,11 @@ def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _
 
 
 def _allows_all(mask: Mask, grid: Grid) -> bool:
-    """Whether the mask is known to forbid nothing. While compiling, lengths may be symbols, which no range takes."""
-    if torch.compiler.is_compiling() or not grid.aligned:
+    """Whether the mask is known to forbid nothing, without reading more than one matrix.
+
+    While compiling, lengths may be symbols, which no range takes.
+    """
+    if torch.compiler.is_compiling() or not grid.aligned or mask.stored > grid.queries * grid.keys:
         return False
     return mask.coverage(grid, range(grid.queries), range(grid.keys)) is Coverage.FULL
 
