@@ -347,7 +347,7 @@ def test_what_does_not_go_together_is_refused(data):
     x = random(draw, batch, length, layer.embed_dim)
     cases = {
         "offsets": ({"offsets": [0, length]}, r"^offsets: expected x of shape \(tokens, "),
-        "lengths": ({"lengths": [length] * batch}, "^lengths: expected a StaticCache"),
+        "lengths": ({"lengths": [length] * (batch + 1)}, f"^lengths: expected one for each of {batch} sequences"),
         "context_offsets": ({"context_offsets": [0, length]}, "^context_offsets: expected offsets of x and"),
         "lengths too long": (
             {"cache": layer.static_cache(batch, length), "lengths": [length + 1] * batch},

@@ -68,6 +68,13 @@ def compiles_for_every_length_with_inductor():
     compiles_for_every_length("decoder", backend="inductor")
 
 
+def masks_padding_while_compiling():
+    """Lengths cannot be read there, so nothing is packed; the output is the same."""
+    layer, x = layer_with("decoder"), torch.randn(4, 11, EMBED)
+    lengths = torch.tensor([7, 3, 0, 11])
+    close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x, lengths=lengths), layer(x, lengths=lengths))
+
+
 def decodes_without_recompiling(name: str, backend: str = "aot_eager"):
     """A static cache: the prompt in one graph, all further tokens in another, and no third."""
     layer = layer_with(name).eval()

@@ -28,6 +28,7 @@ from headwise.attention.placement import Placed, place
 from headwise.attention.positions import PositionBias
 from headwise.attention.problem import score_dtype
 from headwise.attention.rotary import Rotary
+from headwise.attention.rules import padding
 from headwise.base import AttentionLayer, normed, reset_linear
 from headwise.checks import float_tensor, probability, whole_number
 from headwise.errors import InputError
@@ -207,7 +208,9 @@ class MultiHeadAttention(AttentionLayer):
                 `position_bias`; masks keep to the order of the tokens. Self-attention only. Unless given, the last
                 query stands at the last key.
             cache: what the layer has seen before x; x is added to it. Self-attention only.
-            lengths: `(batch,)`, how many tokens of each sequence are real, the first ones; with a `StaticCache`.
+            lengths: `(batch,)`, how many tokens of each sequence are real, the first ones; beside no cache or a
+                `StaticCache`. Without a cache nothing attends to the others or from them: their output and weights
+                are 0, and where they are many nothing is computed for them. Self-attention only.
             offsets: `(sequences + 1,)` whole numbers: x is several sequences end to end, `(tokens, embed_dim)`, and
                 sequence s is `x[offsets[s] : offsets[s + 1]]`. A sequence sees nothing of another.
             context_offsets: the same for the context.
@@ -235,6 +238,9 @@ class MultiHeadAttention(AttentionLayer):
                 context_offsets=context_offsets,
                 return_weights=return_weights,
             )
+        if lengths is not None and cache is None and context is None and offsets is None:
+            given = {"mask": mask, "bias": bias, "gate": gate, "positions": positions}
+            return self._padded(x, lengths, **given, return_weights=return_weights)
         batched, cross = isinstance(x, Tensor) and x.ndim == 3, context is not None
         if isinstance(context, ProjectedContext):
             x = self._beside(context, x, value_context)
@@ -381,7 +387,7 @@ class MultiHeadAttention(AttentionLayer):
         if mask is not None and mask.extent().batch not in (0, sequences):
             expected = f"one for all sequences or for each of {sequences}"
             raise InputError("mask", expected=expected, got=f"one for each of {mask.extent().batch}")
-        heads: list[Tensor] = [placed.q.new_zeros(1, self.num_heads, 0, self.value_dim)]
+        heads: list[Tensor] = [placed.q.new_zeros(1, 0, self.num_heads, self.value_dim)]
         for index, (of_queries, of_keys) in enumerate(zip(*map(packed.slices, offsets), strict=True)):
             one = placed._replace(
                 q=placed.q[:, :, of_queries],
@@ -392,8 +398,31 @@ class MultiHeadAttention(AttentionLayer):
             )
             own_mask = None if mask is None else mask.of_sequence(index)
             own_gate = gate if gate is None or gate.ndim == 1 else gate[index : index + 1]
-            heads += self._attend(one, mask=own_mask, bias=None, gate=own_gate, return_weights=False)
-        return torch.cat(heads, dim=2)
+            attended = self._attend(one, mask=own_mask, bias=None, gate=own_gate, return_weights=False)
+            heads.append(attended[0].transpose(1, 2))  # the heads side by side, as the output projection reads them
+        return torch.cat(heads, dim=1).transpose(1, 2)
+
+    def _padded(
+        self, x: Any, lengths: Any, *, mask: Any, bias: Any, gate: Any, positions: Any, return_weights: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The same for a batch padded on the right: packed where that saves work and is possible, otherwise masked."""
+        self._check_input("x", x, self.embed_dim)
+        padded = packed.Padded.checked(lengths, x)
+        positions = self._positions(x, positions, None, None)
+        every, bias = self._mask_and_bias(mask, bias, None)
+        fits = every is None or every.extent().queries == every.extent().keys == 0
+        fits = fits and bias is None and not return_weights and (gate is None or gate.ndim < 3)
+        if fits and padded.is_worth_packing:
+            if positions is not None:
+                positions = positions.expand(x.shape[:2])[padded.real]
+            y = self(padded.pack(x), mask=mask, gate=gate, positions=positions, offsets=padded.offsets)
+            return padded.unpack(y)
+        real, there = padded.real, padding(padded.lengths)
+        mask = there if every is None else there & every
+        answer = self(x, mask=mask, bias=bias, gate=gate, positions=positions, return_weights=return_weights)
+        y, *weights = answer if return_weights else (answer,)
+        y = y.masked_fill(~real[..., None], 0.0)
+        return (y, weights[0].masked_fill(~real[:, None, :, None], 0.0)) if return_weights else y
 
     def _nested(self, *, offsets: Any, context_offsets: Any, **options: Any) -> Float[Tensor, "batch _ out"]:
         """The same for jagged nested tensors, whose sequences lie end to end already."""

@@ -1,15 +1,16 @@
-"""Sequences of different lengths end to end, without padding: where each begins, and where its tokens stand."""
+"""Sequences of different lengths end to end: where each begins, where its tokens stand, how they get there and back."""
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from headwise.attention.masks import can_be_read
 from headwise.checks import whole_numbers
 from headwise.errors import InputError
-from headwise.shapes import Int
+from headwise.shapes import Bool, Float, Int
 
 Offsets = tuple[list[int], list[int]]
 """Where sequences begin, and last the number of tokens (`cu_seqlens` elsewhere): of the queries, and of the keys."""
@@ -28,6 +29,48 @@ def checked_offsets(name: str, offsets: Tensor | Sequence[int], total: int) -> l
     if not numbers or numbers[0] != 0 or numbers[-1] != total or not rising:
         raise InputError(name, expected=f"numbers that rise from 0 to {total}, the tokens", got=numbers)
     return numbers
+
+
+class Padded(NamedTuple):
+    """A batch of sequences padded on the right: which of its tokens are real."""
+
+    lengths: Int[Tensor, " batch"]
+    real: Bool[Tensor, "batch queries"]
+
+    @staticmethod
+    def checked(lengths: Tensor | Sequence[int], x: Float[Tensor, "*batch queries width"]) -> "Padded":
+        """Raise `InputError` for an x without a batch, and for lengths that are not of its sequences."""
+        if x.ndim != 3:
+            raise InputError("lengths", expected="x of shape (batch, queries, width)", got=tuple(x.shape))
+        numbers = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence").to(x.device)
+        if len(numbers) != len(x):
+            raise InputError("lengths", expected=f"one for each of {len(x)} sequences", got=len(numbers))
+        if can_be_read(numbers) and ((numbers < 0) | (numbers > x.shape[1])).any():
+            raise InputError("lengths", expected=f"numbers from 0 to {x.shape[1]}, the tokens", got=numbers.tolist())
+        return Padded(numbers, torch.arange(x.shape[1], device=x.device) < numbers[:, None])
+
+    @property
+    def is_worth_packing(self) -> bool:
+        """Whether a sixteenth of the tokens is padding, and the lengths may be read: not while compiling."""
+        return can_be_read(self.lengths) and 16 * int(self.lengths.sum()) <= 15 * self.real.numel()
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where sequences begin among the packed tokens, and last the number of tokens."""
+        return [0, *self.lengths.cumsum(0).tolist()]
+
+    def pack(self, x: Float[Tensor, "batch queries width"]) -> Float[Tensor, "tokens width"]:
+        """The real tokens, end to end."""
+        return x.flatten(0, 1).index_select(0, self._places)
+
+    def unpack(self, tokens: Float[Tensor, "tokens width"]) -> Float[Tensor, "batch queries width"]:
+        """The tokens in their places, and 0 where there is padding."""
+        room = tokens.new_zeros(self.real.numel(), tokens.shape[-1])
+        return room.index_copy(0, self._places, tokens).view(*self.real.shape, -1)
+
+    @property
+    def _places(self) -> Int[Tensor, " tokens"]:
+        return self.real.flatten().nonzero()[:, 0]
 
 
 def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
