@@ -8,7 +8,6 @@ and so does bfloat16 where products can be narrow; full attention in float32 goe
 and while compiling, torch's kernels are taken wherever they can: nothing has been measured there yet.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -35,12 +34,20 @@ SMALLEST = 2**20
 
 
 class Candidate(NamedTuple):
-    """What is said of a backend that might be taken: why it cannot, or its work and what that costs, where known."""
+    """A backend that might be taken: why it cannot, or else how many scores it would compute, and what they cost.
+
+    Both are None where they were not needed to decide.
+    """
 
     name: str
     reason: str | None
-    work: str = "can"
-    cost: float = math.nan
+    scores: int | None = None
+    cost: float | None = None
+
+    def __str__(self) -> str:
+        return self.reason or (
+            "can" if self.scores is None else f"{self.scores:,} scores, at a cost of {self.cost:,.0f}"
+        )
 
 
 class Choice(NamedTuple):
@@ -59,7 +66,7 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         width = max(len(each.name) for each in self.candidates)
-        lines = [f"{each.name:{width}}  {each.reason or each.work}" for each in self.candidates]
+        lines = [f"{each.name:{width}}  {each}" for each in self.candidates]
         return "\n".join([*lines, f"{self.backend}: {self.because}"])
 
 
@@ -71,18 +78,19 @@ def fastest(problem: Problem) -> Choice:
     kernel, blocks = (Candidate(name, reason) for name, reason in reasons.items())
     if kernel.reason is not None:
         return Choice("blockwise", "the kernels cannot", (kernel, blocks), blockwise.run)
-    kernel = _with_kernel_cost(kernel, problem)
     unplanned = blocks.reason or _why_unplanned(problem)
     if unplanned is not None:
         return Choice("fused", unplanned, (kernel, blocks), fused.run)
     plan = plan_of(problem.mask, problem.grid)
-    blocks = _with_cost_of(plan, blocks, NARROW if blockwise.is_narrow(problem) else WIDE)
-    ratio = kernel.cost / max(blocks.cost, 1.0)
-    if ratio > 1.0:
-        because = f"it is expected to take 1/{ratio:.2g} of the kernel's time"
-        return Choice("blockwise", because, (kernel, blocks), partial(blockwise.run, plan=plan))
-    because = f"blocks are expected to take {1 / ratio:.2g} times as long"
-    return Choice("fused", because, (kernel, blocks), fused.run)
+    of_kernel, of_blocks = _cost_of_kernel(problem), _cost_of_blocks(problem, plan)
+    kernel = kernel._replace(scores=_computed(problem), cost=of_kernel)
+    blocks = blocks._replace(scores=cells_of(plan), cost=of_blocks)
+    candidates = (kernel, blocks)
+    if of_blocks < of_kernel:
+        because = f"it is expected to take 1/{of_kernel / max(of_blocks, 1.0):.2g} of the kernel's time"
+        return Choice("blockwise", because, candidates, partial(blockwise.run, plan=plan))
+    because = f"blocks are expected to take {of_blocks / of_kernel:.2g} times as long"
+    return Choice("fused", because, candidates, fused.run)
 
 
 def asked_for(backend: Backend, problem: Problem) -> Choice:
@@ -108,6 +116,11 @@ def _scores(problem: Problem) -> int:
     return grid.batch * grid.heads * grid.queries * grid.keys
 
 
+def _computed(problem: Problem) -> int:
+    """How many of them the kernel computes."""
+    return round(_scores(problem) * (FLAG if fused.by_flag(problem) else 1.0))
+
+
 def _why_unplanned(problem: Problem) -> str | None:
     """Why the kernel is taken without asking the mask about its blocks; None where they are worth planning."""
     if problem.q.device.type != "cpu":
@@ -124,16 +137,14 @@ def _why_unplanned(problem: Problem) -> str | None:
     return None
 
 
-def _with_kernel_cost(candidate: Candidate, problem: Problem) -> Candidate:
+def _cost_of_kernel(problem: Problem) -> float:
     """What torch's attention costs. Its kernel has one width for keys and values."""
-    scores = round(_scores(problem) * (FLAG if fused.by_flag(problem) else 1.0))
     width, value_dim = problem.q.shape[-1], problem.v.shape[-1]
     price = 2 * max(width, value_dim) / (width + value_dim) * (MATRIX if fused.keeps_matrix(problem) else 1.0)
-    return candidate._replace(cost=price * scores, work=f"{scores:,} scores")
+    return price * _computed(problem)
 
 
-def _with_cost_of(plan: Plan, candidate: Candidate, price: float) -> Candidate:
+def _cost_of_blocks(problem: Problem, plan: Plan) -> float:
     """What the blocks of a plan cost."""
-    cells, blocks = cells_of(plan), sum(len(piece.blocks) for piece in plan)
-    work = f"{cells:,} scores in {blocks} block{'s' * (blocks != 1)}"
-    return candidate._replace(cost=price * cells + BLOCK * blocks, work=work)
+    price = NARROW if blockwise.is_narrow(problem) else WIDE
+    return price * cells_of(plan) + BLOCK * sum(len(piece.blocks) for piece in plan)
