@@ -14,15 +14,12 @@ of the output. With g the gradient of the log-sum-exp and dO' = dO / l,
 
 (Dao et al. 2022, FlashAttention, appendix B, with the division put off as in Rabe and Staats 2021.)
 
-In bfloat16 the products are those of bfloat16, with sums in float32. Their results are rounded, so a score is not asked
-for but its distance from c, which the product subtracts before it rounds: what is rounded most is what weighs least.
-There c comes from a sample of the keys, and from all of them where the sample was not near enough. Where the scores
-themselves are needed (a softcap, a bias, sinks, the log-sum-exp), and in float16, for which CPUs have no fast product,
-everything is computed in float32.
+In bfloat16 the products are those of bfloat16 (`narrow.py`), with sums in float32. Where the scores themselves are
+needed (a softcap, a bias, sinks, the log-sum-exp), and in float16, for which CPUs have no fast product, everything is
+computed in float32.
 """
 
 import math
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +28,9 @@ from torch import Tensor
 from headwise.attention import reference
 from headwise.attention.blocks import Plan, plan_of
 from headwise.attention.masks import can_be_read
+from headwise.attention.narrow import Narrow, and_less, and_ones
 from headwise.attention.problem import Answer, Problem
-from headwise.attention.tiles import Pool, Tile, pick, tiles
+from headwise.attention.tiles import Pool, Tile, pick, products, tiles
 from headwise.shapes import Float
 
 name = "blockwise"
@@ -40,14 +38,8 @@ name = "blockwise"
 LOG2_E = math.log2(math.e)
 """A power of two is the exponential that torch vectorises on every CPU; scores are multiplied by this for it."""
 
-SAMPLE_STEP = 16
-"""Of how many keys one is in the sample."""
-
 FOLD = 64
 """In how many sums a row of bfloat16 is added before these are, in float32."""
-
-FARTHEST = 8.0
-"""How far beyond a sample's largest score that of a row may lie, in nats, for the rounding to be left at that."""
 
 
 def why_not(problem: Problem) -> str | None:
@@ -117,9 +109,9 @@ def _scores(
 ) -> tuple[Float[Tensor, "kv stacked columns"], Float[Tensor, "kv stacked columns"] | None]:
     """The scores in powers of two, and tanh(score / c) where there is a softcap c, for the backward pass."""
     if how.softcap is None:
-        scores, capped = _products("scores", tile, q, k.mT, how.scale * LOG2_E, pool), None
+        scores, capped = products("scores", tile, q, k.mT, how.scale * LOG2_E, pool), None
     else:
-        scores, capped = _products("scores", tile, q, k.mT, how.scale / how.softcap, pool), pool.take("capped", tile, q)
+        scores, capped = products("scores", tile, q, k.mT, how.scale / how.softcap, pool), pool.take("capped", tile, q)
         torch.tanh(scores, out=capped)
         torch.mul(capped, how.softcap * LOG2_E, out=scores)
     if bias is not None:
@@ -130,21 +122,6 @@ def _scores(
             span.add_(here, alpha=LOG2_E)
     tile.lower(scores)
     return scores, capped
-
-
-def _products(
-    name: str,
-    tile: Tile,
-    rows: Float[Tensor, "kv stacked width"],
-    right: Float[Tensor, "batch kv_heads width keys"],
-    factor: float,
-    pool: Pool,
-) -> Float[Tensor, "kv stacked columns"]:
-    """`factor rows right`, over the keys of the tile, each rounded once, in the pool's memory of that name."""
-    products = pool.take(name, tile, rows)
-    for keys, span in tile.spans(products):
-        torch.baddbmm(span, rows, tile.keys_of(right.mT, keys).mT, beta=0.0, alpha=factor, out=span)
-    return products
 
 
 def _sums(weights: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
@@ -168,104 +145,6 @@ def _kept(
     return kept.bernoulli_(1 - how.dropout, generator=generator).div_(1 - how.dropout)
 
 
-# -- the same in bfloat16 ---------------------------------------------------------------------------------------------
-
-
-def _and_ones(tensor: Float[Tensor, "*axes keys width"]) -> Float[Tensor, "*axes width_and_2 keys"]:
-    """Keys last, one more feature that is 1 everywhere, and one that is 0, since bfloat16 takes them in pairs."""
-    *axes, keys, width = tensor.shape
-    result = tensor.new_empty(*axes, width + 2, keys)
-    result[..., :width, :] = tensor.mT
-    result[..., width, :] = 1.0
-    result[..., width + 1, :] = 0.0
-    return result
-
-
-def _and_less(rows: Float[Tensor, "*axes width"], less: Float[Tensor, "*axes 1"]) -> Float[Tensor, "*axes width_and_2"]:
-    """Rows whose products with what `_and_ones` made are smaller by `less`, subtracted before they are rounded."""
-    return torch.cat([rows, -less.to(rows.dtype), rows.new_zeros(less.shape)], -1)
-
-
-class _Shifts:
-    """Finds for each row a number near its largest product, to be subtracted before anything is rounded."""
-
-    def __init__(self, k: Float[Tensor, "batch kv_heads keys head_dim"], how: _How) -> None:
-        self.how = how
-        self.keys = _and_ones(k)
-        self.sample = k[:, :, ::SAMPLE_STEP].contiguous()
-        self.k = k
-        self.missed: set[tuple[int, int]] = set()
-
-    def scores(
-        self, tile: Tile, q: Float[Tensor, "kv stacked head_dim"], pool: Pool
-    ) -> tuple[Float[Tensor, "kv stacked columns"], Float[Tensor, "kv stacked 1"]]:
-        """The scores in powers of two, less the shift; and the shift, which is one of products."""
-        where = (tile.sequences.start, tile.kv_heads.start)
-        if where not in self.missed:
-            shift = self._from_sample(tile, q)
-            scores = _narrow_scores(tile, _and_less(q, shift), self.keys, self.how, pool)
-            if _are_near(scores):
-                return scores, shift
-            self.missed.add(where)  # heads that look where no sample does will do so again
-        shift = self._from_all(tile, q, pool)
-        return _narrow_scores(tile, _and_less(q, shift), self.keys, self.how, pool), shift
-
-    def _from_sample(self, tile: Tile, q: Float[Tensor, "kv stacked head_dim"]) -> Float[Tensor, "kv stacked 1"]:
-        """The largest product of each row with some of its keys, less one nat; -inf in a row that sees none of them.
-
-        The first of a row's keys is often among them, which in decoders has the largest scores.
-        """
-        step = SAMPLE_STEP  # parts begin at its multiples
-        sampled = [range(keys.start // step, -(-keys.stop // step)) for keys in tile.block.spans]
-        products = torch.cat([torch.bmm(q, tile.keys_of(self.sample, keys).mT) for keys in sampled], -1)
-        tile.lower(products, step)
-        return products.amax(-1, keepdim=True) - 1.0 / self.how.scale
-
-    @cached_property
-    def _longest(self) -> Float[Tensor, "batch kv_heads 1 1"]:
-        """The largest |k|."""
-        norms: Tensor = torch.linalg.vector_norm(self.k, dim=-1, keepdim=True, dtype=torch.float32)
-        return norms.amax(-2, keepdim=True)
-
-    def _from_all(
-        self, tile: Tile, q: Float[Tensor, "kv stacked head_dim"], pool: Pool
-    ) -> Float[Tensor, "kv stacked 1"]:
-        """About the largest product of each row, within 1/128 of its bound |q| max |k|.
-
-        No product is below minus that bound. Raised by it they are positive, and positive floats are in the order of
-        their bits, above all negative ones, which torch compares eight times as fast as bfloat16.
-        """
-        longest = self._longest[tile.sequences, tile.kv_heads].flatten(0, 1)
-        raised = (q.float().norm(dim=-1, keepdim=True) * longest * 1.02).to(q.dtype)
-        products = _products("scores", tile, _and_less(q, -raised), self.keys, 1.0, pool)
-        tile.lower(products)
-        return torch.sub(_largest(products), raised)
-
-
-def _narrow_scores(
-    tile: Tile,
-    rows: Float[Tensor, "kv stacked width_and_2"],
-    keys: Float[Tensor, "batch kv_heads width_and_2 keys"],
-    how: _How,
-    pool: Pool,
-) -> Float[Tensor, "kv stacked columns"]:
-    """The scores in powers of two, less what `_and_less` put into the rows."""
-    scores = _products("scores", tile, rows, keys, how.scale * LOG2_E, pool)
-    tile.lower(scores)
-    return scores
-
-
-def _largest(scores: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
-    """The largest of each row that has one of 0 or more; in another row some negative number."""
-    return scores.view(torch.int16).amax(-1, keepdim=True).view(scores.dtype)
-
-
-def _are_near(scores: Float[Tensor, "kv stacked columns"]) -> bool:
-    """Whether the largest score of every row is 0 or more, and not too far from it."""
-    least, most = torch.aminmax(_largest(scores))
-    return bool(least >= 0.0) and bool(most <= FARTHEST * LOG2_E)
-
-
 # -- forward and backward ---------------------------------------------------------------------------------------------
 
 
@@ -284,11 +163,11 @@ class _Blockwise(torch.autograd.Function):
         shifts = q.new_zeros(*q.shape[:-1], 1)
         totals = torch.full_like(shifts, torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
         pool = Pool(how.plan, q, k)
-        narrow = _Shifts(k, how) if how.narrow else None
+        narrow = Narrow(q, k, how.scale, how.scale * LOG2_E, pool) if how.narrow else None
         for number, tile in enumerate(tiles(how.plan, q, k, bias if how.holes else None)):
             rows = tile.rows_of(q)
             if narrow is not None:
-                scores, shift = narrow.scores(tile, rows, pool)
+                scores, shift = narrow.scores(tile, rows)
             else:
                 scores, _ = _scores(tile, rows, k, bias, how, pool)
                 shift = scores.amax(-1, keepdim=True)
@@ -300,8 +179,9 @@ class _Blockwise(torch.autograd.Function):
             kept = _kept(how, number, tile, weights, pool)
             product = _times(tile, weights if kept is None else kept.mul_(weights), v)
             tile.put(out, product.div_(total))
-            tile.put(shifts, shift)
             tile.put(totals, total)
+            if shift is not None:
+                tile.put(shifts, shift)
         lse = None if how.narrow else _log_sum_exp(shifts, totals)
         return out, lse, shifts, totals
 
@@ -348,19 +228,15 @@ class _BlockwiseBackward(torch.autograd.Function):
             torch.zeros(x.mT.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (k, v)
         )
         grad_bias = torch.zeros_like(bias) if learns_bias and bias is not None else None
-        if how.narrow:
-            q_less, upstream_less, keys, values = (
-                _and_less(q, shifts),
-                _and_less(upstream, delta),
-                _and_ones(k),
-                _and_ones(v),
-            )
         pool = Pool(how.plan, q, k)
+        if how.narrow:
+            narrow = Narrow(q, k, how.scale, how.scale * LOG2_E, pool)
+            upstream_less, values = and_less(upstream, delta), and_ones(v)
         for number, tile in enumerate(tiles(how.plan, q, k, bias if how.holes else None)):
             rows, dout = tile.rows_of(q), tile.rows_of(upstream)
             capped = None
             if how.narrow:
-                scores = _narrow_scores(tile, tile.rows_of(q_less), keys, how, pool)
+                scores = narrow.again(tile, rows, tile.rows_of(shifts))
             else:
                 scores, capped = _scores(tile, rows, k, bias, how, pool)
                 scores.sub_(tile.rows_of(shifts))
@@ -368,9 +244,9 @@ class _BlockwiseBackward(torch.autograd.Function):
             kept = _kept(how, number, tile, weights, pool)
             _add_products(tile, grad_v, dout, weights if kept is None else weights * kept)
             if how.narrow:
-                grad = _products("grad", tile, tile.rows_of(upstream_less), values, 1.0, pool)
+                grad = products("grad", tile, tile.rows_of(upstream_less), values, 1.0, pool)
             else:
-                grad = _products("grad", tile, dout, v.mT, 1.0, pool)
+                grad = products("grad", tile, dout, v.mT, 1.0, pool)
                 if kept is not None:
                     grad.mul_(kept)
                 grad.sub_(tile.rows_of(delta))

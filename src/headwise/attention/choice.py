@@ -2,8 +2,8 @@
 
 Costs are in scores that torch's fused kernel computes in the same time. On a CPU the kernel computes all of them, or
 `FLAG` of them under its causal flag; where torch keeps the matrix they cost `MATRIX` times as much. Blocks compute what
-the mask leaves, each at `WIDE` or `NARROW` times the price, and a block costs `BLOCK` more. The figures were measured
-on two cores with AVX-512 (docs/lab-notes.md). What they decide is mostly plain: a mask that hides much goes to blocks,
+the mask leaves, each for the price of `WIDE` or `NARROW`, and each block costs more beside. The figures were measured on
+two cores with AVX-512 (docs/lab-notes.md). What they decide is mostly plain: a mask that hides much goes to blocks,
 and so does bfloat16 where products can be narrow; full attention in float32 goes to the kernel. Elsewhere than on a CPU
 and while compiling, torch's kernels are taken wherever they can: nothing has been measured there yet.
 """
@@ -23,11 +23,8 @@ FLAG = 0.6
 MATRIX = 1.8
 """Time for a score where torch's attention makes the whole matrix: with dropout, or a bias that learns."""
 
-WIDE, NARROW = 1.2, 0.8
-"""Time for a score in blocks over that of the kernel: with products in float32, and with those in bfloat16."""
-
-BLOCK = 2**17
-"""What a block costs beside its scores."""
+WIDE, NARROW = (1.2, 2**17), (0.8, 2**18)
+"""What blocks cost: for each score, and for each block. With products in float32, and with those in bfloat16."""
 
 SMALLEST = 2**20
 """Below so many scores nothing is planned."""
@@ -146,5 +143,5 @@ def _cost_of_kernel(problem: Problem) -> float:
 
 def _cost_of_blocks(problem: Problem, plan: Plan) -> float:
     """What the blocks of a plan cost."""
-    price = NARROW if blockwise.is_narrow(problem) else WIDE
-    return price * cells_of(plan) + BLOCK * sum(len(piece.blocks) for piece in plan)
+    per_score, per_block = NARROW if blockwise.is_narrow(problem) else WIDE
+    return per_score * cells_of(plan) + per_block * sum(len(piece.blocks) for piece in plan)

@@ -118,6 +118,21 @@ class Pool:
         return self._held[name][: math.prod(shape)].view(shape)
 
 
+def products(
+    name: str,
+    tile: Tile,
+    rows: Float[Tensor, "kv stacked width"],
+    right: Float[Tensor, "batch kv_heads width keys"],
+    factor: float,
+    pool: Pool,
+) -> Float[Tensor, "kv stacked columns"]:
+    """`factor rows right`, over the keys of the tile, each rounded once, in the pool's memory of that name."""
+    products = pool.take(name, tile, rows)
+    for keys, span in tile.spans(products):
+        torch.baddbmm(span, rows, tile.keys_of(right.mT, keys).mT, beta=0.0, alpha=factor, out=span)
+    return products
+
+
 def _blocks_of(plan: Plan) -> Iterator[tuple[Piece, Block]]:
     """Every block of the plan, with its piece."""
     return ((piece, block) for piece in plan for block in piece.blocks)
