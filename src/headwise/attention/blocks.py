@@ -15,7 +15,7 @@ COLUMNS = 64
 LEAST_ROWS, MOST_ROWS = 64, 512
 """Between these lies the number of rows of a block, unless it is given."""
 
-CALL_CELLS = 2**17
+CALL_CELLS = 2**16
 """What the operations of one block cost beside their work, in scores that could be computed meanwhile."""
 
 

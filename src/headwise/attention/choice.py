@@ -2,8 +2,8 @@
 
 Costs are in scores that torch's fused kernel computes in the same time. On a CPU the kernel computes all of them, or
 `FLAG` of them under its causal flag; where torch keeps the matrix they cost `MATRIX` times as much. Blocks compute what
-the mask leaves, each for the price of `WIDE` or `NARROW`, and each block costs more beside. The figures were measured on
-two cores with AVX-512 (docs/lab-notes.md). What they decide is mostly plain: a mask that hides much goes to blocks,
+the mask leaves, for the price of `WIDE` or `NARROW`, and each block costs something beside. The figures were measured
+on two cores with AVX-512 (docs/lab-notes.md). What they decide is mostly plain: a mask that hides much goes to blocks,
 and so does bfloat16 where products can be narrow; full attention in float32 goes to the kernel. Elsewhere than on a CPU
 and while compiling, torch's kernels are taken wherever they can: nothing has been measured there yet.
 """
