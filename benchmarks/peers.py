@@ -1,0 +1,126 @@
+"""The peers by name, the fair comparison of ours with all of them, and what it found as rows."""
+
+import statistics
+from dataclasses import dataclass, field, replace
+
+import jax_peers
+import oracle
+import torch_peers
+from contestants import Contestant, LeftOutError, Peer, ours
+from measure import Call, Options, Ratio, Row, gemm, gemm_flops, interleaved, show
+from oracle import YARDSTICK, WrongError
+from regime import Regime
+
+TORCH_LAYER = "nn.MultiheadAttention"
+LLAMA = "LlamaAttention"
+FASTEST = "fastest peer"
+GEMM = "GEMM rate"
+
+PEERS = {
+    YARDSTICK: Peer(torch_peers.sdpa_block),
+    TORCH_LAYER: Peer(torch_peers.torch_layer),
+    f"{TORCH_LAYER}, weights": Peer(torch_peers.torch_layer_with_weights),
+    "FlexAttention block": Peer(torch_peers.flex_block, torch_only=False),
+    "x-transformers": Peer(torch_peers.x_transformers, {"bias": False}, torch_only=False),
+    LLAMA: Peer(torch_peers.llama, {"bias": False, "rotary": True}, torch_only=False),
+    "BertAttention": Peer(torch_peers.bert, torch_only=False),
+    "Equinox": Peer(jax_peers.equinox, torch_only=False),
+    "Flax NNX": Peer(jax_peers.flax, torch_only=False),
+}
+"""Every peer. A flavour says what its layer has not, or has more; ours is then built alike."""
+
+
+@dataclass
+class Comparison:
+    """What comparing several regimes found."""
+
+    options: Options
+    rows: list[Row] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def add(self, regime: Regime, *, without: tuple[str, ...] = (), gemm_share: bool = False) -> None:
+        """Check ours and every peer in a regime, time them by turns, and keep a row for each.
+
+        Ends the script with one sentence where ours is wrong.
+        """
+        if not self.options.wants(regime):
+            return
+        names = [name for name, peer in PEERS.items() if name not in without and self._asked(peer)]
+        timed, opponent = self._checked(regime, names)
+        if gemm_share:
+            timed[GEMM] = gemm(regime.torch_dtype)
+        taken = interleaved(timed, self.options.rounds)
+        rows = [self._row(regime, name, taken, mine) for name, mine in opponent.items()]
+        fastest = min(rows, key=lambda row: row.ratio.median)
+        rows.append(replace(fastest, against=FASTEST, note=fastest.against))
+        if gemm_share:
+            rows.append(_share(regime, taken))
+        for row in rows:
+            show(row)
+        self.rows += rows
+
+    def _asked(self, peer: Peer) -> bool:
+        return peer.torch_only or self.options.peers == "all"
+
+    def _checked(self, regime: Regime, names: list[str]) -> tuple[dict[str, Call], dict[str, str]]:
+        """Everything that is right, to be timed; and for each peer which of ours it is compared with."""
+        timed, opponent = {}, {}
+        for flavour in _flavours(names):
+            alike = replace(regime, **flavour)
+            mine = "ours" + "".join(f", {option} {given}" for option, given in flavour.items())
+            timed[mine] = Call(checked(alike).run)
+            for name in names:
+                if PEERS[name].flavour != flavour:
+                    continue
+                contestant = self._sane(name, alike)
+                if contestant is not None:
+                    timed[name], opponent[name] = Call(contestant.run), mine
+        return timed, opponent
+
+    def _sane(self, name: str, regime: Regime) -> Contestant | None:
+        """A peer that computes the same thing; otherwise it is left out, and named."""
+        try:
+            contestant = PEERS[name].build(regime, regime.data())
+            oracle.sane(contestant.results(contestant.run()), oracle.layer(regime), regime)
+        except (LeftOutError, WrongError) as reason:
+            said = str(reason)
+        except Exception as error:  # what a peer cannot do is its own affair, and no reason to stop
+            said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+        else:
+            return contestant
+        print(f"LEFT OUT  {regime.name}  {name}: {said}", flush=True)
+        self.left_out[f"{name}, {regime.name}"] = said
+        return None
+
+    def _row(self, regime: Regime, name: str, taken: dict[str, list[float]], mine: str) -> Row:
+        ratio = Ratio.of(taken[name], taken[mine])
+        return Row(regime, name, ratio, statistics.median(taken[mine]), statistics.median(taken[name]))
+
+
+def checked(regime: Regime) -> Contestant:
+    """Ours, once it is shown to be right; otherwise the script ends."""
+    data = regime.data()
+    mine, yardstick = ours(regime, data), torch_peers.sdpa_block(regime, data)
+    try:
+        oracle.check(
+            mine.results(mine.run()), yardstick.results(yardstick.run()), oracle.layer(regime), regime
+        )
+    except WrongError as reason:
+        raise SystemExit(f"{regime.name}: {reason}") from reason
+    return mine
+
+
+def _flavours(names: list[str]) -> list[dict[str, bool]]:
+    """Every flavour once."""
+    found: list[dict[str, bool]] = []
+    for name in names:
+        if PEERS[name].flavour not in found:
+            found.append(PEERS[name].flavour)
+    return found
+
+
+def _share(regime: Regime, taken: dict[str, list[float]]) -> Row:
+    """Which part of the rate of a large product the layer reaches."""
+    ratio = Ratio.of([regime.flops * each for each in taken[GEMM]], [gemm_flops() * each for each in taken["ours"]])
+    rates = regime.flops / statistics.median(taken["ours"]), gemm_flops() / statistics.median(taken[GEMM])
+    return Row(regime, GEMM, ratio, *rates)
