@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 
 import torch
 from oracle import Results
-from regime import Data, Regime
+from regime import NARROW, WINDOW, Data, Regime
 from torch import Tensor, nn
+
+import headwise as hw
 
 
 class LeftOutError(Exception):
@@ -46,7 +48,7 @@ def of_torch(
         regime: what is computed.
         data: with which numbers.
     """
-    _load(parameters, data, regime)
+    load(parameters, data)
     for module in modules:
         module.train(regime.training)
     if not regime.training:
@@ -72,7 +74,8 @@ def _without_gradients(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return call(x)
 
 
-def _load(parameters: dict[str, list[Tensor]], data: Data, regime: Regime) -> None:
+def load(parameters: dict[str, list[Tensor]], data: Data) -> None:
+    """Give a layer its weights; `parameters` as in `of_torch`."""
     weights = data.weights
     wanted = {"qkv": weights.qkv, "out_proj": weights.out, "qkv_bias": weights.qkv_bias, "out_bias": weights.out_bias}
     wanted = {name: tensor for name, tensor in wanted.items() if tensor is not None}
@@ -92,13 +95,12 @@ def linear_parameters(projections: list[nn.Linear], out: nn.Linear) -> dict[str,
     return found
 
 
-def ours(regime: Regime, data: Data) -> Contestant:
+def our_layer(regime: Regime) -> hw.MultiHeadAttention:
     """headwise's layer, as a user writes it."""
-    import headwise as hw
-
     half = regime.heads // 2
-    masks = {"causal": hw.causal(), "window": hw.window(256), "heads": hw.window([128] * half + [None] * half)}
-    layer = hw.MultiHeadAttention(
+    per_head = [NARROW] * half + [None] * (regime.heads - half)
+    masks = {"causal": hw.causal(), "window": hw.window(WINDOW), "heads": hw.window(per_head)}
+    return hw.MultiHeadAttention(
         regime.embed,
         regime.heads,
         num_kv_heads=regime.kv_heads,
@@ -107,6 +109,15 @@ def ours(regime: Regime, data: Data) -> Contestant:
         mask=masks.get(regime.mask),
         dtype=regime.torch_dtype,
     )
+
+
+def our_parameters(layer: hw.MultiHeadAttention) -> dict[str, list[Tensor]]:
+    """Its parameters by the oracle's names."""
+    return linear_parameters([layer.q_proj, layer.k_proj, layer.v_proj], layer.out_proj)
+
+
+def ours(regime: Regime, data: Data) -> Contestant:
+    """headwise's layer, called with what a mask of the batch needs."""
+    layer = our_layer(regime)
     given = {"mask": hw.padding(regime.lengths)} if regime.mask == "padding" else {}
-    parameters = linear_parameters([layer.q_proj, layer.k_proj, layer.v_proj], layer.out_proj)
-    return of_torch(lambda x: layer(x, **given), [layer], parameters, regime, data)
+    return of_torch(lambda x: layer(x, **given), [layer], our_parameters(layer), regime, data)

@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from itertools import product
 
 from measure import arguments, report
-from peers import Comparison
+from peers import FLEX, Comparison
 from regime import Regime, both
 
 SIZES = [(8, 128, 512, 8), (4, 512, 768, 12), (2, 1024, 512, 8), (1, 4096, 512, 8), (1, 8192, 512, 8)]
-FLEX = ("FlexAttention block",)
-"""Measured in `windows.py`, which is what it is for; on CPU a compilation for each of these regimes takes a minute."""
 
 
 def main(given: Sequence[str] | None = None) -> dict:
@@ -27,7 +25,7 @@ def main(given: Sequence[str] | None = None) -> dict:
     found = Comparison(options)
     for size, mask, dtype in product(options.sizes(SIZES), ("full", "causal"), ("float32", "bfloat16")):
         for regime in both(Regime(*size, mask, dtype)):
-            found.add(regime, without=FLEX, gemm_share=not regime.training)
+            found.add(regime, without=[FLEX], gemm_share=not regime.training)
     return report("layer", found.rows, options, found.left_out)
 
 

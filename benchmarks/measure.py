@@ -37,7 +37,7 @@ class Options:
     def sizes(self, sizes: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
         """(batch, length, embed, heads): up to a length of 1,024 where it is to be quick."""
         if self.tiny:
-            return [(min(size[0], 3), 40, 48, min(size[3], 12)) for size in sizes[:1]]
+            return [(min(size[0], 3), 40, 48, size[3]) for size in sizes[:1]]
         return [size for size in sizes if not self.quick or size[1] <= 1024]
 
     def wants(self, regime: Regime) -> bool:

@@ -73,7 +73,7 @@ def turned(x: Tensor, theta: float = 10_000.0) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=3)
 def _with_gradients(regime: Regime) -> Results:
     data = regime.data()
     named = {"x": data.x, "qkv": data.weights.qkv, "out_proj": data.weights.out}

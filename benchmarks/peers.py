@@ -1,6 +1,7 @@
 """The peers by name, the fair comparison of ours with all of them, and what it found as rows."""
 
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax_peers
@@ -9,10 +10,11 @@ import torch_peers
 from contestants import Contestant, LeftOutError, Peer, ours
 from measure import Call, Options, Ratio, Row, gemm, gemm_flops, interleaved, show
 from oracle import YARDSTICK, WrongError
-from regime import Regime
+from regime import Data, Regime
 
 TORCH_LAYER = "nn.MultiheadAttention"
 LLAMA = "LlamaAttention"
+FLEX = "FlexAttention block"
 FASTEST = "fastest peer"
 GEMM = "GEMM rate"
 
@@ -20,7 +22,7 @@ PEERS = {
     YARDSTICK: Peer(torch_peers.sdpa_block),
     TORCH_LAYER: Peer(torch_peers.torch_layer),
     f"{TORCH_LAYER}, weights": Peer(torch_peers.torch_layer_with_weights),
-    "FlexAttention block": Peer(torch_peers.flex_block, torch_only=False),
+    FLEX: Peer(torch_peers.flex_block, torch_only=False),
     "x-transformers": Peer(torch_peers.x_transformers, {"bias": False}, torch_only=False),
     LLAMA: Peer(torch_peers.llama, {"bias": False, "rotary": True}, torch_only=False),
     "BertAttention": Peer(torch_peers.bert, torch_only=False),
@@ -38,7 +40,7 @@ class Comparison:
     rows: list[Row] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
-    def add(self, regime: Regime, *, without: tuple[str, ...] = (), gemm_share: bool = False) -> None:
+    def add(self, regime: Regime, *, without: Sequence[str] = (), gemm_share: bool = False) -> None:
         """Check ours and every peer in a regime, time them by turns, and keep a row for each.
 
         Ends the script with one sentence where ours is wrong.
@@ -50,11 +52,26 @@ class Comparison:
         if gemm_share:
             timed[GEMM] = gemm(regime.torch_dtype)
         taken = interleaved(timed, self.options.rounds)
-        rows = [self._row(regime, name, taken, mine) for name, mine in opponent.items()]
+        self.keep(regime, taken, opponent)
+        if gemm_share:
+            self.rows.append(_share(regime, taken))
+            show(self.rows[-1])
+
+    def keep(self, regime: Regime, taken: dict[str, list[float]], opponent: dict[str, str], runs: int = 1) -> None:
+        """A row for each peer and one for the fastest: the one that ours beats by least.
+
+        Args:
+            regime: what was computed.
+            taken: seconds of every contestant in every round.
+            opponent: for each peer, with which of ours it is compared.
+            runs: what those seconds are of.
+        """
+        rows = []
+        for name, mine in opponent.items():
+            seconds = (statistics.median(taken[each]) / runs for each in (mine, name))
+            rows.append(Row(regime, name, Ratio.of(taken[name], taken[mine]), *seconds))
         fastest = min(rows, key=lambda row: row.ratio.median)
         rows.append(replace(fastest, against=FASTEST, note=fastest.against))
-        if gemm_share:
-            rows.append(_share(regime, taken))
         for row in rows:
             show(row)
         self.rows += rows
@@ -72,15 +89,15 @@ class Comparison:
             for name in names:
                 if PEERS[name].flavour != flavour:
                     continue
-                contestant = self._sane(name, alike)
+                contestant = self.sane(name, PEERS[name].build, alike)
                 if contestant is not None:
                     timed[name], opponent[name] = Call(contestant.run), mine
         return timed, opponent
 
-    def _sane(self, name: str, regime: Regime) -> Contestant | None:
-        """A peer that computes the same thing; otherwise it is left out, and named."""
+    def sane(self, name: str, build: Callable[[Regime, Data], Contestant], regime: Regime) -> Contestant | None:
+        """A peer that computes the same thing; otherwise None, and it is named among those left out."""
         try:
-            contestant = PEERS[name].build(regime, regime.data())
+            contestant = build(regime, regime.data())
             oracle.sane(contestant.results(contestant.run()), oracle.layer(regime), regime)
         except (LeftOutError, WrongError) as reason:
             said = str(reason)
@@ -92,19 +109,13 @@ class Comparison:
         self.left_out[f"{name}, {regime.name}"] = said
         return None
 
-    def _row(self, regime: Regime, name: str, taken: dict[str, list[float]], mine: str) -> Row:
-        ratio = Ratio.of(taken[name], taken[mine])
-        return Row(regime, name, ratio, statistics.median(taken[mine]), statistics.median(taken[name]))
 
-
-def checked(regime: Regime) -> Contestant:
+def checked(regime: Regime, build: Callable[[Regime, Data], Contestant] = ours) -> Contestant:
     """Ours, once it is shown to be right; otherwise the script ends."""
     data = regime.data()
-    mine, yardstick = ours(regime, data), torch_peers.sdpa_block(regime, data)
+    mine, yardstick = build(regime, data), torch_peers.sdpa_block(regime, data)
     try:
-        oracle.check(
-            mine.results(mine.run()), yardstick.results(yardstick.run()), oracle.layer(regime), regime
-        )
+        oracle.check(mine.results(mine.run()), yardstick.results(yardstick.run()), oracle.layer(regime), regime)
     except WrongError as reason:
         raise SystemExit(f"{regime.name}: {reason}") from reason
     return mine
