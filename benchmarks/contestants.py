@@ -76,9 +76,7 @@ def _without_gradients(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def load(parameters: dict[str, list[Tensor]], data: Data) -> None:
     """Give a layer its weights; `parameters` as in `of_torch`."""
-    weights = data.weights
-    wanted = {"qkv": weights.qkv, "out_proj": weights.out, "qkv_bias": weights.qkv_bias, "out_bias": weights.out_bias}
-    wanted = {name: tensor for name, tensor in wanted.items() if tensor is not None}
+    wanted = data.weights.named()
     if parameters.keys() != wanted.keys():
         raise LeftOutError(f"has {sorted(parameters)} where {sorted(wanted)} are given")
     with torch.no_grad():
@@ -96,7 +94,7 @@ def linear_parameters(projections: list[nn.Linear], out: nn.Linear) -> dict[str,
 
 
 def our_layer(regime: Regime) -> hw.MultiHeadAttention:
-    """headwise's layer, as a user writes it."""
+    """Headwise's layer, as a user writes it."""
     half = regime.heads // 2
     per_head = [NARROW] * half + [None] * (regime.heads - half)
     masks = {"causal": hw.causal(), "window": hw.window(WINDOW), "heads": hw.window(per_head)}
@@ -117,7 +115,7 @@ def our_parameters(layer: hw.MultiHeadAttention) -> dict[str, list[Tensor]]:
 
 
 def ours(regime: Regime, data: Data) -> Contestant:
-    """headwise's layer, called with what a mask of the batch needs."""
+    """Headwise's layer, called with what a mask of the batch needs."""
     layer = our_layer(regime)
     given = {"mask": hw.padding(regime.lengths)} if regime.mask == "padding" else {}
     return of_torch(lambda x: layer(x, **given), [layer], our_parameters(layer), regime, data)

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from command import arguments
 from contestants import Contestant, linear_parameters, load, our_layer, our_parameters
-from measure import Call, arguments, interleaved, report
+from library_peers import llama_layer, llama_parameters
+from measure import Call, interleaved, report
 from peers import LLAMA, Comparison, checked
 from regime import Data, Regime
 from torch import Tensor, nn
-from torch_peers import cos_and_sin, llama_layer, llama_parameters, rotated
+from torch_peers import cos_and_sin, rotated
 
 import headwise as hw
 
@@ -65,7 +67,7 @@ def capacity(regime: Regime) -> int:
 
 
 def our_decoder(regime: Regime, data: Data, *, static: bool) -> Decoder:
-    """headwise's layer with one of its caches."""
+    """Headwise's layer with one of its caches."""
     layer = our_layer(regime)
     load(our_parameters(layer), data)
     fresh = (lambda: layer.static_cache(regime.batch, capacity(regime))) if static else hw.DynamicCache

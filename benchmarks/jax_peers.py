@@ -35,16 +35,14 @@ def to_torch(array: Any) -> Tensor:
 def _contestant(
     call: Callable[[Any, Any, Any], Any], parameters: Any, named: Callable[[Any], Results], regime: Regime, data: Data
 ) -> Contestant:
-    """`call(parameters, x, mask)`, compiled, alone or with its gradient; `named` reads parameters by the oracle's names."""
+    """`call(parameters, x, mask)`, compiled, alone or with its gradient; `named` gives those the oracle's names."""
     import jax
     import jax.numpy as jnp
 
     x, mask = to_jax(data.x), to_jax(regime.allowed())
     if not regime.training:
         forward = jax.jit(call)
-        return Contestant(
-            lambda: forward(parameters, x, mask).block_until_ready(), lambda out: {"out": to_torch(out)}
-        )
+        return Contestant(lambda: forward(parameters, x, mask).block_until_ready(), lambda out: {"out": to_torch(out)})
 
     def loss(parameters: Any, x: Any, mask: Any, upstream: Any) -> Any:
         out = call(parameters, x, mask)

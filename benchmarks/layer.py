@@ -12,7 +12,8 @@ the same rounds; the work of causal attention is that of the scores that are not
 from collections.abc import Sequence
 from itertools import product
 
-from measure import arguments, report
+from command import arguments
+from measure import report
 from peers import FLEX, Comparison
 from regime import Regime, both
 

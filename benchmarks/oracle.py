@@ -4,6 +4,7 @@ Nothing here imports headwise. It is the yardstick: ours may be at most twice as
 `scaled_dot_product_attention` in the same dtype, in the output and in every gradient.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,7 +21,14 @@ SANE = {"float32": 1e-2, "bfloat16": 1e-1}
 YARDSTICK = "SDPA block"
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, regime: Regime, upstream: Tensor | None = None) -> list[Tensor]:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    regime: Regime,
+    upstream: Tensor | None = None,
+    starts: Iterable[int] | None = None,
+) -> list[Tensor]:
     """The heads' output `(batch, heads, length, head_dim)`, and given its gradient those of q, k and v. In float64.
 
     Args:
@@ -29,10 +37,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, regime: Regime, upstream: Tensor 
         v: the same.
         regime: says which keys are allowed.
         upstream: the gradient of the output.
+        starts: first rows of the blocks of `ROWS` that are wanted, all unless given; elsewhere the output is 0, and
+            taken to have gradient 0.
     """
     q, k, v = (tensor.detach().double() for tensor in (q, k, v))
-    out, gradients = torch.empty_like(q), [torch.zeros_like(tensor) for tensor in (q, k, v)]
-    for start in range(0, q.shape[2], ROWS):
+    out, gradients = torch.zeros_like(q), [torch.zeros_like(tensor) for tensor in (q, k, v)]
+    for start in range(0, q.shape[2], ROWS) if starts is None else starts:
         rows = slice(start, min(start + ROWS, q.shape[2]))
         allowed = regime.allowed(range(rows.start, rows.stop))
         keys = _seen(allowed, k.shape[2])
@@ -65,7 +75,7 @@ def _block(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def turned(x: Tensor, theta: float = 10_000.0) -> Tensor:
-    """Rotary positions (Su et al. 2021), features i and i + head_dim / 2 a pair; x `(batch, heads, length, head_dim)`."""
+    """Rotary positions (Su et al. 2021), i and i + head_dim / 2 a pair; x `(batch, heads, length, head_dim)`."""
     half = x.shape[-1] // 2
     angles = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * theta ** -(torch.arange(half).double() / half)
     first, second = x[..., :half], x[..., half:]
@@ -76,10 +86,8 @@ def turned(x: Tensor, theta: float = 10_000.0) -> Tensor:
 @lru_cache(maxsize=3)
 def _with_gradients(regime: Regime) -> Results:
     data = regime.data()
-    named = {"x": data.x, "qkv": data.weights.qkv, "out_proj": data.weights.out}
-    if regime.bias:
-        named |= {"qkv_bias": data.weights.qkv_bias, "out_bias": data.weights.out_bias}
-    named = {name: tensor.double().requires_grad_() for name, tensor in named.items()}
+    given = {"x": data.x, **data.weights.named()}
+    named = {name: tensor.double().requires_grad_() for name, tensor in given.items()}
     projected = named["x"] @ named["qkv"].T + named.get("qkv_bias", 0.0)
     q, k, v = (part.unflatten(-1, (-1, regime.head_dim)).transpose(1, 2) for part in projected.split(regime.widths, -1))
     if regime.rotary:
@@ -114,14 +122,15 @@ def errors(results: Results, exact: Results, regime: Regime) -> dict[str, float]
     if results.keys() != exact.keys():
         raise WrongError(f"returned {sorted(results)} where {sorted(exact)} is wanted")
     found = {}
-    for name, wanted in exact.items():
-        if results[name].shape != wanted.shape:
-            raise WrongError(f"{name} is of shape {tuple(results[name].shape)}, not {tuple(wanted.shape)}")
-        difference = results[name].detach().double() - wanted
-        if name == "out":
-            difference, wanted = difference[regime.real], wanted[regime.real]
-            found["worst row"] = _relative(difference.norm(dim=-1).max(), wanted.norm(dim=-1).square().mean().sqrt())
+    for name, right in exact.items():
+        if results[name].shape != right.shape:
+            raise WrongError(f"{name} is of shape {tuple(results[name].shape)}, not {tuple(right.shape)}")
+        where = regime.real if name == "out" else slice(None)
+        wanted = right[where]
+        difference = results[name].detach()[where].double() - wanted
         found[name] = _relative(difference.norm(), wanted.norm())
+        if name == "out":
+            found["worst row"] = _relative(difference.norm(dim=-1).max(), wanted.norm(dim=-1).square().mean().sqrt())
     return found
 
 

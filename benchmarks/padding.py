@@ -13,7 +13,8 @@ what is no padding.
 from collections.abc import Sequence
 from itertools import product
 
-from measure import arguments, report
+from command import arguments
+from measure import report
 from peers import FLEX, Comparison
 from regime import Regime, both
 

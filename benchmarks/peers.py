@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax_peers
+import library_peers
 import oracle
 import torch_peers
+from command import Options
 from contestants import Contestant, LeftOutError, Peer, ours
-from measure import Call, Options, Ratio, Row, gemm, gemm_flops, interleaved, show
+from measure import Call, Ratio, Row, gemm, gemm_flops, interleaved, show
 from oracle import YARDSTICK, WrongError
 from regime import Data, Regime
 
@@ -23,9 +25,9 @@ PEERS = {
     TORCH_LAYER: Peer(torch_peers.torch_layer),
     f"{TORCH_LAYER}, weights": Peer(torch_peers.torch_layer_with_weights),
     FLEX: Peer(torch_peers.flex_block, torch_only=False),
-    "x-transformers": Peer(torch_peers.x_transformers, {"bias": False}, torch_only=False),
-    LLAMA: Peer(torch_peers.llama, {"bias": False, "rotary": True}, torch_only=False),
-    "BertAttention": Peer(torch_peers.bert, torch_only=False),
+    "x-transformers": Peer(library_peers.x_transformers, {"bias": False}, torch_only=False),
+    LLAMA: Peer(library_peers.llama, {"bias": False, "rotary": True}, torch_only=False),
+    "BertAttention": Peer(library_peers.bert, torch_only=False),
     "Equinox": Peer(jax_peers.equinox, torch_only=False),
     "Flax NNX": Peer(jax_peers.flax, torch_only=False),
 }

@@ -24,6 +24,11 @@ class Weights(NamedTuple):
     qkv_bias: Tensor | None
     out_bias: Tensor | None
 
+    def named(self) -> dict[str, Tensor]:
+        """Those that there are, by the names that the oracle gives their gradients."""
+        every = {"qkv": self.qkv, "out_proj": self.out, "qkv_bias": self.qkv_bias, "out_bias": self.out_bias}
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
+
 
 class Data(NamedTuple):
     """What every contestant is given."""
@@ -125,7 +130,9 @@ class Regime:
 
         queries, keys, values = self.widths
         unit = self.embed**-0.5
-        qkv = torch.cat([normal(queries + keys, self.embed, scale=2**0.5 * unit), normal(values, self.embed, scale=unit)])
+        qkv = torch.cat(
+            [normal(queries + keys, self.embed, scale=2**0.5 * unit), normal(values, self.embed, scale=unit)]
+        )
         out = normal(self.embed, self.embed, scale=unit)
         biases = normal(queries + keys + values, scale=0.5), normal(self.embed, scale=0.5)
         x, upstream = (normal(self.batch, self.length, self.embed) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Peers that run on torch: its own layer, what people write by hand, and the layers of two libraries.
+"""Peers that need torch alone: its own layer, and what people write by hand.
 
 Each is given the weights of ours, and its best settings for the regime: a flag for what it has a flag for, otherwise a
 boolean mask that was made beforehand. Positions of rotary layers are worked out beforehand too, as a model does once
@@ -86,6 +86,7 @@ def flex_block(regime: Regime, data: Data) -> Contestant:
         raise LeftOutError("FlexAttention has no backward on CPU")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch.compiler.reset()  # past its limit of compilations it would run unfused, and not say so
     allowed, mask = regime.allowed(), None
     if allowed is not None:
         of_all = allowed.expand(-1, -1, regime.length, -1)
@@ -130,70 +131,3 @@ def torch_layer(regime: Regime, data: Data, *, need_weights: bool = False) -> Co
 def torch_layer_with_weights(regime: Regime, data: Data) -> Contestant:
     """`nn.MultiheadAttention` as it comes, which also returns weights."""
     return torch_layer(regime, data, need_weights=True)
-
-
-def x_transformers(regime: Regime, data: Data) -> Contestant:
-    """x-transformers' `Attention`, flash on. It has no biases."""
-    from x_transformers.x_transformers import Attention
-
-    layer = Attention(
-        regime.embed,
-        heads=regime.heads,
-        dim_head=regime.head_dim,
-        kv_heads=regime.kv_heads,
-        flash=True,
-        causal=regime.mask == "causal",
-    ).to(regime.torch_dtype)
-    options = {}
-    if regime.mask == "padding":
-        options["mask"] = regime.real
-    elif (mask := boolean_mask(regime)) is not None:
-        options["attn_mask"] = mask
-    parameters = linear_parameters([layer.to_q, layer.to_k, layer.to_v], layer.to_out)
-    return of_torch(lambda x: layer(x, **options), [layer], parameters, regime, data)
-
-
-def llama_layer(regime: Regime) -> nn.Module:
-    """transformers' `LlamaAttention` on SDPA, without biases."""
-    from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
-
-    config = LlamaConfig(
-        hidden_size=regime.embed,
-        num_attention_heads=regime.heads,
-        num_key_value_heads=regime.kv_heads or regime.heads,
-        num_hidden_layers=1,
-        attn_implementation="sdpa",
-    )
-    return LlamaAttention(config, 0).to(regime.torch_dtype)
-
-
-def llama_parameters(layer: nn.Module) -> dict[str, list[Tensor]]:
-    """Its parameters by the oracle's names."""
-    return linear_parameters([layer.q_proj, layer.k_proj, layer.v_proj], layer.o_proj)
-
-
-def llama(regime: Regime, data: Data) -> Contestant:
-    """Llama's attention, with rotary positions and no cache."""
-    layer = llama_layer(regime)
-    options = {"attention_mask": boolean_mask(regime), "is_causal": regime.mask == "causal"}
-    turns = cos_and_sin(regime)
-    return of_torch(lambda x: layer(x, turns, **options)[0], [layer], llama_parameters(layer), regime, data)
-
-
-def bert(regime: Regime, data: Data) -> Contestant:
-    """BERT's attention on SDPA with its output map, without the residual and the norm that follow."""
-    if regime.kv_heads is not None:
-        raise LeftOutError("has no grouped heads")
-    from transformers.models.bert.modeling_bert import BertConfig, BertSelfAttention
-
-    config = BertConfig(
-        hidden_size=regime.embed,
-        num_attention_heads=regime.heads,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation="sdpa",
-    )
-    layer = BertSelfAttention(config, is_causal=regime.mask == "causal").to(regime.torch_dtype)
-    dense = nn.Linear(regime.embed, regime.embed, dtype=regime.torch_dtype)
-    mask = boolean_mask(regime)
-    parameters = linear_parameters([layer.query, layer.key, layer.value], dense)
-    return of_torch(lambda x: dense(layer(x, mask)[0]), [layer, dense], parameters, regime, data)

@@ -16,8 +16,9 @@ from dataclasses import replace
 from itertools import product
 
 import oracle
+from command import Options, arguments
 from contestants import ours
-from measure import Call, Options, Ratio, Row, arguments, interleaved, report, show
+from measure import Call, Ratio, Row, interleaved, report, show
 from oracle import YARDSTICK, WrongError
 from peers import FLEX, PEERS, Comparison, checked
 from regime import Regime, both
