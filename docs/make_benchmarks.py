@@ -24,6 +24,12 @@ TITLES = {
     "gpu": "On a GPU",
 }
 """In the order of the document."""
+INTRODUCTION = """\
+Written by `docs/make_benchmarks.py` from what `make bench` measured. Each ratio is of a pair taken in the same round,
+theirs over ours, so above 1 ours is faster: the median over the rounds, and in brackets the lowest and the highest.
+Shares of a rate, growth and extra memory are ours over the other. Everything that is timed was first compared with the
+definition in float64, gradients too. A regime is (batch, length, embed, heads), its mask, its dtype, and what is done;
+the scripts say the rest."""
 
 
 def load(folder: Path) -> list[dict]:
@@ -74,11 +80,7 @@ def document(results: Sequence[dict]) -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Written by `docs/make_benchmarks.py` from what `make bench` measured. Each ratio is of a pair taken in the",
-        "same round, theirs over ours, so above 1 ours is faster: the median over the rounds, and in brackets the lowest",
-        "and the highest. Shares of a rate, growth and memory are ours over the other. Everything that is timed was first",
-        "compared with the definition in float64, gradients too. A regime is (batch, length, embed, heads), its mask, its",
-        "dtype, and what is done; the scripts say the rest.",
+        INTRODUCTION,
         "",
         "## Claims",
         "",
