@@ -32,7 +32,7 @@ class Options:
 def arguments(description: str | None, given: Sequence[str] | None = None) -> Options:
     """The options of a script, from its docstring and the command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 rounds, lengths up to 1,024 beside those of a claim")
+    parser.add_argument("--quick", action="store_true", help="3 rounds, few peers, lengths to 1,024 but for claims")
     parser.add_argument("--tiny", action="store_true", help="sizes that show that it runs; the figures mean nothing")
     parser.add_argument("--rounds", type=int, help="samples of each contestant; 7 unless given")
     parser.add_argument("--only", default="", help="a part of the regime's name, as it is printed")

@@ -148,7 +148,7 @@ def main(given: Sequence[str] | None = None) -> dict:
     """Every regime, and a line of JSON last."""
     options = arguments(__doc__, given)
     found = Comparison(options)
-    for embed, heads, kv_heads in SIZES:
+    for embed, heads, kv_heads in SIZES[:1] if options.quick else SIZES:
         for dtype in ("float32", "bfloat16"):
             length = (40 if options.tiny else 4096) + STEPS
             regime = Regime(1, length, embed, heads, "causal", dtype, kv_heads=kv_heads, bias=False, rotary=True)

@@ -55,11 +55,10 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of one run of each call, a sample a round; every round begins with another call.
 
-    Each is warmed up by two runs, of which the second says how many make a sample of 20 ms.
+    Each has run when it was checked; another run, not counted, says how many make a sample of 20 ms.
     """
     times = {}
     for name, call in calls.items():
-        call.seconds(1, clock)
         times[name] = max(1, math.ceil(LEAST / max(call.seconds(1, clock), 1e-9)))
     taken: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)

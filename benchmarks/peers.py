@@ -33,6 +33,9 @@ PEERS = {
 }
 """Every peer. A flavour says what its layer has not, or has more; ours is then built alike."""
 
+QUICK = (YARDSTICK, TORCH_LAYER, "x-transformers")
+"""Those that a quick run keeps: no compilation, no matrix, and one around SDPA instead of four."""
+
 
 @dataclass
 class Comparison:
@@ -49,7 +52,7 @@ class Comparison:
         """
         if not self.options.wants(regime):
             return
-        names = [name for name, peer in PEERS.items() if name not in without and self._asked(peer)]
+        names = [name for name, peer in PEERS.items() if name not in without and self._asked(name, peer)]
         timed, opponent = self._checked(regime, names)
         if gemm_share:
             timed[GEMM] = gemm(regime.torch_dtype)
@@ -78,8 +81,8 @@ class Comparison:
             show(row)
         self.rows += rows
 
-    def _asked(self, peer: Peer) -> bool:
-        return peer.torch_only or self.options.peers == "all"
+    def _asked(self, name: str, peer: Peer) -> bool:
+        return (peer.torch_only or self.options.peers == "all") and (name in QUICK or not self.options.quick)
 
     def _checked(self, regime: Regime, names: list[str]) -> tuple[dict[str, Call], dict[str, str]]:
         """Everything that is right, to be timed; and for each peer which of ours it is compared with."""
@@ -87,11 +90,12 @@ class Comparison:
         for flavour in _flavours(names):
             alike = replace(regime, **flavour)
             mine = "ours" + "".join(f", {option} {given}" for option, given in flavour.items())
-            timed[mine] = Call(checked(alike).run)
+            right, yardstick = checked(alike)
+            timed[mine] = Call(right.run)
             for name in names:
                 if PEERS[name].flavour != flavour:
                     continue
-                contestant = self.sane(name, PEERS[name].build, alike)
+                contestant = yardstick if name == YARDSTICK else self.sane(name, PEERS[name].build, alike)
                 if contestant is not None:
                     timed[name], opponent[name] = Call(contestant.run), mine
         return timed, opponent
@@ -112,15 +116,15 @@ class Comparison:
         return None
 
 
-def checked(regime: Regime, build: Callable[[Regime, Data], Contestant] = ours) -> Contestant:
-    """Ours, once it is shown to be right; otherwise the script ends."""
+def checked(regime: Regime, build: Callable[[Regime, Data], Contestant] = ours) -> tuple[Contestant, Contestant]:
+    """Ours and the yardstick, once they are shown to be right; otherwise the script ends."""
     data = regime.data()
     mine, yardstick = build(regime, data), torch_peers.sdpa_block(regime, data)
     try:
         oracle.check(mine.results(mine.run()), yardstick.results(yardstick.run()), oracle.layer(regime), regime)
     except WrongError as reason:
         raise SystemExit(f"{regime.name}: {reason}") from reason
-    return mine
+    return mine, yardstick
 
 
 def _flavours(names: list[str]) -> list[dict[str, bool]]:
