@@ -24,9 +24,8 @@ def main(given: Sequence[str] | None = None) -> dict:
     options = arguments(__doc__, given)
     found = Comparison(options)
     sizes = options.sizes(SIZES)
-    for size, mask, dtype in product(
-        sizes[:1] if options.quick else sizes, ("full", "causal"), ("float32", "bfloat16")
-    ):
+    sizes = sizes[:1] if options.quick else sizes
+    for size, mask, dtype in product(sizes, ("full", "causal"), ("float32", "bfloat16")):
         for regime in both(Regime(*size, mask, dtype, kv_heads=KV_HEADS)):
             found.add(regime)
     return report("grouped", found.rows, options, found.left_out)
