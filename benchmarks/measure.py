@@ -1,0 +1,166 @@
+"""Timing in turns, ratios of pairs, the machine's own rate, and what a script prints."""
+
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+from command import Options
+from regime import Regime
+
+LEAST = 0.02
+"""Seconds that a sample takes at least; what is quicker is repeated within it."""
+PEERS = ("torch", "transformers", "x-transformers", "jax", "equinox", "flax")
+SIDE = 1024
+"""Of the square matrices whose product is the machine's rate."""
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is timed; `prepare` makes what one run needs and is not timed."""
+
+    run: Callable[..., object]
+    prepare: Callable[[], object] | None = None
+
+    def seconds(self, times: int, clock: Callable[[], float]) -> float:
+        """Of one run, over so many."""
+        if self.prepare is None:
+            start = clock()
+            for _ in range(times):
+                self.run()
+            return (clock() - start) / times
+        total = 0.0
+        for _ in range(times):
+            prepared = self.prepare()
+            start = clock()
+            self.run(prepared)
+            total += clock() - start
+        return total / times
+
+
+def interleaved(
+    calls: dict[str, Call], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds of one run of each call, a sample a round; every round begins with another call.
+
+    Each has run when it was checked; another run, not counted, says how many make a sample of 20 ms.
+    """
+    times = {}
+    for name, call in calls.items():
+        times[name] = max(1, math.ceil(LEAST / max(call.seconds(1, clock), 1e-9)))
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for number in range(rounds):
+        start = number % len(names)
+        for name in names[start:] + names[:start]:
+            taken[name].append(calls[name].seconds(times[name], clock))
+    return taken
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of the ratios of pairs, and the smallest and largest."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, over: Sequence[float], under: Sequence[float]) -> "Ratio":
+        """Of what was measured in the same round: `over / under`."""
+        ratios = [a / b for a, b in zip(over, under, strict=True)]
+        return cls(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def gemm(dtype: torch.dtype) -> Call:
+    """A product of square matrices; its rate is `gemm_flops` over its seconds."""
+    a, b, into = (torch.randn(SIDE, SIDE).to(dtype) for _ in range(3))
+    return Call(lambda: torch.mm(a, b, out=into))
+
+
+def gemm_flops() -> int:
+    """Of one product of `gemm`."""
+    return 2 * SIDE**3
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: `against` whom or what, the ratio, and the seconds (bytes, FLOP/s) of both, medians."""
+
+    regime: Regime
+    against: str
+    ratio: Ratio
+    ours: float
+    theirs: float
+    note: str = ""
+
+    @classmethod
+    def read(cls, row: dict) -> "Row":
+        """From what `asdict` made of one."""
+        return cls(**{**row, "regime": Regime(**row["regime"]), "ratio": Ratio(**row["ratio"])})
+
+
+def machine() -> dict[str, object]:
+    """What it ran on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, ours and the peers that are installed."""
+    found = {"python": platform.python_version()}
+    for package in ("headwise", *PEERS):
+        if importlib.util.find_spec(package.replace("-", "_")) is not None:
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def show(row: Row) -> None:
+    """Print a figure as soon as there is one."""
+    spread = f"({row.ratio.lowest:.2f} to {row.ratio.highest:.2f})"
+    print(f"{row.ratio.median:7.2f} {spread:18} {row.regime.name}, against {row.against} {row.note}", flush=True)
+
+
+def report(benchmark: str, rows: Sequence[Row], options: Options, left_out: dict[str, str] | None = None) -> dict:
+    """Print the results as one line of JSON, and return them."""
+    results = {
+        "benchmark": benchmark,
+        "date": date.today().isoformat(),
+        "rounds": options.rounds,
+        "quick": options.quick,
+        "machine": machine(),
+        "versions": versions(),
+        "rows": [_rounded(asdict(row)) for row in rows],
+        "left_out": left_out or {},
+    }
+    print(json.dumps(results))
+    return results
+
+
+def _rounded(value: object) -> object:
+    """Floats to four figures, more than any of them carries."""
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
