@@ -117,5 +117,5 @@ def our_parameters(layer: hw.MultiHeadAttention) -> dict[str, list[Tensor]]:
 def ours(regime: Regime, data: Data) -> Contestant:
     """Headwise's layer, called with what a mask of the batch needs."""
     layer = our_layer(regime)
-    given = {"mask": hw.padding(regime.lengths)} if regime.mask == "padding" else {}
+    given = {"lengths": torch.as_tensor(regime.lengths)} if regime.mask == "padding" else {}
     return of_torch(lambda x: layer(x, **given), [layer], our_parameters(layer), regime, data)

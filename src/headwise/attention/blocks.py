@@ -4,6 +4,7 @@ The mask is asked about ever smaller ranges of columns. Sequences and heads whos
 that leaves less to compute.
 """
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -71,15 +72,17 @@ def plan_of(mask: Mask | None, grid: Grid, rows: int | None = None) -> Plan:
     return min(plans, key=cost_of)
 
 
-def rows_of(mask: Mask | None, grid: Grid) -> int:
-    """How many query rows a block has: a quarter of the columns that the last 64 hold, at least 64 and at most 512.
+def rows_of(mask: Mask | None, grid: Grid, together: int) -> int:
+    """How many query rows a block has, of so many sequences and heads together: 64, 128, 256 or 512.
 
-    More rows are faster products, and more columns that only some of the rows need; what is gained and lost evens out
-    about there, in float32 and in bfloat16 (docs/lab-notes.md).
+    More rows are faster products, and more columns that only some of the rows need. What is gained and lost evens out
+    at about a quarter of the columns that the last 64 rows hold. Nor are rows so few that the calls cost most: under a
+    window, each block of r rows of n heads computes about n r^2 scores too many, and costs its calls.
     """
     last = range(max(grid.queries - LEAST_ROWS, 0), grid.queries)
     width = sum(len(part.columns) for part in parts_of(mask, grid, last, range(grid.keys)))
-    return min(max(1 << max(width // 4 - 1, 0).bit_length(), LEAST_ROWS), MOST_ROWS)
+    rows = max(width // 4, math.isqrt(2 * CALL_CELLS // together))
+    return min(max(1 << max(rows - 1, 0).bit_length(), LEAST_ROWS), MOST_ROWS)
 
 
 def _ways_apart(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
@@ -94,7 +97,8 @@ def _ways_apart(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
 def _plan(mask: Mask | None, grid: Grid, rows: int | None, apart: tuple[bool, bool]) -> Plan:
     """The plan in which sequences, heads or both are taken apart."""
     if mask is None:
-        return (Piece(range(grid.batch), range(grid.heads), None, grid, _blocks(None, grid, rows)),)
+        blocks = _blocks(None, grid, rows, grid.batch * grid.heads)
+        return (Piece(range(grid.batch), range(grid.heads), None, grid, blocks),)
     part = replace(grid, batch=1 if apart[0] else grid.batch, heads=1 if apart[1] else grid.heads)
     masks = [mask.of_sequence(index) for index in range(grid.batch)] if apart[0] else [mask] * grid.batch
     pieces = []
@@ -103,7 +107,8 @@ def _plan(mask: Mask | None, grid: Grid, rows: int | None, apart: tuple[bool, bo
         of_heads = [own.of_head(index) for index in range(grid.heads)] if apart[1] else [own] * grid.heads
         for heads in _runs(of_heads):
             mask = of_heads[heads.start]
-            pieces.append(Piece(sequences, heads, mask, part, _blocks(mask, part, rows)))
+            blocks = _blocks(mask, part, rows, len(sequences) * len(heads))
+            pieces.append(Piece(sequences, heads, mask, part, blocks))
     return tuple(pieces)
 
 
@@ -113,9 +118,9 @@ def _runs(masks: list[Mask]) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(masks)], strict=True)]
 
 
-def _blocks(mask: Mask | None, grid: Grid, rows: int | None) -> tuple[Block, ...]:
+def _blocks(mask: Mask | None, grid: Grid, rows: int | None, together: int) -> tuple[Block, ...]:
     """The blocks of one mask that hold something."""
-    rows = rows_of(mask, grid) if rows is None else rows
+    rows = rows_of(mask, grid, together) if rows is None else rows
     ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))
     blocks = (Block(some, tuple(parts_of(mask, grid, some, range(grid.keys)))) for some in ranges)
     return tuple(block for block in blocks if block.parts)

@@ -278,7 +278,7 @@ class PerHead(Mask):
         return torch.cat([block.expand(batch, -1, -1, -1) for block in whole], dim=1)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        found = {mask.coverage(grid, rows, columns) for mask in self.masks}
+        found = {mask.coverage(grid, rows, columns) for mask in dict.fromkeys(self.masks)}
         return found.pop() if len(found) == 1 else Coverage.PARTIAL
 
     @property

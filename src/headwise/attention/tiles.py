@@ -152,9 +152,9 @@ def _shares(piece: Piece, block: Block, q: Tensor, k: Tensor) -> Iterator[tuple[
     room = BLOCK_BYTES // (len(block.rows) * block.width * group * q.element_size())
     threads = torch.get_num_threads()
     room = max(room // threads * threads, threads)  # so that no thread waits for another's last head
-    # A piece that ends inside a group goes head by head of k, as do all sequences but whole ones.
+    # A piece that ends inside a group goes head by head of k.
     step = 1 if first % group or last % group else min(room, len(kv_heads))
-    together = max(room // step, 1) if step == k.shape[1] else 1
+    together = max(room // step, 1) if step == len(kv_heads) else 1
     for start in range(piece.sequences.start, piece.sequences.stop, together):
         sequences = slice(start, min(start + together, piece.sequences.stop))
         for at in range(kv_heads.start, kv_heads.stop, step):
