@@ -71,12 +71,23 @@ def test_a_static_cache_gives_each_sequence_its_own_length():
     cache = static()
     seen, at, positions = append(cache, 0, 3, lengths=[3, 1])
     assert positions.tolist() == [[0, 1, 2], [0, -1, -1]]
-    assert at.tolist() == [[0, 1, 2, -1, -1, -1], [0, -1, -1, -1, -1, -1]]
+    assert at.tolist() == [[0, 1, 2], [0, -1, -1]]  # and nothing of the room beyond
     seen, at, positions = append(cache, 5, 2, lengths=torch.tensor([0, 2]))
     assert positions.tolist() == [[-1, -1], [1, 2]]
-    assert at.tolist() == [[0, 1, 2, -1, -1, -1], [0, 1, 2, -1, -1, -1]]
-    torch.testing.assert_close(seen[:, :3], torch.tensor([[0.0, 1, 2], [0.01, 5.01, 6.01]]))
+    assert at.tolist() == [[0, 1, 2], [0, 1, 2]]
+    torch.testing.assert_close(seen, torch.tensor([[0.0, 1, 2], [0.01, 5.01, 6.01]]))
     assert cache.lengths.tolist() == [3, 3]
+    seen, at, _ = append(cache, 7, 1)
+    assert at is None  # all alike: they lie as they stand
+    torch.testing.assert_close(seen, torch.tensor([[0.0, 1, 2, 7], [0.01, 5.01, 6.01, 7.01]]))
+
+
+def test_a_static_cache_shows_all_its_room_where_tensors_speak_of_it():
+    cache = static()
+    positions = cache.positions(BATCH, 2, None, torch.device("cpu"))
+    joined = cache.joined(tokens(0, 2), positions, whole=True)
+    assert [tensor.shape[2] for tensor in joined.tensors] == [6, 6]
+    assert joined.key_positions.tolist() == [[0, 1, -1, -1, -1, -1]] * 2
 
 
 def test_padding_beyond_the_capacity_is_written_nowhere():
@@ -121,7 +132,7 @@ def test_a_static_cache_is_cropped_to_a_length_for_each_sequence():
     cache = static()
     append(cache, 0, 4)
     cache.crop(torch.tensor([1, 3]))
-    assert append(cache, 4, 1)[1].tolist() == [[0, 1, -1, -1, -1, -1], [0, 1, 2, 3, -1, -1]]
+    assert append(cache, 4, 1)[1].tolist() == [[0, 1, -1, -1], [0, 1, 2, 3]]
 
 
 @pytest.mark.usefixtures("as_user")

@@ -20,6 +20,9 @@ from headwise.shapes import Float, Int
 Length = int | Int[Tensor, ""] | None
 """How many positions there are now; None where a scaling has no use for it."""
 
+Angles = tuple[Float[Tensor, "#batch 1 length pairs"], Float[Tensor, "#batch 1 length pairs"]]
+"""Cosine and sine of the angle of each pair, float32 at least."""
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -88,24 +91,40 @@ class Rotary:
         Raises:
             InputError: a head_dim that does not fit, positions that are not whole numbers of such a shape.
         """
+        return self.turned(x, self.angles(x, positions, length=length))
+
+    def angles(
+        self,
+        x: Float[Tensor, "batch heads length head_dim"],
+        positions: Int[Tensor, "#batch length"],
+        *,
+        length: Length = None,
+    ) -> Angles:
+        """What `turned` takes for `x`, and for any other tensor of its width whose tokens stand at these positions."""
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 4:
             got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise InputError("x", expected="a float tensor (batch, heads, length, head_dim)", got=got)
         self.check(x.shape[3])
         position_ids("positions", positions, batch=x.shape[0], length=x.shape[2], device=x.device)
-
-        width = x.shape[3] if self.width is None else self.width
         if self.grows and length is None:
             length = positions.max() + 1 if positions.numel() else 0
+        width = x.shape[3] if self.width is None else self.width
+        with without_autocast(x.device):
+            return self._cos_and_sin(width, positions, length, torch.promote_types(x.dtype, torch.float32))
+
+    def turned(
+        self, x: Float[Tensor, "batch heads length head_dim"], angles: Angles
+    ) -> Float[Tensor, "batch heads length head_dim"]:
+        """`x` turned by `angles`."""
+        width = x.shape[3] if self.width is None else self.width
         # Nothing here is narrowed by autocast, but torch's cat fails under it where it does not expect float16.
         with without_autocast(x.device):
-            cos, sin = self._cos_and_sin(width, positions, length, torch.promote_types(x.dtype, torch.float32))
-            rotated = _rotated(x[..., :width], cos, sin, self.interleaved)
+            rotated = _rotated(x[..., :width], *angles, self.interleaved)
             return rotated if width == x.shape[3] else torch.cat((rotated, x[..., width:]), dim=-1)
 
     def _cos_and_sin(
         self, width: int, positions: Int[Tensor, "#batch length"], length: Length, dtype: torch.dtype
-    ) -> tuple[Float[Tensor, "#batch 1 length pairs"], Float[Tensor, "#batch 1 length pairs"]]:
+    ) -> Angles:
         """Cosine and sine of each pair's angle, times the factor of the scaling."""
         device = positions.device
         if self.scaling is None:
