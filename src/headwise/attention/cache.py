@@ -103,7 +103,7 @@ class _Growing(Cache):
             expected = "a StaticCache, where sequences may have lengths of their own"
             raise InputError("lengths", expected=expected, got=repr(self))
         _require_batch(self.tensors, batch)
-        return self.seen + torch.arange(new, device=device)[None]
+        return torch.arange(self.seen, self.seen + new, device=device)[None]
 
     def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
         if self.tensors is not None and self.room is not None:

@@ -5,9 +5,8 @@ fused kernel, and so memory linear in length, except with dropout on CPU and wit
 torch itself computes the whole matrix. A mask other than plain causal is handed over as a tensor of
 queries x keys. Its second derivative is not implemented by torch; `backend="reference"` has one.
 
-One query row of grouped heads goes as the rows of one head, so that keys are read once for the group; and on CPU one
-row of half precision goes twice, since the kernel there multiplies a matrix by a vector number by number, and by two
-of them as matrices.
+One query row of grouped heads goes as the rows of one head, so that keys are read once for the group. On CPU one row
+of bfloat16 goes twice: the kernel there multiplies a matrix by one vector number by number, and by two as matrices.
 
 On CPU the log-sum-exp is taken from the flash operator, which returns it but cannot differentiate it;
 `_FlashWithLse` adds that gradient. Where weights are asked for, so is the matrix that kernels avoid, and the answer
@@ -83,8 +82,8 @@ def _without_lse(
 ) -> Float[Tensor, "batch heads queries width"]:
     """Torch's attention."""
     rows = q.shape[2]
-    if rows == 1 and q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16):
-        q = q.expand(-1, -1, 2, -1)
+    if rows == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        q = q.repeat(1, 1, 2, 1)
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # while compiling, != may be a symbol
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=is_causal, scale=scale, **grouped

@@ -20,8 +20,11 @@ from headwise.shapes import Float, Int
 Length = int | Int[Tensor, ""] | None
 """How many positions there are now; None where a scaling has no use for it."""
 
-Angles = tuple[Float[Tensor, "#batch 1 length pairs"], Float[Tensor, "#batch 1 length pairs"]]
-"""Cosine and sine of the angle of each pair, float32 at least."""
+Angles = tuple[Float[Tensor, "#batch 1 length width"], Float[Tensor, "#batch 1 length width"]]
+"""What each feature is multiplied by, and what the other one of its pair: cosine and sine, negative for the first.
+
+Float32 at least.
+"""
 
 
 @dataclass(frozen=True)
@@ -119,13 +122,14 @@ class Rotary:
         width = x.shape[3] if self.width is None else self.width
         # Nothing here is narrowed by autocast, but torch's cat fails under it where it does not expect float16.
         with without_autocast(x.device):
-            rotated = _rotated(x[..., :width], *angles, self.interleaved)
-            return rotated if width == x.shape[3] else torch.cat((rotated, x[..., width:]), dim=-1)
+            if width == x.shape[3]:
+                return _rotated(x, *angles, self.interleaved)
+            return torch.cat((_rotated(x[..., :width], *angles, self.interleaved), x[..., width:]), dim=-1)
 
     def _cos_and_sin(
         self, width: int, positions: Int[Tensor, "#batch length"], length: Length, dtype: torch.dtype
     ) -> Angles:
-        """Cosine and sine of each pair's angle, times the factor of the scaling."""
+        """Cosine and sine of each feature's angle, times the factor of the scaling."""
         device = positions.device
         if self.scaling is None:
             frequencies, factor = base_frequencies(self.theta, width, device), 1.0
@@ -134,28 +138,35 @@ class Rotary:
         # Whole turns are taken off before rounding: a float32 angle is off by thousandths at position 100,000.
         turns = positions[:, None, :, None] * (frequencies / math.tau)
         angles = ((turns - turns.round()) * math.tau).to(dtype)
-        return angles.cos() * factor, angles.sin() * factor
+        cos, sin = angles.cos(), angles.sin()
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
+        both = ((cos, cos), (-sin, sin))
+        if self.interleaved:
+            first, other = (torch.stack(each, dim=-1).flatten(-2) for each in both)
+        else:
+            first, other = (torch.cat(each, dim=-1) for each in both)
+        return first, other
 
 
 def _rotated(
     x: Float[Tensor, "batch heads length width"],
-    cos: Float[Tensor, "#batch 1 length pairs"],
-    sin: Float[Tensor, "#batch 1 length pairs"],
+    cos: Float[Tensor, "#batch 1 length width"],
+    sin: Float[Tensor, "#batch 1 length width"],
     interleaved: bool,
 ) -> Float[Tensor, "batch heads length width"]:
     """Every pair of features as a point in the plane, turned; half precision is widened by the cosines it meets."""
-    pairs = cos.shape[-1]
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :pairs], x[..., pairs:])
-    rotated = ((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype))
-    return torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    width = x.shape[-1]
+    others = x.reshape(*x.shape[:-1], width // 2, 2).flip(-1).flatten(-2) if interleaved else x.roll(width // 2, -1)
+    return (x * cos).addcmul_(others, sin).to(x.dtype)
 
 
 def base_frequencies(
     theta: float | Float[Tensor, ""], width: int, device: torch.device | None = None
 ) -> Float[Tensor, " pairs"]:
     """theta^(-2i / width) for pair i, radians per position (Su et al. 2021, equation 15)."""
-    exponents = torch.arange(0, width, 2, dtype=precise(device), device=device) / width
-    return theta**-exponents
+    exponents = torch.arange(0, -width, -2, dtype=precise(device), device=device) / width
+    return theta**exponents
 
 
 def precise(device: torch.device | None) -> torch.dtype:
