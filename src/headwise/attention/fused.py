@@ -81,9 +81,8 @@ def _without_lse(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, dropout: float
 ) -> Float[Tensor, "batch heads queries width"]:
     """Torch's attention."""
-    rows = q.shape[2]
-    if rows == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        q = q.repeat(1, 1, 2, 1)
+    if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        return _without_lse(q.repeat(1, 1, 2, 1), k, v, attn_mask, False, scale, dropout)[:, :, :1]
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # while compiling, != may be a symbol
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=is_causal, scale=scale, **grouped
@@ -92,7 +91,7 @@ def _without_lse(
         # Other runtimes know no rows without a key.
         hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
         out = out.masked_fill(hidden.all(-1, keepdim=True), 0.0)
-    return out[:, :, :rows]
+    return out
 
 
 def _with_lse(
