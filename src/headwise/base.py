@@ -171,8 +171,13 @@ def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
 
 
 def speaks_of_keys(mask: Mask | None, bias: Tensor | None, *, return_weights: bool) -> bool:
-    """Whether a call has or wants a tensor with an axis of keys, which is to be as long as its cache has room."""
-    return return_weights or bias is not None or (mask is not None and mask.extent().keys > 0)
+    """Whether a call has or wants a tensor with an axis of keys, which is to be as long as its cache has room.
+
+    While compiling it always is, so that no shape changes.
+    """
+    if torch.compiler.is_compiling() or return_weights or bias is not None:
+        return True
+    return mask is not None and mask.extent().keys > 0
 
 
 def is_plain(linear: nn.Module) -> bool:
