@@ -163,6 +163,48 @@ def test_gradients_go_through_a_dynamic_cache():
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "sliding"])
+def test_gradients_of_queries_alone_while_the_cache_goes_on(cache):
+    """Keys that need no gradient are still what the gradient of queries is made of; no later step may change them."""
+    layer = filled(hw.MultiHeadAttention(EMBED, HEADS, num_kv_heads=2, rotary=hw.Rotary(), mask=hw.causal()))
+    layer.requires_grad_(False)
+    layer.q_proj.requires_grad_(True)
+    x = torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
+    upstream = torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
+    kept, loss, rows = CACHES[cache](layer), 0.0, []
+    for t, piece in enumerate(x.split(1, dim=1)):
+        with torch.set_grad_enabled(t % 3 == 1):
+            y = layer(piece, cache=kept)
+        if t % 3 == 1:
+            loss, rows = loss + (y * upstream[:, t : t + 1]).sum(), [*rows, t]
+    got = torch.autograd.grad(loss, list(layer.q_proj.parameters()))
+    wanted = torch.autograd.grad((layer(x) * upstream)[:, rows].sum(), list(layer.q_proj.parameters()))
+    for ours, expected in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["layer", "latent"])
+def test_tensors_beside_a_static_cache_speak_of_all_its_room(kind):
+    """Weights, a bias and a boolean mask have an axis of as many keys as there is room for, while compiling and not."""
+    first, _, latent = layers(hw.causal(), POSITIONS["none"])
+    layer = filled({"layer": first, "latent": latent}[kind])
+    room, length = 17, 5
+    x = torch.randn(BATCH, length, EMBED, dtype=torch.float64)
+    bias, allowed = torch.randn(length, room, dtype=torch.float64), torch.rand(length, room) > 0.3
+    expected = layer(x, bias=bias[:, :length], mask=hw.dense(allowed[:, :length]))
+    with torch.no_grad():
+        y = layer(x, bias=bias, mask=hw.dense(allowed), cache=layer.static_cache(BATCH, room))
+        alone = [
+            layer(x, cache=layer.static_cache(BATCH, room), **each) for each in ({"bias": bias}, {"mask": allowed})
+        ]
+        _, shown = layer(x, cache=layer.static_cache(BATCH, room), return_weights=True)
+    torch.testing.assert_close(y, expected.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(alone[0], layer(x, bias=bias[:, :length]).detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(alone[1], layer(x, mask=allowed[:, :length]).detach(), rtol=0, atol=1e-12)
+    _, weights = layer(x, return_weights=True)
+    torch.testing.assert_close(shown, torch.nn.functional.pad(weights.detach(), (0, room - length)), rtol=0, atol=1e-12)
+
+
 @pytest.mark.usefixtures("as_user")
 def test_a_call_that_fails_leaves_the_cache_as_it_was():
     layer = filled(hw.MultiHeadAttention(EMBED, HEADS, mask=hw.causal()))

@@ -170,6 +170,16 @@ def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
         raise InputError(name, expected=expected, got=tensor.dtype, remedy="cast one to the other")
 
 
+def speaks_of_keys(mask: Mask | None, bias: Tensor | None, *, return_weights: bool) -> bool:
+    """Whether a call has or wants a tensor with an axis of keys, which is to be as long as its cache has room.
+
+    While compiling it always is, so that no shape changes.
+    """
+    if torch.compiler.is_compiling() or return_weights or bias is not None:
+        return True
+    return mask is not None and mask.extent().keys > 0
+
+
 def is_plain(linear: nn.Module) -> bool:
     """Whether it computes `weight x + bias` and nothing else; a hook or a derived class may do more."""
     return type(linear) is nn.Linear and not is_hooked(linear)

@@ -29,7 +29,7 @@ from headwise.attention.positions import PositionBias
 from headwise.attention.problem import score_dtype
 from headwise.attention.rotary import Rotary
 from headwise.attention.rules import padding
-from headwise.base import AttentionLayer, normed, reset_linear
+from headwise.base import AttentionLayer, normed, reset_linear, speaks_of_keys
 from headwise.checks import float_tensor, probability, whole_number
 from headwise.errors import InputError
 from headwise.options import OutputGate, QKNorm, Scores
@@ -251,9 +251,11 @@ class MultiHeadAttention(AttentionLayer):
         packing = self._packing(x, k.shape[2] if cross else None, offsets, context_offsets, batched=batched)
         positions = self._positions(x, positions, cache, lengths, cross=cross, packed=packing is not None)
 
-        placed = place(q, k, v, rotary=self.rotary, positions=positions, cache=cache, lengths=lengths, offsets=packing)
         mask, bias = self._mask_and_bias(mask, bias, cache)
         call: dict[str, Any] = {"mask": mask, "bias": bias, "gate": gate, "return_weights": return_weights}
+        where: dict[str, Any] = {"positions": positions, "cache": cache, "lengths": lengths, "offsets": packing}
+        whole = speaks_of_keys(mask, bias, return_weights=return_weights)
+        placed = place(q, k, v, rotary=self.rotary, whole=whole, **where)
         if packing is None:
             heads, *weights = self._attend(placed, **call)
         else:
@@ -394,7 +396,7 @@ class MultiHeadAttention(AttentionLayer):
                 k=placed.k[:, :, of_keys],
                 v=placed.v[:, :, of_keys],
                 query_positions=placed.query_positions[:, of_queries],
-                key_positions=placed.key_positions[:, of_keys],
+                given_key_positions=placed.key_positions[:, of_keys],
             )
             own_mask = None if mask is None else mask.of_sequence(index)
             own_gate = gate if gate is None or gate.ndim == 1 else gate[index : index + 1]

@@ -3,6 +3,7 @@
 A trap that torch mends makes its first half fail; then the detour in `fused.py` can go.
 """
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -81,3 +82,42 @@ def test_a_padded_layout_of_channels_last_is_read_right():
     exact = plain_attention(q, k, v)
     torch.testing.assert_close(out, exact.out, rtol=0, atol=1e-12)
     torch.testing.assert_close(lse, exact.lse, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("axes", [(1, 1), (1, 6), (2, 1), (2, 6)], ids=str)
+def test_one_query_row_of_grouped_heads(axes, dtype):
+    """As rows of one head, and twice in bfloat16: a mask and a bias for each head and sequence, and sinks, keep theirs."""
+    q, k, v = (torch.randn(2, heads, n, 8).to(dtype) for heads, n in ((6, 1), (3, 11), (3, 11)))
+    allowed, bias, sinks = torch.rand(*axes, 1, 11) > 0.4, torch.randn(*axes, 1, 11), torch.randn(6)
+    scale, gate = torch.rand(6) + 0.5, torch.randn(2, 6)
+    for options in (
+        {},
+        {"mask": allowed},
+        {"mask": allowed, "bias": bias, "sinks": sinks, "return_lse": True},
+        {"bias": bias, "scale": scale, "gate": gate},
+    ):
+        wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+        wide |= {"mask": allowed} if "mask" in options else {}
+        got = hw.attend(q, k, v, **options, backend="fused")
+        wanted = hw.attend(q.double(), k.double(), v.double(), **wide, backend="reference")
+        tolerance = 1e-6 if dtype == torch.float64 else 0.02  # the options are float32
+        for ours, exact in zip(*(each if isinstance(each, tuple) else (each,) for each in (got, wanted)), strict=True):
+            torch.testing.assert_close(ours.double(), exact, rtol=0, atol=tolerance)
+
+
+def test_keys_of_a_group_are_read_once_for_one_row(monkeypatch):
+    seen = []
+    sdpa = F.scaled_dot_product_attention
+
+    def spy(q, k, v, **options):
+        seen.append((tuple(q.shape), options.get("enable_gqa", False)))
+        return sdpa(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    k = torch.randn(2, 3, 7, 8)
+    for dtype, rows in ((torch.float32, 2), (torch.bfloat16, 2)):
+        hw.attend(torch.randn(2, 6, 1, 8).to(dtype), k.to(dtype), k.to(dtype), mask=hw.causal())
+        assert seen.pop() == ((2, 3, rows, 8), False)
+    hw.attend(torch.randn(2, 3, 1, 8).bfloat16(), k.bfloat16(), k.bfloat16())
+    assert seen.pop() == ((2, 3, 2, 8), False)  # twice, so that they are matrices

@@ -25,6 +25,9 @@ from headwise.shapes import Float, Int
 Kept = tuple[Float[Tensor, "_ _ _ _"], ...]
 """What a cache keeps of a layer, each `(batch, kv_heads, length, width)`: keys and values, say."""
 
+LEAST_ROOM = 64
+"""Tokens that there is room for beyond those that are kept, where that is more than half as many again."""
+
 
 class Joined(NamedTuple):
     """What was kept and what is new."""
@@ -34,6 +37,8 @@ class Joined(NamedTuple):
     """None where keys lie as they stand: the last query's key is the last."""
     seen: Any
     """How many tokens have been seen, these among them."""
+    room: Kept | None = None
+    """What the tensors are the beginning of, where further tokens may be written behind them."""
 
 
 class Cache(ABC):
@@ -49,8 +54,8 @@ class Cache(ABC):
         """Where `new` more tokens stand; -1 for those beyond a sequence's own length."""
 
     @abstractmethod
-    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"]) -> Joined:
-        """What is kept, and these tensors after it."""
+    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"], *, whole: bool = False) -> Joined:
+        """What is kept, and these tensors after it; with `whole` also the room that holds nothing, if there is any."""
 
     @abstractmethod
     def keep(self, joined: Joined) -> None:
@@ -70,11 +75,26 @@ class Cache(ABC):
 
 
 class _Growing(Cache):
-    """What caches share that take each token as it comes, for all sequences alike."""
+    """What caches share that take each token as it comes, for all sequences alike.
+
+    Under `torch.no_grad()` tokens are written into room with some to spare, half as much again, so that one more costs
+    what it takes itself. `tensors` are then views: what a later token is written over, after a crop say, changes in
+    them. Where a gradient may be asked for, while compiling and under `torch.func`, all is copied with every call and
+    nothing is written over.
+    """
 
     tensors: Kept | None
+    """What is kept, each `(batch, kv_heads, length, width)`; None before the first token."""
+    room: Kept | None
+    """What `tensors` are the beginning of, where the next tokens may be written; None where nothing may."""
     seen: int
     """How many tokens each sequence has had."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.tensors, self.room, self.seen = None, None, 0
 
     def positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
@@ -83,34 +103,51 @@ class _Growing(Cache):
             expected = "a StaticCache, where sequences may have lengths of their own"
             raise InputError("lengths", expected=expected, got=repr(self))
         _require_batch(self.tensors, batch)
-        return self.seen + torch.arange(new, device=device)[None]
+        return torch.arange(self.seen, self.seen + new, device=device)[None]
 
     def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
-        if self.tensors is not None:
+        if self.tensors is not None and self.room is not None:
+            self.room = _reordered(self.room, index)
+            self.tensors = _first(self.tensors[0].shape[2], self.room)
+        elif self.tensors is not None:
             self.tensors = _reordered(self.tensors, index)
+
+    def _appended(self, new: Kept) -> tuple[Kept, Kept | None]:
+        """What is kept and the new tokens behind it, and the room that they lie in."""
+        if self.tensors is None:
+            return tuple(new), None
+        _require_alike(self.tensors, new)
+        if not _may_write(new):
+            return tuple(torch.cat(each, dim=2) for each in zip(self.tensors, new, strict=True)), None
+        kept = self.tensors[0].shape[2]
+        length = kept + new[0].shape[2]
+        room = self.room
+        if room is None or room[0].shape[2] < length or not _writable(room):
+            room = tuple(_with_room(tensor, length) for tensor in self.tensors)
+        for buffer, tensor in zip(room, new, strict=True):
+            buffer[:, :, kept:length] = tensor
+        return _first(length, room), room
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle holds: no room, so that two caches never write into the same."""
+        kept = None if self.tensors is None else tuple(tensor.clone() for tensor in self.tensors)
+        return vars(self) | {"tensors": kept, "room": None}
 
 
 class DynamicCache(_Growing):
     """Grows with every token and drops none."""
 
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.tensors, self.seen = None, 0
-
-    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"]) -> Joined:
-        tensors = _after(self.tensors, new)
-        return Joined(tensors, None, tensors[0].shape[2])
+    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"], *, whole: bool = False) -> Joined:
+        tensors, room = self._appended(new)
+        return Joined(tensors, None, tensors[0].shape[2], room)
 
     def keep(self, joined: Joined) -> None:
-        self.tensors, self.seen = joined.tensors, joined.seen
+        self.tensors, self.room, self.seen = joined.tensors, joined.room, joined.seen
 
     def crop(self, length: int) -> None:
         length = whole_number("length", length, least=0)
         if self.tensors is not None:
-            self.tensors = tuple(tensor[:, :, :length] for tensor in self.tensors)
-            self.seen = min(self.seen, length)
+            self.tensors, self.seen = _first(length, self.tensors), min(self.seen, length)
 
     def __repr__(self) -> str:
         return f"DynamicCache({self.seen} tokens)"
@@ -127,27 +164,36 @@ class SlidingCache(_Growing):
         self.window = whole_number("window", window, least=1)
         self.sinks = whole_number("sinks", sinks, least=0)
         self.mask = _sliding(self.window, self.sinks)
-        self.reset()
+        super().__init__()
 
-    def reset(self) -> None:
-        self.tensors = None
-        self.kept_positions: Int[Tensor, "1 kept"] | None = None
-        self.seen = 0
-
-    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"]) -> Joined:
+    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"], *, whole: bool = False) -> Joined:
+        tensors, room = self._appended(new)
         seen = self.seen + positions.shape[1]
-        own = positions if self.kept_positions is None else torch.cat([self.kept_positions, positions], dim=1)
-        return Joined(_after(self.tensors, new), own, seen)
+        return Joined(tensors, self._key_positions(tensors[0].shape[2], seen, positions.device), seen, room)
+
+    def _key_positions(self, keys: int, seen: int, device: torch.device) -> Int[Tensor, "1 keys"] | None:
+        """Where the keys stand: the sinks first, the others up to the last that was seen."""
+        if keys == seen:
+            return None
+        sinks = torch.arange(self.sinks, device=device)
+        return torch.cat([sinks, torch.arange(seen - keys + self.sinks, seen, device=device)])[None]
 
     def keep(self, joined: Joined) -> None:
         keys = joined.tensors[0].shape[2]
         sinks = min(self.sinks, keys)
         # The next query brings its own key, the last of its window.
-        tail = max(keys - (self.window - 1), sinks)
-        self.tensors = tuple(_without(tensor, sinks, tail, dim=2) for tensor in joined.tensors)
-        assert joined.key_positions is not None
-        self.kept_positions = _without(joined.key_positions, sinks, tail, dim=1)
-        self.seen = joined.seen
+        dropped = max(keys - (self.window - 1) - sinks, 0)
+        self.tensors, self.room, self.seen = joined.tensors, joined.room, joined.seen
+        if dropped == 0:
+            return
+        if joined.room is None or dropped > keys - dropped:
+            self.tensors, self.room = tuple(_without(each, sinks, sinks + dropped) for each in joined.tensors), None
+            return
+        # The sinks move up to the window, over what is dropped, and the window stays where it is.
+        for buffer in joined.room:
+            buffer[:, :, dropped : dropped + sinks] = buffer[:, :, :sinks].clone()
+        self.room = tuple(buffer[:, :, dropped:] for buffer in joined.room)
+        self.tensors = _first(keys - dropped, self.room)
 
     def crop(self, length: int) -> None:
         length = whole_number("length", length, least=0)
@@ -160,9 +206,7 @@ class SlidingCache(_Growing):
                 expected=f"{self.seen} or more: a sliding cache has dropped what an earlier query would need",
                 got=length,
             )
-        self.tensors = tuple(tensor[:, :, :length] for tensor in self.tensors)
-        assert self.kept_positions is not None
-        self.kept_positions, self.seen = self.kept_positions[:, :length], length
+        self.tensors, self.seen = _first(length, self.tensors), length
 
     def __repr__(self) -> str:
         return f"SlidingCache(window={self.window}, sinks={self.sinks}, {self.seen} tokens seen)"
@@ -216,14 +260,14 @@ class StaticCache(Cache):
             if can_be_read(counts) and ((counts < 0) | (counts > new)).any():
                 raise InputError("lengths", expected=f"numbers from 0 to {new}, the tokens", got=counts.tolist())
             positions = torch.where(step < counts[:, None], positions, -1)
-        # Elsewhere than on a CPU reading them would wait for the device, whose own check of the index remains.
-        if positions.device.type == "cpu" and can_be_read(positions) and positions.numel():
+        # Where they are not read, the device's own check of the index remains.
+        if _is_read(positions) and positions.numel():
             last = int(positions.max())
             if last >= self.capacity:
                 raise InputError("cache", expected=f"room for {last + 1} tokens", got=f"a capacity of {self.capacity}")
         return positions
 
-    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"]) -> Joined:
+    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"], *, whole: bool = False) -> Joined:
         room, sizes = ([each.shape[1:4:2] for each in tensors] for tensors in (self.slots, new))
         if room != sizes:
             expected = f"room for {[tuple(size) for size in sizes]} heads and widths, the layer's"
@@ -245,8 +289,14 @@ class StaticCache(Cache):
         for slots, tensor in zip(self.slots, new, strict=True):
             slots.transpose(1, 2)[sequence, slot] = tensor.transpose(1, 2)
         seen = self.lengths + (positions >= 0).sum(1)
-        there = torch.arange(self.capacity, device=slot.device)
-        return Joined(self.tensors, torch.where(there < seen[:, None], there, -1), seen)
+        tensors = self.tensors
+        if not whole and _is_read(seen):
+            longest = int(seen.max())
+            tensors = _first(longest, tensors)
+            if bool((seen == longest).all() & (positions >= 0).all()):
+                return Joined(tensors, None, seen)
+        there = torch.arange(tensors[0].shape[2], device=slot.device)
+        return Joined(tensors, torch.where(there < seen[:, None], there, -1), seen)
 
     def keep(self, joined: Joined) -> None:
         self.lengths.copy_(joined.seen)
@@ -281,15 +331,42 @@ def _sliding(width: int, sinks: int) -> Mask:
     return window(width) | causal() & prefix(sinks) if sinks else window(width)
 
 
-def _after(old: Kept | None, new: Kept) -> Kept:
-    """The new tensors appended to the old along the length."""
-    if old is None:
-        return tuple(new)
+def _is_read(values: Tensor) -> bool:
+    """Whether the values may be read on the way: elsewhere than on a CPU, that would wait for the device."""
+    return values.device.type == "cpu" and can_be_read(values)
+
+
+def _require_alike(old: Kept, new: Kept) -> None:
+    """Raise `InputError` unless the new tensors can stand behind the old ones."""
     before, after = ([(each.shape[1], each.shape[3], each.dtype) for each in tensors] for tensors in (old, new))
     if before != after:
         remedy = "a cache belongs to one layer"
         raise InputError("cache", expected=f"heads, widths and dtypes {after}, the layer's", got=before, remedy=remedy)
-    return tuple(torch.cat([before, after], dim=2) for before, after in zip(old, new, strict=True))
+    if old[0].device != new[0].device:
+        raise InputError("cache", expected=f"tensors on {new[0].device} like the layer", got=old[0].device)
+
+
+def _may_write(new: Kept) -> bool:
+    """Whether tokens may be written in place: never where a gradient may be asked for, or where a program is traced."""
+    return not torch.is_grad_enabled() and all(type(tensor) is Tensor and can_be_read(tensor) for tensor in new)
+
+
+def _writable(room: Kept) -> bool:
+    """Whether room taken before may still be written to, as that of `torch.inference_mode()` may only under it."""
+    return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in room)
+
+
+def _with_room(tensor: Float[Tensor, "batch heads kept width"], length: int) -> Float[Tensor, "batch heads room width"]:
+    """A copy of the tensor with room for `length` tokens, and for half as many again."""
+    batch, heads, kept, width = tensor.shape
+    room = tensor.new_empty(batch, heads, length + max(length // 2, LEAST_ROOM), width)
+    room[:, :, :kept] = tensor
+    return room
+
+
+def _first(length: int, tensors: Kept) -> Kept:
+    """The first `length` tokens of each tensor, as views."""
+    return tuple(tensor[:, :, :length] for tensor in tensors)
 
 
 def _reordered(tensors: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
@@ -301,11 +378,11 @@ def _reordered(tensors: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
     return tuple(tensor[sequences] for tensor in tensors)
 
 
-def _without(tensor: Tensor, start: int, stop: int, *, dim: int) -> Tensor:
-    """The tensor without the entries from `start` to `stop` along one axis; a copy, so that nothing else is held."""
-    length = tensor.shape[dim]
-    parts = [tensor.narrow(dim, 0, start), tensor.narrow(dim, stop, length - stop)]
-    return torch.cat(parts, dim=dim)
+def _without(
+    tensor: Float[Tensor, "batch heads length width"], start: int, stop: int
+) -> Float[Tensor, "batch heads rest width"]:
+    """The tensor without the tokens from `start` to `stop`; a copy, so that nothing else is held."""
+    return torch.cat([tensor[:, :, :start], tensor[:, :, stop:]], dim=2)
 
 
 def _require_batch(tensors: Kept | None, batch: int) -> None:

@@ -5,6 +5,9 @@ fused kernel, and so memory linear in length, except with dropout on CPU and wit
 torch itself computes the whole matrix. A mask other than plain causal is handed over as a tensor of
 queries x keys. Its second derivative is not implemented by torch; `backend="reference"` has one.
 
+One query row of grouped heads goes as the rows of one head, so that keys are read once for the group. On CPU one row
+of bfloat16 goes twice: the kernel there multiplies a matrix by one vector number by number, and by two as matrices.
+
 On CPU the log-sum-exp is taken from the flash operator, which returns it but cannot differentiate it;
 `_FlashWithLse` adds that gradient. Where weights are asked for, so is the matrix that kernels avoid, and the answer
 is the reference's.
@@ -56,14 +59,18 @@ def run(problem: Problem) -> Answer:
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (_widen(tensor, width) for tensor in (q, k, v))
     attn_mask, is_causal = _attn_mask(problem)
+    needs_lse = _needs_lse(problem)
+    if problem.sinks is not None and not needs_lse:
+        k, v, attn_mask, is_causal = _with_sink_key(problem, k, v, attn_mask)
+    q, attn_mask = _as_rows(q, k.shape[1], attn_mask)
 
     lse = None
-    if _needs_lse(problem):
+    if needs_lse:
         out, lse = _with_lse(problem, q, k, v, attn_mask, is_causal, scale)
-    if lse is None or problem.dropout > 0:
-        if problem.sinks is not None and lse is None:
-            k, v, attn_mask, is_causal = _with_sink_key(problem, k, v, attn_mask)
+        lse = lse.reshape(problem.q.shape[:3])
+    if not needs_lse or problem.dropout > 0:
         out = _without_lse(q, k, v, attn_mask, is_causal, scale, problem.dropout)
+    out = out.reshape(*problem.q.shape[:3], width)
     if problem.sinks is not None and lse is not None:
         out, lse = reference.with_sinks(out, lse, problem.sinks)
     out = out[..., : problem.v.shape[-1]].to(problem.q.dtype)
@@ -74,6 +81,8 @@ def _without_lse(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, dropout: float
 ) -> Float[Tensor, "batch heads queries width"]:
     """Torch's attention."""
+    if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        return _without_lse(q.repeat(1, 1, 2, 1), k, v, attn_mask, False, scale, dropout)[:, :, :1]
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # while compiling, != may be a symbol
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=is_causal, scale=scale, **grouped
@@ -236,6 +245,18 @@ def _attn_mask(
     if grid.device.type != "cpu":
         bias = bias.to(problem.q.dtype)  # elsewhere the kernels want one dtype
     return bias if mask is None else bias.masked_fill(~mask.block(grid), -torch.inf), False
+
+
+def _as_rows(
+    q: Float[Tensor, "batch heads queries width"], kv_heads: int, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Queries and mask, where there is one query row of grouped heads as rows: `(batch, kv_heads, group, width)`."""
+    batch, heads, queries, width = q.shape
+    if queries != 1 or heads == kv_heads:
+        return q, attn_mask
+    if attn_mask is not None and attn_mask.shape[1] != 1:
+        attn_mask = attn_mask.reshape(attn_mask.shape[0], kv_heads, heads // kv_heads, attn_mask.shape[3])
+    return q.reshape(batch, kv_heads, heads // kv_heads, width), attn_mask
 
 
 def _widen(tensor: Float[Tensor, "*axes have"], width: int) -> Float[Tensor, "*axes want"]:

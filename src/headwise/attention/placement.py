@@ -23,11 +23,19 @@ class Placed(NamedTuple):
     k: Float[Tensor, "batch kv_heads keys head_dim"]
     v: Float[Tensor, "batch value_heads keys value_dim"]
     query_positions: Int[Tensor, "#batch queries"]
-    key_positions: Int[Tensor, "#batch keys"]
+    given_key_positions: Int[Tensor, "#batch keys"] | None
+    """None where keys stand in order, the first at 0."""
     mask_positions: dict[str, Any]
     """`query_positions` and `key_positions` of `attend`, for masks; empty where they follow from the layout."""
     joined: Joined | None
     """What the cache is to keep once attention has succeeded."""
+
+    @property
+    def key_positions(self) -> Int[Tensor, "#batch keys"]:
+        """Where the keys stand."""
+        if self.given_key_positions is None:
+            return torch.arange(self.k.shape[2], device=self.k.device)[None]
+        return self.given_key_positions
 
     @property
     def grid(self) -> Grid:
@@ -45,6 +53,7 @@ def place(
     positions: Int[Tensor, "#batch queries"] | None = None,
     cache: Cache | None = None,
     lengths: Any = None,
+    whole: bool = False,
     offsets: packed.Offsets | None = None,
 ) -> Placed:
     """Rotate by position and join with the cache.
@@ -58,54 +67,53 @@ def place(
         positions: where the tokens stand, if not in order; they decide the angles, not the masks.
         cache: what was there before.
         lengths: the tokens that are real, of a batch that shares a static cache.
+        whole: whether the keys are to be all that the cache has room for, since tensors speak of them.
         offsets: of packed sequences, among the queries and among the keys.
     """
     queries, keys, device = q.shape[2], k.shape[2], q.device
     in_order: Int[Tensor, "#batch queries"] | None = None
     if cache is not None:
-        of_queries = of_keys = in_order = cache.positions(q.shape[0], queries, lengths, device)
+        of_queries = of_new = in_order = cache.positions(q.shape[0], queries, lengths, device)
     elif offsets is not None:
-        of_queries, of_keys = packed.positions(*offsets, device)
+        of_queries, of_new = packed.positions(*offsets, device)
     else:
-        of_keys = torch.arange(keys, device=device)[None]
-        of_queries = torch.arange(queries, device=device)[None] + (keys - queries)
+        of_queries = of_new = torch.arange(keys, device=device)[None]
+        if torch.compiler.is_compiling() or queries != keys:  # while compiling, lengths may be symbols
+            of_queries = torch.arange(queries, device=device)[None] + (keys - queries)
     if positions is not None:
-        of_queries = of_keys = positions
+        of_queries = of_new = positions
 
     if rotary is not None and not rotary.grows:
-        q, k = rotary.rotate(q, of_queries), rotary.rotate(k, of_keys)
+        angles = rotary.angles(q, of_queries)
+        q = rotary.turned(q, angles)
+        k = rotary.turned(k, angles if of_new is of_queries else rotary.angles(k, of_new))
     kept: Kept = (k,) if v is None else (k, v)
     joined: Joined | None = None
+    of_keys: Int[Tensor, "#batch keys"] | None = of_new
     mask_positions: dict[str, Any] = {}
     if cache is not None and in_order is not None:
-        joined = cache.joined(kept, in_order)
-        kept = joined.tensors
-        if joined.key_positions is None:
-            of_keys = torch.arange(kept[0].shape[2], device=device)[None]
-        else:
-            of_keys = joined.key_positions
+        joined = cache.joined(kept, in_order, whole=whole)
+        kept, of_keys = joined.tensors, joined.key_positions
+        if of_keys is not None:
             mask_positions = {"query_positions": in_order, "key_positions": of_keys}
     k, v = kept[0], kept[-1]
+    placed = Placed(q, k, v, of_queries, of_keys, mask_positions, joined)
     if rotary is not None and rotary.grows:
         # These angles change with the length, also those of keys that were cached; so keys are cached unrotated.
         texts = list(zip(*map(packed.slices, offsets), strict=True)) if offsets else [(slice(None), slice(None))]
-        rotated = [_rotated_at_length(rotary, q, k, of_queries, of_keys, text) for text in texts]
+        rotated = [_rotated_at_length(rotary, placed, text) for text in texts]
         q, k = (torch.cat(each, dim=2) for each in zip(*rotated, strict=True))
-    return Placed(q, k, v, of_queries, of_keys, mask_positions, joined)
+        placed = placed._replace(q=q, k=k)
+    return placed
 
 
 def _rotated_at_length(
-    rotary: Rotary,
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys key_dim"],
-    of_queries: Int[Tensor, "#batch queries"],
-    of_keys: Int[Tensor, "#batch keys"],
-    text: tuple[slice, slice],
+    rotary: Rotary, placed: Placed, text: tuple[slice, slice]
 ) -> tuple[Float[Tensor, "batch heads some_queries head_dim"], Float[Tensor, "batch kv_heads some_keys key_dim"]]:
     """The queries and keys of one text, rotated by angles that its length decides."""
-    at_q, at_k = of_queries[:, text[0]], of_keys[:, text[1]]
+    at_q, at_k = placed.query_positions[:, text[0]], placed.key_positions[:, text[1]]
     length = torch.cat([at_q.flatten(), at_k.flatten(), at_q.new_zeros(1)]).max() + 1
     return (
-        rotary.rotate(q[:, :, text[0]], at_q, length=length),
-        rotary.rotate(k[:, :, text[1]], at_k, length=length),
+        rotary.rotate(placed.q[:, :, text[0]], at_q, length=length),
+        rotary.rotate(placed.k[:, :, text[1]], at_k, length=length),
     )

@@ -20,6 +20,12 @@ from headwise.shapes import Float, Int
 Length = int | Int[Tensor, ""] | None
 """How many positions there are now; None where a scaling has no use for it."""
 
+Angles = tuple[Float[Tensor, "#batch 1 length width"], Float[Tensor, "#batch 1 length width"]]
+"""What each feature is multiplied by, and what the other one of its pair: cosine and sine, negative for the first.
+
+Float32 at least.
+"""
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -88,25 +94,42 @@ class Rotary:
         Raises:
             InputError: a head_dim that does not fit, positions that are not whole numbers of such a shape.
         """
+        return self.turned(x, self.angles(x, positions, length=length))
+
+    def angles(
+        self,
+        x: Float[Tensor, "batch heads length head_dim"],
+        positions: Int[Tensor, "#batch length"],
+        *,
+        length: Length = None,
+    ) -> Angles:
+        """What `turned` takes for `x`, and for any other tensor of its width whose tokens stand at these positions."""
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 4:
             got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise InputError("x", expected="a float tensor (batch, heads, length, head_dim)", got=got)
         self.check(x.shape[3])
         position_ids("positions", positions, batch=x.shape[0], length=x.shape[2], device=x.device)
-
-        width = x.shape[3] if self.width is None else self.width
         if self.grows and length is None:
             length = positions.max() + 1 if positions.numel() else 0
+        width = x.shape[3] if self.width is None else self.width
+        with without_autocast(x.device):
+            return self._cos_and_sin(width, positions, length, torch.promote_types(x.dtype, torch.float32))
+
+    def turned(
+        self, x: Float[Tensor, "batch heads length head_dim"], angles: Angles
+    ) -> Float[Tensor, "batch heads length head_dim"]:
+        """`x` turned by `angles`."""
+        width = x.shape[3] if self.width is None else self.width
         # Nothing here is narrowed by autocast, but torch's cat fails under it where it does not expect float16.
         with without_autocast(x.device):
-            cos, sin = self._cos_and_sin(width, positions, length, torch.promote_types(x.dtype, torch.float32))
-            rotated = _rotated(x[..., :width], cos, sin, self.interleaved)
-            return rotated if width == x.shape[3] else torch.cat((rotated, x[..., width:]), dim=-1)
+            if width == x.shape[3]:
+                return _rotated(x, *angles, self.interleaved)
+            return torch.cat((_rotated(x[..., :width], *angles, self.interleaved), x[..., width:]), dim=-1)
 
     def _cos_and_sin(
         self, width: int, positions: Int[Tensor, "#batch length"], length: Length, dtype: torch.dtype
-    ) -> tuple[Float[Tensor, "#batch 1 length pairs"], Float[Tensor, "#batch 1 length pairs"]]:
-        """Cosine and sine of each pair's angle, times the factor of the scaling."""
+    ) -> Angles:
+        """Cosine and sine of each feature's angle, times the factor of the scaling."""
         device = positions.device
         if self.scaling is None:
             frequencies, factor = base_frequencies(self.theta, width, device), 1.0
@@ -115,28 +138,35 @@ class Rotary:
         # Whole turns are taken off before rounding: a float32 angle is off by thousandths at position 100,000.
         turns = positions[:, None, :, None] * (frequencies / math.tau)
         angles = ((turns - turns.round()) * math.tau).to(dtype)
-        return angles.cos() * factor, angles.sin() * factor
+        cos, sin = angles.cos(), angles.sin()
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
+        both = ((cos, cos), (-sin, sin))
+        if self.interleaved:
+            first, other = (torch.stack(each, dim=-1).flatten(-2) for each in both)
+        else:
+            first, other = (torch.cat(each, dim=-1) for each in both)
+        return first, other
 
 
 def _rotated(
     x: Float[Tensor, "batch heads length width"],
-    cos: Float[Tensor, "#batch 1 length pairs"],
-    sin: Float[Tensor, "#batch 1 length pairs"],
+    cos: Float[Tensor, "#batch 1 length width"],
+    sin: Float[Tensor, "#batch 1 length width"],
     interleaved: bool,
 ) -> Float[Tensor, "batch heads length width"]:
     """Every pair of features as a point in the plane, turned; half precision is widened by the cosines it meets."""
-    pairs = cos.shape[-1]
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :pairs], x[..., pairs:])
-    rotated = ((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype))
-    return torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    width = x.shape[-1]
+    others = x.reshape(*x.shape[:-1], width // 2, 2).flip(-1).flatten(-2) if interleaved else x.roll(width // 2, -1)
+    return (x * cos).addcmul_(others, sin).to(x.dtype)
 
 
 def base_frequencies(
     theta: float | Float[Tensor, ""], width: int, device: torch.device | None = None
 ) -> Float[Tensor, " pairs"]:
     """theta^(-2i / width) for pair i, radians per position (Su et al. 2021, equation 15)."""
-    exponents = torch.arange(0, width, 2, dtype=precise(device), device=device) / width
-    return theta**-exponents
+    exponents = torch.arange(0, -width, -2, dtype=precise(device), device=device) / width
+    return theta**exponents
 
 
 def precise(device: torch.device | None) -> torch.dtype:
