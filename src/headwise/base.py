@@ -170,14 +170,14 @@ def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
         raise InputError(name, expected=expected, got=tensor.dtype, remedy="cast one to the other")
 
 
-def speaks_of_keys(mask: Mask | None, bias: Tensor | None, *, return_weights: bool) -> bool:
+def needs_all_room(cache: Cache | None, mask: Mask | None, bias: Tensor | None, *, return_weights: bool) -> bool:
     """Whether a call has or wants a tensor with an axis of keys, which is to be as long as its cache has room.
 
-    While compiling it always is, so that no shape changes.
+    It is asked only where a cache could show less.
     """
-    if torch.compiler.is_compiling() or return_weights or bias is not None:
+    if not isinstance(cache, StaticCache) or not cache.may_show_less:
         return True
-    return mask is not None and mask.extent().keys > 0
+    return return_weights or bias is not None or (mask is not None and mask.extent().keys > 0)
 
 
 def is_plain(linear: nn.Module) -> bool:

@@ -29,7 +29,7 @@ from headwise.attention.positions import PositionBias
 from headwise.attention.problem import score_dtype
 from headwise.attention.rotary import Rotary
 from headwise.attention.rules import padding
-from headwise.base import AttentionLayer, normed, reset_linear, speaks_of_keys
+from headwise.base import AttentionLayer, needs_all_room, normed, reset_linear
 from headwise.checks import float_tensor, probability, whole_number
 from headwise.errors import InputError
 from headwise.options import OutputGate, QKNorm, Scores
@@ -254,7 +254,7 @@ class MultiHeadAttention(AttentionLayer):
         mask, bias = self._mask_and_bias(mask, bias, cache)
         call: dict[str, Any] = {"mask": mask, "bias": bias, "gate": gate, "return_weights": return_weights}
         where: dict[str, Any] = {"positions": positions, "cache": cache, "lengths": lengths, "offsets": packing}
-        whole = speaks_of_keys(mask, bias, return_weights=return_weights)
+        whole = needs_all_room(cache, mask, bias, return_weights=return_weights)
         placed = place(q, k, v, rotary=self.rotary, whole=whole, **where)
         if packing is None:
             heads, *weights = self._attend(placed, **call)

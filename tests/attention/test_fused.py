@@ -87,7 +87,7 @@ def test_a_padded_layout_of_channels_last_is_read_right():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("axes", [(1, 1), (1, 6), (2, 1), (2, 6)], ids=str)
 def test_one_query_row_of_grouped_heads(axes, dtype):
-    """As rows of one head, and twice in bfloat16: a mask and a bias for each head and sequence, and sinks, keep theirs."""
+    """As rows of one head, and twice in bfloat16: masks, biases and sinks stay with their heads."""
     q, k, v = (torch.randn(2, heads, n, 8).to(dtype) for heads, n in ((6, 1), (3, 11), (3, 11)))
     allowed, bias, sinks = torch.rand(*axes, 1, 11) > 0.4, torch.randn(*axes, 1, 11), torch.randn(6)
     scale, gate = torch.rand(6) + 0.5, torch.randn(2, 6)

@@ -189,9 +189,10 @@ class SlidingCache(_Growing):
         if joined.room is None or dropped > keys - dropped:
             self.tensors, self.room = tuple(_without(each, sinks, sinks + dropped) for each in joined.tensors), None
             return
-        # The sinks move up to the window, over what is dropped, and the window stays where it is.
-        for buffer in joined.room:
-            buffer[:, :, dropped : dropped + sinks] = buffer[:, :, :sinks].clone()
+        if sinks:
+            # They move up to the window, over what is dropped, and the window stays where it is.
+            for buffer in joined.room:
+                buffer[:, :, dropped : dropped + sinks] = buffer[:, :, :sinks].clone()
         self.room = tuple(buffer[:, :, dropped:] for buffer in joined.room)
         self.tensors = _first(keys - dropped, self.room)
 
@@ -247,6 +248,11 @@ class StaticCache(Cache):
         """The room, without the slot for padding: `(batch, kv_heads, capacity, width)` each."""
         return tuple(slots[:, :, 1:] for slots in self.slots)
 
+    @property
+    def may_show_less(self) -> bool:
+        """Whether the lengths can be read at no cost, and so room that holds nothing be left out."""
+        return _is_read(self.lengths)
+
     def positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "batch new"]:
@@ -290,7 +296,7 @@ class StaticCache(Cache):
             slots.transpose(1, 2)[sequence, slot] = tensor.transpose(1, 2)
         seen = self.lengths + (positions >= 0).sum(1)
         tensors = self.tensors
-        if not whole and _is_read(seen):
+        if not whole and self.may_show_less:
             longest = int(seen.max())
             tensors = _first(longest, tensors)
             if bool((seen == longest).all() & (positions >= 0).all()):

@@ -26,7 +26,7 @@ from headwise.attention.cache import Cache
 from headwise.attention.masks import Mask
 from headwise.attention.placement import place
 from headwise.attention.rotary import Rotary
-from headwise.base import AttentionLayer, is_plain, normed, reset_linear, speaks_of_keys
+from headwise.base import AttentionLayer, is_plain, needs_all_room, normed, reset_linear
 from headwise.checks import finite_number, probability, whole_number
 from headwise.errors import InputError
 from headwise.options import Scores
@@ -180,7 +180,7 @@ class LatentAttention(AttentionLayer):
         positions = self._positions(x, positions, cache, lengths)
         rotary = self.rotary and replace(self.rotary, width=self.rotary.width or self.rotary_dim)
         mask, bias = self._mask_and_bias(mask, bias, cache)
-        whole = speaks_of_keys(mask, bias, return_weights=return_weights)
+        whole = needs_all_room(cache, mask, bias, return_weights=return_weights)
         where: dict[str, Any] = {"positions": positions, "cache": cache, "lengths": lengths}
         placed = place(self._queries(x), self._latents(x), None, rotary=rotary, whole=whole, **where)
         options = {"mask": mask, "bias": bias, "gate": gate, "return_weights": return_weights, **placed.mask_positions}
