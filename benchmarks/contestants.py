@@ -25,11 +25,15 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Peer:
-    """How a peer is built, and how its layer differs from ours as it comes: ours and the oracle are then the same."""
+    """How a peer is built, and how its layer differs from ours as it comes: ours and the oracle are then the same.
+
+    One that keeps the matrix of weights takes minutes and gigabytes for long texts, and is left out there.
+    """
 
     build: Callable[[Regime, Data], Contestant]
     flavour: dict[str, bool] = field(default_factory=dict)
     torch_only: bool = True
+    keeps_matrix: bool = False
 
 
 def of_torch(

@@ -23,18 +23,24 @@ GEMM = "GEMM rate"
 PEERS = {
     YARDSTICK: Peer(torch_peers.sdpa_block),
     TORCH_LAYER: Peer(torch_peers.torch_layer),
-    f"{TORCH_LAYER}, weights": Peer(torch_peers.torch_layer_with_weights),
+    f"{TORCH_LAYER}, weights": Peer(torch_peers.torch_layer_with_weights, keeps_matrix=True),
     FLEX: Peer(torch_peers.flex_block, torch_only=False),
     "x-transformers": Peer(library_peers.x_transformers, {"bias": False}, torch_only=False),
     LLAMA: Peer(library_peers.llama, {"bias": False, "rotary": True}, torch_only=False),
     "BertAttention": Peer(library_peers.bert, torch_only=False),
-    "Equinox": Peer(jax_peers.equinox, torch_only=False),
-    "Flax NNX": Peer(jax_peers.flax, torch_only=False),
+    "Equinox": Peer(jax_peers.equinox, torch_only=False, keeps_matrix=True),
+    "Flax NNX": Peer(jax_peers.flax, torch_only=False, keeps_matrix=True),
 }
 """Every peer. A flavour says what its layer has not, or has more; ours is then built alike."""
 
 QUICK = (YARDSTICK, TORCH_LAYER, "x-transformers")
 """Those that a quick run keeps: no compilation, no matrix, and one around SDPA instead of four."""
+
+
+LONGEST_MATRIX = 2048
+"""Texts longer than this have no peer that keeps the matrix, and `FEW_ROUNDS`, since each takes seconds."""
+
+FEW_ROUNDS = 3
 
 
 @dataclass
@@ -53,10 +59,14 @@ class Comparison:
         if not self.options.wants(regime):
             return
         names = [name for name, peer in PEERS.items() if name not in without and self._asked(name, peer)]
+        for name in [name for name in names if PEERS[name].keeps_matrix and regime.length > LONGEST_MATRIX]:
+            names.remove(name)
+            self.left_out[f"{name}, {regime.name}"] = f"keeps the matrix; compared up to {LONGEST_MATRIX:,} tokens"
         timed, opponent = self._checked(regime, names)
         if gemm_share:
             timed[GEMM] = gemm(regime.torch_dtype)
-        taken = interleaved(timed, self.options.rounds)
+        rounds = self.options.rounds if regime.length <= LONGEST_MATRIX else min(self.options.rounds, FEW_ROUNDS)
+        taken = interleaved(timed, rounds)
         self.keep(regime, taken, opponent)
         if gemm_share:
             self.rows.append(_share(regime, taken))
