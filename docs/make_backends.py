@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import headwise as hw
+from headwise.attention import choice
 from headwise.attention.attend import BACKENDS
 
 BATCH, HEADS, KV_HEADS, LENGTH, HEAD_DIM, VALUE_DIM = 2, 6, 2, 7, 5, 3
@@ -93,6 +94,29 @@ def combinations(size: int) -> dict[str, int]:
     return counts
 
 
+CHOICE = f"""\
+## Which is taken
+
+`backend=None` takes the faster of `fused` and `blockwise`; `hw.explain(q, k, v, ...)` says which and why. The unit of
+cost is a score that torch's kernel computes, head_dim 64, two CPU cores with AVX-512:
+
+| | costs |
+| --- | --- |
+| `fused` | every score of the square, hidden or not |
+| `fused`, plain causal | {choice.FLAG} of them |
+| `fused`, with dropout or a bias that learns, where torch makes the matrix | {choice.MATRIX} times as much |
+| `fused`, values of another width than keys | as if both had the larger |
+| `blockwise` | {choice.WIDE[0]} a score that its blocks compute, and {choice.WIDE[1]:,} a block |
+| `blockwise`, narrow | {choice.NARROW[0]} a score, and {choice.NARROW[1]:,} a block |
+
+Narrow is bfloat16 without a softcap, bias, sinks, dropout, log-sum-exp or a scale for each head.
+
+The kernel is taken without asking the mask for fewer than {choice.SMALLEST:,} scores, for masks that are a matrix for
+each sequence or head, where the weights are asked for, and on devices where nothing has been measured, which is every
+other than a CPU. There torch chooses between its own kernels.
+""".splitlines()
+
+
 def main() -> None:
     torch.manual_seed(0)
     counts = {size: combinations(size) for size in (1, 2, 3)}
@@ -104,9 +128,11 @@ def main() -> None:
         "",
         *table(),
         "",
-        "`backend=None` takes `fused` where it can, and `blockwise` otherwise. `reference` keeps the whole matrix in",
-        "memory, and runs only when it is asked for by name. Only it has second derivatives. On other devices than the",
-        "CPU `fused` refuses the log-sum-exp; while compiling `blockwise` refuses all. Nothing has run on a GPU yet.",
+        "`reference` keeps the whole matrix in memory, and runs only when it is asked for by name. Only it has second",
+        "derivatives. On other devices than the CPU `fused` refuses the log-sum-exp; while compiling `blockwise`",
+        "refuses all. Nothing has run on a GPU yet.",
+        "",
+        *CHOICE,
         "",
         "## Together",
         "",

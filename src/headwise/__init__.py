@@ -1,6 +1,7 @@
 """headwise: multi-head attention for PyTorch with every head in reach."""
 
 from headwise.attention.attend import attend, explain, why_not
+from headwise.attention.blockwise import Blockwise
 from headwise.attention.cache import Cache, DynamicCache, SlidingCache, StaticCache
 from headwise.attention.masks import Mask
 from headwise.attention.positions import ALiBi, PositionBias, RelativeBias
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ALiBi",
+    "Blockwise",
     "Cache",
     "DifferentialAttention",
     "DynamicCache",

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from headwise.attention.attend import backend_named
 from headwise.attention.autocast import NARROW, autocast_dtype
+from headwise.attention.blockwise import Blockwise
 from headwise.attention.cache import Cache, StaticCache
 from headwise.attention.masks import Mask
 from headwise.attention.positions import PositionBias
@@ -35,7 +36,7 @@ class AttentionLayer(nn.Module):
     scores: Scores | None
     mask: Mask | None
     dropout: float
-    backend: str | None
+    backend: str | Blockwise | None
 
     sinks: nn.Parameter | None
     temperature: nn.Parameter | None

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from headwise.attention import packed
 from headwise.attention.attend import attend
+from headwise.attention.blockwise import Blockwise
 from headwise.attention.cache import Cache
 from headwise.attention.masks import Mask, require_broadcast
 from headwise.attention.placement import Placed, place
@@ -97,7 +98,7 @@ class MultiHeadAttention(AttentionLayer):
         output_gate: OutputGate | None = None,
         mask: Mask | None = None,
         dropout: float = 0.0,
-        backend: str | None = None,
+        backend: str | Blockwise | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):

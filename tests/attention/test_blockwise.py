@@ -177,6 +177,24 @@ def test_rows_can_be_given():
     q = torch.randn(1, 2, 50, 7)
     problem = Problem.checked(q, q, q, mask=hw.causal())
     torch.testing.assert_close(blockwise.run(problem, rows=3).out, blockwise.run(problem).out)
+    torch.testing.assert_close(
+        hw.attend(q, q, q, mask=hw.causal(), backend=hw.Blockwise(rows=3)), hw.attend(q, q, q, mask=hw.causal())
+    )
+    layer = hw.MultiHeadAttention(12, 2, backend=hw.Blockwise(rows=3))
+    assert layer(torch.randn(2, 7, 12)).shape == (2, 7, 12)
+    assert hw.why_not(hw.Blockwise(), q, q, q) is None
+
+
+def test_rows_given_are_taken(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        blockwise, "plan_of", lambda mask, grid, rows: asked.append(rows) or blocks.plan_of(mask, grid, rows)
+    )
+    q = torch.randn(1, 2, 50, 7)
+    hw.attend(q, q, q, backend=hw.Blockwise(rows=3))
+    assert asked == [3]
+    with pytest.raises(hw.InputError, match="rows: expected a whole number of 1 or more, got 0"):
+        hw.Blockwise(rows=0)
 
 
 @pytest.mark.parametrize(

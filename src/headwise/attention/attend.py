@@ -6,6 +6,7 @@ from torch import Tensor
 
 from headwise.attention import blockwise, fused, reference
 from headwise.attention.autocast import NARROW, autocast_dtype, without_autocast
+from headwise.attention.blockwise import Blockwise
 from headwise.attention.choice import Choice, asked_for, fastest
 from headwise.attention.masks import Mask
 from headwise.attention.problem import Backend, Problem
@@ -33,7 +34,7 @@ def attend(
     dropout: float = 0.0,
     return_lse: bool = False,
     return_weights: bool = False,
-    backend: str | None = None,
+    backend: str | Blockwise | None = None,
 ) -> Float[Tensor, "batch heads queries value_dim"] | tuple[Tensor, ...]:
     """Scaled dot-product attention of several heads (Vaswani et al. 2017, equation 1).
 
@@ -64,8 +65,8 @@ def attend(
         return_lse: also return the log-sum-exp of each row's scores, `(batch, heads, queries)`, nats,
             float32 at least; differentiable.
         return_weights: also return the weights `(batch, heads, queries, keys)`. The matrix exists then.
-        backend: "fused", "blockwise" or "reference"; None takes the faster of the first two, as `explain` tells. One
-            asked for by name never falls back to another.
+        backend: "fused", "blockwise" or "reference", or `Blockwise(rows=128)`; None takes the faster of the first two,
+            as `explain` tells. One asked for never falls back to another.
 
     Returns:
         `out (batch, heads, queries, value_dim)`; with `return_lse` or `return_weights` a tuple of `out` and
@@ -101,7 +102,7 @@ def attend(
 
 
 def why_not(
-    backend: str,
+    backend: str | Blockwise,
     q: Float[Tensor, "batch heads queries head_dim"],
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     v: Float[Tensor, "batch kv_heads keys value_dim"],
@@ -119,7 +120,7 @@ def explain(
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     v: Float[Tensor, "batch kv_heads keys value_dim"],
     *,
-    backend: str | None = None,
+    backend: str | Blockwise | None = None,
     **options: Any,
 ) -> Choice:
     """Which backend `attend(q, k, v, **options)` takes, and why; print it, or read its fields.
@@ -132,7 +133,7 @@ def explain(
     return _choice(Problem.checked(*_cast(q, k, v), **options), backend)
 
 
-def _choice(problem: Problem, backend: str | None) -> Choice:
+def _choice(problem: Problem, backend: str | Blockwise | None) -> Choice:
     """The backend asked for, or the fastest."""
     return fastest(problem) if backend is None else asked_for(backend_named(backend), problem)
 
@@ -145,8 +146,10 @@ def _cast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(each.to(dtype) if isinstance(each, Tensor) and each.dtype in NARROW else each for each in tensors)
 
 
-def backend_named(backend: str) -> Backend:
-    """The backend of that name; `InputError` where there is none."""
+def backend_named(backend: str | Blockwise) -> Backend:
+    """The backend of that name, or one that is given itself; `InputError` where there is none."""
+    if isinstance(backend, Blockwise):
+        return backend
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise InputError("backend", expected=f"one of {', '.join(BACKENDS)}", got=repr(backend))
     return BACKENDS[backend]

@@ -20,6 +20,7 @@ computed in float32.
 """
 
 import math
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from headwise.attention.masks import can_be_read
 from headwise.attention.narrow import Narrow, and_less, and_ones
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.tiles import Pool, Tile, pick, products, tiles
+from headwise.checks import whole_number
 from headwise.shapes import Float
 
 name = "blockwise"
@@ -73,6 +75,30 @@ def run(problem: Problem, rows: int | None = None, plan: Plan | None = None) -> 
     if problem.sinks is not None:
         out, lse = reference.with_sinks(out, lse, problem.sinks)
     return Answer(out.to(problem.q.dtype), lse if problem.return_lse else None, None)
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """The backend in blocks of `rows` query rows: a whole number above 0, or None for as many as `rows_of` finds.
+
+    Raises:
+        InputError: any other number of rows.
+    """
+
+    rows: int | None = None
+    name: str = field(default=name, init=False)
+
+    def __post_init__(self) -> None:
+        if self.rows is not None:
+            whole_number("rows", self.rows, least=1)
+
+    def why_not(self, problem: Problem) -> str | None:
+        """See `Backend`."""
+        return why_not(problem)
+
+    def run(self, problem: Problem) -> Answer:
+        """See `Backend`."""
+        return run(problem, rows=self.rows)
 
 
 def is_narrow(problem: Problem) -> bool:

@@ -116,9 +116,11 @@ class Problem:
 
 @runtime_checkable
 class Backend(Protocol):
-    """What computes an answer: a module of this shape."""
+    """What computes an answer: a module of this shape, or an object."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What it is asked for by."""
 
     def why_not(self, problem: Problem) -> str | None:
         """None when it can do this problem, otherwise why not, in one sentence."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention.attend import attend
+from headwise.attention.blockwise import Blockwise
 from headwise.attention.cache import Cache
 from headwise.attention.masks import Mask
 from headwise.attention.placement import place
@@ -84,7 +85,7 @@ class LatentAttention(AttentionLayer):
         norm_eps: float = 1e-6,
         mask: Mask | None = None,
         dropout: float = 0.0,
-        backend: str | None = None,
+        backend: str | Blockwise | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
