@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from oracle import Results
@@ -119,7 +120,15 @@ def our_parameters(layer: hw.MultiHeadAttention) -> dict[str, list[Tensor]]:
 
 
 def ours(regime: Regime, data: Data) -> Contestant:
-    """Headwise's layer, called with what a mask of the batch needs."""
+    """Headwise's layer; of a padded batch it is told the lengths."""
+    return _ours(regime, data, {"lengths": regime.lengths} if regime.mask == "padding" else {})
+
+
+def ours_masked(regime: Regime, data: Data) -> Contestant:
+    """Headwise's layer, given the padding as a mask."""
+    return _ours(regime, data, {"mask": hw.padding(regime.lengths)})
+
+
+def _ours(regime: Regime, data: Data, given: dict[str, Any]) -> Contestant:
     layer = our_layer(regime)
-    given = {"lengths": torch.as_tensor(regime.lengths)} if regime.mask == "padding" else {}
     return of_torch(lambda x: layer(x, **given), [layer], our_parameters(layer), regime, data)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from regime import Regime
 
 LEAST = 0.02
 """Seconds that a sample takes at least; what is quicker is repeated within it."""
+SHORT = 0.3
+"""Seconds below which a call is run once more ahead of its sample."""
 PEERS = ("torch", "transformers", "x-transformers", "jax", "equinox", "flax")
 SIDE = 1024
 """Of the square matrices whose product is the machine's rate."""
@@ -53,19 +56,22 @@ class Call:
 def interleaved(
     calls: dict[str, Call], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Seconds of one run of each call, a sample a round; every round begins with another call.
+    """Seconds of one run of each call, a sample a round, every round in another order, so that none follows always the
+    same.
 
-    Each has run when it was checked; another run, not counted, says how many make a sample of 20 ms.
+    Each has run when it was checked; another run, not counted, says how many make a sample of 20 ms. What takes less
+    than `SHORT` runs once, not counted, ahead of each sample: none pays for the caches, the freed memory and the
+    threads that the one before it left.
     """
-    times = {}
-    for name, call in calls.items():
-        times[name] = max(1, math.ceil(LEAST / max(call.seconds(1, clock), 1e-9)))
+    once = {name: max(call.seconds(1, clock), 1e-9) for name, call in calls.items()}
     taken: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for number in range(rounds):
-        start = number % len(names)
-        for name in names[start:] + names[:start]:
-            taken[name].append(calls[name].seconds(times[name], clock))
+    order, shuffled = list(calls), random.Random(0)
+    for _ in range(rounds):
+        shuffled.shuffle(order)
+        for name in order:
+            if once[name] < SHORT:
+                calls[name].seconds(1, clock)
+            taken[name].append(calls[name].seconds(math.ceil(LEAST / once[name]), clock))
     return taken
 
 

@@ -50,6 +50,8 @@ class Comparison:
     options: Options
     rows: list[Row] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    also: dict[str, Callable[[Regime, Data], Contestant]] = field(default_factory=dict)
+    """Other ways to write ours, held to the same error and shown beside the peers."""
 
     def add(self, regime: Regime, *, without: Sequence[str] = (), gemm_share: bool = False) -> None:
         """Check ours and every peer in a regime, time them by turns, and keep a row for each.
@@ -68,6 +70,10 @@ class Comparison:
         rounds = self.options.rounds if regime.length <= LONGEST_MATRIX else min(self.options.rounds, FEW_ROUNDS)
         taken = interleaved(timed, rounds)
         self.keep(regime, taken, opponent)
+        for name in self.also:
+            seconds = statistics.median(taken["ours"]), statistics.median(taken[name])
+            self.rows.append(Row(regime, name, Ratio.of(taken[name], taken["ours"]), *seconds))
+            show(self.rows[-1])
         if gemm_share:
             self.rows.append(_share(regime, taken))
             show(self.rows[-1])
@@ -96,7 +102,8 @@ class Comparison:
 
     def _checked(self, regime: Regime, names: list[str]) -> tuple[dict[str, Call], dict[str, str]]:
         """Everything that is right, to be timed; and for each peer which of ours it is compared with."""
-        timed, opponent = {}, {}
+        timed: dict[str, Call] = {name: Call(checked(regime, build)[0].run) for name, build in self.also.items()}
+        opponent: dict[str, str] = {}
         for flavour in _flavours(names):
             alike = replace(regime, **flavour)
             mine = "ours" + "".join(f", {option} {given}" for option, given in flavour.items())

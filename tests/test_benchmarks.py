@@ -240,14 +240,18 @@ def test_ratios_are_of_pairs_of_a_round():
     assert Ratio.of(taken["theirs"], taken["ours"]) == Ratio(2.0, 1.0, 3.0)
 
 
-def test_what_is_quick_is_repeated_within_a_sample_and_rounds_begin_with_another():
+def test_what_is_quick_is_repeated_within_a_sample_after_a_run_that_is_not_counted():
     clock, order = Clock(), []
     calls = {name: clock.call(0.004) for name in "abc"}
     runs = {name: call.run for name, call in calls.items()}
     calls = {name: Call(lambda name=name: (order.append(name), runs[name]())) for name in calls}
     taken = measure.interleaved(calls, 3, clock)
     assert all(each == pytest.approx([0.004] * 3) for each in taken.values())
-    assert "".join(order[3:]) == "".join(name * 5 for name in "abcbcacab")
+    samples = order[3::6]
+    assert "".join(order[3:]) == "".join(name * 6 for name in samples)
+    rounds = ["".join(samples[start : start + 3]) for start in (0, 3, 6)]
+    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert len(set(rounds)) > 1
 
 
 def test_what_prepares_a_run_is_not_timed():
