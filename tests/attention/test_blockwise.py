@@ -100,6 +100,7 @@ CASES = {
     "padding": hw.padding([100, 517]),
     "left padding": hw.causal() & hw.padding([30, 400], side="left"),
     "per head, groups cut": hw.window([20, None, None, None, 30, 31]),
+    "some heads of several sequences": hw.window([20] * 4 + [None] * 2),
     "per head and sequence": hw.window([20, 20, None, None, 30, 30]) & hw.padding([100, 517]),
     "two spans": hw.causal() & (hw.prefix(8) | hw.window(40)),
     "sparse": hw.dense(torch.rand(2, 6, 300, 517, generator=torch.Generator().manual_seed(0)) < 0.002),

@@ -353,11 +353,11 @@ def _add_products(
 ) -> None:
     """`rows^T scores` added to the columns that the tile holds."""
     for keys, span in tile.spans(scores):
-        into = total[tile.sequences, tile.kv_heads, :, keys.start : keys.stop].flatten(0, 1)
-        if into.dtype == rows.dtype:
-            into.baddbmm_(rows.mT, span)
+        into = total[tile.sequences, tile.kv_heads, :, keys.start : keys.stop]
+        if into.dtype == rows.dtype and (into.shape[0] == 1 or into.shape[1] == total.shape[1]):
+            into.flatten(0, 1).baddbmm_(rows.mT, span)  # these axes are one in memory, so nothing is copied
         else:
-            into.add_(torch.bmm(rows.mT, span))
+            into.add_(torch.bmm(rows.mT, span).view(into.shape))
 
 
 def _add_to_bias(
