@@ -271,6 +271,15 @@ def test_the_share_of_the_rate_is_work_over_time_over_that_of_the_product(monkey
     assert (row.ratio.median, row.ours, row.theirs) == pytest.approx((0.5, 1e9, 2e9))
 
 
+def test_the_fastest_peer_is_the_one_that_ours_beats_by_least():
+    found = peers.Comparison(command.Options(rounds=3))
+    taken = {"ours": [2.0, 2.0, 4.0], "ours, bias False": [1.0, 1.0, 2.0], "a": [4.0, 5.0, 4.0], "b": [3.0, 1.0, 3.0]}
+    found.keep(TINY, taken, {"a": "ours", "b": "ours, bias False"}, runs=2)
+    assert {row.against: row.ratio for row in found.rows[:2]} == {"a": Ratio(2.0, 1.0, 2.5), "b": Ratio(1.5, 1.0, 3.0)}
+    fastest = found.rows[2]
+    assert (fastest.against, fastest.note, fastest.ours, fastest.theirs) == (peers.FASTEST, "b", 0.5, 1.5)
+
+
 # -- the scripts ------------------------------------------------------------------------------------------------------
 
 
