@@ -154,8 +154,8 @@ def main(given: Sequence[str] | None = None) -> dict:
         raise SystemExit("memory: the peak is read from Linux's /proc/self/clear_refs, which is not there")
     found, rounds = Comparison(options), 1 if options.quick or options.tiny else min(options.rounds, 3)
     length = 256 if options.tiny else 8192
-    masks = ("causal",) if options.quick else ("full", "causal", "window")
-    for mask, dtype in product(masks, ("float32", "bfloat16")):
+    regimes = product(("full", "causal", "window"), ("float32", "bfloat16"))
+    for mask, dtype in [("causal", "bfloat16")] if options.quick else regimes:
         regime = Regime(1, length, 512, 8, mask, dtype, training=True)
         if not options.wants(regime):
             continue

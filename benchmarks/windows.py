@@ -55,7 +55,7 @@ def main(given: Sequence[str] | None = None) -> dict:
         others = [name for name in PEERS if name != YARDSTICK] if options.quick and mask == "window" else []
         for regime in both(Regime(*size, mask, dtype)):
             found.add(regime, without=others)
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32",) if options.quick else ("float32", "bfloat16"):
         for regime in both(Regime(1, SHORT_AND_LONG[1], 512, 8, "window", dtype)):
             if options.wants(regime):
                 found.rows.append(growth(regime, options))
