@@ -156,6 +156,7 @@ def report(benchmark: str, rows: Sequence[Row], options: Options, left_out: dict
         "date": date.today().isoformat(),
         "rounds": options.rounds,
         "quick": options.quick,
+        "only": options.only,
         "machine": machine(),
         "versions": versions(),
         "rows": [_rounded(asdict(row)) for row in rows],

@@ -45,11 +45,12 @@ def _markdown(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
 
 
 def where(results: dict) -> str:
-    """On what, with what, and when."""
+    """On what, with what, and when; and whether it is a part."""
     machine, versions = results["machine"], results["versions"]
     device = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores, {machine['capability']}"
+    part = "" if results.get("only") == "" and not results["quick"] else " A part of the regimes, not all."
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"{results['date']}, {device}, {machine['threads']} threads, {results['rounds']} rounds; {packages}."
+    return f"{results['date']}, {device}, {machine['threads']} threads, {results['rounds']} rounds; {packages}.{part}"
 
 
 def _units(row: Row, benchmark: str) -> tuple[str, str]:

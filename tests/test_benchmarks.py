@@ -328,6 +328,7 @@ def results(*rows, benchmark="layer", left_out=None):
         "date": "2026-01-02",
         "rounds": 7,
         "quick": False,
+        "only": "",
         "machine": {"cpu": "a processor", "cores": 2, "threads": 2, "capability": "AVX512", "gpu": None},
         "versions": {"torch": "2.13.0"},
         "rows": [asdict(row) for row in rows],
@@ -373,6 +374,19 @@ def test_a_claim_is_judged_by_its_worst_regime_and_a_miss_is_marked():
     text = make_benchmarks.document([results(row(1.6), row(1.4, longer))])
     assert line(text, "float32, 1,024 and more, forward, full")[-2:] == ["2 of 2", "met"]
     assert line(text, "decoding step")[-1] == "not measured"
+
+
+@pytest.mark.parametrize("part", [{"only": "1024"}, {"quick": True}])
+def test_what_was_measured_in_part_is_not_called_met(part):
+    found = results(row(1.6)) | part
+    assert (
+        line(make_benchmarks.document([found]), "float32, 1,024 and more, forward, full")[-1]
+        == "met in part of the regimes"
+    )
+    assert "A part of the regimes, not all." in make_benchmarks.document([found])
+    assert (
+        line(make_benchmarks.document([results(row(1.3)) | part]), "1,024 and more, forward, full")[-1] == "**missed**"
+    )
 
 
 def test_growth_and_memory_may_not_exceed_their_targets():
