@@ -290,19 +290,35 @@ class StaticCache(Cache):
                     got="keys that require one",
                     remedy="call the layer under torch.no_grad(), or use a DynamicCache",
                 )
+        span = self._span(positions)
+        seen = self._write(new, positions, span)
+        tensors = self.tensors
+        if not whole and self.may_show_less:
+            tensors = _first(int(seen.max()), tensors)
+            if span is not None:
+                return Joined(tensors, None, seen)
+        there = torch.arange(tensors[0].shape[2], device=seen.device)
+        return Joined(tensors, torch.where(there < seen[:, None], there, -1), seen)
+
+    def _span(self, positions: Int[Tensor, "batch new"]) -> slice | None:
+        """Where the tokens stand, if the same in every sequence and known; None otherwise."""
+        if not (self.may_show_less and positions.numel()):
+            return None
+        first, new = int(positions[0, 0]), positions.shape[1]
+        alike = first >= 0 and torch.equal(positions, torch.arange(first, first + new).expand_as(positions))
+        return slice(first, first + new) if alike else None
+
+    def _write(self, new: Kept, positions: Int[Tensor, "batch new"], span: slice | None) -> Int[Tensor, " batch"]:
+        """Put the new tokens where they stand, in one piece where that is a span; how many each sequence has then."""
+        if span is not None:
+            for room, tensor in zip(self.tensors, new, strict=True):
+                room[:, :, span] = tensor
+            return positions[:, -1] + 1
         slot = positions + 1  # padding stands at -1
         sequence = torch.arange(slot.shape[0], device=slot.device)[:, None]
         for slots, tensor in zip(self.slots, new, strict=True):
             slots.transpose(1, 2)[sequence, slot] = tensor.transpose(1, 2)
-        seen = self.lengths + (positions >= 0).sum(1)
-        tensors = self.tensors
-        if not whole and self.may_show_less:
-            longest = int(seen.max())
-            tensors = _first(longest, tensors)
-            if bool((seen == longest).all() & (positions >= 0).all()):
-                return Joined(tensors, None, seen)
-        there = torch.arange(tensors[0].shape[2], device=slot.device)
-        return Joined(tensors, torch.where(there < seen[:, None], there, -1), seen)
+        return self.lengths + (positions >= 0).sum(1)
 
     def keep(self, joined: Joined) -> None:
         self.lengths.copy_(joined.seen)
