@@ -20,60 +20,17 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-import oracle
-import torch
-import torch.nn.functional as F
+from alone import BLOCKWISE, attention, check
 from command import Options, arguments
 from contestants import ours
 from measure import Ratio, Row, report, show
-from oracle import YARDSTICK, WrongError
+from oracle import YARDSTICK
 from peers import PEERS, TORCH_LAYER, Comparison, checked
 from regime import Regime
-from torch import Tensor
-from torch_peers import boolean_mask
 
-import headwise as hw
-
-BLOCKWISE, SDPA, OURS = "blockwise", "SDPA", "ours"
+OURS = "ours"
 LAYERS = {OURS: ours, **{name: PEERS[name].build for name in (YARDSTICK, TORCH_LAYER)}}
 SIZES = "inputs and outputs"
-
-
-def attention(name: str, regime: Regime) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
-    """A run of attention alone, which gives the output and the gradients of q, k and v; and all that goes in."""
-    torch.manual_seed(0)
-    shape = (regime.batch, regime.heads, regime.length, regime.head_dim)
-    q, k, v, upstream = (torch.randn(shape).to(regime.torch_dtype) for _ in range(4))
-    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
-    ours_mask = {"causal": hw.causal(), "window": hw.window(256)}.get(regime.mask)
-    sdpa_mask, causal = boolean_mask(regime), regime.mask == "causal"
-
-    def run() -> list[Tensor]:
-        if name == BLOCKWISE:
-            out = hw.attend(*leaves, mask=ours_mask, backend="blockwise")
-        else:
-            out = F.scaled_dot_product_attention(*leaves, attn_mask=sdpa_mask, is_causal=causal)
-        return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
-
-    return run, [*leaves, upstream]
-
-
-def check_attention(regime: Regime) -> None:
-    """End with a sentence unless blockwise attention is right, and at most twice as far off as SDPA."""
-    names = ("out", "q", "k", "v")
-    results = []
-    for name in (BLOCKWISE, SDPA):
-        run, (q, k, v, upstream) = attention(name, regime)
-        results.append(_by_token(names, run()))
-    exact = _by_token(names, oracle.attention(q, k, v, regime, upstream))
-    try:
-        oracle.check(*results, exact, regime)
-    except WrongError as reason:
-        raise SystemExit(f"{regime.name}, blockwise attention: {reason}") from reason
-
-
-def _by_token(names: Sequence[str], tensors: Sequence[Tensor]) -> oracle.Results:
-    return {name: tensor.transpose(1, 2).flatten(2) for name, tensor in zip(names, tensors, strict=True)}
 
 
 # -- in an interpreter of its own -------------------------------------------------------------------------------------
@@ -131,7 +88,7 @@ def measured(name: str, regime: Regime) -> dict[str, int]:
 
 def of_attention(regime: Regime, rounds: int) -> Row:
     """What blockwise attention takes beside its inputs and outputs, over these."""
-    check_attention(regime)
+    check(BLOCKWISE, regime)
     found = [measured(BLOCKWISE, regime) for _ in range(rounds)]
     extra, sizes = [each["peak"] - each["results"] for each in found], [each["sizes"] for each in found]
     return Row(regime, SIZES, Ratio.of(extra, sizes), median(extra), median(sizes), "blockwise")

@@ -2,10 +2,10 @@
 
 Regime: (1, 8192, 512, 8) under a causal window of 256 keys, against every peer that does not keep the whole matrix,
 given that mask as a boolean matrix, or FlexAttention its block mask; (2, 1024, 512, 8) and (1, 4096, 512, 8) with a
-window of 128 for half of the heads and causal attention for the others; and the time of ours at 32,768 tokens over that
-at 4,096 under the window of 256. float32 and bfloat16, forward, and forward with backward. Everything is first compared
-with the definition in float64; at 32,768 tokens, which the block around SDPA cannot do, without twice its error as the
-bound.
+window of 128 for half of the heads and causal attention for the others; attention alone, without a layer's
+projections, under the window of 256 at 8,192; and the time of ours at 32,768 tokens over that at 4,096 under that
+window. float32 and bfloat16, forward, and forward with backward. Everything is first compared with the definition in
+float64; at 32,768 tokens, which the block around SDPA cannot do, without twice its error as the bound.
 
     python benchmarks/windows.py [--quick] [--rounds N] [--only "8192"]
 """
@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import product
 
 import oracle
+from alone import ATTEND, SDPA, attention, check
 from command import Options, arguments
 from contestants import ours
 from measure import Call, Ratio, Row, interleaved, report, show
@@ -27,6 +28,14 @@ LONG = [(1, 8192, 512, 8)]
 BY_HEAD = [(2, 1024, 512, 8), (1, 4096, 512, 8)]
 SHORT_AND_LONG = (4096, 32768)
 GROWTH = "length 4,096"
+
+
+def alone(regime: Regime, options: Options) -> Row:
+    """`hw.attend` against SDPA with that mask."""
+    check(ATTEND, regime)
+    taken = interleaved({name: Call(attention(name, regime)[0]) for name in (ATTEND, SDPA)}, options.rounds)
+    ratio = Ratio.of(taken[SDPA], taken[ATTEND])
+    return Row(regime, SDPA, ratio, *(statistics.median(taken[name]) for name in (ATTEND, SDPA)), "attention alone")
 
 
 def growth(regime: Regime, options: Options) -> Row:
@@ -55,6 +64,11 @@ def main(given: Sequence[str] | None = None) -> dict:
         others = [name for name in PEERS if name != YARDSTICK] if options.quick and mask == "window" else []
         for regime in both(Regime(*size, mask, dtype)):
             found.add(regime, without=others)
+    for size, dtype in product(options.sizes(LONG) if options.tiny else LONG, ("float32", "bfloat16")):
+        for regime in both(Regime(*size, "window", dtype)):
+            if options.wants(regime):
+                found.rows.append(alone(regime, options))
+                show(found.rows[-1])
     for dtype in ("float32",) if options.quick else ("float32", "bfloat16"):
         for regime in both(Regime(1, SHORT_AND_LONG[1], 512, 8, "window", dtype)):
             if options.wants(regime):

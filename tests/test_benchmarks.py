@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import alone
 import claims
 import command
 import contestants
@@ -293,18 +294,20 @@ def test_a_script_runs_and_says_it_in_json_last(script, capsys):
     assert all(Row.read(row).ratio.median > 0 for row in last["rows"])
 
 
-def test_attention_in_blocks_is_checked_before_its_memory_is(monkeypatch):
-    regime = Regime(1, 64, 30, 5, "window", training=True)
-    memory.check_attention(regime)
-    right = memory.attention
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("name", [alone.ATTEND, alone.BLOCKWISE])
+def test_attention_alone_is_checked_before_it_is_measured(name, training, monkeypatch):
+    regime = Regime(1, 64, 30, 5, "window", training=training)
+    alone.check(name, regime)
+    right = alone.attention
 
-    def wrong(name, regime):
-        run, inputs = right(name, regime)
-        return (lambda: [run()[0] * 1.1, *run()[1:]]) if name == memory.BLOCKWISE else run, inputs
+    def wrong(asked, regime):
+        run, inputs = right(asked, regime)
+        return (lambda: [*run()[:-1], run()[-1] * 1.1]) if asked == name else run, inputs
 
-    monkeypatch.setattr(memory, "attention", wrong)
-    with pytest.raises(SystemExit, match=r"blockwise attention: .* is off by"):
-        memory.check_attention(regime)
+    monkeypatch.setattr(alone, "attention", wrong)
+    with pytest.raises(SystemExit, match=f"{name}, attention alone: .* is off by"):
+        alone.check(name, regime)
 
 
 def test_the_peak_of_a_run_is_what_it_holds_at_once():
@@ -414,8 +417,8 @@ LONG_WINDOW = {"mask": "window", "length": 8192}
         ("bfloat16, 1,024 and more, training", "grouped", oracle.YARDSTICK, NARROW | TRAINING, {"training": False}),
         ("1,024, float32", "layer", peers.GEMM, {}, {"length": 4096}),
         ("1,024, bfloat16", "layer", peers.GEMM, NARROW, {"mask": "causal"}),
-        ("with that mask, forward", "windows", oracle.YARDSTICK, LONG_WINDOW, {"length": 4096}),
-        ("with that mask, training", "windows", oracle.YARDSTICK, LONG_WINDOW | TRAINING, {"mask": "heads"}),
+        ("with that mask, forward", "windows", alone.SDPA, LONG_WINDOW, {"length": 4096}),
+        ("with that mask, training", "windows", alone.SDPA, LONG_WINDOW | TRAINING, {"mask": "heads"}),
         ("`key_padding_mask`", "padding", peers.TORCH_LAYER, {"mask": "padding"}, TRAINING),
         ("the SDPA block with a mask", "padding", oracle.YARDSTICK, {"mask": "padding"}, TRAINING),
         ("decoding step", "decoding", "LlamaAttention, DynamicCache", {"length": 4160}, {"length": 104}),

@@ -1,0 +1,56 @@
+"""Attention alone, without the projections of a layer: ours, and torch's `scaled_dot_product_attention`."""
+
+from collections.abc import Callable, Sequence
+
+import oracle
+import torch
+import torch.nn.functional as F
+from oracle import WrongError
+from regime import Regime
+from torch import Tensor
+from torch_peers import boolean_mask
+
+import headwise as hw
+
+ATTEND, BLOCKWISE, SDPA = "attend", "blockwise", "SDPA"
+
+
+def attention(name: str, regime: Regime) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
+    """A run, which gives the output, and of a regime that trains the gradients of q, k and v; and all that goes in.
+
+    `ATTEND` takes the backend that is expected to be the fastest, `BLOCKWISE` that one.
+    """
+    torch.manual_seed(0)
+    shape = (regime.batch, regime.heads, regime.length, regime.head_dim)
+    q, k, v, upstream = (torch.randn(shape).to(regime.torch_dtype) for _ in range(4))
+    leaves = [tensor.requires_grad_(regime.training) for tensor in (q, k, v)]
+    ours_mask = {"causal": hw.causal(), "window": hw.window(256)}.get(regime.mask)
+    sdpa_mask, causal = boolean_mask(regime), regime.mask == "causal"
+
+    def run() -> list[Tensor]:
+        if name == SDPA:
+            out = F.scaled_dot_product_attention(*leaves, attn_mask=sdpa_mask, is_causal=causal)
+        else:
+            out = hw.attend(*leaves, mask=ours_mask, backend=None if name == ATTEND else name)
+        gradients = torch.autograd.grad(out, leaves, upstream) if regime.training else ()
+        return [out.detach(), *gradients]
+
+    return run, [*leaves, upstream]
+
+
+def check(name: str, regime: Regime) -> None:
+    """End with a sentence unless ours is right, and at most twice as far off as SDPA."""
+    results = []
+    for each in (name, SDPA):
+        run, (q, k, v, upstream) = attention(each, regime)
+        results.append(_by_token(run()))
+    exact = _by_token(oracle.attention(q, k, v, regime, upstream if regime.training else None))
+    try:
+        oracle.check(*results, exact, regime)
+    except WrongError as reason:
+        raise SystemExit(f"{regime.name}, {name}, attention alone: {reason}") from reason
+
+
+def _by_token(tensors: Sequence[Tensor]) -> oracle.Results:
+    names = ("out", "q", "k", "v")[: len(tensors)]
+    return {name: tensor.transpose(1, 2).flatten(2) for name, tensor in zip(names, tensors, strict=True)}
