@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import headwise as hw
-from headwise.attention import choice
+from headwise.attention import choice, narrow, wide
 from headwise.attention.attend import BACKENDS
 
 BATCH, HEADS, KV_HEADS, LENGTH, HEAD_DIM, VALUE_DIM = 2, 6, 2, 7, 5, 3
@@ -106,8 +106,8 @@ cost is a score that torch's kernel computes, head_dim 64, two CPU cores with AV
 | `fused`, plain causal | {choice.FLAG} of them |
 | `fused`, with dropout or a bias that learns, where torch makes the matrix | {choice.MATRIX} times as much |
 | `fused`, values of another width than keys | as if both had the larger |
-| `blockwise` | {choice.WIDE[0]} a score that its blocks compute, and {choice.WIDE[1]:,} a block |
-| `blockwise`, narrow | {choice.NARROW[0]} a score, and {choice.NARROW[1]:,} a block |
+| `blockwise` | {choice.WIDE} a score that its blocks compute, and each block as much as {wide.CALL:,} scores |
+| `blockwise`, narrow | {choice.NARROW} a score, and each block as much as {narrow.CALL:,} |
 
 Narrow is bfloat16 without a softcap, bias, sinks, dropout, log-sum-exp or a scale for each head.
 

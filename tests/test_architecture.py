@@ -30,7 +30,19 @@ FLOORS = (
 
 ATTENTION = (
     *("autocast", "masks", "masks_by_position", "masks_by_sequence", "rules", "rotary", "positions"),
-    *("cache", "packed", "placement", "problem", "reference", "fused", "blocks", "tiles", "narrow", "blockwise"),
+    *(
+        "cache",
+        "packed",
+        "placement",
+        "problem",
+        "reference",
+        "fused",
+        "blocks",
+        "tiles",
+        "wide",
+        "narrow",
+        "blockwise",
+    ),
     *("choice", "statistics", "attend"),
 )
 """Inside the attention floor, likewise; a module imports from those before it."""

@@ -1,6 +1,7 @@
 """What is special about blocks of rows: what is hidden is never touched, and memory grows with length alone."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ class Work(TorchDispatchMode):
 
 def work_of(mask, *, length=1024, batch=2, heads=4, dtype=torch.float32, backward=False, **options) -> Work:
     q, k, v = (torch.randn(batch, heads, length, 16, dtype=dtype, requires_grad=backward) for _ in range(3))
+    vars(tiles.Pool._kept).clear()  # what earlier calls kept is not of this one
     with Work() as work:
         out = hw.attend(q, k, v, mask=mask, backend="blockwise", **options)
         if backward:
@@ -69,8 +71,8 @@ def test_what_is_empty_is_never_touched(case, backward):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_share_is_that_of_bfloat16_too(dtype):
-    whole = work_of(None, dtype=dtype, backward=True).multiplications
-    assert work_of(hw.window(64), dtype=dtype, backward=True).multiplications <= (64 + 128) / 1024 * whole
+    whole = work_of(None, batch=16, dtype=dtype, backward=True).multiplications
+    assert work_of(hw.window(64), batch=16, dtype=dtype, backward=True).multiplications <= (64 + 128) / 1024 * whole
 
 
 def test_what_is_full_is_never_masked(monkeypatch):
@@ -114,7 +116,7 @@ CASES = {
 def test_many_blocks_are_attention(case, rows, monkeypatch):
     """Six heads on three, over blocks that end anywhere, and few heads at once."""
     if rows is not None:
-        monkeypatch.setattr(blocks, "rows_of", lambda mask, grid, together: rows)
+        monkeypatch.setattr(blocks, "rows_of", lambda *_: rows)
         monkeypatch.setattr(tiles, "BLOCK_BYTES", 2**16)
     mask = CASES[case]
     q = torch.randn(2, 6, 300, 13, dtype=torch.float64, requires_grad=True)
@@ -188,9 +190,7 @@ def test_rows_can_be_given():
 
 def test_rows_given_are_taken(monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        blockwise, "plan_of", lambda mask, grid, rows: asked.append(rows) or blocks.plan_of(mask, grid, rows)
-    )
+    monkeypatch.setattr(blockwise, "plan_of", lambda *args: asked.append(args[-1]) or blocks.plan_of(*args))
     q = torch.randn(1, 2, 50, 7)
     hw.attend(q, q, q, backend=hw.Blockwise(rows=3))
     assert asked == [3]
@@ -212,7 +212,24 @@ def test_rows_given_are_taken(monkeypatch):
     ids=str,
 )
 def test_rows_follow_the_width_of_what_is_held_and_how_much_is_done_at_once(mask, together, rows):
-    assert blocks.rows_of(mask, Grid(1, 1, 4096, 4096), together) == rows
+    assert blocks.rows_of(mask, Grid(1, 1, 4096, 4096), 2**17, together) == rows
+
+
+def test_memory_that_is_kept_serves_every_mode_and_thread():
+    q, k, v = (torch.randn(2, 3, 65, 7) for _ in range(3))
+    vars(tiles.Pool._kept).clear()
+    with torch.inference_mode():
+        inside = hw.attend(q, k, v, backend="blockwise")
+    expected = plain_attention(q.double(), k.double(), v.double()).out
+    assert distance(inside, expected) < 1e-5
+    leaf = q.clone().requires_grad_()
+    hw.attend(leaf, k, v, backend="blockwise").sum().backward()  # written to, outside that mode
+    larger, smaller = torch.randn(2, 3, 165, 7), torch.randn(1, 1, 5, 7, dtype=torch.bfloat16)
+    with ThreadPoolExecutor(4) as threads:
+        each = threads.map(lambda _: hw.attend(larger, k, v, backend="blockwise"), range(16))
+        assert distance(hw.attend(smaller, smaller, smaller, backend="blockwise"), smaller) < torch.inf
+        alone = hw.attend(larger, k, v, backend="blockwise")
+        assert all(torch.equal(out, alone) for out in each)
 
 
 def test_a_second_derivative_is_refused():

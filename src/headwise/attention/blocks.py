@@ -16,9 +16,6 @@ COLUMNS = 64
 LEAST_ROWS, MOST_ROWS = 64, 512
 """Between these lies the number of rows of a block, unless it is given."""
 
-CALL_CELLS = 2**16
-"""What the operations of one block cost beside their work, in scores that could be computed meanwhile."""
-
 
 class Part(NamedTuple):
     """Key columns of a block that are alike: all allowed, or masked one by one."""
@@ -63,16 +60,17 @@ class Piece(NamedTuple):
 Plan = tuple[Piece, ...]
 
 
-def plan_of(mask: Mask | None, grid: Grid, rows: int | None = None) -> Plan:
+def plan_of(mask: Mask | None, grid: Grid, call: int, rows: int | None = None) -> Plan:
     """The blocks of `rows` query rows that hold something, sequences and heads taken apart where that is less work.
 
-    Unless given, the rows are `rows_of` each mask by itself.
+    The operations of a block cost as much as `call` scores beside their work. Unless given, the rows are `rows_of` each
+    mask by itself.
     """
-    plans = [_plan(mask, grid, rows, apart) for apart in _ways_apart(mask, grid)]
-    return min(plans, key=cost_of)
+    plans = [_plan(mask, grid, call, rows, apart) for apart in _ways_apart(mask, grid)]
+    return min(plans, key=lambda plan: cost_of(plan, call))
 
 
-def rows_of(mask: Mask | None, grid: Grid, together: int) -> int:
+def rows_of(mask: Mask | None, grid: Grid, call: int, together: int) -> int:
     """How many query rows a block has, of so many sequences and heads together: 64, 128, 256 or 512.
 
     More rows are faster products, and more columns that only some of the rows need. What is gained and lost evens out
@@ -81,7 +79,7 @@ def rows_of(mask: Mask | None, grid: Grid, together: int) -> int:
     """
     last = range(max(grid.queries - LEAST_ROWS, 0), grid.queries)
     width = sum(len(part.columns) for part in parts_of(mask, grid, last, range(grid.keys)))
-    rows = max(width // 4, math.isqrt(2 * CALL_CELLS // together))
+    rows = max(width // 4, math.isqrt(call // together))
     return min(max(1 << max(rows - 1, 0).bit_length(), LEAST_ROWS), MOST_ROWS)
 
 
@@ -94,10 +92,10 @@ def _ways_apart(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
     return [(s, h) for s in {False, sequences} for h in {False, heads}]
 
 
-def _plan(mask: Mask | None, grid: Grid, rows: int | None, apart: tuple[bool, bool]) -> Plan:
+def _plan(mask: Mask | None, grid: Grid, call: int, rows: int | None, apart: tuple[bool, bool]) -> Plan:
     """The plan in which sequences, heads or both are taken apart."""
     if mask is None:
-        blocks = _blocks(None, grid, rows, grid.batch * grid.heads)
+        blocks = _blocks(None, grid, call, rows, grid.batch * grid.heads)
         return (Piece(range(grid.batch), range(grid.heads), None, grid, blocks),)
     part = replace(grid, batch=1 if apart[0] else grid.batch, heads=1 if apart[1] else grid.heads)
     masks = [mask.of_sequence(index) for index in range(grid.batch)] if apart[0] else [mask] * grid.batch
@@ -107,7 +105,7 @@ def _plan(mask: Mask | None, grid: Grid, rows: int | None, apart: tuple[bool, bo
         of_heads = [own.of_head(index) for index in range(grid.heads)] if apart[1] else [own] * grid.heads
         for heads in _runs(of_heads):
             mask = of_heads[heads.start]
-            blocks = _blocks(mask, part, rows, len(sequences) * len(heads))
+            blocks = _blocks(mask, part, call, rows, len(sequences) * len(heads))
             pieces.append(Piece(sequences, heads, mask, part, blocks))
     return tuple(pieces)
 
@@ -118,9 +116,9 @@ def _runs(masks: list[Mask]) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(masks)], strict=True)]
 
 
-def _blocks(mask: Mask | None, grid: Grid, rows: int | None, together: int) -> tuple[Block, ...]:
+def _blocks(mask: Mask | None, grid: Grid, call: int, rows: int | None, together: int) -> tuple[Block, ...]:
     """The blocks of one mask that hold something."""
-    rows = rows_of(mask, grid, together) if rows is None else rows
+    rows = rows_of(mask, grid, call, together) if rows is None else rows
     ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))
     blocks = (Block(some, tuple(parts_of(mask, grid, some, range(grid.keys)))) for some in ranges)
     return tuple(block for block in blocks if block.parts)
@@ -153,6 +151,6 @@ def cells_of(plan: Plan) -> int:
     )
 
 
-def cost_of(plan: Plan) -> int:
-    """What a plan costs, in scores: those it computes, and each block once."""
-    return cells_of(plan) + CALL_CELLS * sum(len(piece.blocks) for piece in plan)
+def cost_of(plan: Plan, call: int) -> int:
+    """What a plan costs, in scores: those it computes, and `call` for each block."""
+    return cells_of(plan) + call * sum(len(piece.blocks) for piece in plan)

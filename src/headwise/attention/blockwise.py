@@ -19,26 +19,23 @@ needed (a softcap, a bias, sinks, the log-sum-exp), and in float16, for which CP
 computed in float32.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.attention import reference
+from headwise.attention import narrow, reference, wide
 from headwise.attention.blocks import Plan, plan_of
 from headwise.attention.masks import can_be_read
-from headwise.attention.narrow import Narrow, and_less, and_ones
+from headwise.attention.narrow import Narrow
 from headwise.attention.problem import Answer, Problem
-from headwise.attention.tiles import Pool, Tile, pick, products, tiles
+from headwise.attention.tiles import LOG2_E, Pool, Tile, tiles
+from headwise.attention.wide import Wide
 from headwise.checks import whole_number
 from headwise.shapes import Float
 
 name = "blockwise"
-
-LOG2_E = math.log2(math.e)
-"""A power of two is the exponential that torch vectorises on every CPU; scores are multiplied by this for it."""
 
 FOLD = 64
 """In how many sums a row of bfloat16 is added before these are, in float32."""
@@ -60,18 +57,18 @@ def run(problem: Problem, rows: int | None = None, plan: Plan | None = None) -> 
     if 0 in (*problem.q.shape, *problem.k.shape):
         return reference.run(problem)  # nothing is held
     q, k, v = problem.q, problem.k, problem.v
-    narrow = is_narrow(problem)
-    if not narrow:
+    is_wide = not is_narrow(problem)
+    if is_wide:
         q, k, v = (tensor.to(problem.score_dtype) for tensor in (q, k, v))
     scale = problem.scale
     if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
     if plan is None:
-        plan = plan_of(problem.mask, problem.grid, rows)
+        plan = planned(problem, rows)
     holes = problem.bias is not None and bool(problem.bias.amin() == -torch.inf)
     seed = int(torch.randint(2**62, ())) if problem.dropout > 0 else 0
-    how = _How(plan, narrow, scale, problem.softcap, holes, problem.dropout, seed)
-    out, lse, *_ = _Blockwise.apply(q, k.contiguous(), v.contiguous(), problem.bias, how)  # type: ignore[no-untyped-call]
+    how = _How(plan, not is_wide, scale, problem.softcap, holes, problem.dropout, seed)
+    out, lse, *_ = _Blockwise.apply(q, k.contiguous() if is_wide else k, v.contiguous(), problem.bias, how)  # type: ignore[no-untyped-call]
     if problem.sinks is not None:
         out, lse = reference.with_sinks(out, lse, problem.sinks)
     return Answer(out.to(problem.q.dtype), lse if problem.return_lse else None, None)
@@ -99,6 +96,11 @@ class Blockwise:
     def run(self, problem: Problem) -> Answer:
         """See `Backend`."""
         return run(problem, rows=self.rows)
+
+
+def planned(problem: Problem, rows: int | None = None) -> Plan:
+    """The blocks that a problem is computed in."""
+    return plan_of(problem.mask, problem.grid, narrow.CALL if is_narrow(problem) else wide.CALL, rows)
 
 
 def is_narrow(problem: Problem) -> bool:
@@ -130,24 +132,13 @@ class _How(NamedTuple):
 # -- the weights of a tile, before they are divided by their sum -----------------------------------------------------
 
 
-def _scores(
-    tile: Tile, q: Tensor, k: Tensor, bias: Tensor | None, how: _How, pool: Pool
-) -> tuple[Float[Tensor, "kv stacked columns"], Float[Tensor, "kv stacked columns"] | None]:
-    """The scores in powers of two, and tanh(score / c) where there is a softcap c, for the backward pass."""
-    if how.softcap is None:
-        scores, capped = products("scores", tile, q, k.mT, how.scale * LOG2_E, pool), None
-    else:
-        scores, capped = products("scores", tile, q, k.mT, how.scale / how.softcap, pool), pool.take("capped", tile, q)
-        torch.tanh(scores, out=capped)
-        torch.mul(capped, how.softcap * LOG2_E, out=scores)
-    if bias is not None:
-        for keys, span in tile.spans(tile.by_head(scores)):
-            here = pick(bias, *tile.where, slice(keys.start, keys.stop))
-            if how.holes:
-                here = here.clamp(min=torch.finfo(here.dtype).min / 2)  # finite: `lower` hides it
-            span.add_(here, alpha=LOG2_E)
-    tile.lower(scores)
-    return scores, capped
+def _scores_of(
+    how: "_How", q: Tensor, k: Tensor, bias: Tensor | None, pool: Pool, shifts: Float[Tensor, "batch heads queries 1"]
+) -> Narrow | Wide:
+    """What gives the scores of a tile less a shift for each row, and their gradient."""
+    if how.narrow:
+        return Narrow(q, k, how.scale, how.plan, pool, shifts)
+    return Wide(q, k, bias, how.scale, how.softcap, how.holes, pool, shifts)
 
 
 def _sums(weights: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
@@ -189,16 +180,9 @@ class _Blockwise(torch.autograd.Function):
         shifts = q.new_zeros(*q.shape[:-1], 1)
         totals = torch.full_like(shifts, torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
         pool = Pool(how.plan, q, k)
-        narrow = Narrow(q, k, how.scale, how.scale * LOG2_E, pool) if how.narrow else None
+        scores = _scores_of(how, q, k, bias, pool, shifts)
         for number, tile in enumerate(tiles(how.plan, q, k, bias if how.holes else None)):
-            rows = tile.rows_of(q)
-            if narrow is not None:
-                scores, shift = narrow.scores(tile, rows)
-            else:
-                scores, _ = _scores(tile, rows, k, bias, how, pool)
-                shift = scores.amax(-1, keepdim=True)
-                scores.sub_(shift)
-            weights = torch.exp2(scores, out=scores)
+            weights = scores.scores(tile).exp2_()
             total = _sums(weights)
             if tile.alive is not None:
                 tile.by_head(total).masked_fill_(~tile.alive, torch.inf)
@@ -206,8 +190,6 @@ class _Blockwise(torch.autograd.Function):
             product = _times(tile, weights if kept is None else kept.mul_(weights), v)
             tile.put(out, product.div_(total))
             tile.put(totals, total)
-            if shift is not None:
-                tile.put(shifts, shift)
         lse = None if how.narrow else _log_sum_exp(shifts, totals)
         return out, lse, shifts, totals
 
@@ -255,34 +237,15 @@ class _BlockwiseBackward(torch.autograd.Function):
         )
         grad_bias = torch.zeros_like(bias) if learns_bias and bias is not None else None
         pool = Pool(how.plan, q, k)
-        if how.narrow:
-            narrow = Narrow(q, k, how.scale, how.scale * LOG2_E, pool)
-            upstream_less, values = and_less(upstream, delta), and_ones(v)
+        scores = _scores_of(how, q, k, bias, pool, shifts)
+        scores.differentiate(v, upstream, delta, grad_bias)
         for number, tile in enumerate(tiles(how.plan, q, k, bias if how.holes else None)):
-            rows, dout = tile.rows_of(q), tile.rows_of(upstream)
-            capped = None
-            if how.narrow:
-                scores = narrow.again(tile, rows, tile.rows_of(shifts))
-            else:
-                scores, capped = _scores(tile, rows, k, bias, how, pool)
-                scores.sub_(tile.rows_of(shifts))
-            weights = torch.exp2(scores, out=scores)
+            weights = scores.again(tile).exp2_()
             kept = _kept(how, number, tile, weights, pool)
-            _add_products(tile, grad_v, dout, weights if kept is None else weights * kept)
-            if how.narrow:
-                grad = products("grad", tile, tile.rows_of(upstream_less), values, 1.0, pool)
-            else:
-                grad = products("grad", tile, dout, v.mT, 1.0, pool)
-                if kept is not None:
-                    grad.mul_(kept)
-                grad.sub_(tile.rows_of(delta))
-            grad.mul_(weights)
-            if grad_bias is not None:
-                _add_to_bias(tile, grad_bias, grad)
-            if capped is not None:
-                grad.mul_(capped.square_().neg_().add_(1.0))
+            _add_products(tile, grad_v, tile.rows_of(upstream), weights if kept is None else weights * kept)
+            grad = scores.gradient(tile, weights, kept)
             tile.put(grad_q, _times(tile, grad, k))
-            _add_products(tile, grad_k, rows, grad)
+            _add_products(tile, grad_k, tile.rows_of(q), grad)
         if how.scale != 1.0:
             grad_q.mul_(how.scale)
             grad_k.mul_(how.scale)
@@ -358,15 +321,6 @@ def _add_products(
             into.flatten(0, 1).baddbmm_(rows.mT, span)  # these axes are one in memory, so nothing is copied
         else:
             into.add_(torch.bmm(rows.mT, span).view(into.shape))
-
-
-def _add_to_bias(
-    tile: Tile, total: Float[Tensor, "#batch #heads #queries #keys"], grad: Float[Tensor, "kv stacked columns"]
-) -> None:
-    """The gradient of a block of scores, summed over the axes that the bias repeats."""
-    for keys, span in tile.spans(tile.by_head(grad)):
-        here = pick(total, *tile.where, slice(keys.start, keys.stop))
-        here.add_(span.sum_to_size(here.shape))
 
 
 def _keys_first(

@@ -2,18 +2,19 @@
 
 Costs are in scores that torch's fused kernel computes in the same time. On a CPU the kernel computes all of them, or
 `FLAG` of them under its causal flag; where torch keeps the matrix they cost `MATRIX` times as much. Blocks compute what
-the mask leaves, for the price of `WIDE` or `NARROW`, and each block costs something beside. The figures were measured
-on two cores with AVX-512 (docs/lab-notes.md). What they decide is mostly plain: a mask that hides much goes to blocks,
-and so does bfloat16 where products can be narrow; full attention in float32 goes to the kernel. Elsewhere than on a CPU
-and while compiling, torch's kernels are taken wherever they can: nothing has been measured there yet.
+the mask leaves, for the price of `WIDE` or `NARROW`, and each block costs as much as `CALL` scores beside. The figures
+were measured on two cores with AVX-512 (docs/lab-notes.md). What they decide is mostly plain: a mask that hides much
+goes to blocks, and so does bfloat16 where products can be narrow; full attention in float32 goes to the kernel.
+Elsewhere than on a CPU and while compiling, torch's kernels are taken wherever they can: nothing has been measured
+there yet.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from headwise.attention import blockwise, fused
-from headwise.attention.blocks import Plan, cells_of, plan_of
+from headwise.attention import blockwise, fused, narrow, wide
+from headwise.attention.blocks import Plan, cells_of, cost_of
 from headwise.attention.problem import Answer, Backend, Problem
 from headwise.errors import InputError
 
@@ -23,8 +24,8 @@ FLAG = 0.6
 MATRIX = 1.8
 """Time for a score where torch's attention makes the whole matrix: with dropout, or a bias that learns."""
 
-WIDE, NARROW = (1.2, 2**17), (0.8, 2**18)
-"""What blocks cost: for each score, and for each block. With products in float32, and with those in bfloat16."""
+WIDE, NARROW = 1.2, 0.8
+"""What a score costs in blocks, with products in float32 and with those in bfloat16."""
 
 SMALLEST = 2**20
 """Below so many scores nothing is planned."""
@@ -78,7 +79,7 @@ def fastest(problem: Problem) -> Choice:
     unplanned = blocks.reason or _why_unplanned(problem)
     if unplanned is not None:
         return Choice("fused", unplanned, (kernel, blocks), fused.run)
-    plan = plan_of(problem.mask, problem.grid)
+    plan = blockwise.planned(problem)
     of_kernel, of_blocks = _cost_of_kernel(problem), _cost_of_blocks(problem, plan)
     kernel = kernel._replace(scores=_computed(problem), cost=of_kernel)
     blocks = blocks._replace(scores=cells_of(plan), cost=of_blocks)
@@ -143,5 +144,6 @@ def _cost_of_kernel(problem: Problem) -> float:
 
 def _cost_of_blocks(problem: Problem, plan: Plan) -> float:
     """What the blocks of a plan cost."""
-    per_score, per_block = NARROW if blockwise.is_narrow(problem) else WIDE
-    return per_score * cells_of(plan) + per_block * sum(len(piece.blocks) for piece in plan)
+    if blockwise.is_narrow(problem):
+        return NARROW * cost_of(plan, narrow.CALL)
+    return WIDE * cost_of(plan, wide.CALL)

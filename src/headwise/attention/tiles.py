@@ -4,6 +4,7 @@ A tile stacks the query rows of all heads that share a key/value head, so that o
 """
 
 import math
+import threading
 from collections.abc import Iterator
 from functools import reduce
 from typing import Any, NamedTuple
@@ -14,7 +15,10 @@ from torch import Tensor
 from headwise.attention.blocks import Block, Piece, Plan
 from headwise.shapes import Bool, Float
 
-BLOCK_BYTES = 2**23
+LOG2_E = math.log2(math.e)
+"""A power of two is the exponential that torch vectorises on every CPU; scores are multiplied by this for it."""
+
+BLOCK_BYTES = 2**22
 """Size of the scores that are computed at once: they stay in the cache from one operation to the next."""
 
 
@@ -103,7 +107,12 @@ def tiles(plan: Plan, q: Tensor, k: Tensor, holes: Tensor | None) -> Iterator[Ti
 
 
 class Pool:
-    """Memory that every tile uses again, each name as much as the largest needs: fresh memory is the slowest."""
+    """Memory that every tile uses again, each name as much as the largest needs: fresh memory is the slowest.
+
+    Each thread keeps what it had, up to `BLOCK_BYTES` of each name, for its next call.
+    """
+
+    _kept = threading.local()
 
     def __init__(self, plan: Plan, q: Tensor, k: Tensor) -> None:
         self._like = q
@@ -113,9 +122,20 @@ class Pool:
     def take(self, name: str, tile: Tile, rows: Float[Tensor, "kv stacked _"]) -> Float[Tensor, "kv stacked columns"]:
         """Room for the scores of these rows, with whatever was left in it."""
         if name not in self._held:
-            self._held[name] = self._like.new_empty(self._size)
+            self._held[name] = self._room(name)
         shape = (*rows.shape[:2], tile.block.width)
         return self._held[name][: math.prod(shape)].view(shape)
+
+    def _room(self, name: str) -> Tensor:
+        """As much as the largest tile needs."""
+        size = self._size * self._like.element_size()
+        if self._like.device.type != "cpu" or size > BLOCK_BYTES:
+            return self._like.new_empty(self._size)
+        kept: dict[str, Tensor] = vars(self._kept)
+        if name not in kept or kept[name].numel() < size:
+            with torch.inference_mode(False):  # so that it serves inside that mode and outside
+                kept[name] = torch.empty(size, dtype=torch.uint8)
+        return kept[name][:size].view(self._like.dtype)
 
 
 def products(
