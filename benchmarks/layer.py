@@ -24,7 +24,8 @@ def main(given: Sequence[str] | None = None) -> dict:
     """Every regime, a table, and a line of JSON last."""
     options = arguments(__doc__, given)
     found = Comparison(options)
-    for size, mask, dtype in product(options.sizes(SIZES), ("full", "causal"), ("float32", "bfloat16")):
+    sizes = options.sizes(SIZES)[-1:] if options.quick else options.sizes(SIZES)
+    for size, mask, dtype in product(sizes, ("full", "causal"), ("float32", "bfloat16")):
         for regime in both(Regime(*size, mask, dtype)):
             found.add(regime, without=[FLEX], gemm_share=not regime.training)
     return report("layer", found.rows, options, found.left_out)

@@ -151,6 +151,11 @@ def cells_of(plan: Plan) -> int:
     )
 
 
+def reads_most(plan: Plan) -> bool:
+    """Whether some block reads half of the keys or more, so that it pays to lay them out for it."""
+    return any(2 * block.width >= piece.grid.keys for piece in plan for block in piece.blocks)
+
+
 def cost_of(plan: Plan, call: int) -> int:
     """What a plan costs, in scores: those it computes, and `call` for each block."""
     return cells_of(plan) + call * sum(len(piece.blocks) for piece in plan)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention import narrow, reference, wide
-from headwise.attention.blocks import Plan, plan_of
+from headwise.attention.blocks import Plan, plan_of, reads_most
 from headwise.attention.masks import can_be_read
 from headwise.attention.narrow import Narrow
 from headwise.attention.problem import Answer, Problem
@@ -68,7 +68,11 @@ def run(problem: Problem, rows: int | None = None, plan: Plan | None = None) -> 
     holes = problem.bias is not None and bool(problem.bias.amin() == -torch.inf)
     seed = int(torch.randint(2**62, ())) if problem.dropout > 0 else 0
     how = _How(plan, not is_wide, scale, problem.softcap, holes, problem.dropout, seed)
-    out, lse, *_ = _Blockwise.apply(q, k.contiguous() if is_wide else k, v.contiguous(), problem.bias, how)  # type: ignore[no-untyped-call]
+    if not is_wide:
+        v = v.contiguous()
+    elif len(k) > 1 or reads_most(plan):  # where few keys of one sequence are read, it is from where they lie
+        k, v = k.contiguous(), v.contiguous()
+    out, lse, *_ = _Blockwise.apply(q, k, v, problem.bias, how)  # type: ignore[no-untyped-call]
     if problem.sinks is not None:
         out, lse = reference.with_sinks(out, lse, problem.sinks)
     return Answer(out.to(problem.q.dtype), lse if problem.return_lse else None, None)

@@ -14,7 +14,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from headwise.attention.blocks import Plan
+from headwise.attention.blocks import Plan, reads_most
 from headwise.attention.tiles import LOG2_E, Pool, Tile, products
 from headwise.shapes import Float
 
@@ -101,9 +101,8 @@ def and_ones(tensor: Float[Tensor, "*axes keys width"], plan: Plan) -> Float[Ten
     Products are faster where keys lie side by side in memory, but part of the keys is copied out slowly from there.
     """
     *axes, keys, width = tensor.shape
-    widest = max((block.width for piece in plan for block in piece.blocks), default=0)
-    side_by_side = 2 * widest >= keys
-    result = tensor.new_empty(*axes, width + 2, keys) if side_by_side else tensor.new_empty(*axes, keys, width + 2).mT
+    laid_out = reads_most(plan)
+    result = tensor.new_empty(*axes, width + 2, keys) if laid_out else tensor.new_empty(*axes, keys, width + 2).mT
     result[..., :width, :] = tensor.mT
     result[..., width, :] = 1.0
     result[..., width + 1, :] = 0.0
