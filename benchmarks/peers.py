@@ -33,8 +33,8 @@ PEERS = {
 }
 """Every peer. A flavour says what its layer has not, or has more; ours is then built alike."""
 
-QUICK = (YARDSTICK, TORCH_LAYER, "x-transformers")
-"""Those that a quick run keeps: no compilation, no matrix, and one around SDPA instead of four."""
+QUICK = (YARDSTICK, TORCH_LAYER)
+"""Those that a quick run keeps: what people write, and what torch has."""
 
 
 LONGEST_MATRIX = 2048

@@ -9,6 +9,7 @@ the error, lie 2 s^2 above the mean, or where there are none so high, at the lar
 at the inverse temperature 2). Where the largest score of a row turns out not to be near, another product mends it.
 """
 
+from functools import cached_property
 from statistics import NormalDist
 
 import torch
@@ -43,26 +44,26 @@ class Narrow:
         """`scores` fills the shifts, and `again` reads them."""
         self.q, self.scale, self.plan, self.pool, self.shifts = q, scale, plan, pool, shifts
         self._keys = and_ones(k, plan)
-        sample = k[:, :, :: max(k.shape[2] // SAMPLE, 1)].float()
-        mean = sample.mean(2, keepdim=True)
-        self._mean = mean.to(k.dtype)
-        self._variance = (sample - mean).square_().mean(2, keepdim=True).to(k.dtype)
+        self._k = k
 
     def scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
         """The scores less the shifts, which are corrected where they were foretold wrong."""
-        shift = self._foretold(tile)
-        scores = self._less(tile, shift)
+        mean, deviation = (tile.rows_of(each) for each in self._moments)
+        highest = NormalDist().inv_cdf(max(1 - 1 / tile.block.width, 0.5))
+        shift = torch.addcmul(mean, deviation, (deviation * (2 * self.scale)).clamp_(max=highest))
+        rows = tile.rows_of(self.q)
+        scores = self._less(tile, rows, shift)
         largest = _largest(scores)
         least, most = torch.aminmax(largest)
         if not (least >= -FARTHEST * LOG2_E and most <= FARTHEST * LOG2_E):
             shift += largest / (self.scale * LOG2_E)
-            scores = self._less(tile, shift)
+            scores = self._less(tile, rows, shift)
         tile.put(self.shifts, shift)
         return scores
 
     def again(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
         """The scores less shifts that are known."""
-        return self._less(tile, tile.rows_of(self.shifts))
+        return self._less(tile, tile.rows_of(self.q), tile.rows_of(self.shifts))
 
     def differentiate(
         self,
@@ -80,17 +81,20 @@ class Narrow:
         """The gradient of the products of queries and keys."""
         return products("grad", tile, tile.rows_of(self._upstream), self._values, 1.0, self.pool).mul_(weights)
 
-    def _foretold(self, tile: Tile) -> Float[Tensor, "kv stacked 1"]:
-        """Where the heavy products of each row would lie, were they normal, and features not correlated."""
-        rows, every = tile.rows_of(self.q), range(1)
-        spread = (rows.square() @ tile.keys_of(self._variance, every).mT).sqrt_()
-        most = NormalDist().inv_cdf(max(1 - 1 / tile.block.width, 0.5))
-        beyond = (spread * (2 * self.scale)).clamp_(max=most)
-        return torch.addcmul(rows @ tile.keys_of(self._mean, every).mT, spread, beyond)
+    @cached_property
+    def _moments(self) -> tuple[Float[Tensor, "batch heads queries 1"], Float[Tensor, "batch heads queries 1"]]:
+        """Mean and standard deviation of each row's products, were the features of the keys independent."""
+        sample = self._k[:, :, :: max(self._k.shape[2] // SAMPLE, 1)].float()
+        mean = sample.mean(2, keepdim=True)
+        variance = (sample - mean).square_().mean(2, keepdim=True)
+        rows = self.q.reshape(*self._k.shape[:2], -1, self.q.shape[-1])
+        moments = rows @ mean.mT.to(rows.dtype), (rows.square() @ variance.mT.to(rows.dtype)).sqrt_()
+        return moments[0].view_as(self.shifts), moments[1].view_as(self.shifts)
 
-    def _less(self, tile: Tile, shift: Float[Tensor, "kv stacked 1"]) -> Float[Tensor, "kv stacked columns"]:
-        rows = and_less(tile.rows_of(self.q), shift)
-        scores = products("scores", tile, rows, self._keys, self.scale * LOG2_E, self.pool)
+    def _less(
+        self, tile: Tile, rows: Float[Tensor, "kv stacked head_dim"], shift: Float[Tensor, "kv stacked 1"]
+    ) -> Float[Tensor, "kv stacked columns"]:
+        scores = products("scores", tile, and_less(rows, shift), self._keys, self.scale * LOG2_E, self.pool)
         tile.lower(scores)
         return scores
 

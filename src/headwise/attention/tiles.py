@@ -149,7 +149,10 @@ def products(
     """`factor rows right`, over the keys of the tile, each rounded once, in the pool's memory of that name."""
     products = pool.take(name, tile, rows)
     for keys, span in tile.spans(products):
-        torch.baddbmm(span, rows, tile.keys_of(right.mT, keys).mT, beta=0.0, alpha=factor, out=span)
+        columns = tile.keys_of(right.mT, keys)
+        if columns.stride(-1) == 1:
+            columns = columns.contiguous()  # or the product would copy it the other way round, which is slower
+        torch.baddbmm(span, rows, columns.mT, beta=0.0, alpha=factor, out=span)
     return products
 
 
