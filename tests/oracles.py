@@ -295,11 +295,11 @@ class NarrowHeads(nn.Module):
 # -- statistics ---------------------------------------------------------------------------------------------------
 
 
-def statistics_of(weights, tokens=None, special=None) -> dict[str, float]:
+def statistics_of(weights, tokens=None, special=None, out=None, projection=None, first=0) -> dict[str, float]:
     """Every statistic of one head by its definition, entry by entry, from a list of rows of weights.
 
     Query i stands at key i + (keys - queries). A row whose weights are all 0 does not count; a key with
-    weight exactly 0 is out of sight.
+    weight exactly 0 is out of sight. `out` are the rows of its output, `projection` maps them to the model's width.
     """
     rows = [list(map(float, row)) for row in weights]
     queries, keys = len(rows), len(rows[0])
@@ -322,7 +322,7 @@ def statistics_of(weights, tokens=None, special=None) -> dict[str, float]:
         for name, j in (("self", p), ("previous", p - 1), ("next", p + 1)):
             if 0 <= j < keys:
                 note(name, row[j])
-        note("first", row[0])
+        note("first", row[first])
         if special is not None:
             note("special", sum(a for j, a in enumerate(row) if special[j]))
         if tokens is not None and p >= 0:
@@ -332,4 +332,13 @@ def statistics_of(weights, tokens=None, special=None) -> dict[str, float]:
             after = [j for j in range(1, p + 1) if tokens[j - 1] == tokens[p]]
             if after:
                 note("induction", sum(row[j] for j in after))
-    return {name: sum(of_rows) / len(of_rows) for name, of_rows in values.items()}
+        if out is not None:
+            note("output_norm", math.sqrt(sum(float(x) ** 2 for x in out[i])))
+        if projection is not None:
+            note("written_norm", math.sqrt(sum(float(x) ** 2 for x in out[i] @ projection)))
+    found = {name: sum(of_rows) / len(of_rows) for name, of_rows in values.items()}
+    columns = [[row[j] for row in rows if row[j] > 0] for j in range(keys)]
+    most = max(map(len, columns))
+    if most:
+        found["received"] = max(sum(column) / len(column) for column in columns if column and 2 * len(column) >= most)
+    return found

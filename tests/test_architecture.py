@@ -30,20 +30,9 @@ FLOORS = (
 
 ATTENTION = (
     *("autocast", "masks", "masks_by_position", "masks_by_sequence", "rules", "rotary", "positions"),
-    *(
-        "cache",
-        "packed",
-        "placement",
-        "problem",
-        "reference",
-        "fused",
-        "blocks",
-        "tiles",
-        "wide",
-        "narrow",
-        "blockwise",
-    ),
-    *("choice", "statistics", "attend"),
+    *("cache", "packed", "placement", "problem", "reference", "fused"),
+    *("blocks", "tiles", "wide", "narrow", "rows", "blockwise", "choice", "attend"),
+    *("statistics", "observed"),
 )
 """Inside the attention floor, likewise; a module imports from those before it."""
 

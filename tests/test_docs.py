@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from headwise.attention import rules
+from headwise.attention.statistics import STATISTICS
 from headwise.heads.roles import ROLES
 from headwise.heads.view import View
 from headwise.show.terminal import print_view
@@ -33,7 +34,7 @@ def test_the_code_of_the_readme_runs_and_prints_what_it_says(minilm):
     }
     printed = io.StringIO()
     blocks = re.findall(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", README, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     with contextlib.redirect_stdout(printed):
         for code, _ in blocks:
             exec(code, names)
@@ -87,6 +88,12 @@ def test_some_backend_does_every_pair_of_options():
         sys.path.pop(0)
     found = make_backends.combinations(2)
     assert found["some backend"] == found["all"] > 50
+
+
+def test_every_statistic_is_documented():
+    text = (ROOT / "docs" / "watch.md").read_text(encoding="utf-8")
+    for name in STATISTICS:
+        assert f"`{name}`" in text
 
 
 def test_every_role_is_documented():

@@ -14,6 +14,7 @@ from headwise.convert.transformers import from_transformers, to_transformers
 from headwise.errors import HeadwiseError, InputError, MissingExtra
 from headwise.heads.view import view
 from headwise.layer import MultiHeadAttention, ProjectedContext
+from headwise.models.watch import watch
 from headwise.options import QKNorm, Scores
 from headwise.variants.differential import DifferentialAttention
 from headwise.variants.latent import LatentAttention
@@ -64,6 +65,7 @@ __all__ = [
     "to_torch",
     "to_transformers",
     "view",
+    "watch",
     "where",
     "why_not",
     "window",

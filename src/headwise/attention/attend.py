@@ -1,7 +1,10 @@
 """`attend`: the one function under every layer. Check once, ask the backends `why_not`, run one, gate."""
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headwise.attention import blockwise, fused, reference
@@ -9,9 +12,14 @@ from headwise.attention.autocast import NARROW, autocast_dtype, without_autocast
 from headwise.attention.blockwise import Blockwise
 from headwise.attention.choice import Choice, asked_for, fastest
 from headwise.attention.masks import Mask
-from headwise.attention.problem import Backend, Problem
+from headwise.attention.problem import Answer, Backend, Problem
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int
+
+watcher: ContextVar[Callable[[Problem, Callable[[Problem], Answer]], Answer] | None] = ContextVar(
+    "watcher", default=None
+)
+"""Who answers a problem instead of the backend that was chosen, which is handed on; None unless a model is watched."""
 
 BACKENDS: dict[str, Backend] = {each.name: each for each in (fused, blockwise, reference)}
 """Every backend by name."""
@@ -94,8 +102,9 @@ def attend(
         return_weights=return_weights,
     )
     choice = _choice(problem, backend)
+    watching = None if torch.compiler.is_compiling() else watcher.get()
     with without_autocast(problem.q.device):
-        answer = choice.run(problem)
+        answer = choice.run(problem) if watching is None else watching(problem, choice.run)
     out = answer.out if problem.gate is None else answer.out * problem.gate
     extras = [extra for extra in (answer.lse, answer.weights) if extra is not None]
     return (out, *extras) if extras else out

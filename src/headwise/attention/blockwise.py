@@ -27,9 +27,10 @@ from torch import Tensor
 
 from headwise.attention import narrow, reference, wide
 from headwise.attention.blocks import Plan, plan_of, reads_most
-from headwise.attention.masks import can_be_read
+from headwise.attention.masks import Grid, can_be_read
 from headwise.attention.narrow import Narrow
 from headwise.attention.problem import Answer, Problem
+from headwise.attention.rows import Known, Observer, Rows
 from headwise.attention.tiles import LOG2_E, Pool, Tile, tiles
 from headwise.attention.wide import Wide
 from headwise.checks import whole_number
@@ -50,14 +51,23 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-def run(problem: Problem, rows: int | None = None, plan: Plan | None = None) -> Answer:
-    """The answer, by a plan, or by one in blocks of `rows` query rows; of `blocks.rows_of` unless given."""
+def run(
+    problem: Problem,
+    rows: int | None = None,
+    plan: Plan | None = None,
+    observer: Observer | None = None,
+    known: Known | None = None,
+) -> Answer:
+    """The answer, by a plan, or by one in blocks of `rows` query rows; of `blocks.rows_of` unless given.
+
+    An observer is shown all rows, some at a time; what they hold is overwritten after it returns.
+    """
     if problem.return_weights:
         return reference.run(problem)  # the matrix that blocks avoid is asked for
     if 0 in (*problem.q.shape, *problem.k.shape):
         return reference.run(problem)  # nothing is held
     q, k, v = problem.q, problem.k, problem.v
-    is_wide = not is_narrow(problem)
+    is_wide = observer is not None or not is_narrow(problem)
     if is_wide:
         q, k, v = (tensor.to(problem.score_dtype) for tensor in (q, k, v))
     scale = problem.scale
@@ -67,7 +77,8 @@ def run(problem: Problem, rows: int | None = None, plan: Plan | None = None) -> 
         plan = planned(problem, rows)
     holes = problem.bias is not None and bool(problem.bias.amin() == -torch.inf)
     seed = int(torch.randint(2**62, ())) if problem.dropout > 0 else 0
-    how = _How(plan, not is_wide, scale, problem.softcap, holes, problem.dropout, seed)
+    watched = None if observer is None else _Watched(observer, known or Known(), problem.grid, problem.sinks)
+    how = _How(plan, not is_wide, scale, problem.softcap, holes, problem.dropout, seed, watched)
     if not is_wide:
         v = v.contiguous()
     elif len(k) > 1 or reads_most(plan):  # where few keys of one sequence are read, it is from where they lie
@@ -131,6 +142,31 @@ class _How(NamedTuple):
     holes: bool
     dropout: float
     seed: int
+    watched: "_Watched | None"
+
+
+class _Watched(NamedTuple):
+    """Who is shown the rows, and what they hold beside what is in a tile."""
+
+    observer: Observer
+    known: Known
+    grid: Grid
+    sinks: Float[Tensor, "heads 1"] | None
+
+    def rows(
+        self,
+        tile: Tile,
+        scores: Float[Tensor, "kv stacked columns"],
+        powers: Float[Tensor, "kv stacked columns"],
+        shift: Float[Tensor, "kv stacked 1"],
+        total: Float[Tensor, "kv stacked 1"],
+    ) -> Rows:
+        """The rows of a tile. Their largest score was subtracted, so their largest power is 1."""
+        whole = total
+        if self.sinks is not None:
+            sinks = torch.exp2(self.sinks[tile.heads, :, None] * LOG2_E - tile.by_head(shift))
+            whole = total + sinks.view_as(total)
+        return Rows(tile, self.grid, scores, powers, total, whole, 1.0, self.known)
 
 
 # -- the weights of a tile, before they are divided by their sum -----------------------------------------------------
@@ -184,15 +220,21 @@ class _Blockwise(torch.autograd.Function):
         shifts = q.new_zeros(*q.shape[:-1], 1)
         totals = torch.full_like(shifts, torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
         pool = Pool(how.plan, q, k)
-        scores = _scores_of(how, q, k, bias, pool, shifts)
+        scores, watched = _scores_of(how, q, k, bias, pool, shifts), how.watched
         for number, tile in enumerate(tiles(how.plan, q, k, bias if how.holes else None)):
-            weights = scores.scores(tile).exp2_()
+            exponents = scores.scores(tile)
+            weights = torch.exp2(exponents, out=exponents if watched is None else pool.take("powers", tile, exponents))
             total = _sums(weights)
             if tile.alive is not None:
                 tile.by_head(total).masked_fill_(~tile.alive, torch.inf)
             kept = _kept(how, number, tile, weights, pool)
-            product = _times(tile, weights if kept is None else kept.mul_(weights), v)
-            tile.put(out, product.div_(total))
+            rows = None if watched is None else watched.rows(tile, exponents, weights, tile.rows_of(shifts), total)
+            beside = None if rows is None or kept is not None else rows.stacked_features
+            product = _times(tile, weights if kept is None else kept.mul_(weights), v, beside)
+            if watched is not None and rows is not None:
+                rows.receive(product, v.shape[-1])
+                watched.observer(rows)
+            tile.put(out, product[..., : v.shape[-1]].div_(total))
             tile.put(totals, total)
         lse = None if how.narrow else _log_sum_exp(shifts, totals)
         return out, lse, shifts, totals
@@ -301,12 +343,20 @@ def _per_total(
 
 
 def _times(
-    tile: Tile, left: Float[Tensor, "kv stacked columns"], right: Float[Tensor, "batch kv_heads keys width"]
-) -> Float[Tensor, "kv stacked width"]:
-    """`left @ right`, over the keys of the tile."""
-    product = None
+    tile: Tile,
+    left: Float[Tensor, "kv stacked columns"],
+    right: Float[Tensor, "batch kv_heads keys width"],
+    beside: Float[Tensor, "#batch columns more"] | None = None,
+) -> Float[Tensor, "kv stacked width_and_more"]:
+    """`left @ right`, over the keys of the tile, with more columns beside those of `right` in all its heads."""
+    product, offset = None, 0
     for keys, span in tile.spans(left):
         here = tile.keys_of(right, keys)
+        if beside is not None:
+            more = beside[:, None, offset : offset + len(keys)].to(here.dtype)
+            kv_heads = len(here) // tile.shape[0]
+            here = torch.cat([here, more.expand(tile.shape[0], kv_heads, -1, -1).flatten(0, 1)], -1)
+            offset += len(keys)
         product = torch.bmm(span, here) if product is None else product.baddbmm_(span, here)
     assert product is not None
     return product

@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.attention.blocks import Block, Piece, Plan
+from headwise.attention.blocks import Block, Part, Piece, Plan
+from headwise.attention.masks import Grid
 from headwise.shapes import Bool, Float
 
 LOG2_E = math.log2(math.e)
 """A power of two is the exponential that torch vectorises on every CPU; scores are multiplied by this for it."""
+
+LOWEST = -1e30
+"""The score of what is hidden: finite, since its weight of 0 is to be multiplied by it."""
 
 BLOCK_BYTES = 2**22
 """Size of the scores that are computed at once: they stay in the cache from one operation to the next."""
@@ -25,7 +29,7 @@ BLOCK_BYTES = 2**22
 class Hidden(NamedTuple):
     """What is hidden in a block: from column `offset` on, the largest value that a score may have.
 
-    Infinite where a key is allowed, -infinite where it is hidden, and 0 in a row without any key: such a row is given
+    Infinite where a key is allowed, `LOWEST` where it is hidden, and 0 in a row without any key: such a row is given
     weights, which an infinite total takes away, since nothing less nothing is NaN. Torch vectorises the smaller of two
     tensors; filling by a boolean mask takes forty times as long.
     """
@@ -89,6 +93,13 @@ class Tile(NamedTuple):
     @property
     def _groups(self) -> int:
         return self.shape[0] * int(self.kv_heads.stop - self.kv_heads.start)
+
+
+def whole_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads rows keys"]) -> Tile:
+    """Some rows of every head, over all keys."""
+    every, heads = slice(0, grid.batch), slice(0, grid.heads)
+    hidden = Hidden(0, torch.where(allowed, torch.inf, LOWEST))
+    return Tile(Block(rows, (Part(range(grid.keys), True),)), every, heads, heads, [hidden], None)
 
 
 def tiles(plan: Plan, q: Tensor, k: Tensor, holes: Tensor | None) -> Iterator[Tile]:
@@ -213,7 +224,7 @@ def _hidden(
     if alive is not None and bool(alive.all()):
         alive = None
     inf = torch.full((), torch.inf, dtype=like.dtype, device=like.device)
-    ceilings = [(offset, torch.where(part, inf, -inf)) for offset, part in allowed]
+    ceilings = [(offset, torch.where(part, inf, LOWEST)) for offset, part in allowed]
     if alive is not None:
         ceilings = [(offset, torch.where(alive, ceiling, inf.new_zeros(()))) for offset, ceiling in ceilings]
     return [Hidden(*ceiling) for ceiling in ceilings], alive

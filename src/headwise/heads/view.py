@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention.reference import each_kv_head
-from headwise.attention.statistics import Rows, Tally, blocks, rows_per_block
+from headwise.attention.rows import Known, Rows
+from headwise.attention.statistics import STATISTICS, Tally, blocks, rows_per_block
 from headwise.errors import HeadwiseError, InputError
 from headwise.heads.roles import Role, role_of
 from headwise.heads.words import Word, encode
@@ -150,7 +151,7 @@ def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", t
             )
         tally, links = Tally(), _WordWeights(grid.heads, word_of, candidates)
         ranges = _whole_words(word_of, rows_per_block(grid))
-        for rows in blocks(call.problem, tokens=tokens.to(device), special=special.to(device), ranges=ranges):
+        for rows in blocks(call.problem, Known(tokens.to(device), special.to(device)), ranges):
             _require_agreement(call, rows)
             tally.add(rows)
             links.add(rows)
@@ -258,7 +259,7 @@ class _WordWeights:
 def _head_views(layer: int, tally: Tally, weights: _WordWeights) -> Iterator[HeadView]:
     """The heads of one layer."""
     means = {name: mean[0].tolist() for name, mean in tally.means().items()}
-    counts = {name: count[0].tolist() for name, count in tally.count.items()}
+    counts = {name: tally.count(name)[0].tolist() for name in means if STATISTICS[name].value is torch.div}
     for head in range(weights.picture.shape[0]):
         of_head = {name: values[head] for name, values in means.items()}
         yield HeadView(

@@ -67,7 +67,7 @@ def observe(model: nn.Module, on_call: Callable[[AttentionCall], None]) -> Itera
             if layer is None or layer in seen:
                 layer = max(seen, default=-1) + 1
             seen.add(layer)
-            problem = _read(implementation, module, *args, **kwargs)
+            problem = read_call(implementation, module, *args, **kwargs)
             on_call(AttentionCall(layer, paths[id(module)], problem, result[0]))
             return result
 
@@ -80,7 +80,7 @@ def observe(model: nn.Module, on_call: Callable[[AttentionCall], None]) -> Itera
         AttentionInterface.get_interface = dispatch
 
 
-def _read(
+def read_call(
     implementation: str,
     module: nn.Module,
     query: Tensor,

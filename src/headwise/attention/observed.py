@@ -1,0 +1,30 @@
+"""Attention whose rows are shown on the way: the answer, at about the cost of the answer alone."""
+
+from collections.abc import Callable
+
+import torch
+
+from headwise.attention import blockwise, reference
+from headwise.attention.problem import Answer, Problem
+from headwise.attention.rows import Known, Observer
+from headwise.attention.statistics import blocks
+
+
+def observed(
+    problem: Problem,
+    observer: Observer,
+    known: Known | None = None,
+    otherwise: Callable[[Problem], Answer] = reference.run,
+) -> Answer:
+    """The answer to a problem, every row of which has been shown once.
+
+    Rows are shown while blocks compute them, from scores in float32 at least. Where blocks cannot do the problem, the
+    rows are computed beside the answer, which is then `otherwise`'s.
+    """
+    holds_something = 0 not in (*problem.q.shape, *problem.k.shape)
+    if blockwise.why_not(problem) is None and not problem.return_weights and holds_something:
+        return blockwise.run(problem, observer=observer, known=known)
+    with torch.no_grad():
+        for rows in blocks(problem, known):
+            observer(rows)
+    return otherwise(problem)

@@ -1,0 +1,213 @@
+"""`watch`: what every head of any model does while it runs, in numbers."""
+
+import math
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.attention.rows import Known
+from headwise.attention.statistics import Tally
+from headwise.errors import InputError, MissingExtra
+from headwise.models.intercept import Call, Look, intercepted
+from headwise.shapes import Float
+
+
+@dataclass
+class Spread:
+    """Number, mean and squared deviations of values that come in parts, and merge (Chan, Golub and LeVeque 1983)."""
+
+    number: Float[Tensor, " heads"]
+    mean: Float[Tensor, " heads"]
+    deviations: Float[Tensor, " heads"]
+
+    @staticmethod
+    def of(values: Float[Tensor, "sequences heads"]) -> "Spread":
+        """Of values some of which are NaN, which do not count."""
+        there = ~values.isnan()
+        number = there.sum(0).double()
+        mean = values.nan_to_num(0.0).sum(0) / number.clamp(min=1)
+        return Spread(number, mean, ((values - mean).masked_fill(~there, 0.0) ** 2).sum(0))
+
+    def merge(self, other: "Spread") -> "Spread":
+        """Of both parts together."""
+        number = self.number + other.number
+        share = other.number / number.clamp(min=1)
+        apart = other.mean - self.mean
+        deviations = self.deviations + other.deviations + apart**2 * self.number * share
+        return Spread(number, self.mean + apart * share, deviations)
+
+    @property
+    def value(self) -> Float[Tensor, " heads"]:
+        """The mean; NaN of nothing."""
+        return self.mean.masked_fill(self.number == 0, math.nan)
+
+    @property
+    def standard_error(self) -> Float[Tensor, " heads"]:
+        """Of the mean; NaN of fewer than two."""
+        variance = self.deviations / (self.number - 1).clamp(min=1)
+        return (variance / self.number.clamp(min=1)).sqrt().masked_fill(self.number < 2, math.nan)
+
+
+@dataclass
+class Site:
+    """A place in a model where attention is computed.
+
+    Attributes:
+        path: the module.
+        layer: the number the model gives it, if any.
+        heads, kv_heads: how many there are.
+        cross: whether it attends to something else than its own input.
+        statistics: over the sequences seen, by name.
+    """
+
+    path: str
+    layer: int | None
+    heads: int
+    kv_heads: int
+    cross: bool
+    statistics: dict[str, Spread] = field(default_factory=dict)
+
+    def add(self, tally: Tally) -> None:
+        """Take in a call."""
+        for name, values in tally.means().items():
+            spread = Spread.of(values.double().cpu())
+            mine = self.statistics.get(name)
+            self.statistics[name] = spread if mine is None else mine.merge(spread)
+
+
+class Heads:
+    """Every head of a model that was watched, once it has run. Sequences count alike, and calls add up."""
+
+    def __init__(self, model: nn.Module, special: Collection[int]) -> None:
+        self._modules = dict(model.named_modules())
+        self._special = torch.tensor(sorted(special), dtype=torch.int64)
+        self._sites: dict[tuple[str, bool], Site] = {}
+        self._inputs: dict[str, Any] = {}
+        self._ran: set[str] = set()
+
+    # -- what is told while it runs -----------------------------------------------------------------------------------
+
+    def starts(self, arguments: dict[str, Any]) -> None:
+        """See `Watcher`: what the model is called with says which tokens are which, and which are padding."""
+        self._inputs = arguments
+
+    def runs(self, path: str) -> None:
+        """See `Watcher`."""
+        self._ran.add(path)
+
+    def sees(self, call: Call) -> Look:
+        """See `Watcher`."""
+        heads, kv_heads = call.problem.grid.heads, call.problem.k.shape[1]
+        site = self._sites.setdefault((call.path, call.cross), Site(call.path, call.layer, heads, kv_heads, call.cross))
+        if (site.heads, site.kv_heads) != (heads, kv_heads):
+            raise InputError("model", expected=f"{site.heads} heads in every call of {call.path}", got=heads)
+        tally = Tally()
+        return Look(tally.add, self._known(call), lambda: site.add(tally))
+
+    def _known(self, call: Call) -> Known:
+        """What the model's inputs say of a call of self-attention over all of them."""
+        grid, ids, mask = call.problem.grid, self._inputs.get("input_ids"), self._inputs.get("attention_mask")
+        shape = (grid.batch, grid.keys)
+        if call.cross or grid.queries != grid.keys:
+            return Known()
+        real = mask.bool() if isinstance(mask, Tensor) and mask.shape == shape else None
+        if not isinstance(ids, Tensor) or ids.shape != shape:
+            return Known(real=real)
+        return Known(ids, torch.isin(ids, self._special.to(ids.device)) if len(self._special) else None, real)
+
+    # -- what is asked afterwards -------------------------------------------------------------------------------------
+
+    @property
+    def sites(self) -> list[Site]:
+        """Where attention was computed, in the order of the model's modules."""
+        order = {path: place for place, path in enumerate(self._modules)}
+        return sorted(self._sites.values(), key=lambda site: (order[site.path], site.cross))
+
+    @property
+    def layers(self) -> list[int]:
+        """The number of each site's layer: the model's own where no two are alike, and otherwise in order."""
+        own = [site.layer for site in self.sites]
+        numbers = [layer for layer in own if layer is not None]
+        return numbers if len(set(numbers)) == len(own) else list(range(len(own)))
+
+    @property
+    def missed(self) -> list[str]:
+        """Modules that ran, are called attention, and computed none that was seen."""
+        named = [path for path in self._ran if "attention" in type(self._modules[path]).__name__.lower()]
+        inner = [path for path in named if not any(other.startswith(f"{path}.") for other in named)]
+        seen = [site.path for site in self._sites.values()]
+        return sorted(path for path in inner if not any(_related(path, other) for other in seen))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a head: layer, head, kv_head, module, kind, and the mean of every statistic over the sequences."""
+        self._require_some()
+        rows = []
+        for layer, site in zip(self.layers, self.sites, strict=True):
+            values = {name: spread.value.tolist() for name, spread in site.statistics.items()}
+            for head in range(site.heads):
+                rows.append(
+                    {
+                        "layer": layer,
+                        "head": head,
+                        "kv_head": head * site.kv_heads // site.heads,
+                        "module": site.path,
+                        "kind": "cross" if site.cross else "self",
+                        **{name: of_heads[head] for name, of_heads in values.items()},
+                    }
+                )
+        return rows
+
+    def table(self) -> Any:
+        """The rows as a pandas DataFrame; see `rows`.
+
+        Raises:
+            InputError: nothing was seen.
+            MissingExtra: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingExtra("pandas", extra="tables", purpose="a table") from error
+        return pandas.DataFrame(self.rows())
+
+    def _require_some(self) -> None:
+        if not self._ran:
+            raise InputError("model", expected="a model that ran while it was watched", got="none", remedy="call it")
+        if not self._sites:
+            names = ", ".join(self.missed) or type(self._modules[""]).__name__
+            raise InputError("model", expected="attention in a way that can be seen", got=f"none in {names}")
+
+
+def _related(path: str, other: str) -> bool:
+    """Whether one module is the other, or inside of it."""
+    return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
+
+
+@contextmanager
+def watch(model: nn.Module, *, special: Collection[int] = ()) -> Iterator[Heads]:
+    """Within the context, every attention call of the model adds to the statistics of its heads.
+
+    Args:
+        model: any module, of torch, `transformers` or one's own. It computes what it did, but for rounding.
+        special: ids of the tokens that count as special, such as `tokenizer.all_special_ids`.
+
+    Raises:
+        InputError: when the context ends, if the model ran and nothing was seen; a compiled model; an attention
+            implementation of `transformers` whose masks cannot be read.
+
+    Warns:
+        UserWarning: when the context ends, of modules that ran and are called attention, but were not seen to compute
+            any.
+    """
+    heads = Heads(model, special)
+    with intercepted(model, heads):
+        yield heads
+    if heads._ran:
+        heads._require_some()
+    if heads.missed:
+        warnings.warn(f"attention of these modules was not seen: {', '.join(heads.missed)}", stacklevel=3)

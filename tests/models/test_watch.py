@@ -1,0 +1,223 @@
+"""Heads of models that are watched while they run, against the weights that eager attention returns."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from test_observe import PADDED, TOKENS, configs, tiny
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
+
+import headwise as hw
+from oracles import statistics_of
+
+SDPA = F.scaled_dot_product_attention
+
+
+def require_statistics(heads, weights, real=None, tokens=None):
+    """The rows are the definition's, averaged over sequences; weights `(layers, batch, heads, queries, keys)`."""
+    rows = iter(heads.rows())
+    for layer, of_layer in enumerate(weights):
+        for head in range(of_layer.shape[1]):
+            row = next(rows)
+            assert (row["layer"], row["head"]) == (layer, head)
+            found = []
+            for sequence in range(len(of_layer)):
+                here, first = of_layer[sequence, head].double().clone(), 0
+                if real is not None:
+                    here[~real[sequence]] = 0.0
+                    first = int(real[sequence].int().argmax())
+                ids = None if tokens is None else tokens[sequence].tolist()
+                found.append(statistics_of(here, ids, first=first))
+            for name in set().union(*found):
+                values = [each[name] for each in found if name in each]
+                assert row[name] == pytest.approx(sum(values) / len(values), rel=1e-4, abs=1e-5), (layer, head, name)
+    assert next(rows, None) is None
+
+
+@pytest.mark.parametrize("padding", PADDED)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", configs())
+@torch.no_grad()
+def test_a_model_of_transformers(name, implementation, padding):
+    if name in ("gemma2, softcap", "gpt-oss, sinks"):
+        implementation = "eager"  # transformers has no other for these
+    inputs = {"input_ids": TOKENS, "attention_mask": PADDED[padding]}
+    weights = tiny(name, "eager")(**inputs, output_attentions=True).attentions
+    model = tiny(name, implementation)
+    plain = model(**inputs).last_hidden_state
+    with hw.watch(model) as heads:
+        output = model(**inputs).last_hidden_state
+    real = PADDED[padding].bool()
+    torch.testing.assert_close(output[real], plain[real], rtol=1e-4, atol=1e-5)
+    require_statistics(heads, weights, real, TOKENS)
+
+
+class Block(nn.Module):
+    """What people write around torch's attention."""
+
+    def __init__(self, causal=True):
+        super().__init__()
+        self.qkv, self.out, self.causal = nn.Linear(24, 72), nn.Linear(24, 24), causal
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (3, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        heads = SDPA(q, k, v, is_causal=self.causal)  # the function itself, as `from ... import` gives it
+        self.weights = (q @ k.mT * 8**-0.5).masked_fill(~torch.ones(x.shape[1], x.shape[1]).tril().bool(), -torch.inf)
+        self.weights = self.weights.softmax(-1)
+        return x + self.out(heads.transpose(1, 2).flatten(2))
+
+
+@torch.no_grad()
+def test_a_model_that_calls_torchs_attention():
+    model, x = nn.Sequential(Block(), nn.Identity(), Block()), torch.randn(2, 13, 24)
+    plain = model(x)
+    with hw.watch(model) as heads:
+        torch.testing.assert_close(model(x), plain)
+    assert [site.path for site in heads.sites] == ["0", "2"]
+    require_statistics(heads, [model[0].weights, model[2].weights])
+
+
+@torch.no_grad()
+def test_torchs_own_layers_whose_fast_paths_are_not_missed():
+    layer = nn.TransformerEncoderLayer(24, 3, 37, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x, padding = torch.randn(2, 13, 24), torch.arange(13) >= torch.tensor([[13], [8]])
+    plain = model(x, src_key_padding_mask=padding)
+    with hw.watch(model) as heads:
+        torch.testing.assert_close(model(x, src_key_padding_mask=padding)[~padding], plain[~padding])
+    assert [site.path for site in heads.sites] == ["layers.0.self_attn", "layers.1.self_attn"]
+    attention = model.layers[0].self_attn
+    weights = attention(x, x, x, key_padding_mask=padding, average_attn_weights=False)[1]
+    seen = [statistics_of(weights[b, 0])["entropy"] for b in range(2)]
+    assert heads.rows()[0]["entropy"] == pytest.approx(sum(seen) / 2, rel=1e-4)
+
+
+@torch.no_grad()
+def test_our_own_layer():
+    layer = hw.MultiHeadAttention(24, 6, num_kv_heads=2, rotary=hw.Rotary(), mask=hw.window(5))
+    model, x = nn.ModuleDict({"attention": layer}), torch.randn(2, 13, 24)
+    model.forward = layer.__call__
+    plain, weights = layer(x, return_weights=True)
+    with hw.watch(model) as heads:
+        torch.testing.assert_close(model(x), plain)
+        torch.testing.assert_close(layer(x, return_weights=True)[1], weights)
+    require_statistics(heads, [weights])
+    assert [row["kv_head"] for row in heads.rows()] == [0, 0, 0, 1, 1, 1]
+
+
+@torch.no_grad()
+def test_the_table_is_the_rows():
+    model = tiny("bert", "sdpa")
+    with hw.watch(model, special=[3, 5]) as heads:
+        model(TOKENS)
+    table = heads.table()
+    assert list(table.columns[:5]) == ["layer", "head", "kv_head", "module", "kind"]
+    assert len(table) == 18
+    assert not table["induction"].isna().all()  # the tokens came without a name
+    assert table["special"].tolist() == [row["special"] for row in heads.rows()]
+    with hw.watch(model) as heads:
+        model(TOKENS)
+    assert "special" not in heads.table()
+
+
+@torch.no_grad()
+def test_self_and_cross_attention_are_told_apart():
+    sizes = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    attention = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
+    model = transformers.BartModel(transformers.BartConfig(vocab_size=97, **sizes, **attention)).eval()
+    with hw.watch(model) as heads:
+        model(TOKENS, decoder_input_ids=TOKENS[:, :7])
+    kinds = {site.path: site.cross for site in heads.sites}
+    assert kinds == {path: "encoder_attn" in path for path in kinds}
+    assert sum(kinds.values()) == 2
+    assert heads.layers == [0, 1, 2, 3, 4, 5]
+
+
+@torch.no_grad()
+def test_sequences_count_alike_however_they_come():
+    model = tiny("llama", "sdpa")
+    with hw.watch(model) as at_once:
+        model(TOKENS)
+    with hw.watch(model) as one_by_one:
+        model(TOKENS[:1])
+        model(TOKENS[1:])
+    for site, other in zip(at_once.sites, one_by_one.sites, strict=True):
+        for name, spread in site.statistics.items():
+            torch.testing.assert_close(other.statistics[name].value, spread.value, equal_nan=True)
+            torch.testing.assert_close(other.statistics[name].standard_error, spread.standard_error, equal_nan=True)
+
+
+def everything_in_place() -> tuple:
+    return (
+        AttentionInterface.get_interface,
+        F.scaled_dot_product_attention,
+        torch.overrides._get_current_function_mode(),
+    )
+
+
+def test_all_is_put_back_also_by_an_exception_and_when_nested():
+    before = everything_in_place()
+    model, other = tiny("llama", "sdpa"), tiny("bert", "sdpa")
+    with hw.watch(model) as outer:
+        with hw.watch(model) as inner:
+            model(TOKENS)
+        model(TOKENS)
+        other(TOKENS)
+    assert everything_in_place() == before
+    assert [site.statistics["entropy"].number.tolist() for site in outer.sites] == [[4.0] * 6] * 3
+    assert [site.statistics["entropy"].number.tolist() for site in inner.sites] == [[2.0] * 6] * 3
+    model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), hw.watch(model):
+        model(TOKENS)
+    assert everything_in_place() == before
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@torch.no_grad()
+def test_every_thread_is_watched():
+    model = tiny("llama", "sdpa")
+    with hw.watch(model) as heads:
+        threads = [threading.Thread(target=torch.no_grad()(model), args=(TOKENS,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert heads.sites[0].statistics["entropy"].number.tolist() == [6.0] * 6
+
+
+def test_gradients_are_those_of_the_model():
+    model = tiny("llama", "sdpa")
+    parameter = model.layers[0].self_attn.q_proj.weight
+    (plain,) = torch.autograd.grad(model(TOKENS).last_hidden_state.square().sum(), parameter)
+    with hw.watch(model):
+        (watched,) = torch.autograd.grad(model(TOKENS).last_hidden_state.square().sum(), parameter)
+    torch.testing.assert_close(watched, plain, rtol=1e-3, atol=1e-3)
+
+
+def test_nothing_seen_is_said_by_name():
+    class Attention(nn.Module):
+        def forward(self, x):
+            return x
+
+    missed, partly = nn.Sequential(Attention()), nn.Sequential(Block(), Attention())
+    nothing = "model: expected attention in a way that can be seen, got none in 0"
+    with pytest.raises(hw.InputError, match=nothing), hw.watch(missed):
+        missed(torch.randn(2, 3))
+    with pytest.warns(UserWarning, match="attention of these modules was not seen: 1"), hw.watch(partly):
+        partly(torch.randn(2, 13, 24))
+    with hw.watch(missed) as heads:
+        pass
+    with pytest.raises(hw.InputError, match="model: expected a model that ran while it was watched, got none; call it"):
+        heads.rows()
+
+
+def test_what_does_not_pass_through_python_is_refused():
+    model = nn.Sequential(Block())
+    compiled, scripted = torch.compile(model), torch.jit.trace(nn.Linear(2, 2), torch.ones(2))
+    for refused, what in ((compiled, "compiled"), (scripted, "scripted")):
+        reason = f"model: expected modules that run in Python, got a {what} one"
+        with pytest.raises(hw.InputError, match=reason), hw.watch(refused):
+            pass
