@@ -80,6 +80,38 @@ def test_a_model_that_calls_torchs_attention():
     require_statistics(heads, [model[0].weights, model[2].weights])
 
 
+class Attends(nn.Module):
+    def forward(self, *tensors, **options):
+        return F.scaled_dot_product_attention(*tensors, **options)
+
+
+Q, K = torch.randn(2, 6, 5, 8), torch.randn(2, 6, 9, 8)
+HIDES = torch.rand(2, 1, 5, 9, generator=torch.Generator().manual_seed(4)) < 0.6
+FORMS = {
+    "causal, more keys than queries": ((Q, K, K), {"is_causal": True}),
+    "causal, more queries than keys": ((K, Q, Q), {"is_causal": True}),
+    "a boolean mask": ((Q, K, K), {"attn_mask": HIDES}),
+    "a float mask": ((Q, K, K), {"attn_mask": torch.randn(5, 9)}),
+    "a scale": ((Q, K, K), {"scale": 0.3}),
+    "grouped heads": ((Q, K[:, :2], K[:, :2]), {"enable_gqa": True}),
+    "one head": ((Q[:, 0], K[:, 0], K[:, 0, :, :3]), {}),
+    "one head, a mask": ((Q[:, 0], K[:, 0], K[:, 0]), {"attn_mask": HIDES[:, 0]}),
+    "more axes": ((Q[:, None], K[:, None], K[:, None]), {"attn_mask": HIDES[:, None]}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_every_form_of_torchs_attention_is_read_as_it_is_meant(form):
+    tensors, options = FORMS[form]
+    model = Attends()
+    plain = model(*tensors, **options)
+    with hw.watch(model) as heads:
+        torch.testing.assert_close(model(*tensors, **options), plain)
+    norm = plain.reshape(2, -1, *plain.shape[-2:]).norm(dim=-1).mean((0, 2))
+    assert [row["output_norm"] for row in heads.rows()] == pytest.approx(norm.tolist(), rel=1e-5)
+
+
 @torch.no_grad()
 def test_torchs_own_layers_whose_fast_paths_are_not_missed():
     layer = nn.TransformerEncoderLayer(24, 3, 37, batch_first=True, dropout=0.0)
