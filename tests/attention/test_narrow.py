@@ -8,7 +8,7 @@ import headwise as hw
 from headwise.attention import narrow
 from headwise.attention.blocks import plan_of
 from headwise.attention.masks import Grid
-from headwise.attention.tiles import LOG2_E, Pool, tiles
+from headwise.attention.tiles import LOG2_E, LOWEST, Pool, tiles
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, HEAD_DIM = 2, 6, 3, 70, 517, 34
 SCALE = HEAD_DIM**-0.5
@@ -52,7 +52,7 @@ def test_the_heavy_scores_of_every_row_are_near_to_what_is_subtracted(kind, mask
         noise = 2**-20 * q[tile.where].double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
         near = wanted > -torch.inf
         assert ((found - wanted)[near].abs() <= 2**-8 * wanted[near].abs() + noise).all()
-        assert (found[~near] == -torch.inf).all()
+        assert (found[~near] <= 0.99 * LOWEST).all()
         # A second product is subtracted the largest, as the first product rounded it.
         first = 2**-7 * (wanted.amax(-1) - wanted.masked_fill(~near, 0.0).amin(-1)).max()
         assert wanted.amax(-1).abs().max() <= max(narrow.FARTHEST * LOG2_E * 1.01, first)
