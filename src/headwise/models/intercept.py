@@ -31,7 +31,7 @@ from headwise.attention.problem import Answer, Problem
 from headwise.attention.rows import Known, Observer, Rows
 from headwise.attention.rules import causal
 from headwise.errors import InputError
-from headwise.models.transformers import READABLE, read_call
+from headwise.models.transformers import read_call, require_readable
 
 SDPA = F.scaled_dot_product_attention
 """Torch's own, whatever stands in its place later."""
@@ -316,13 +316,7 @@ def _watched(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not _running.are_met:
                 return attention(module, *args, **kwargs)
-            if implementation not in READABLE:
-                raise InputError(
-                    "model",
-                    expected=f"attention implementation {' or '.join(READABLE)}",
-                    got=implementation,
-                    remedy="call model.set_attn_implementation('sdpa')",
-                )
+            require_readable(implementation)
             results: list[Any] = []
 
             def otherwise(_: Problem) -> Answer:

@@ -55,13 +55,7 @@ def observe(model: nn.Module, on_call: Callable[[AttentionCall], None]) -> Itera
         def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if id(module) not in paths:
                 return attention(module, *args, **kwargs)
-            if implementation not in READABLE:
-                raise InputError(
-                    "model",
-                    expected=f"attention implementation {' or '.join(READABLE)}",
-                    got=implementation,
-                    remedy="call model.set_attn_implementation('sdpa')",
-                )
+            require_readable(implementation)
             result = attention(module, *args, **kwargs)
             layer = getattr(module, "layer_idx", None)
             if layer is None or layer in seen:
@@ -78,6 +72,17 @@ def observe(model: nn.Module, on_call: Callable[[AttentionCall], None]) -> Itera
         yield
     finally:
         AttentionInterface.get_interface = dispatch
+
+
+def require_readable(implementation: str) -> None:
+    """Raise `InputError` for an attention implementation whose masks cannot be read."""
+    if implementation not in READABLE:
+        raise InputError(
+            "model",
+            expected=f"attention implementation {' or '.join(READABLE)}",
+            got=implementation,
+            remedy="call model.set_attn_implementation('sdpa')",
+        )
 
 
 def read_call(
