@@ -92,6 +92,7 @@ FORMS = {
     "causal, more queries than keys": ((K, Q, Q), {"is_causal": True}),
     "a boolean mask": ((Q, K, K), {"attn_mask": HIDES}),
     "a float mask": ((Q, K, K), {"attn_mask": torch.randn(5, 9)}),
+    "causal and a mask": ((K, K, K), {"is_causal": True, "attn_mask": torch.eye(9).roll(-1, 0) == 0}),
     "a scale": ((Q, K, K), {"scale": 0.3}),
     "grouped heads": ((Q, K[:, :2], K[:, :2]), {"enable_gqa": True}),
     "one head": ((Q[:, 0], K[:, 0], K[:, 0, :, :3]), {}),
@@ -110,6 +111,17 @@ def test_every_form_of_torchs_attention_is_read_as_it_is_meant(form):
         torch.testing.assert_close(model(*tensors, **options), plain)
     norm = plain.reshape(2, -1, *plain.shape[-2:]).norm(dim=-1).mean((0, 2))
     assert [row["output_norm"] for row in heads.rows()] == pytest.approx(norm.tolist(), rel=1e-5)
+
+
+@torch.no_grad()
+def test_what_is_measured_under_autocast_is_in_float32():
+    model = Attends()
+    with hw.watch(model) as plain:
+        model(Q, K, K)
+    with hw.watch(model) as cast, torch.autocast("cpu", torch.bfloat16):
+        model(Q, K, K)
+    for row, other in zip(plain.rows(), cast.rows(), strict=True):
+        assert other["entropy"] == pytest.approx(row["entropy"], rel=1e-6)
 
 
 @torch.no_grad()

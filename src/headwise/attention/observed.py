@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from headwise.attention import blockwise, reference
+from headwise.attention.autocast import without_autocast
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.rows import Known, Observer
 from headwise.attention.statistics import blocks
@@ -23,8 +24,9 @@ def observed(
     """
     holds_something = 0 not in (*problem.q.shape, *problem.k.shape)
     if blockwise.why_not(problem) is None and not problem.return_weights and holds_something:
-        return blockwise.run(problem, observer=observer, known=known)
-    with torch.no_grad():
+        with without_autocast(problem.q.device):
+            return blockwise.run(problem, observer=observer, known=known)
+    with torch.no_grad(), without_autocast(problem.q.device):
         for rows in blocks(problem, known):
             observer(rows)
     return otherwise(problem)

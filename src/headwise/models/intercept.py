@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from headwise.attention.attend import watcher
 from headwise.attention.masks import Mask
 from headwise.attention.observed import observed
-from headwise.attention.problem import Answer, Problem
+from headwise.attention.problem import Answer, Problem, mask_and_bias
 from headwise.attention.rows import Known, Observer, Rows
 from headwise.attention.rules import causal
 from headwise.errors import InputError
@@ -97,7 +97,7 @@ def intercepted(model: nn.Module, by: Watcher) -> Iterator[None]:
     hooks = []
     with _in_place:
         for path, module in model.named_modules():
-            enter, leave = _hooks(model, by, path, module)
+            enter, leave = _hooks(by, path, module)
             hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             hooks.append(module.register_forward_hook(leave, always_call=True))
         try:
@@ -150,7 +150,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def _hooks(model: nn.Module, by: Watcher, path: str, module: nn.Module) -> tuple[Callable[..., None], ...]:
+def _hooks(by: Watcher, path: str, module: nn.Module) -> tuple[Callable[..., None], ...]:
     """What says that a module begins, and that it ends."""
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -260,16 +260,14 @@ def _problem_of(
         mask = attn_mask[:, None]
     elif attn_mask is not None and attn_mask.ndim > 4:
         mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).reshape(-1, *attn_mask.shape[-3:])
+    mask, bias = mask_and_bias(mask, None)
     where: dict[str, Any] = {}
     if is_causal:
-        mask = causal()
+        mask = causal() if mask is None else causal() & mask
         if q.shape[2] != k.shape[2]:  # torch aligns the first query with the first key
-            where = {f"{name}_positions": torch.arange(n, device=q.device) for name, n in _lengths(q, k)}
-    return Problem.checked(q, k, v, mask=mask, scale=scale, dropout=dropout_p, **where)
-
-
-def _lengths(q: Tensor, k: Tensor) -> tuple[tuple[str, int], tuple[str, int]]:
-    return ("query", q.shape[2]), ("key", k.shape[2])
+            of_queries, of_keys = (torch.arange(each.shape[2], device=q.device) for each in (q, k))
+            where = {"query_positions": of_queries, "key_positions": of_keys}
+    return Problem.checked(q, k, v, mask=mask, bias=bias, scale=scale, dropout=dropout_p, **where)
 
 
 class _InPlace:
