@@ -258,6 +258,11 @@ def test_nothing_seen_is_said_by_name():
         heads.rows()
 
 
+def test_what_is_no_module_is_refused():
+    with pytest.raises(hw.InputError, match="model: expected a torch module, got str"), hw.watch("minilm"):
+        pass
+
+
 def test_what_does_not_pass_through_python_is_refused():
     model = nn.Sequential(Block())
     compiled, scripted = torch.compile(model), torch.jit.trace(nn.Linear(2, 2), torch.ones(2))

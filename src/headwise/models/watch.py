@@ -189,7 +189,7 @@ def _related(path: str, other: str) -> bool:
 
 
 @contextmanager
-def watch(model: nn.Module, *, special: Collection[int] = ()) -> Iterator[Heads]:
+def watch(model: Any, *, special: Collection[int] = ()) -> Iterator[Heads]:
     """Within the context, every attention call of the model adds to the statistics of its heads.
 
     Args:
@@ -197,13 +197,15 @@ def watch(model: nn.Module, *, special: Collection[int] = ()) -> Iterator[Heads]
         special: ids of the tokens that count as special, such as `tokenizer.all_special_ids`.
 
     Raises:
-        InputError: when the context ends, if the model ran and nothing was seen; a compiled model; an attention
-            implementation of `transformers` whose masks cannot be read.
+        InputError: when the context ends, if the model ran and nothing was seen; no module; a compiled one; an
+            attention implementation of `transformers` whose masks cannot be read.
 
     Warns:
         UserWarning: when the context ends, of modules that ran and are called attention, but were not seen to compute
             any.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError("model", expected="a torch module", got=type(model).__name__)
     heads = Heads(model, special)
     with intercepted(model, heads):
         yield heads
