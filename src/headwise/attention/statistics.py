@@ -213,6 +213,25 @@ def blocks(problem: Problem, known: Known | None = None, ranges: Iterable[range]
         yield rows_of_weights(weights, scores > -torch.inf, grid, index, known or Known())
 
 
+def blocks_of_weights(
+    weights: Float[Tensor, "batch heads queries keys"],
+    out: Float[Tensor, "batch heads queries value_dim"] | None,
+    known: Known,
+) -> Iterator[Rows]:
+    """The rows of a matrix that is there already, with their outputs where these are. A key of weight 0 is hidden."""
+    batch, heads, queries, keys = weights.shape
+    grid = Grid(batch, heads, queries, keys, weights.device)
+    step = rows_per_block(grid)
+    for start in range(0, grid.queries, step):
+        index = range(start, min(start + step, grid.queries))
+        some = slice(start, index.stop)
+        block = weights[:, :, some].to(torch.promote_types(weights.dtype, torch.float32))
+        rows = rows_of_weights(block, block > 0, grid, index, known)
+        if out is not None:
+            rows.out = out[:, :, some].to(block.dtype).flatten(0, 1)
+        yield rows
+
+
 def rows_of_weights(
     weights: Float[Tensor, "batch heads rows keys"],
     allowed: Bool[Tensor, "#batch #heads rows keys"],

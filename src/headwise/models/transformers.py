@@ -111,8 +111,14 @@ def read_call(
             mask, key, value = causal(), key[:, :, :queries], value[:, :, :queries]
             bias = None if bias is None else bias[..., :queries]
     elif attention_mask.is_floating_point():
-        # The smallest number of a dtype stands for "hidden" in eager masks, also after another was added to it.
-        hidden = attention_mask <= torch.finfo(attention_mask.dtype).min / 2
-        added = attention_mask.masked_fill(hidden, -torch.inf)
+        added = with_infinite(attention_mask)
         mask, bias = None, added if bias is None else bias + added
     return Problem.checked(query, key, value, mask=mask, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux)
+
+
+def with_infinite(added: Tensor) -> Tensor:
+    """What is added to scores, with -inf where it hides.
+
+    In masks that are added the smallest number of a dtype stands for that, also after another was added to it.
+    """
+    return added.masked_fill(added <= torch.finfo(added.dtype).min / 2, -torch.inf)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from headwise.attention.rows import Known
 from headwise.attention.statistics import Tally
 from headwise.errors import InputError, MissingExtra
-from headwise.models.intercept import Call, Look, intercepted
+from headwise.models.intercept import intercepted
+from headwise.models.running import Call, Look
 from headwise.shapes import Float
 
 
@@ -102,7 +103,7 @@ class Heads:
 
     def sees(self, call: Call) -> Look:
         """See `Watcher`."""
-        heads, kv_heads = call.problem.grid.heads, call.problem.k.shape[1]
+        heads, kv_heads = call.grid.heads, call.kv_heads
         site = self._sites.setdefault((call.path, call.cross), Site(call.path, call.layer, heads, kv_heads, call.cross))
         if (site.heads, site.kv_heads) != (heads, kv_heads):
             raise InputError("model", expected=f"{site.heads} heads in every call of {call.path}", got=heads)
@@ -111,7 +112,7 @@ class Heads:
 
     def _known(self, call: Call) -> Known:
         """What the model's inputs say of a call of self-attention over all of them."""
-        grid, ids, mask = call.problem.grid, self._inputs.get("input_ids"), self._inputs.get("attention_mask")
+        grid, ids, mask = call.grid, self._inputs.get("input_ids"), self._inputs.get("attention_mask")
         shape = (grid.batch, grid.keys)
         if call.cross or grid.queries != grid.keys:
             return Known()
