@@ -12,6 +12,11 @@ from headwise.convert.linear import from_heads, from_projections, to_heads, to_p
 from headwise.convert.torch import from_torch, to_torch
 from headwise.convert.transformers import from_transformers, to_transformers
 from headwise.errors import HeadwiseError, InputError, MissingExtra
+from headwise.heads.compare import compare
+from headwise.heads.data import Texts
+from headwise.heads.profile import profile
+from headwise.heads.record import Profile, load_profile
+from headwise.heads.repeats import random_repeats
 from headwise.heads.view import view
 from headwise.layer import MultiHeadAttention, ProjectedContext
 from headwise.models.watch import watch
@@ -37,6 +42,7 @@ __all__ = [
     "MissingExtra",
     "MultiHeadAttention",
     "PositionBias",
+    "Profile",
     "ProjectedContext",
     "QKNorm",
     "RelativeBias",
@@ -44,10 +50,12 @@ __all__ = [
     "Scores",
     "SlidingCache",
     "StaticCache",
+    "Texts",
     "YaRN",
     "attend",
     "causal",
     "chunked",
+    "compare",
     "dense",
     "explain",
     "from_heads",
@@ -55,9 +63,12 @@ __all__ = [
     "from_torch",
     "from_transformers",
     "fuse_projections",
+    "load_profile",
     "padding",
     "per_head",
     "prefix",
+    "profile",
+    "random_repeats",
     "segments",
     "separate_projections",
     "to_heads",

@@ -11,9 +11,15 @@ import typer
 
 from headwise import __version__
 from headwise.errors import HeadwiseError, InputError
+from headwise.heads.compare import compare as line_up
+from headwise.heads.data import Texts
+from headwise.heads.processes import processes
+from headwise.heads.profile import profile as measure
+from headwise.heads.record import load_profile
 from headwise.heads.view import view as view_text
 from headwise.models.load import load
 from headwise.show.page import write_page
+from headwise.show.profiles import print_comparison, print_profile
 from headwise.show.terminal import make_console, print_view
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -70,6 +76,56 @@ def view(
         if html is not None:
             write_page(seen, html)
             typer.echo(f"\nwrote {html}")
+        sys.stdout.flush()
+
+
+@app.command()
+def profile(
+    data: Annotated[Path, typer.Option(help="A file or folder: text, JSON lines, parquet.")],
+    out: Annotated[Path, typer.Option(help="A folder for the profile; a run that was stopped goes on there.")],
+    model: Annotated[
+        str, typer.Option(help="minilm, smollm2, a folder in Hugging Face format, or a hub id.")
+    ] = "minilm",
+    context: Annotated[
+        int | None, typer.Option(min=1, help="The most tokens of a sequence; 2048, or what the model takes.")
+    ] = None,
+    documents: Annotated[
+        str, typer.Option(help="What becomes of a document: whole (too long is refused), truncate, cut, pack.")
+    ] = "whole",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that are run together.")] = 8,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many sequences, the first.")] = None,
+    column: Annotated[str, typer.Option(help="Where the text is, in JSON lines and parquet.")] = "text",
+    repeats: Annotated[bool, typer.Option(help="Measure induction on random tokens as well.")] = True,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; a GPU where there is one.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace another run in that folder.")] = False,
+) -> None:
+    """Measure every head of a model over a data set; under torchrun, with several processes."""
+    with _mistakes_in_a_sentence(), processes() as place:
+        _quiet_libraries()
+        loaded = load(model)
+        texts = Texts(data, loaded.tokenizer, context, documents, batch, limit, column)
+        moved = loaded.model.to(place.device(device))
+        options: Any = {"out": out, "force": force, "progress": place.first, "title": loaded.title}
+        found = measure(moved, texts, repeats=repeats, **options)
+        if place.first:
+            print_profile(found, make_console())
+            typer.echo(f"\nwrote {out}")
+            sys.stdout.flush()
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(help="The folder of a profile.")],
+    b: Annotated[Path, typer.Argument(help="That of another, of the same heads.")],
+    statistic: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this statistic; may be repeated.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many differences are shown, the largest.")] = 20,
+) -> None:
+    """Line up two profiles and show the heads that differ most, in standard errors."""
+    with _mistakes_in_a_sentence():
+        compared = line_up(load_profile(a), load_profile(b))
+        print_comparison(compared, make_console(), statistic or (), top)
         sys.stdout.flush()
 
 

@@ -9,10 +9,10 @@ import torch
 import headwise as hw
 from headwise.attention import blocks as blocks_of_rows
 from headwise.attention import tiles
+from headwise.attention.known import Known
 from headwise.attention.observed import observed
 from headwise.attention.problem import Problem
-from headwise.attention.rows import Known
-from headwise.attention.statistics import STATISTICS, Statistic, Tally, blocks, mean_of_rows
+from headwise.attention.statistics import STATISTICS, MeanOfRows, Statistic, Tally, blocks
 from oracles import distance, plain_attention, statistics_of
 
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 17, 19
@@ -186,7 +186,7 @@ def test_a_new_statistic_is_one_entry(way, monkeypatch):
     def peak(rows):
         return (rows.largest.amax(-1),)
 
-    monkeypatch.setitem(STATISTICS, "last", mean_of_rows("last", "share", last))
+    monkeypatch.setitem(STATISTICS, "last", MeanOfRows("last", "share", last))
     monkeypatch.setitem(STATISTICS, "peak", Statistic("peak", "share", peak, lambda peak: peak, torch.maximum))
     stated = problem()
     means, weights = way(stated).means(), exact(stated).weights

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from headwise.attention import narrow, reference, wide
 from headwise.attention.blocks import Plan, plan_of, reads_most
+from headwise.attention.known import Known
 from headwise.attention.masks import Grid, can_be_read
 from headwise.attention.narrow import Narrow
 from headwise.attention.problem import Answer, Problem
-from headwise.attention.rows import Known, Observer, Rows
+from headwise.attention.rows import Observer, Rows
 from headwise.attention.tiles import LOG2_E, Pool, Tile, tiles
 from headwise.attention.wide import Wide
 from headwise.checks import whole_number
@@ -156,8 +157,8 @@ class _Watched(NamedTuple):
     def rows(
         self,
         tile: Tile,
-        scores: Float[Tensor, "kv stacked columns"],
         powers: Float[Tensor, "kv stacked columns"],
+        product: Float[Tensor, "kv stacked 1"],
         shift: Float[Tensor, "kv stacked 1"],
         total: Float[Tensor, "kv stacked 1"],
     ) -> Rows:
@@ -166,7 +167,7 @@ class _Watched(NamedTuple):
         if self.sinks is not None:
             sinks = torch.exp2(self.sinks[tile.heads, :, None] * LOG2_E - tile.by_head(shift))
             whole = total + sinks.view_as(total)
-        return Rows(tile, self.grid, scores, powers, total, whole, 1.0, self.known)
+        return Rows(tile, self.grid, powers, product, total, whole, 1.0, self.known)
 
 
 # -- the weights of a tile, before they are divided by their sum -----------------------------------------------------
@@ -228,7 +229,10 @@ class _Blockwise(torch.autograd.Function):
             if tile.alive is not None:
                 tile.by_head(total).masked_fill_(~tile.alive, torch.inf)
             kept = _kept(how, number, tile, weights, pool)
-            rows = None if watched is None else watched.rows(tile, exponents, weights, tile.rows_of(shifts), total)
+            rows = None
+            if watched is not None:
+                product = exponents.mul_(weights).sum(-1, keepdim=True)
+                rows = watched.rows(tile, weights, product, tile.rows_of(shifts), total)
             beside = None if rows is None or kept is not None else rows.stacked_features
             product = _times(tile, weights if kept is None else kept.mul_(weights), v, beside)
             if watched is not None and rows is not None:

@@ -6,8 +6,9 @@ import torch
 
 from headwise.attention import blockwise, reference
 from headwise.attention.autocast import without_autocast
+from headwise.attention.known import Known
 from headwise.attention.problem import Answer, Problem
-from headwise.attention.rows import Known, Observer
+from headwise.attention.rows import Observer
 from headwise.attention.statistics import blocks
 
 

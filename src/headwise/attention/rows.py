@@ -5,72 +5,17 @@ weight. What needs a pass over the whole block is computed where it is first ask
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from headwise.attention.blocks import Block
+from headwise.attention.known import Known, Sight
 from headwise.attention.masks import Grid
 from headwise.attention.tiles import Tile
 from headwise.shapes import Bool, Float, Int
-
-KEPT_CELLS = 2**22
-"""How many cells of equal tokens are kept for the next layer."""
-
-
-@dataclass(frozen=True, eq=False)
-class Known:
-    """What is known of a call beside its tensors; None where it is not known.
-
-    Attributes:
-        tokens: token ids of the keys.
-        special: True at keys that are special tokens.
-        real: True at query rows that are not padding; the others do not count. In self-attention the first of these is
-            the first token of its sequence.
-        gram: `W_h W_h^T` of each head's slice of the output projection, which maps `(value_dim)` to the model's width.
-    """
-
-    tokens: Int[Tensor, "batch keys"] | None = None
-    special: Bool[Tensor, "batch keys"] | None = None
-    real: Bool[Tensor, "batch queries"] | None = None
-    gram: Float[Tensor, "heads value_dim value_dim"] | None = None
-
-    @cached_property
-    def repeats(self) -> Bool[Tensor, "batch keys"] | None:
-        """Which tokens have an earlier copy."""
-        if self.tokens is None:
-            return None
-        order = self.tokens.argsort(dim=1, stable=True)
-        ordered = self.tokens.gather(1, order)
-        again = torch.zeros_like(order, dtype=torch.bool)
-        again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
-        return torch.zeros_like(again).scatter(1, order, again)
-
-    @cached_property
-    def _copies(self) -> dict[Hashable, Int[Tensor, " pairs"]]:
-        return {}
-
-    def copies(self, sequence: int, position: range, block: Block, shift: int) -> Int[Tensor, " pairs"]:
-        """The cells of a block, row by row, whose key stands `shift` tokens after an earlier copy of the row's token.
-
-        All layers of a model ask for the same; up to `KEPT_CELLS` of them are kept.
-        """
-        assert self.tokens is not None
-        question = (sequence, position, tuple(block.spans), shift)
-        if question not in self._copies:
-            tokens = self.tokens[sequence]
-            rows = torch.arange(position.start, position.stop, device=tokens.device)
-            columns = torch.cat([torch.arange(keys.start, keys.stop, device=tokens.device) for keys in block.spans])
-            copied = columns - shift
-            alike = tokens[rows][:, None] == tokens[copied.clamp(min=0)]
-            cells = (alike & (copied < rows[:, None]) & (copied >= 0)).flatten().nonzero()[:, 0]
-            if sum(map(len, self._copies.values())) + len(cells) > KEPT_CELLS:
-                return cells
-            self._copies[question] = cells
-        return self._copies[question]
 
 
 @dataclass(eq=False)
@@ -80,8 +25,8 @@ class Rows:
     Attributes:
         tile: which rows, sequences, heads and keys.
         grid: of the whole call.
-        scores: in powers of two, less the same number in all of a row; finite, very low where a key is hidden.
-        powers: two to the scores.
+        powers: two to the scores, these in powers of two and less the same number in all of a row.
+        product: the sum of each row's powers times those scores.
         sum: of each row's powers; infinite in a row without a key.
         total: what a row is divided by: the sum, and its head's sink.
         largest_power: the largest of each row.
@@ -91,8 +36,8 @@ class Rows:
 
     tile: Tile
     grid: Grid
-    scores: Float[Tensor, "kv stacked columns"]
     powers: Float[Tensor, "kv stacked columns"]
+    product: Float[Tensor, "kv stacked 1"]
     sum: Float[Tensor, "kv stacked 1"]
     total: Float[Tensor, "kv stacked 1"]
     largest_power: float | Float[Tensor, "kv stacked 1"]
@@ -135,7 +80,7 @@ class Rows:
     def entropy(self) -> Float[Tensor, "batch heads rows"]:
         """-sum A ln A, nats; 0 in a row without a key."""
         # ln A is s - ln l: no logarithm of a weight that may be 0.
-        mean = self._by_head((self.powers * self.scores).sum(-1, keepdim=True) / self.total)
+        mean = self._by_head(self.product / self.total)
         logarithm = self._by_head(self.total.log2()).masked_fill(self.share == 0, 0.0)
         return ((self.weight * logarithm - mean) * math.log(2)).clamp(min=0.0)
 
@@ -251,7 +196,7 @@ class Rows:
             found["special"] = self.known.special[self.tile.sequences][:, columns]
         if self.grid.aligned:
             position, away = self.position[0], (columns - self._middle)[None]
-            if self._looks_back:
+            if self.sight.looks_back:
                 found["away"] = away
             else:
                 for name, side in (("before", columns < position[0]), ("after", columns > position[-1])):
@@ -280,60 +225,28 @@ class Rows:
     def _middle(self) -> Int[Tensor, ""]:
         return self.position[0][len(self.index) // 2]
 
-    @property
-    def _looks_back(self) -> bool:
-        """Whether no row sees a key after its own."""
-        position = self.position[0]
-        for columns, allowed in self._allowed():
-            if columns.stop - 1 <= int(position[0]):
-                continue
-            if allowed is None:
-                return False
-            keys = torch.arange(columns.start, columns.stop, device=position.device)
-            if bool((allowed & (keys > position[:, None])).any()):
-                return False
-        return True
-
     # -- which rows count ---------------------------------------------------------------------------------------------
 
     @cached_property
+    def sight(self) -> Sight:
+        """Who sees what, which the mask alone decides."""
+        return self.known.sight(self.tile, self.grid)
+
+    @property
     def seen(self) -> Int[Tensor, "#batch #heads rows"]:
         """How many keys each row may attend to."""
-        seen = torch.zeros(1, 1, len(self.index), dtype=torch.int64, device=self.powers.device)
-        for columns, allowed in self._allowed():
-            here = len(columns) if allowed is None else allowed.sum(-1)
-            seen = seen + here
-        return seen
+        return self.sight.seen
 
-    @cached_property
+    @property
     def counts(self) -> Bool[Tensor, "#batch #heads rows"]:
         """Which rows count: those with a key that are not padding."""
-        counts = self.seen > 0
-        if self.known.real is not None:
-            counts = counts & self.known.real[self.tile.sequences, None, self.index.start : self.index.stop]
-        return counts
+        return self.sight.counts
 
     @cached_property
     def received(self) -> tuple[Float[Tensor, "batch heads columns"], Float[Tensor, "batch heads columns"]]:
         """What each key gets of the rows that count, and of how many of them it is seen."""
-        counts = self.counts.to(self.powers.dtype)
-        received = (self.share * counts)[..., None, :] @ self.tile.by_head(self.powers)
-        seen = []
-        for columns, allowed in self._allowed():
-            if allowed is None:
-                seen.append(counts.sum(-1, keepdim=True).expand(*counts.shape[:2], len(columns)))
-            else:
-                seen.append((counts[..., None, :] @ allowed.to(counts.dtype))[..., 0, :])
-        return received[..., 0, :], torch.cat([each.expand(*received.shape[:2], -1) for each in seen], -1)
-
-    def _allowed(self) -> Iterator[tuple[range, Bool[Tensor, "#batch #heads rows columns"] | None]]:
-        """The parts of the tile, and which of their keys are allowed; None where all are."""
-        hidden = {each.offset: each.ceiling for each in self.tile.hidden}
-        offset = 0
-        for columns, _ in self.tile.block.parts:
-            ceiling = hidden.get(offset)
-            yield columns, None if ceiling is None else ceiling > 0
-            offset += len(columns)
+        received = (self.share * self.counts)[..., None, :] @ self.tile.by_head(self.powers)
+        return received[..., 0, :], self.sight.seen_by.expand(*received.shape[:2], -1)
 
     # -- shapes -------------------------------------------------------------------------------------------------------
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headwise.attention.known import Known
 from headwise.attention.masks import Grid
 from headwise.attention.problem import Problem
 from headwise.attention.reference import masked_scores, mixed, weights_of
-from headwise.attention.rows import Known, Rows
-from headwise.attention.tiles import LOWEST, whole_tile
+from headwise.attention.rows import Rows
+from headwise.attention.tiles import LOG2_E, whole_tile
 from headwise.shapes import Bool, Float
 
 BLOCK_BYTES = 2**24
@@ -50,56 +51,101 @@ class Statistic:
     start: float = 0.0
 
 
-def mean_of_rows(name: str, unit: str, measure: Callable[[Rows], tuple[Values, Counted | None] | None]) -> Statistic:
-    """The mean over rows of a value in each; `measure` also says which rows have one, where not all have."""
+@dataclass(frozen=True)
+class MeanOfRows:
+    """One number a head: the mean over rows of a value in each.
 
-    def contribute(rows: Rows) -> Sums | None:
-        measured = measure(rows)
-        if measured is None:
-            return None
-        values, counted = measured
-        counts = rows.counts if counted is None else rows.counts & counted
-        # Summed in float64: thousands of rows of float32 would lose the digits that tell heads apart.
-        total = values.double().masked_fill(~counts, 0.0).sum(-1)
-        return total, counts.sum(-1).double().expand_as(total)
+    Attributes:
+        name: what it is called.
+        unit: nats, tokens, share.
+        measure: the value of every row, and which rows have one, where not all have; None where a call lacks what it
+            needs, such as token ids.
+    """
 
-    return Statistic(name, unit, contribute, torch.div)
+    name: str
+    unit: str
+    measure: Callable[[Rows], tuple[Values, Counted | None] | None]
 
 
 @dataclass
 class Tally:
-    """The contributions to every statistic of one call. Tallies of two parts of its rows merge to that of the whole."""
+    """The contributions to every statistic of one call. Tallies of two parts of its rows merge to that of the whole.
 
-    sums: dict[str, Sums] = field(default_factory=dict)
+    Attributes:
+        names: which means of rows have a value in this call.
+        rows: their sums, and the numbers of rows in these.
+        others: the contributions to each other statistic.
+    """
+
+    names: tuple[str, ...] = ()
+    rows: Float[Tensor, "two means batch heads"] | None = None
+    others: dict[str, Sums] = field(default_factory=dict)
 
     def add(self, rows: Rows) -> None:
         """Take in some rows."""
-        grid = rows.grid
-        for statistic in STATISTICS.values():
+        grid, where = rows.grid, rows.where
+        names, sums = _sums_of(rows)
+        if self.rows is None:
+            self.names, self.rows = names, sums.new_zeros(*sums.shape[:2], grid.batch, grid.heads)
+        self.rows[:, :, where[0], where[1]] += sums
+        for statistic in _others():
             contributed = statistic.contribute(rows)
             if contributed is None:
                 continue
-            if statistic.name not in self.sums:
-                self.sums[statistic.name] = tuple(
+            if statistic.name not in self.others:
+                self.others[statistic.name] = tuple(
                     each.new_full((grid.batch, grid.heads, *each.shape[2:]), statistic.start) for each in contributed
                 )
-            for total, each in zip(self.sums[statistic.name], contributed, strict=True):
-                total[rows.where] = statistic.merge(total[rows.where], each)
+            for total, each in zip(self.others[statistic.name], contributed, strict=True):
+                total[where] = statistic.merge(total[where], each)
 
     def merge(self, other: "Tally") -> None:
         """Take in the tally of other rows of the same call."""
-        for name, sums in other.sums.items():
-            mine = self.sums.get(name)
-            merge = STATISTICS[name].merge
-            self.sums[name] = sums if mine is None else tuple(map(merge, mine, sums))
+        if other.rows is None:
+            return
+        self.names, self.rows = other.names, other.rows if self.rows is None else self.rows + other.rows
+        for statistic in _others():
+            name = statistic.name
+            if name in self.others and name in other.others:
+                self.others[name] = tuple(map(statistic.merge, self.others[name], other.others[name]))
+            elif name in other.others:
+                self.others[name] = other.others[name]
 
     def means(self) -> dict[str, Float[Tensor, "batch heads"]]:
         """Every statistic; NaN where no row counted for it."""
-        return {name: STATISTICS[name].value(*sums) for name, sums in self.sums.items()}
+        if self.rows is None:
+            return {}
+        found = dict(zip(self.names, self.rows[0] / self.rows[1], strict=True))
+        found |= {each.name: each.value(*self.others[each.name]) for each in _others() if each.name in self.others}
+        return {name: found[name] for name in STATISTICS if name in found}
 
-    def count(self, name: str) -> Float[Tensor, "batch heads"]:
-        """How many rows counted for a mean of rows."""
-        return self.sums[name][1]
+    def counts(self) -> dict[str, Float[Tensor, "batch heads"]]:
+        """How many rows counted for each mean of rows."""
+        return {} if self.rows is None else dict(zip(self.names, self.rows[1], strict=True))
+
+
+def _others() -> Iterator[Statistic]:
+    """The statistics that are no means of rows."""
+    return (statistic for statistic in STATISTICS.values() if isinstance(statistic, Statistic))
+
+
+def _sums_of(rows: Rows) -> tuple[tuple[str, ...], Float[Tensor, "two means batch heads"]]:
+    """What some rows add to the means, all at once: a few operations for each would cost as much as the products.
+
+    Summed in float64: thousands of rows of float32 would lose the digits that tell heads apart.
+    """
+    names, values, counted = [], [], []
+    for statistic in STATISTICS.values():
+        measured = statistic.measure(rows) if isinstance(statistic, MeanOfRows) else None
+        if measured is not None:
+            names.append(statistic.name)
+            values.append(measured[0])
+            counted.append(rows.counts if measured[1] is None else rows.counts & measured[1])
+    stacked = torch.stack(values).double()
+    shape = torch.broadcast_shapes(*(each.shape for each in counted))  # type: ignore[no-untyped-call]
+    counts = torch.stack([each.expand(shape) for each in counted])
+    totals = stacked.masked_fill_(~counts, 0.0).sum(-1)
+    return tuple(names), torch.stack([totals, counts.sum(-1).double().expand_as(totals)])
 
 
 # -- the statistics ---------------------------------------------------------------------------------------------------
@@ -154,7 +200,8 @@ def _received(rows: Rows) -> Sums:
     totals = []
     for each in rows.received:
         total = each.new_zeros((*each.shape[:2], rows.grid.keys), dtype=torch.float64)
-        total[..., rows.columns] = each.double()
+        for keys, span in rows.tile.spans(each):
+            total[..., keys.start : keys.stop] = span
         totals.append(total)
     return tuple(totals)
 
@@ -167,24 +214,24 @@ def _most_received(
     return (got / seen).masked_fill(2 * seen < most, -torch.inf).amax(-1).masked_fill(most[..., 0] == 0, torch.nan)
 
 
-STATISTICS: dict[str, Statistic] = {
+STATISTICS: dict[str, Statistic | MeanOfRows] = {
     statistic.name: statistic
     for statistic in (
-        mean_of_rows("entropy", "nats", lambda rows: (rows.entropy, None)),  # -sum_j A_ij ln A_ij
-        mean_of_rows("evenness", "share", _evenness),  # entropy over ln(keys in sight), rows with 2 or more
-        mean_of_rows("confidence", "share", lambda rows: (rows.largest, None)),  # max_j A_ij (Voita et al. 2019)
-        mean_of_rows("distance", "tokens", lambda rows: (rows.distance, None)),  # sum_j A_ij |p_i - p_j|
-        mean_of_rows("self", "share", _at(0)),  # A[i, p_i]
-        mean_of_rows("previous", "share", _at(1)),  # A[i, p_i - 1]
-        mean_of_rows("next", "share", _at(-1)),  # A[i, p_i + 1]
+        MeanOfRows("entropy", "nats", lambda rows: (rows.entropy, None)),  # -sum_j A_ij ln A_ij
+        MeanOfRows("evenness", "share", _evenness),  # entropy over ln(keys in sight), rows with 2 or more
+        MeanOfRows("confidence", "share", lambda rows: (rows.largest, None)),  # max_j A_ij (Voita et al. 2019)
+        MeanOfRows("distance", "tokens", lambda rows: (rows.distance, None)),  # sum_j A_ij |p_i - p_j|
+        MeanOfRows("self", "share", _at(0)),  # A[i, p_i]
+        MeanOfRows("previous", "share", _at(1)),  # A[i, p_i - 1]
+        MeanOfRows("next", "share", _at(-1)),  # A[i, p_i + 1]
         # on the first token, the sink of most decoders (Xiao et al. 2023)
-        mean_of_rows("first", "share", lambda rows: (rows.along["first"], None)),
-        mean_of_rows("special", "share", _special),  # on special tokens (Clark et al. 2019, section 3.2)
-        mean_of_rows("duplicate", "share", _after_copy(0)),  # on earlier copies of the query's token
-        mean_of_rows("induction", "share", _after_copy(1)),  # on what followed them (Olsson et al. 2022)
+        MeanOfRows("first", "share", lambda rows: (rows.along["first"], None)),
+        MeanOfRows("special", "share", _special),  # on special tokens (Clark et al. 2019, section 3.2)
+        MeanOfRows("duplicate", "share", _after_copy(0)),  # on earlier copies of the query's token
+        MeanOfRows("induction", "share", _after_copy(1)),  # on what followed them (Olsson et al. 2022)
         Statistic("received", "share", _received, _most_received),  # max_j mean_i A_ij (Gu et al. 2024, equation 7)
-        mean_of_rows("output_norm", "norm", _output_norm),  # |A_i V|
-        mean_of_rows("written_norm", "norm", _written_norm),  # |A_i V W|, W the head's slice of the output projection
+        MeanOfRows("output_norm", "norm", _output_norm),  # |A_i V|
+        MeanOfRows("written_norm", "norm", _written_norm),  # |A_i V W|, W the head's slice of the output projection
     )
 }
 """Every statistic by name."""
@@ -241,11 +288,9 @@ def rows_of_weights(
 ) -> Rows:
     """Rows whose weights are there already, over all keys."""
     powers = weights.flatten(0, 1)
-    scores, one = powers.log2().clamp(min=LOWEST), torch.ones_like(powers[..., :1])
-    largest = powers.amax(-1, keepdim=True)
-    return Rows(
-        whole_tile(grid, index, allowed), grid, scores, powers, powers.sum(-1, keepdim=True), one, largest, known
-    )
+    product = torch.special.xlogy(powers, powers).sum(-1, keepdim=True) * LOG2_E
+    total, one, largest = powers.sum(-1, keepdim=True), torch.ones_like(product), powers.amax(-1, keepdim=True)
+    return Rows(whole_tile(grid, index, allowed), grid, powers, product, total, one, largest, known)
 
 
 def rows_per_block(grid: Grid) -> int:

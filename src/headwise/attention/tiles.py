@@ -5,7 +5,7 @@ A tile stacks the query rows of all heads that share a key/value head, so that o
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -39,7 +39,10 @@ class Hidden(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Some sequences and heads of a block, and what is hidden there."""
+    """Some sequences and heads of a block, and what is hidden there.
+
+    Tiles of one pattern that have the same block hide the same, in all sequences and heads; None stands for no other.
+    """
 
     block: Block
     sequences: slice
@@ -47,6 +50,7 @@ class Tile(NamedTuple):
     kv_heads: slice
     hidden: list[Hidden]
     alive: Bool[Tensor, "#batch #heads rows 1"] | None
+    pattern: Hashable | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -114,7 +118,7 @@ def tiles(plan: Plan, q: Tensor, k: Tensor, holes: Tensor | None) -> Iterator[Ti
             own = (_shifted(sequences, piece.sequences), _shifted(heads, piece.heads))
             ceilings = [Hidden(offset, pick(ceiling, *own)) for offset, ceiling in hidden]
             here = None if alive is None else pick(alive, *own)
-            yield Tile(block, sequences, heads, kv_heads, ceilings, here)
+            yield Tile(block, sequences, heads, kv_heads, ceilings, here, pattern)
 
 
 class Pool:

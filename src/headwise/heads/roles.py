@@ -6,6 +6,10 @@ one of). A head without such a place is *broad* when its entropy
 is at least 0.85 of what even attention would have, and otherwise *mixed*: it prefers some words, and no
 position says which. *duplicate token* and *induction* look only at the rows that have an earlier copy of
 their token, and are given only when the text has at least two of those.
+
+Where a head was also measured on random tokens that repeat (`repeats.py`), half of its attention there makes it
+*induction* or *duplicate token* just as well, with the larger of both shares. Sinks do not compete with that: a head
+that copies rests on one wherever there is nothing to copy.
 """
 
 from collections.abc import Mapping
@@ -44,19 +48,29 @@ MIXED = Role("mixed", "confidence", 0.0, "no one place gets half of the attentio
 PLACES = (PREVIOUS, NEXT, INDUCTION, DUPLICATE, SAME, FIRST, SPECIAL)
 """The roles that name a place."""
 
+COPIES = (INDUCTION, DUPLICATE)
+"""The roles that random tokens decide as well."""
+
+SINKS = (FIRST, SPECIAL)
+"""The roles of heads that rest."""
+
 ROLES = (PREVIOUS, NEXT, INDUCTION, DUPLICATE, SAME, MIXED, BROAD, FIRST, SPECIAL)
 """Every role, those that say most about a head first."""
 
 
-def role_of(means: Mapping[str, float], counts: Mapping[str, float]) -> Role:
-    """The role of a head from its statistics and the number of rows behind each."""
+def role_of(means: Mapping[str, float], counts: Mapping[str, float], random: Mapping[str, float] | None = None) -> Role:
+    """The role of a head from its statistics, the number of rows behind each, and its statistics on random tokens."""
 
     def reaches(role: Role) -> bool:
         return counts.get(role.statistic, 0) >= MIN_ROWS and means[role.statistic] >= role.threshold
 
-    places = [role for role in PLACES if reaches(role)]
-    if FIRST in places and SPECIAL in places:
-        places.remove(SPECIAL)
-    if places:
-        return max(places, key=lambda role: means[role.statistic])
+    shares = {role: means[role.statistic] for role in PLACES if reaches(role)}
+    copies = {role: random[role.statistic] for role in COPIES if random and random[role.statistic] >= role.threshold}
+    if copies:
+        shares = {role: share for role, share in shares.items() if role not in SINKS}
+    shares |= {role: max(share, shares.get(role, 0.0)) for role, share in copies.items()}
+    if FIRST in shares:
+        shares.pop(SPECIAL, None)
+    if shares:
+        return max(shares, key=lambda role: shares[role])
     return BROAD if reaches(BROAD) else MIXED

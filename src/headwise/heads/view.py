@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention.reference import each_kv_head
-from headwise.attention.rows import Known, Rows
-from headwise.attention.statistics import STATISTICS, Tally, blocks, rows_per_block
+from headwise.attention.known import Known
+from headwise.attention.rows import Rows
+from headwise.attention.statistics import Tally, blocks, rows_per_block
 from headwise.errors import HeadwiseError, InputError
 from headwise.heads.roles import Role, role_of
-from headwise.heads.words import Word, encode
+from headwise.heads.words import Word, encode, text_model
 from headwise.models.transformers import AttentionCall, observe
 from headwise.shapes import Bool, Float, Int
 
@@ -131,7 +132,9 @@ def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", t
     Raises:
         InputError: a text that is empty or too long, or a model whose attention cannot be observed.
     """
-    model = _text_model(model)
+    model = text_model(model)
+    if model.training:
+        raise InputError("model", expected="a model in evaluation mode", got="training", remedy="call model.eval()")
     if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
         raise InputError("tokenizer", expected="a transformers tokenizer", got=type(tokenizer).__name__)
     encoded = encode(model, tokenizer, text, truncate)
@@ -173,21 +176,6 @@ def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", t
         )
     heads.sort(key=lambda head: (head.layer, head.head))
     return View(title, encoded.text, encoded.truncated, encoded.words, len(word_of), tuple(heads))
-
-
-def _text_model(given: Any) -> nn.Module:
-    """The model, or its encoder where it also has a decoder, when it is one that can be viewed."""
-    if not isinstance(given, nn.Module) or not hasattr(given, "config"):
-        raise InputError("model", expected="a transformers model", got=type(given).__name__)
-    model: Any = given
-    if getattr(model.config, "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
-        model = model.get_encoder() or model
-    if getattr(model, "main_input_name", "input_ids") != "input_ids":
-        raise InputError("model", expected="a model that reads text", got=f"one that reads {model.main_input_name}")
-    if model.training:
-        raise InputError("model", expected="a model in evaluation mode", got="training", remedy="call model.eval()")
-    viewed: nn.Module = model
-    return viewed
 
 
 # -- from tokens to words -------------------------------------------------------------------------------------
@@ -259,7 +247,7 @@ class _WordWeights:
 def _head_views(layer: int, tally: Tally, weights: _WordWeights) -> Iterator[HeadView]:
     """The heads of one layer."""
     means = {name: mean[0].tolist() for name, mean in tally.means().items()}
-    counts = {name: tally.count(name)[0].tolist() for name in means if STATISTICS[name].value is torch.div}
+    counts = {name: count[0].tolist() for name, count in tally.counts().items()}
     for head in range(weights.picture.shape[0]):
         of_head = {name: values[head] for name, values in means.items()}
         yield HeadView(

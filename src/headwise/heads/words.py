@@ -39,7 +39,7 @@ class Encoded(NamedTuple):
 def encode(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encoded:
     """The text cut into tokens; `InputError` for one that is empty or too long."""
     _check_text(text)
-    limit = _longest(model, tokenizer)
+    limit = longest(model, tokenizer)
     cut = truncate and limit is not None
     encoding = tokenizer(
         text,
@@ -66,6 +66,19 @@ def encode(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encoded:
     return Encoded(kept, bool(rest), dict(encoding), words, word_of)
 
 
+def text_model(given: Any) -> nn.Module:
+    """The model, or its encoder where it also has a decoder, when it is one of `transformers` that reads text."""
+    if not isinstance(given, nn.Module) or not hasattr(given, "config"):
+        raise InputError("model", expected="a transformers model", got=type(given).__name__)
+    model: Any = given
+    if getattr(model.config, "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
+        model = model.get_encoder() or model
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        raise InputError("model", expected="a model that reads text", got=f"one that reads {model.main_input_name}")
+    reads: nn.Module = model
+    return reads
+
+
 def _check_text(text: Any) -> None:
     if not isinstance(text, str):
         raise InputError("text", expected="a string", got=type(text).__name__)
@@ -89,7 +102,7 @@ def _check_ids(ids: list[int], limit: int | None, vocabulary: int) -> None:
         raise InputError("tokenizer", expected=f"ids below {vocabulary}, the model's vocabulary", got=max(ids))
 
 
-def _longest(model: Any, tokenizer: Any) -> int | None:
+def longest(model: Any, tokenizer: Any) -> int | None:
     """The most tokens the model takes, None where nothing limits it."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from headwise.attention.known import Known
 from headwise.attention.masks import Grid
 from headwise.attention.observed import observed
 from headwise.attention.problem import Answer, Problem
-from headwise.attention.rows import Known, Observer, Rows
+from headwise.attention.rows import Observer, Rows
 from headwise.attention.statistics import blocks_of_weights
 from headwise.shapes import Float
 

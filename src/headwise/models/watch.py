@@ -1,16 +1,17 @@
 """`watch`: what every head of any model does while it runs, in numbers."""
 
 import math
+import threading
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.attention.rows import Known
+from headwise.attention.known import Known
 from headwise.attention.statistics import Tally
 from headwise.errors import InputError, MissingExtra
 from headwise.models.intercept import intercepted
@@ -76,9 +77,21 @@ class Site:
     def add(self, tally: Tally) -> None:
         """Take in a call."""
         for name, values in tally.means().items():
-            spread = Spread.of(values.double().cpu())
+            self.merge({name: Spread.of(values.double().cpu())})
+
+    def merge(self, statistics: Mapping[str, Spread]) -> None:
+        """Take in other sequences."""
+        for name, spread in statistics.items():
             mine = self.statistics.get(name)
             self.statistics[name] = spread if mine is None else mine.merge(spread)
+
+
+class _OfThread(threading.local):
+    """The inputs that a model runs on in this thread, and what is known of the calls it makes."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, Any] = {}
+        self.known: dict[tuple[int, int] | None, Known] = {}
 
 
 class Heads:
@@ -88,14 +101,14 @@ class Heads:
         self._modules = dict(model.named_modules())
         self._special = torch.tensor(sorted(special), dtype=torch.int64)
         self._sites: dict[tuple[str, bool], Site] = {}
-        self._inputs: dict[str, Any] = {}
         self._ran: set[str] = set()
+        self._of_thread, self._lock = _OfThread(), threading.Lock()
 
     # -- what is told while it runs -----------------------------------------------------------------------------------
 
     def starts(self, arguments: dict[str, Any]) -> None:
         """See `Watcher`: what the model is called with says which tokens are which, and which are padding."""
-        self._inputs = arguments
+        self._of_thread.inputs, self._of_thread.known = arguments, {}
 
     def runs(self, path: str) -> None:
         """See `Watcher`."""
@@ -108,18 +121,36 @@ class Heads:
         if (site.heads, site.kv_heads) != (heads, kv_heads):
             raise InputError("model", expected=f"{site.heads} heads in every call of {call.path}", got=heads)
         tally = Tally()
-        return Look(tally.add, self._known(call), lambda: site.add(tally))
+
+        def ends() -> None:
+            with self._lock:
+                site.add(tally)
+
+        return Look(tally.add, self._known(call), ends)
 
     def _known(self, call: Call) -> Known:
-        """What the model's inputs say of a call of self-attention over all of them."""
-        grid, ids, mask = call.grid, self._inputs.get("input_ids"), self._inputs.get("attention_mask")
-        shape = (grid.batch, grid.keys)
-        if call.cross or grid.queries != grid.keys:
-            return Known()
-        real = mask.bool() if isinstance(mask, Tensor) and mask.shape == shape else None
+        """What the model's inputs say of a call of self-attention over all of them: the same object in every layer."""
+        grid = call.grid
+        is_own = not call.cross and grid.queries == grid.keys
+        kept = self._of_thread.known
+        question = (grid.batch, grid.keys) if is_own else None
+        if question not in kept:
+            kept[question] = Known() if question is None else self._known_of(question)
+        return kept[question]
+
+    def _known_of(self, shape: tuple[int, int]) -> Known:
+        """What the model's inputs say of calls that have a key for each token."""
+        ids, mask = self._of_thread.inputs.get("input_ids"), self._of_thread.inputs.get("attention_mask")
+        real = mask.bool() if isinstance(mask, Tensor) and mask.shape == shape and not mask.all() else None
         if not isinstance(ids, Tensor) or ids.shape != shape:
             return Known(real=real)
         return Known(ids, torch.isin(ids, self._special.to(ids.device)) if len(self._special) else None, real)
+
+    def merge(self, sites: Iterable[Site]) -> None:
+        """Take in what was seen elsewhere of the same model: before, or by another process."""
+        for other in sites:
+            site = self._sites.setdefault((other.path, other.cross), replace(other, statistics={}))
+            site.merge(other.statistics)
 
     # -- what is asked afterwards -------------------------------------------------------------------------------------
 

@@ -1,0 +1,34 @@
+"""A number of every head as a picture: layers down, heads across."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from headwise.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def draw(cells: Mapping[tuple[int, int], float], title: str) -> "Figure":
+    """A figure of values by `(layer, head)`; places without a head stay blank.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("matplotlib", extra="plot", purpose="drawing heads") from error
+    layers = sorted({layer for layer, _ in cells})
+    heads = 1 + max(head for _, head in cells)
+    values = [[cells.get((layer, head), math.nan) for head in range(heads)] for layer in layers]
+    figure = Figure(figsize=(1.6 + 0.32 * heads, 1.2 + 0.24 * len(layers)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(values, aspect="auto")
+    axes.set(title=title, xlabel="head", ylabel="layer")
+    axes.set_xticks(range(heads))
+    axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])
+    axes.tick_params(labelsize=7)
+    figure.colorbar(image)
+    return figure

@@ -1,0 +1,327 @@
+"""`profile`: what every head of a model does over a data set, and how sure that is."""
+
+import ctypes
+import hashlib
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import InputError
+from headwise.heads.checkpoint import Run, State
+from headwise.heads.data import Frame, Texts
+from headwise.heads.processes import first_then_all, from_all, place
+from headwise.heads.progress import bar
+from headwise.heads.record import NOTHING, RANDOM, Measured, Profile, ProfiledHead
+from headwise.heads.repeats import repeats_of
+from headwise.heads.roles import COPIES, role_of
+from headwise.heads.words import text_model
+from headwise.models.watch import Heads, Site, watch
+from headwise.shapes import Int
+
+SAMPLE = 64
+"""How many numbers of each weight say whether a model is the same: training changes nearly all."""
+
+
+def profile(
+    model: nn.Module,
+    dataset: Texts | Iterable[Any],
+    *,
+    special: Collection[int] | None = None,
+    repeats: Int[Tensor, "samples length"] | bool | None = None,
+    out: str | Path | None = None,
+    force: bool = False,
+    progress: bool = False,
+    title: str | None = None,
+) -> Profile:
+    """Measure every head of a model over a data set: the mean of each statistic over sequences, its error, a role.
+
+    The model runs in evaluation mode and without gradients, and is left as it was. Where torch.distributed is
+    initialized, the processes share the batches among them, and each returns the profile of all.
+
+    Args:
+        model: any module that `watch` can see into. Of an encoder-decoder, texts are read by the encoder.
+        dataset: `Texts`, or batches as the model takes them: mappings of its arguments, or tensors, in the same order
+            each time.
+        special: ids of the tokens that count as special; those of the tokenizer, by default.
+        repeats: whether to measure *induction* and *duplicate* also on random tokens that repeat (Olsson et al. 2022),
+            or these tokens themselves; by default where the data is `Texts`.
+        out: a folder for the profile. A run that was stopped, at whatever moment, goes on there when it is called again
+            with the same arguments, and comes to the same numbers.
+        force: replace another run in that folder.
+        progress: show a bar on standard error.
+        title: the model's name, to show.
+
+    Raises:
+        InputError: data or a folder that cannot be used; no batch; a model that `watch` refuses, or of which nothing
+            was seen.
+        MissingExtra: what `out`, `progress` or the data needs is not installed.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError("model", expected="a torch module", got=type(model).__name__)
+    texts = None
+    if isinstance(dataset, Texts):
+        model = text_model(model)
+        dataset = texts = dataset.within(model)
+        _require_vocabulary(model, texts)
+        special = _special_of(texts.tokenizer) if special is None else special
+    special = sorted(set(special or ()))
+    if repeats is True or (repeats is None and texts is not None):
+        repeats = repeats_of(model, special, None if texts is None else texts.tokenizer)
+    rank, processes = place()
+    settings = _settings(model, texts, special, repeats, processes, title)
+    run = Run(out, settings, rank)
+    first_then_all(lambda: run.claim(force=force))
+    finished = first_then_all(run.finished)
+    with _evaluated(model), torch.no_grad():
+        if finished is not None:
+            return _if_of_this_data(finished, dataset, run)
+        shown = progress and rank == 0
+        state = _measured(model, dataset, special, run, shown)
+        sites = Heads(model, special)
+        for of_one in from_all(state.sites):
+            sites.merge(of_one)
+        return first_then_all(lambda: _concluded(model, state, sites, special, repeats, run))
+
+
+def _concluded(
+    model: nn.Module, state: State, sites: Heads, special: Collection[int], repeats: Any, run: Run
+) -> Profile:
+    """The profile, with what the heads do on random tokens, written where it was asked for."""
+    random: list[Site] = []
+    if isinstance(repeats, Tensor):
+        with watch(model, special=special) as heads:
+            model(repeats.to(_device(model)))
+        random = heads.sites
+    data = {"sequences": state.sequences, "tokens": state.tokens, "digest": state.digest}
+    profile = Profile(tuple(_heads(sites, random)), {**run.settings, "measured": data})
+    run.end(profile)
+    return profile
+
+
+def _heads(seen: Heads, random: list[Site]) -> Iterator[ProfiledHead]:
+    """Every head, all with the same statistics."""
+    on_random = {(site.path, site.cross): site for site in random}
+    names = dict.fromkeys(name for site in seen.sites for name in site.statistics)
+    copies = [role.statistic for role in COPIES]
+    for layer, site in zip(seen.layers, seen.sites, strict=True):
+        measured = {name: _of_heads(site, name) for name in names}
+        for name in copies if random else ():
+            measured[name + RANDOM] = _of_heads(on_random.get((site.path, site.cross)), name, site.heads)
+        for head in range(site.heads):
+            statistics = {name: of_heads[head] for name, of_heads in measured.items()}
+            yield ProfiledHead(
+                layer=layer,
+                head=head,
+                kv_head=head * site.kv_heads // site.heads,
+                module=site.path,
+                kind="cross" if site.cross else "self",
+                role=_role(statistics),
+                statistics=statistics,
+            )
+
+
+def _of_heads(site: Site | None, name: str, heads: int = 0) -> list[Measured]:
+    """A statistic of each head of a site."""
+    if site is None or name not in site.statistics:
+        return [NOTHING] * (heads if site is None else site.heads)
+    spread = site.statistics[name]
+    numbers = (spread.value.tolist(), spread.standard_error.tolist(), spread.number.long().tolist())
+    return [Measured(*each) for each in zip(*numbers, strict=True)]
+
+
+def _role(statistics: Mapping[str, Measured]) -> str:
+    """The name of a head's role. What is measured over sequences rests on many rows, or on none."""
+    means = {name: measured.value for name, measured in statistics.items()}
+    counts = {name: math.inf if measured.n else 0 for name, measured in statistics.items()}
+    random = {role.statistic: means[role.statistic + RANDOM] for role in COPIES if role.statistic + RANDOM in means}
+    return role_of(means, counts, random).name
+
+
+# -- one process's part -----------------------------------------------------------------------------------------------
+
+
+def _measured(
+    model: nn.Module,
+    dataset: Texts | Iterable[Any],
+    special: Collection[int],
+    run: Run,
+    shown: bool,
+) -> State:
+    """Run this process's batches, those that it has not run before."""
+    rank, processes = place()
+    before, state, device = run.state(), State(), _device(model)
+    title, unit, total = "data", "batches", len(dataset) if isinstance(dataset, Sized) else None
+    if isinstance(dataset, Texts):
+        title, unit, total = dataset.name, "tokens", dataset.tokens
+    with watch(model, special=special) as heads, bar(title, total, unit, shown=shown) as advance:
+        heads.merge(before.sites)
+        for batch in _batches(dataset):
+            _pass(state, batch)
+            new = state.batches > before.batches
+            if state.batches == before.batches and state.digest != before.digest:
+                raise run.other_data()
+            if new and (state.batches - 1) % processes == rank:
+                _call(model, batch, device)
+            advance(_size(batch)[1] if unit == "tokens" else 1, not new)
+            if new:
+                run.keep(_with(state, heads))
+    if state.batches < before.batches:
+        raise run.other_data()
+    if not state.batches:
+        raise InputError("dataset", expected="at least one batch", got="none")
+    state = _with(state, heads)
+    run.keep(state, now=True)
+    return state
+
+
+def _with(state: State, heads: Heads) -> State:
+    return State(state.batches, state.digest, state.sequences, state.tokens, heads.sites)
+
+
+def _pass(state: State, batch: dict[str, Any]) -> None:
+    """Count a batch, whoever runs it."""
+    sequences, tokens = _size(batch)
+    state.batches += 1
+    state.sequences += sequences
+    state.tokens += tokens
+    state.digest = _digest([state.digest, *(part for name in sorted(batch) for part in (name, batch[name]))])
+
+
+def _if_of_this_data(finished: Profile, dataset: Texts | Iterable[Any], run: Run) -> Profile:
+    """A profile that is there already, if the data is still what it was."""
+    state = State()
+    for batch in _batches(dataset):
+        _pass(state, batch)
+    if finished.about["measured"]["digest"] != state.digest:
+        raise run.other_data()
+    return finished
+
+
+def _batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Each batch as arguments by name; one that is no mapping has no name."""
+    for batch in dataset:
+        if isinstance(batch, Tensor):
+            yield {"": batch}
+        elif isinstance(batch, Mapping) and any(isinstance(each, Tensor) for each in batch.values()):
+            yield dict(batch)
+        else:
+            expected = "batches: tensors, or mappings of them, as the model takes them"
+            remedy = "hw.Texts(source, tokenizer) makes batches of texts and files"
+            raise InputError("dataset", expected=expected, got=type(batch).__name__, remedy=remedy)
+
+
+def _call(model: nn.Module, batch: dict[str, Any], device: torch.device) -> None:
+    there = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in batch.items()}
+    if "" in there:
+        model(there.pop(""), **there)
+    else:
+        model(**there)
+
+
+def _size(batch: dict[str, Any]) -> tuple[int, int]:
+    """Sequences and tokens of a batch, padding aside."""
+    real = batch.get("attention_mask")
+    first = next(each for each in batch.values() if isinstance(each, Tensor))
+    ids = batch.get("input_ids", first)
+    if isinstance(real, Tensor) and real.ndim == 2:
+        return len(real), int(real.sum())
+    return (len(ids), ids.shape[:2].numel()) if ids.ndim else (1, 1)
+
+
+# -- what a run is ----------------------------------------------------------------------------------------------------
+
+
+def _settings(
+    model: nn.Module, texts: Texts | None, special: list[int], repeats: Any, processes: int, title: str | None
+) -> dict[str, Any]:
+    """All that decides the numbers, but for the data itself: a run goes on only with the same."""
+    weights = _digest(
+        part
+        for name, each in model.state_dict().items()
+        for part in (name, each.flatten()[:: max(1, each.numel() // SAMPLE)] if isinstance(each, Tensor) else None)
+    )
+    of_texts = None
+    if texts is not None:
+        names = ("context", "documents", "batch", "limit", "column")
+        of_texts = {"source": texts.name} | {name: getattr(texts, name) for name in names}
+    parameter = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
+    settings = {
+        "model": {
+            "name": title or getattr(getattr(model, "config", None), "name_or_path", None) or type(model).__name__,
+            "class": type(model).__name__,
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "device": parameter.device.type,
+            "weights": weights,
+        },
+        "data": of_texts,
+        "versions": _versions(),
+        "settings": {
+            "special": special,
+            "repeats": None
+            if not isinstance(repeats, Tensor)
+            else {"shape": list(repeats.shape), "digest": _digest([repeats])},
+            "processes": processes,
+        },
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings))
+    return plain
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in ("headwise", "torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _digest(parts: Iterable[Any]) -> str:
+    """Of tensors, bit by bit, and of what else there is."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Tensor):
+            digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            bits = part.detach().cpu().contiguous()
+            digest.update(ctypes.string_at(bits.data_ptr(), bits.nbytes))
+        else:
+            digest.update(repr(part).encode())
+    return digest.hexdigest()
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((each.device for each in model.parameters()), torch.device("cpu"))
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode; then every module as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _special_of(tokenizer: Any) -> set[int]:
+    """What the tokenizer calls special, but for the unknown word, which is still a word, and is what it adds."""
+    frame = Frame.of(tokenizer)
+    return (set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}) | {*frame.before, *frame.after}
+
+
+def _require_vocabulary(model: Any, texts: Texts) -> None:
+    known = model.get_input_embeddings().num_embeddings
+    largest = max(int(sequence.max()) for sequence in texts.sequences)
+    if largest >= known:
+        raise InputError("tokenizer", expected=f"ids below {known}, the model's vocabulary", got=largest)

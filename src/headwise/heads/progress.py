@@ -1,0 +1,68 @@
+"""How far a long run is: a bar with its rate and the time left, on standard error."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from headwise.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from rich.progress import Task
+
+MINUTES = 10
+"""Over how many the rate is taken: a batch may take one."""
+
+
+@contextmanager
+def bar(title: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Callable[[int, bool], None]]:
+    """A function that is told how many units are done, and whether they were done before this run.
+
+    Raises:
+        MissingExtra: it is to be shown and rich is not installed.
+    """
+    if not shown:
+        yield lambda _units, _before: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            ProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+        from rich.text import Text
+    except ImportError as error:
+        raise MissingExtra("rich", extra="cli", purpose="a progress bar") from error
+
+    before_this = 0
+
+    class Rate(ProgressColumn):
+        """Units a second."""
+
+        def render(self, task: "Task") -> Text:
+            seconds = task.finished_time or task.elapsed
+            return Text(f"{(task.completed - before_this) / seconds:,.0f}/s" if seconds else "")
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        Rate(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=60 * MINUTES) as progress:
+        task = progress.add_task(title, total=total)
+
+        def advance(units: int, before: bool) -> None:
+            nonlocal before_this
+            if before:  # the clock starts again: what was done before says nothing of the rate
+                before_this += units
+                progress.reset(task, completed=before_this)
+            else:
+                progress.advance(task, units)
+
+        yield advance

@@ -1,0 +1,58 @@
+"""A profile and a comparison of two on a terminal."""
+
+from collections.abc import Collection
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headwise.heads.compare import Comparison
+from headwise.heads.record import Profile, ProfiledHead
+from headwise.heads.roles import MIXED, ROLES
+from headwise.show.terminal import COLOURS
+
+
+def print_profile(profile: Profile, console: Console) -> None:
+    """Print the heads of each role, those with the largest share first."""
+    console.print(Text(_title(profile), style="bold"))
+    found = profile.roles()
+    for role in ROLES:
+        members = [profile.head(*place) for place in found.get(role.name, ())]
+        if not members:
+            continue
+        if role is not MIXED:
+            members.sort(key=profile.role_share, reverse=True)
+        count = "1 head" if len(members) == 1 else f"{len(members)} heads"
+        console.print()
+        console.print(Text.assemble((role.name, f"bold {COLOURS[role.name]}"), f" · {count} · {role.rule}"))
+        share = {} if role is MIXED else {head.name: f" {profile.role_share(head):.2f}" for head in members}
+        console.print(Text("   ".join(head.name + share.get(head.name, "") for head in members)))
+
+
+def print_comparison(comparison: Comparison, console: Console, statistics: Collection[str], top: int) -> None:
+    """Print the heads that differ most, and how many roles changed."""
+    for letter, profile in (("A", comparison.a), ("B", comparison.b)):
+        console.print(Text.assemble((f"{letter}  ", "bold"), _title(profile)))
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    for column in ("head", "statistic", "A", "B", "difference", "in standard errors", "role"):
+        table.add_column(column, justify="left" if column in ("statistic", "role") else "right", no_wrap=True)
+    for each in comparison.largest(statistics)[:top]:
+        a, b = (head.statistics[each.statistic].value for head in (each.a, each.b))
+        numbers = (f"{a:.3f}", f"{b:.3f}", f"{each.difference:+.3f}", f"{each.errors:+.1f}")
+        table.add_row(each.a.name, each.statistic, *numbers, _role(each.a, each.b))
+    console.print()
+    console.print(table)
+    changed = sum(one.role != other.role for one, other in zip(comparison.a.heads, comparison.b.heads, strict=True))
+    console.print(f"\n{changed} of {len(comparison.a.heads)} heads have another role")
+
+
+def _role(one: ProfiledHead, other: ProfiledHead) -> str:
+    return one.role if one.role == other.role else f"{one.role} → {other.role}"
+
+
+def _title(profile: Profile) -> str:
+    about: Any = profile.about
+    measured, source = about["measured"], (about["data"] or {}).get("source", "batches")
+    size = f"{measured['sequences']:,} sequences, {measured['tokens']:,} tokens, {len(profile.heads)} heads"
+    return f"{about['model']['name']} on {source}: {size}"
