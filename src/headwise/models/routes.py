@@ -16,7 +16,7 @@ from headwise.attention.problem import Answer, Problem, mask_and_bias
 from headwise.attention.rules import causal
 from headwise.models import softmax
 from headwise.models.running import answer, answering, running, show
-from headwise.models.transformers import read_call, require_readable, with_infinite
+from headwise.models.transformers import hides_all, read_call, require_readable, with_infinite
 
 SDPA = F.scaled_dot_product_attention
 """Torch's own, whatever stands in its place later."""
@@ -38,7 +38,8 @@ class Mode(TorchFunctionMode):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if func is _softmax or func in softmax.SOFTMAXES:
-            softmax.meets(result, kwargs.get("dim", args[1] if len(args) > 1 else None))
+            scores, dim = (*args, *(kwargs[name] for name in ("input", "dim") if name in kwargs))[:2]
+            softmax.meets(scores, result, dim)
         else:
             softmax.follow(func, args, result)
         return result
@@ -64,7 +65,7 @@ def _softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -
     """Torch's softmax as `F.multi_head_attention_forward` finds it where weights are asked for."""
     result = softmax.SOFTMAX(input, dim, *args, **kwargs)
     if _hidden.on and running.are_met:
-        softmax.meets(result, dim)
+        softmax.meets(input, result, dim)
     return result
 
 
@@ -133,30 +134,44 @@ def _watched(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         attention = dispatch(interface, implementation, default)
 
         @wraps(attention)
-        def called(
-            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-        ) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
             if not running.are_met:
-                return attention(module, query, key, value, mask, **kwargs)
+                return attention(*args, **kwargs)
             require_readable(implementation)
             results: list[Any] = []
 
             def otherwise(_: Problem) -> Answer:
-                results.append(attention(module, query, key, value, mask, **kwargs))
+                results.append(attention(*args, **kwargs))
                 return Answer(results[0][0].transpose(1, 2), None, None)
 
             if implementation == "eager" and not kwargs.get("dropout"):
                 with answering():  # it makes the weights, and may hand them on
-                    out, weights = attention(module, query, key, value, mask, **kwargs)
+                    out, weights, *more = attention(*args, **kwargs)
                 if weights is not None:
-                    show(weights, out.transpose(1, 2), key.shape[1], running.frames)
-                    return out, weights
-            found = answer(read_call(implementation, module, query, key, value, mask, **kwargs), otherwise)
+                    _show_eager(weights, out, *args, **kwargs)
+                    return out, weights, *more
+            found = answer(read_call(implementation, *args, **kwargs), otherwise)
             return results[0] if results else (found.out.transpose(1, 2).contiguous(), None)
 
         return called
 
     return chosen
+
+
+def _show_eager(
+    weights: Tensor,
+    out: Tensor,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **_: Any,
+) -> None:
+    """Show the weights that a function of transformers made; in a row that hides all it makes them even."""
+    if attention_mask is not None and attention_mask.is_floating_point():
+        weights = weights.masked_fill(hides_all(attention_mask), 0.0)
+    show(weights, out.transpose(1, 2), key.shape[1], running.frames)
 
 
 # -- in place of others' functions ------------------------------------------------------------------------------------

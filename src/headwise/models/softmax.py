@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.models.running import Frame, running, show
+from headwise.models.transformers import hides_all
 from headwise.shapes import Float
 
 SOFTMAX, BMM = F.softmax, torch.bmm
@@ -58,15 +59,18 @@ class _Softmaxes(threading.local):
 _softmaxes = _Softmaxes()
 
 
-def meets(result: Tensor, dim: Any) -> None:
+def meets(scores: Tensor, result: Tensor, dim: Any) -> None:
     """A softmax was computed, over this axis: it is attention's inside an attention module and over the last axis."""
     finish()
-    frame = running.frames[-1]
-    if not isinstance(result, Tensor) or dim not in (-1, result.ndim - 1) or not is_attention(frame):
+    frames = running.frames[:-1] if isinstance(running.frames[-1].module, nn.Softmax) else running.frames[:]
+    if not frames or dim not in (-1, result.ndim - 1) or not is_attention(frames[-1]):
         return
-    weights = _by_head(result, frame.module)
+    shown = result
+    if scores.is_floating_point() and bool((empty := hides_all(scores)).any()):
+        shown = result.masked_fill(empty, 0.0)  # its weights are even
+    weights = _by_head(shown, frames[-1].module)
     if weights is not None and weights.numel():
-        _softmaxes.waiting = _Waiting(weights, result, list(running.frames))
+        _softmaxes.waiting = _Waiting(weights, result, frames)
 
 
 def follow(function: Callable[..., Any], arguments: tuple[Any, ...], result: Any) -> None:
@@ -116,8 +120,8 @@ def drop() -> None:
 
 def is_attention(frame: Frame) -> bool:
     """Whether a module is called attention, by its class or where it stands in its model."""
-    names = f"{type(frame.module).__name__} {frame.path.rsplit('.', 1)[-1]}".lower()
-    return "attention" in names or "attn" in names
+    kind = type(frame.module).__name__.lower()
+    return "attention" in kind or "attn" in kind or frame.path.lower().endswith(("attention", "attn"))
 
 
 def _by_head(result: Tensor, module: nn.Module) -> Float[Tensor, "batch heads queries keys"] | None:

@@ -116,9 +116,19 @@ def read_call(
     return Problem.checked(query, key, value, mask=mask, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux)
 
 
-def with_infinite(added: Tensor) -> Tensor:
-    """What is added to scores, with -inf where it hides.
+FAR = 1e4
+"""How much less than another an additive mask must give a key to hide it: no score makes up for it."""
 
-    In masks that are added the smallest number of a dtype stands for that, also after another was added to it.
+
+def with_infinite(added: Tensor) -> Tensor:
+    """What is added to scores, with -inf where it hides a key."""
+    hidden = (added <= added.amax(-1, keepdim=True) - FAR) | hides_all(added)
+    return added.masked_fill(hidden, -torch.inf)
+
+
+def hides_all(added: Tensor) -> Tensor:
+    """Which rows of an additive mask hide every key.
+
+    The smallest number of a dtype stands for that, also after another was added to it.
     """
-    return added.masked_fill(added <= torch.finfo(added.dtype).min / 2, -torch.inf)
+    return added.amax(-1, keepdim=True) <= torch.finfo(added.dtype).min / 2
