@@ -181,7 +181,7 @@ def test_a_new_statistic_is_one_entry(way, monkeypatch):
     """The mean weight of the last key, and the largest weight of all: contributions that merge in other ways."""
 
     def last(rows):
-        return rows.sums((rows.columns == KEYS - 1)[None, :, None].float())[..., 0], None
+        return rows.sums((rows.sight.columns == KEYS - 1)[None, :, None].float())[..., 0]
 
     def peak(rows):
         return (rows.largest.amax(-1),)

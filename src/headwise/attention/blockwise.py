@@ -233,7 +233,7 @@ class _Blockwise(torch.autograd.Function):
             if watched is not None:
                 product = exponents.mul_(weights).sum(-1, keepdim=True)
                 rows = watched.rows(tile, weights, product, tile.rows_of(shifts), total)
-            beside = None if rows is None or kept is not None else rows.stacked_features
+            beside = None if rows is None or kept is not None else rows.sight.stacked_features
             product = _times(tile, weights if kept is None else kept.mul_(weights), v, beside)
             if watched is not None and rows is not None:
                 rows.receive(product, v.shape[-1])

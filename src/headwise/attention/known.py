@@ -4,7 +4,7 @@ All of it is the same in every layer of a model, so what is found once is kept w
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -53,23 +53,22 @@ class Known:
 
     def sight(self, tile: Tile, grid: Grid) -> "Sight":
         """Who sees what in a tile. All layers of a model ask for the same, where the mask goes by distance."""
-        if tile.pattern is None:
-            return Sight(tile, grid, self.real)
-        question = (
-            tile.pattern,
-            tile.block,
-            None if self.real is None else (tile.sequences.start, tile.sequences.stop),
-        )
-        if question not in self._sights:
-            self._sights[question] = Sight(tile, grid, self.real).settled()
-        return self._sights[question]
+        question = (tile.pattern, tile.block, tile.sequences.start, tile.sequences.stop)
+        if tile.pattern is not None and question in self._sights:
+            return self._sights[question]
+        found = Sight(tile, grid, _of(tile, self.real), _of(tile, self.special), _of(tile, self.repeats))
+        if tile.pattern is not None:
+            self._sights[question] = found.settled()
+        return found
 
     @cached_property
-    def _copies(self) -> dict[Hashable, Int[Tensor, " pairs"]]:
+    def _copies(self) -> dict[Hashable, tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]]:
         return {}
 
-    def copies(self, sequence: int, position: range, block: Block, shift: int) -> Int[Tensor, " pairs"]:
-        """The cells of a block, row by row, whose key stands `shift` tokens after an earlier copy of the row's token.
+    def copies(
+        self, sequence: int, position: range, block: Block, shift: int
+    ) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
+        """The cells of a block whose key stands `shift` tokens after an earlier copy of the row's token; their rows.
 
         All layers of a model ask for the same; up to `KEPT_CELLS` of them are kept.
         """
@@ -78,29 +77,37 @@ class Known:
         if question not in self._copies:
             tokens = self.tokens[sequence]
             rows = torch.arange(position.start, position.stop, device=tokens.device)
-            columns = torch.cat([torch.arange(keys.start, keys.stop, device=tokens.device) for keys in block.spans])
+            columns = columns_of(block, tokens.device)
             copied = columns - shift
             alike = tokens[rows][:, None] == tokens[copied.clamp(min=0)]
             cells = (alike & (copied < rows[:, None]) & (copied >= 0)).flatten().nonzero()[:, 0]
-            if sum(map(len, self._copies.values())) + len(cells) > KEPT_CELLS:
-                return cells
-            self._copies[question] = cells
+            found = (cells.int(), (cells // len(columns)).int())
+            if sum(len(each) for each, _ in self._copies.values()) + len(cells) > KEPT_CELLS:
+                return found
+            self._copies[question] = found
         return self._copies[question]
 
 
 @dataclass(eq=False)
 class Sight:
-    """Who sees what in a tile: what the mask alone decides, and which rows are padding.
+    """Who sees what in a tile: what the mask, the positions and the tokens say, whatever the scores are.
 
     Attributes:
-        tile: which rows and keys.
+        tile: which rows, sequences and keys.
         grid: of the whole call.
-        real: True at query rows that are not padding; None where all are real.
+        real: of its sequences, which queries are not padding; None where all are real.
+        special: of its sequences, which keys are special tokens, if that is known.
+        repeats: of its sequences, which tokens have an earlier copy, if they are known.
     """
 
     tile: Tile
     grid: Grid
-    real: Bool[Tensor, "batch queries"] | None
+    real: Bool[Tensor, "sequences queries"] | None
+    special: Bool[Tensor, "sequences keys"] | None
+    repeats: Bool[Tensor, "sequences keys"] | None
+    counted: dict[Hashable, Bool[Tensor, "statistics #batch #heads rows"]] = field(default_factory=dict)
+
+    # -- which rows count ---------------------------------------------------------------------------------------------
 
     @cached_property
     def seen(self) -> Int[Tensor, "#batch #heads rows"]:
@@ -114,8 +121,7 @@ class Sight:
     def counts(self) -> Bool[Tensor, "#batch #heads rows"]:
         """Which rows count: those with a key that are not padding."""
         index = self.tile.block.rows
-        here = None if self.real is None else self.real[self.tile.sequences, None, index.start : index.stop]
-        return self.seen > 0 if here is None else (self.seen > 0) & here
+        return self.seen > 0 if self.real is None else (self.seen > 0) & self.real[:, None, index.start : index.stop]
 
     @cached_property
     def seen_by(self) -> Float[Tensor, "#batch #heads columns"]:
@@ -132,13 +138,12 @@ class Sight:
     @cached_property
     def looks_back(self) -> bool:
         """Whether no row sees a key after its own, on an aligned grid."""
-        index, device = self.tile.block.rows, self.grid.device
-        first, last = index.start + self.grid.offset, index.stop + self.grid.offset
-        position = torch.arange(first, last, device=device)[:, None]
+        position = self.position[0][:, None]
+        first = int(position[0])
         for columns, allowed in self._allowed:
             if columns.stop - 1 <= first:
                 continue
-            keys = torch.arange(columns.start, columns.stop, device=device)
+            keys = torch.arange(columns.start, columns.stop, device=self.grid.device)
             if allowed is None or bool((allowed & (keys > position)).any()):
                 return False
         return True
@@ -154,8 +159,118 @@ class Sight:
         return parts
 
     def settled(self) -> "Sight":
-        """The same, with everything found and the masks let go."""
-        for name in ("seen", "counts", "seen_by", *(["looks_back"] if self.grid.aligned else [])):
+        """The same, with all found that asks the mask, and the mask let go."""
+        for name in ("counts", "seen_by", *(["looks_back"] if self.grid.aligned else [])):
             getattr(self, name)
         del self._allowed
+        self.tile = self.tile._replace(hidden=[], alive=None)
         return self
+
+    # -- positions ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def columns(self) -> Int[Tensor, " columns"]:
+        """The numbers of the keys."""
+        return columns_of(self.tile.block, self.grid.device)
+
+    @cached_property
+    def position(self) -> Int[Tensor, "#batch rows"]:
+        """Where the queries stand."""
+        index = self.tile.block.rows
+        i = torch.arange(index.start, index.stop, device=self.grid.device)[:, None]
+        return self._here(self.grid.query_position(i)[..., 0])
+
+    @cached_property
+    def key_position(self) -> Int[Tensor, "#batch columns"]:
+        """Where the keys stand."""
+        return self._here(self.grid.key_position(self.columns[None])[..., 0, :])
+
+    @cached_property
+    def back(self) -> Int[Tensor, "#batch rows columns"]:
+        """How many tokens before the query each key stands: 0 itself, 1 the previous, -1 the next."""
+        return self.position[..., None] - self.key_position[:, None]
+
+    def has(self, back: int) -> Bool[Tensor, "#batch 1 rows"]:
+        """Which rows have a key that stands `back` tokens before the query."""
+        key = self.position - back
+        return ((key >= 0) & (key <= self.last))[:, None]
+
+    @property
+    def has_copy(self) -> Bool[Tensor, "#batch 1 rows"] | None:
+        """Which rows are of tokens that have an earlier copy; None where these are not known."""
+        if self.repeats is None or not self.grid.aligned:
+            return None
+        position = self.position[0]
+        return (self.repeats[:, position.clamp(min=0)] & (position >= 0))[:, None]
+
+    @cached_property
+    def first(self) -> Int[Tensor, "#batch"]:
+        """The key that is the first token."""
+        if not self.grid.aligned:
+            return (self._all_positions == 0).int().argmax(-1)
+        if self.real is None or self.grid.queries != self.grid.keys:
+            return torch.zeros(1, dtype=torch.int64, device=self.grid.device)
+        return self.real.int().argmax(-1)
+
+    @cached_property
+    def last(self) -> Int[Tensor, "#batch 1"]:
+        """Where the last key stands."""
+        return self._all_positions.amax(-1, keepdim=True)
+
+    @property
+    def _all_positions(self) -> Int[Tensor, "#batch keys"]:
+        keys = torch.arange(self.grid.keys, device=self.grid.device)
+        return self._here(self.grid.key_position(keys[None])[..., 0, :])
+
+    def _here(self, positions: Int[Tensor, "*axes length"]) -> Int[Tensor, "#batch length"]:
+        """Positions of the tile's sequences, with that axis."""
+        flat = positions.reshape(-1, positions.shape[-1])
+        return flat if len(flat) == 1 else flat[self.tile.sequences]
+
+    # -- features of the keys, whose sums the product with the values brings ------------------------------------------
+
+    @cached_property
+    def ahead(self) -> Int[Tensor, " rows"]:
+        """Where the queries stand, counted from their middle, on an aligned grid."""
+        return self.position[0] - self._middle
+
+    @cached_property
+    def features(self) -> dict[str, Float[Tensor, "#batch columns"]]:
+        """What statistics sum over keys, by name.
+
+        A distance is linear in the key's position on either side of the query. Positions are counted from the middle of
+        the rows, so that no two large numbers are subtracted. Where keys on both sides are seen, those before all rows
+        and those after all rows are summed, and what lies between is taken as it is.
+        """
+        columns = self.columns
+        found = {"first": columns == self.first[:, None]}
+        if self.special is not None:
+            found["special"] = self.special[:, columns]
+        if self.grid.aligned:
+            position, away = self.position[0], (columns - self._middle)[None]
+            if self.looks_back:
+                found["away"] = away
+            else:
+                for name, side in (("before", columns < position[0]), ("after", columns > position[-1])):
+                    found |= {name: side[None], f"{name}, away": side * away}
+        return {name: feature.float() for name, feature in found.items()}
+
+    @cached_property
+    def stacked_features(self) -> Float[Tensor, "#batch columns features"]:
+        """The features side by side."""
+        batch = max(map(len, self.features.values()))
+        return torch.stack([feature.expand(batch, -1) for feature in self.features.values()], -1)
+
+    @property
+    def _middle(self) -> Int[Tensor, ""]:
+        return self.position[0][len(self.tile.block.rows) // 2]
+
+
+def columns_of(block: Block, device: torch.device) -> Int[Tensor, " columns"]:
+    """The numbers of the keys of a block."""
+    return torch.cat([torch.arange(keys.start, keys.stop, device=device) for keys in block.spans])
+
+
+def _of(tile: Tile, of_all: Bool[Tensor, "batch length"] | None) -> Bool[Tensor, "sequences length"] | None:
+    """What is known of all sequences, of those of a tile."""
+    return None if of_all is None else of_all[tile.sequences]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headwise.attention.known import Known
+from headwise.attention.known import Known, Sight
 from headwise.attention.masks import Grid
 from headwise.attention.problem import Problem
 from headwise.attention.reference import masked_scores, mixed, weights_of
@@ -58,13 +58,14 @@ class MeanOfRows:
     Attributes:
         name: what it is called.
         unit: nats, tokens, share.
-        measure: the value of every row, and which rows have one, where not all have; None where a call lacks what it
-            needs, such as token ids.
+        measure: the value of every row; None where a call lacks what it needs, such as token ids.
+        counted: which rows have one; of those only that count at all. All unless given.
     """
 
     name: str
     unit: str
-    measure: Callable[[Rows], tuple[Values, Counted | None] | None]
+    measure: Callable[[Rows], Values | None]
+    counted: Callable[[Sight], Counted | None] = lambda _: None
 
 
 @dataclass
@@ -134,65 +135,57 @@ def _sums_of(rows: Rows) -> tuple[tuple[str, ...], Float[Tensor, "two means batc
 
     Summed in float64: thousands of rows of float32 would lose the digits that tell heads apart.
     """
-    names, values, counted = [], [], []
-    for statistic in STATISTICS.values():
-        measured = statistic.measure(rows) if isinstance(statistic, MeanOfRows) else None
-        if measured is not None:
-            names.append(statistic.name)
-            values.append(measured[0])
-            counted.append(rows.counts if measured[1] is None else rows.counts & measured[1])
-    stacked = torch.stack(values).double()
-    shape = torch.broadcast_shapes(*(each.shape for each in counted))  # type: ignore[no-untyped-call]
-    counts = torch.stack([each.expand(shape) for each in counted])
-    totals = stacked.masked_fill_(~counts, 0.0).sum(-1)
-    return tuple(names), torch.stack([totals, counts.sum(-1).double().expand_as(totals)])
+    measured = {each.name: each.measure(rows) for each in STATISTICS.values() if isinstance(each, MeanOfRows)}
+    values = {name: value for name, value in measured.items() if value is not None}
+    counts = _counted(rows.sight, tuple(values))
+    totals = torch.stack(list(values.values())).double().masked_fill_(~counts, 0.0).sum(-1)
+    return tuple(values), torch.stack([totals, counts.sum(-1).double().expand_as(totals)])
+
+
+def _counted(sight: Sight, names: tuple[str, ...]) -> Bool[Tensor, "means #batch #heads rows"]:
+    """Which rows count for each of these means."""
+    if names not in sight.counted:
+        entries = [entry for entry in map(STATISTICS.get, names) if isinstance(entry, MeanOfRows)]
+        found = [sight.counts if (some := each.counted(sight)) is None else sight.counts & some for each in entries]
+        sight.counted[names] = torch.stack(torch.broadcast_tensors(*found))  # type: ignore[no-untyped-call]
+    return sight.counted[names]
 
 
 # -- the statistics ---------------------------------------------------------------------------------------------------
 
 
-def _evenness(rows: Rows) -> tuple[Values, Counted]:
-    return rows.entropy / rows.seen.clamp(min=2).log(), rows.seen > 1
+def _evenness(rows: Rows) -> Values:
+    return rows.entropy / rows.sight.seen.clamp(min=2).log()
 
 
-def _at(back: int) -> Callable[[Rows], tuple[Values, Counted]]:
+def _at(name: str, back: int) -> MeanOfRows:
     """The weight of the key that stands `back` tokens before the query, in rows that have one."""
-
-    def measure(rows: Rows) -> tuple[Values, Counted]:
-        key = rows.position - back
-        return rows.at(back), ((key >= 0) & (key <= rows.last))[:, None]
-
-    return measure
+    return MeanOfRows(name, "share", lambda rows: rows.at(back), lambda sight: sight.has(back))
 
 
-def _special(rows: Rows) -> tuple[Values, None] | None:
-    return None if rows.known.special is None else (rows.along["special"], None)
+def _special(rows: Rows) -> Values | None:
+    return None if rows.known.special is None else rows.along["special"]
 
 
-def _after_copy(shift: int) -> Callable[[Rows], tuple[Values, Counted] | None]:
+def _after_copy(name: str, shift: int) -> MeanOfRows:
     """The weight of keys `shift` tokens after an earlier copy of the query's token, in rows that have such a copy."""
 
-    def measure(rows: Rows) -> tuple[Values, Counted] | None:
-        repeats = rows.known.repeats
-        if repeats is None or not rows.grid.aligned:
-            return None
-        position = rows.position[0]
-        has_copy = repeats[rows.tile.sequences][:, position.clamp(min=0)] & (position >= 0)
-        return rows.on_copies(shift), has_copy[:, None]
+    def measure(rows: Rows) -> Values | None:
+        return None if rows.sight.has_copy is None else rows.on_copies(shift)
 
-    return measure
+    return MeanOfRows(name, "share", measure, lambda sight: sight.has_copy)
 
 
-def _output_norm(rows: Rows) -> tuple[Values, None] | None:
-    return None if rows.out is None else (rows.tile.by_head(rows.out).norm(dim=-1), None)
+def _output_norm(rows: Rows) -> Values | None:
+    return None if rows.out is None else rows.tile.by_head(rows.out).norm(dim=-1)
 
 
-def _written_norm(rows: Rows) -> tuple[Values, None] | None:
+def _written_norm(rows: Rows) -> Values | None:
     if rows.out is None or rows.known.gram is None:
         return None
     out = rows.tile.by_head(rows.out)
     squares = ((out @ rows.known.gram[rows.tile.heads].to(out.dtype)) * out).sum(-1)
-    return squares.clamp(min=0.0).sqrt(), None
+    return squares.clamp(min=0.0).sqrt()
 
 
 def _received(rows: Rows) -> Sums:
@@ -217,21 +210,30 @@ def _most_received(
 STATISTICS: dict[str, Statistic | MeanOfRows] = {
     statistic.name: statistic
     for statistic in (
-        MeanOfRows("entropy", "nats", lambda rows: (rows.entropy, None)),  # -sum_j A_ij ln A_ij
-        MeanOfRows("evenness", "share", _evenness),  # entropy over ln(keys in sight), rows with 2 or more
-        MeanOfRows("confidence", "share", lambda rows: (rows.largest, None)),  # max_j A_ij (Voita et al. 2019)
-        MeanOfRows("distance", "tokens", lambda rows: (rows.distance, None)),  # sum_j A_ij |p_i - p_j|
-        MeanOfRows("self", "share", _at(0)),  # A[i, p_i]
-        MeanOfRows("previous", "share", _at(1)),  # A[i, p_i - 1]
-        MeanOfRows("next", "share", _at(-1)),  # A[i, p_i + 1]
+        # -sum_j A_ij ln A_ij
+        MeanOfRows("entropy", "nats", lambda rows: rows.entropy),
+        # entropy over ln(keys in sight), in rows with 2 or more
+        MeanOfRows("evenness", "share", _evenness, lambda sight: sight.seen > 1),
+        # max_j A_ij (Voita et al. 2019)
+        MeanOfRows("confidence", "share", lambda rows: rows.largest),
+        # sum_j A_ij |p_i - p_j|
+        MeanOfRows("distance", "tokens", lambda rows: rows.distance),
+        # A[i, p_i], A[i, p_i - 1], A[i, p_i + 1]
+        _at("self", 0),
+        _at("previous", 1),
+        _at("next", -1),
         # on the first token, the sink of most decoders (Xiao et al. 2023)
-        MeanOfRows("first", "share", lambda rows: (rows.along["first"], None)),
-        MeanOfRows("special", "share", _special),  # on special tokens (Clark et al. 2019, section 3.2)
-        MeanOfRows("duplicate", "share", _after_copy(0)),  # on earlier copies of the query's token
-        MeanOfRows("induction", "share", _after_copy(1)),  # on what followed them (Olsson et al. 2022)
-        Statistic("received", "share", _received, _most_received),  # max_j mean_i A_ij (Gu et al. 2024, equation 7)
-        MeanOfRows("output_norm", "norm", _output_norm),  # |A_i V|
-        MeanOfRows("written_norm", "norm", _written_norm),  # |A_i V W|, W the head's slice of the output projection
+        MeanOfRows("first", "share", lambda rows: rows.along["first"]),
+        # on special tokens (Clark et al. 2019, section 3.2)
+        MeanOfRows("special", "share", _special),
+        # on earlier copies of the query's token, and on what followed them (Olsson et al. 2022)
+        _after_copy("duplicate", 0),
+        _after_copy("induction", 1),
+        # max_j mean_i A_ij (Gu et al. 2024, equation 7)
+        Statistic("received", "share", _received, _most_received),
+        # |A_i V|, and |A_i V W|, W the head's slice of the output projection
+        MeanOfRows("output_norm", "norm", _output_norm),
+        MeanOfRows("written_norm", "norm", _written_norm),
     )
 }
 """Every statistic by name."""

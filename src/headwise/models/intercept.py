@@ -61,12 +61,13 @@ def intercepted(model: nn.Module, by: Watcher) -> Iterator[None]:
 def _hooks(by: Watcher, path: str, module: nn.Module) -> tuple[Callable[..., None], ...]:
     """What says that a module begins, and that it ends."""
     names = tuple(inspect.signature(module.forward).parameters)
-    elsewhere = [name for name in FROM_ELSEWHERE if name in names]
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         outermost = all(frame.watcher is not by for frame in running.frames)
-        arguments = dict(zip(names, args, strict=False)) | kwargs if outermost or elsewhere else kwargs
-        cross = any(arguments.get(name) is not None for name in FROM_ELSEWHERE)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        own = next(iter(arguments.values()), None)
+        elsewhere = (arguments.get(name) for name in FROM_ELSEWHERE)
+        cross = any(given is not None and given is not own for given in elsewhere)
         _push(Frame(by, path, module, cross))
         if outermost:
             by.starts(arguments)
@@ -99,8 +100,8 @@ def _push(frame: Frame) -> None:
 
 
 def _pop() -> None:
-    softmax.ends(running.frames.pop())
+    running.frames.pop()
     if not running.frames and _outermost.mode is not None:
-        softmax.drop()
+        softmax.forget()
         _outermost.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         watcher.reset(_outermost.token)

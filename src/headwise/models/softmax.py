@@ -1,7 +1,8 @@
 """Attention that a module writes itself: its softmax gives the weights, whole, and a product with them the output.
 
 What stands between the two is followed by identity: dropout that is off, a dtype that is the same and the like hand the
-tensor on, or give one that is followed instead.
+tensor on, or give one that is followed instead. A softmax without such a product is no attention over keys: it mixes
+levels, points or streams.
 """
 
 import threading
@@ -50,7 +51,7 @@ class _Waiting:
 
 
 class _Softmaxes(threading.local):
-    """The last softmax of this thread that was attention's, until it has been shown."""
+    """The last softmax of this thread that may be attention's, until its product comes."""
 
     def __init__(self) -> None:
         self.waiting: _Waiting | None = None
@@ -60,8 +61,8 @@ _softmaxes = _Softmaxes()
 
 
 def meets(scores: Tensor, result: Tensor, dim: Any) -> None:
-    """A softmax was computed, over this axis: it is attention's inside an attention module and over the last axis."""
-    finish()
+    """A softmax was computed, over this axis: it may be attention's in an attention module and over the last axis."""
+    forget()
     frames = running.frames[:-1] if isinstance(running.frames[-1].module, nn.Softmax) else running.frames[:]
     if not frames or dim not in (-1, result.ndim - 1) or not is_attention(frames[-1]):
         return
@@ -85,7 +86,8 @@ def follow(function: Callable[..., Any], arguments: tuple[Any, ...], result: Any
         if function is torch.einsum:
             result = _as_weights(arguments, waiting.now, result)
         if result is not None and result.shape[:-1] in ((batch, heads, queries), (batch * heads, queries)):
-            finish(result.reshape(batch, heads, queries, -1))
+            forget()
+            show(waiting.weights, result.reshape(batch, heads, queries, -1), heads, waiting.frames)
 
 
 def _as_weights(arguments: tuple[Any, ...], weights: Tensor, result: Tensor) -> Tensor | None:
@@ -99,22 +101,8 @@ def _as_weights(arguments: tuple[Any, ...], weights: Tensor, result: Tensor) -> 
     return result.permute([axes.index(letter) for letter in order])
 
 
-def finish(out: Float[Tensor, "batch heads queries value_dim"] | None = None) -> None:
-    """Show the weights that wait, if any, with the output where it is known."""
-    waiting, _softmaxes.waiting = _softmaxes.waiting, None
-    if waiting is not None:
-        show(waiting.weights, out, waiting.weights.shape[1], waiting.frames)
-
-
-def ends(frame: Frame) -> None:
-    """A module has ended: no product of its weights will come."""
-    waiting = _softmaxes.waiting
-    if waiting is not None and waiting.frames[-1] is frame:
-        finish()
-
-
-def drop() -> None:
-    """Forget what waits: the model has ended, perhaps by an exception."""
+def forget() -> None:
+    """No product of the weights that wait will come."""
     _softmaxes.waiting = None
 
 
