@@ -34,9 +34,9 @@ def problem(mask=None, queries=QUERIES, kv_heads=HEADS, **options) -> Problem:
     return Problem.checked(q, k, v, mask=mask, **options)
 
 
-def whole_rows(stated: Problem, known: Known | None = None) -> Tally:
+def whole_rows(stated: Problem, known: Known | None = None, gram=None) -> Tally:
     """From whole rows of every head, some at a time."""
-    tally = Tally()
+    tally = Tally(gram)
     queries = stated.grid.queries
     cuts = sorted({0, queries // 2, queries})
     for rows in blocks(stated, known, [range(*cut) for cut in itertools.pairwise(cuts)]):
@@ -44,9 +44,9 @@ def whole_rows(stated: Problem, known: Known | None = None) -> Tally:
     return tally
 
 
-def in_passing(stated: Problem, known: Known | None = None) -> Tally:
+def in_passing(stated: Problem, known: Known | None = None, gram=None) -> Tally:
     """From the pass that computes the answer."""
-    tally = Tally()
+    tally = Tally(gram)
     observed(stated, tally.add, known)
     return tally
 
@@ -74,7 +74,7 @@ def exact(stated: Problem):
 def require_equal(tally: Tally, stated: Problem, known: Known | None = None, first=(0, 0)) -> None:
     """Every statistic of every sequence and head is its definition."""
     known, right, means = known or Known(), exact(stated), tally.means()
-    gram = [None] * HEADS if known.gram is None else [torch.linalg.cholesky(each) for each in known.gram.double()]
+    gram = [None] * HEADS if tally.gram is None else [torch.linalg.cholesky(each) for each in tally.gram.double()]
     for b in range(BATCH):
         weights = right.weights[b].clone()
         if known.real is not None:
@@ -98,8 +98,8 @@ def require_equal(tally: Tally, stated: Problem, known: Known | None = None, fir
 def test_every_statistic_is_its_definition(mask, queries, kv_heads, way):
     stated = problem(MASKS[mask], queries=queries, kv_heads=kv_heads)
     projection = torch.randn(HEADS, 13, 13, generator=torch.Generator().manual_seed(3))
-    known = Known(TOKENS, SPECIAL, gram=projection @ projection.mT)
-    tally = way(stated, known)
+    known = Known(TOKENS, SPECIAL)
+    tally = way(stated, known, projection @ projection.mT)
     names = STATISTICS.keys() - ({"output_norm", "written_norm"} if way is whole_rows else set())
     assert tally.means().keys() == names
     require_equal(tally, stated, known)

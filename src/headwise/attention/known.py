@@ -28,13 +28,11 @@ class Known:
         special: True at keys that are special tokens.
         real: True at query rows that are not padding; the others do not count. In self-attention the first of these is
             the first token of its sequence.
-        gram: `W_h W_h^T` of each head's slice of the output projection, which maps `(value_dim)` to the model's width.
     """
 
     tokens: Int[Tensor, "batch keys"] | None = None
     special: Bool[Tensor, "batch keys"] | None = None
     real: Bool[Tensor, "batch queries"] | None = None
-    gram: Float[Tensor, "heads value_dim value_dim"] | None = None
 
     @cached_property
     def repeats(self) -> Bool[Tensor, "batch keys"] | None:

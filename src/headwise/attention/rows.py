@@ -32,6 +32,7 @@ class Rows:
         largest_power: the largest of each row.
         known: what is known of the tokens.
         out: the output of each row; None where it was not computed.
+        gram: `W_h^T W_h` of each head's slice of the output projection; None where it is not known.
     """
 
     tile: Tile
@@ -43,6 +44,7 @@ class Rows:
     largest_power: float | Float[Tensor, "kv stacked 1"]
     known: Known
     out: Float[Tensor, "kv stacked value_dim"] | None = None
+    gram: Float[Tensor, "heads value_dim value_dim"] | None = None
 
     @property
     def index(self) -> range:

@@ -73,17 +73,20 @@ class Tally:
     """The contributions to every statistic of one call. Tallies of two parts of its rows merge to that of the whole.
 
     Attributes:
+        gram: what `written_norm` is measured by; see `Rows`.
         names: which means of rows have a value in this call.
         rows: their sums, and the numbers of rows in these.
         others: the contributions to each other statistic.
     """
 
+    gram: Float[Tensor, "heads value_dim value_dim"] | None = None
     names: tuple[str, ...] = ()
     rows: Float[Tensor, "two means batch heads"] | None = None
     others: dict[str, Sums] = field(default_factory=dict)
 
     def add(self, rows: Rows) -> None:
         """Take in some rows."""
+        rows.gram = self.gram
         grid, where = rows.grid, rows.where
         names, sums = _sums_of(rows)
         if self.rows is None:
@@ -181,10 +184,10 @@ def _output_norm(rows: Rows) -> Values | None:
 
 
 def _written_norm(rows: Rows) -> Values | None:
-    if rows.out is None or rows.known.gram is None:
+    if rows.out is None or rows.gram is None:
         return None
     out = rows.tile.by_head(rows.out)
-    squares = ((out @ rows.known.gram[rows.tile.heads].to(out.dtype)) * out).sum(-1)
+    squares = ((out @ rows.gram[rows.tile.heads].to(out.dtype)) * out).sum(-1)
     return squares.clamp(min=0.0).sqrt()
 
 

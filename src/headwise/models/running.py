@@ -28,6 +28,7 @@ class Call:
         cross: whether it attends to something else than its own input.
         grid: of its scores.
         kv_heads: how many heads its keys and values have.
+        value_dim: how wide a value is, where it is known.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Call:
     cross: bool
     grid: Grid
     kv_heads: int
+    value_dim: int | None
 
 
 class Look(NamedTuple):
@@ -104,7 +106,7 @@ def answer(problem: Problem, otherwise: Callable[[Problem], Answer]) -> Answer:
     """The answer to a call, its rows shown to all who watch the modules that run; `otherwise` where nobody does."""
     if not running.are_met:
         return otherwise(problem)
-    looks = _looks(problem.grid, problem.k.shape[1], running.frames)
+    looks = _looks(problem.grid, problem.k.shape[1], problem.v.shape[-1], running.frames)
     with answering():
         answered = observed(problem, _each_of(looks), looks[0].known, otherwise)
     for look in looks:
@@ -120,7 +122,8 @@ def show(
 ) -> None:
     """Show the rows of a call whose weights are there already to all who watch these modules."""
     batch, heads, queries, keys = weights.shape
-    looks = _looks(Grid(batch, heads, queries, keys, weights.device), kv_heads, frames)
+    value_dim = None if out is None else out.shape[-1]
+    looks = _looks(Grid(batch, heads, queries, keys, weights.device), kv_heads, value_dim, frames)
     observer = _each_of(looks)
     with answering(), torch.no_grad():
         for rows in blocks_of_weights(weights.detach(), out if out is None else out.detach(), looks[0].known):
@@ -129,14 +132,14 @@ def show(
         look.ends()
 
 
-def _looks(grid: Grid, kv_heads: int, frames: list[Frame]) -> list[Look]:
+def _looks(grid: Grid, kv_heads: int, value_dim: int | None, frames: list[Frame]) -> list[Look]:
     """How each watcher looks at a call of the innermost of its modules."""
     innermost = {id(frame.watcher): frame for frame in frames}
     looks = []
     for frame in innermost.values():
         layer = getattr(frame.module, "layer_idx", None)
         number = layer if isinstance(layer, int) else None
-        looks.append(frame.watcher.sees(Call(frame.path, number, frame.cross, grid, kv_heads)))
+        looks.append(frame.watcher.sees(Call(frame.path, number, frame.cross, grid, kv_heads, value_dim)))
     return looks
 
 

@@ -15,6 +15,7 @@ from headwise.attention.known import Known
 from headwise.attention.statistics import Tally
 from headwise.errors import InputError, MissingExtra
 from headwise.models.intercept import intercepted
+from headwise.models.projections import gram_of, output_projection
 from headwise.models.running import Call, Look
 from headwise.shapes import Float
 
@@ -102,6 +103,7 @@ class Heads:
         self._special = torch.tensor(sorted(special), dtype=torch.int64)
         self._sites: dict[tuple[str, bool], Site] = {}
         self._ran: set[str] = set()
+        self._projections: dict[str, nn.Module | None] = {}
         self._of_thread, self._lock = _OfThread(), threading.Lock()
 
     # -- what is told while it runs -----------------------------------------------------------------------------------
@@ -120,13 +122,23 @@ class Heads:
         site = self._sites.setdefault((call.path, call.cross), Site(call.path, call.layer, heads, kv_heads, call.cross))
         if (site.heads, site.kv_heads) != (heads, kv_heads):
             raise InputError("model", expected=f"{site.heads} heads in every call of {call.path}", got=heads)
-        tally = Tally()
+        tally = Tally(self._gram(call))
 
         def ends() -> None:
             with self._lock:
                 site.add(tally)
 
         return Look(tally.add, self._known(call), ends)
+
+    def _gram(self, call: Call) -> Float[Tensor, "heads value_dim value_dim"] | None:
+        """What says how much of a head's output is written, where the output projection is found."""
+        heads, width = call.grid.heads, call.value_dim
+        if width is None:
+            return None
+        if call.path not in self._projections:
+            self._projections[call.path] = output_projection(self._modules[""], call.path, heads * width)
+        found = self._projections[call.path]
+        return None if found is None else gram_of(found, heads, width)
 
     def _known(self, call: Call) -> Known:
         """What the model's inputs say of a call of self-attention over all of them: the same object in every layer."""
