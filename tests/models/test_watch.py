@@ -221,6 +221,23 @@ def test_all_is_put_back_also_by_an_exception_and_when_nested():
 
 
 @torch.no_grad()
+def test_all_is_put_back_also_by_a_key():
+    def key(*_):
+        raise KeyboardInterrupt
+
+    before, model = everything_in_place(), tiny("llama", "sdpa")
+    hook = model.layers[1].mlp.register_forward_pre_hook(key)
+    with pytest.raises(KeyboardInterrupt), hw.watch(model) as outer, hw.watch(model):
+        model(TOKENS)
+    assert everything_in_place() == before
+    hook.remove()
+    with hw.watch(model) as heads:
+        model(TOKENS)
+    assert [site.statistics["entropy"].number.tolist() for site in heads.sites] == [[2.0] * 6] * 3
+    assert [site.statistics["entropy"].number.tolist() for site in outer.sites] == [[2.0] * 6] * 2
+
+
+@torch.no_grad()
 def test_every_thread_is_watched():
     model = tiny("llama", "sdpa")
     with hw.watch(model) as heads:
@@ -270,3 +287,24 @@ def test_what_does_not_pass_through_python_is_refused():
         reason = f"model: expected modules that run in Python, got a {what} one"
         with pytest.raises(hw.InputError, match=reason), hw.watch(refused):
             pass
+
+
+@pytest.mark.parametrize("hidden", [torch.finfo(torch.float32).min, -1e9, -torch.inf])
+def test_a_mask_that_hides_by_a_large_number_is_read_as_it_is_meant(hidden):
+    """Keys that it hides are out of sight; a row that it hides wholly gives what torch gives, and does not count."""
+
+    class Masked(nn.Module):
+        def forward(self, x, mask):
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    x = torch.randn(2, 3, 6, 8)
+    mask = torch.where(torch.ones(6, 6, dtype=torch.bool).tril(), 0.0, hidden)
+    model, weights = Masked(), ((x @ x.mT) / 8**0.5 + mask).softmax(-1)
+    if hidden < -1e9:
+        mask[3] = hidden
+        weights[:, :, 3] = 0.0
+    plain = model(x, mask)
+    with hw.watch(model) as heads:
+        watched = model(x, mask)
+    torch.testing.assert_close(watched, plain, rtol=1e-5, atol=1e-6)
+    require_statistics(heads, [weights])

@@ -56,6 +56,9 @@ def intercepted(model: nn.Module, by: Watcher) -> Iterator[None]:
         finally:
             for hook in hooks:
                 hook.remove()
+            # Torch calls no hook for what is no Exception, such as a key that interrupts.
+            while any(frame.watcher is by for frame in running.frames):
+                _pop()
 
 
 def _hooks(by: Watcher, path: str, module: nn.Module) -> tuple[Callable[..., None], ...]:

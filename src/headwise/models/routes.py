@@ -16,7 +16,7 @@ from headwise.attention.problem import Answer, Problem, mask_and_bias
 from headwise.attention.rules import causal
 from headwise.models import softmax
 from headwise.models.running import answer, answering, running, show
-from headwise.models.transformers import hides_all, read_call, require_readable, with_infinite
+from headwise.models.transformers import even_where_all_is_hidden, hides_all, read_call, require_readable, with_infinite
 
 SDPA = F.scaled_dot_product_attention
 """Torch's own, whatever stands in its place later."""
@@ -85,13 +85,17 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -
     if not running.are_met:
         return SDPA(query, key, value, *args, **kwargs)
     names = ("attn_mask", "dropout_p", "is_causal")
-    problem = _problem_of(query, key, value, **dict(zip(names, args, strict=False)), **kwargs)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    problem = _problem_of(query, key, value, **given)
 
     def otherwise(_: Problem) -> Answer:
         out = SDPA(query, key, value, *args, **kwargs)
         return Answer(out.reshape(-1, *out.shape[-3:]) if out.ndim > 3 else out[:, None], None, None)
 
-    return answer(problem, otherwise).out.reshape(*query.shape[:-1], value.shape[-1])
+    out = answer(problem, otherwise).out
+    if query.ndim == 4:
+        out = even_where_all_is_hidden(out, problem.v, given.get("attn_mask"))
+    return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _problem_of(
@@ -150,12 +154,23 @@ def _watched(dispatch: Callable[..., Any]) -> Callable[..., Any]:
                 if weights is not None:
                     _show_eager(weights, out, *args, **kwargs)
                     return out, weights, *more
-            found = answer(read_call(implementation, *args, **kwargs), otherwise)
-            return results[0] if results else (found.out.transpose(1, 2).contiguous(), None)
+            problem = read_call(implementation, *args, **kwargs)
+            found = answer(problem, otherwise)
+            if results:
+                return results[0]
+            out = even_where_all_is_hidden(found.out, problem.v, _mask_of(*args, **kwargs))
+            return out.transpose(1, 2).contiguous(), None
 
         return called
 
     return chosen
+
+
+def _mask_of(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
+) -> Tensor | None:
+    """The mask that a function of transformers is given."""
+    return attention_mask
 
 
 def _show_eager(

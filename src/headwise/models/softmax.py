@@ -38,7 +38,7 @@ PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
 """What may make the output of them."""
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead", "num_heads_per_partition")
-"""Under which name a module keeps the number of its heads, where batch and heads are one axis."""
+"""Under which name a module keeps the number of its heads."""
 
 
 @dataclass
@@ -114,10 +114,10 @@ def is_attention(frame: Frame) -> bool:
 
 def _by_head(result: Tensor, module: nn.Module) -> Float[Tensor, "batch heads queries keys"] | None:
     """The weights with an axis of heads; None where it is not known which that is."""
-    if result.ndim == 4:
-        return result
     numbers = [getattr(module, name, None) for name in HEADS]
-    heads = next((number for number in numbers if isinstance(number, int) and number > 0), None)
-    if result.ndim != 3 or heads is None or len(result) % heads:
+    heads = [number for number in numbers if isinstance(number, int) and number > 0]
+    if result.ndim == 4:
+        return result if not heads or result.shape[1] in heads else None
+    if result.ndim != 3 or not heads or len(result) % heads[0]:
         return None
-    return result.view(-1, heads, *result.shape[1:])
+    return result.view(-1, heads[0], *result.shape[1:])

@@ -132,3 +132,21 @@ def hides_all(added: Tensor) -> Tensor:
     The smallest number of a dtype stands for that, also after another was added to it.
     """
     return added.amax(-1, keepdim=True) <= torch.finfo(added.dtype).min / 2
+
+
+def even_where_all_is_hidden(
+    out: Float[Tensor, "batch heads queries value_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    mask: Tensor | None = None,
+) -> Float[Tensor, "batch heads queries value_dim"]:
+    """The output as torch's own attention gives it, where ours gives 0.
+
+    A finite mask that hides every key of a row leaves none before another: each gets the same weight. Some models read
+    such rows.
+    """
+    if mask is None or not mask.is_floating_point():
+        return out
+    rows = hides_all(mask) & (mask.amax(-1, keepdim=True) > -torch.inf)
+    if not bool(rows.any()):
+        return out
+    return torch.where(rows, v.mean(-2, keepdim=True).repeat_interleave(out.shape[1] // v.shape[1], 1), out)
