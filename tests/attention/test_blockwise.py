@@ -190,7 +190,7 @@ def test_rows_can_be_given():
 
 def test_rows_given_are_taken(monkeypatch):
     asked = []
-    monkeypatch.setattr(blockwise, "plan_of", lambda *args: asked.append(args[-1]) or blocks.plan_of(*args))
+    monkeypatch.setattr(blockwise, "plan_of", lambda *args: asked.append(args[3]) or blocks.plan_of(*args))
     q = torch.randn(1, 2, 50, 7)
     hw.attend(q, q, q, backend=hw.Blockwise(rows=3))
     assert asked == [3]

@@ -60,13 +60,13 @@ class Piece(NamedTuple):
 Plan = tuple[Piece, ...]
 
 
-def plan_of(mask: Mask | None, grid: Grid, call: int, rows: int | None = None) -> Plan:
+def plan_of(mask: Mask | None, grid: Grid, call: int, rows: int | None = None, most: int = MOST_ROWS) -> Plan:
     """The blocks of `rows` query rows that hold something, sequences and heads taken apart where that is less work.
 
     The operations of a block cost as much as `call` scores beside their work. Unless given, the rows are `rows_of` each
-    mask by itself.
+    mask by itself, `most` at most.
     """
-    plans = [_plan(mask, grid, call, rows, apart) for apart in _ways_apart(mask, grid)]
+    plans = [_plan(mask, grid, call, rows, most, apart) for apart in _ways_apart(mask, grid)]
     return min(plans, key=lambda plan: cost_of(plan, call))
 
 
@@ -92,10 +92,10 @@ def _ways_apart(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
     return [(s, h) for s in {False, sequences} for h in {False, heads}]
 
 
-def _plan(mask: Mask | None, grid: Grid, call: int, rows: int | None, apart: tuple[bool, bool]) -> Plan:
+def _plan(mask: Mask | None, grid: Grid, call: int, rows: int | None, most: int, apart: tuple[bool, bool]) -> Plan:
     """The plan in which sequences, heads or both are taken apart."""
     if mask is None:
-        blocks = _blocks(None, grid, call, rows, grid.batch * grid.heads)
+        blocks = _blocks(None, grid, call, rows, most, grid.batch * grid.heads)
         return (Piece(range(grid.batch), range(grid.heads), None, grid, blocks),)
     part = replace(grid, batch=1 if apart[0] else grid.batch, heads=1 if apart[1] else grid.heads)
     masks = [mask.of_sequence(index) for index in range(grid.batch)] if apart[0] else [mask] * grid.batch
@@ -105,7 +105,7 @@ def _plan(mask: Mask | None, grid: Grid, call: int, rows: int | None, apart: tup
         of_heads = [own.of_head(index) for index in range(grid.heads)] if apart[1] else [own] * grid.heads
         for heads in _runs(of_heads):
             mask = of_heads[heads.start]
-            blocks = _blocks(mask, part, call, rows, len(sequences) * len(heads))
+            blocks = _blocks(mask, part, call, rows, most, len(sequences) * len(heads))
             pieces.append(Piece(sequences, heads, mask, part, blocks))
     return tuple(pieces)
 
@@ -116,9 +116,9 @@ def _runs(masks: list[Mask]) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(masks)], strict=True)]
 
 
-def _blocks(mask: Mask | None, grid: Grid, call: int, rows: int | None, together: int) -> tuple[Block, ...]:
+def _blocks(mask: Mask | None, grid: Grid, call: int, rows: int | None, most: int, together: int) -> tuple[Block, ...]:
     """The blocks of one mask that hold something."""
-    rows = rows_of(mask, grid, call, together) if rows is None else rows
+    rows = min(rows_of(mask, grid, call, together), most) if rows is None else rows
     ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))
     blocks = (Block(some, tuple(parts_of(mask, grid, some, range(grid.keys)))) for some in ranges)
     return tuple(block for block in blocks if block.parts)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention import narrow, reference, wide
-from headwise.attention.blocks import Plan, plan_of, reads_most
+from headwise.attention.blocks import MOST_ROWS, Plan, plan_of, reads_most
 from headwise.attention.known import Known
 from headwise.attention.masks import Grid, can_be_read
 from headwise.attention.narrow import Narrow
@@ -38,6 +38,9 @@ from headwise.checks import whole_number
 from headwise.shapes import Float
 
 name = "blockwise"
+
+WATCHED_ROWS = 256
+"""The most rows of a block that is watched: it keeps scores beside powers, and fewer of both stay in the cache."""
 
 FOLD = 64
 """In how many sums a row of bfloat16 is added before these are, in float32."""
@@ -75,7 +78,7 @@ def run(
     if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
     if plan is None:
-        plan = planned(problem, rows)
+        plan = planned(problem, rows, MOST_ROWS if observer is None else WATCHED_ROWS)
     holes = problem.bias is not None and bool(problem.bias.amin() == -torch.inf)
     seed = int(torch.randint(2**62, ())) if problem.dropout > 0 else 0
     watched = None if observer is None else _Watched(observer, known or Known(), problem.grid, problem.sinks)
@@ -114,9 +117,9 @@ class Blockwise:
         return run(problem, rows=self.rows)
 
 
-def planned(problem: Problem, rows: int | None = None) -> Plan:
+def planned(problem: Problem, rows: int | None = None, most: int = MOST_ROWS) -> Plan:
     """The blocks that a problem is computed in."""
-    return plan_of(problem.mask, problem.grid, narrow.CALL if is_narrow(problem) else wide.CALL, rows)
+    return plan_of(problem.mask, problem.grid, narrow.CALL if is_narrow(problem) else wide.CALL, rows, most)
 
 
 def is_narrow(problem: Problem) -> bool:

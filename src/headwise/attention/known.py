@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.attention.blocks import Block
@@ -60,15 +61,16 @@ class Known:
         return found
 
     @cached_property
-    def _copies(self) -> dict[Hashable, tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]]:
+    def _copies(self) -> dict[Hashable, tuple[Int[Tensor, " pairs"], Int[Tensor, " ends"]]]:
         return {}
 
     def copies(
         self, sequence: int, position: range, block: Block, shift: int
-    ) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
-        """The cells of a block whose key stands `shift` tokens after an earlier copy of the row's token; their rows.
+    ) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " ends"]]:
+        """The cells of a block whose key stands `shift` tokens after an earlier copy of the row's token.
 
-        All layers of a model ask for the same; up to `KEPT_CELLS` of them are kept.
+        They go row by row; how many there are up to each row, from 0 on, is returned beside them. All layers of a model
+        ask for the same; up to `KEPT_CELLS` of them are kept.
         """
         assert self.tokens is not None
         question = (sequence, position, tuple(block.spans), shift)
@@ -78,8 +80,9 @@ class Known:
             columns = columns_of(block, tokens.device)
             copied = columns - shift
             alike = tokens[rows][:, None] == tokens[copied.clamp(min=0)]
-            cells = (alike & (copied < rows[:, None]) & (copied >= 0)).flatten().nonzero()[:, 0]
-            found = (cells.int(), (cells // len(columns)).int())
+            alike &= (copied < rows[:, None]) & (copied >= 0)
+            cells = alike.flatten().nonzero()[:, 0].int()
+            found = (cells, F.pad(alike.sum(-1).cumsum(0), (1, 0)))
             if sum(len(each) for each, _ in self._copies.values()) + len(cells) > KEPT_CELLS:
                 return found
             self._copies[question] = found
@@ -255,9 +258,12 @@ class Sight:
 
     @cached_property
     def stacked_features(self) -> Float[Tensor, "#batch columns features"]:
-        """The features side by side."""
+        """The features side by side, an even number of columns."""
         batch = max(map(len, self.features.values()))
-        return torch.stack([feature.expand(batch, -1) for feature in self.features.values()], -1)
+        features = [feature.expand(batch, -1) for feature in self.features.values()]
+        if len(features) % 2:
+            features.append(torch.zeros_like(features[0]))  # a product of odd width takes a sixth longer
+        return torch.stack(features, -1)
 
     @property
     def _middle(self) -> Int[Tensor, ""]:
