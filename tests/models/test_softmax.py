@@ -81,7 +81,7 @@ def test_every_way_of_writing_it(way):
     y.sum().backward()
     assert model[0].weight.grad.abs().max() > 0
     attention = model[1]
-    require_statistics(heads, [attention.weights])
+    require_statistics(heads, [attention.weights.detach()])
     norms = attention.out.norm(dim=-1).mean(-1).mean(0)
     assert [row["output_norm"] for row in heads.rows()] == pytest.approx(norms.tolist(), rel=1e-5)
 
@@ -106,3 +106,43 @@ def test_torchs_layer_that_returns_weights():
     assert "output_norm" in heads.rows()[0]
     assert F.softmax.__module__ == "torch.nn.functional"
     assert torch.bmm is torch._C._VariableFunctions.bmm
+
+
+class Both(nn.Module):
+    """Two directions whose softmaxes come before either product, one with a list for its operands, one filled."""
+
+    def forward(self, x, y, hidden):
+        scores = x @ y.mT
+        there = scores.softmax(-1).masked_fill(hidden, 0.0)
+        back = scores.mT.softmax(-1)
+        self.weights = there, back
+        return torch.einsum("bhij,bhjd->bhid", [there, y]), back @ x
+
+
+class BothAttention(Both):
+    pass
+
+
+def test_weights_that_wait_are_told_apart():
+    torch.manual_seed(0)
+    model, x, y = BothAttention(), torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
+    with hw.watch(model) as heads:
+        model(x, y, torch.rand(2, 3, 5, 5) < 0.2)
+    (site,) = heads.sites
+    entropy = torch.cat([torch.special.entr(weights).sum(-1).mean(-1) for weights in model.weights]).mean(0)
+    assert site.statistics["entropy"].number.tolist() == [4, 4, 4]
+    torch.testing.assert_close(site.statistics["entropy"].value.float(), entropy, rtol=1e-5, atol=1e-6)
+
+
+def test_a_softmax_that_cannot_be_read_is_named_beside_one_that_can():
+    class Attention(nn.Module):
+        def forward(self, x):
+            local = (x @ x.mT)[..., None, :].softmax(-1)  # of five axes
+            return (local @ x[:, :, None])[..., 0, :] + (x @ x.mT).softmax(-1) @ x
+
+    model = nn.Sequential()
+    model.add_module("attn", Attention())
+    sentence = "attention of these modules was not seen: attn$"
+    with pytest.warns(UserWarning, match=sentence), hw.watch(model) as heads:
+        model(torch.randn(2, 3, 5, 8))
+    assert len(heads.rows()) == 3

@@ -196,7 +196,7 @@ class Sight:
         key = self.position - back
         return ((key >= 0) & (key <= self.last))[:, None]
 
-    @property
+    @cached_property
     def has_copy(self) -> Bool[Tensor, "#batch 1 rows"] | None:
         """Which rows are of tokens that have an earlier copy; None where these are not known."""
         if self.repeats is None or not self.grid.aligned:

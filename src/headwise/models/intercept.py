@@ -103,7 +103,7 @@ def _push(frame: Frame) -> None:
 
 
 def _pop() -> None:
-    running.frames.pop()
+    softmax.ends(running.frames.pop())
     if not running.frames and _outermost.mode is not None:
         softmax.forget()
         _outermost.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]

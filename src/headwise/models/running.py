@@ -57,6 +57,9 @@ class Watcher(Protocol):
     def runs(self, path: str) -> None:
         """A module of it is called."""
 
+    def misses(self, path: str) -> None:
+        """Something in a module called attention looks like attention and cannot be read."""
+
     def sees(self, call: Call) -> Look:
         """A call of attention is to be shown."""
 

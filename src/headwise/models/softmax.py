@@ -6,7 +6,7 @@ levels, points or streams.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,9 @@ HANDED_ON: frozenset[Callable[..., Any]] = frozenset(
 )
 """What leaves the weights what they are."""
 
+FILLED: frozenset[Callable[..., Any]] = frozenset({torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_})
+"""What gives the weights some other values, in the same places."""
+
 PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
     {torch.matmul, Tensor.matmul, Tensor.__matmul__, BMM, Tensor.bmm, torch.einsum}
 )
@@ -41,20 +44,20 @@ HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhea
 """Under which name a module keeps the number of its heads."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Waiting:
-    """Weights whose product with the values has not come yet."""
+    """Weights whose product with the values has not come yet; None where it is not known which axis is which."""
 
-    weights: Float[Tensor, "batch heads queries keys"]
+    weights: Float[Tensor, "batch heads queries keys"] | None
     now: Tensor
     frames: list[Frame]
 
 
 class _Softmaxes(threading.local):
-    """The last softmax of this thread that may be attention's, until its product comes."""
+    """Softmaxes of this thread that may be attention's, until their products come."""
 
     def __init__(self) -> None:
-        self.waiting: _Waiting | None = None
+        self.waiting: list[_Waiting] = []
 
 
 _softmaxes = _Softmaxes()
@@ -62,32 +65,45 @@ _softmaxes = _Softmaxes()
 
 def meets(scores: Tensor, result: Tensor, dim: Any) -> None:
     """A softmax was computed, over this axis: it may be attention's in an attention module and over the last axis."""
-    forget()
     frames = running.frames[:-1] if isinstance(running.frames[-1].module, nn.Softmax) else running.frames[:]
-    if not frames or dim not in (-1, result.ndim - 1) or not is_attention(frames[-1]):
+    if not frames or dim not in (-1, result.ndim - 1) or result.ndim < 3 or not is_attention(frames[-1]):
         return
     shown = result
     if scores.is_floating_point() and bool((empty := hides_all(scores)).any()):
         shown = result.masked_fill(empty, 0.0)  # its weights are even
-    weights = _by_head(shown, frames[-1].module)
-    if weights is not None and weights.numel():
-        _softmaxes.waiting = _Waiting(weights, result, frames)
+    _softmaxes.waiting.append(_Waiting(_by_head(shown, frames[-1].module), result, frames))
 
 
 def follow(function: Callable[..., Any], arguments: tuple[Any, ...], result: Any) -> None:
-    """Something else was computed: perhaps of the weights that wait."""
-    waiting = _softmaxes.waiting
-    if waiting is None or not any(argument is waiting.now for argument in arguments):
-        return
+    """Something else was computed: perhaps of weights that wait."""
+    for waiting in _softmaxes.waiting:
+        if any(argument is waiting.now for argument in _flat(arguments)):
+            _follow(waiting, function, arguments, result)
+            return
+
+
+def _follow(waiting: _Waiting, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any) -> None:
+    """Something was computed of these weights."""
     if function in HANDED_ON:
         waiting.now = result
-    elif function in PRODUCTS:
+    elif function in FILLED:
+        waiting.now, waiting.weights = result, _by_head(result, waiting.frames[-1].module)
+    elif function in PRODUCTS and waiting.weights is not None:
         batch, heads, queries, _ = waiting.weights.shape
         if function is torch.einsum:
-            result = _as_weights(arguments, waiting.now, result)
+            result = _as_weights(tuple(_flat(arguments)), waiting.now, result)
         if result is not None and result.shape[:-1] in ((batch, heads, queries), (batch * heads, queries)):
-            forget()
+            _softmaxes.waiting.remove(waiting)
             show(waiting.weights, result.reshape(batch, heads, queries, -1), heads, waiting.frames)
+
+
+def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
+    """The arguments, those in a list one by one."""
+    for argument in arguments:
+        if isinstance(argument, list | tuple):
+            yield from argument
+        else:
+            yield argument
 
 
 def _as_weights(arguments: tuple[Any, ...], weights: Tensor, result: Tensor) -> Tensor | None:
@@ -101,9 +117,17 @@ def _as_weights(arguments: tuple[Any, ...], weights: Tensor, result: Tensor) -> 
     return result.permute([axes.index(letter) for letter in order])
 
 
+def ends(frame: Frame) -> None:
+    """A module has ended: what still waits of it found no product, and its watcher is told."""
+    for waiting in [each for each in _softmaxes.waiting if each.frames[-1] is frame]:
+        _softmaxes.waiting.remove(waiting)
+        for innermost in {id(each.watcher): each for each in waiting.frames}.values():
+            innermost.watcher.misses(innermost.path)
+
+
 def forget() -> None:
-    """No product of the weights that wait will come."""
-    _softmaxes.waiting = None
+    """The model has ended, perhaps by an exception: nothing waits."""
+    _softmaxes.waiting.clear()
 
 
 def is_attention(frame: Frame) -> bool:

@@ -103,6 +103,7 @@ class Heads:
         self._special = torch.tensor(sorted(special), dtype=torch.int64)
         self._sites: dict[tuple[str, bool], Site] = {}
         self._ran: set[str] = set()
+        self._unread: set[str] = set()
         self._projections: dict[str, nn.Module | None] = {}
         self._of_thread, self._lock = _OfThread(), threading.Lock()
 
@@ -115,6 +116,10 @@ class Heads:
     def runs(self, path: str) -> None:
         """See `Watcher`."""
         self._ran.add(path)
+
+    def misses(self, path: str) -> None:
+        """See `Watcher`."""
+        self._unread.add(path)
 
     def sees(self, call: Call) -> Look:
         """See `Watcher`."""
@@ -181,11 +186,13 @@ class Heads:
 
     @property
     def missed(self) -> list[str]:
-        """Modules that ran, are called attention, and computed none that was seen."""
-        named = [path for path in self._ran if "attention" in type(self._modules[path]).__name__.lower()]
+        """Modules that ran, are called attention, and computed some that was not seen."""
+        kinds = {path: type(self._modules[path]).__name__.lower() for path in self._ran}
+        # What is called the output of attention, in BERT and others, only projects it.
+        named = [path for path, kind in kinds.items() if "attention" in kind and not kind.endswith("output")]
         inner = [path for path in named if not any(other.startswith(f"{path}.") for other in named)]
         seen = [site.path for site in self._sites.values()]
-        return sorted(path for path in inner if not any(_related(path, other) for other in seen))
+        return sorted(self._unread.union(path for path in inner if not any(_related(path, other) for other in seen)))
 
     def rows(self) -> list[dict[str, Any]]:
         """One row a head: layer, head, kv_head, module, kind, and the mean of every statistic over the sequences."""
