@@ -3,6 +3,7 @@
 from headwise.attention.attend import attend, explain, why_not
 from headwise.attention.blockwise import Blockwise
 from headwise.attention.cache import Cache, DynamicCache, SlidingCache, StaticCache
+from headwise.attention.detail import Detail
 from headwise.attention.masks import Mask
 from headwise.attention.positions import ALiBi, PositionBias, RelativeBias
 from headwise.attention.rotary import DynamicNTK, LinearScaling, Llama3, Rotary, YaRN
@@ -30,6 +31,7 @@ __all__ = [
     "ALiBi",
     "Blockwise",
     "Cache",
+    "Detail",
     "DifferentialAttention",
     "DynamicCache",
     "DynamicNTK",

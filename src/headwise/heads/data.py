@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +66,8 @@ class Texts:
         documents: what becomes of a document. "whole": one sequence, and one that is longer than the context is
             refused; "truncate": one sequence, its beginning; "cut": as many sequences as it takes; "pack": all
             documents end to end, the tokenizer's token of end between them, in sequences of just the context.
-        batch: sequences in a batch, which are of like length; the longest come first.
+        batch: the most sequences in a batch. Those of a batch are of one length, so that nothing is padding, and the
+            longest come first.
         limit: how many sequences are taken, the first; all by default.
         column: where the text is, in JSON lines, parquet and mappings.
 
@@ -108,19 +109,17 @@ class Texts:
         return self
 
     def __iter__(self) -> Iterator[dict[str, Int[Tensor, "batch tokens"]]]:
-        """Batches with `input_ids` and `attention_mask`, padded on the right.
+        """Batches with `input_ids` and `attention_mask`.
 
         Raises:
             InputError: what is read is empty, binary, not UTF-8, without the column, or longer than the context.
             MissingExtra: a parquet file, and pyarrow is not installed.
         """
         ordered = sorted(self.sequences, key=len, reverse=True)  # stable: those of one length in their own order
-        padding = next((token for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if token), 0)
-        for start in range(0, len(ordered), self.batch):
-            several = ordered[start : start + self.batch]
-            ids = torch.nn.utils.rnn.pad_sequence(several, batch_first=True, padding_value=padding).long()
-            lengths = torch.tensor([[len(sequence)] for sequence in several])
-            yield {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths).long()}
+        for _, alike in groupby(ordered, key=len):
+            while several := list(islice(alike, self.batch)):
+                ids = torch.stack(several).long()
+                yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     @property
     def tokens(self) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.attention.reference import each_kv_head
 from headwise.attention.known import Known
+from headwise.attention.reference import each_kv_head
 from headwise.attention.rows import Rows
 from headwise.attention.statistics import Tally, blocks, rows_per_block
 from headwise.errors import HeadwiseError, InputError

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.attention.detail import Detail, Kept
 from headwise.attention.known import Known
+from headwise.attention.rows import Rows
 from headwise.attention.statistics import Tally
 from headwise.errors import InputError, MissingExtra
 from headwise.models.intercept import intercepted
@@ -98,12 +100,14 @@ class _OfThread(threading.local):
 class Heads:
     """Every head of a model that was watched, once it has run. Sequences count alike, and calls add up."""
 
-    def __init__(self, model: nn.Module, special: Collection[int]) -> None:
+    def __init__(self, model: nn.Module, special: Collection[int], detail: Detail | None = None) -> None:
         self._modules = dict(model.named_modules())
         self._special = torch.tensor(sorted(special), dtype=torch.int64)
         self._sites: dict[tuple[str, bool], Site] = {}
         self._ran: set[str] = set()
         self._unread: set[str] = set()
+        self._detail = detail
+        self._kept: dict[tuple[str, bool], Kept] = {}
         self._projections: dict[str, nn.Module | None] = {}
         self._of_thread, self._lock = _OfThread(), threading.Lock()
 
@@ -127,13 +131,20 @@ class Heads:
         site = self._sites.setdefault((call.path, call.cross), Site(call.path, call.layer, heads, kv_heads, call.cross))
         if (site.heads, site.kv_heads) != (heads, kv_heads):
             raise InputError("model", expected=f"{site.heads} heads in every call of {call.path}", got=heads)
-        tally = Tally(self._gram(call))
+        tally, kept = Tally(self._gram(call)), None if self._detail is None else Kept(self._detail, call.grid)
+
+        def observer(rows: Rows) -> None:
+            tally.add(rows)
+            if kept is not None:
+                kept.add(rows)
 
         def ends() -> None:
             with self._lock:
                 site.add(tally)
+                if kept is not None:
+                    self._kept[call.path, call.cross] = kept
 
-        return Look(tally.add, self._known(call), ends)
+        return Look(observer, self._known(call), ends)
 
     def _gram(self, call: Call) -> Float[Tensor, "heads value_dim value_dim"] | None:
         """What says how much of a head's output is written, where the output projection is found."""
@@ -176,6 +187,17 @@ class Heads:
         """Where attention was computed, in the order of the model's modules."""
         order = {path: place for place, path in enumerate(self._modules)}
         return sorted(self._sites.values(), key=lambda site: (order[site.path], site.cross))
+
+    @property
+    def details(self) -> dict[str, Kept]:
+        """What was kept of the last call of each module, by its path; `path, cross` where it attends in both ways."""
+        found = {}
+        for site in self.sites:
+            both = (site.path, not site.cross) in self._sites
+            kept = self._kept.get((site.path, site.cross))
+            if kept is not None:
+                found[f"{site.path}, cross" if both and site.cross else site.path] = kept
+        return found
 
     @property
     def layers(self) -> list[int]:
@@ -240,12 +262,13 @@ def _related(path: str, other: str) -> bool:
 
 
 @contextmanager
-def watch(model: Any, *, special: Collection[int] = ()) -> Iterator[Heads]:
+def watch(model: Any, *, special: Collection[int] = (), detail: Any = None) -> Iterator[Heads]:
     """Within the context, every attention call of the model adds to the statistics of its heads.
 
     Args:
         model: any module, of torch, `transformers` or one's own. It computes what it did, but for rounding.
         special: ids of the tokens that count as special, such as `tokenizer.all_special_ids`.
+        detail: a `Detail`: what to keep of the weights of the last call of each module, for `Heads.details`.
 
     Raises:
         InputError: when the context ends, if the model ran and nothing was seen; no module; a compiled one; an
@@ -257,7 +280,9 @@ def watch(model: Any, *, special: Collection[int] = ()) -> Iterator[Heads]:
     """
     if not isinstance(model, nn.Module):
         raise InputError("model", expected="a torch module", got=type(model).__name__)
-    heads = Heads(model, special)
+    if detail is not None and not isinstance(detail, Detail):
+        raise InputError("detail", expected="a headwise Detail or None", got=type(detail).__name__)
+    heads = Heads(model, special, detail)
     with intercepted(model, heads):
         yield heads
     if heads._ran:
