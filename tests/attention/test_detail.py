@@ -67,7 +67,7 @@ def test_a_watched_model_keeps_it():
     torch.manual_seed(0)
     layer, x = hw.MultiHeadAttention(24, num_heads=3, mask=hw.causal()), torch.randn(2, 7, 24)
     _, weights = layer(x, return_weights=True)
-    with hw.watch(torch.nn.Sequential(layer), detail=DETAIL_OF_LAYER) as heads:
+    with hw.watch(torch.nn.Sequential(layer), detail=hw.Detail(columns=[0])) as heads:
         layer(x)
     torch.testing.assert_close(heads.details["0"].columns, weights[..., [0]], rtol=1e-5, atol=1e-6)
     with (
@@ -75,6 +75,3 @@ def test_a_watched_model_keeps_it():
         hw.watch(layer, detail={}),
     ):
         pass
-
-
-DETAIL_OF_LAYER = hw.Detail(columns=[0])

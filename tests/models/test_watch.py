@@ -1,5 +1,6 @@
 """Heads of models that are watched while they run, against the weights that eager attention returns."""
 
+import math
 import threading
 
 import pytest
@@ -308,3 +309,23 @@ def test_a_mask_that_hides_by_a_large_number_is_read_as_it_is_meant(hidden):
         watched = model(x, mask)
     torch.testing.assert_close(watched, plain, rtol=1e-5, atol=1e-6)
     require_statistics(heads, [weights])
+
+
+@torch.no_grad()
+def test_a_decoder_has_its_own_tokens_and_padding():
+    """It is as long as its encoder, whose tokens repeat and end in padding, while its own do neither."""
+    torch.manual_seed(0)
+    sizes = {"encoder_ffn_dim": 37, "decoder_ffn_dim": 37, "encoder_attention_heads": 6, "decoder_attention_heads": 6}
+    config = transformers.BartConfig(vocab_size=97, d_model=48, encoder_layers=1, decoder_layers=1, **sizes)
+    model, own = transformers.BartModel(config).eval(), torch.arange(26).view(2, 13)
+    inputs = {"input_ids": TOKENS % 5, "attention_mask": PADDED["right"], "decoder_input_ids": own}
+    with hw.watch(model) as heads:
+        model(**inputs)
+    rows = {row["module"]: row for row in heads.rows()}
+    assert rows["encoder.layers.0.self_attn"]["duplicate"] > 0
+    assert math.isnan(rows["decoder.layers.0.self_attn"]["duplicate"])
+    model.set_attn_implementation("eager")
+    weights = model(**inputs, output_attentions=True).decoder_attentions[0]
+    expected = torch.special.entr(weights).sum(-1).mean((0, 2))
+    found = [row["entropy"] for row in heads.rows() if row["module"] == "decoder.layers.0.self_attn"]
+    assert found == pytest.approx(expected.tolist(), rel=1e-4)

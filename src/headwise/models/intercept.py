@@ -26,9 +26,6 @@ from headwise.models import softmax
 from headwise.models.routes import Mode, in_place
 from headwise.models.running import Frame, Watcher, answer, running
 
-FROM_ELSEWHERE = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context")
-"""Arguments by which a module is told to attend to something else than its own input."""
-
 
 @contextmanager
 def intercepted(model: nn.Module, by: Watcher) -> Iterator[None]:
@@ -67,13 +64,9 @@ def _hooks(by: Watcher, path: str, module: nn.Module) -> tuple[Callable[..., Non
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         outermost = all(frame.watcher is not by for frame in running.frames)
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        own = next(iter(arguments.values()), None)
-        elsewhere = (arguments.get(name) for name in FROM_ELSEWHERE)
-        cross = any(given is not None and given is not own for given in elsewhere)
-        _push(Frame(by, path, module, cross))
+        _push(Frame(by, path, module, dict(zip(names, args, strict=False)) | kwargs))
         if outermost:
-            by.starts(arguments)
+            by.starts()
         by.runs(path)
 
     def leave(*_: Any) -> None:

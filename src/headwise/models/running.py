@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -17,6 +17,12 @@ from headwise.attention.rows import Observer, Rows
 from headwise.attention.statistics import blocks_of_weights
 from headwise.shapes import Float
 
+FROM_ELSEWHERE = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context")
+"""Arguments by which a module is told to attend to something else than its own input."""
+
+NOT_TOKENS = ("pixel_values", "input_features", "input_values")
+"""Arguments of a module that reads something else, though the model around it reads tokens."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -29,6 +35,8 @@ class Call:
         grid: of its scores.
         kv_heads: how many heads its keys and values have.
         value_dim: how wide a value is, where it is known.
+        tokens: the ids that the part of the model which attends was called with, if it was.
+        padding: that part's mask of what is no padding, `(batch, length)`, if there is one.
     """
 
     path: str
@@ -37,6 +45,8 @@ class Call:
     grid: Grid
     kv_heads: int
     value_dim: int | None
+    tokens: Tensor | None
+    padding: Tensor | None
 
 
 class Look(NamedTuple):
@@ -51,8 +61,8 @@ class Look(NamedTuple):
 class Watcher(Protocol):
     """Who watches a model."""
 
-    def starts(self, arguments: dict[str, Any]) -> None:
-        """The model is called, with these arguments by name."""
+    def starts(self) -> None:
+        """The model is called."""
 
     def runs(self, path: str) -> None:
         """A module of it is called."""
@@ -66,12 +76,18 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Frame:
-    """A module that runs, of a model that is watched."""
+    """A module that runs, of a model that is watched, and what it was called with, by name."""
 
     watcher: Watcher
     path: str
     module: nn.Module
-    cross: bool
+    arguments: dict[str, Any]
+
+    @property
+    def cross(self) -> bool:
+        """Whether it is told to attend to something else than its own input."""
+        own = next(iter(self.arguments.values()), None)
+        return any(given is not None and given is not own for given in map(self.arguments.get, FROM_ELSEWHERE))
 
 
 class _Running(threading.local):
@@ -110,7 +126,7 @@ def answer(problem: Problem, otherwise: Callable[[Problem], Answer]) -> Answer:
     if not running.are_met:
         return otherwise(problem)
     looks = _looks(problem.grid, problem.k.shape[1], problem.v.shape[-1], running.frames)
-    with answering():
+    with answering(), _quietly(problem.q):
         answered = observed(problem, _each_of(looks), looks[0].known, otherwise)
     for look in looks:
         look.ends()
@@ -128,11 +144,16 @@ def show(
     value_dim = None if out is None else out.shape[-1]
     looks = _looks(Grid(batch, heads, queries, keys, weights.device), kv_heads, value_dim, frames)
     observer = _each_of(looks)
-    with answering(), torch.no_grad():
+    with answering(), torch.no_grad(), _quietly(weights):
         for rows in blocks_of_weights(weights.detach(), out if out is None else out.detach(), looks[0].known):
             observer(rows)
     for look in looks:
         look.ends()
+
+
+def _quietly(like: Tensor) -> AbstractContextManager[Any]:
+    """No mode of torch is asked about the thousands of small operations that follow, where tensors are torch's own."""
+    return torch._C.DisableTorchFunction() if type(like) is Tensor else nullcontext()
 
 
 def _looks(grid: Grid, kv_heads: int, value_dim: int | None, frames: list[Frame]) -> list[Look]:
@@ -142,8 +163,24 @@ def _looks(grid: Grid, kv_heads: int, value_dim: int | None, frames: list[Frame]
     for frame in innermost.values():
         layer = getattr(frame.module, "layer_idx", None)
         number = layer if isinstance(layer, int) else None
-        looks.append(frame.watcher.sees(Call(frame.path, number, frame.cross, grid, kv_heads, value_dim)))
+        inputs = _inputs_of([other for other in frames if other.watcher is frame.watcher])
+        looks.append(frame.watcher.sees(Call(frame.path, number, frame.cross, grid, kv_heads, value_dim, *inputs)))
     return looks
+
+
+def _inputs_of(frames: list[Frame]) -> tuple[Tensor | None, Tensor | None]:
+    """Tokens and padding, from the innermost module that reads tokens: a decoder has others than its encoder."""
+    padding = None
+    for frame in reversed(frames):
+        tokens, mask = frame.arguments.get("input_ids"), frame.arguments.get("attention_mask")
+        if padding is None and isinstance(mask, Tensor) and mask.ndim == 2:
+            padding = mask
+        if isinstance(tokens, Tensor):
+            return tokens, padding
+        given = {name for name, value in frame.arguments.items() if value is not None}
+        if given.intersection(NOT_TOKENS) or given >= {"inputs_embeds", "encoder_hidden_states"}:
+            break
+    return None, padding
 
 
 def _each_of(looks: list[Look]) -> Observer:

@@ -90,11 +90,10 @@ class Site:
 
 
 class _OfThread(threading.local):
-    """The inputs that a model runs on in this thread, and what is known of the calls it makes."""
+    """What is known of the calls that a model makes in this thread, by the tensors that say it."""
 
     def __init__(self) -> None:
-        self.inputs: dict[str, Any] = {}
-        self.known: dict[tuple[int, int] | None, Known] = {}
+        self.known: dict[tuple[int, int], tuple[Known, object]] = {}
 
 
 class Heads:
@@ -113,9 +112,9 @@ class Heads:
 
     # -- what is told while it runs -----------------------------------------------------------------------------------
 
-    def starts(self, arguments: dict[str, Any]) -> None:
-        """See `Watcher`: what the model is called with says which tokens are which, and which are padding."""
-        self._of_thread.inputs, self._of_thread.known = arguments, {}
+    def starts(self) -> None:
+        """See `Watcher`: what is known of the calls of another run is forgotten."""
+        self._of_thread.known = {}
 
     def runs(self, path: str) -> None:
         """See `Watcher`."""
@@ -157,22 +156,21 @@ class Heads:
         return None if found is None else gram_of(found, heads, width)
 
     def _known(self, call: Call) -> Known:
-        """What the model's inputs say of a call of self-attention over all of them: the same object in every layer."""
-        grid = call.grid
+        """What the inputs say of a call of self-attention over all of them: the same object in every layer."""
+        grid, shape = call.grid, (call.grid.batch, call.grid.keys)
         is_own = not call.cross and grid.queries == grid.keys
-        kept = self._of_thread.known
-        question = (grid.batch, grid.keys) if is_own else None
+        tokens, padding = (
+            each if is_own and each is not None and each.shape == shape else None
+            for each in (call.tokens, call.padding)
+        )
+        kept, question = self._of_thread.known, (id(tokens), id(padding))
         if question not in kept:
-            kept[question] = Known() if question is None else self._known_of(question)
-        return kept[question]
-
-    def _known_of(self, shape: tuple[int, int]) -> Known:
-        """What the model's inputs say of calls that have a key for each token."""
-        ids, mask = self._of_thread.inputs.get("input_ids"), self._of_thread.inputs.get("attention_mask")
-        real = mask.bool() if isinstance(mask, Tensor) and mask.shape == shape and not mask.all() else None
-        if not isinstance(ids, Tensor) or ids.shape != shape:
-            return Known(real=real)
-        return Known(ids, torch.isin(ids, self._special.to(ids.device)) if len(self._special) else None, real)
+            special = None
+            if tokens is not None and len(self._special):
+                special = torch.isin(tokens, self._special.to(tokens.device))
+            real = None if padding is None or bool(padding.all()) else padding.bool()
+            kept[question] = Known(tokens, special, real), (tokens, padding)  # which keep their identities
+        return kept[question][0]
 
     def merge(self, sites: Iterable[Site]) -> None:
         """Take in what was seen elsewhere of the same model: before, or by another process."""
