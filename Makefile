@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCH := $(VENV)/.installed-bench
 
-.PHONY: demo test lint pictures tables bench bench-quick clean
+.PHONY: demo test lint pictures tables census bench bench-quick clean
 
 demo: $(INSTALLED)  ## what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
@@ -23,6 +23,10 @@ pictures: $(INSTALLED)  ## the pictures in the README
 tables: $(INSTALLED)  ## the tables in docs/ that are made by running
 	$(BIN)/python docs/make_backends.py
 	$(BIN)/python docs/make_differences.py
+
+census: $(INSTALLED)  ## every model type of transformers, tiny, under hw.watch; and docs/census.md from it
+	$(BIN)/python census
+	$(BIN)/python docs/make_census.py
 
 bench: $(BENCH)  ## everything that is claimed about speed and memory, and docs/benchmarks.md from it
 	$(BIN)/python benchmarks/all.py

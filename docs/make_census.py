@@ -25,6 +25,13 @@ right where the model takes a mask: under the implementation of attention that i
 Every statistic of every head is compared with its definition in float64, applied to the weights that eager attention
 computes of the same weights and inputs, recorded without headwise. The error is absolute for shares, and relative to
 1 plus the number for the rest; all runs are in float32."""
+OWN = """\
+These compute other weights by default than under "eager": causality, or rows without a key, are taken otherwise. Under
+the default they are compared with the definition of torch's attention, in float64, from its arguments."""
+MISSING = {
+    "not checked": "What the heads put out passes through something else before the projection, or is not whole there.",
+    "not measured": "`watch` does not find the output projection, or the product with the values.",
+}
 REASONS = ("partly seen", "refused", "silent", "wrong", "not built")
 """Outcomes of which the reason of each type is told."""
 
@@ -63,6 +70,29 @@ def _plain(verdict: dict) -> str:
     return " ".join(verdict["reason"].split()).replace("|", "\\|").replace("<", "&lt;")
 
 
+def notes(verdicts: Sequence[dict]) -> list[str]:
+    """What the comparison rests on, where it is not the rule."""
+    own = _noted(verdicts, "not eager's")
+    lines = []
+    if own:
+        lines += ["### Another implementation than eager's", "", OWN, "", ", ".join(own), ""]
+    for name in ("output_norm", "written_norm"):
+        for what in ("not checked", "not measured"):
+            found = _noted(verdicts, f"{what}:", name)
+            if found:
+                lines += [f"### `{name}` {what}", "", MISSING[what], "", ", ".join(found), ""]
+    return lines
+
+
+def _noted(verdicts: Sequence[dict], *parts: str) -> list[str]:
+    """The types with a note that has all these parts."""
+    return [
+        f"`{each['model_type']}`"
+        for each in verdicts
+        if any(all(part in note for part in parts) for note in each.get("notes", ()))
+    ]
+
+
 def types(verdicts: Sequence[dict]) -> str:
     """Every type that was built, by name."""
     rows = []
@@ -92,6 +122,7 @@ def document(results: dict) -> str:
         "## Reasons",
         "",
         *reasons(verdicts),
+        *notes(verdicts),
         "### No attention",
         "",
         ", ".join(f"`{each['model_type']}`" for each in silent),

@@ -295,11 +295,14 @@ class NarrowHeads(nn.Module):
 # -- statistics ---------------------------------------------------------------------------------------------------
 
 
-def statistics_of(weights, tokens=None, special=None, out=None, projection=None, first=0) -> dict[str, float]:
+def statistics_of(
+    weights, tokens=None, special=None, out=None, projection=None, first=0, real=None
+) -> dict[str, float]:
     """Every statistic of one head by its definition, entry by entry, from a list of rows of weights.
 
     Query i stands at key i + (keys - queries). A row whose weights are all 0 does not count; a key with
-    weight exactly 0 is out of sight. `out` are the rows of its output, `projection` maps them to the model's width.
+    weight exactly 0 is out of sight. `real` are the keys that are no padding; all, unless given. `out` are the rows
+    of its output, `projection` maps them to the model's width.
     """
     rows = [list(map(float, row)) for row in weights]
     queries, keys = len(rows), len(rows[0])
@@ -320,7 +323,7 @@ def statistics_of(weights, tokens=None, special=None, out=None, projection=None,
         note("confidence", max(row))
         note("distance", sum(a * abs(p - j) for j, a in enumerate(row)))
         for name, j in (("self", p), ("previous", p - 1), ("next", p + 1)):
-            if 0 <= j < keys:
+            if 0 <= j < keys and (real is None or real[j]):
                 note(name, row[j])
         note("first", row[first])
         if special is not None:

@@ -31,8 +31,8 @@ FLOORS = (
 ATTENTION = (
     *("autocast", "masks", "masks_by_position", "masks_by_sequence", "rules", "rotary", "positions"),
     *("cache", "packed", "placement", "problem", "reference", "fused"),
-    *("blocks", "tiles", "wide", "narrow", "rows", "blockwise", "choice", "attend"),
-    *("statistics", "observed"),
+    *("blocks", "tiles", "wide", "narrow", "known", "rows", "blockwise", "choice", "attend"),
+    *("statistics", "detail", "observed"),
 )
 """Inside the attention floor, likewise; a module imports from those before it."""
 

@@ -19,11 +19,14 @@ import decoding
 import gpu
 import layer
 import make_benchmarks
+import matrices
 import measure
 import memory
 import oracle
+import peak
 import peers
 import torch_peers
+import watching
 import windows
 from measure import Call, Ratio, Row
 from oracle import WrongError
@@ -284,8 +287,10 @@ def test_the_fastest_peer_is_the_one_that_ours_beats_by_least():
 # -- the scripts ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [layer, windows, decoding, gpu], ids=lambda script: script.__name__)
-def test_a_script_runs_and_says_it_in_json_last(script, capsys):
+@pytest.mark.parametrize("script", [layer, windows, decoding, watching, gpu], ids=lambda script: script.__name__)
+def test_a_script_runs_and_says_it_in_json_last(script, capsys, monkeypatch):
+    # An interpreter of its own takes seconds to start.
+    monkeypatch.setattr(watching, "measured", lambda _, name, regime: watching.child(name, regime))
     results = script.main(["--tiny", "--peers", "torch", "--rounds", "1", "--only", "forward"])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == results
@@ -313,8 +318,44 @@ def test_attention_alone_is_checked_before_it_is_measured(name, training, monkey
 def test_the_peak_of_a_run_is_what_it_holds_at_once():
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("Linux alone tells the peak")
-    megabytes = memory.peak(lambda: torch.ones(64, 1024, 1024).sum()) / 2**20
+    megabytes = peak.peak(lambda: torch.ones(64, 1024, 1024).sum()) / 2**20
     assert 240 < megabytes < 300
+
+
+def test_what_is_watched_wrongly_is_not_timed(monkeypatch):
+    right = watching.ours
+
+    def wrong(of):
+        way = right(of)
+        return lambda length: {**(found := way(length)), "distance": found["distance"] * 1.001}
+
+    of = watching.subject(watching.TINY)
+    with torch.no_grad():
+        ways, left_out = watching.checked(of, list(watching.WAYS)[:3], 40)
+        assert (list(ways), left_out) == (list(watching.WAYS)[:3], {})
+        monkeypatch.setitem(watching.WAYS, watching.OURS, wrong)
+        with pytest.raises(SystemExit, match="watched, 40 tokens: distance is off by 1.0e-03 of its size in 12 heads"):
+            watching.checked(of, [watching.OURS], 40)
+
+
+def test_a_peer_that_measures_something_else_is_left_out_by_name(monkeypatch, capsys):
+    right = watching.eager
+    monkeypatch.setitem(watching.WAYS, watching.EAGER, lambda of: lambda length: right(of)(length - 1))
+    with torch.no_grad():
+        ways, left_out = watching.checked(watching.subject(watching.TINY), [watching.PLAIN, watching.EAGER], 40)
+    assert (list(ways), list(left_out)) == ([watching.PLAIN], [watching.EAGER])
+    assert f"LEFT OUT  {watching.EAGER}: " in capsys.readouterr().out
+
+
+def test_statistics_of_a_matrix_that_are_not_there_or_too_many_are_refused():
+    weights = torch.eye(5, dtype=torch.float64).expand(2, 5, 5)
+    found = matrices.statistics(weights, weights, matrices.Text(torch.tensor([7, 8, 7, 9, 8])))
+    matrices.check(found, found)
+    assert found["self"].tolist() == [1, 1]
+    assert found["received"].tolist() == pytest.approx([1 / 3, 1 / 3])  # the third key, which three rows see
+    assert found["entropy"].tolist() == found["previous"].tolist() == found["duplicate"].tolist() == [0, 0]
+    with pytest.raises(WrongError, match=r"measured \['confidence'.* where \['confidence'"):
+        matrices.check({**found, "special": found["self"]}, found)
 
 
 def test_a_missing_peer_is_one_sentence():
@@ -365,6 +406,11 @@ def test_the_targets_are_those_that_were_set():
         (1.3, False),  # decoding
         (9.0, True),  # growth
         (2.0, True),  # memory
+        (1.4, True),  # watching at 2,048
+        (1.6, True),  # and at 8,192
+        (3.0, False),  # output_attentions=True
+        (1.0, True),  # 300 MB
+        (1.0, True),  # 1 GB
     ]
 
 
@@ -397,7 +443,7 @@ def test_growth_and_memory_may_not_exceed_their_targets():
     longer = replace(regime, length=32768)
     for median, verdict in ((1.9, "met"), (2.1, "**missed**")):
         text = make_benchmarks.document([results(row(median, regime, memory.SIZES), benchmark="memory")])
-        assert line(text, "peak extra memory")[-1] == verdict
+        assert line(text, "peak extra memory of blockwise")[-1] == verdict
     text = make_benchmarks.document([results(row(9.5, longer, windows.GROWTH), benchmark="windows")])
     assert line(text, "cost growth")[-1] == "**missed**"
 
@@ -423,7 +469,12 @@ LONG_WINDOW = {"mask": "window", "length": 8192}
         ("the SDPA block with a mask", "padding", oracle.YARDSTICK, {"mask": "padding"}, TRAINING),
         ("decoding step", "decoding", "LlamaAttention, DynamicCache", {"length": 4160}, {"length": 104}),
         ("cost growth", "windows", windows.GROWTH, {"length": 32768}, {"length": 512}),
-        ("peak extra memory", "memory", memory.SIZES, {"length": 8192}, {"length": 256}),
+        ("peak extra memory of blockwise", "memory", memory.SIZES, {"length": 8192}, {"length": 256}),
+        ("2,048 tokens, over its plain", "watching", watching.PLAIN, {"length": 2048}, {"length": 8192}),
+        ("8,192 tokens, over its plain", "watching", watching.PLAIN, {"length": 8192}, {"length": 2048}),
+        ("statistics from it", "watching", watching.EAGER, {"length": 2048}, {"length": 1024}),
+        ("over 300 MB", "watching", watching.MODEL_EXTRA, {"length": 8192}, {"length": 2048}),
+        ("over 1 GB", "watching", watching.CALL_EXTRA, {"length": 32768}, {"length": 8192}),
     ],
 )
 def test_a_claim_covers_its_regimes_and_no_others(says, benchmark, against, covered, other):

@@ -20,7 +20,9 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_code_of_the_readme_runs_and_prints_what_it_says(minilm):
+def test_the_code_of_the_readme_runs_and_prints_what_it_says(minilm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.jsonl").write_text('{"text": "A cup of tea."}\n{"text": "And one of coffee."}\n')
     names = {
         "folder": minilm.model.config._name_or_path,
         "torch": torch,
@@ -34,7 +36,7 @@ def test_the_code_of_the_readme_runs_and_prints_what_it_says(minilm):
     }
     printed = io.StringIO()
     blocks = re.findall(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", README, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     with contextlib.redirect_stdout(printed):
         for code, _ in blocks:
             exec(code, names)

@@ -80,9 +80,12 @@ def require_equal(tally: Tally, stated: Problem, known: Known | None = None, fir
         if known.real is not None:
             weights[:, ~known.real[b]] = 0.0  # the oracle leaves out a row without weights
         tokens, special = (None if each is None else each[b].tolist() for each in (known.tokens, known.special))
+        is_of_keys = known.real is not None and stated.grid.queries == KEYS
+        real = known.real[b].tolist() if is_of_keys else None
         for h in range(HEADS):
             out = right.out[b, h] if "output_norm" in means else None
-            expected = statistics_of(weights[h], tokens, special, out, None if out is None else gram[h], first[b])
+            projection = None if out is None else gram[h]
+            expected = statistics_of(weights[h], tokens, special, out, projection, first[b], real)
             for name, mean in means.items():
                 if name in expected:
                     assert mean[b, h].item() == pytest.approx(expected[name], rel=2e-5, abs=2e-6), name

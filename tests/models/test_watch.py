@@ -26,12 +26,12 @@ def require_statistics(heads, weights, real=None, tokens=None):
             assert (row["layer"], row["head"]) == (layer, head)
             found = []
             for sequence in range(len(of_layer)):
-                here, first = of_layer[sequence, head].double().clone(), 0
+                here, first, keys = of_layer[sequence, head].double().clone(), 0, None
                 if real is not None:
                     here[~real[sequence]] = 0.0
-                    first = int(real[sequence].int().argmax())
+                    first, keys = int(real[sequence].int().argmax()), real[sequence].tolist()
                 ids = None if tokens is None else tokens[sequence].tolist()
-                found.append(statistics_of(here, ids, first=first))
+                found.append(statistics_of(here, ids, first=first, real=keys))
             for name in set().union(*found):
                 values = [each[name] for each in found if name in each]
                 assert row[name] == pytest.approx(sum(values) / len(values), rel=1e-4, abs=1e-5), (layer, head, name)

@@ -192,9 +192,12 @@ class Sight:
         return self.position[..., None] - self.key_position[:, None]
 
     def has(self, back: int) -> Bool[Tensor, "#batch 1 rows"]:
-        """Which rows have a key that stands `back` tokens before the query."""
+        """Which rows have a key that stands `back` tokens before the query and is no padding."""
         key = self.position - back
-        return ((key >= 0) & (key <= self.last))[:, None]
+        there = (key >= 0) & (key <= self.last)
+        if self.real is not None and self.grid.aligned and self.grid.queries == self.grid.keys:
+            there = there & self.real[:, key[0].clamp(0, self.grid.keys - 1)]
+        return there[:, None]
 
     @cached_property
     def has_copy(self) -> Bool[Tensor, "#batch 1 rows"] | None:

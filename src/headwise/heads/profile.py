@@ -158,7 +158,7 @@ def _measured(
     before, state, device = run.state(), State(), _device(model)
     title, unit, total = "data", "batches", len(dataset) if isinstance(dataset, Sized) else None
     if isinstance(dataset, Texts):
-        title, unit, total = dataset.name, "tokens", dataset.tokens
+        title, unit, total = Path(dataset.name).name, "tokens", dataset.tokens
     with watch(model, special=special) as heads, bar(title, total, unit, shown=shown) as advance:
         heads.merge(before.sites)
         for batch in _batches(dataset):
