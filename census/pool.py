@@ -1,0 +1,74 @@
+"""Workers that are replaced when they crash, hang or have done enough, so that no model type ends the census."""
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+SECONDS, TYPES_EACH = 40.0, 40
+"""How long one model type may take, and how many a worker does: what they import stays in memory."""
+
+
+class Worker:
+    """A process, and the thread that reads its answers."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("worker.py"))]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self.answers: queue.Queue[str | None] = queue.Queue()
+        self.done = 0
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.answers.put(line)
+        self.answers.put(None)
+
+    def ask(self, model_type: str, seconds: float) -> dict[str, Any] | None:
+        """Its verdict; None where the process ended.
+
+        Raises:
+            queue.Empty: it took too long.
+        """
+        self.done += 1
+        try:
+            self.process.stdin.write(f"{model_type}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        line = self.answers.get(timeout=seconds)
+        return None if line is None else json.loads(line)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def judged(model_types: Sequence[str], on_verdict: Callable[[dict[str, Any]], None], seconds: float = SECONDS) -> None:
+    """Every type's verdict, in order."""
+    worker: Worker | None = None
+    try:
+        for model_type in model_types:
+            if worker is None or worker.done >= TYPES_EACH:
+                if worker is not None:
+                    worker.end()
+                worker = Worker()
+            reason = "the process ended"
+            try:
+                verdict = worker.ask(model_type, seconds)
+            except queue.Empty:
+                verdict, reason = None, f"more than {seconds:.0f} seconds"
+            if verdict is None:
+                worker.end()
+                worker = None
+                verdict = {"model_type": model_type, "outcome": "not built", "reason": reason, "seconds": seconds}
+            on_verdict(verdict)
+    finally:
+        if worker is not None:
+            worker.end()
