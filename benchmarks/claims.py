@@ -9,6 +9,7 @@ from measure import Row
 from memory import SIZES
 from oracle import YARDSTICK
 from peers import FASTEST, GEMM, LLAMA, TORCH_LAYER
+from watching import CALL_EXTRA, EAGER, MODEL_EXTRA, PLAIN
 from windows import GROWTH, SHORT_AND_LONG
 
 
@@ -87,6 +88,10 @@ def _decoded(name: str, row: Row) -> bool:
     return name == "decoding" and row.regime.length == 4096 + STEPS and row.against.startswith(LLAMA)
 
 
+def _watched(against: str, length: int) -> Callable[[str, Row], bool]:
+    return lambda name, row: (name, row.against, row.regime.length) == ("watching", against, length)
+
+
 CLAIMS = (
     Claim("against the fastest peer, float32, every regime, forward", 1.0, _fastest(training=False)),
     Claim("against the fastest peer, float32, every regime, training", 1.0, _fastest(training=True)),
@@ -115,6 +120,21 @@ CLAIMS = (
         "peak extra memory of blockwise forward with backward at 8,192, over inputs and outputs",
         2.0,
         lambda name, row: name == "memory" and row.against == SIZES and row.regime.length == 8192,
+        at_most=True,
+    ),
+    Claim("SmolLM2 watched, 2,048 tokens, over its plain forward", 1.4, _watched(PLAIN, 2048), at_most=True),
+    Claim("SmolLM2 watched, 8,192 tokens, over its plain forward", 1.6, _watched(PLAIN, 8192), at_most=True),
+    Claim(f"SmolLM2 watched, 2,048 tokens, against {EAGER} and statistics from it", 3.0, _watched(EAGER, 2048)),
+    Claim(
+        "peak extra memory of watching SmolLM2, 8,192 tokens, over 300 MB",
+        1.0,
+        _watched(MODEL_EXTRA, 8192),
+        at_most=True,
+    ),
+    Claim(
+        "peak extra memory of one attention call with statistics, 32,768 tokens, 8 heads of 64, over 1 GB",
+        1.0,
+        _watched(CALL_EXTRA, 32768),
         at_most=True,
     ),
 )

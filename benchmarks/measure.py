@@ -22,7 +22,7 @@ LEAST = 0.02
 """Seconds that a sample takes at least; what is quicker is repeated within it."""
 SHORT = 0.3
 """Seconds below which a call is run once more ahead of its sample."""
-PEERS = ("torch", "transformers", "x-transformers", "jax", "equinox", "flax")
+PEERS = ("torch", "transformers", "x-transformers", "jax", "equinox", "flax", "bertviz", "transformer-lens")
 SIDE = 1024
 """Of the square matrices whose product is the machine's rate."""
 

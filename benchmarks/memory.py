@@ -9,15 +9,8 @@ SDPA and of `nn.MultiheadAttention`, over that of ours. Everything is first comp
     python benchmarks/memory.py [--quick] [--rounds N] [--only "causal float32"]
 """
 
-import gc
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from statistics import median
 
 from alone import BLOCKWISE, attention, check
@@ -25,6 +18,7 @@ from command import Options, arguments
 from contestants import ours
 from measure import Ratio, Row, report, show
 from oracle import YARDSTICK
+from peak import TOLD, UNTOLD, measured, peak
 from peers import PEERS, TORCH_LAYER, Comparison, checked
 from regime import Regime
 
@@ -36,22 +30,6 @@ SIZES = "inputs and outputs"
 # -- in an interpreter of its own -------------------------------------------------------------------------------------
 
 
-def kept(name: str) -> int:
-    """A line of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
-def peak(run: Callable[[], object]) -> int:
-    """Bytes that a second run takes at its peak, beside what there is before it."""
-    run()
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
-    before = kept("VmRSS")
-    run()
-    return max(kept("VmHWM") - before, 4096)  # a page: what is smaller is not seen
-
-
 def child(name: str, regime: Regime) -> dict[str, int]:
     """What the interpreter that is measured reports: its peak, and the sizes of what goes in and comes out."""
     if name in LAYERS:
@@ -61,35 +39,13 @@ def child(name: str, regime: Regime) -> dict[str, int]:
     return {"peak": peak(run), "results": results, "sizes": results + sum(tensor.nbytes for tensor in inputs)}
 
 
-CHILD = """
-import json, sys, memory
-from regime import Regime
-print(json.dumps(memory.child(sys.argv[1], Regime(**json.loads(sys.argv[2])))))
-"""
-
-
-def measured(name: str, regime: Regime) -> dict[str, int]:
-    """`child`, in an interpreter of its own that gives back what is freed."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, name, json.dumps(asdict(regime))],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{name}, {regime.name}: {(done.stderr.strip() or 'ended').splitlines()[-1]}")
-    return json.loads(done.stdout)
-
-
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
 def of_attention(regime: Regime, rounds: int) -> Row:
     """What blockwise attention takes beside its inputs and outputs, over these."""
     check(BLOCKWISE, regime)
-    found = [measured(BLOCKWISE, regime) for _ in range(rounds)]
+    found = [measured("memory", BLOCKWISE, regime) for _ in range(rounds)]
     extra, sizes = [each["peak"] - each["results"] for each in found], [each["sizes"] for each in found]
     return Row(regime, SIZES, Ratio.of(extra, sizes), median(extra), median(sizes), "blockwise")
 
@@ -98,7 +54,7 @@ def of_layers(regime: Regime, rounds: int, found: Comparison) -> list[Row]:
     """What whole layers take, over what ours takes."""
     checked(regime)
     right = [name for name in LAYERS if name == OURS or found.sane(name, LAYERS[name], regime)]
-    peaks = {name: [measured(name, regime)["peak"] for _ in range(rounds)] for name in right}
+    peaks = {name: [measured("memory", name, regime)["peak"] for _ in range(rounds)] for name in right}
     of = {name: median(taken) for name, taken in peaks.items()}
     rows = [(name, Ratio.of(peaks[name], peaks[OURS])) for name in right if name != OURS]
     return [Row(regime, f"peak of {name}", ratio, of[OURS], of[name]) for name, ratio in rows]
@@ -107,8 +63,8 @@ def of_layers(regime: Regime, rounds: int, found: Comparison) -> list[Row]:
 def main(given: Sequence[str] | None = None) -> dict:
     """Every regime, and a line of JSON last."""
     options: Options = arguments(__doc__, given)
-    if not os.access("/proc/self/clear_refs", os.W_OK):
-        raise SystemExit("memory: the peak is read from Linux's /proc/self/clear_refs, which is not there")
+    if not TOLD:
+        raise SystemExit(f"memory: {UNTOLD}")
     found, rounds = Comparison(options), 1 if options.quick or options.tiny else min(options.rounds, 3)
     length = 256 if options.tiny else 8192
     regimes = product(("full", "causal", "window"), ("float32", "bfloat16"))

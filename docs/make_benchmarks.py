@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from claims import HEADERS, table
 from command import require
 from measure import Row
+from watching import MEMORY
 
 ROOT = Path(__file__).parent.parent
 TITLES = {
@@ -21,15 +22,16 @@ TITLES = {
     "grouped": "Grouped heads",
     "decoding": "Decoding",
     "memory": "Memory",
+    "watching": "Watching a model",
     "gpu": "On a GPU",
 }
 """In the order of the document."""
 INTRODUCTION = """\
 Written by `docs/make_benchmarks.py` from what `make bench` measured. Each ratio is of a pair taken in the same round,
 theirs over ours, so above 1 ours is faster: the median over the rounds, and in brackets the lowest and the highest.
-Shares of a rate, growth and extra memory are ours over the other. Everything that is timed was first compared with the
-definition in float64, gradients too. A regime is (batch, length, embed, heads), its mask, its dtype, and what is done;
-the scripts say the rest."""
+Shares of a rate, growth, extra memory over sizes or a limit, and a watched forward over a plain one are ours over the
+other. Everything that is timed was first compared with the definition in float64, gradients too. A regime is (batch,
+length, embed, heads), its mask, its dtype, and what is done; the scripts say the rest."""
 
 
 def load(folder: Path) -> list[dict]:
@@ -55,7 +57,7 @@ def where(results: dict) -> str:
 
 def _units(row: Row, benchmark: str) -> tuple[str, str]:
     """Ours and theirs as they are measured."""
-    if benchmark == "memory":
+    if benchmark == "memory" or row.against in MEMORY:
         return tuple(f"{each / 1e6:.1f} MB" for each in (row.ours, row.theirs))
     if row.against == "GEMM rate":
         return tuple(f"{each / 1e9:.1f} GFLOP/s" for each in (row.ours, row.theirs))

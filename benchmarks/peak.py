@@ -1,0 +1,56 @@
+"""Peak memory of a run, and runs in interpreters of their own. Linux tells it, in /proc/self."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from regime import Regime
+
+TOLD = os.access("/proc/self/clear_refs", os.W_OK)
+"""Whether this system tells the peak."""
+UNTOLD = "the peak is read from Linux's /proc/self/clear_refs, which is not there"
+
+
+def kept(name: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def peak(run: Callable[[], object], first: Callable[[], object] | None = None) -> int:
+    """Bytes that a run takes at its peak, beside what there is before it; `first`, or the same once more, runs ahead of
+    it and does not count.
+    """
+    (first or run)()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+    before = kept("VmRSS")
+    run()
+    return max(kept("VmHWM") - before, 4096)  # a page: what is smaller is not seen
+
+
+CHILD = """
+import importlib, json, sys
+from regime import Regime
+print(json.dumps(importlib.import_module(sys.argv[1]).child(sys.argv[2], Regime(**json.loads(sys.argv[3])))))
+"""
+
+
+def measured(script: str, name: str, regime: Regime) -> dict[str, int]:
+    """`child` of a script, in an interpreter of its own that gives back what is freed."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, script, name, json.dumps(asdict(regime))],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{name}, {regime.name}: {(done.stderr.strip() or 'ended').splitlines()[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
