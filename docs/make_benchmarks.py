@@ -61,7 +61,7 @@ def _units(row: Row, benchmark: str) -> tuple[str, str]:
         return tuple(f"{each / 1e6:.1f} MB" for each in (row.ours, row.theirs))
     if row.against == "GEMM rate":
         return tuple(f"{each / 1e9:.1f} GFLOP/s" for each in (row.ours, row.theirs))
-    return tuple(f"{each * 1e3:.3g} ms" for each in (row.ours, row.theirs))
+    return tuple(f"{each:.3g} s" if each >= 1 else f"{each * 1e3:.3g} ms" for each in (row.ours, row.theirs))
 
 
 def section(results: dict) -> list[str]:
