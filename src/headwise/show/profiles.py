@@ -15,7 +15,7 @@ from headwise.show.terminal import COLOURS
 
 def print_profile(profile: Profile, console: Console) -> None:
     """Print the heads of each role, those with the largest share first."""
-    console.print(Text(_title(profile), style="bold"))
+    console.print(Text(_title(profile), style="bold"), soft_wrap=True)
     found = profile.roles()
     for role in ROLES:
         members = [profile.head(*place) for place in found.get(role.name, ())]
@@ -33,7 +33,7 @@ def print_profile(profile: Profile, console: Console) -> None:
 def print_comparison(comparison: Comparison, console: Console, statistics: Collection[str], top: int) -> None:
     """Print the heads that differ most, and how many roles changed."""
     for letter, profile in (("A", comparison.a), ("B", comparison.b)):
-        console.print(Text.assemble((f"{letter}  ", "bold"), _title(profile)))
+        console.print(Text.assemble((f"{letter}  ", "bold"), _title(profile)), soft_wrap=True)
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in ("head", "statistic", "A", "B", "difference", "in standard errors", "role"):
         table.add_column(column, justify="left" if column in ("statistic", "role") else "right", no_wrap=True)
