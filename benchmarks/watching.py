@@ -14,7 +14,7 @@ Memory: the peak of a forward beside that of the plain one, each once in an inte
 short text that does not count; and that of one causal attention call of 32,768 tokens with statistics, 8 heads of 64,
 beside its inputs and output. Every statistic of ours and of the peers is first compared, on 256 tokens, with that of
 the eager matrices in float64. The ways that make matrices, and 8,192 tokens, have 3 rounds at most. A quick run has
-1,024 tokens in 2 rounds, one peer and no memory. At 2,048 tokens BertViz's way takes 10 GB.
+512 tokens in 2 rounds, one peer and no memory. At 2,048 tokens BertViz's way takes 10 GB.
 
     python benchmarks/watching.py [--quick] [--rounds N] [--only "8192"]
 """
@@ -395,7 +395,7 @@ def main(given: Sequence[str] | None = None) -> dict:
         found.extend(rows)
 
     base = TINY if options.tiny else SMOLLM2
-    lengths = [base.length] if options.tiny else [1024] if options.quick else [base.length, LONG]
+    lengths = [base.length] if options.tiny else [512] if options.quick else [base.length, LONG]
     for regime in (replace(base, length=length) for length in lengths):
         if not options.wants(regime):
             continue
