@@ -54,5 +54,6 @@ def _role(one: ProfiledHead, other: ProfiledHead) -> str:
 def _title(profile: Profile) -> str:
     about: Any = profile.about
     measured, source = about["measured"], (about["data"] or {}).get("source", "batches")
-    size = f"{measured['sequences']:,} sequences, {measured['tokens']:,} tokens, {len(profile.heads)} heads"
+    sequences = "1 sequence" if measured["sequences"] == 1 else f"{measured['sequences']:,} sequences"
+    size = f"{sequences}, {measured['tokens']:,} tokens, {len(profile.heads)} heads"
     return f"{about['model']['name']} on {source}: {size}"
