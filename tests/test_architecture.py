@@ -31,7 +31,7 @@ FLOORS = (
 ATTENTION = (
     *("autocast", "masks", "masks_by_position", "masks_by_sequence", "rules", "rotary", "positions"),
     *("cache", "packed", "placement", "problem", "reference", "fused"),
-    *("blocks", "tiles", "wide", "narrow", "known", "rows", "blockwise", "choice", "attend"),
+    *("blocks", "tiles", "wide", "narrow", "known", "rows", "blockwise", "choice", "even", "attend"),
     *("statistics", "detail", "observed"),
 )
 """Inside the attention floor, likewise; a module imports from those before it."""

@@ -15,9 +15,12 @@ from headwise.convert.transformers import from_transformers, to_transformers
 from headwise.errors import HeadwiseError, InputError, MissingExtra
 from headwise.heads.compare import compare
 from headwise.heads.data import Texts
+from headwise.heads.gate import gate
+from headwise.heads.outputs import record
 from headwise.heads.profile import profile
 from headwise.heads.record import Profile, load_profile
 from headwise.heads.repeats import random_repeats
+from headwise.heads.replacements import mean, patch, resample, uniform, zero
 from headwise.heads.view import view
 from headwise.layer import MultiHeadAttention, ProjectedContext
 from headwise.models.watch import watch
@@ -65,21 +68,28 @@ __all__ = [
     "from_torch",
     "from_transformers",
     "fuse_projections",
+    "gate",
     "load_profile",
+    "mean",
     "padding",
+    "patch",
     "per_head",
     "prefix",
     "profile",
     "random_repeats",
+    "record",
+    "resample",
     "segments",
     "separate_projections",
     "to_heads",
     "to_projections",
     "to_torch",
     "to_transformers",
+    "uniform",
     "view",
     "watch",
     "where",
     "why_not",
     "window",
+    "zero",
 ]

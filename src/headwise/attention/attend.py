@@ -16,10 +16,10 @@ from headwise.attention.problem import Answer, Backend, Problem
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int
 
-watcher: ContextVar[Callable[[Problem, Callable[[Problem], Answer]], Answer] | None] = ContextVar(
-    "watcher", default=None
+visiting: ContextVar[Callable[[Problem, Callable[[Problem], Answer]], Answer] | None] = ContextVar(
+    "visiting", default=None
 )
-"""Who answers a problem instead of the backend that was chosen, which is handed on; None unless a model is watched."""
+"""Who answers a problem instead of the backend that was chosen, which is handed on; None unless a model is visited."""
 
 BACKENDS: dict[str, Backend] = {each.name: each for each in (fused, blockwise, reference)}
 """Every backend by name."""
@@ -102,9 +102,9 @@ def attend(
         return_weights=return_weights,
     )
     choice = _choice(problem, backend)
-    watching = None if torch.compiler.is_compiling() else watcher.get()
+    visitor = None if torch.compiler.is_compiling() else visiting.get()
     with without_autocast(problem.q.device):
-        answer = choice.run(problem) if watching is None else watching(problem, choice.run)
+        answer = choice.run(problem) if visitor is None else visitor(problem, choice.run)
     out = answer.out if problem.gate is None else answer.out * problem.gate
     extras = [extra for extra in (answer.lse, answer.weights) if extra is not None]
     return (out, *extras) if extras else out

@@ -1,11 +1,8 @@
 """`profile`: what every head of a model does over a data set, and how sure that is."""
 
-import ctypes
-import hashlib
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError
+from headwise.heads.batches import batches, call, device_of, digest_of, evaluated, moved, size
 from headwise.heads.checkpoint import Run, State
 from headwise.heads.data import Frame, Texts
 from headwise.heads.processes import first_then_all, from_all, place
@@ -78,7 +76,7 @@ def profile(
     run = Run(out, settings, rank)
     first_then_all(lambda: run.claim(force=force))
     finished = first_then_all(run.finished)
-    with _evaluated(model), torch.no_grad():
+    with evaluated(model), torch.no_grad():
         if finished is not None:
             return _if_of_this_data(finished, dataset, run)
         shown = progress and rank == 0
@@ -96,7 +94,7 @@ def _concluded(
     random: list[Site] = []
     if isinstance(repeats, Tensor):
         with watch(model, special=special) as heads:
-            model(repeats.to(_device(model)))
+            model(repeats.to(device_of(model)))
         random = heads.sites
     data = {"sequences": state.sequences, "tokens": state.tokens, "digest": state.digest}
     profile = Profile(tuple(_heads(sites, random)), {**run.settings, "measured": data})
@@ -155,20 +153,20 @@ def _measured(
 ) -> State:
     """Run this process's batches, those that it has not run before."""
     rank, processes = place()
-    before, state, device = run.state(), State(), _device(model)
+    before, state, device = run.state(), State(), device_of(model)
     title, unit, total = "data", "batches", len(dataset) if isinstance(dataset, Sized) else None
     if isinstance(dataset, Texts):
         title, unit, total = Path(dataset.name).name, "tokens", dataset.tokens
     with watch(model, special=special) as heads, bar(title, total, unit, shown=shown) as advance:
         heads.merge(before.sites)
-        for batch in _batches(dataset):
+        for batch in batches(dataset):
             _pass(state, batch)
             new = state.batches > before.batches
             if state.batches == before.batches and state.digest != before.digest:
                 raise run.other_data()
             if new and (state.batches - 1) % processes == rank:
-                _call(model, batch, device)
-            advance(_size(batch)[1] if unit == "tokens" else 1, not new)
+                call(model, moved(batch, device))
+            advance(size(batch)[1] if unit == "tokens" else 1, not new)
             if new:
                 run.keep(_with(state, heads))
     if state.batches < before.batches:
@@ -186,52 +184,21 @@ def _with(state: State, heads: Heads) -> State:
 
 def _pass(state: State, batch: dict[str, Any]) -> None:
     """Count a batch, whoever runs it."""
-    sequences, tokens = _size(batch)
+    sequences, tokens = size(batch)
     state.batches += 1
     state.sequences += sequences
     state.tokens += tokens
-    state.digest = _digest([state.digest, *(part for name in sorted(batch) for part in (name, batch[name]))])
+    state.digest = digest_of([state.digest, *(part for name in sorted(batch) for part in (name, batch[name]))])
 
 
 def _if_of_this_data(finished: Profile, dataset: Texts | Iterable[Any], run: Run) -> Profile:
     """A profile that is there already, if the data is still what it was."""
     state = State()
-    for batch in _batches(dataset):
+    for batch in batches(dataset):
         _pass(state, batch)
     if finished.about["measured"]["digest"] != state.digest:
         raise run.other_data()
     return finished
-
-
-def _batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Each batch as arguments by name; one that is no mapping has no name."""
-    for batch in dataset:
-        if isinstance(batch, Tensor):
-            yield {"": batch}
-        elif isinstance(batch, Mapping) and any(isinstance(each, Tensor) for each in batch.values()):
-            yield dict(batch)
-        else:
-            expected = "batches: tensors, or mappings of them, as the model takes them"
-            remedy = "hw.Texts(source, tokenizer) makes batches of texts and files"
-            raise InputError("dataset", expected=expected, got=type(batch).__name__, remedy=remedy)
-
-
-def _call(model: nn.Module, batch: dict[str, Any], device: torch.device) -> None:
-    there = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in batch.items()}
-    if "" in there:
-        model(there.pop(""), **there)
-    else:
-        model(**there)
-
-
-def _size(batch: dict[str, Any]) -> tuple[int, int]:
-    """Sequences and tokens of a batch, padding aside."""
-    real = batch.get("attention_mask")
-    first = next(each for each in batch.values() if isinstance(each, Tensor))
-    ids = batch.get("input_ids", first)
-    if isinstance(real, Tensor) and real.ndim == 2:
-        return len(real), int(real.sum())
-    return (len(ids), ids.shape[:2].numel()) if ids.ndim else (1, 1)
 
 
 # -- what a run is ----------------------------------------------------------------------------------------------------
@@ -241,7 +208,7 @@ def _settings(
     model: nn.Module, texts: Texts | None, special: list[int], repeats: Any, processes: int, title: str | None
 ) -> dict[str, Any]:
     """All that decides the numbers, but for the data itself: a run goes on only with the same."""
-    weights = _digest(
+    weights = digest_of(
         part
         for name, each in model.state_dict().items()
         for part in (name, each.flatten()[:: max(1, each.numel() // SAMPLE)] if isinstance(each, Tensor) else None)
@@ -265,7 +232,7 @@ def _settings(
             "special": special,
             "repeats": None
             if not isinstance(repeats, Tensor)
-            else {"shape": list(repeats.shape), "digest": _digest([repeats])},
+            else {"shape": list(repeats.shape), "digest": digest_of([repeats])},
             "processes": processes,
         },
     }
@@ -283,35 +250,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _digest(parts: Iterable[Any]) -> str:
-    """Of tensors, bit by bit, and of what else there is."""
-    digest = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, Tensor):
-            digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
-            bits = part.detach().cpu().contiguous()
-            digest.update(ctypes.string_at(bits.data_ptr(), bits.nbytes))
-        else:
-            digest.update(repr(part).encode())
-    return digest.hexdigest()
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((each.device for each in model.parameters()), torch.device("cpu"))
-
-
-@contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; then every module as it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _special_of(tokenizer: Any) -> set[int]:

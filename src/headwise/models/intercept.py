@@ -1,4 +1,4 @@
-"""Attention calls inside any model, met where they are made, all their rows shown.
+"""Attention calls inside any model, met where they are made, shown to visitors and changed by them.
 
     what a module calls                        is met
     transformers' attention interface          where it hands out the function, under the model's own implementation
@@ -7,7 +7,7 @@
     softmax, in a module called attention      by the same mode: its result is the weights
     `headwise.attend`, so every layer of ours  by a variable that it reads
 
-Nothing is changed at import. While a model is watched its modules have hooks, which know which of them runs, in every
+Nothing is changed at import. While a model is visited its modules have hooks, which know which of them runs, in every
 thread; what is put in the place of others' functions leaves the calls of all other models alone.
 """
 
@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.attention.attend import watcher
+from headwise.attention.attend import visiting
 from headwise.errors import InputError
 from headwise.models import softmax
 from headwise.models.routes import Mode, in_place
-from headwise.models.running import Frame, Watcher, answer, running
+from headwise.models.running import Frame, Visitor, answer, running
 
 
 @contextmanager
-def intercepted(model: nn.Module, by: Watcher) -> Iterator[None]:
-    """Within the context, every attention call of `model` is shown to `by`.
+def intercepted(model: nn.Module, by: Visitor) -> Iterator[None]:
+    """Within the context, `by` is asked about every attention call of `model`.
 
     All is put back when the context ends, also by an exception; contexts may be nested, over one model or several.
 
@@ -40,7 +40,7 @@ def intercepted(model: nn.Module, by: Watcher) -> Iterator[None]:
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError("model", expected="modules that run in Python", got="a scripted one")
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            remedy = "watch the module before it is compiled, model._orig_mod"
+            remedy = "give the module before it is compiled, model._orig_mod"
             raise InputError("model", expected="modules that run in Python", got="a compiled one", remedy=remedy)
     hooks = []
     with in_place:
@@ -54,16 +54,16 @@ def intercepted(model: nn.Module, by: Watcher) -> Iterator[None]:
             for hook in hooks:
                 hook.remove()
             # Torch calls no hook for what is no Exception, such as a key that interrupts.
-            while any(frame.watcher is by for frame in running.frames):
+            while any(frame.visitor is by for frame in running.frames):
                 _pop()
 
 
-def _hooks(by: Watcher, path: str, module: nn.Module) -> tuple[Callable[..., None], ...]:
+def _hooks(by: Visitor, path: str, module: nn.Module) -> tuple[Callable[..., None], ...]:
     """What says that a module begins, and that it ends."""
     names = tuple(inspect.signature(module.forward).parameters)
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        outermost = all(frame.watcher is not by for frame in running.frames)
+        outermost = all(frame.visitor is not by for frame in running.frames)
         _push(Frame(by, path, module, dict(zip(names, args, strict=False)) | kwargs))
         if outermost:
             by.starts()
@@ -71,14 +71,14 @@ def _hooks(by: Watcher, path: str, module: nn.Module) -> tuple[Callable[..., Non
 
     def leave(*_: Any) -> None:
         # A hook of others' that fails before `enter` ends a module that never began.
-        if running.frames and running.frames[-1].module is module and running.frames[-1].watcher is by:
+        if running.frames and running.frames[-1].module is module and running.frames[-1].visitor is by:
             _pop()
 
     return enter, leave
 
 
 class _Outermost(threading.local):
-    """What is on in this thread while a watched model runs."""
+    """What is on in this thread while a visited model runs."""
 
     def __init__(self) -> None:
         self.mode: Mode | None = None
@@ -90,7 +90,7 @@ _outermost = _Outermost()
 
 def _push(frame: Frame) -> None:
     if not running.frames:
-        _outermost.token, _outermost.mode = watcher.set(answer), Mode()
+        _outermost.token, _outermost.mode = visiting.set(answer), Mode()
         _outermost.mode.__enter__()  # type: ignore[no-untyped-call]
     running.frames.append(frame)
 
@@ -100,4 +100,4 @@ def _pop() -> None:
     if not running.frames and _outermost.mode is not None:
         softmax.forget()
         _outermost.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        watcher.reset(_outermost.token)
+        visiting.reset(_outermost.token)

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headwise.attention.masks import Mask
+from headwise.attention.even import evenly
+from headwise.attention.masks import Grid, Mask
 from headwise.attention.problem import Answer, Problem, mask_and_bias
 from headwise.attention.rules import causal
 from headwise.models import softmax
-from headwise.models.running import answer, answering, running, show
+from headwise.models.running import answering, meet, running
 from headwise.models.transformers import even_where_all_is_hidden, hides_all, read_call, require_readable, with_infinite
 
 SDPA = F.scaled_dot_product_attention
@@ -40,9 +41,8 @@ class Mode(TorchFunctionMode):
         if func is _softmax or func in softmax.SOFTMAXES:
             scores, dim = (*args, *(kwargs[name] for name in ("input", "dim") if name in kwargs))[:2]
             softmax.meets(scores, result, dim)
-        else:
-            softmax.follow(func, args, result)
-        return result
+            return result
+        return softmax.follow(func, args, result)
 
 
 class _Hidden(threading.local):
@@ -72,9 +72,7 @@ def _softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -
 def _bmm(*args: Any, **kwargs: Any) -> Tensor:
     """Torch's product, as the same function finds it."""
     result = softmax.BMM(*args, **kwargs)
-    if _hidden.on and running.are_met:
-        softmax.follow(softmax.BMM, args, result)
-    return result
+    return softmax.follow(softmax.BMM, args, result) if _hidden.on and running.are_met else result
 
 
 # -- scaled_dot_product_attention -------------------------------------------------------------------------------------
@@ -87,14 +85,17 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -
     names = ("attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, args, strict=False)) | kwargs
     problem = _problem_of(query, key, value, **given)
+    met = meet(problem.grid, problem.k.shape[1], problem.v.shape[-1])
 
-    def otherwise(_: Problem) -> Answer:
+    def otherwise() -> Answer:
         out = SDPA(query, key, value, *args, **kwargs)
         return Answer(out.reshape(-1, *out.shape[-3:]) if out.ndim > 3 else out[:, None], None, None)
 
-    out = answer(problem, otherwise).out
-    if query.ndim == 4:
-        out = even_where_all_is_hidden(out, problem.v, given.get("attn_mask"))
+    def as_torch(out: Tensor) -> Tensor:
+        return even_where_all_is_hidden(out, problem.v, given.get("attn_mask")) if query.ndim == 4 else out
+
+    out = met.answer(lambda: problem, otherwise).out
+    out = met.changed(as_torch(out) if met.looks else out, lambda: as_torch(evenly(problem)))
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -130,8 +131,8 @@ def _problem_of(
 # -- transformers -----------------------------------------------------------------------------------------------------
 
 
-def _watched(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """Transformers' choice of a function, which is wrapped where a watched model asks for one."""
+def _visited(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Transformers' choice of a function, which is wrapped where a visited model asks for one."""
 
     @wraps(dispatch)
     def chosen(interface: Any, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,61 +140,64 @@ def _watched(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
         @wraps(attention)
         def called(*args: Any, **kwargs: Any) -> Any:
-            if not running.are_met:
-                return attention(*args, **kwargs)
-            require_readable(implementation)
-            results: list[Any] = []
-
-            def otherwise(_: Problem) -> Answer:
-                results.append(attention(*args, **kwargs))
-                return Answer(results[0][0].transpose(1, 2), None, None)
-
-            if implementation == "eager" and not kwargs.get("dropout"):
-                with answering():  # it makes the weights, and may hand them on
-                    out, weights, *more = attention(*args, **kwargs)
-                if weights is not None:
-                    _show_eager(weights, out, *args, **kwargs)
-                    return out, weights, *more
-            problem = read_call(implementation, *args, **kwargs)
-            found = answer(problem, otherwise)
-            if results:
-                return results[0]
-            out = even_where_all_is_hidden(found.out, problem.v, _mask_of(*args, **kwargs))
-            return out.transpose(1, 2).contiguous(), None
+            return _call(implementation, attention, args, kwargs) if running.are_met else attention(*args, **kwargs)
 
         return called
 
     return chosen
 
 
-def _mask_of(
+def _call(implementation: str, attention: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of a function of transformers, which gives `(batch, queries, heads, value_dim)`, weights and more."""
+    query, key, value, mask = _tensors(*args, **kwargs)
+    grid = Grid(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
+    met = meet(grid, key.shape[1], value.shape[-1])
+    more: list[Any] = [None]
+
+    def problem() -> Problem:
+        require_readable(implementation)
+        return read_call(implementation, *args, **kwargs)
+
+    def otherwise() -> Answer:
+        out, *more[:] = attention(*args, **kwargs)
+        return Answer(out.transpose(1, 2), None, None)
+
+    def as_torch(out: Tensor) -> Tensor:
+        return even_where_all_is_hidden(out, value, mask)
+
+    out = None
+    if met.looks and implementation == "eager" and not kwargs.get("dropout"):
+        with answering():  # it makes the weights, and may hand them on
+            answered = otherwise()
+        if more[0] is not None:
+            out = answered.out
+            met.show(_without_hidden_rows(more[0], mask), out)
+    if out is None:
+        out = met.answer(problem, otherwise).out
+        out = as_torch(out) if met.looks else out
+    out = met.changed(out, lambda: as_torch(evenly(problem())))
+    return out.transpose(1, 2).contiguous(), *more
+
+
+def _tensors(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
-) -> Tensor | None:
-    """The mask that a function of transformers is given."""
-    return attention_mask
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What a function of transformers attends with."""
+    return query, key, value, attention_mask
 
 
-def _show_eager(
-    weights: Tensor,
-    out: Tensor,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    **_: Any,
-) -> None:
-    """Show the weights that a function of transformers made; in a row that hides all it makes them even."""
-    if attention_mask is not None and attention_mask.is_floating_point():
-        weights = weights.masked_fill(hides_all(attention_mask), 0.0)
-    show(weights, out.transpose(1, 2), key.shape[1], running.frames)
+def _without_hidden_rows(weights: Tensor, mask: Tensor | None) -> Tensor:
+    """The weights that a function of transformers made: in a row that hides all it makes them even."""
+    if mask is None or not mask.is_floating_point():
+        return weights
+    return weights.masked_fill(hides_all(mask), 0.0)
 
 
 # -- in place of others' functions ------------------------------------------------------------------------------------
 
 
 class _InPlace:
-    """What stands in the place of others' functions while any model is watched; the last one out puts them back."""
+    """What stands in the place of others' functions while any model is visited; the last one out puts them back."""
 
     def __init__(self) -> None:
         self._lock, self._depth = threading.Lock(), 0
@@ -210,7 +214,7 @@ class _InPlace:
                 interfaces = sys.modules.get("transformers.modeling_utils")
                 if interfaces is not None:
                     dispatch = interfaces.AttentionInterface.get_interface
-                    self._put(interfaces.AttentionInterface, "get_interface", _watched(dispatch))
+                    self._put(interfaces.AttentionInterface, "get_interface", _visited(dispatch))
 
     def __exit__(self, *_: Any) -> None:
         with self._lock:

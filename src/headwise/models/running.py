@@ -1,4 +1,8 @@
-"""Which modules of watched models run, in every thread, and what is shown of the attention that they compute."""
+"""Which modules of visited models run, in every thread, and what is shown and changed of the attention they compute.
+
+A visitor comes to a model from outside. Of each call of attention it may be shown the rows, on the way, and it may
+change what comes out of each head, before the output projection reads it.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -9,12 +13,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from headwise.attention.even import evenly
 from headwise.attention.known import Known
 from headwise.attention.masks import Grid
 from headwise.attention.observed import observed
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.rows import Observer, Rows
 from headwise.attention.statistics import blocks_of_weights
+from headwise.models.layers import own_number
 from headwise.shapes import Float
 
 FROM_ELSEWHERE = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context")
@@ -57,9 +63,25 @@ class Look(NamedTuple):
     ends: Callable[[], None]
 
 
+class Attended(NamedTuple):
+    """What a call of attention came to.
+
+    Attributes:
+        out: each head's output, before the output projection.
+        evenly: what it were if each query gave all keys that it may see the same weight.
+    """
+
+    out: Float[Tensor, "batch heads queries value_dim"]
+    evenly: Callable[[], Float[Tensor, "batch heads queries value_dim"]]
+
+
+Change = Callable[[Attended], Float[Tensor, "batch heads queries value_dim"]]
+"""What becomes of the output of the heads of a call."""
+
+
 @runtime_checkable
-class Watcher(Protocol):
-    """Who watches a model."""
+class Visitor(Protocol):
+    """Who comes to a model from outside."""
 
     def starts(self) -> None:
         """The model is called."""
@@ -70,15 +92,18 @@ class Watcher(Protocol):
     def misses(self, path: str) -> None:
         """Something in a module called attention looks like attention and cannot be read."""
 
-    def sees(self, call: Call) -> Look:
-        """A call of attention is to be shown."""
+    def sees(self, call: Call) -> Look | None:
+        """How it looks at a call of attention; None where it does not."""
+
+    def changes(self, call: Call) -> Change | None:
+        """What it makes of the output of a call; None where it leaves that alone."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A module that runs, of a model that is watched, and what it was called with, by name."""
+    """A module that runs, of a model that is visited, and what it was called with, by name."""
 
-    watcher: Watcher
+    visitor: Visitor
     path: str
     module: nn.Module
     arguments: dict[str, Any]
@@ -104,7 +129,7 @@ class _Running(threading.local):
 
     @property
     def are_met(self) -> bool:
-        """Whether attention calls are those of a watched model."""
+        """Whether attention calls are those of a visited model."""
         return bool(self.frames) and not self.answering
 
 
@@ -121,51 +146,85 @@ def answering() -> Iterator[None]:
         running.answering = before
 
 
-def answer(problem: Problem, otherwise: Callable[[Problem], Answer]) -> Answer:
-    """The answer to a call, its rows shown to all who watch the modules that run; `otherwise` where nobody does."""
+class Met(NamedTuple):
+    """A call of attention, and what its visitors want of it."""
+
+    looks: list[Look]
+    changes: list[Change]
+
+    def answer(self, problem: Callable[[], Problem], otherwise: Callable[[], Answer]) -> Answer:
+        """The answer, its rows shown to all who look; `otherwise` where nobody does."""
+        with answering():
+            if not self.looks:
+                return otherwise()
+            stated = problem()
+            with _quietly(stated.q):
+                answered = observed(stated, self._observer, self.looks[0].known, lambda _: otherwise())
+        self._end()
+        return answered
+
+    def show(
+        self,
+        weights: Float[Tensor, "batch heads queries keys"],
+        out: Float[Tensor, "batch heads queries value_dim"] | None,
+    ) -> None:
+        """Show the rows of weights that are there already to all who look."""
+        if self.looks:
+            with answering(), torch.no_grad(), _quietly(weights):
+                for rows in blocks_of_weights(weights.detach(), None if out is None else out.detach(), self._known):
+                    self._observer(rows)
+            self._end()
+
+    def changed(
+        self,
+        out: Float[Tensor, "batch heads queries value_dim"],
+        evenly: Callable[[], Float[Tensor, "batch heads queries value_dim"]],
+    ) -> Float[Tensor, "batch heads queries value_dim"]:
+        """The output as the visitors want it, one after the other, the innermost context last."""
+        with answering():
+            for change in self.changes:
+                out = change(Attended(out, evenly))
+        return out
+
+    @property
+    def _known(self) -> Known:
+        return self.looks[0].known
+
+    def _observer(self, rows: Rows) -> None:
+        """One observer for all, each of whom knows other things."""
+        for look in self.looks:
+            look.observer(rows if len(self.looks) == 1 else replace(rows, known=look.known))
+
+    def _end(self) -> None:
+        for look in self.looks:
+            look.ends()
+
+
+def meet(grid: Grid, kv_heads: int, value_dim: int | None, frames: list[Frame] | None = None) -> Met:
+    """What the visitors of these modules, or else of those that run, want of a call."""
+    frames = running.frames if frames is None else frames
+    met = Met([], [])
+    for frame in {id(frame.visitor): frame for frame in frames}.values():  # the innermost of each
+        inputs = _inputs_of([other for other in frames if other.visitor is frame.visitor])
+        call = Call(frame.path, own_number(frame.module), frame.cross, grid, kv_heads, value_dim, *inputs)
+        look, change = frame.visitor.sees(call), frame.visitor.changes(call)
+        met.looks.extend([] if look is None else [look])
+        met.changes.extend([] if change is None else [change])
+    return met
+
+
+def answer(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
+    """The answer to a problem that `headwise.attend` was given, shown to those who look and changed by those who do."""
     if not running.are_met:
-        return otherwise(problem)
-    looks = _looks(problem.grid, problem.k.shape[1], problem.v.shape[-1], running.frames)
-    with answering(), _quietly(problem.q):
-        answered = observed(problem, _each_of(looks), looks[0].known, otherwise)
-    for look in looks:
-        look.ends()
-    return answered
-
-
-def show(
-    weights: Float[Tensor, "batch heads queries keys"],
-    out: Float[Tensor, "batch heads queries value_dim"] | None,
-    kv_heads: int,
-    frames: list[Frame],
-) -> None:
-    """Show the rows of a call whose weights are there already to all who watch these modules."""
-    batch, heads, queries, keys = weights.shape
-    value_dim = None if out is None else out.shape[-1]
-    looks = _looks(Grid(batch, heads, queries, keys, weights.device), kv_heads, value_dim, frames)
-    observer = _each_of(looks)
-    with answering(), torch.no_grad(), _quietly(weights):
-        for rows in blocks_of_weights(weights.detach(), out if out is None else out.detach(), looks[0].known):
-            observer(rows)
-    for look in looks:
-        look.ends()
+        return run(problem)
+    met = meet(problem.grid, problem.k.shape[1], problem.v.shape[-1])
+    answered = met.answer(lambda: problem, lambda: run(problem))
+    return answered._replace(out=met.changed(answered.out, lambda: evenly(problem)))
 
 
 def _quietly(like: Tensor) -> AbstractContextManager[Any]:
     """No mode of torch is asked about the thousands of small operations that follow, where tensors are torch's own."""
     return torch._C.DisableTorchFunction() if type(like) is Tensor else nullcontext()
-
-
-def _looks(grid: Grid, kv_heads: int, value_dim: int | None, frames: list[Frame]) -> list[Look]:
-    """How each watcher looks at a call of the innermost of its modules."""
-    innermost = {id(frame.watcher): frame for frame in frames}
-    looks = []
-    for frame in innermost.values():
-        layer = getattr(frame.module, "layer_idx", None)
-        number = layer if isinstance(layer, int) else None
-        inputs = _inputs_of([other for other in frames if other.watcher is frame.watcher])
-        looks.append(frame.watcher.sees(Call(frame.path, number, frame.cross, grid, kv_heads, value_dim, *inputs)))
-    return looks
 
 
 def _inputs_of(frames: list[Frame]) -> tuple[Tensor | None, Tensor | None]:
@@ -181,15 +240,3 @@ def _inputs_of(frames: list[Frame]) -> tuple[Tensor | None, Tensor | None]:
         if given.intersection(NOT_TOKENS) or given >= {"inputs_embeds", "encoder_hidden_states"}:
             break
     return None, padding
-
-
-def _each_of(looks: list[Look]) -> Observer:
-    """One observer for all, each of whom knows other things."""
-    if len(looks) == 1:
-        return looks[0].observer
-
-    def observer(rows: Rows) -> None:
-        for look in looks:
-            look.observer(replace(rows, known=look.known))
-
-    return observer

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.models.running import Frame, running, show
-from headwise.models.transformers import hides_all
+from headwise.attention.masks import Grid
+from headwise.models.running import Frame, meet, running
+from headwise.models.transformers import hides_all, with_infinite
 from headwise.shapes import Float
 
 SOFTMAX, BMM = F.softmax, torch.bmm
@@ -51,6 +52,7 @@ class _Waiting:
     weights: Float[Tensor, "batch heads queries keys"] | None
     now: Tensor
     frames: list[Frame]
+    scores: Tensor
 
 
 class _Softmaxes(threading.local):
@@ -71,30 +73,57 @@ def meets(scores: Tensor, result: Tensor, dim: Any) -> None:
     shown = result
     if scores.is_floating_point() and bool((empty := hides_all(scores)).any()):
         shown = result.masked_fill(empty, 0.0)  # its weights are even
-    _softmaxes.waiting.append(_Waiting(_by_head(shown, frames[-1].module), result, frames))
+    _softmaxes.waiting.append(_Waiting(_by_head(shown, frames[-1].module), result, frames, scores))
 
 
-def follow(function: Callable[..., Any], arguments: tuple[Any, ...], result: Any) -> None:
-    """Something else was computed: perhaps of weights that wait."""
+def follow(function: Callable[..., Any], arguments: tuple[Any, ...], result: Any) -> Any:
+    """Something else was computed: perhaps of weights that wait. Its result, as visitors want it."""
     for waiting in _softmaxes.waiting:
         if any(argument is waiting.now for argument in _flat(arguments)):
-            _follow(waiting, function, arguments, result)
-            return
+            return _follow(waiting, function, arguments, result)
+    return result
 
 
-def _follow(waiting: _Waiting, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any) -> None:
+def _follow(waiting: _Waiting, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any) -> Any:
     """Something was computed of these weights."""
     if function in HANDED_ON:
         waiting.now = result
     elif function in FILLED:
         waiting.now, waiting.weights = result, _by_head(result, waiting.frames[-1].module)
     elif function in PRODUCTS and waiting.weights is not None:
-        batch, heads, queries, _ = waiting.weights.shape
-        if function is torch.einsum:
-            result = _as_weights(tuple(_flat(arguments)), waiting.now, result)
-        if result is not None and result.shape[:-1] in ((batch, heads, queries), (batch * heads, queries)):
-            _softmaxes.waiting.remove(waiting)
-            show(waiting.weights, result.reshape(batch, heads, queries, -1), heads, waiting.frames)
+        batch, heads, queries, keys = waiting.weights.shape
+        order = _order(arguments, waiting.now) if function is torch.einsum else range(result.ndim)
+        if order is None or result.permute(*order).shape[:-1] not in (
+            (batch, heads, queries),
+            (batch * heads, queries),
+        ):
+            return result
+        _softmaxes.waiting.remove(waiting)
+
+        def by_head(product: Tensor) -> Tensor:
+            return product.permute(*order).reshape(batch, heads, queries, -1)
+
+        out = by_head(result)
+        met = meet(Grid(batch, heads, queries, keys, out.device), heads, out.shape[-1], waiting.frames)
+        met.show(waiting.weights, out)
+        if met.changes:
+            changed = met.changed(out, lambda: by_head(function(*_put(arguments, waiting.now, _even(waiting)))))
+            inverse = [list(order).index(axis) for axis in range(result.ndim)]
+            return changed.reshape(result.permute(*order).shape).permute(*inverse)
+    return result
+
+
+def _even(waiting: _Waiting) -> Tensor:
+    """Weights that are alike wherever the scores hide no key."""
+    seen = (with_infinite(waiting.scores) > -torch.inf).to(waiting.now.dtype)
+    return (seen / seen.sum(-1, keepdim=True).clamp(min=1)).reshape(waiting.now.shape)
+
+
+def _put(arguments: tuple[Any, ...], out: Tensor, into: Tensor) -> Iterator[Any]:
+    """The arguments, a tensor among them changed for another."""
+    for argument in arguments:
+        nested = isinstance(argument, list | tuple)
+        yield list(_put(tuple(argument), out, into)) if nested else into if argument is out else argument
 
 
 def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
@@ -106,23 +135,23 @@ def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
             yield argument
 
 
-def _as_weights(arguments: tuple[Any, ...], weights: Tensor, result: Tensor) -> Tensor | None:
-    """The result of an einsum, its axes in the order of the weights' and the new one last; None of another kind."""
-    equation, *operands = arguments
+def _order(arguments: tuple[Any, ...], weights: Tensor) -> list[int] | None:
+    """Which axes of an einsum's result are the weights', in their order, and then the new one; None of another kind."""
+    equation, *operands = _flat(arguments)
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
         return None
     inputs, axes = equation.replace(" ", "").split("->")
     of_weights = next(letters for letters, each in zip(inputs.split(","), operands, strict=False) if each is weights)
     order = [letter for letter in of_weights if letter in axes] + [each for each in axes if each not in of_weights]
-    return result.permute([axes.index(letter) for letter in order])
+    return [axes.index(letter) for letter in order]
 
 
 def ends(frame: Frame) -> None:
-    """A module has ended: what still waits of it found no product, and its watcher is told."""
+    """A module has ended: what still waits of it found no product, and its visitor is told."""
     for waiting in [each for each in _softmaxes.waiting if each.frames[-1] is frame]:
         _softmaxes.waiting.remove(waiting)
-        for innermost in {id(each.watcher): each for each in waiting.frames}.values():
-            innermost.watcher.misses(innermost.path)
+        for innermost in {id(each.visitor): each for each in waiting.frames}.values():
+            innermost.visitor.misses(innermost.path)
 
 
 def forget() -> None:

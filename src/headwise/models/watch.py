@@ -17,8 +17,9 @@ from headwise.attention.rows import Rows
 from headwise.attention.statistics import Tally
 from headwise.errors import InputError, MissingExtra
 from headwise.models.intercept import intercepted
+from headwise.models.layers import innermost, numbers, related
 from headwise.models.projections import gram_of, output_projection
-from headwise.models.running import Call, Look
+from headwise.models.running import Call, Change, Look
 from headwise.shapes import Float
 
 
@@ -113,19 +114,19 @@ class Heads:
     # -- what is told while it runs -----------------------------------------------------------------------------------
 
     def starts(self) -> None:
-        """See `Watcher`: what is known of the calls of another run is forgotten."""
+        """See `Visitor`: what is known of the calls of another run is forgotten."""
         self._of_thread.known = {}
 
     def runs(self, path: str) -> None:
-        """See `Watcher`."""
+        """See `Visitor`."""
         self._ran.add(path)
 
     def misses(self, path: str) -> None:
-        """See `Watcher`."""
+        """See `Visitor`."""
         self._unread.add(path)
 
     def sees(self, call: Call) -> Look:
-        """See `Watcher`."""
+        """See `Visitor`."""
         heads, kv_heads = call.grid.heads, call.kv_heads
         site = self._sites.setdefault((call.path, call.cross), Site(call.path, call.layer, heads, kv_heads, call.cross))
         if (site.heads, site.kv_heads) != (heads, kv_heads):
@@ -144,6 +145,10 @@ class Heads:
                     self._kept[call.path, call.cross] = kept
 
         return Look(observer, self._known(call), ends)
+
+    def changes(self, call: Call) -> Change | None:
+        """See `Visitor`."""
+        return None
 
     def _gram(self, call: Call) -> Float[Tensor, "heads value_dim value_dim"] | None:
         """What says how much of a head's output is written, where the output projection is found."""
@@ -200,19 +205,14 @@ class Heads:
     @property
     def layers(self) -> list[int]:
         """The number of each site's layer: the model's own where no two are alike, and otherwise in order."""
-        own = [site.layer for site in self.sites]
-        numbers = [layer for layer in own if layer is not None]
-        return numbers if len(set(numbers)) == len(own) else list(range(len(own)))
+        return numbers([site.layer for site in self.sites])
 
     @property
     def missed(self) -> list[str]:
         """Modules that ran, are called attention, and computed some that was not seen."""
-        kinds = {path: type(self._modules[path]).__name__.lower() for path in self._ran}
-        # What is called the output of attention, in BERT and others, only projects it.
-        named = [path for path, kind in kinds.items() if "attention" in kind and not kind.endswith("output")]
-        inner = [path for path in named if not any(other.startswith(f"{path}.") for other in named)]
+        inner = innermost(self._modules, self._ran)
         seen = [site.path for site in self._sites.values()]
-        return sorted(self._unread.union(path for path in inner if not any(_related(path, other) for other in seen)))
+        return sorted(self._unread.union(path for path in inner if not any(related(path, other) for other in seen)))
 
     def rows(self) -> list[dict[str, Any]]:
         """One row a head: layer, head, kv_head, module, kind, and the mean of every statistic over the sequences."""
@@ -252,11 +252,6 @@ class Heads:
         if not self._sites:
             names = ", ".join(self.missed) or type(self._modules[""]).__name__
             raise InputError("model", expected="attention in a way that can be seen", got=f"none in {names}")
-
-
-def _related(path: str, other: str) -> bool:
-    """Whether one module is the other, or inside of it."""
-    return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
 
 
 @contextmanager

@@ -1,0 +1,127 @@
+"""`record`: what each head of a model gave in a run, before the output projection, to be kept and put elsewhere."""
+
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import InputError
+from headwise.models.intercept import intercepted
+from headwise.models.layers import module_of
+from headwise.models.running import Attended, Call, Change, Look
+from headwise.shapes import Float
+
+Site = tuple[str, bool]
+"""A module that attends, and whether to something else than its own input."""
+
+
+class Reader:
+    """A visitor that is told what every head gave, and changes nothing."""
+
+    def __init__(self, modules: Collection[str] | None = None) -> None:
+        self.modules = modules
+
+    def starts(self) -> None:
+        """See `Visitor`."""
+
+    def runs(self, path: str) -> None:
+        """See `Visitor`."""
+
+    def misses(self, path: str) -> None:
+        """See `Visitor`."""
+
+    def sees(self, call: Call) -> Look | None:
+        """See `Visitor`."""
+        return None
+
+    def changes(self, call: Call) -> Change | None:
+        """See `Visitor`."""
+        if self.modules is not None and call.path not in self.modules:
+            return None
+
+        def unchanged(attended: Attended) -> Tensor:
+            self.reads(call, attended.out)
+            return attended.out
+
+        return unchanged
+
+    def reads(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
+        """A call gave this."""
+
+
+class Outputs(Reader):
+    """The output of heads in the last run of a model, call by call.
+
+    Attributes:
+        of: `(batch, heads, queries, value_dim)` of each call, by module and whether it attended to something else.
+    """
+
+    def __init__(self, modules: Collection[str] | None = None) -> None:
+        super().__init__(modules)
+        self.of: dict[Site, list[Float[Tensor, "batch heads queries value_dim"]]] = {}
+        self._lock = threading.Lock()
+
+    def reads(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
+        """See `Reader`."""
+        with self._lock:
+            self.of.setdefault((call.path, call.cross), []).append(out.detach())
+
+    def call(self, site: Site, number: int) -> Float[Tensor, "batch heads queries value_dim"]:
+        """What a call of a module gave. `InputError` where it made none such."""
+        calls = self.of.get(site, [])
+        if number >= len(calls):
+            raise InputError("run", expected=f"at least {number + 1} calls of {site[0]} in it", got=len(calls))
+        return calls[number]
+
+
+@contextmanager
+def record(model: Any, layers: Collection[int | str] | None = None) -> Iterator[Outputs]:
+    """Within the context, what every head gives is kept: memory for `batch x heads x queries x value_dim` a layer.
+
+    Args:
+        model: any module that `watch` can see into.
+        layers: only these, by number or by the path of the module that attends; all by default.
+
+    Raises:
+        InputError: no module; a compiled one; a layer that is not there.
+    """
+    outputs = Outputs(None if layers is None else {module_of(require_module(model), layer) for layer in layers})
+    with intercepted(require_module(model), outputs):
+        yield outputs
+
+
+def require_module(model: Any) -> nn.Module:
+    """The model; `InputError` where it is none."""
+    if not isinstance(model, nn.Module):
+        raise InputError("model", expected="a torch module", got=type(model).__name__)
+    return model
+
+
+class Means(Reader):
+    """The mean of each head's output over tokens that are no padding."""
+
+    def __init__(self, modules: Collection[str] | None = None) -> None:
+        super().__init__(modules)
+        self._sums: dict[Site, tuple[Float[Tensor, "heads value_dim"], float]] = {}
+
+    def reads(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
+        """See `Reader`."""
+        real = call.padding
+        out = out.detach().to(torch.promote_types(out.dtype, torch.float32))
+        if real is not None and not call.cross and real.shape == (out.shape[0], out.shape[2]):
+            out, number = out * real[:, None, :, None].to(out.dtype), float(real.sum())
+        else:
+            number = float(out.shape[0] * out.shape[2])
+        total = out.double().sum((0, 2))
+        before, count = self._sums.get((call.path, call.cross), (torch.zeros_like(total), 0.0))
+        self._sums[call.path, call.cross] = before + total, count + number
+
+    def __getitem__(self, site: Site) -> Float[Tensor, "heads value_dim"]:
+        """The mean of a module's heads. `InputError` where it did not run."""
+        if site not in self._sums:
+            raise InputError("dataset", expected=f"batches in which {site[0]} attends", got="none")
+        total, number = self._sums[site]
+        return total / max(number, 1.0)

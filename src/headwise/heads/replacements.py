@@ -1,0 +1,158 @@
+"""What may be put in the place of a head's output: zero, a mean, even attention, that of another run.
+
+Leave-one-out is `zero` (Michel, Levy and Neubig 2019, section 3.2). `mean` and `resample` leave the rest of the model
+inputs of the kind that it knows (Chan et al. 2022, "Causal scrubbing"); `patch` is activation patching (Vig et al.
+2020; Meng et al. 2022).
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.errors import InputError
+from headwise.heads.batches import batches, call, device_of, evaluated, moved
+from headwise.heads.data import Texts
+from headwise.heads.outputs import Means, Outputs
+from headwise.models.intercept import intercepted
+from headwise.models.running import Attended, Call
+from headwise.shapes import Float
+
+
+class Replacement:
+    """What stands in the place of the output of heads. One object may serve any number of heads and models."""
+
+    def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
+        """What serves heads of these modules, once all is known that the model must be run for."""
+        return self
+
+    def output(self, attended: Attended, call: Call, number: int) -> Float[Tensor, "#batch heads #queries #value_dim"]:
+        """What stands there, for all heads of a call, which is the `number`-th of its module in this run."""
+        raise NotImplementedError
+
+
+class Zero(Replacement):
+    """See `zero`."""
+
+    def output(self, attended: Attended, call: Call, number: int) -> Float[Tensor, "#batch heads #queries #value_dim"]:
+        """See `Replacement`."""
+        return attended.out.new_zeros(1, call.grid.heads, 1, 1)
+
+
+class Uniform(Replacement):
+    """See `uniform`."""
+
+    def output(self, attended: Attended, call: Call, number: int) -> Float[Tensor, "#batch heads #queries #value_dim"]:
+        """See `Replacement`."""
+        return attended.evenly()
+
+
+class Mean(Replacement):
+    """See `mean`."""
+
+    def __init__(self, dataset: Texts | Iterable[Any], means: Means | None = None) -> None:
+        self.dataset, self.means = dataset, means
+
+    def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
+        """See `Replacement`."""
+        if self.means is not None and self.means.modules is not None and set(modules) <= set(self.means.modules):
+            return self
+        means, number = Means(set(modules)), 0
+        dataset = self.dataset.within(model) if isinstance(self.dataset, Texts) else self.dataset
+        with evaluated(model), torch.no_grad(), intercepted(model, means):
+            for number, batch in enumerate(batches(dataset), 1):  # noqa: B007
+                call(model, moved(batch, device_of(model)))
+        if not number:
+            raise InputError("dataset", expected="at least one batch", got="none")
+        return Mean(self.dataset, means)
+
+    def output(self, attended: Attended, call: Call, number: int) -> Float[Tensor, "#batch heads #queries #value_dim"]:
+        """See `Replacement`."""
+        assert self.means is not None
+        return self.means[call.path, call.cross][None, :, None, :]
+
+
+class Patch(Replacement):
+    """See `patch`."""
+
+    def __init__(self, run: Outputs) -> None:
+        self.run = run
+
+    def output(self, attended: Attended, call: Call, number: int) -> Float[Tensor, "#batch heads #queries #value_dim"]:
+        """See `Replacement`."""
+        found, here = self.run.call((call.path, call.cross), number), attended.out.shape
+        for name, axis in (("batch", 0), ("length", 2)):
+            if found.shape[axis] not in (1, here[axis]):
+                expected = f"{name} {here[axis]}, as in this run"
+                raise InputError("run", expected=expected, got=f"{name} {found.shape[axis]}")
+        return found
+
+
+class Resample(Replacement):
+    """See `resample`."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
+        """See `Replacement`."""
+        outputs = Outputs(set(modules))
+        with ExitStack() as stack:
+            for context in (evaluated(model), torch.no_grad(), intercepted(model, outputs)):
+                stack.enter_context(context)
+            for batch in batches([self.batch]):
+                call(model, moved(batch, device_of(model)))
+        return Patch(outputs)
+
+
+def zero() -> Replacement:
+    """Nothing, in the place of a head's output: as a gate of 0, and also where that output is infinite or NaN."""
+    return Zero()
+
+
+def uniform() -> Replacement:
+    """The mean of the values that each query may see: the head, if it gave them all the same weight."""
+    return Uniform()
+
+
+def mean(dataset: Texts | Iterable[Any]) -> Replacement:
+    """The mean of the head's output over a data set, over all tokens that are no padding.
+
+    The model runs over the data once when a gate with it is entered, in evaluation mode and without gradients.
+
+    Args:
+        dataset: `Texts`, or batches as the model takes them.
+
+    Raises:
+        InputError: when the gate is entered, of data that cannot be used.
+    """
+    return Mean(dataset)
+
+
+def resample(batch: Tensor | Mapping[str, Any]) -> Replacement:
+    """The head's output on another batch, on which the model runs when a gate with it is entered.
+
+    Args:
+        batch: as the model takes it, of the batch and length of the run in which it is put, or of a batch of 1.
+
+    Raises:
+        InputError: when the gate is entered or the model runs, of a batch that cannot be used.
+    """
+    return Resample(batch)
+
+
+def patch(run: Outputs) -> Replacement:
+    """The head's output in another run, as `record` kept it.
+
+    Args:
+        run: of the same model, on inputs of the same batch and length, or of a batch of 1.
+
+    Raises:
+        InputError: what is no such run; when the model runs, one whose sizes do not fit.
+    """
+    if not isinstance(run, Outputs):
+        remedy = "with hw.record(model) as run: model(...)"
+        raise InputError("run", expected="what record(model) gives", got=type(run).__name__, remedy=remedy)
+    return Patch(run)
