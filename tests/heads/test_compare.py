@@ -5,14 +5,21 @@ import math
 import pytest
 
 import headwise as hw
-from headwise.heads.record import Measured, ProfiledHead
+from headwise.heads.record import ProfiledHead
+from headwise.heads.table import Measured
 
 
 def profile(*heads, module="layers.0.attention"):
     """Of heads with `name: (value, sem)`."""
     made = [
         ProfiledHead(
-            0, index, index, module, "self", "mixed", {name: Measured(*each, 7) for name, each in head.items()}
+            layer=0,
+            head=index,
+            kv_head=index,
+            module=module,
+            kind="self",
+            role="mixed",
+            statistics={name: Measured(*each, 7) for name, each in head.items()},
         )
         for index, head in enumerate(heads)
     ]

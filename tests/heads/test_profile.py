@@ -307,7 +307,7 @@ def test_a_run_that_was_stopped_while_it_wrote(moment, count, uninterrupted, tmp
         return original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(record.os, moment, stops)
+        patch.setattr(table.os, moment, stops)
         with suppress(Stopped):  # the last ones come when all is written
             hw.profile(model, texts(), out=out)
     hw.profile(model, texts(), out=out)

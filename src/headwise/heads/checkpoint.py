@@ -4,15 +4,13 @@ import io
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from headwise.errors import InputError
-from headwise.heads.record import ABOUT, TABLE, Profile, load_profile, replace_file, require_parquet, writable
-from headwise.models.watch import Site, Spread
+from headwise.heads.table import Table, files, replace_file, require_parquet, writable
 
 SECONDS = 5.0
 """How often what was measured is written: no more than this is lost."""
@@ -20,34 +18,42 @@ SECONDS = 5.0
 FORCE = "--force (force=True) replaces it"
 
 
-@dataclass
-class State:
-    """How far a process is.
+@runtime_checkable
+class State(Protocol):
+    """How far a process is with a run."""
 
-    Attributes:
-        batches: how many of the data's it is past, those of other processes included.
-        digest: of all of these, so that a run does not go on with other data.
-        sequences, tokens: in these batches.
-        sites: what it measured.
-    """
+    def packed(self) -> dict[str, Any]:
+        """As plain containers and tensors, which are read without running code."""
 
-    batches: int = 0
-    digest: str = ""
-    sequences: int = 0
-    tokens: int = 0
-    sites: list[Site] = field(default_factory=list)
+    @classmethod
+    def unpacked(cls, packed: dict[str, Any]) -> Any:
+        """What was packed."""
 
 
-class Run:
+StateT = TypeVar("StateT", bound=State)
+TableT = TypeVar("TableT", bound=Table[Any])
+
+
+class Run(Generic[StateT, TableT]):
     """The folder of one run, of which each process keeps its own state.
 
     Args:
-        folder: where profile and states are written; None keeps nothing.
+        state: what a state is, which begins as `state()`.
+        table: what the run comes to.
+        folder: where table and states are written; None keeps nothing.
         settings: of the run; it goes on only with the same.
         rank: the number of this process.
     """
 
-    def __init__(self, folder: str | Path | None, settings: Mapping[str, Any], rank: int) -> None:
+    def __init__(
+        self,
+        state: type[StateT],
+        table: type[TableT],
+        folder: str | Path | None,
+        settings: Mapping[str, Any],
+        rank: int = 0,
+    ) -> None:
+        self._state, self._table = state, table
         self.folder, self.settings, self.rank = None if folder is None else Path(folder), settings, rank
         self._written = time.monotonic()
 
@@ -60,42 +66,46 @@ class Run:
         """
         if self.folder is None:
             return
-        require_parquet()
+        require_parquet(self._table.NAME)
         self.folder = writable(self.folder)
         states = sorted(self.folder.glob("unfinished-*.pt"))
         if force:
-            for path in (*self.folder.glob("unfinished-*.pt*"), self.folder / ABOUT, self.folder / TABLE):
+            for path in (*self.folder.glob("unfinished-*.pt*"), *files(self.folder, self._table.NAME)):
                 path.unlink(missing_ok=True)
             return
         for path in states:
             self._read(path)
-        if not states and not self._is_finished() and any((self.folder / name).exists() for name in (ABOUT, TABLE)):
+        if (
+            not states
+            and not self._is_finished()
+            and any(path.exists() for path in files(self.folder, self._table.NAME))
+        ):
             raise self._other(_difference(self._settings_there(), self.settings))
 
-    def finished(self) -> Profile | None:
-        """The profile, if this run ended before."""
-        return load_profile(self.folder) if self.folder is not None and self._is_finished() else None
+    def finished(self) -> TableT | None:
+        """What this run came to, if it ended before."""
+        return self._table.load(self.folder) if self.folder is not None and self._is_finished() else None
 
-    def state(self) -> State:
+    def state(self) -> StateT:
         """Where this process was stopped; at the beginning if it was not."""
         path = self._path
-        return State() if path is None or not path.exists() else self._read(path)
+        return self._state() if path is None or not path.exists() else self._read(path)
 
-    def keep(self, state: State, *, now: bool = False) -> None:
+    def keep(self, state: StateT, *, now: bool = False) -> None:
         """Write how far this process is, if that was not done a moment ago."""
         if self._path is None or (not now and time.monotonic() - self._written < SECONDS):
             return
         buffer = io.BytesIO()
-        torch.save({"settings": json.dumps(self.settings), "state": _packed(state)}, buffer)
+        torch.save({"settings": json.dumps(self.settings), "state": state.packed()}, buffer)
         self._path.parent.mkdir(parents=True, exist_ok=True)  # of another machine, say
         replace_file(self._path, buffer.getvalue())
         self._written = time.monotonic()
 
-    def end(self, profile: Profile) -> None:
-        """Write the profile; then the states are no longer needed."""
+    def end(self, table: TableT) -> None:
+        """Write what the run came to; then the states are no longer needed."""
         if self.folder is None:
             return
-        profile.save(self.folder, force=True)
+        table.save(self.folder, force=True)
         for path in self.folder.glob("unfinished-*.pt*"):
             path.unlink()
 
@@ -113,14 +123,16 @@ class Run:
         return not unfinished and bool(there) and _difference(there, self.settings) is None
 
     def _settings_there(self) -> dict[str, Any]:
-        """Those of the profile in the folder; empty where there is none that can be read."""
+        """Those of the table in the folder; empty where there is none that can be read."""
         try:
-            about = json.loads((self.folder / ABOUT).read_text(encoding="utf-8")) if self.folder else {}
+            about = (
+                json.loads(files(self.folder, self._table.NAME)[1].read_text(encoding="utf-8")) if self.folder else {}
+            )
         except (OSError, ValueError):
             return {}
         return {name: about.get(name) for name in self.settings} if isinstance(about, dict) else {}
 
-    def _read(self, path: Path) -> State:
+    def _read(self, path: Path) -> StateT:
         try:
             kept = torch.load(path, weights_only=True)
             there, state = json.loads(kept["settings"]), kept["state"]
@@ -129,7 +141,8 @@ class Run:
         differs = _difference(there, self.settings)
         if differs is not None:
             raise self._other(differs)
-        return _unpacked(state)
+        unpacked: StateT = self._state.unpacked(state)
+        return unpacked
 
     def _other(self, differs: str | None) -> InputError:
         of = "" if differs is None else f" ({differs} differs)"
@@ -150,21 +163,3 @@ def _difference(there: Any, here: Any, name: str = "") -> str | None:
                 return found
         return None
     return None if there == here else name
-
-
-def _packed(state: State) -> dict[str, Any]:
-    """The state as plain containers and tensors, which are read without running code."""
-    packed = dict(vars(state))
-    packed["sites"] = [
-        vars(site) | {"statistics": {name: vars(spread) for name, spread in site.statistics.items()}}
-        for site in state.sites
-    ]
-    return packed
-
-
-def _unpacked(packed: dict[str, Any]) -> State:
-    sites = []
-    for site in packed["sites"]:
-        spreads = {name: Spread(**spread) for name, spread in site["statistics"].items()}
-        sites.append(Site(**{each.name: site[each.name] for each in fields(Site)} | {"statistics": spreads}))
-    return State(**packed | {"sites": sites})

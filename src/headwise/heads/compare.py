@@ -7,7 +7,8 @@ from itertools import zip_longest
 from typing import Any
 
 from headwise.errors import InputError, MissingExtra
-from headwise.heads.record import Measured, Profile, ProfiledHead, require_statistic
+from headwise.heads.record import Profile, ProfiledHead
+from headwise.heads.table import Measured, require_statistic
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """`profile`: what every head of a model does over a data set, and how sure that is."""
 
-import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,57 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.heads.batches import batches, call, device_of, digest_of, evaluated, moved, size
-from headwise.heads.checkpoint import Run, State
+from headwise.heads.checkpoint import Run
 from headwise.heads.data import Frame, Texts
 from headwise.heads.processes import first_then_all, from_all, place
 from headwise.heads.progress import bar
-from headwise.heads.record import NOTHING, RANDOM, Measured, Profile, ProfiledHead
+from headwise.heads.record import RANDOM, Profile, ProfiledHead
 from headwise.heads.repeats import repeats_of
 from headwise.heads.roles import COPIES, role_of
+from headwise.heads.settings import settings_of
+from headwise.heads.table import NOTHING, Measured
 from headwise.heads.words import text_model
-from headwise.models.watch import Heads, Site, watch
+from headwise.models.watch import Heads, Site, Spread, watch
 from headwise.shapes import Int
 
-SAMPLE = 64
-"""How many numbers of each weight say whether a model is the same: training changes nearly all."""
+
+@dataclass
+class State:
+    """How far a process is.
+
+    Attributes:
+        batches: how many of the data's it is past, those of other processes included.
+        digest: of all of these, so that a run does not go on with other data.
+        sequences, tokens: in these batches.
+        sites: what it measured.
+    """
+
+    batches: int = 0
+    digest: str = ""
+    sequences: int = 0
+    tokens: int = 0
+    sites: list[Site] = field(default_factory=list)
+
+    def packed(self) -> dict[str, Any]:
+        """See `checkpoint.State`."""
+        packed = dict(vars(self))
+        packed["sites"] = [
+            vars(site) | {"statistics": {name: vars(spread) for name, spread in site.statistics.items()}}
+            for site in self.sites
+        ]
+        return packed
+
+    @classmethod
+    def unpacked(cls, packed: dict[str, Any]) -> "State":
+        """See `checkpoint.State`."""
+        sites = []
+        for site in packed["sites"]:
+            spreads = {name: Spread(**spread) for name, spread in site["statistics"].items()}
+            sites.append(Site(**{each.name: site[each.name] for each in fields(Site)} | {"statistics": spreads}))
+        return cls(**packed | {"sites": sites})
+
+
+_Run = Run[State, Profile]
 
 
 def profile(
@@ -72,8 +110,9 @@ def profile(
     if repeats is True or (repeats is None and texts is not None):
         repeats = repeats_of(model, special, None if texts is None else texts.tokenizer)
     rank, processes = place()
-    settings = _settings(model, texts, special, repeats, processes, title)
-    run = Run(out, settings, rank)
+    of_repeats = {"shape": list(repeats.shape), "digest": digest_of([repeats])} if isinstance(repeats, Tensor) else None
+    settings = settings_of(model, texts, title, special=special, repeats=of_repeats, processes=processes)
+    run = Run(State, Profile, out, settings, rank)
     first_then_all(lambda: run.claim(force=force))
     finished = first_then_all(run.finished)
     with evaluated(model), torch.no_grad():
@@ -88,7 +127,7 @@ def profile(
 
 
 def _concluded(
-    model: nn.Module, state: State, sites: Heads, special: Collection[int], repeats: Any, run: Run
+    model: nn.Module, state: State, sites: Heads, special: Collection[int], repeats: Any, run: _Run
 ) -> Profile:
     """The profile, with what the heads do on random tokens, written where it was asked for."""
     random: list[Site] = []
@@ -148,7 +187,7 @@ def _measured(
     model: nn.Module,
     dataset: Texts | Iterable[Any],
     special: Collection[int],
-    run: Run,
+    run: _Run,
     shown: bool,
 ) -> State:
     """Run this process's batches, those that it has not run before."""
@@ -191,7 +230,7 @@ def _pass(state: State, batch: dict[str, Any]) -> None:
     state.digest = digest_of([state.digest, *(part for name in sorted(batch) for part in (name, batch[name]))])
 
 
-def _if_of_this_data(finished: Profile, dataset: Texts | Iterable[Any], run: Run) -> Profile:
+def _if_of_this_data(finished: Profile, dataset: Texts | Iterable[Any], run: _Run) -> Profile:
     """A profile that is there already, if the data is still what it was."""
     state = State()
     for batch in batches(dataset):
@@ -199,57 +238,6 @@ def _if_of_this_data(finished: Profile, dataset: Texts | Iterable[Any], run: Run
     if finished.about["measured"]["digest"] != state.digest:
         raise run.other_data()
     return finished
-
-
-# -- what a run is ----------------------------------------------------------------------------------------------------
-
-
-def _settings(
-    model: nn.Module, texts: Texts | None, special: list[int], repeats: Any, processes: int, title: str | None
-) -> dict[str, Any]:
-    """All that decides the numbers, but for the data itself: a run goes on only with the same."""
-    weights = digest_of(
-        part
-        for name, each in model.state_dict().items()
-        for part in (name, each.flatten()[:: max(1, each.numel() // SAMPLE)] if isinstance(each, Tensor) else None)
-    )
-    of_texts = None
-    if texts is not None:
-        names = ("context", "documents", "batch", "limit", "column")
-        of_texts = {"source": texts.name} | {name: getattr(texts, name) for name in names}
-    parameter = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
-    settings = {
-        "model": {
-            "name": title or getattr(getattr(model, "config", None), "name_or_path", None) or type(model).__name__,
-            "class": type(model).__name__,
-            "dtype": str(parameter.dtype).removeprefix("torch."),
-            "device": parameter.device.type,
-            "weights": weights,
-        },
-        "data": of_texts,
-        "versions": _versions(),
-        "settings": {
-            "special": special,
-            "repeats": None
-            if not isinstance(repeats, Tensor)
-            else {"shape": list(repeats.shape), "digest": digest_of([repeats])},
-            "processes": processes,
-        },
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(settings))
-    return plain
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for package in ("headwise", "torch", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _special_of(tokenizer: Any) -> set[int]:
