@@ -17,7 +17,7 @@ from torch import nn
 
 import headwise as hw
 import tiny
-from headwise.heads import checkpoint, record
+from headwise.heads import checkpoint, table
 from headwise.models.watch import Heads, watch
 from oracles import statistics_of
 
