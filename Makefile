@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCH := $(VENV)/.installed-bench
 
-.PHONY: demo test lint pictures tables census bench bench-quick clean
+.PHONY: demo test lint pictures tables census findings bench bench-quick clean
 
 demo: $(INSTALLED)  ## what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
@@ -27,6 +27,10 @@ tables: $(INSTALLED)  ## the tables in docs/ that are made by running
 census: $(INSTALLED)  ## every model type of transformers, tiny, under hw.watch; and docs/census.md from it
 	$(BIN)/python census
 	$(BIN)/python docs/make_census.py
+
+findings: $(INSTALLED)  ## what heads of two real models are worth, and docs/findings.md from it; an hour
+	$(BIN)/python findings
+	$(BIN)/python docs/make_findings.py
 
 bench: $(BENCH)  ## everything that is claimed about speed and memory, and docs/benchmarks.md from it
 	$(BIN)/python benchmarks/all.py

@@ -19,7 +19,7 @@ from command import arguments, require
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-SCRIPTS = ("layer", "windows", "padding", "grouped", "decoding", "memory", "watching")
+SCRIPTS = ("layer", "windows", "padding", "grouped", "decoding", "memory", "watching", "ablating")
 
 
 def run(script: str, given: Sequence[str]) -> dict | None:

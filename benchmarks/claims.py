@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ablating import WHOLE
 from alone import SDPA
 from decoding import STEPS
 from measure import Row
@@ -136,6 +137,11 @@ CLAIMS = (
         1.0,
         _watched(CALL_EXTRA, 32768),
         at_most=True,
+    ),
+    Claim(
+        "every head of SmolLM2 removed, one at a time, 16 sequences of 256 tokens, against whole forwards",
+        1.8,
+        lambda name, row: (name, row.against, row.regime.batch) == ("ablating", WHOLE, 16),
     ),
 )
 

@@ -23,6 +23,7 @@ TITLES = {
     "decoding": "Decoding",
     "memory": "Memory",
     "watching": "Watching a model",
+    "ablating": "Removing heads, one at a time",
     "gpu": "On a GPU",
 }
 """In the order of the document."""

@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import ablating
 import alone
 import claims
 import command
@@ -287,7 +288,10 @@ def test_the_fastest_peer_is_the_one_that_ours_beats_by_least():
 # -- the scripts ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [layer, windows, decoding, watching, gpu], ids=lambda script: script.__name__)
+SCRIPTS = [layer, windows, decoding, watching, ablating, gpu]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_a_script_runs_and_says_it_in_json_last(script, capsys, monkeypatch):
     # An interpreter of its own takes seconds to start.
     monkeypatch.setattr(watching, "measured", lambda _, name, regime: watching.child(name, regime))
@@ -336,6 +340,16 @@ def test_what_is_watched_wrongly_is_not_timed(monkeypatch):
         monkeypatch.setitem(watching.WAYS, watching.OURS, wrong)
         with pytest.raises(SystemExit, match="watched, 40 tokens: distance is off by 1.0e-03 of its size in 12 heads"):
             watching.checked(of, [watching.OURS], 40)
+
+
+def test_other_losses_than_those_of_whole_forwards_are_not_timed():
+    model, batch = ablating.subject(ablating.TINY)
+    heads = [(1, 2)]
+    found = {name: way(model, batch, heads, 24)[1] for name, way in ablating.WAYS.items()}
+    ablating.require_same(found)
+    found["ours"] = ablating.ours(model, batch, [(1, 3)], 24)[1]
+    with pytest.raises(SystemExit, match="ours: losses differ from those of whole forwards by"):
+        ablating.require_same(found)
 
 
 def test_a_peer_that_measures_something_else_is_left_out_by_name(monkeypatch, capsys):
@@ -411,6 +425,7 @@ def test_the_targets_are_those_that_were_set():
         (3.0, False),  # output_attentions=True
         (1.0, True),  # 300 MB
         (1.0, True),  # 1 GB
+        (1.8, False),  # every head removed
     ]
 
 
@@ -475,6 +490,7 @@ LONG_WINDOW = {"mask": "window", "length": 8192}
         ("statistics from it", "watching", watching.EAGER, {"length": 2048}, {"length": 1024}),
         ("over 300 MB", "watching", watching.MODEL_EXTRA, {"length": 8192}, {"length": 2048}),
         ("over 1 GB", "watching", watching.CALL_EXTRA, {"length": 32768}, {"length": 8192}),
+        ("every head of SmolLM2", "ablating", ablating.WHOLE, {"batch": 16}, {"batch": 4}),
     ],
 )
 def test_a_claim_covers_its_regimes_and_no_others(says, benchmark, against, covered, other):

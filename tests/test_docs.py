@@ -36,7 +36,7 @@ def test_the_code_of_the_readme_runs_and_prints_what_it_says(minilm, tmp_path, m
     }
     printed = io.StringIO()
     blocks = re.findall(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", README, re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 9
     with contextlib.redirect_stdout(printed):
         for code, _ in blocks:
             exec(code, names)

@@ -23,8 +23,8 @@ def tokenizer(kind: str):
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names)
 
 
-def model(kind: str, seed: int = 0, **options):
-    """BERT or Llama with 2 layers of 6 heads."""
+def model(kind: str, seed: int = 0, top: str = "", **options):
+    """BERT or Llama with 2 layers of 6 heads; on top of it what `transformers` calls "ForCausalLM", or nothing."""
     sizes = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
     sizes |= {"intermediate_size": 37, "max_position_embeddings": 128} | options
     if kind == "encoder":
@@ -32,7 +32,7 @@ def model(kind: str, seed: int = 0, **options):
     else:
         config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, head_dim=10)
     torch.manual_seed(seed)
-    made = transformers.AutoModel.from_config(config)
+    made = getattr(transformers, f"AutoModel{top}").from_config(config)
     for parameter in made.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.3)  # so that heads differ by more than rounding

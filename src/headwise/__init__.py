@@ -13,9 +13,13 @@ from headwise.convert.linear import from_heads, from_projections, to_heads, to_p
 from headwise.convert.torch import from_torch, to_torch
 from headwise.convert.transformers import from_transformers, to_transformers
 from headwise.errors import HeadwiseError, InputError, MissingExtra
+from headwise.heads.ablate import Ablation, SetAblation, ablate
+from headwise.heads.agreement import Agreement, agreement
 from headwise.heads.compare import compare
 from headwise.heads.data import Texts
 from headwise.heads.gate import gate
+from headwise.heads.importance import Importance, importance
+from headwise.heads.losses import EmbeddingDistance, MaskedTokenLoss, next_token_loss
 from headwise.heads.outputs import record
 from headwise.heads.profile import profile
 from headwise.heads.record import Profile, load_profile
@@ -32,18 +36,23 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ALiBi",
+    "Ablation",
+    "Agreement",
     "Blockwise",
     "Cache",
     "Detail",
     "DifferentialAttention",
     "DynamicCache",
     "DynamicNTK",
+    "EmbeddingDistance",
     "HeadwiseError",
+    "Importance",
     "InputError",
     "LatentAttention",
     "LinearScaling",
     "Llama3",
     "Mask",
+    "MaskedTokenLoss",
     "MissingExtra",
     "MultiHeadAttention",
     "PositionBias",
@@ -53,10 +62,13 @@ __all__ = [
     "RelativeBias",
     "Rotary",
     "Scores",
+    "SetAblation",
     "SlidingCache",
     "StaticCache",
     "Texts",
     "YaRN",
+    "ablate",
+    "agreement",
     "attend",
     "causal",
     "chunked",
@@ -69,8 +81,10 @@ __all__ = [
     "from_transformers",
     "fuse_projections",
     "gate",
+    "importance",
     "load_profile",
     "mean",
+    "next_token_loss",
     "padding",
     "patch",
     "per_head",

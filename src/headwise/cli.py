@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,21 +11,47 @@ import typer
 
 from headwise import __version__
 from headwise.errors import HeadwiseError, InputError
+from headwise.heads.ablate import ablate as without
 from headwise.heads.compare import compare as line_up
 from headwise.heads.data import Texts
-from headwise.heads.processes import processes
+from headwise.heads.importance import METHODS
+from headwise.heads.importance import importance as score
+from headwise.heads.losses import LOSSES, EmbeddingDistance, loss_named
+from headwise.heads.processes import Process, processes
 from headwise.heads.profile import profile as measure
 from headwise.heads.record import load_profile
+from headwise.heads.replacements import Replacement, mean, uniform, zero
 from headwise.heads.view import view as view_text
-from headwise.models.load import load
+from headwise.models.load import Loaded, load, top_of
 from headwise.show.page import write_page
 from headwise.show.profiles import print_comparison, print_profile
+from headwise.show.scores import print_ablation, print_importance
 from headwise.show.terminal import make_console, print_view
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 _UsageError: Any = typer.BadParameter.__base__
 """What the parser raises for a command line that it cannot read; typer keeps the class to itself."""
+
+
+Data = Annotated[Path, typer.Option(help="A file or folder: text, JSON lines, parquet.")]
+Out = Annotated[Path, typer.Option(help="A folder for the table; a run that was stopped goes on there.")]
+Model = Annotated[str, typer.Option(help="minilm, smollm2, a folder in Hugging Face format, or a hub id.")]
+Context = Annotated[
+    int | None, typer.Option(min=1, help="The most tokens of a sequence; 2048, or what the model takes.")
+]
+Documents = Annotated[
+    str, typer.Option(help="What becomes of a document: whole (too long is refused), truncate, cut, pack.")
+]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences that are run together.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only so many sequences, the first.")]
+Column = Annotated[str, typer.Option(help="Where the text is, in JSON lines and parquet.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; a GPU where there is one.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace another run in that folder.")]
+LossName = Annotated[
+    str | None, typer.Option("--loss", help=f"{', '.join(LOSSES)}; by default what the model was made for.")
+]
+Top = Annotated[int, typer.Option(min=1, help="How many are shown, the largest.")]
 
 
 def run() -> int:
@@ -53,9 +79,7 @@ def headwise(
 @app.command()
 def view(
     text: Annotated[str, typer.Argument(help="The text; - reads standard input, @FILE a file.")],
-    model: Annotated[
-        str, typer.Option(help="minilm, smollm2, a folder in Hugging Face format, or a hub id.")
-    ] = "minilm",
+    model: Model = "minilm",
     layer: Annotated[list[int] | None, typer.Option(metavar="N", help="Only this layer; may be repeated.")] = None,
     head: Annotated[
         list[int] | None,
@@ -81,23 +105,17 @@ def view(
 
 @app.command()
 def profile(
-    data: Annotated[Path, typer.Option(help="A file or folder: text, JSON lines, parquet.")],
-    out: Annotated[Path, typer.Option(help="A folder for the profile; a run that was stopped goes on there.")],
-    model: Annotated[
-        str, typer.Option(help="minilm, smollm2, a folder in Hugging Face format, or a hub id.")
-    ] = "minilm",
-    context: Annotated[
-        int | None, typer.Option(min=1, help="The most tokens of a sequence; 2048, or what the model takes.")
-    ] = None,
-    documents: Annotated[
-        str, typer.Option(help="What becomes of a document: whole (too long is refused), truncate, cut, pack.")
-    ] = "whole",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences that are run together.")] = 8,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many sequences, the first.")] = None,
-    column: Annotated[str, typer.Option(help="Where the text is, in JSON lines and parquet.")] = "text",
+    data: Data,
+    out: Out,
+    model: Model = "minilm",
+    context: Context = None,
+    documents: Documents = "whole",
+    batch: Batch = 8,
+    limit: Limit = None,
+    column: Column = "text",
     repeats: Annotated[bool, typer.Option(help="Measure induction on random tokens as well.")] = True,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; a GPU where there is one.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace another run in that folder.")] = False,
+    device: Device = None,
+    force: Force = False,
 ) -> None:
     """Measure every head of a model over a data set; under torchrun, with several processes."""
     with _mistakes_in_a_sentence(), processes() as place:
@@ -109,8 +127,103 @@ def profile(
         found = measure(moved, texts, repeats=repeats, **options)
         if place.first:
             print_profile(found, make_console())
-            typer.echo(f"\nwrote {out}")
-            sys.stdout.flush()
+            _wrote(out)
+
+
+@app.command()
+def ablate(
+    data: Data,
+    out: Out,
+    model: Model = "minilm",
+    loss: LossName = None,
+    how: Annotated[
+        str, typer.Option(help="What takes the place of a head: zero, uniform attention, or its mean over the data.")
+    ] = "zero",
+    of: Annotated[str, typer.Option(help="What is removed at a time: heads, layers, groups, or roles.")] = "heads",
+    roles: Annotated[Path | None, typer.Option(help="The folder of a profile, for --of roles.")] = None,
+    context: Context = None,
+    documents: Documents = "whole",
+    batch: Batch = 8,
+    limit: Limit = None,
+    column: Column = "text",
+    device: Device = None,
+    top: Top = 20,
+    force: Force = False,
+) -> None:
+    """Measure what a model's loss is without each head, layer, group or role."""
+    with _mistakes_in_a_sentence():
+        if (of == "roles") != (roles is not None):
+            raise InputError("roles", expected="a profile's folder with --of roles, and only then", got=repr(roles))
+        sets = of if roles is None else load_profile(roles).roles()
+        loaded, texts, found_loss = _with_loss(model, loss, data, context, documents, batch, limit, column)
+        moved = loaded.model.to(Process(True, 0).device(device))
+        options: Any = {"out": out, "force": force, "progress": True, "title": loaded.title}
+        found = without(moved, texts, found_loss, how=_replacement(how, texts), of=sets, **options)
+        print_ablation(found, make_console(), top)
+        _wrote(out)
+
+
+@app.command()
+def importance(
+    data: Data,
+    out: Out,
+    model: Model = "minilm",
+    loss: LossName = None,
+    method: Annotated[
+        str | None, typer.Option(help=f"{', '.join(METHODS)}; by default the first, or ablation of embeddings.")
+    ] = None,
+    normalise: Annotated[bool, typer.Option("--normalise", help="Divide by the l2 norm over a layer's heads.")] = False,
+    steps: Annotated[int | None, typer.Option(min=1, help="Gates from 0 to 1, of integrated.")] = None,
+    sparsity: Annotated[
+        float | None, typer.Option(min=0.0, help="What an open gate costs, in units of the loss, of hard_concrete.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data, of hard_concrete.")] = None,
+    context: Context = None,
+    documents: Documents = "whole",
+    batch: Batch = 8,
+    limit: Limit = None,
+    column: Column = "text",
+    device: Device = None,
+    top: Top = 20,
+    force: Force = False,
+) -> None:
+    """Score the heads of a model: gradients of gates, their integral, ablation, or gates that are learned."""
+    with _mistakes_in_a_sentence():
+        loaded, texts, found_loss = _with_loss(model, loss, data, context, documents, batch, limit, column)
+        moved = loaded.model.to(Process(True, 0).device(device))
+        given = {"steps": steps, "sparsity": sparsity, "epochs": epochs}
+        options: Any = {name: value for name, value in given.items() if value is not None}
+        options |= {"out": out, "force": force, "progress": True, "title": loaded.title}
+        if method is None:  # a distance has no slope at the whole model
+            method = "ablation" if isinstance(found_loss, EmbeddingDistance) else "gradient"
+        found = score(moved, texts, found_loss, method, normalise=normalise, **options)
+        print_importance(found, make_console(), top)
+        _wrote(out)
+
+
+def _with_loss(model: str, name: str | None, data: Path, *options: Any) -> tuple[Loaded, Texts, Callable[..., Any]]:
+    """A model with what its loss asks for on top, the texts, and the loss."""
+    _quiet_libraries()
+    if name is None:
+        made = top_of(model)
+        name = next(loss for loss, top in LOSSES.items() if top == made)
+    if name not in LOSSES:
+        raise InputError("loss", expected=f"one of {', '.join(LOSSES)}", got=repr(name))
+    loaded = load(model, LOSSES[name])
+    return loaded, Texts(data, loaded.tokenizer, *options), loss_named(name, loaded.tokenizer)
+
+
+def _replacement(name: str, texts: Texts) -> Replacement:
+    """What takes the place of a head's output, by its name."""
+    known: dict[str, Callable[[], Replacement]] = {"zero": zero, "uniform": uniform, "mean": lambda: mean(texts)}
+    if name not in known:
+        raise InputError("how", expected=f"one of {', '.join(known)}", got=repr(name))
+    return known[name]()
+
+
+def _wrote(out: Path) -> None:
+    typer.echo(f"\nwrote {out}")
+    sys.stdout.flush()
 
 
 @app.command()

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from headwise.checks import probability
 from headwise.errors import InputError
 from headwise.heads.batches import call
+from headwise.models.forward import instead
+from headwise.models.intercept import hooked_by_others
 from headwise.shapes import Bool, Float, Int
 
 ROWS, WORDS = 512, 2048
@@ -102,6 +104,23 @@ class EmbeddingDistance:
         return 1.0 - F.cosine_similarity(_embeddings(model, batch), self._whole, dim=-1)
 
 
+LOSSES = {"next-token": "causal", "masked-token": "masked", "embedding": None}
+"""The losses of the command line, and what must stand on top of a model for each."""
+
+
+def loss_named(name: str, tokenizer: Any) -> Any:
+    """A loss by its name in `LOSSES`, with what it needs of a tokenizer."""
+    if name == "next-token":
+        return next_token_loss
+    if name == "embedding":
+        return EmbeddingDistance()
+    if name not in LOSSES:
+        raise InputError("loss", expected=f"one of {', '.join(LOSSES)}", got=repr(name))
+    if tokenizer.mask_token_id is None:
+        raise InputError("loss", expected="a tokenizer with a mask token", got="one without")
+    return MaskedTokenLoss(tokenizer.mask_token_id, special=tokenizer.all_special_ids)
+
+
 def _embeddings(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, "batch width"]:
     given = call(model, batch)
     hidden = getattr(given, "last_hidden_state", given)
@@ -156,8 +175,8 @@ def _output_embedding(model: Any) -> nn.Linear | None:
     if model in _more_follows or not hasattr(model, "get_output_embeddings"):
         return None
     head = model.get_output_embeddings()
-    plain = type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
-    return head if plain and "forward" not in vars(head) else None
+    plain = type(head) is nn.Linear and not hooked_by_others(head)
+    return head if plain and not hasattr(head, "_hf_hook") else None  # by which it is moved between devices
 
 
 @contextmanager
@@ -169,11 +188,8 @@ def _left_to_us(head: nn.Linear) -> Iterator[list[Tensor]]:
         given[:] = [hidden, torch.empty(*hidden.shape[:-1], head.out_features, device="meta", dtype=hidden.dtype)]
         return given[1]
 
-    head.forward = forward  # type: ignore[assignment]
-    try:
+    with instead(head, forward):
         yield given
-    finally:
-        del head.forward
 
 
 def _tiled(

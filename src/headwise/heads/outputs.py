@@ -1,6 +1,5 @@
 """`record`: what each head of a model gave in a run, before the output projection, to be kept and put elsewhere."""
 
-import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,11 +17,8 @@ Site = tuple[str, bool]
 """A module that attends, and whether to something else than its own input."""
 
 
-class Reader:
-    """A visitor that is told what every head gave, and changes nothing."""
-
-    def __init__(self, modules: Collection[str] | None = None) -> None:
-        self.modules = modules
+class Blind:
+    """A visitor that looks at no rows."""
 
     def starts(self) -> None:
         """See `Visitor`."""
@@ -36,6 +32,13 @@ class Reader:
     def sees(self, call: Call) -> Look | None:
         """See `Visitor`."""
         return None
+
+
+class Reader(Blind):
+    """A visitor that is told what every head gave, and changes nothing."""
+
+    def __init__(self, modules: Collection[str] | None = None) -> None:
+        self.modules = modules
 
     def changes(self, call: Call) -> Change | None:
         """See `Visitor`."""
@@ -53,7 +56,7 @@ class Reader:
 
 
 class Outputs(Reader):
-    """The output of heads in the last run of a model, call by call.
+    """The output of heads in the last run in which their module attended, call by call.
 
     Attributes:
         of: `(batch, heads, queries, value_dim)` of each call, by module and whether it attended to something else.
@@ -62,12 +65,11 @@ class Outputs(Reader):
     def __init__(self, modules: Collection[str] | None = None) -> None:
         super().__init__(modules)
         self.of: dict[Site, list[Float[Tensor, "batch heads queries value_dim"]]] = {}
-        self._lock = threading.Lock()
 
     def reads(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
         """See `Reader`."""
-        with self._lock:
-            self.of.setdefault((call.path, call.cross), []).append(out.detach())
+        before = self.of.get((call.path, call.cross), [])[: call.number]
+        self.of[call.path, call.cross] = [*before, out.detach()]
 
     def call(self, site: Site, number: int) -> Float[Tensor, "batch heads queries value_dim"]:
         """What a call of a module gave. `InputError` where it made none such."""
@@ -81,6 +83,8 @@ class Outputs(Reader):
 def record(model: Any, layers: Collection[int | str] | None = None) -> Iterator[Outputs]:
     """Within the context, what every head gives is kept: memory for `batch x heads x queries x value_dim` a layer.
 
+    Of several runs the last is kept. Inside of a `gate`, what is kept is what the gate made of the heads.
+
     Args:
         model: any module that `watch` can see into.
         layers: only these, by number or by the path of the module that attends; all by default.
@@ -88,8 +92,9 @@ def record(model: Any, layers: Collection[int | str] | None = None) -> Iterator[
     Raises:
         InputError: no module; a compiled one; a layer that is not there.
     """
-    outputs = Outputs(None if layers is None else {module_of(require_module(model), layer) for layer in layers})
-    with intercepted(require_module(model), outputs):
+    require_module(model)
+    outputs = Outputs(None if layers is None else {module_of(model, layer) for layer in layers})
+    with intercepted(model, outputs):
         yield outputs
 
 
@@ -101,27 +106,27 @@ def require_module(model: Any) -> nn.Module:
 
 
 class Means(Reader):
-    """The mean of each head's output over tokens that are no padding."""
+    """The mean of each head's output over tokens that are no padding, call by call."""
 
     def __init__(self, modules: Collection[str] | None = None) -> None:
         super().__init__(modules)
-        self._sums: dict[Site, tuple[Float[Tensor, "heads value_dim"], float]] = {}
+        self._sums: dict[tuple[Site, int], tuple[Float[Tensor, "heads value_dim"], float]] = {}
 
     def reads(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
         """See `Reader`."""
-        real = call.padding
-        out = out.detach().to(torch.promote_types(out.dtype, torch.float32))
-        if real is not None and not call.cross and real.shape == (out.shape[0], out.shape[2]):
-            out, number = out * real[:, None, :, None].to(out.dtype), float(real.sum())
-        else:
-            number = float(out.shape[0] * out.shape[2])
-        total = out.double().sum((0, 2))
-        before, count = self._sums.get((call.path, call.cross), (torch.zeros_like(total), 0.0))
-        self._sums[call.path, call.cross] = before + total, count + number
+        batch, _, queries, _ = out.shape
+        out, tokens = out.detach(), float(batch * queries)
+        if call.padding is not None and call.padding.shape == (batch, queries):
+            real = call.padding.bool()
+            out, tokens = out.masked_fill(~real[:, None, :, None], 0.0), float(real.sum())
+        total, key = out.sum((0, 2), dtype=torch.float64), ((call.path, call.cross), call.number)
+        before, counted = self._sums.get(key, (torch.zeros_like(total), 0.0))
+        self._sums[key] = before + total, counted + tokens
 
-    def __getitem__(self, site: Site) -> Float[Tensor, "heads value_dim"]:
-        """The mean of a module's heads. `InputError` where it did not run."""
-        if site not in self._sums:
-            raise InputError("dataset", expected=f"batches in which {site[0]} attends", got="none")
-        total, number = self._sums[site]
-        return total / max(number, 1.0)
+    def call(self, site: Site, number: int) -> Float[Tensor, "heads value_dim"]:
+        """The mean of a module's heads in a call. `InputError` where it made none such."""
+        if (site, number) not in self._sums:
+            expected = f"batches in which {site[0]} attends {number + 1} times"
+            raise InputError("dataset", expected=expected, got="none")
+        total, tokens = self._sums[site, number]
+        return total / max(tokens, 1.0)

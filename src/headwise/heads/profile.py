@@ -1,8 +1,7 @@
 """`profile`: what every head of a model does over a data set, and how sure that is."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,56 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from headwise.errors import InputError
-from headwise.heads.batches import batches, call, device_of, digest_of, evaluated, moved, size
+from headwise.heads.batches import call, device_of, digest_of, evaluated, moved
 from headwise.heads.checkpoint import Run
 from headwise.heads.data import Frame, Texts
+from headwise.heads.passes import State, of_heads, pass_over, require_same_data
 from headwise.heads.processes import first_then_all, from_all, place
-from headwise.heads.progress import bar
 from headwise.heads.record import RANDOM, Profile, ProfiledHead
 from headwise.heads.repeats import repeats_of
 from headwise.heads.roles import COPIES, role_of
 from headwise.heads.settings import settings_of
 from headwise.heads.table import NOTHING, Measured
 from headwise.heads.words import text_model
-from headwise.models.watch import Heads, Site, Spread, watch
+from headwise.models.seen import Seen, Site
+from headwise.models.watch import watch
 from headwise.shapes import Int
-
-
-@dataclass
-class State:
-    """How far a process is.
-
-    Attributes:
-        batches: how many of the data's it is past, those of other processes included.
-        digest: of all of these, so that a run does not go on with other data.
-        sequences, tokens: in these batches.
-        sites: what it measured.
-    """
-
-    batches: int = 0
-    digest: str = ""
-    sequences: int = 0
-    tokens: int = 0
-    sites: list[Site] = field(default_factory=list)
-
-    def packed(self) -> dict[str, Any]:
-        """See `checkpoint.State`."""
-        packed = dict(vars(self))
-        packed["sites"] = [
-            vars(site) | {"statistics": {name: vars(spread) for name, spread in site.statistics.items()}}
-            for site in self.sites
-        ]
-        return packed
-
-    @classmethod
-    def unpacked(cls, packed: dict[str, Any]) -> "State":
-        """See `checkpoint.State`."""
-        sites = []
-        for site in packed["sites"]:
-            spreads = {name: Spread(**spread) for name, spread in site["statistics"].items()}
-            sites.append(Site(**{each.name: site[each.name] for each in fields(Site)} | {"statistics": spreads}))
-        return cls(**packed | {"sites": sites})
-
 
 _Run = Run[State, Profile]
 
@@ -117,17 +80,16 @@ def profile(
     finished = first_then_all(run.finished)
     with evaluated(model), torch.no_grad():
         if finished is not None:
-            return _if_of_this_data(finished, dataset, run)
-        shown = progress and rank == 0
-        state = _measured(model, dataset, special, run, shown)
-        sites = Heads(model, special)
+            return require_same_data(finished, dataset, run)
+        state = _measured(model, dataset, special, run, progress)
+        sites = Seen(model)
         for of_one in from_all(state.sites):
             sites.merge(of_one)
         return first_then_all(lambda: _concluded(model, state, sites, special, repeats, run))
 
 
 def _concluded(
-    model: nn.Module, state: State, sites: Heads, special: Collection[int], repeats: Any, run: _Run
+    model: nn.Module, state: State, sites: Seen, special: Collection[int], repeats: Any, run: _Run
 ) -> Profile:
     """The profile, with what the heads do on random tokens, written where it was asked for."""
     random: list[Site] = []
@@ -135,41 +97,32 @@ def _concluded(
         with watch(model, special=special) as heads:
             model(repeats.to(device_of(model)))
         random = heads.sites
-    data = {"sequences": state.sequences, "tokens": state.tokens, "digest": state.digest}
-    profile = Profile(tuple(_heads(sites, random)), {**run.settings, "measured": data})
+    profile = Profile(tuple(_heads(sites, random)), {**run.settings, "measured": state.data})
     run.end(profile)
     return profile
 
 
-def _heads(seen: Heads, random: list[Site]) -> Iterator[ProfiledHead]:
+def _heads(seen: Seen, random: list[Site]) -> Iterator[ProfiledHead]:
     """Every head, all with the same statistics."""
     on_random = {(site.path, site.cross): site for site in random}
     names = dict.fromkeys(name for site in seen.sites for name in site.statistics)
-    copies = [role.statistic for role in COPIES]
-    for layer, site in zip(seen.layers, seen.sites, strict=True):
-        measured = {name: _of_heads(site, name) for name in names}
-        for name in copies if random else ():
-            measured[name + RANDOM] = _of_heads(on_random.get((site.path, site.cross)), name, site.heads)
-        for head in range(site.heads):
-            statistics = {name: of_heads[head] for name, of_heads in measured.items()}
-            yield ProfiledHead(
-                layer=layer,
-                head=head,
-                kv_head=head * site.kv_heads // site.heads,
-                module=site.path,
-                kind="cross" if site.cross else "self",
-                role=_role(statistics),
-                statistics=statistics,
-            )
+    copies = [role.statistic for role in COPIES] if random else []
+    measured = {}
+    for site in seen.sites:
+        there = on_random.get((site.path, site.cross))
+        measured[id(site)] = {name: _of_heads(site, name) for name in names} | {
+            name + RANDOM: _of_heads(there, name, site.heads) for name in copies
+        }
+    for site, where in seen.places():
+        statistics = {name: heads[where["head"]] for name, heads in measured[id(site)].items()}
+        yield ProfiledHead(**where, role=_role(statistics), statistics=statistics)
 
 
 def _of_heads(site: Site | None, name: str, heads: int = 0) -> list[Measured]:
     """A statistic of each head of a site."""
     if site is None or name not in site.statistics:
         return [NOTHING] * (heads if site is None else site.heads)
-    spread = site.statistics[name]
-    numbers = (spread.value.tolist(), spread.standard_error.tolist(), spread.number.long().tolist())
-    return [Measured(*each) for each in zip(*numbers, strict=True)]
+    return of_heads(site.statistics[name])
 
 
 def _role(statistics: Mapping[str, Measured]) -> str:
@@ -180,9 +133,6 @@ def _role(statistics: Mapping[str, Measured]) -> str:
     return role_of(means, counts, random).name
 
 
-# -- one process's part -----------------------------------------------------------------------------------------------
-
-
 def _measured(
     model: nn.Module,
     dataset: Texts | Iterable[Any],
@@ -191,53 +141,17 @@ def _measured(
     shown: bool,
 ) -> State:
     """Run this process's batches, those that it has not run before."""
-    rank, processes = place()
     before, state, device = run.state(), State(), device_of(model)
-    title, unit, total = "data", "batches", len(dataset) if isinstance(dataset, Sized) else None
-    if isinstance(dataset, Texts):
-        title, unit, total = Path(dataset.name).name, "tokens", dataset.tokens
-    with watch(model, special=special) as heads, bar(title, total, unit, shown=shown) as advance:
+    with watch(model, special=special) as heads:
         heads.merge(before.sites)
-        for batch in batches(dataset):
-            _pass(state, batch)
-            new = state.batches > before.batches
-            if state.batches == before.batches and state.digest != before.digest:
-                raise run.other_data()
-            if new and (state.batches - 1) % processes == rank:
-                call(model, moved(batch, device))
-            advance(size(batch)[1] if unit == "tokens" else 1, not new)
-            if new:
-                run.keep(_with(state, heads))
-    if state.batches < before.batches:
-        raise run.other_data()
-    if not state.batches:
-        raise InputError("dataset", expected="at least one batch", got="none")
-    state = _with(state, heads)
-    run.keep(state, now=True)
+        state.sites = heads.sites
+
+        def read(batch: dict[str, Any]) -> None:
+            call(model, moved(batch, device))
+            state.sites = heads.sites
+
+        pass_over(dataset, read, run, before, state, shown=shown)
     return state
-
-
-def _with(state: State, heads: Heads) -> State:
-    return State(state.batches, state.digest, state.sequences, state.tokens, heads.sites)
-
-
-def _pass(state: State, batch: dict[str, Any]) -> None:
-    """Count a batch, whoever runs it."""
-    sequences, tokens = size(batch)
-    state.batches += 1
-    state.sequences += sequences
-    state.tokens += tokens
-    state.digest = digest_of([state.digest, *(part for name in sorted(batch) for part in (name, batch[name]))])
-
-
-def _if_of_this_data(finished: Profile, dataset: Texts | Iterable[Any], run: _Run) -> Profile:
-    """A profile that is there already, if the data is still what it was."""
-    state = State()
-    for batch in batches(dataset):
-        _pass(state, batch)
-    if finished.about["measured"]["digest"] != state.digest:
-        raise run.other_data()
-    return finished
 
 
 def _special_of(tokenizer: Any) -> set[int]:

@@ -44,7 +44,8 @@ def bar(title: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Ca
 
         def render(self, task: "Task") -> Text:
             seconds = task.finished_time or task.elapsed
-            return Text(f"{(task.completed - before_this) / seconds:,.0f}/s" if seconds else "")
+            rate = (task.completed - before_this) / seconds if seconds else 0.0
+            return Text(f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s" if rate else "")
 
     columns = (
         TextColumn("{task.description}"),

@@ -6,7 +6,6 @@ inputs of the kind that it knows (Chan et al. 2022, "Causal scrubbing"); `patch`
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 from headwise.errors import InputError
 from headwise.heads.batches import batches, call, device_of, evaluated, moved
 from headwise.heads.data import Texts
-from headwise.heads.outputs import Means, Outputs
+from headwise.heads.outputs import Means, Outputs, Reader
 from headwise.models.intercept import intercepted
-from headwise.models.running import Attended, Call
+from headwise.models.running import Attended, Call, alone
 from headwise.shapes import Float
 
 
@@ -28,15 +27,15 @@ class Replacement:
         """What serves heads of these modules, once all is known that the model must be run for."""
         return self
 
-    def output(self, attended: Attended, call: Call, number: int) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """What stands there, for all heads of a call, which is the `number`-th of its module in this run."""
+    def output(self, attended: Attended, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
+        """What stands there, for all heads of a call."""
         raise NotImplementedError
 
 
 class Zero(Replacement):
     """See `zero`."""
 
-    def output(self, attended: Attended, call: Call, number: int) -> Float[Tensor, "#batch heads #queries #value_dim"]:
+    def output(self, attended: Attended, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
         """See `Replacement`."""
         return attended.out.new_zeros(1, call.grid.heads, 1, 1)
 
@@ -44,7 +43,7 @@ class Zero(Replacement):
 class Uniform(Replacement):
     """See `uniform`."""
 
-    def output(self, attended: Attended, call: Call, number: int) -> Float[Tensor, "#batch heads #queries #value_dim"]:
+    def output(self, attended: Attended, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
         """See `Replacement`."""
         return attended.evenly()
 
@@ -59,19 +58,16 @@ class Mean(Replacement):
         """See `Replacement`."""
         if self.means is not None and self.means.modules is not None and set(modules) <= set(self.means.modules):
             return self
-        means, number = Means(set(modules)), 0
+        means = Means(set(modules))
         dataset = self.dataset.within(model) if isinstance(self.dataset, Texts) else self.dataset
-        with evaluated(model), torch.no_grad(), intercepted(model, means):
-            for number, batch in enumerate(batches(dataset), 1):  # noqa: B007
-                call(model, moved(batch, device_of(model)))
-        if not number:
+        if not _run(model, dataset, means):
             raise InputError("dataset", expected="at least one batch", got="none")
         return Mean(self.dataset, means)
 
-    def output(self, attended: Attended, call: Call, number: int) -> Float[Tensor, "#batch heads #queries #value_dim"]:
+    def output(self, attended: Attended, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
         """See `Replacement`."""
         assert self.means is not None
-        return self.means[call.path, call.cross][None, :, None, :]
+        return self.means.call((call.path, call.cross), call.number)[None, :, None, :]
 
 
 class Patch(Replacement):
@@ -80,13 +76,13 @@ class Patch(Replacement):
     def __init__(self, run: Outputs) -> None:
         self.run = run
 
-    def output(self, attended: Attended, call: Call, number: int) -> Float[Tensor, "#batch heads #queries #value_dim"]:
+    def output(self, attended: Attended, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
         """See `Replacement`."""
-        found, here = self.run.call((call.path, call.cross), number), attended.out.shape
-        for name, axis in (("batch", 0), ("length", 2)):
-            if found.shape[axis] not in (1, here[axis]):
-                expected = f"{name} {here[axis]}, as in this run"
-                raise InputError("run", expected=expected, got=f"{name} {found.shape[axis]}")
+        found, here = self.run.call((call.path, call.cross), call.number), attended.out.shape
+        fits = found.shape[0] in (1, here[0]) and found.shape[1:] == here[1:]
+        if not fits:
+            expected = f"(batch, heads, queries, value_dim) = {tuple(here)} in {call.path}, as here, or a batch of 1"
+            raise InputError("run", expected=expected, got=tuple(found.shape))
         return found
 
 
@@ -99,12 +95,17 @@ class Resample(Replacement):
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
         """See `Replacement`."""
         outputs = Outputs(set(modules))
-        with ExitStack() as stack:
-            for context in (evaluated(model), torch.no_grad(), intercepted(model, outputs)):
-                stack.enter_context(context)
-            for batch in batches([self.batch]):
-                call(model, moved(batch, device_of(model)))
+        _run(model, [self.batch], outputs)
         return Patch(outputs)
+
+
+def _run(model: nn.Module, dataset: Texts | Iterable[Any], reader: Reader) -> int:
+    """Run the model over batches for a reader, whom alone it concerns. How many there were."""
+    number = 0
+    with evaluated(model), torch.no_grad(), alone(reader), intercepted(model, reader):
+        for number, batch in enumerate(batches(dataset), 1):  # noqa: B007
+            call(model, moved(batch, device_of(model)))
+    return number
 
 
 def zero() -> Replacement:
@@ -120,7 +121,10 @@ def uniform() -> Replacement:
 def mean(dataset: Texts | Iterable[Any]) -> Replacement:
     """The mean of the head's output over a data set, over all tokens that are no padding.
 
-    The model runs over the data once when a gate with it is entered, in evaluation mode and without gradients.
+    A module that attends several times in a run has a mean for each.
+
+    The model runs over the data once when a gate with it is entered, in evaluation mode, without gradients, and
+    without what other contexts would see or change of it.
 
     Args:
         dataset: `Texts`, or batches as the model takes them.
@@ -132,7 +136,7 @@ def mean(dataset: Texts | Iterable[Any]) -> Replacement:
 
 
 def resample(batch: Tensor | Mapping[str, Any]) -> Replacement:
-    """The head's output on another batch, on which the model runs when a gate with it is entered.
+    """The head's output on another batch, on which the model runs when a gate with it is entered, as for `mean`.
 
     Args:
         batch: as the model takes it, of the batch and length of the run in which it is put, or of a batch of 1.

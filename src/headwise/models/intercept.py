@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -74,7 +75,18 @@ def _hooks(by: Visitor, path: str, module: nn.Module) -> tuple[Callable[..., Non
         if running.frames and running.frames[-1].module is module and running.frames[-1].visitor is by:
             _pop()
 
+    _ours.update((enter, leave))
     return enter, leave
+
+
+_ours: "WeakSet[Callable[..., None]]" = WeakSet()
+"""The hooks of this file."""
+
+
+def hooked_by_others(module: nn.Module) -> bool:
+    """Whether anybody else has hooks on a module, who may read what it gives."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(hook not in _ours for hook in hooks)
 
 
 class _Outermost(threading.local):

@@ -54,15 +54,23 @@ class Loaded:
     tokenizer: Any
 
 
-def load(name: str) -> Loaded:
+TOPS = {None: "AutoModel", "causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
+"""What may stand on top of a model, and the class of `transformers` that puts it there."""
+
+
+def load(name: str, top: str | None = None) -> Loaded:
     """The model called `name`: a key of `PACKAGED`, a folder in Hugging Face format, or a hub id.
 
+    Args:
+        name: of the model.
+        top: what it gives: hidden states, or the logits of a "causal" or a "masked" language model.
+
     Raises:
-        InputError: nothing loadable is found under that name.
+        InputError: nothing loadable is found under that name, or no weights for what is to stand on top.
         MissingExtra: `transformers` (or, for a GGUF file, `gguf` and `accelerate`) is not installed.
     """
     try:
-        from transformers import AutoModel, AutoTokenizer
+        import transformers
     except ImportError as error:
         raise MissingExtra("transformers", extra="hf", purpose="loading a model") from error
 
@@ -72,21 +80,50 @@ def load(name: str) -> Loaded:
             _require_on_hub(source)
         elif not options and not any((Path(source) / file).is_file() for file in TOKENIZER_FILES):
             raise OSError(f"the folder has none of {', '.join(TOKENIZER_FILES)}")
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
-        model, found = AutoModel.from_pretrained(source, trust_remote_code=False, output_loading_info=True, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+        kind = getattr(transformers, TOPS[top])
+        model, found = kind.from_pretrained(source, trust_remote_code=False, output_loading_info=True, **options)
     except Exception as error:  # a broken folder fails in as many ways as there are files in it
-        raise InputError(
-            "model",
-            expected=f"{', '.join(PACKAGED)}, a folder in Hugging Face format or a hub id that can be reached",
-            got=repr(name),
-            remedy=f"the reason: {_first_sentence(error)}",
-        ) from error
+        raise _not_loadable(name, error) from error
     missing = sorted(key for key in found["missing_keys"] if "pooler" not in key)
     if missing:
         raise InputError(
             "model", expected="all of the model's weights", got=f"none for {missing[0]} ({len(missing)} are missing)"
         )
     return Loaded(title, model.eval(), tokenizer)
+
+
+def top_of(name: str) -> str | None:
+    """What a model was made with on top: "causal", "masked", or None for neither. A GGUF file holds a causal one.
+
+    Raises:
+        InputError: nothing is found under that name.
+        MissingExtra: `transformers` is not installed.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise MissingExtra("transformers", extra="hf", purpose="loading a model") from error
+    _, source, options = _source(name)
+    try:
+        if not Path(source).is_dir():
+            _require_on_hub(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+    except Exception as error:
+        raise _not_loadable(name, error) from error
+    made = "".join(config.architectures or ()) if not options else "CausalLM"
+    if "CausalLM" in made or "LMHeadModel" in made:
+        return "causal"
+    return "masked" if "MaskedLM" in made else None
+
+
+def _not_loadable(name: str, error: Exception) -> InputError:
+    return InputError(
+        "model",
+        expected=f"{', '.join(PACKAGED)}, a folder in Hugging Face format or a hub id that can be reached",
+        got=repr(name),
+        remedy=f"the reason: {_first_sentence(error)}",
+    )
 
 
 def _source(name: str) -> tuple[str, str, dict[str, str]]:

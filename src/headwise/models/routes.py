@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from headwise.attention.autocast import autocast_dtype
 from headwise.attention.even import evenly
 from headwise.attention.masks import Grid, Mask
 from headwise.attention.problem import Answer, Problem, mask_and_bias
@@ -18,6 +19,7 @@ from headwise.attention.rules import causal
 from headwise.models import softmax
 from headwise.models.running import answering, meet, running
 from headwise.models.transformers import even_where_all_is_hidden, hides_all, read_call, require_readable, with_infinite
+from headwise.shapes import Float
 
 SDPA = F.scaled_dot_product_attention
 """Torch's own, whatever stands in its place later."""
@@ -30,6 +32,7 @@ class Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        func = softmax.DROPOUT if func is _dropout else func
         if func is SDPA:
             return sdpa(*args, **kwargs)
         if not running.are_met:
@@ -42,7 +45,7 @@ class Mode(TorchFunctionMode):
             scores, dim = (*args, *(kwargs[name] for name in ("input", "dim") if name in kwargs))[:2]
             softmax.meets(scores, result, dim)
             return result
-        return softmax.follow(func, args, result)
+        return softmax.follow(func, args, kwargs, result)
 
 
 class _Hidden(threading.local):
@@ -69,10 +72,19 @@ def _softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -
     return result
 
 
+def _dropout(*args: Any, **kwargs: Any) -> Tensor:
+    """Torch's dropout, as the same function finds it."""
+    return _followed(softmax.DROPOUT, args, kwargs)
+
+
 def _bmm(*args: Any, **kwargs: Any) -> Tensor:
     """Torch's product, as the same function finds it."""
-    result = softmax.BMM(*args, **kwargs)
-    return softmax.follow(softmax.BMM, args, result) if _hidden.on and running.are_met else result
+    return _followed(softmax.BMM, args, kwargs)
+
+
+def _followed(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    result = function(*args, **kwargs)
+    return softmax.follow(function, args, kwargs, result) if _hidden.on and running.are_met else result
 
 
 # -- scaled_dot_product_attention -------------------------------------------------------------------------------------
@@ -82,21 +94,28 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -
     """Torch's attention, answered where it is met."""
     if not running.are_met:
         return SDPA(query, key, value, *args, **kwargs)
-    names = ("attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    problem = _problem_of(query, key, value, **given)
-    met = meet(problem.grid, problem.k.shape[1], problem.v.shape[-1])
+    q, k, v = map(_by_head, (query, key, value))
+    met = meet(Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device), k.shape[1], v.shape[3])
+    given = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+
+    @cache
+    def problem() -> Problem:
+        return _problem_of(query, key, value, **given)
 
     def otherwise() -> Answer:
-        out = SDPA(query, key, value, *args, **kwargs)
-        return Answer(out.reshape(-1, *out.shape[-3:]) if out.ndim > 3 else out[:, None], None, None)
+        return Answer(_by_head(SDPA(query, key, value, *args, **kwargs)), None, None)
 
     def as_torch(out: Tensor) -> Tensor:
-        return even_where_all_is_hidden(out, problem.v, given.get("attn_mask")) if query.ndim == 4 else out
+        return even_where_all_is_hidden(out, v, given.get("attn_mask")) if query.ndim == 4 else out
 
-    out = met.answer(lambda: problem, otherwise).out
-    out = met.changed(as_torch(out) if met.looks else out, lambda: as_torch(evenly(problem)))
+    out = met.answer(problem, otherwise).out
+    out = met.changed(as_torch(out) if met.looks else out, lambda: as_torch(evenly(problem())))
     return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _by_head(tensor: Tensor) -> Float[Tensor, "batch heads length width"]:
+    """Heads stand on the third axis from the end; without one there is a single head."""
+    return tensor[:, None] if tensor.ndim == 3 else tensor.reshape(-1, *tensor.shape[-3:])
 
 
 def _problem_of(
@@ -110,8 +129,8 @@ def _problem_of(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Problem:
-    """The call in our terms. Heads stand on the third axis from the end; without one there is a single head."""
-    q, k, v = (each[:, None] if each.ndim == 3 else each.reshape(-1, *each.shape[-3:]) for each in (query, key, value))
+    """The call in our terms."""
+    q, k, v = _alike(_by_head(query), _by_head(key), _by_head(value))
     mask: Mask | Tensor | None = attn_mask
     if attn_mask is not None and query.ndim == 3 and attn_mask.ndim == 3:
         mask = attn_mask[:, None]
@@ -126,6 +145,14 @@ def _problem_of(
             of_queries, of_keys = (torch.arange(each.shape[2], device=q.device) for each in (q, k))
             where = {"query_positions": of_queries, "key_positions": of_keys}
     return Problem.checked(q, k, v, mask=mask, bias=bias, scale=scale, dropout=dropout_p, **where)
+
+
+def _alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors in the widest dtype among them, where autocast would make them alike."""
+    if autocast_dtype(q.device) is None:
+        return q, k, v
+    widest = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    return q.to(widest), k.to(widest), v.to(widest)
 
 
 # -- transformers -----------------------------------------------------------------------------------------------------
@@ -149,24 +176,23 @@ def _visited(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call(implementation: str, attention: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call of a function of transformers, which gives `(batch, queries, heads, value_dim)`, weights and more."""
-    query, key, value, mask = _tensors(*args, **kwargs)
-    grid = Grid(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
-    met = meet(grid, key.shape[1], value.shape[-1])
+    module, (q, k, v), mask, options = _given(*args, **kwargs)
+    met = meet(Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device), k.shape[1], v.shape[3])
     more: list[Any] = [None]
 
     def problem() -> Problem:
         require_readable(implementation)
-        return read_call(implementation, *args, **kwargs)
+        return read_call(implementation, module, *_alike(q, k, v), attention_mask=mask, **options)
 
     def otherwise() -> Answer:
         out, *more[:] = attention(*args, **kwargs)
         return Answer(out.transpose(1, 2), None, None)
 
     def as_torch(out: Tensor) -> Tensor:
-        return even_where_all_is_hidden(out, value, mask)
+        return even_where_all_is_hidden(out, v, mask)
 
     out = None
-    if met.looks and implementation == "eager" and not kwargs.get("dropout"):
+    if met.looks and implementation == "eager" and not options.get("dropout"):
         with answering():  # it makes the weights, and may hand them on
             answered = otherwise()
         if more[0] is not None:
@@ -179,11 +205,11 @@ def _call(implementation: str, attention: Callable[..., Any], args: tuple[Any, .
     return out.transpose(1, 2).contiguous(), *more
 
 
-def _tensors(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What a function of transformers attends with."""
-    return query, key, value, attention_mask
+def _given(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
+) -> tuple[nn.Module, tuple[Tensor, Tensor, Tensor], Tensor | None, dict[str, Any]]:
+    """What a function of transformers is given."""
+    return module, (query, key, value), attention_mask, options
 
 
 def _without_hidden_rows(weights: Tensor, mask: Tensor | None) -> Tensor:
@@ -210,6 +236,7 @@ class _InPlace:
                 # `F.multi_head_attention_forward` finds them under these names; the mode is off inside of it.
                 self._put(F, "scaled_dot_product_attention", sdpa)
                 self._put(F, "softmax", _softmax)
+                self._put(F, "dropout", _dropout)
                 self._put(torch, "bmm", _bmm)
                 interfaces = sys.modules.get("transformers.modeling_utils")
                 if interfaces is not None:

@@ -5,9 +5,10 @@ change what comes out of each head, before the output projection reads it.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -38,6 +39,7 @@ class Call:
         path: the innermost module that was running.
         layer: that module's number, where the model gives it one.
         cross: whether it attends to something else than its own input.
+        number: of the call among those of this module and kind in one run of the model, from 0.
         grid: of its scores.
         kv_heads: how many heads its keys and values have.
         value_dim: how wide a value is, where it is known.
@@ -48,6 +50,7 @@ class Call:
     path: str
     layer: int | None
     cross: bool
+    number: int
     grid: Grid
     kv_heads: int
     value_dim: int | None
@@ -101,12 +104,21 @@ class Visitor(Protocol):
 
 @dataclass(frozen=True)
 class Frame:
-    """A module that runs, of a model that is visited, and what it was called with, by name."""
+    """A module that runs, of a model that is visited.
+
+    Attributes:
+        visitor: who visits the model.
+        path: of the module in it.
+        module: which runs.
+        arguments: what it was called with, by name.
+        calls: how often attention was called in it, by module and kind.
+    """
 
     visitor: Visitor
     path: str
     module: nn.Module
     arguments: dict[str, Any]
+    calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     @property
     def cross(self) -> bool:
@@ -121,11 +133,13 @@ class _Running(threading.local):
     Attributes:
         frames: the modules, from the outside in.
         answering: whether a call is being answered, so that those made on the way are not met.
+        only: the visitor who alone is asked; None where all are.
     """
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.answering = False
+        self.only: Visitor | None = None
 
     @property
     def are_met(self) -> bool:
@@ -144,6 +158,16 @@ def answering() -> Iterator[None]:
         yield
     finally:
         running.answering = before
+
+
+@contextmanager
+def alone(visitor: Visitor) -> Iterator[None]:
+    """Within the context no other visitor is asked: what it runs a model for is nobody else's run."""
+    before, running.only = running.only, visitor
+    try:
+        yield
+    finally:
+        running.only = before
 
 
 class Met(NamedTuple):
@@ -204,9 +228,16 @@ def meet(grid: Grid, kv_heads: int, value_dim: int | None, frames: list[Frame] |
     """What the visitors of these modules, or else of those that run, want of a call."""
     frames = running.frames if frames is None else frames
     met = Met([], [])
-    for frame in {id(frame.visitor): frame for frame in frames}.values():  # the innermost of each
-        inputs = _inputs_of([other for other in frames if other.visitor is frame.visitor])
-        call = Call(frame.path, own_number(frame.module), frame.cross, grid, kv_heads, value_dim, *inputs)
+    innermost: dict[int, Frame] = {}
+    for frame in reversed(frames):  # in a module, the frame of the innermost context comes first
+        if running.only in (None, frame.visitor):
+            innermost.setdefault(id(frame.visitor), frame)
+    for frame in innermost.values():
+        own = [other for other in frames if other.visitor is frame.visitor]
+        calls, inputs = own[0].calls, _inputs_of(own)
+        number = calls[frame.path, frame.cross]
+        calls[frame.path, frame.cross] += 1
+        call = Call(frame.path, own_number(frame.module), frame.cross, number, grid, kv_heads, value_dim, *inputs)
         look, change = frame.visitor.sees(call), frame.visitor.changes(call)
         met.looks.extend([] if look is None else [look])
         met.changes.extend([] if change is None else [change])

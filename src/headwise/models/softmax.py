@@ -19,7 +19,7 @@ from headwise.models.running import Frame, meet, running
 from headwise.models.transformers import hides_all, with_infinite
 from headwise.shapes import Float
 
-SOFTMAX, BMM = F.softmax, torch.bmm
+SOFTMAX, DROPOUT, BMM = F.softmax, F.dropout, torch.bmm
 """Torch's own, whatever stands in their place later."""
 
 SOFTMAXES: frozenset[Callable[..., Any]] = frozenset({SOFTMAX, torch.softmax, Tensor.softmax})
@@ -27,8 +27,9 @@ SOFTMAXES: frozenset[Callable[..., Any]] = frozenset({SOFTMAX, torch.softmax, Te
 
 HANDED_ON: frozenset[Callable[..., Any]] = frozenset(
     {
-        *(F.dropout, torch.dropout, Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half),
+        *(DROPOUT, torch.dropout, Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half),
         *(Tensor.bfloat16, Tensor.contiguous, Tensor.view, Tensor.reshape, torch.reshape),
+        *(Tensor.double, Tensor.clone, torch.clone, Tensor.flatten, torch.flatten),
     }
 )
 """What leaves the weights what they are."""
@@ -53,6 +54,23 @@ class _Waiting:
     now: Tensor
     frames: list[Frame]
     scores: Tensor
+    zeros: Tensor | None = None
+
+    def fill(self, result: Tensor, mask: Tensor, value: Tensor | float) -> None:
+        """The weights were given this value where the mask is True."""
+        self.now, self.weights = result, _by_head(result, self.frames[-1].module)
+        if not bool(value):
+            self.zeros = mask if self.zeros is None else self.zeros | mask
+
+    def even(self) -> Tensor:
+        """Weights that are alike at all keys that a row sees: where scores hide them all, at all, as softmax makes
+        them; and at none that is filled with zeros.
+        """
+        hidden = with_infinite(self.scores) == -torch.inf
+        hidden = hidden & ~(hides_all(self.scores) & (self.scores.amax(-1, keepdim=True) > -torch.inf))
+        hidden = hidden.reshape(self.now.shape)
+        seen = (hidden if self.zeros is None else hidden | self.zeros).logical_not().to(self.now.dtype)
+        return seen / seen.sum(-1, keepdim=True).clamp(min=1)
 
 
 class _Softmaxes(threading.local):
@@ -76,23 +94,25 @@ def meets(scores: Tensor, result: Tensor, dim: Any) -> None:
     _softmaxes.waiting.append(_Waiting(_by_head(shown, frames[-1].module), result, frames, scores))
 
 
-def follow(function: Callable[..., Any], arguments: tuple[Any, ...], result: Any) -> Any:
+def follow(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
     """Something else was computed: perhaps of weights that wait. Its result, as visitors want it."""
     for waiting in _softmaxes.waiting:
-        if any(argument is waiting.now for argument in _flat(arguments)):
-            return _follow(waiting, function, arguments, result)
+        if any(argument is waiting.now for argument in _flat((*args, *kwargs.values()))):
+            return _follow(waiting, function, args, kwargs, result)
     return result
 
 
-def _follow(waiting: _Waiting, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any) -> Any:
+def _follow(
+    waiting: _Waiting, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Any:
     """Something was computed of these weights."""
     if function in HANDED_ON:
         waiting.now = result
     elif function in FILLED:
-        waiting.now, waiting.weights = result, _by_head(result, waiting.frames[-1].module)
+        waiting.fill(result, *_filling(*args, **kwargs))
     elif function in PRODUCTS and waiting.weights is not None:
         batch, heads, queries, keys = waiting.weights.shape
-        order = _order(arguments, waiting.now) if function is torch.einsum else range(result.ndim)
+        order = list(range(result.ndim)) if function is not torch.einsum else _order(args, waiting.now)
         if order is None or result.permute(*order).shape[:-1] not in (
             (batch, heads, queries),
             (batch * heads, queries),
@@ -107,23 +127,29 @@ def _follow(waiting: _Waiting, function: Callable[..., Any], arguments: tuple[An
         met = meet(Grid(batch, heads, queries, keys, out.device), heads, out.shape[-1], waiting.frames)
         met.show(waiting.weights, out)
         if met.changes:
-            changed = met.changed(out, lambda: by_head(function(*_put(arguments, waiting.now, _even(waiting)))))
-            inverse = [list(order).index(axis) for axis in range(result.ndim)]
+
+            def evenly() -> Tensor:
+                even = waiting.even()
+                return by_head(function(*_put(args, waiting.now, even), **_put(kwargs, waiting.now, even)))
+
+            changed = met.changed(out, evenly)
+            inverse = [order.index(axis) for axis in range(result.ndim)]
             return changed.reshape(result.permute(*order).shape).permute(*inverse)
     return result
 
 
-def _even(waiting: _Waiting) -> Tensor:
-    """Weights that are alike wherever the scores hide no key."""
-    seen = (with_infinite(waiting.scores) > -torch.inf).to(waiting.now.dtype)
-    return (seen / seen.sum(-1, keepdim=True).clamp(min=1)).reshape(waiting.now.shape)
+def _filling(input: Tensor, mask: Tensor, value: Tensor | float) -> tuple[Tensor, Tensor | float]:  # noqa: A002
+    """Where something is filled, and with what."""
+    return mask, value
 
 
-def _put(arguments: tuple[Any, ...], out: Tensor, into: Tensor) -> Iterator[Any]:
-    """The arguments, a tensor among them changed for another."""
-    for argument in arguments:
-        nested = isinstance(argument, list | tuple)
-        yield list(_put(tuple(argument), out, into)) if nested else into if argument is out else argument
+def _put(given: Any, out: Tensor, into: Tensor) -> Any:
+    """Arguments, a tensor among them changed for another."""
+    if isinstance(given, list | tuple):
+        return [_put(each, out, into) for each in given]
+    if isinstance(given, dict):
+        return {name: _put(each, out, into) for name, each in given.items()}
+    return into if given is out else given
 
 
 def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
