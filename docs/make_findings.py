@@ -101,16 +101,15 @@ def smollm2() -> list[str]:
         f"Of {len(costs)} heads, {len(dear)} cost {SURE:g} standard errors or more, where about {above:.0f} would by "
         f"chance if none cost anything; without {len(gain)} the loss is lower by as much, where chance again gives "
         f"about {above:.0f}. For {len(little)} heads, one at a time, cost and {SURE:g} standard errors stay below "
-        f"{SMALL:g} nats. The mean over all heads is {statistics.fmean(each.value for each in costs.values()):.4f}; the "
-        f"{MOST} dearest have {100 * _share(costs):.0f} % of the sum of all costs above zero. That each of many heads "
-        "can go does not say that they can go together.",
+        f"{SMALL:g} nats. The mean over all heads is {statistics.fmean(each.value for each in costs.values()):.4f}; "
+        f"the {MOST} dearest have {100 * _share(costs):.0f} % of the sum of all costs above zero. That each of many "
+        "heads can go does not say that they can go together.",
         "",
         "![What each head costs](pictures/findings-cost.png)",
         "",
         *agreement(importance, ablation),
         *copies(folder, profile),
     ]
-    ablation.plot("cost").savefig(PICTURES / "findings-cost.png", dpi=110)
     return lines
 
 
@@ -123,14 +122,13 @@ def agreement(importance: hw.Importance, ablation: hw.Ablation) -> list[str]:
     """The gradient of the gate against what was measured."""
     found = hw.agreement(importance, ablation)
     absolute = hw.agreement(importance, ablation, ("gradient", "cost"))
-    found.plot().savefig(PICTURES / "findings-first-order.png", dpi=110)
     first = {f"{layer}.{head}" for layer, head in importance.ranking()[:MOST]}
     both = first & {row.name for row in dearest(ablation)[:MOST]}
     return [
         "### What the gradient of the gate foretells",
         "",
-        "One backward pass gives all heads at once: removing a head changes the loss by minus the derivative in its gate, "
-        "to first order. Against the measured cost of all heads: "
+        "One backward pass gives all heads at once: removing a head changes the loss by minus the derivative in its "
+        "gate, to first order. Against the measured cost of all heads: "
         f"Spearman {found.spearman:.2f}, Pearson {found.pearson:.2f}. The mean absolute derivative of Michel, Levy and "
         f"Neubig (2019), which has no sign: Spearman {absolute.spearman:.2f}, Pearson {absolute.pearson:.2f}; "
         f"{len(both)} of its first {MOST} heads are among the {MOST} that cost most.",
@@ -150,11 +148,11 @@ def copies(folder: Path, profile: hw.Profile) -> list[str]:
     lines = [
         "### The induction heads",
         "",
-        f"On random tokens that repeat (25 of them, 4 times, 10 samples; Olsson et al. 2022) {len(heads)} heads give half of "
-        f"their attention or more to what followed an earlier copy: {', '.join(shares)}. The loss of those tokens that "
-        "come after one that was there before, and the loss on the text, without these heads and without as many others: "
-        "drawn from all other heads, and drawn layer by layer as these stand, 20 sets of each. Of the controls: the mean "
-        "of the sets, and the lowest and highest set.",
+        f"On random tokens that repeat (25 of them, 4 times, 10 samples; Olsson et al. 2022) {len(heads)} heads give "
+        f"half of their attention or more to what followed an earlier copy: {', '.join(shares)}. The loss of those "
+        "tokens that come after one that was there before, and the loss on the text, without these heads and without "
+        "as many others: drawn from all other heads, and drawn layer by layer as these stand, 20 sets of each. Of the "
+        "controls: the mean of the sets, and the lowest and highest set.",
         "",
     ]
     rows = []
@@ -234,10 +232,10 @@ def previous(ablation: hw.Ablation, order: hw.Ablation, profile: hw.Profile) -> 
         f"embeddings move by {with_error(ablation.head(layer, head).statistics['cost'], 4)}, which is the {_th(rank)} "
         f"most of {len(ablation.rows)} heads.",
         "",
-        "Who knows which token came before may know the order of words. The same sentences with their tokens shuffled are "
-        f"{with_error(order.baseline, 4)} away from themselves in the whole model. Without head {layer}.{head} that "
-        f"changes by {with_error(order.head(layer, head).statistics['cost'], 4)}, the {_th(place)} lowest change of "
-        f"{len(order.rows)} heads; without another head of its layer, by {min(beside):+.4f} to {max(beside):+.4f}. The "
+        "Who knows which token came before may know the order of words. The same sentences with their tokens shuffled "
+        f"are {with_error(order.baseline, 4)} away from themselves in the whole model. Without head {layer}.{head} "
+        f"that changes by {with_error(order.head(layer, head).statistics['cost'], 4)}, the {_th(place)} lowest change "
+        f"of {len(order.rows)} heads; without another head of its layer, by {min(beside):+.4f} to {max(beside):+.4f}. The "
         f"lowest: {lowest}.",
         "",
     ]
@@ -248,13 +246,22 @@ def _th(rank: int) -> str:
     return f"{rank}{ending}"
 
 
+def draw() -> None:
+    """The pictures."""
+    folder = RESULTS / "smollm2"
+    ablation, importance = hw.Ablation.load(folder), hw.Importance.load(folder)
+    ablation.plot("cost").savefig(PICTURES / "findings-cost.png", dpi=110)
+    hw.agreement(importance, ablation).plot().savefig(PICTURES / "findings-first-order.png", dpi=110)
+
+
 def document() -> str:
-    """The whole text; the pictures are drawn on the way."""
+    """The whole text."""
     return "\n".join(["# Findings", "", INTRODUCTION, "", *smollm2(), *minilm()]).rstrip() + "\n"
 
 
 def main() -> None:
     (ROOT / "docs" / "findings.md").write_text(document(), encoding="utf-8")
+    draw()
 
 
 if __name__ == "__main__":

@@ -66,6 +66,22 @@ def test_docstrings_show_what_happens():
     assert doctest.testmod(rules) == (0, 1)
 
 
+def test_the_findings_are_those_of_the_tables_that_are_kept(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import make_findings
+
+    assert (ROOT / "docs" / "findings.md").read_text(encoding="utf-8") == make_findings.document()
+
+
+def test_what_chance_gives_is_student_s_t(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import make_findings
+
+    # Tables of the distribution: P(t > 2) with 1, 10 and very many degrees of freedom.
+    for degrees, above in ((1, 0.14758), (10, 0.03669), (10**6, 0.02275)):
+        assert abs(make_findings.chance(1, degrees) - above) < 1e-5
+
+
 def test_the_documents_that_are_linked_exist():
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):

@@ -15,14 +15,17 @@ from headwise.convert.transformers import from_transformers, to_transformers
 from headwise.errors import HeadwiseError, InputError, MissingExtra
 from headwise.heads.ablate import Ablation, SetAblation, ablate
 from headwise.heads.agreement import Agreement, agreement
+from headwise.heads.attribution import Attribution, logit_attribution
 from headwise.heads.compare import compare
 from headwise.heads.data import Texts
 from headwise.heads.gate import gate
 from headwise.heads.importance import Importance, importance
 from headwise.heads.losses import EmbeddingDistance, MaskedTokenLoss, next_token_loss
 from headwise.heads.outputs import record
+from headwise.heads.patching import Patching, activation_patching, patch_together
 from headwise.heads.profile import profile
 from headwise.heads.record import Profile, load_profile
+from headwise.heads.redundancy import Redundancy, redundancy
 from headwise.heads.repeats import random_repeats
 from headwise.heads.replacements import mean, patch, resample, uniform, zero
 from headwise.heads.view import view
@@ -38,6 +41,7 @@ __all__ = [
     "ALiBi",
     "Ablation",
     "Agreement",
+    "Attribution",
     "Blockwise",
     "Cache",
     "Detail",
@@ -55,10 +59,12 @@ __all__ = [
     "MaskedTokenLoss",
     "MissingExtra",
     "MultiHeadAttention",
+    "Patching",
     "PositionBias",
     "Profile",
     "ProjectedContext",
     "QKNorm",
+    "Redundancy",
     "RelativeBias",
     "Rotary",
     "Scores",
@@ -68,6 +74,7 @@ __all__ = [
     "Texts",
     "YaRN",
     "ablate",
+    "activation_patching",
     "agreement",
     "attend",
     "causal",
@@ -83,15 +90,18 @@ __all__ = [
     "gate",
     "importance",
     "load_profile",
+    "logit_attribution",
     "mean",
     "next_token_loss",
     "padding",
     "patch",
+    "patch_together",
     "per_head",
     "prefix",
     "profile",
     "random_repeats",
     "record",
+    "redundancy",
     "resample",
     "segments",
     "separate_projections",

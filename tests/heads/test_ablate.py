@@ -306,6 +306,22 @@ def test_the_command(headwise, tmp_path):
     )
 
 
+def test_the_command_for_importance(headwise, tmp_path):
+    status, printed, _ = headwise("importance", "--top", "5", "--normalise")
+    assert status == 0
+    found = hw.Importance.load(tmp_path / "out")
+    assert found.statistics == ("gradient_per_layer", "first_order_per_layer")
+    lines = printed.splitlines()
+    assert lines[1] == "importance by gradient of next_token_loss, normalised in each layer"
+    layer, head = found.ranking()[0]
+    assert lines[4].split()[:2] == [
+        f"{layer}.{head}",
+        f"{found.head(layer, head).statistics['gradient_per_layer'].value:.4f}",
+    ]
+    status, _, said = headwise("importance", "--method", "gradient", "--steps", "4", "--force")
+    assert (status, "steps" in said) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -13,10 +13,9 @@ thread; what is put in the place of others' functions leaves the calls of all ot
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -46,9 +45,9 @@ def intercepted(model: nn.Module, by: Visitor) -> Iterator[None]:
     hooks = []
     with in_place:
         for path, module in model.named_modules():
-            enter, leave = _hooks(by, path, module)
-            hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            hooks.append(module.register_forward_hook(leave, always_call=True))
+            own = _Hooks(by, path, module)
+            hooks.append(module.register_forward_pre_hook(own.enter, prepend=True, with_kwargs=True))
+            hooks.append(module.register_forward_hook(own.leave, always_call=True))
         try:
             yield
         finally:
@@ -59,34 +58,31 @@ def intercepted(model: nn.Module, by: Visitor) -> Iterator[None]:
                 _pop()
 
 
-def _hooks(by: Visitor, path: str, module: nn.Module) -> tuple[Callable[..., None], ...]:
+class _Hooks:
     """What says that a module begins, and that it ends."""
-    names = tuple(inspect.signature(module.forward).parameters)
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        outermost = all(frame.visitor is not by for frame in running.frames)
-        _push(Frame(by, path, module, dict(zip(names, args, strict=False)) | kwargs))
+    def __init__(self, by: Visitor, path: str, module: nn.Module) -> None:
+        self._by, self._path = by, path
+        self._names = tuple(inspect.signature(module.forward).parameters)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The module is called."""
+        outermost = all(frame.visitor is not self._by for frame in running.frames)
+        _push(Frame(self._by, self._path, module, dict(zip(self._names, args, strict=False)) | kwargs))
         if outermost:
-            by.starts()
-        by.runs(path)
+            self._by.starts()
+        self._by.runs(self._path)
 
-    def leave(*_: Any) -> None:
-        # A hook of others' that fails before `enter` ends a module that never began.
-        if running.frames and running.frames[-1].module is module and running.frames[-1].visitor is by:
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        """The module has ended; one in which a hook of others' failed before `enter` never began."""
+        if running.frames and running.frames[-1].module is module and running.frames[-1].visitor is self._by:
             _pop()
-
-    _ours.update((enter, leave))
-    return enter, leave
-
-
-_ours: "WeakSet[Callable[..., None]]" = WeakSet()
-"""The hooks of this file."""
 
 
 def hooked_by_others(module: nn.Module) -> bool:
     """Whether anybody else has hooks on a module, who may read what it gives."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(hook not in _ours for hook in hooks)
+    return any(not isinstance(getattr(hook, "__self__", None), _Hooks) for hook in hooks)
 
 
 class _Outermost(threading.local):
