@@ -235,8 +235,8 @@ def previous(ablation: hw.Ablation, order: hw.Ablation, profile: hw.Profile) -> 
         "Who knows which token came before may know the order of words. The same sentences with their tokens shuffled "
         f"are {with_error(order.baseline, 4)} away from themselves in the whole model. Without head {layer}.{head} "
         f"that changes by {with_error(order.head(layer, head).statistics['cost'], 4)}, the {_th(place)} lowest change "
-        f"of {len(order.rows)} heads; without another head of its layer, by {min(beside):+.4f} to {max(beside):+.4f}. The "
-        f"lowest: {lowest}.",
+        f"of {len(order.rows)} heads; without another head of its layer, by {min(beside):+.4f} to {max(beside):+.4f}. "
+        f"The lowest: {lowest}.",
         "",
     ]
 

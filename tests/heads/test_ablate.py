@@ -252,10 +252,10 @@ def test_what_cannot_be_ablated():
             model, texts(), loss, of={"a": [(0, 6)]}
         ),
         "of: expected heads in 'a', got none": lambda: hw.ablate(model, texts(), loss, of={"a": []}),
-        r"loss: expected one number an example, shape \(1,\), got shape \(\)": lambda: hw.ablate(
+        r"loss: expected one number an example, .* of shape \(1,\), got torch.float64 of shape": lambda: hw.ablate(
             model, texts(), lambda model, batch: loss(model, batch).mean()
         ),
-        r"loss: expected one number an example, shape \(1,\), got NoneType": lambda: hw.ablate(
+        r"loss: expected one number an example, a float tensor of shape \(1,\), got NoneType": lambda: hw.ablate(
             model, texts(), lambda model, batch: model(**batch) and None
         ),
         "model: expected attention in a way that can be seen, got none in Linear": lambda: hw.ablate(

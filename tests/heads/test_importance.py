@@ -557,7 +557,7 @@ class Towers(nn.Module):
         ("^normalise: expected True or False, got 1", {"normalise": 1}),
         ("^normalise: expected False where numbers are prob", {"method": "hard_concrete", "normalise": True}),
         ("^loss: expected a function of model and batch, got str", {"loss": "nll"}),
-        (r"^loss: expected one number an example, .* of shape \(5,\), got shape \(\)", {"loss": one}),
+        (r"^loss: expected one number an example, .* of shape \(5,\), got torch.float\d+ of shape \(\)", {"loss": one}),
         ("^loss: expected one number an example, .*, got float", {"loss": lambda model, batch: 1.0}),
         ("^loss: expected one that keeps gradients, got a tensor without; method=", {"loss": detached}),
         ("^loss: expected one whose derivatives are finite, got .* in encoder.layer.0", {"loss": infinite}),

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headwise.errors import InputError
-from headwise.heads.batches import batches, device_of, evaluated, moved, size
+from headwise.heads.batches import batches, device_of, evaluated, moved
 from headwise.heads.checkpoint import Run
 from headwise.heads.data import Texts
 from headwise.heads.gate import Gated, Gates
+from headwise.heads.losses import Loss, losses_of, show_whole
 from headwise.heads.outputs import require_module
 from headwise.heads.passes import Count, require_same_data
 from headwise.heads.progress import bar
@@ -28,9 +29,6 @@ from headwise.models.intercept import intercepted
 from headwise.models.replay import Replay
 from headwise.models.running import Call, Change
 from headwise.models.seen import Seen
-
-Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
-"""`(model, batch) -> (batch,)`, one number an example."""
 
 KINDS = ("heads", "layers", "groups")
 """What may be removed at a time, beside sets of heads with names."""
@@ -185,7 +183,7 @@ def _measured(
     if first is None:
         raise InputError("dataset", expected="at least one batch", got="none")
     shown = moved(first, device)
-    _start(loss, model, shown)
+    show_whole(loss, model, shown)
     seen = survey(model, lambda: loss(model, shown))
     units = list(_units(seen, of, how, model))
     replay, gates = Replay(model, {site.path for site in seen.sites}), _Without()
@@ -223,9 +221,9 @@ def _run_batch(
     advance: Callable[[int, bool], None],
 ) -> None:
     """The whole model, whose run is kept, and what is not done yet of the runs without each unit."""
-    _start(loss, model, batch)
+    show_whole(loss, model, batch)
     with replay.keeping():
-        whole = _losses(loss, model, batch)
+        whole = losses_of(loss, model, batch).tolist()
     if not state.done:
         state.whole += whole
         state.done = 1
@@ -234,26 +232,10 @@ def _run_batch(
         for index in range(state.done - 1, len(units)):
             gates.unit = units[index]
             with replay.until({path for path, _ in units[index].gated}):
-                state.without[index] += _losses(loss, model, batch)
+                state.without[index] += losses_of(loss, model, batch).tolist()
             state.done += 1
             run.keep(state, now=state.done > len(units))
             advance(1, False)
-
-
-def _start(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
-    """Show a loss the whole model, if it wants to see it."""
-    if hasattr(loss, "starts"):
-        loss.starts(model, batch)
-
-
-def _losses(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> list[float]:
-    """One number an example."""
-    found, examples = loss(model, batch), size(batch)[0]
-    if not isinstance(found, Tensor) or found.shape != (examples,):
-        got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        raise InputError("loss", expected=f"one number an example, shape {(examples,)}", got=got)
-    numbers: list[float] = found.double().tolist()
-    return numbers
 
 
 def _about(state: State) -> dict[str, Any]:

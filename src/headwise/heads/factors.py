@@ -13,7 +13,8 @@ from headwise.errors import InputError
 from headwise.heads.batches import device_of, evaluated, moved, size
 from headwise.heads.checkpoint import Run
 from headwise.heads.data import Texts
-from headwise.heads.outputs import Site
+from headwise.heads.losses import Loss, losses_of, show_whole
+from headwise.heads.outputs import SiteKey
 from headwise.models.intercept import intercepted
 from headwise.models.running import Attended, Call, Change, Look
 from headwise.models.seen import Seen
@@ -32,7 +33,7 @@ class Factors(Seen):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.of: dict[Site, Float[Tensor, "#examples heads"]] = {}
+        self.of: dict[SiteKey, Float[Tensor, "#examples heads"]] = {}
         self._make: Make | None = None
         self._lock = threading.Lock()
 
@@ -113,10 +114,6 @@ def held(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
-"""One number an example; see `headwise.heads.losses`."""
-
-
 @dataclass(frozen=True)
 class Work:
     """What is to be measured, and what keeps how far that is."""
@@ -131,18 +128,13 @@ class Work:
         """A batch on the model's device, of which the loss has seen the whole model, and how many examples it has."""
         batch = moved(batch, device_of(self.model))
         gates.put(None)
-        if hasattr(self.loss, "starts"):
-            self.loss.starts(self.model, batch)
+        show_whole(self.loss, self.model, batch)
         return batch, size(batch)[0]
 
-    def losses(self, gates: Factors, make: Make, batch: dict[str, Any], examples: int) -> Float[Tensor, " examples"]:
+    def losses(self, gates: Factors, make: Make, batch: dict[str, Any]) -> Float[Tensor, " examples"]:
         """The loss of each example with these factors. `InputError` where it is something else."""
         gates.put(make)
-        losses = self.loss(self.model, batch)
-        if not isinstance(losses, Tensor) or losses.shape != (examples,) or not losses.is_floating_point():
-            got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-            expected = f"one number an example, a float tensor of shape {(examples,)}"
-            raise InputError("loss", expected=expected, got=got)
+        losses = losses_of(self.loss, self.model, batch)
         if gates.of and not losses.requires_grad:
             remedy = 'method="ablation" needs none'
             raise InputError("loss", expected="one that keeps gradients", got="a tensor without", remedy=remedy)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headwise.checks import finite_number, flag
 from headwise.errors import InputError
-from headwise.heads.outputs import Blind, Site, require_module
+from headwise.heads.outputs import Blind, SiteKey, require_module
 from headwise.heads.replacements import Replacement
 from headwise.models.intercept import intercepted
 from headwise.models.layers import module_of, numbers
@@ -47,7 +47,7 @@ class Gates(Blind):
     def __init__(self, of: Mapping[str, list[Gated]], *, groups: bool = False, positions: Tensor | None = None) -> None:
         self.of, self._groups, self._positions = of, groups, positions
         self._ran = False
-        self._seen: dict[Site, Call] = {}
+        self._seen: dict[SiteKey, Call] = {}
         self._missed: set[str] = set()
 
     def runs(self, path: str) -> None:

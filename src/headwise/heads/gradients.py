@@ -14,7 +14,7 @@ from headwise.checks import whole_number
 from headwise.errors import InputError
 from headwise.heads.factors import Factors, Make, Work, factors, gate_dtype
 from headwise.heads.losses import EmbeddingDistance
-from headwise.heads.outputs import Site
+from headwise.heads.outputs import SiteKey
 from headwise.heads.passes import State, of_heads, pass_over
 from headwise.heads.processes import from_all
 from headwise.heads.table import Head
@@ -68,13 +68,13 @@ class Differentiated:
 
     def _gradients(
         self, work: Work, gates: Factors, batch: dict[str, Any]
-    ) -> tuple[dict[Site, Float[Tensor, "examples heads"]], int]:
+    ) -> tuple[dict[SiteKey, Float[Tensor, "examples heads"]], int]:
         """The derivative of each example's loss, NaN where it has none, and how many have one."""
         batch, examples = work.begin(gates, batch)
-        total: dict[Site, Tensor] = {}
+        total: dict[SiteKey, Tensor] = {}
         counted = 0
         for value, weight in self.nodes():
-            losses = work.losses(gates, _filled(examples, value), batch, examples)
+            losses = work.losses(gates, _filled(examples, value), batch)
             there = ~losses.isnan()
             counted = int(there.sum())
             if not gates.of:

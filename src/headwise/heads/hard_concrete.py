@@ -17,7 +17,7 @@ from headwise.checks import finite_number, whole_number
 from headwise.errors import InputError
 from headwise.heads.batches import batches
 from headwise.heads.factors import Factors, Work, factors, gate_dtype
-from headwise.heads.outputs import Site
+from headwise.heads.outputs import SiteKey
 from headwise.heads.passes import State
 from headwise.heads.processes import place
 from headwise.heads.progress import bar
@@ -96,7 +96,7 @@ class _Fit:
 
     def __init__(self, method: HardConcrete, work: Work, seed: int) -> None:
         self.method, self.work, self.seen, self.data = method, work, Seen(work.model), State()
-        self.log_alpha: dict[Site, Float[Tensor, " heads"]] = {}
+        self.log_alpha: dict[SiteKey, Float[Tensor, " heads"]] = {}
         self._noise = torch.Generator().manual_seed(seed)
         self._adam: torch.optim.Adam | None = None
 
@@ -132,7 +132,7 @@ class _Fit:
             noise = torch.rand(rows, heads, generator=self._noise).to(out.device)
             return self.method.sample(self.log_alpha[site], noise).to(gate_dtype(out))
 
-        losses = self.work.losses(gates, make, batch, examples)
+        losses = self.work.losses(gates, make, batch)
         there = ~losses.isnan()
         if not self.log_alpha or not bool(there.any()):
             return

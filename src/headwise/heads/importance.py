@@ -18,9 +18,10 @@ from headwise.errors import InputError
 from headwise.heads.ablate import ablate
 from headwise.heads.checkpoint import Run
 from headwise.heads.data import Texts
-from headwise.heads.factors import Loss, Work
+from headwise.heads.factors import Work
 from headwise.heads.gradients import Gradient, Integrated, Progress, Square
 from headwise.heads.hard_concrete import HardConcrete
+from headwise.heads.losses import Loss
 from headwise.heads.outputs import require_module
 from headwise.heads.passes import require_same_data
 from headwise.heads.processes import first_then_all, place

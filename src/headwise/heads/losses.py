@@ -5,7 +5,7 @@ One that first wants to see the whole model, before any head of it is gated, has
 is called once a batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -16,13 +16,32 @@ from torch import Tensor, nn
 
 from headwise.checks import probability
 from headwise.errors import InputError
-from headwise.heads.batches import call
+from headwise.heads.batches import call, size
 from headwise.models.forward import instead
 from headwise.models.intercept import hooked_by_others
 from headwise.shapes import Bool, Float, Int
 
+Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
+"""`(model, batch) -> (batch,)`."""
+
 ROWS, WORDS = 512, 2048
 """Positions and words whose logits are in memory at a time: a tile that stays in cache."""
+
+
+def show_whole(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
+    """Let a loss see the whole model, if it wants to."""
+    if hasattr(loss, "starts"):
+        loss.starts(model, batch)
+
+
+def losses_of(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
+    """The loss of each example. `InputError` where it gives something else."""
+    found, examples = loss(model, batch), size(batch)[0]
+    if not isinstance(found, Tensor) or found.shape != (examples,) or not found.is_floating_point():
+        got = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        expected = f"one number an example, a float tensor of shape {(examples,)}"
+        raise InputError("loss", expected=expected, got=got)
+    return found
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:

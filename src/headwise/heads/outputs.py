@@ -13,7 +13,7 @@ from headwise.models.layers import module_of
 from headwise.models.running import Attended, Call, Change, Look
 from headwise.shapes import Float
 
-Site = tuple[str, bool]
+SiteKey = tuple[str, bool]
 """A module that attends, and whether to something else than its own input."""
 
 
@@ -64,14 +64,14 @@ class Outputs(Reader):
 
     def __init__(self, modules: Collection[str] | None = None) -> None:
         super().__init__(modules)
-        self.of: dict[Site, list[Float[Tensor, "batch heads queries value_dim"]]] = {}
+        self.of: dict[SiteKey, list[Float[Tensor, "batch heads queries value_dim"]]] = {}
 
     def reads(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
         """See `Reader`."""
         before = self.of.get((call.path, call.cross), [])[: call.number]
         self.of[call.path, call.cross] = [*before, out.detach()]
 
-    def call(self, site: Site, number: int) -> Float[Tensor, "batch heads queries value_dim"]:
+    def call(self, site: SiteKey, number: int) -> Float[Tensor, "batch heads queries value_dim"]:
         """What a call of a module gave. `InputError` where it made none such."""
         calls = self.of.get(site, [])
         if number >= len(calls):
@@ -110,7 +110,7 @@ class Means(Reader):
 
     def __init__(self, modules: Collection[str] | None = None) -> None:
         super().__init__(modules)
-        self._sums: dict[tuple[Site, int], tuple[Float[Tensor, "heads value_dim"], float]] = {}
+        self._sums: dict[tuple[SiteKey, int], tuple[Float[Tensor, "heads value_dim"], float]] = {}
 
     def reads(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
         """See `Reader`."""
@@ -123,7 +123,7 @@ class Means(Reader):
         before, counted = self._sums.get(key, (torch.zeros_like(total), 0.0))
         self._sums[key] = before + total, counted + tokens
 
-    def call(self, site: Site, number: int) -> Float[Tensor, "heads value_dim"]:
+    def call(self, site: SiteKey, number: int) -> Float[Tensor, "heads value_dim"]:
         """The mean of a module's heads in a call. `InputError` where it made none such."""
         if (site, number) not in self._sums:
             expected = f"batches in which {site[0]} attends {number + 1} times"

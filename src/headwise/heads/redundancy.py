@@ -28,9 +28,10 @@ from headwise.attention.known import Known
 from headwise.attention.rows import Rows
 from headwise.checks import finite_number
 from headwise.errors import InputError, MissingExtra
-from headwise.heads.ablate import Loss, ablate
+from headwise.heads.ablate import ablate
 from headwise.heads.batches import batches, call, device_of, evaluated, moved, size
 from headwise.heads.data import Texts
+from headwise.heads.losses import Loss
 from headwise.heads.outputs import require_module
 from headwise.heads.progress import bar
 from headwise.heads.settings import settings_of
