@@ -42,8 +42,8 @@ def test_next_token_loss_without_all_logits(bias, monkeypatch):
     assert "forward" not in vars(model.lm_head)
     found = hw.next_token_loss(model, BATCH)
     assert "forward" not in vars(model.lm_head)
-    torch.testing.assert_close(found.float(), next_token(model, IDS, REAL).float(), atol=1e-6, rtol=0)
-    torch.testing.assert_close(found, hooked, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found, next_token(model, IDS, REAL), atol=1e-12, rtol=0)
+    torch.testing.assert_close(found, hooked, atol=1e-12, rtol=0)
 
 
 def test_its_gradient_is_that_of_the_logits():
@@ -56,7 +56,7 @@ def test_its_gradient_is_that_of_the_logits():
         gradients.append(torch.autograd.grad(hw.next_token_loss(model, BATCH).sum(), embeddings)[0])
         if handle is not None:
             handle.remove()
-    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
 
 
 def test_what_is_done_to_the_logits_counts():
@@ -68,7 +68,7 @@ def test_what_is_done_to_the_logits_counts():
         nn.init.normal_(parameter, std=0.5)
     for _ in range(2):  # the second time it is known
         found = hw.next_token_loss(model, BATCH)
-        torch.testing.assert_close(found.float(), next_token(model, IDS, REAL).float(), atol=1e-6, rtol=0)
+        torch.testing.assert_close(found, next_token(model, IDS, REAL), atol=1e-12, rtol=0)
         assert "forward" not in vars(model.lm_head)
 
 
@@ -76,7 +76,7 @@ def test_a_model_of_ones_own_gives_logits():
     model = nn.Sequential(nn.Embedding(97, 13), nn.Linear(13, 97)).double()
     found = hw.next_token_loss(model, {"": IDS})
     wanted = F.cross_entropy(model(IDS)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten(), reduction="none")
-    torch.testing.assert_close(found.float(), wanted.view(3, -1).mean(1).float())
+    torch.testing.assert_close(found, wanted.view(3, -1).mean(1), atol=1e-12, rtol=0)
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ def test_masked_token_loss():
     assert not torch.isin(IDS[masked], torch.tensor([5, 6, 7])).any()
     log_p = model(input_ids=IDS.masked_fill(masked, 1), attention_mask=REAL).logits.log_softmax(-1)
     wanted = [-log_p[row, masked[row], IDS[row, masked[row]]].mean() for row in range(3)]
-    torch.testing.assert_close(found.float(), torch.stack(wanted).float(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found, torch.stack(wanted), atol=1e-12, rtol=0)
     assert torch.equal(loss(model, BATCH), found)  # the same tokens again
     other = hw.MaskedTokenLoss(1, special=[5, 6, 7], share=0.2, seed=1)(model, BATCH)
     assert not torch.equal(other, found)

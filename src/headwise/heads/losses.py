@@ -181,7 +181,7 @@ def _losses(
             return _tiled(hidden.flatten(0, 1), head, targets.flatten()).view(targets.shape)
         _more_follows.add(model)
     logits = _logits(call(model, batch))[which]
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    losses = F.cross_entropy(_wide(logits.flatten(0, 1)), targets.flatten(), reduction="none")
     return losses.view(targets.shape)
 
 
@@ -219,10 +219,15 @@ def _tiled(
     found = []
     words = list(zip(torch.split(head.weight, WORDS), torch.split(bias, WORDS), strict=True))
     for rows, wanted in zip(torch.split(hidden, ROWS), torch.split(targets, ROWS), strict=True):
-        parts = [torch.addmm(b, rows, weight.mT).float().logsumexp(-1) for weight, b in words]
-        of_target = (rows * head.weight[wanted]).float().sum(-1) + bias[wanted].float()
+        parts = [_wide(torch.addmm(b, rows, weight.mT)).logsumexp(-1) for weight, b in words]
+        of_target = _wide(rows * head.weight[wanted]).sum(-1) + _wide(bias[wanted])
         found.append(torch.stack(parts).logsumexp(0) - of_target)
     return torch.cat(found)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """In float32 at least."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _logits(given: Any) -> Float[Tensor, "batch length vocabulary"]:
