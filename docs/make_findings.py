@@ -5,6 +5,7 @@ python docs/make_findings.py
 
 import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -162,12 +163,16 @@ def copies(folder: Path, profile: hw.Profile) -> list[str]:
         "",
     ]
     rows = []
-    for data, on in (("repeated", "random tokens that repeat"), ("text", "text")):
-        for name, how in (("zero", "0"), ("mean", "their mean on the text")):
-            found = hw.SetAblation.load(folder / f"{data}-{name}")
-            cost = {row.name: row.statistics["cost"] for row in found.rows}
-            controls = (_range(cost, kind) for kind in ("anywhere", "same layers"))
-            rows.append((on, how, with_error(found.baseline), with_error(cost["induction"]), *controls))
+    measured = (
+        ("repeated-zero", "random tokens that repeat", "0"),
+        ("repeated-mean", "random tokens that repeat", "their mean on the text"),
+        ("text-zero", "the text", "0"),
+    )
+    for name, on, how in measured:
+        found = hw.SetAblation.load(folder / name)
+        cost = {row.name: row.statistics["cost"] for row in found.rows}
+        controls = (_range(cost, kind) for kind in ("anywhere", "same layers"))
+        rows.append((on, how, with_error(found.baseline), with_error(cost["induction"]), *controls))
     headers = (
         "loss on",
         "heads become",
@@ -261,8 +266,10 @@ def draw() -> None:
 
 
 def document() -> str:
-    """The whole text."""
-    return "\n".join(["# Findings", "", INTRODUCTION, "", *smollm2(), *minilm()]).rstrip() + "\n"
+    """The whole text, its paragraphs wrapped."""
+    lines = ["# Findings", "", INTRODUCTION, "", *smollm2(), *minilm()]
+    wrapped = (line if line.startswith(("|", "#", "!")) else textwrap.fill(line, 120) for line in lines)
+    return "\n".join(wrapped).rstrip() + "\n"
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def smollm2() -> None:
     for name, how in (("zero", hw.zero()), ("mean", hw.mean(texts))):
         of_sets: dict[str, Any] = {"of": sets, "how": how, **common}
         hw.ablate(model, [{"input_ids": repeats}], repeated_loss, out=folder / f"repeated-{name}", **of_sets)
-        hw.ablate(model, texts, hw.next_token_loss, out=folder / f"text-{name}", **of_sets)
+    hw.ablate(model, texts, hw.next_token_loss, out=folder / "text-zero", of=sets, **common)
 
 
 def repeated_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
