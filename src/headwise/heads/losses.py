@@ -5,6 +5,7 @@ One that first wants to see the whole model, before any head of it is gated, has
 is called once a batch.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ from headwise.shapes import Bool, Float, Int
 Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
 """`(model, batch) -> (batch,)`."""
 
-ROWS, WORDS = 512, 2048
+ROWS, WORDS = 1024, 512
 """Positions and words whose logits are in memory at a time: a tile that stays in cache."""
 
 
@@ -58,7 +59,7 @@ def next_token_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " 
     """
     ids, real = _tokens(batch)
     counted = real[:, 1:] & real[:, :-1]
-    losses = _losses(model, batch, (slice(None), slice(None, -1)), ids[:, 1:])
+    losses = _losses(model, _without_cache(model, batch), (slice(None), slice(None, -1)), ids[:, 1:])
     return _mean(losses, counted)
 
 
@@ -160,6 +161,12 @@ def _tokens(batch: dict[str, Any]) -> tuple[Int[Tensor, "batch length"], Bool[Te
     return ids.long(), torch.ones_like(ids, dtype=torch.bool) if real is None else real.bool()
 
 
+def _without_cache(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch, and where a model may keep keys and values for a next call, that there is none."""
+    may = "use_cache" in inspect.signature(model.forward).parameters
+    return {"use_cache": False, **batch} if may else batch
+
+
 def _mean(losses: Float[Tensor, "batch length"], counted: Bool[Tensor, "batch length"]) -> Float[Tensor, " batch"]:
     """Over the tokens that count; NaN of none."""
     return losses.where(counted, 0.0).sum(1) / counted.sum(1)
@@ -215,12 +222,15 @@ def _tiled(
     hidden: Float[Tensor, "rows width"], head: nn.Linear, targets: Int[Tensor, " rows"]
 ) -> Float[Tensor, " rows"]:
     """-ln softmax(hidden W^T + b)[target] of each row, some words at a time: their log-sum-exps add up to the whole."""
-    bias = head.bias if head.bias is not None else hidden.new_zeros(head.out_features)
+    weights = torch.split(head.weight, WORDS)
+    biases = [None] * len(weights) if head.bias is None else torch.split(head.bias, WORDS)
+    words = list(zip(weights, biases, strict=True))
     found = []
-    words = list(zip(torch.split(head.weight, WORDS), torch.split(bias, WORDS), strict=True))
     for rows, wanted in zip(torch.split(hidden, ROWS), torch.split(targets, ROWS), strict=True):
-        parts = [_wide(torch.addmm(b, rows, weight.mT)).logsumexp(-1) for weight, b in words]
-        of_target = _wide(rows * head.weight[wanted]).sum(-1) + _wide(bias[wanted])
+        parts = [_wide(F.linear(rows, weight, bias)).logsumexp(-1) for weight, bias in words]
+        of_target = _wide(rows * head.weight[wanted]).sum(-1)
+        if head.bias is not None:
+            of_target = of_target + _wide(head.bias[wanted])
         found.append(torch.stack(parts).logsumexp(0) - of_target)
     return torch.cat(found)
 
