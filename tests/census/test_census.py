@@ -19,7 +19,7 @@ from inputs import attempts
 from judge import Verdict, judge
 
 import headwise as hw
-from headwise.models.watch import Spread
+from headwise.models.seen import Spread
 from oracles import statistics_of
 
 TOKENS = torch.randint(0, 5, (2, 7), generator=torch.Generator().manual_seed(3))

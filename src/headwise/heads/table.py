@@ -136,7 +136,7 @@ class Table(Generic[RowT]):
         table, about = files(folder, self.NAME)
         if not force and (table.exists() or about.exists()):
             remedy = "--force (force=True) replaces it"
-            raise InputError("out", expected=f"a folder without {self.NAME}", got=repr(str(folder)), remedy=remedy)
+            raise InputError("out", expected=f"a folder without {table.name}", got=repr(str(folder)), remedy=remedy)
         import pyarrow
         from pyarrow import parquet
 
