@@ -212,7 +212,7 @@ def test_what_is_saved_is_what_is_loaded(found, tmp_path):
     assert set(about) == {"format", "model", "data", "versions", "settings", "measured"}
     assert about["versions"]["torch"] == torch.__version__
     with pytest.raises(
-        hw.InputError, match="^out: expected a folder without profile.parquet, got .*; --force .force=True."
+        hw.InputError, match="^out: expected a folder without profile.parquet, got .*; --force .force"
     ):
         found.save(tmp_path / "new" / "folder")
     found.save(tmp_path / "new" / "folder", force=True)
