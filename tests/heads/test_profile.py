@@ -211,9 +211,7 @@ def test_what_is_saved_is_what_is_loaded(found, tmp_path):
     about = json.loads((tmp_path / "new" / "folder" / "profile.json").read_text())
     assert set(about) == {"format", "model", "data", "versions", "settings", "measured"}
     assert about["versions"]["torch"] == torch.__version__
-    with pytest.raises(
-        hw.InputError, match="^out: expected a folder without profile.parquet, got .*; --force .force"
-    ):
+    with pytest.raises(hw.InputError, match="^out: expected a folder without profile.parquet, got .*; --force .force"):
         found.save(tmp_path / "new" / "folder")
     found.save(tmp_path / "new" / "folder", force=True)
 
