@@ -24,7 +24,7 @@ from headwise.heads.progress import bar
 from headwise.heads.replacements import Replacement, zero
 from headwise.heads.settings import settings_of
 from headwise.heads.survey import survey
-from headwise.heads.table import Head, HeadTable, Measured, Row, Table
+from headwise.heads.table import Head, HeadTable, Measured, Row, RowT, Table
 from headwise.models.intercept import intercepted
 from headwise.models.replay import Replay
 from headwise.models.running import Call, Change
@@ -34,16 +34,21 @@ KINDS = ("heads", "layers", "groups")
 """What may be removed at a time, beside sets of heads with names."""
 
 
-class Ablation(HeadTable[Head]):
-    """What each head costs alone: `loss` without it, and `cost`, how much that is more than the whole model's."""
+class _Ablated(Table[RowT]):
+    """What a model's loss is without something, beside that of the whole model."""
 
     NAME = "ablation"
-    ROW = Head
 
     @property
     def baseline(self) -> Measured:
         """The loss of the whole model."""
         return Measured(**self.about["baseline"])
+
+
+class Ablation(_Ablated[Head], HeadTable[Head]):
+    """What each head costs alone: `loss` without it, and `cost`, how much that is more than the whole model's."""
+
+    ROW = Head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +59,10 @@ class HeadSet(Row):
     heads: list[str]
 
 
-class SetAblation(Table[HeadSet]):
+class SetAblation(_Ablated[HeadSet]):
     """What sets of heads cost: `loss` without them, and `cost`, how much that is more than the whole model's."""
 
-    NAME = "ablation"
     ROW = HeadSet
-
-    @property
-    def baseline(self) -> Measured:
-        """The loss of the whole model."""
-        return Measured(**self.about["baseline"])
 
 
 def ablate(

@@ -69,11 +69,7 @@ def load(name: str, top: str | None = None) -> Loaded:
         InputError: nothing loadable is found under that name, or no weights for what is to stand on top.
         MissingExtra: `transformers` (or, for a GGUF file, `gguf` and `accelerate`) is not installed.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtra("transformers", extra="hf", purpose="loading a model") from error
-
+    transformers = _transformers()
     title, source, options = _source(name)
     try:
         if not Path(source).is_dir():
@@ -100,21 +96,26 @@ def top_of(name: str) -> str | None:
         InputError: nothing is found under that name.
         MissingExtra: `transformers` is not installed.
     """
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise MissingExtra("transformers", extra="hf", purpose="loading a model") from error
+    transformers = _transformers()
     _, source, options = _source(name)
     try:
         if not Path(source).is_dir():
             _require_on_hub(source)
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:
         raise _not_loadable(name, error) from error
     made = "".join(config.architectures or ()) if not options else "CausalLM"
     if "CausalLM" in made or "LMHeadModel" in made:
         return "causal"
     return "masked" if "MaskedLM" in made else None
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtra("transformers", extra="hf", purpose="loading a model") from error
+    return transformers
 
 
 def _not_loadable(name: str, error: Exception) -> InputError:
