@@ -1,16 +1,36 @@
 """The command as a user types it."""
 
+import io
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+import tiny
+from headwise import cli
 
 QUESTION = "Which do you like better, coffee or tea?"
 
 
 def headwise(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "headwise", *arguments], input=stdin, capture_output=True, check=False)
+
+
+@pytest.fixture
+def here(monkeypatch, capfdbinary, as_user):
+    """The command line in this process, which has imported and loaded much already: the same results."""
+
+    def run(*arguments: str, stdin: bytes = b"") -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", ["headwise", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        status = cli.run()
+        sys.stdout.flush()
+        printed = capfdbinary.readouterr()
+        return SimpleNamespace(returncode=status, stdout=printed.out, stderr=printed.err)
+
+    return run
 
 
 def test_the_demo():
@@ -23,6 +43,15 @@ def test_the_demo():
     assert "\x1b" not in text
 
 
+def test_standard_input(here):
+    result = here("view", "-", "--layer", "0", stdin=QUESTION.encode())
+    assert result.returncode == 0, result.stderr
+    text = result.stdout.decode()
+    assert text.startswith(QUESTION)
+    assert "all-MiniLM-L6-v2, 12 tokens, 12 heads" in text
+
+
+@pytest.mark.slow
 def test_smollm2_from_standard_input():
     result = headwise("view", "-", "--model", "smollm2", stdin=QUESTION.encode())
     assert result.returncode == 0, result.stderr
@@ -48,7 +77,7 @@ def test_version():
     assert headwise("--version").stdout == b"headwise 0.1.0\n"
 
 
-@pytest.mark.parametrize(
+MISTAKES = pytest.mark.parametrize(
     ("arguments", "stdin", "sentence"),
     [
         (["view", ""], b"", "text: expected at least one word, got an empty text"),
@@ -80,13 +109,29 @@ def test_version():
         (["view", "hi", "--model", "not a/model/name"], b"", "a hub id that can be reached, got 'not a/model/name'"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_status_2(arguments, stdin, sentence, tmp_path):
-    result = headwise(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin)
+
+
+def is_one_sentence(result, sentence):
     assert result.returncode == 2
     error = result.stderr.decode()
     assert error.startswith("headwise: ")
     assert sentence in error
     assert error.count("\n") == 1
+
+
+@MISTAKES
+def test_a_mistake_is_one_sentence_and_status_2(here, arguments, stdin, sentence, tmp_path):
+    is_one_sentence(here(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin), sentence)
+
+
+@pytest.mark.slow
+@MISTAKES
+def test_a_mistake_in_a_process_of_its_own(arguments, stdin, sentence, tmp_path):
+    is_one_sentence(headwise(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin), sentence)
+
+
+def test_a_mistake_that_is_seen_once_the_model_is_loaded():
+    is_one_sentence(headwise("view", "hi", "--layer", "6"), "layer: expected 0 to 5, got 6")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +176,16 @@ def test_an_output_that_is_full():
     assert result.stderr.decode().startswith("headwise: output: No space left on device")
 
 
-def test_a_text_that_is_cut():
+def test_a_text_that_is_cut(here, tmp_path):
+    tiny.model("encoder").save_pretrained(tmp_path)
+    tiny.tokenizer("encoder").save_pretrained(tmp_path)
+    result = here("view", tiny.texts(600)[0], "--truncate", "--layer", "0", "--model", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "128 tokens (the text was cut there), 6 heads" in result.stdout.decode()
+
+
+@pytest.mark.slow
+def test_a_text_that_is_cut_for_minilm():
     result = headwise("view", "word " * 600, "--truncate", "--layer", "0")
     assert result.returncode == 0, result.stderr
     assert "512 tokens (the text was cut there), 12 heads" in result.stdout.decode()

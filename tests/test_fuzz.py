@@ -13,7 +13,10 @@ from oracles import plain_layer
 from strategies import biases, masks
 
 COMBINATIONS = int(os.environ.get("HEADWISE_FUZZ", "1000"))
-"""How many are drawn for each way of calling the layer; five ways."""
+"""How many are drawn for each way of calling the layer, five ways; without the slow tests, 400 for all but refusals."""
+
+few = settings(max_examples=min(COMBINATIONS, 400), deadline=None, derandomize=True)
+many = settings(max_examples=COMBINATIONS, deadline=None, derandomize=True)
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 """Float64, where a random scale may make scores of a hundred."""
@@ -127,7 +130,7 @@ def same_gradients(drawn, got, wanted):
         )
 
 
-@settings(max_examples=COMBINATIONS, deadline=None, derandomize=True)
+@few
 @given(st.data())
 def test_a_call(data):
     draw = data.draw
@@ -207,7 +210,7 @@ def pieces(draw, total: int) -> list[int]:
     return [stop - start for start, stop in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
-@settings(max_examples=COMBINATIONS, deadline=None, derandomize=True)
+@few
 @given(st.data())
 def test_a_text_in_pieces(data):
     draw = data.draw
@@ -237,7 +240,7 @@ def test_a_text_in_pieces(data):
     right_or_refused(drawn, call, lambda: [drawn.expected(x, at_q=at, at_k=at, allowed=allowed)[0].detach()])
 
 
-@settings(max_examples=COMBINATIONS, deadline=None, derandomize=True)
+@few
 @given(st.data())
 def test_texts_of_different_lengths_in_one_static_cache(data):
     draw = data.draw
@@ -273,7 +276,7 @@ def test_texts_of_different_lengths_in_one_static_cache(data):
     right_or_refused(drawn, call, lambda: list(expected()))
 
 
-@settings(max_examples=COMBINATIONS, deadline=None, derandomize=True)
+@few
 @given(st.data())
 def test_packed_sequences(data):
     draw = data.draw
@@ -328,6 +331,15 @@ def test_packed_sequences(data):
 
     if right_or_refused(drawn, call, expected):
         same_gradients(drawn, call()[0], expected()[0])
+
+
+WAYS = [test_a_call, test_a_text_in_pieces, test_texts_of_different_lengths_in_one_static_cache, test_packed_sequences]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_all_combinations(way):
+    many(given(st.data())(way.hypothesis.inner_test))()
 
 
 @pytest.mark.usefixtures("as_user")

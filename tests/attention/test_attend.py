@@ -17,6 +17,7 @@ from strategies import Drawn, problems
 
 BACKENDS = ("fused", "blockwise", "reference")
 # The same examples in every run: a bound that a kernel meets by rounding may be met narrowly.
+few = settings(max_examples=400, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 many = settings(max_examples=2000, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 some = settings(max_examples=300, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -59,10 +60,7 @@ def errors_and_budget(drawn: Drawn, dtype: torch.dtype, sets: int) -> tuple[dict
     return errors, budget
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@many
-@given(drawn=problems())
-def test_error_is_at_most_twice_that_of_plain_attention(dtype, drawn):
+def at_most_twice_the_error_of_plain_attention(drawn: Drawn, dtype: torch.dtype) -> None:
     # The largest of a few rounding errors is small or large by luck. What exceeds the budget on two sets of
     # values is measured again on 64, where luck evens out and a kernel that is worse stays worse.
     for sets in (2, 64):
@@ -70,6 +68,21 @@ def test_error_is_at_most_twice_that_of_plain_attention(dtype, drawn):
         if all(error <= budget[name] for (_, name), error in errors.items()):
             return
     pytest.fail(f"errors {dict(errors)} beyond {dict(budget)}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@few
+@given(drawn=problems())
+def test_error_is_at_most_twice_that_of_plain_attention(dtype, drawn):
+    at_most_twice_the_error_of_plain_attention(drawn, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@many
+@given(drawn=problems())
+def test_error_is_at_most_twice_that_of_plain_attention_in_many_more_problems(dtype, drawn):
+    at_most_twice_the_error_of_plain_attention(drawn, dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
