@@ -4,13 +4,16 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCH := $(VENV)/.installed-bench
 
-.PHONY: demo test lint pictures tables census findings bench bench-quick clean
+.PHONY: demo test test-slow lint pictures tables census findings claims bench bench-quick clean
 
 demo: $(INSTALLED)  ## what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
 
-test: $(INSTALLED)  ## the whole test-suite
+test: $(INSTALLED)  ## the test-suite
 	$(BIN)/python -m pytest
+
+test-slow: $(INSTALLED)  ## the tests that take long
+	$(BIN)/python -m pytest -m slow --no-cov
 
 lint: $(INSTALLED)  ## style and types
 	$(BIN)/ruff check
@@ -31,6 +34,10 @@ census: $(INSTALLED)  ## every model type of transformers, tiny, under hw.watch;
 findings: $(INSTALLED)  ## what heads of two real models are worth, and docs/findings.md from it; an hour
 	$(BIN)/python findings
 	$(BIN)/python docs/make_findings.py
+
+claims: $(INSTALLED)  ## what is said of multi-head attention, measured, and docs/claims.md from it; half an hour
+	$(BIN)/python claims
+	$(BIN)/python docs/make_claims.py
 
 bench: $(BENCH)  ## everything that is claimed about speed and memory, and docs/benchmarks.md from it
 	$(BIN)/python benchmarks/all.py

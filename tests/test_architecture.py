@@ -22,6 +22,7 @@ FLOORS = (
     ("convert",),
     ("models",),
     ("heads",),
+    ("studies",),
     ("show",),
     ("cli",),
     ("__main__",),
@@ -102,7 +103,7 @@ def test_packages_have_nothing_in_their_init():
 
 OPTIONAL = [
     *("accelerate", "beartype", "gguf", "huggingface_hub", "jaxtyping", "jinja2", "matplotlib", "optuna"),
-    *("pandas", "pyarrow", "rich", "safetensors", "transformers", "typer"),
+    *("pandas", "pyarrow", "rich", "safetensors", "scipy", "sqlalchemy", "tokenizers", "transformers", "typer"),
 ]
 
 
@@ -144,6 +145,8 @@ def test_the_block_itself_works():
         ("transformers", ["view", "hi"], 'loading a model needs the package transformers, .* "headwise[hf]"'),
         ("jinja2", ["view", "hi", "--html", "{page}"], 'writing a page needs the package jinja2, .* "headwise[plot]"'),
         ("gguf", ["view", "hi", "--model", "smollm2"], 'reading SmolLM2.* needs the package gguf, .* "headwise[gguf]"'),
+        ("optuna", ["study", "--data", "x", "--out", "{page}"], 'a study needs the package optuna, .* "headwise[study]"'),
+        ("scipy", ["study", "--data", "x", "--out", "{page}"], 'a study needs the package scipy, .* "headwise[study]"'),
     ],
 )
 def test_a_missing_extra_is_one_sentence_and_status_2(blocked, arguments, sentence, tmp_path):

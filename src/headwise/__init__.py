@@ -32,6 +32,11 @@ from headwise.heads.view import view
 from headwise.layer import MultiHeadAttention, ProjectedContext
 from headwise.models.watch import watch
 from headwise.options import QKNorm, Scores
+from headwise.studies.evidence import Study
+from headwise.studies.settings import Setting, Space
+from headwise.studies.study import study
+from headwise.studies.texts import study_texts
+from headwise.studies.training import Recipe
 from headwise.variants.differential import DifferentialAttention
 from headwise.variants.latent import LatentAttention
 
@@ -64,13 +69,17 @@ __all__ = [
     "Profile",
     "ProjectedContext",
     "QKNorm",
+    "Recipe",
     "Redundancy",
     "RelativeBias",
     "Rotary",
     "Scores",
     "SetAblation",
+    "Setting",
     "SlidingCache",
+    "Space",
     "StaticCache",
+    "Study",
     "Texts",
     "YaRN",
     "ablate",
@@ -105,6 +114,8 @@ __all__ = [
     "resample",
     "segments",
     "separate_projections",
+    "study",
+    "study_texts",
     "to_heads",
     "to_projections",
     "to_torch",

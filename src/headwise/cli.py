@@ -1,6 +1,7 @@
 """The command line: parse, call, print."""
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,11 +23,14 @@ from headwise.heads.profile import profile as measure
 from headwise.heads.record import load_profile
 from headwise.heads.replacements import Replacement, mean, uniform, zero
 from headwise.heads.view import view as view_text
-from headwise.models.load import Loaded, load, top_of
+from headwise.models.load import Loaded, load, load_tokenizer, top_of
 from headwise.show.page import write_page
 from headwise.show.profiles import print_comparison, print_profile
 from headwise.show.scores import print_ablation, print_importance
+from headwise.show.studies import print_study
 from headwise.show.terminal import make_console, print_view
+from headwise.studies.corpus import TASKS
+from headwise.studies.texts import BATCH, CONTEXT, VOCABULARY, study_texts
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -224,6 +228,92 @@ def _replacement(name: str, texts: Texts) -> Replacement:
 def _wrote(out: Path) -> None:
     typer.echo(f"\nwrote {out}")
     sys.stdout.flush()
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """1,2,4 as numbers."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"expected numbers such as 1,2,4, got {text!r}") from None
+
+
+def _amount(text: str) -> int:
+    """1.5M as 1,500,000."""
+    return round(_scaled(text, {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}, "1.5M or 300k"))
+
+
+def _seconds(text: str) -> float:
+    """30m as 1,800 seconds."""
+    return _scaled(text, {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}, "30m, 90s or 2h")
+
+
+def _scaled(text: str, units: dict[str, float], such_as: str) -> float:
+    """A positive number with a unit behind it."""
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)([a-z]?)", text.strip().lower())
+    if found is None or found[2] not in units or not float(found[1]):
+        raise typer.BadParameter(f"expected an amount such as {such_as}, got {text!r}")
+    return float(found[1]) * units[found[2]]
+
+
+@app.command()
+def study(
+    data: Data,
+    out: Annotated[Path, typer.Option(help="A folder for table, picture, database and models; goes on there.")],
+    task: Annotated[str, typer.Option(help=f"What the models learn: {', '.join(TASKS)}.")] = "lm",
+    heads: Annotated[Any, typer.Option(parser=_numbers, metavar="N,N,...", help="Numbers of heads.")] = "1,2,4,8,16",
+    head_dim: Annotated[
+        Any, typer.Option(parser=_numbers, metavar="N,N,...", help="Widths of a head; by default embed_dim / heads.")
+    ] = None,
+    kv_heads: Annotated[
+        Any, typer.Option(parser=_numbers, metavar="N,N,...", help="Key/value heads; by default as many as heads.")
+    ] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks over which heads must divide.")] = 1,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="HEADS[xDIM][/KV]", help="The setting in use, such as 8, 8x64 or 8x64/2.")
+    ] = None,
+    budget: Annotated[
+        Any, typer.Option(parser=_seconds, metavar="TIME", help="30m, 2h; by default 30m, or none with --tokens.")
+    ] = None,
+    params: Annotated[Any, typer.Option(parser=_amount, metavar="N", help="Parameters of each model.")] = "1.5M",
+    embed_dim: Annotated[int | None, typer.Option(min=2, help="Width of the models; from --params.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Their depth; from --params.")] = None,
+    tokens: Annotated[
+        Any, typer.Option(parser=_amount, metavar="N", help="Tokens of each training; from the budget.")
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Learning rates tried for each setting; as the budget allows.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each setting with its best rate.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")] = 0,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = CONTEXT,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = BATCH,
+    vocabulary: Annotated[int, typer.Option(min=1, help="Tokens of the tokenizer that is made.")] = VOCABULARY,
+    tokenizer: Annotated[str | None, typer.Option(help="A model whose tokenizer is used instead.")] = None,
+    column: Column = "text",
+    label: Annotated[str, typer.Option(help="Where the label is, of --task classify.")] = "label",
+    storage: Annotated[
+        str | None, typer.Option(metavar="URL", help="A database that processes share; by default SQLite in --out.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Of the study in the database.")] = "study",
+    device: Device = None,
+    force: Force = False,
+) -> None:
+    """Compare numbers of heads on a text: small models of the same size, the same tokens, several seeds."""
+    with _mistakes_in_a_sentence():
+        _quiet_libraries()
+        if budget is None and tokens is None:
+            budget = 30 * 60.0
+        sizes: Any = {"params": params, "embed_dim": embed_dim, "layers": layers, "context": context, "batch": batch}
+        space: Any = {"heads": heads, "head_dims": head_dim, "kv_heads": kv_heads, "tensor_parallel": tensor_parallel}
+        length: Any = {"budget": budget, "tokens": tokens, "trials": trials, "seeds": seeds, "seed": seed}
+        texts: Any = {"task": task, "column": column, "label": label, "vocabulary": vocabulary}
+        if tokenizer is not None:
+            texts["tokenizer"] = load_tokenizer(tokenizer)
+        place: Any = {"storage": storage, "name": name, "device": device, "force": force, "progress": True}
+        found = study_texts(data, out, baseline=baseline, **sizes, **space, **length, **texts, **place)
+        print_study(found, make_console())
+        _wrote(out)
 
 
 @app.command()

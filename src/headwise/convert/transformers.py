@@ -6,7 +6,7 @@ be written through it, bit by bit.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -142,14 +142,17 @@ class Decoder:
     A norm that multiplies by 1 + weight (Gemma 3) cannot be one of these: rounding the sum loses bits of the weight.
     """
 
-    classes = (
+    classes: tuple[str, ...] = (
         *("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Gemma2Attention"),
         *("GptOssAttention", "Olmo2Attention", "PhiAttention"),
     )
 
+    causal: ClassVar[bool] = True
+
     def options(self, block: Any) -> dict[str, Any]:
-        if not block.is_causal:
-            raise InputError("block", expected="one that is causal", got="is_causal False")
+        if block.is_causal != self.causal:
+            expected = "one that is causal" if self.causal else "one that is not causal"
+            raise InputError("block", expected=expected, got=f"is_causal {block.is_causal}")
         config, name, head_dim = block.config, type(block).__name__, block.head_dim
         output = _output_of_decoder(block)
         width = config.sliding_window if name == "MistralAttention" else getattr(block, "sliding_window", None)
@@ -165,7 +168,7 @@ class Decoder:
             "rotary": rotary_of(config, head_dim, partial=name == "PhiAttention"),
             "scores": _scores(block.scaling, head_dim, softcap=softcap, sinks=hasattr(block, "sinks")),
             "qk_norm": _qk_norm(block),
-            "mask": causal() if width is None else window(width),
+            "mask": None if not self.causal else causal() if width is None else window(width),
             "dropout": block.attention_dropout,
         }
 
@@ -175,6 +178,13 @@ class Decoder:
         for ours, norm in zip(("q_norm", "k_norm"), _norms_of_decoder(block), strict=False):
             places |= {f"{ours}.{kind}": parameter.detach() for kind, parameter in norm.named_parameters()}
         return places | ({"sinks": block.sinks.detach()} if hasattr(block, "sinks") else {})
+
+
+class Encoder(Decoder):
+    """Encoders that are written as decoders are, and see both ways: EuroBERT."""
+
+    classes = ("EuroBertAttention",)
+    causal = False
 
 
 class Bert:
@@ -234,7 +244,7 @@ class GPT2:
         return {name: tensor.T if tensor.ndim == 2 else tensor for name, tensor in places.items()}
 
 
-FAMILIES: tuple[Family, ...] = (Decoder(), Bert(), GPT2())
+FAMILIES: tuple[Family, ...] = (Decoder(), Encoder(), Bert(), GPT2())
 """Every family, asked in this order for the class of a block."""
 
 

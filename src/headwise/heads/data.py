@@ -21,6 +21,9 @@ CONTEXT = 2048
 TOGETHER = 256
 """How many documents the tokenizer is given at a time: enough for its threads."""
 
+Kinds = tuple[type[str] | type[int], ...]
+"""What may be in a column."""
+
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 """Files with a document in each line; those in `.parquet` have one in each row, and any other file is one."""
 
@@ -224,8 +227,8 @@ def given(items: Iterable[Any], column: str) -> Iterator[Document]:
         yield Document(item, where) if isinstance(item, str) else _of_column(item, column, where)
 
 
-def read(source: str | Path, column: str) -> Iterator[Document]:
-    """Documents of a file, or of every file in a folder."""
+def read(source: str | Path, column: str, kinds: Kinds = (str,)) -> Iterator[Document]:
+    """Documents of a file, or of every file in a folder; of a column of other kinds, what is in it as text."""
     path = Path(source)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path)))
@@ -235,7 +238,7 @@ def read(source: str | Path, column: str) -> Iterator[Document]:
         files = [path]
     for file in files:
         try:
-            yield from _read(file, column)
+            yield from _read(file, column, kinds)
         except OSError as error:
             raise InputError(
                 "data", expected=f"a file {str(file)!r} that can be read", got=error.strerror or str(error)
@@ -246,15 +249,15 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _read(file: Path, column: str) -> Iterator[Document]:
+def _read(file: Path, column: str, kinds: Kinds) -> Iterator[Document]:
     if file.suffix == ".parquet":
-        yield from _read_parquet(file, column)
+        yield from _read_parquet(file, column, kinds)
     elif file.suffix in JSON_LINES:
         with file.open("rb") as lines:
             offset = 0
             for number, line in enumerate(lines, 1):
                 if not line.isspace():
-                    yield _of_line(line, column, f"line {number} of {file}", file, offset)
+                    yield _of_line(line, column, kinds, f"line {number} of {file}", file, offset)
                 offset += len(line)
     else:
         yield Document(_decoded(file.read_bytes(), file, 0), str(file))
@@ -271,27 +274,27 @@ def _decoded(data: bytes, file: Path, offset: int) -> str:
         ) from None
 
 
-def _of_line(line: bytes, column: str, where: str, file: Path, offset: int) -> Document:
+def _of_line(line: bytes, column: str, kinds: Kinds, where: str, file: Path, offset: int) -> Document:
     text = _decoded(line, file, offset)
     try:
-        return _of_column(json.loads(text), column, where)
+        return _of_column(json.loads(text), column, where, kinds)
     except json.JSONDecodeError as error:
         raise InputError("data", expected=f"JSON in {where}", got=f"{error.msg} at column {error.colno}") from None
 
 
-def _of_column(item: Any, column: str, where: str) -> Document:
+def _of_column(item: Any, column: str, where: str, kinds: Kinds = (str,)) -> Document:
     if not isinstance(item, Mapping):
         raise InputError("data", expected=f"an object with a column {column!r} in {where}", got=type(item).__name__)
     if column not in item:
         names = ", ".join(map(str, item)) or "no column"
         raise InputError("column", expected=f"one of {where}, which has {names}", got=repr(column))
     text = item[column]
-    if not isinstance(text, str):
+    if not isinstance(text, kinds):
         raise InputError("column", expected=f"text in {column!r} of {where}", got=type(text).__name__)
-    return Document(text, where)
+    return Document(str(text), where)
 
 
-def _read_parquet(file: Path, column: str) -> Iterator[Document]:
+def _read_parquet(file: Path, column: str, kinds: Kinds) -> Iterator[Document]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -308,7 +311,7 @@ def _read_parquet(file: Path, column: str) -> Iterator[Document]:
     for rows in table.iter_batches(columns=[column]):
         for value in rows.column(0).to_pylist():
             number += 1
-            yield _of_column({column: value}, column, f"row {number} of {file}")
+            yield _of_column({column: value}, column, f"row {number} of {file}", kinds)
 
 
 def _require_unicode(document: Document) -> None:

@@ -80,6 +80,10 @@ class MaskedTokenLoss:
         self.mask_id, self.special = mask_id, torch.tensor(sorted(set(special)), dtype=torch.int64)
         self.share, self.seed = probability("share", share), seed
 
+    def reseeded(self, seed: int) -> "MaskedTokenLoss":
+        """The same with other tokens masked: in training, others each time that a sequence comes."""
+        return MaskedTokenLoss(self.mask_id, special=self.special.tolist(), share=self.share, seed=seed)
+
     def __call__(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
         """One loss a sequence; NaN where it has no token that may be masked."""
         ids, real = _tokens(batch)

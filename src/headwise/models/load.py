@@ -71,12 +71,8 @@ def load(name: str, top: str | None = None) -> Loaded:
     """
     transformers = _transformers()
     title, source, options = _source(name)
+    tokenizer = load_tokenizer(name)
     try:
-        if not Path(source).is_dir():
-            _require_on_hub(source)
-        elif not options and not any((Path(source) / file).is_file() for file in TOKENIZER_FILES):
-            raise OSError(f"the folder has none of {', '.join(TOKENIZER_FILES)}")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
         kind = getattr(transformers, TOPS[top])
         model, found = kind.from_pretrained(source, trust_remote_code=False, output_loading_info=True, **options)
     except Exception as error:  # a broken folder fails in as many ways as there are files in it
@@ -87,6 +83,25 @@ def load(name: str, top: str | None = None) -> Loaded:
             "model", expected="all of the model's weights", got=f"none for {missing[0]} ({len(missing)} are missing)"
         )
     return Loaded(title, model.eval(), tokenizer)
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of the model called `name`.
+
+    Raises:
+        InputError: nothing loadable is found under that name.
+        MissingExtra: `transformers` (or, for a GGUF file, `gguf` and `accelerate`) is not installed.
+    """
+    transformers = _transformers()
+    _, source, options = _source(name)
+    try:
+        if not Path(source).is_dir():
+            _require_on_hub(source)
+        elif not options and not any((Path(source) / file).is_file() for file in TOKENIZER_FILES):
+            raise OSError(f"the folder has none of {', '.join(TOKENIZER_FILES)}")
+        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+    except Exception as error:  # a broken folder fails in as many ways as there are files in it
+        raise _not_loadable(name, error) from error
 
 
 def top_of(name: str) -> str | None:

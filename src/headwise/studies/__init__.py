@@ -1,0 +1,1 @@
+"""How many heads, and how wide: trained, compared, told with the spread over seeds."""
