@@ -137,6 +137,9 @@ def test_the_block_itself_works():
     assert "import of transformers halted" in result.stderr
 
 
+STUDY = ["study", "--data", "x", "--out", "{page}"]
+
+
 @pytest.mark.parametrize(
     ("blocked", "arguments", "sentence"),
     [
@@ -145,8 +148,8 @@ def test_the_block_itself_works():
         ("transformers", ["view", "hi"], 'loading a model needs the package transformers, .* "headwise[hf]"'),
         ("jinja2", ["view", "hi", "--html", "{page}"], 'writing a page needs the package jinja2, .* "headwise[plot]"'),
         ("gguf", ["view", "hi", "--model", "smollm2"], 'reading SmolLM2.* needs the package gguf, .* "headwise[gguf]"'),
-        ("optuna", ["study", "--data", "x", "--out", "{page}"], 'a study needs the package optuna, .* "headwise[study]"'),
-        ("scipy", ["study", "--data", "x", "--out", "{page}"], 'a study needs the package scipy, .* "headwise[study]"'),
+        ("optuna", STUDY, 'a study needs the package optuna, .* "headwise[study]"'),
+        ("scipy", STUDY, 'a study needs the package scipy, .* "headwise[study]"'),
     ],
 )
 def test_a_missing_extra_is_one_sentence_and_status_2(blocked, arguments, sentence, tmp_path):

@@ -20,6 +20,7 @@ BATCH, LENGTH = 2, 13
 COMMON = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
 ENCODER = COMMON | {"intermediate_size": 37}
 ROTARY = ENCODER | {"num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 64}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3}
 GPT2 = {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 6}
 
 
@@ -75,6 +76,7 @@ def cases() -> dict[str, Case]:
         "xlm-roberta": Case(transformers.XLMRobertaConfig(**ENCODER), ("all", "all")),
         "camembert": Case(transformers.CamembertConfig(**ENCODER), ("all", "all")),
         "electra": Case(transformers.ElectraConfig(**ENCODER, embedding_size=48), ("all", "all")),
+        "eurobert": Case(transformers.EuroBertConfig(**ROTARY, **SPECIAL), ("all", "all")),
         "gpt2": Case(transformers.GPT2Config(**GPT2, attn_pdrop=0.4)),
         "gpt2, inverse layer": Case(transformers.GPT2Config(**GPT2, scale_attn_by_inverse_layer_idx=True)),
         "gpt2, no scale": Case(transformers.GPT2Config(**GPT2, scale_attn_weights=False)),
@@ -257,6 +259,7 @@ def pruned(block):
         ),
         (lambda: without(tiny("llama")[1][0], "k_proj"), "block: expected a LlamaAttention .*, got one without k_proj"),
         (lambda: block_with("llama", is_causal=False), "block: expected one that is causal, got is_causal False"),
+        (lambda: block_with("eurobert", is_causal=True), "block: expected one that is not causal, got is_causal True"),
         (
             lambda: block_with("llama", q_proj=Adapter(nn.Linear(48, 60))),
             "block: expected a plain Linear for q_proj, got Adapter with base.weight, .*; merge adapters and remove",

@@ -12,6 +12,7 @@ from headwise.studies.evidence import SettingRow, Study
 COLUMNS = {
     "loss": ("loss", 4),
     "train_loss": ("training", 4),
+    "accuracy": ("accuracy", 3),
     "step_ms": ("ms a step", 1),
     "decode_tokens_s": ("decoded a second", 0),
     "cache_bytes": ("cache bytes a token", 0),

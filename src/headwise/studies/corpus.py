@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.errors import InputError, MissingExtra
+from headwise.heads.batches import device_of, evaluated, moved
 from headwise.heads.data import JSON_LINES, Texts, read
 from headwise.heads.losses import Loss, MaskedTokenLoss, next_token_loss
 from headwise.shapes import Float, Int
@@ -90,6 +91,17 @@ def class_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch
     """-ln p of the label of each text, nats."""
     given = {name: each for name, each in batch.items() if name != "label"}
     return F.cross_entropy(model(**given), batch["label"], reduction="none")
+
+
+def accuracy(model: nn.Module, batches: Batches) -> float:
+    """The share of texts whose label has the largest logit."""
+    right = total = 0
+    with evaluated(model), torch.no_grad():
+        for batch in batches:
+            here = moved(batch, device_of(model))
+            label = here.pop("label")
+            right, total = right + int((model(**here).argmax(-1) == label).sum()), total + len(label)
+    return right / total
 
 
 def make_tokenizer(source: str | Path, column: str, vocabulary: int) -> Any:

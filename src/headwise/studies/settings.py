@@ -11,7 +11,7 @@ from headwise.errors import InputError
 HEADS = (1, 2, 4, 8, 16)
 """Numbers of heads that are compared where nobody says otherwise."""
 
-WRITTEN = re.compile(r"(\d+)(?:x(\d+))?(?:/(\d+))?")
+WRITTEN = re.compile(r"([1-9]\d*)(?:x([1-9]\d*))?(?:/([1-9]\d*))?")
 """Heads, their width, key/value heads; the last two may be left out."""
 
 SHOWN = 3
@@ -26,11 +26,18 @@ class Setting:
         num_heads: query heads.
         head_dim: width of a head's queries, keys and values.
         num_kv_heads: key/value heads, each shared by `num_heads / num_kv_heads` query heads.
+
+    Raises:
+        InputError: numbers that are not positive.
     """
 
     num_heads: int
     head_dim: int
     num_kv_heads: int
+
+    def __post_init__(self) -> None:
+        for name, number in vars(self).items():
+            whole_number(name, number, least=1)
 
     @property
     def name(self) -> str:
@@ -93,8 +100,12 @@ class Space:
         return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))
 
     def _combinations(self) -> Iterator[Setting]:
-        for heads, head_dim, kv_heads in product(self.heads, self.head_dims or (0,), self.kv_heads or (0,)):
-            yield Setting(heads, head_dim or self.embed_dim // heads, kv_heads or heads)
+        for heads, head_dim, kv_heads in product(self.heads, self.head_dims or (None,), self.kv_heads or (None,)):
+            yield self._setting(heads, head_dim, kv_heads)
+
+    def _setting(self, heads: int, head_dim: int | None, kv_heads: int | None) -> Setting:
+        """With what is usual where nothing is said."""
+        return Setting(heads, head_dim or max(1, self.embed_dim // heads), kv_heads or heads)
 
     def why_not(self, setting: Setting) -> str | None:
         """Why attention cannot be made of these heads here, in a few words; None where it can."""
@@ -118,10 +129,8 @@ class Space:
         parts = WRITTEN.fullmatch(text.strip())
         if parts is None:
             raise InputError("baseline", expected="heads as in 8, 8x64, 8x64/2 or 8/2", got=repr(text))
-        heads, head_dim, kv_heads = (int(part) if part else None for part in parts.groups())
-        if heads == 0 or head_dim == 0 or kv_heads == 0 or heads is None:
-            raise InputError("baseline", expected="numbers of 1 or more", got=repr(text))
-        setting = Setting(heads, head_dim or self.embed_dim // heads, kv_heads or heads)
+        heads, head_dim, kv_heads = parts.groups()
+        setting = self._setting(int(heads), head_dim and int(head_dim), kv_heads and int(kv_heads))
         if (reason := self.why_not(setting)) is not None:
             raise InputError("baseline", expected="a setting that can exist", got=reason)
         return setting

@@ -7,7 +7,9 @@ goes on: until what is left is what the seeds need.
 """
 
 import json
+import math
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -39,6 +41,9 @@ RATES = (3e-4, 3e-2)
 
 HELD_OUT = 10
 """One batch of so many is held out where none are given."""
+
+SECOND = 1.0
+"""How often the bar moves."""
 
 FORCE = "--force (force=True) begins again"
 
@@ -227,9 +232,8 @@ def _agreed(ledger: Ledger, work: Work, spec: dict[str, Any], wanted: Wanted) ->
     plan = Plan(**ledger.agreed(make))
     for name, value in spec.items():
         if plan.spec.get(name) != value:
-            raise InputError(
-                "out", expected=f"a study that was begun with the same {name}", got="another", remedy=FORCE
-            )
+            expected = f"a study that was begun with the same {name}"
+            raise InputError("out", expected=expected, got="another", remedy=FORCE)
     return plan
 
 
@@ -238,11 +242,14 @@ def _showing(ledger: Ledger, wanted: Wanted, settings: int, *, shown: bool) -> I
     """A function that tells a bar how far all is: in seconds of the budget, or in trainings."""
     timed = wanted.budget is not None
     total = round(wanted.budget) if wanted.budget is not None else settings * (wanted.most_trials + wanted.seeds)
-    unit, told = "s" if timed else "trainings", 0
+    unit, told, last = "s" if timed else "trainings", 0, -math.inf
     with bar("study", total, unit, shown=shown) as advance:
 
         def show() -> None:
-            nonlocal told
+            nonlocal told, last
+            if time.monotonic() - last < SECOND:  # the database is asked each time
+                return
+            last = time.monotonic()
             now = min(int(ledger.spent()) if timed else len(ledger.done()), total)
             advance(now - told, not told)
             told = now

@@ -9,7 +9,7 @@ from torch import nn
 
 from headwise.checks import whole_number
 from headwise.heads.table import writable
-from headwise.studies.corpus import corpus, make_tokenizer
+from headwise.studies.corpus import accuracy, corpus, make_tokenizer
 from headwise.studies.evidence import Study, require_scipy
 from headwise.studies.ledger import require_optuna
 from headwise.studies.picture import require_matplotlib
@@ -101,6 +101,8 @@ def study_texts(
         save(model, tokenizer, folder, context=context, labels=found.labels)
 
     measures: dict[str, Measure] = {}
+    if task == "classify":
+        measures = {"accuracy": lambda model: accuracy(model, found.held_out)}
     if task == "lm":
         measures = {"decode_tokens_s": lambda model: decoding(model, context), "cache_bytes": cache_bytes}  # type: ignore[arg-type]
     made = study(

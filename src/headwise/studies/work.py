@@ -21,6 +21,9 @@ LEAST_TRIALS, MOST_TRIALS = 3, 12
 SLACK = 1.05
 """A training that would end later than this, in budgets, is not begun."""
 
+LAST = 3
+"""Trainings of a setting by which the next one's time is told."""
+
 CHECKED = 8
 """Batches on which a training is judged on its way."""
 
@@ -101,14 +104,19 @@ def _next_search(setting: Setting, taken: Set[str]) -> Job:
 
 
 class Foreseen:
-    """How long a training of a setting takes: as its others did, or as planned, times what others took more or less."""
+    """How long a training of a setting takes: as its last ones did, or as planned, times what others took more or less.
+
+    A search takes less than what is judged and kept after it: it counts only until a seed was trained.
+    """
 
     def __init__(self, ledger: Ledger, plan: Plan) -> None:
         self._plan = plan
+        whole = [each for each in ledger.done() if not each.pruned and each.measured]
         self._seen: dict[Setting, list[float]] = {}
-        for each in ledger.done():
-            if not each.pruned and each.measured:
-                self._seen.setdefault(each.job.setting, []).append(each.measured["seconds"])
+        for setting in {each.job.setting for each in whole}:
+            here = [each for each in whole if each.job.setting == setting]
+            kept = [each for each in here if each.job.final] or here
+            self._seen[setting] = [each.measured["seconds"] for each in kept][-LAST:]
 
     def __call__(self, setting: Setting) -> float:
         if setting in self._seen:
