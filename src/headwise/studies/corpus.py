@@ -22,7 +22,7 @@ TASKS = ("lm", "mlm", "classify")
 PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
 """Special tokens of a tokenizer that is made here."""
 
-HELD_OUT, MOST_HELD_OUT = 10, 128
+HELD_OUT, MOST_HELD_OUT = 10, 64
 """One sequence of so many is held out, and no more than so many."""
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from headwise.errors import InputError
 from headwise.heads.losses import Loss
+from headwise.studies.ledger import Job
 from headwise.studies.settings import Setting
 from headwise.studies.training import FIRST, Batches, Recipe, build, evaluate, train
 
@@ -61,7 +62,8 @@ class Plan:
     Attributes:
         steps: of each training.
         step_seconds: of a step, by setting; empty where nobody asks for time.
-        judge_seconds: of what follows a training, by setting.
+        judge_seconds: of judging a model that was trained, by setting.
+        more_seconds: of what else is measured of one that is compared, by setting.
         parameters: of a model, by setting.
         spec: what the study was begun with.
     """
@@ -69,12 +71,17 @@ class Plan:
     steps: int
     step_seconds: dict[str, float]
     judge_seconds: dict[str, float]
+    more_seconds: dict[str, float]
     parameters: dict[str, int]
     spec: dict[str, Any]
 
-    def seconds(self, setting: Setting) -> float:
-        """Of a whole training."""
-        return self.steps * self.step_seconds.get(setting.name, 0.0) + self.judge_seconds.get(setting.name, 0.0)
+    def seconds(self, job: Job) -> float:
+        """Of a whole training, and what follows; 0 where nothing was timed."""
+        name = job.setting.name
+        if name not in self.step_seconds:
+            return 0.0
+        more = self.more_seconds[name] if job.final else 0.0
+        return self.steps * self.step_seconds[name] + self.judge_seconds[name] + more
 
     def packed(self) -> dict[str, Any]:
         """As plain containers."""
@@ -105,22 +112,23 @@ def planned(
     Raises:
         InputError: a budget that is too small.
     """
-    step_seconds, judge_seconds, parameters = {}, {}, {}
+    step_seconds, judge_seconds, more_seconds, parameters = {}, {}, {}, {}
     for setting in work.settings:
         model = work.model(setting, work.seed)
         parameters[setting.name] = sum(each.numel() for each in model.parameters())
         if budget is not None:
             found = _timed(model, work, budget, spent)
-            step_seconds[setting.name], judge_seconds[setting.name] = found
+            step_seconds[setting.name], judge_seconds[setting.name], more_seconds[setting.name] = found
     if budget is not None:
         trainings = seeds + SEARCH_COST * trials
-        fixed, a_step = trainings * sum(judge_seconds.values()), trainings * sum(step_seconds.values())
+        fixed = trainings * sum(judge_seconds.values()) + seeds * sum(more_seconds.values())
+        a_step = trainings * sum(step_seconds.values())
         left, least = MARGIN * (budget - spent()), fixed + (steps or LEAST_STEPS) * a_step
         if left < least:
             raise _too_small(work, budget, f"at least {spent() + least / MARGIN:.0f} s", steps or LEAST_STEPS)
         steps = steps or min(int((left - fixed) / a_step), round(EPOCHS * len(work.training)))
     assert steps is not None
-    return Plan(steps, step_seconds, judge_seconds, parameters, spec)
+    return Plan(steps, step_seconds, judge_seconds, more_seconds, parameters, spec)
 
 
 def _too_small(work: Work, budget: float, expected: str, steps: int) -> InputError:
@@ -130,8 +138,8 @@ def _too_small(work: Work, budget: float, expected: str, steps: int) -> InputErr
     return InputError("budget", expected=expected, got=f"{budget:g} s", remedy=remedy)
 
 
-def _timed(model: nn.Module, work: Work, budget: float, spent: Callable[[], float]) -> tuple[float, float]:
-    """Seconds of a step, and of judging a model when it is trained."""
+def _timed(model: nn.Module, work: Work, budget: float, spent: Callable[[], float]) -> tuple[float, float, float]:
+    """Seconds of a step, of judging a model when it is trained, and of what else is measured of it."""
 
     def in_time(_step: int) -> None:
         if spent() > budget:
@@ -141,8 +149,8 @@ def _timed(model: nn.Module, work: Work, budget: float, spent: Callable[[], floa
     trained = train(model, work.training, work.loss, **options)
     start = time.perf_counter()
     evaluate(model, work.held_out[:1], work.loss)
-    a_batch = time.perf_counter() - start
+    judge = (time.perf_counter() - start) * len(work.held_out)
     start = time.perf_counter()
     for measure in work.measures.values():
         measure(model)
-    return trained.step_seconds, 2 * a_batch * len(work.held_out) + time.perf_counter() - start
+    return trained.step_seconds, judge, judge + time.perf_counter() - start  # the training loss is judged as well

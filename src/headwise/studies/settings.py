@@ -129,8 +129,9 @@ class Space:
         parts = WRITTEN.fullmatch(text.strip())
         if parts is None:
             raise InputError("baseline", expected="heads as in 8, 8x64, 8x64/2 or 8/2", got=repr(text))
-        heads, head_dim, kv_heads = parts.groups()
-        setting = self._setting(int(heads), head_dim and int(head_dim), kv_heads and int(kv_heads))
+        heads, *others = parts.groups()
+        head_dim, kv_heads = (None if each is None else int(each) for each in others)
+        setting = self._setting(int(heads), head_dim, kv_heads)
         if (reason := self.why_not(setting)) is not None:
             raise InputError("baseline", expected="a setting that can exist", got=reason)
         return setting

@@ -15,14 +15,14 @@ from headwise.studies.plan import Plan, Work
 from headwise.studies.settings import Setting
 from headwise.studies.training import evaluate, train
 
-LEAST_TRIALS, MOST_TRIALS = 3, 12
+LEAST_TRIALS, MOST_TRIALS = 3, 8
 """Learning rates that are tried for each setting, where a budget and not a number decides."""
+
+RESERVE = 1.1
+"""Time that is set aside for what must be trained after the search, in what is foreseen for it."""
 
 SLACK = 1.05
 """A training that would end later than this, in budgets, is not begun."""
-
-LAST = 3
-"""Trainings of a setting by which the next one's time is told."""
 
 CHECKED = 8
 """Batches on which a training is judged on its way."""
@@ -71,14 +71,14 @@ def next_job(ledger: Ledger, plan: Plan, settings: Sequence[Setting], wanted: Wa
     taken, seconds, spent = ledger.taken(), Foreseen(ledger, plan), ledger.spent()
     finals = [Job(setting, True, 1 + seed) for seed in range(wanted.seeds) for setting in settings]
     finals = [job for job in finals if job.entry not in taken[job.setting]]
-    reserved = sum(seconds(job.setting) for job in finals) / ledger.workers()
+    reserved = RESERVE * sum(seconds(job) for job in finals) / ledger.workers()
 
     def in_time(job: Job) -> bool:
         if wanted.budget is None:
             return True
         if job.final:
-            return spent + seconds(job.setting) <= SLACK * wanted.budget
-        return job.number == 0 or spent + reserved + seconds(job.setting) <= wanted.budget
+            return spent + seconds(job) <= SLACK * wanted.budget
+        return job.number == 0 or spent + reserved + seconds(job) <= wanted.budget
 
     searches = [_next_search(setting, taken[setting]) for setting in settings]
     if ledger.searched is None:
@@ -104,26 +104,25 @@ def _next_search(setting: Setting, taken: Set[str]) -> Job:
 
 
 class Foreseen:
-    """How long a training of a setting takes: as its last ones did, or as planned, times what others took more or less.
-
-    A search takes less than what is judged and kept after it: it counts only until a seed was trained.
-    """
+    """How long a job takes: as planned, times what others took more or less, the most alike of them."""
 
     def __init__(self, ledger: Ledger, plan: Plan) -> None:
         self._plan = plan
-        whole = [each for each in ledger.done() if not each.pruned and each.measured]
-        self._seen: dict[Setting, list[float]] = {}
-        for setting in {each.job.setting for each in whole}:
-            here = [each for each in whole if each.job.setting == setting]
-            kept = [each for each in here if each.job.final] or here
-            self._seen[setting] = [each.measured["seconds"] for each in kept][-LAST:]
+        self._paces: dict[Any, list[float]] = {}
+        for each in ledger.done():
+            if each.pruned or not (planned := plan.seconds(each.job)):
+                continue
+            for alike in self._alike(each.job):
+                self._paces.setdefault(alike, []).append(each.measured["seconds"] / planned)
 
-    def __call__(self, setting: Setting) -> float:
-        if setting in self._seen:
-            return statistics.median(self._seen[setting])
-        planned = self._plan.seconds
-        ratios = [statistics.median(seen) / planned(other) for other, seen in self._seen.items() if planned(other)]
-        return planned(setting) * (statistics.median(ratios) if ratios else 1.0)
+    def __call__(self, job: Job) -> float:
+        paces = next((self._paces[alike] for alike in self._alike(job) if alike in self._paces), [1.0])
+        return self._plan.seconds(job) * statistics.median(paces)
+
+    @staticmethod
+    def _alike(job: Job) -> tuple[Any, ...]:
+        """What jobs may have in common, most first: setting and kind, kind, nothing."""
+        return (job.setting, job.final), job.final, None
 
 
 @dataclass
