@@ -1,6 +1,7 @@
 """A study on a terminal: every setting, what is on the frontier, and what to take."""
 
 import math
+from collections import Counter
 
 from rich.console import Console
 from rich.table import Table as RichTable
@@ -8,6 +9,9 @@ from rich.text import Text
 
 from headwise.heads.table import NOTHING, Measured
 from headwise.studies.evidence import SettingRow, Study
+
+FEW = 3
+"""Learning rates; with fewer a setting may have got one that does not suit it."""
 
 COLUMNS = {
     "loss": ("loss", 4),
@@ -45,6 +49,10 @@ def print_study(study: Study, console: Console) -> None:
     )
     if about["left_out"]:
         console.print(Text(f"left out: {'; '.join(about['left_out'])}", style="dim"), soft_wrap=True)
+    tried = Counter(trial["setting"] for trial in about["search"])
+    if tried and (least := min(tried.values())) < FEW:
+        rates = "1 learning rate was" if least == 1 else f"{least} learning rates were"
+        console.print(f"only {rates} tried for {', '.join(s for s in tried if tried[s] == least)}")
     if short := [row.name for row in study.rows if row.statistics["loss"].n < about["seeds"]]:
         console.print(f"time ran out: fewer than {_seeds(about['seeds'])} of {', '.join(short)}")
     console.print()
