@@ -229,20 +229,24 @@ def given(items: Iterable[Any], column: str) -> Iterator[Document]:
 
 def read(source: str | Path, column: str, kinds: Kinds = (str,)) -> Iterator[Document]:
     """Documents of a file, or of every file in a folder; of a column of other kinds, what is in it as text."""
-    path = Path(source)
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path)))
-        if not files:
-            raise InputError("data", expected="a folder with files", got=f"none in {source}")
-    else:
-        files = [path]
-    for file in files:
+    for file in files_of(source):
         try:
             yield from _read(file, column, kinds)
         except OSError as error:
             raise InputError(
                 "data", expected=f"a file {str(file)!r} that can be read", got=error.strerror or str(error)
             ) from None
+
+
+def files_of(source: str | Path) -> list[Path]:
+    """The file itself, or all in a folder that are not hidden."""
+    path = Path(source)
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path)))
+    if not files:
+        raise InputError("data", expected="a folder with files", got=f"none in {source}")
+    return files
 
 
 def _hidden(path: Path) -> bool:

@@ -61,11 +61,16 @@ class Process(NamedTuple):
         """What it runs on: the one that is named, or a GPU of its own, or the CPU."""
         if name is None:
             name = f"cuda:{self.local % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-        try:
-            torch.empty(0, device=name)
-            return torch.device(name)
-        except (RuntimeError, AssertionError, NotImplementedError):  # torch has an error for each kind of device
-            raise InputError("device", expected="a device that torch can use", got=repr(name)) from None
+        return usable(name)
+
+
+def usable(device: torch.device | str) -> torch.device:
+    """A device on which there can be a tensor. `InputError` for another."""
+    try:
+        torch.empty(0, device=device)
+        return torch.device(device)
+    except (RuntimeError, AssertionError, NotImplementedError):  # torch has an error for each kind of device
+        raise InputError("device", expected="a device that torch can use", got=repr(str(device))) from None
 
 
 @contextmanager

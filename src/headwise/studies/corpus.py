@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError, MissingExtra
 from headwise.heads.batches import device_of, evaluated, moved
-from headwise.heads.data import JSON_LINES, Texts, read
+from headwise.heads.data import JSON_LINES, Texts, files_of, read
 from headwise.heads.losses import Loss, MaskedTokenLoss, next_token_loss
 from headwise.shapes import Float, Int
 from headwise.studies.training import Batches
@@ -161,7 +161,7 @@ def _stacked(sequences: Sequence[Int[Tensor, " length"]], batch: int) -> Batches
 def _classified(texts: Texts, label: str) -> Corpus:
     """Texts with their labels."""
     source: Any = texts.source
-    if plain := next((file for file in _files(Path(source)) if file.suffix not in (*JSON_LINES, ".parquet")), None):
+    if plain := next((file for file in files_of(source) if file.suffix not in (*JSON_LINES, ".parquet")), None):
         raise InputError("data", expected=f"JSON lines or parquet, with a column {label!r}", got=str(plain))
     labels = [document.text for document in read(source, label, (str, int))]
     documents = [document.text for document in read(source, texts.column)]
@@ -176,10 +176,6 @@ def _classified(texts: Texts, label: str) -> Corpus:
     pad = texts.tokenizer.pad_token_id or 0
     made = [[_padded(group, pad) for group in _grouped(each, texts.batch)] for each in (training, held_out)]
     return Corpus(texts.tokenizer, made[0], made[1], class_loss, classes)
-
-
-def _files(path: Path) -> list[Path]:
-    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 def _encoder(texts: Texts) -> Callable[[str], Int[Tensor, " length"]]:

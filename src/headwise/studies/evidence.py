@@ -1,6 +1,7 @@
 """What a study shows: which settings differ by more than the spread over seeds, and which are worth their cost."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -91,7 +92,8 @@ class Study(Table[SettingRow]):
     @property
     def frontier(self) -> tuple[Setting, ...]:
         """Settings that no other beats: as good in everything by which one may choose, and better in something."""
-        return tuple(row.setting for row in self.rows if not any(beats(other, row) for other in self.rows))
+        rows = [row for row in self.rows if row.statistics["loss"].n]
+        return tuple(row.setting for row in rows if not any(beats(other, row) for other in rows))
 
     @property
     def recommendation(self) -> Recommendation:
@@ -134,20 +136,17 @@ def collected(
         }
         for each in finals
     ]
+    names = [name for name in dict.fromkeys(name for each in finals for name in each.measured) if name != "seconds"]
     rows = []
     for setting in settings:
         here = [each for each in finals if each.job.setting == setting]
-        values: dict[str, list[float]] = {"loss": [each.loss for each in here]}
-        for each in here:
-            for name, value in each.measured.items():
-                values.setdefault(name, []).append(value)
-        values.pop("seconds", None)
-        statistics = {name: Measured.of(numbers) for name, numbers in values.items()}
-        statistics |= {
+        measured = {"loss": Measured.of(each.loss for each in here)}
+        measured |= {name: Measured.of(each.measured[name] for each in here) for name in names}
+        measured |= {
             "parameters": Measured(float(parameters[setting.name]), 0.0, len(here)),
             "rate": Measured.of({each.rate for each in here}),
         }
-        rows.append(SettingRow(**vars(setting), statistics=statistics))
+        rows.append(SettingRow(**vars(setting), statistics=measured))
     tried = [
         {"setting": each.job.setting.name, "rate": each.rate, "loss": each.loss, "pruned": each.pruned}
         for each in done
@@ -157,6 +156,13 @@ def collected(
     return Study(tuple(rows), {**about, "seeds": seeds, "baseline": used, "runs": runs, "search": tried})
 
 
+def comparable(losses: Mapping[Setting, Mapping[int, float]]) -> dict[Setting, list[float]]:
+    """The losses of settings that never diverged, of the seeds that all of them have, in one order."""
+    kept = {setting: runs for setting, runs in losses.items() if runs and all(map(math.isfinite, runs.values()))}
+    seeds = sorted(set.intersection(*(set(runs) for runs in kept.values()))) if kept else []
+    return {setting: [runs[seed] for seed in seeds] for setting, runs in kept.items()}
+
+
 def margin(losses: Mapping[Setting, Mapping[int, float]]) -> float:
     """The least difference of two means that is more than chance, by Tukey's range test over seeds as blocks.
 
@@ -164,12 +170,10 @@ def margin(losses: Mapping[Setting, Mapping[int, float]]) -> float:
     `q sqrt(MSE / seeds)`, q of the studentized range for k settings and (k - 1)(seeds - 1) degrees of freedom, MSE the
     mean square of what neither setting nor seed explains (Tukey 1949).
     """
-    kept = {setting: runs for setting, runs in losses.items() if runs and all(map(math.isfinite, runs.values()))}
-    seeds = sorted(set.intersection(*(set(runs) for runs in kept.values()))) if kept else []
-    k, n = len(kept), len(seeds)
+    table = list(comparable(losses).values())
+    k, n = len(table), len(table[0]) if table else 0
     if k < 2 or n < 2:
         return math.nan
-    table = [[runs[seed] for seed in seeds] for runs in kept.values()]
     of_setting = [sum(row) / n for row in table]
     of_seed = [sum(column) / k for column in zip(*table, strict=True)]
     whole = sum(of_setting) / k
@@ -196,38 +200,39 @@ def beats(one: SettingRow, other: SettingRow) -> bool:
 
 def recommended(study: Study) -> Recommendation:
     """The setting of least loss, the cheapest of those alike, or neither: see `Study.recommendation`."""
-    rows = sorted((row for row in study.rows if not math.isnan(_loss(row))), key=_loss)
-    told, settings = study.margin, tuple(row.setting for row in rows)
-    if len(rows) < 2:
-        sentence = "nothing to compare: fewer than two settings were trained to the end"
-        return Recommendation(None, settings, told, sentence)
+    compared, trained = comparable(study.losses), [setting for setting, runs in study.losses.items() if runs]
+    # What diverged once is worse than anything.
+    loss = {each: statistics.fmean(compared[each]) if compared.get(each) else math.inf for each in trained}
+    settings, told = tuple(sorted(loss, key=loss.__getitem__)), study.margin
     if math.isnan(told):
-        sentence = "undecided: of one seed there is no spread; two or more (--seeds, seeds=) can decide"
-        return Recommendation(None, settings, told, sentence)
-    alike = [row for row in rows if _loss(row) - _loss(rows[0]) <= told]
-    used = study.baseline
-    if used in settings[: len(alike)] or len(alike) == len(rows):
-        return Recommendation(None, settings[: len(alike)], told, _no_difference(rows, alike, used, told))
-    chosen = min(alike, key=lambda row: (row.statistics["step_ms"].value, _loss(row)))
-    gap, names = _loss(rows[len(alike)]) - _loss(rows[0]), ", ".join(row.name for row in alike)
-    among = f", the quickest to train of {names}, which show no difference at this budget" if len(alike) > 1 else ""
-    behind = f"the next, {rows[len(alike)].name}, is {gap:.4f} behind the best, where {told:.4f} can be told"
-    return Recommendation(chosen.setting, settings[: len(alike)], told, f"{chosen.name}{among}: {behind}")
+        return Recommendation(None, settings, told, _undecided(trained, compared))
+    alike = tuple(setting for setting in settings if loss[setting] - loss[settings[0]] <= told)
+    others = ", ".join(setting.name for setting in alike if setting != study.baseline)
+    if alike == settings:
+        apart = loss[settings[-1]] - loss[settings[0]]
+        sentence = f"no difference at this budget: losses are within {apart:.4f}, and {told:.4f} can be told"
+    elif study.baseline in alike and not others:
+        sentence = f"keep {study.baseline}: no other setting is as good at this budget"
+    elif study.baseline in alike:
+        used = f"{study.baseline}, which is in use,"
+        sentence = f"no difference at this budget between {used} and {others}: {told:.4f} can be told"
+    else:
+        chosen = min(alike, key=lambda each: (study.row(each).statistics["step_ms"].value, loss[each]))
+        among = f", the quickest to train of {others}, which show no difference at this budget" if alike[1:] else ""
+        after = settings[len(alike)]
+        behind = f"is {loss[after] - loss[settings[0]]:.4f} behind the best, where {told:.4f} can be told"
+        return Recommendation(chosen, alike, told, f"{chosen}{among}: the next, {after}, {behind}")
+    return Recommendation(None, alike, told, sentence)
 
 
-def _no_difference(rows: list[SettingRow], alike: list[SettingRow], used: Setting | None, told: float) -> str:
-    """Why nothing is recommended."""
-    others = ", ".join(row.name for row in alike if row.setting != used)
-    if len(alike) == len(rows):
-        apart = _loss(rows[-1]) - _loss(rows[0])
-        return f"no difference at this budget: losses are within {apart:.4f}, and {told:.4f} can be told"
-    if not others:
-        return f"keep {used}: no other setting is as good at this budget"
-    return f"no difference at this budget between {used}, which is in use, and {others}: {told:.4f} can be told"
-
-
-def _loss(row: SettingRow) -> float:
-    return row.statistics["loss"].value
+def _undecided(trained: Sequence[Setting], compared: Mapping[Setting, Sequence[float]]) -> str:
+    """Why nothing can be told."""
+    if len(trained) < 2:
+        return "nothing to compare: fewer than two settings were trained to the end"
+    if len(compared) < 2:
+        names = ", ".join(setting.name for setting in trained if setting not in compared)
+        return f"undecided: the loss of {names} was not finite, and fewer than two settings are left"
+    return "undecided: of one seed there is no spread; two or more (--seeds, seeds=) can decide"
 
 
 def require_scipy() -> Any:

@@ -11,7 +11,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +170,8 @@ class Ledger:
 
     def workers(self) -> int:
         """Processes that are at work."""
-        here = [session for session in self._sessions() if len(session) == 2 and time.time() - session[1] < GRACE]
+        now = time.time()
+        here = [session for session in self._sessions() if len(session) == 2 and now - session[1] < 2 * HEARTBEAT]
         return max(1, len(here))
 
     def _sessions(self) -> list[Any]:
@@ -223,26 +224,40 @@ class Ledger:
                 `TrialPruned`.
             seed: of the search for learning rates.
         """
-        study = self._studies[job.setting]
+        study, finished = self._studies[job.setting], self._optuna.exceptions.UpdateFinishedTrialError
+        mine: list[Any] = []  # the trial, and what the objective raised
 
         def claimed(trial: "optuna.Trial") -> float:
+            mine.append(trial)
             trial.set_user_attr(ENTRY, job.entry)
             if not self._is_first(study, trial.number, job.entry):
                 trial.set_user_attr("given up", "another process was first")
                 raise _TakenError
             rate = trial.suggest_float("rate", *self.rates, log=True)
-            loss, measured = objective(trial, rate)
+            try:
+                loss, measured = objective(trial, rate)
+            except Exception as error:
+                mine.append(error)
+                raise
             trial.set_user_attr("measured", measured)
             return loss
 
         with quiet(self._optuna):
             study.sampler = self._sampler(job, seed)
-            # Finished by another: this process was taken for dead.
-            with suppress(self._optuna.exceptions.UpdateFinishedTrialError):
+            try:
                 study.optimize(claimed, n_trials=1, catch=(_TakenError,))
+            except (finished, ValueError) as error:
+                # Whoever was taken for dead finds its trial finished by another; Optuna says so in either way.
+                gone = mine and study.get_trials(deepcopy=False)[mine[0].number].state.is_finished()
+                if not gone or (error in mine and not isinstance(error, finished)):
+                    raise
 
     def _is_first(self, study: "optuna.Study", number: int, entry: str) -> bool:
-        """Whether no living trial before this one is the same; one that does not say yet what it is is waited for."""
+        """Whether no living trial before this one is the same; one that does not say yet what it is is waited for.
+
+        One that never does was made by a process that died before its heart beat once: it is given up here.
+        """
+        states, waited = self._optuna.trial.TrialState, time.time()
         while True:
             there = study.get_trials(deepcopy=False)
             before = [trial for trial in there if trial.number < number and self._lives(trial)]
@@ -251,6 +266,10 @@ class Ledger:
             if all(ENTRY in trial.user_attrs for trial in before):
                 return True
             self._optuna.storages.fail_stale_trials(study)
+            if time.time() - waited > GRACE:
+                for trial in before:
+                    if ENTRY not in trial.user_attrs:
+                        study.tell(trial.number, state=states.FAIL, skip_if_finished=True)
             time.sleep(0.05)
 
     def _entries(self, setting: Setting) -> dict[str, Any]:

@@ -17,7 +17,8 @@ def draw(study: "Study") -> "Figure":
     by_heads, by_time = figure.subplots(1, 2, sharey=True)
     losses, frontier = study.losses, study.frontier
     families: dict[tuple[Any, ...], list[SettingRow]] = {}
-    for row in study.rows:
+    trained = [row for row in study.rows if row.statistics["loss"].n]
+    for row in trained:
         families.setdefault(_family(study, row), []).append(row)
     for family, rows in families.items():
         heads, means = [row.num_heads for row in rows], [row.statistics["loss"].value for row in rows]
@@ -25,14 +26,14 @@ def draw(study: "Study") -> "Figure":
         for row in rows:
             seeds = [loss for loss in losses[row.setting].values() if math.isfinite(loss)]
             by_heads.plot([row.num_heads] * len(seeds), seeds, ".", color=line.get_color(), alpha=0.6)
-    counts = sorted({row.num_heads for row in study.rows})
+    counts = sorted({row.num_heads for row in trained})
     by_heads.set_xscale("log", base=2)
     by_heads.set_xticks(counts, [str(count) for count in counts])
     by_heads.minorticks_off()
     by_heads.set(xlabel="heads", ylabel="held-out loss", title=f"{study.about['model']['name']}: each seed a point")
     if len(families) > 1:
         by_heads.legend(fontsize=8)
-    for row in study.rows:
+    for row in trained:
         on = row.setting in frontier
         step, loss = row.statistics["step_ms"], row.statistics["loss"]
         error: Any = [0.0 if math.isnan(each.sem) else each.sem for each in (step, loss)]

@@ -24,6 +24,7 @@ from headwise.errors import InputError
 from headwise.heads.batches import batches as as_batches
 from headwise.heads.batches import digest_of
 from headwise.heads.losses import Loss, next_token_loss
+from headwise.heads.processes import usable
 from headwise.heads.progress import bar
 from headwise.heads.table import files, require_parquet, writable
 from headwise.studies.evidence import Study, collected, require_scipy
@@ -117,9 +118,9 @@ def study(
     wanted = _wanted(budget, steps, trials, seeds)
     settings = _settings(space, baseline)
     training, judged = divided(data, held_out)
-    place = None if device is None else torch.device(device)
+    place = None if device is None else usable(device)
     work = Work(build_model, settings, training, judged, loss, recipe, measures or {}, keep, place, seed)
-    spec = _spec(work, _range(rates), steps)
+    spec = _spec(work, _range(rates), steps, trials)
     if out is not None:
         require_parquet(Study.NAME)
         out = writable(out)
@@ -184,14 +185,17 @@ def divided(data: Iterable[Any], held_out: Iterable[Any] | None) -> tuple[Batche
     return training, judged
 
 
-def _spec(work: Work, rates: tuple[float, float], steps: int | None) -> dict[str, Any]:
+def _spec(work: Work, rates: tuple[float, float], steps: int | None, trials: int | None) -> dict[str, Any]:
     """What a study was begun with and goes on only with, as it comes back from a file."""
     parts = [part for batch in (*work.training, {"": None}, *work.held_out) for pair in batch.items() for part in pair]
+    models = [work.model(setting, work.seed).named_parameters() for setting in work.settings]
     spec = {
         "space": [setting.name for setting in work.settings],
+        "model": digest_of((name, tuple(each.shape)) for model in models for name, each in model),
         "data": digest_of(parts),
         "loss": getattr(work.loss, "__name__", type(work.loss).__name__),
         "steps": steps,
+        "trials": trials,
         "rates": rates,
         "recipe": asdict(work.recipe),
         "seed": work.seed,

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +84,22 @@ def study_texts(
         require()  # before anything is read
     for name, value in (("params", params), ("context", context), ("batch", batch)):
         whole_number(name, value, least=1)
+    space = Space(embed_dim or 1, heads, head_dims, kv_heads, tensor_parallel)
     tokenizer = make_tokenizer(data, column, vocabulary) if tokenizer is None else tokenizer
     found = corpus(task, data, tokenizer, context=context, batch=batch, column=column, label=label)
     classes = len(found.labels) or None
     given: Any = {"embed_dim": embed_dim, "layers": layers, "causal": task == "lm", "classes": classes}
     shape = Shape.of_size(params, len(tokenizer), heads, **given)
-    space = Space(shape.embed_dim, heads, head_dims, kv_heads, tensor_parallel)
+    space = replace(space, embed_dim=shape.embed_dim)
     for setting in space.settings():
         shape.mlp_dim(setting)  # refused before anything is trained
-    models = writable(out) / "models"
-    if force:
-        shutil.rmtree(models, ignore_errors=True)
+    models, others = writable(out) / "models", force
 
     def keep(model: nn.Module, setting: Setting, seed: int) -> None:
+        nonlocal others
+        if others:  # of the study that was there
+            shutil.rmtree(models, ignore_errors=True)
+            others = False
         assert isinstance(model, Transformer)
         folder = models / f"{setting.name.replace('/', '-kv')}-seed-{seed}"
         save(model, tokenizer, folder, context=context, labels=found.labels)

@@ -18,7 +18,7 @@ from headwise.studies.training import evaluate, train
 LEAST_TRIALS, MOST_TRIALS = 3, 8
 """Learning rates that are tried for each setting, where a budget and not a number decides."""
 
-RESERVE = 1.1
+RESERVE = 1.05
 """Time that is set aside for what must be trained after the search, in what is foreseen for it."""
 
 SLACK = 1.05
@@ -151,7 +151,7 @@ class Training:
 
         options: Any = {"steps": steps, "rate": rate, "seed": seed, "recipe": work.recipe, "after": after}
         trained = train(model, work.training, work.loss, **options)
-        loss = evaluate(model, work.held_out, work.loss)
+        loss = evaluate(model.eval(), work.held_out, work.loss)
         measured: dict[str, Any] = {}
         if job.final:
             seen = work.training[: len(work.held_out)]
