@@ -42,7 +42,8 @@ loss less the training loss, both of the trained model in evaluation mode. The g
 model fits less; so the held-out loss is judged too.""",
     "robust": """\
 Trained models lose heads without being trained again: their output is multiplied by 0 (`hw.ablate`). As models with
-many heads have more to lose, shares of all heads are compared, not numbers.""",
+many heads have more to lose, shares of all heads are compared, not numbers; and as a model whose attention is worth
+little loses little, the cost of half of the heads is held against that of all of them.""",
     "more": """\
 The width of the model is fixed, so that more heads are narrower ones: head_dim is the width over the heads.""",
     "eight": """\
@@ -67,9 +68,9 @@ of the line through gap against doublings of the heads, fitted seed by seed: the
 of its slope is nearer to 0 than 1 % of the best held-out loss, if the gap grows, or if it shrinks while the held-out
 loss rises; it holds if the interval is below 0 otherwise; else it is undecided.""",
     "robust": """\
-of the line through what half of the heads cost, drawn at random, against doublings of the heads, fitted seed by
-seed: the claim holds if the interval of its slope is below 0, does not hold if it is above, and is undecided
-otherwise.""",
+of the line through what half of the heads cost, as a part of what all of them do, against doublings of the heads,
+fitted seed by seed: the claim holds if the interval of its slope is below 0 both for heads drawn at random and for
+the least important; it does not hold if it is above 0 at random; else it is undecided.""",
     "more": """\
 the claim is that there are settings in which the largest number of heads is worse than the best by more than can be
 told: it holds if there are two at least, since one may be chance, and does not hold if there is none.""",

@@ -1,7 +1,7 @@
 """What was measured, read back and put together: a study, the layers of a model, times. No verdicts here."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,14 +102,27 @@ def gaps(study: Study) -> dict[int, dict[int, float]]:
 
 def cost_of_half(study: Study, how: str) -> dict[int, dict[int, float]]:
     """What the loss rises by without half of the heads, at random (the mean of the draws) or the least important."""
-    found: dict[int, dict[int, float]] = {}
-    for heads, runs in study.runs.items():
-        for run in runs:
-            removed = run["removed"]
-            given = removed[how][str(removed["heads"] // 2)]
-            loss = _mean(given) if isinstance(given, list) else given
-            found.setdefault(heads, {})[run["seed"]] = loss - removed["whole"]
-    return found
+    return _of_removed(study, lambda removed: _loss_of_half(removed, how) - removed["whole"])
+
+
+def cost_of_all(study: Study) -> dict[int, dict[int, float]]:
+    """What it rises by without any head: what attention is worth to the model."""
+    return _of_removed(study, lambda removed: removed["least"][str(removed["heads"])] - removed["whole"])
+
+
+def share_of_half(study: Study, how: str) -> dict[int, dict[int, float]]:
+    """The part that half of the heads cost of what all of them do."""
+    half, every = cost_of_half(study, how), cost_of_all(study)
+    return {heads: {seed: cost / every[heads][seed] for seed, cost in runs.items()} for heads, runs in half.items()}
+
+
+def _of_removed(study: Study, value: Callable[[Mapping[str, Any]], float]) -> dict[int, dict[int, float]]:
+    return {heads: {run["seed"]: value(run["removed"]) for run in runs} for heads, runs in study.runs.items()}
+
+
+def _loss_of_half(removed: Mapping[str, Any], how: str) -> float:
+    given = removed[how][str(removed["heads"] // 2)]
+    return _mean(given) if isinstance(given, list) else given
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------

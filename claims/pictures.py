@@ -1,5 +1,6 @@
 """The pictures of docs/claims.md, from what was measured."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from compared import Layer, Study, costs, gaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from spread import Estimate
 
 DPI = 110
@@ -51,7 +53,7 @@ def losses(studies: Sequence[Study], path: Path) -> None:
     for each, study in zip(axes, studies, strict=True):
         line(each, of_seeds(study.values()))
         by_heads(each, study.heads, ylabel="held-out loss, nats")
-        each.set_title(study.title, fontsize=8)
+        each.set_title(textwrap.fill(study.title, 44), fontsize=8)
     figure.savefig(path, dpi=DPI)
 
 
@@ -85,6 +87,8 @@ def times(regimes: Sequence[Mapping[str, Any]], path: Path) -> None:
                 each.plot(heads, medians, style, color=f"C{place}", marker="o", markersize=3, label=label)
         by_heads(each, heads, ylabel="times the fused layer with one head", title=what)
         each.set_yscale("log", base=2)
+        each.yaxis.set_major_locator(LogLocator(2, subs=(1.0, 1.5)))
+        each.yaxis.set_major_formatter("{x:g}")
         each.axhline(1.0, color="0.7", linewidth=0.8)
     axes[0].legend(fontsize=7)
     figure.savefig(path, dpi=DPI)
@@ -127,7 +131,7 @@ def removed(study: Study, path: Path) -> None:
                 kind = how if number in runs[0]["removed"][how] else "least"
                 points[int(number) / total] = [mean_of(run["removed"][kind][number]) for run in runs]
             means = [mean_of(each) for each in points.values()]
-            each.plot(list(points), means, marker="o", markersize=3, label=f"{heads} heads a layer")
+            each.plot(list(points), means, marker="o", markersize=3, label=f"{heads} a layer")
     for each, title in zip(axes, ("drawn at random", "the least important first"), strict=True):
         each.set(xlabel="share of the heads that are removed", ylabel="held-out loss, nats", title=title)
     axes[0].legend(fontsize=7)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from claims_text import EXAMPLE, MIXES, ONE_HEAD
-from compared import Study, cost_of_half, costs, gaps, is_good, is_good_in_pairs
+from compared import Study, cost_of_all, cost_of_half, costs, gaps, is_good, is_good_in_pairs, share_of_half
 from corpora import SYMBOLS
 from found import FEW_DATA, MAIN, RANKED, Results, markdown, numbers, picture
 from spread import Estimate
@@ -84,8 +84,8 @@ def example() -> str:
     told = ", ".join(f"{100 * share:.1f} %" for share in shares)
     return (
         "To be always right is much to ask: fewer heads may be right nearly always. Two with the weights "
-        f"{heads} on the four places, read out with the factors {mixes}, name the symbol of the four slots in {told} of "
-        f"all words of {SYMBOLS} symbols (counted when this page is made): they fail only where the symbol that is "
+        f"{heads} on the four places, read out with the factors {mixes}, name the symbol of the four slots in {told} "
+        f"of all words of {SYMBOLS} symbols (counted when this page is made): they fail only where the symbol that is "
         "asked for stands there more than once. So accuracy need not fall by a slot for each head that is missing."
     )
 
@@ -159,10 +159,12 @@ def without(results: Results) -> list[str]:
     for heads, runs in study.runs.items():
         of = [Estimate.of(list(cost_of_half(study, how)[heads].values())) for how in ("random", "least")]
         total = runs[0]["removed"]["heads"]
-        every = Estimate.of([run["removed"]["least"][str(total)] - run["removed"]["whole"] for run in runs])
+        parts = [Estimate.of(list(share_of_half(study, how)[heads].values())) for how in ("random", "least")]
+        every = Estimate.of(list(cost_of_all(study)[heads].values()))
         whole = Estimate.of([run["removed"]["whole"] for run in runs])
-        rows.append((heads, total, whole, *of, every))
-    headers = ("heads", "in all layers", "loss, whole", "half, at random", "half, the least important", "all")
+        rows.append((heads, total, whole, every, *of, *parts))
+    halves = ("half, at random", "half, the least important", "part of all, at random", "the least important")
+    headers = ("heads", "in all layers", "loss, whole", "all", *halves)
     draws = len(next(iter(study.runs[study.heads[0]][0]["removed"]["random"].values())))
     words = (
         f"{study.title}: what the held-out loss rises by without some heads. At random is the mean of {draws} draws "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, median_high
 from typing import Any
 
-from compared import Layer, Study, cost_of_half, costs, gaps, is_good, slopes
+from compared import Layer, Study, costs, gaps, is_good, share_of_half, slopes
 
 HELD, NOT, UNDECIDED = "held", "did not hold", "undecided"
 MOST, FEW = 2 / 3, 1 / 3
@@ -118,17 +118,19 @@ def regularises(study: Study) -> Verdict:
 
 
 def robust(study: Study) -> Verdict:
-    """Losing half of the heads at random costs the less the more there are."""
-    found = {how: slopes(cost_of_half(study, how)) for how in ("random", "least")}
-    change = found["random"]
-    outcome = {-1: HELD, 0: UNDECIDED, 1: NOT}[change.sign]
-    means = {heads: fmean(each.values()) for heads, each in cost_of_half(study, "random").items()}
-    (first, one), *_, (last, most) = means.items()
-    figure = f"half of the heads cost {one:.2f} nats of {first}, {most:.2f} of {last}"
+    """Half of the heads are a smaller part of what all are worth, the more there are."""
+    random, least = (slopes(share_of_half(study, how)) for how in ("random", "least"))
+    outcome = HELD if random.sign < 0 and least.sign < 0 else NOT if random.sign > 0 else UNDECIDED
+    shares = {how: [fmean(each.values()) for each in share_of_half(study, how).values()] for how in ("random", "least")}
+    first, *_, last = study.heads
+    figure = (
+        f"half of the heads at random cost {shares['random'][0]:.0%} of what all do with {first} head, "
+        f"{shares['random'][-1]:.0%} with {last}"
+    )
     sentence = (
-        f"{outcome}: with each doubling of the heads, what half of them cost when drawn at random changes by "
-        f"{change.mean:+.3f} ± {change.error:.3f} nats, and of the least important by {found['least'].mean:+.3f} ± "
-        f"{found['least'].error:.3f}, {change.number} seeds"
+        f"{outcome}: with each doubling of the heads, the part of all heads' worth that half of them cost changes by "
+        f"{random.mean:+.3f} ± {random.error:.3f} when they are drawn at random and by {least.mean:+.3f} ± "
+        f"{least.error:.3f} when the least important go first, {random.number} seeds"
     )
     return Verdict(outcome, figure, sentence)
 

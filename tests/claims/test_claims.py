@@ -302,35 +302,49 @@ def test_heads_regularise_where_the_gap_falls_and_the_loss_does_not_rise(gap, lo
     assert f"{np.mean(gap):+.3f} ± {scipy.stats.sem(gap):.3f} nats" in found.figure
 
 
+FALLS, NEITHER, RISES = (-0.1, -0.11, -0.09), (-0.3, 0.3, 0.1), (0.1, 0.11, 0.09)
+
+
 @pytest.mark.parametrize(
-    ("changes", "outcome"),
-    [((-0.1, -0.11, -0.09), HELD), ((-0.3, 0.3, 0.1), UNDECIDED), ((0.1, 0.11, 0.09), NOT)],
+    ("random", "least", "outcome"),
+    [
+        (FALLS, FALLS, HELD),
+        (FALLS, NEITHER, UNDECIDED),
+        (NEITHER, FALLS, UNDECIDED),
+        (RISES, FALLS, NOT),
+    ],
 )
-def test_robust_is_the_cost_of_half_of_the_heads_at_random(changes, outcome):
-    """In two layers; the draws are 0.25 around the line, and the least important heads do the contrary."""
-    at_random, least = lines_of(1.0, changes), lines_of(1.0, [-each for each in changes])
+def test_robust_is_the_part_that_half_of_the_heads_have_in_what_all_cost(random, least, outcome):
+    """In two layers; the draws are 0.25 around the line; all heads are worth 2 with one head, and less with more."""
+    at_random, at_least, worth = lines_of(1.0, random), lines_of(1.0, least), lines_of(2.0, (-0.4, -0.4, -0.4))
     removed = {
         heads: [
             {
                 "heads": 2 * heads,
                 "whole": 3.0,
-                "random": {str(heads): [2.75 + a, 3.25 + a], "other": [9.0, 9.0]},
-                "least": {str(heads): 3.0 + b, "other": 9.0},
+                "random": {str(heads): [3.0 + (a - 0.25) * c, 3.0 + (a + 0.25) * c], "other": [9.0, 9.0]},
+                "least": {str(heads): 3.0 + b * c, str(2 * heads): 3.0 + c, "other": 9.0},
             }
-            for a, b in zip(at_random[heads], least[heads], strict=True)
+            for a, b, c in zip(at_random[heads], at_least[heads], worth[heads], strict=True)
         ]
         for heads in HEADS
     }
-    study = study_of(lines_of(3.0, changes), removed=removed)
-    for how, wanted in (("random", at_random), ("least", least)):
-        found = compared.cost_of_half(study, how)
-        assert {heads: list(each.values()) for heads, each in found.items()} == {
-            heads: pytest.approx(values) for heads, values in wanted.items()
-        }
+    study = study_of(lines_of(3.0, FALLS), removed=removed)
+    for how, wanted in (("random", at_random), ("least", at_least)):
+        of_half, part = compared.cost_of_half(study, how), compared.share_of_half(study, how)
+        for heads in HEADS:
+            assert list(part[heads].values()) == pytest.approx(wanted[heads])
+            costs = [a * c for a, c in zip(wanted[heads], worth[heads], strict=True)]
+            assert list(of_half[heads].values()) == pytest.approx(costs)
+    assert {n: list(each.values()) for n, each in compared.cost_of_all(study).items()} == {
+        n: pytest.approx(each) for n, each in worth.items()
+    }
     found = robust(study)
     assert found.outcome == outcome
     means = [np.mean(at_random[heads]) for heads in (1, 8)]
-    assert found.figure == f"half of the heads cost {means[0]:.2f} nats of 1, {means[1]:.2f} of 8"
+    assert found.figure == (
+        f"half of the heads at random cost {means[0]:.0%} of what all do with 1 head, {means[1]:.0%} with 8"
+    )
 
 
 def regime_of(times):
