@@ -438,7 +438,7 @@ def test_a_budget_that_is_too_small(clock):
     training that is compared as many again."""
     clock.seconds = 4.0
     spent, needed = 2 * (7 + 1 / 3) * 4, ((2 + 0.85 * 3) * 2 * (20 + 3 / 3) + 2 * 2 * 3 / 3) * 4
-    least = round(spent + needed / 0.95)
+    least = round(spent + needed / of_plan.MARGIN)
     for budget in (100.0, least - 2.0):
         expected = f"at least {least} s for trainings of 20 steps of 2 settings"
         sentence = f"budget: expected {expected}, got {budget:g} s; {REMEDY}"

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from headwise.studies.ledger import Job, Ledger, require_optuna
-from headwise.studies.plan import Plan, Work
+from headwise.studies.plan import SEARCH_COST, Plan, Work
 from headwise.studies.settings import Setting
 from headwise.studies.training import evaluate, train
 
@@ -78,7 +78,7 @@ def next_job(ledger: Ledger, plan: Plan, settings: Sequence[Setting], wanted: Wa
             return True
         if job.final:
             return spent + seconds(job) <= SLACK * wanted.budget
-        return job.number == 0 or spent + reserved + seconds(job) <= wanted.budget
+        return job.number == 0 or spent + reserved + SEARCH_COST * seconds(job) <= wanted.budget
 
     searches = [_next_search(setting, taken[setting]) for setting in settings]
     if ledger.searched is None:
