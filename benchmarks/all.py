@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from claims import HEADERS, judged, table
 from command import arguments, require
+from promises import HEADERS, judged, table
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

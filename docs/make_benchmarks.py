@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from claims import HEADERS, table
 from command import require
 from measure import Row
+from promises import HEADERS, table
 from watching import MEMORY
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import ablating
 import alone
-import claims
 import command
 import contestants
 import decoding
@@ -26,6 +25,7 @@ import memory
 import oracle
 import peak
 import peers
+import promises
 import torch_peers
 import watching
 import windows
@@ -404,7 +404,7 @@ def line(text, *parts):
 
 
 def test_the_targets_are_those_that_were_set():
-    assert [(claim.target, claim.at_most) for claim in claims.CLAIMS] == [
+    assert [(claim.target, claim.at_most) for claim in promises.CLAIMS] == [
         (1.0, False),  # fastest peer, float32, forward
         (1.0, False),  # and training
         (1.4, False),  # nn.MultiheadAttention, float32, full
@@ -494,7 +494,7 @@ LONG_WINDOW = {"mask": "window", "length": 8192}
     ],
 )
 def test_a_claim_covers_its_regimes_and_no_others(says, benchmark, against, covered, other):
-    (claim,) = [claim for claim in claims.CLAIMS if says in claim.says]
+    (claim,) = [claim for claim in promises.CLAIMS if says in claim.says]
     regime = replace(Regime(2, 1024, 512, 8), **covered)
     assert claim.covers(benchmark, row(1.0, regime, against))
     assert not claim.covers(benchmark, row(1.0, regime, "somebody else"))
