@@ -225,10 +225,11 @@ class Ledger:
             seed: of the search for learning rates.
         """
         study, finished = self._studies[job.setting], self._optuna.exceptions.UpdateFinishedTrialError
-        mine: list[Any] = []  # the trial, and what the objective raised
+        begun: list[int] = []  # the number of the trial
+        raised: list[Exception] = []  # by the objective
 
         def claimed(trial: "optuna.Trial") -> float:
-            mine.append(trial)
+            begun.append(trial.number)
             trial.set_user_attr(ENTRY, job.entry)
             if not self._is_first(study, trial.number, job.entry):
                 trial.set_user_attr("given up", "another process was first")
@@ -237,7 +238,7 @@ class Ledger:
             try:
                 loss, measured = objective(trial, rate)
             except Exception as error:
-                mine.append(error)
+                raised.append(error)
                 raise
             trial.set_user_attr("measured", measured)
             return loss
@@ -248,8 +249,8 @@ class Ledger:
                 study.optimize(claimed, n_trials=1, catch=(_TakenError,))
             except (finished, ValueError) as error:
                 # Whoever was taken for dead finds its trial finished by another; Optuna says so in either way.
-                gone = mine and study.get_trials(deepcopy=False)[mine[0].number].state.is_finished()
-                if not gone or (error in mine and not isinstance(error, finished)):
+                gone = begun and study.get_trials(deepcopy=False)[begun[0]].state.is_finished()
+                if not gone or (error in raised and not isinstance(error, finished)):
                     raise
 
     def _is_first(self, study: "optuna.Study", number: int, entry: str) -> bool:
