@@ -21,30 +21,30 @@ lint: $(INSTALLED)  ## style and types
 	$(BIN)/mypy
 
 pictures: $(INSTALLED)  ## the pictures in the README
-	$(BIN)/python docs/make_pictures.py
+	$(BIN)/python -m research.tables.pictures
 
 tables: $(INSTALLED)  ## the tables in docs/ that are made by running
-	$(BIN)/python docs/make_backends.py
-	$(BIN)/python docs/make_differences.py
+	$(BIN)/python -m research.tables.backends
+	$(BIN)/python -m research.tables.torch_differences
 
-census: $(INSTALLED)  ## every model type of transformers, tiny, under hw.watch; and docs/census.md from it
-	$(BIN)/python census
-	$(BIN)/python docs/make_census.py
+census: $(INSTALLED)  ## every model type of transformers, tiny, under hw.watch; and docs/reports/census.md from it
+	$(BIN)/python -m research.census
+	$(BIN)/python -m research.census.report
 
-findings: $(INSTALLED)  ## what heads of two real models are worth, and docs/findings.md from it; an hour
-	$(BIN)/python findings
-	$(BIN)/python docs/make_findings.py
+findings: $(INSTALLED)  ## what heads of two real models are worth, and docs/reports/findings.md from it; an hour
+	$(BIN)/python -m research.findings
+	$(BIN)/python -m research.findings.report
 
-claims: $(INSTALLED)  ## what is said of multi-head attention, measured, and docs/claims.md from it; half an hour
-	$(BIN)/python claims
-	$(BIN)/python docs/make_claims.py
+claims: $(INSTALLED)  ## what is said of multi-head attention, measured, and docs/reports/claims.md from it; half an hour
+	$(BIN)/python -m research.claims
+	$(BIN)/python -m research.claims.report
 
-bench: $(BENCH)  ## everything that is claimed about speed and memory, and docs/benchmarks.md from it
-	$(BIN)/python benchmarks/all.py
-	$(BIN)/python docs/make_benchmarks.py
+bench: $(BENCH)  ## everything that is claimed about speed and memory, and docs/reports/benchmarks.md from it
+	$(BIN)/python -m benchmarks.all
+	$(BIN)/python -m benchmarks.report
 
 bench-quick: $(BENCH)  ## the same at lengths up to 1,024 and in fewer rounds; nothing is kept
-	$(BIN)/python benchmarks/all.py --quick
+	$(BIN)/python -m benchmarks.all --quick
 
 clean:
 	rm -rf $(VENV)

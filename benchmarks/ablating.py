@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from command import arguments
-from measure import Ratio, Row, report, show
-from peers import FEW_ROUNDS
-from regime import Regime
 from torch import Tensor, nn
-from watching import TINY, repeated, sections, words
 
 import headwise as hw
-from headwise.models.load import load
+from benchmarks.command import arguments
+from benchmarks.measure import Ratio, Row, report, show
+from benchmarks.peers import FEW_ROUNDS
+from benchmarks.regime import Regime
+from benchmarks.watching import TINY, repeated, sections, words
+from headwise.data.models import load
 
 SMOLLM2 = Regime(16, 256, 576, 9, "causal", kv_heads=3, bias=False, rotary=True)
 WHOLE, SAME_LOSS = "whole forwards", "whole forwards, our loss"

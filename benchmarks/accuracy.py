@@ -10,12 +10,10 @@ beyond twice that of the worst of eight orders of the same sums.
 import json
 import sys
 from collections import Counter
-from pathlib import Path
 
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import headwise as hw
 from oracles import distance, plain_attention, plain_errors
 from strategies import problems

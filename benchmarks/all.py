@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from command import arguments, require
-from promises import HEADERS, judged, table
+
+from benchmarks.command import arguments, require
+from benchmarks.promises import HEADERS, judged, table
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
-import oracle
 import torch
 import torch.nn.functional as F
-from oracle import WrongError
-from regime import Regime
 from torch import Tensor
-from torch_peers import boolean_mask
 
 import headwise as hw
+from benchmarks import oracle
+from benchmarks.oracle import WrongError
+from benchmarks.regime import Regime
+from benchmarks.torch_peers import boolean_mask
 
 ATTEND, BLOCKWISE, SDPA = "attend", "blockwise", "SDPA"
 

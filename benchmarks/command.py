@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from regime import Regime
+from benchmarks.regime import Regime
 
 
 @dataclass(frozen=True)

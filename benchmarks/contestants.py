@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from oracle import Results
-from regime import NARROW, WINDOW, Data, Regime
 from torch import Tensor, nn
 
 import headwise as hw
+from benchmarks.oracle import Results
+from benchmarks.regime import NARROW, WINDOW, Data, Regime
 
 
 class LeftOutError(Exception):

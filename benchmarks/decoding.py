@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from command import arguments
-from contestants import Contestant, linear_parameters, load, our_layer, our_parameters
-from library_peers import llama_layer, llama_parameters
-from measure import Call, interleaved, report
-from peers import LLAMA, Comparison, checked
-from regime import Data, Regime
 from torch import Tensor, nn
-from torch_peers import cos_and_sin, rotated
 
 import headwise as hw
+from benchmarks.command import arguments
+from benchmarks.contestants import Contestant, linear_parameters, load, our_layer, our_parameters
+from benchmarks.library_peers import llama_layer, llama_parameters
+from benchmarks.measure import Call, interleaved, report
+from benchmarks.peers import LLAMA, Comparison, checked
+from benchmarks.regime import Data, Regime
+from benchmarks.torch_peers import cos_and_sin, rotated
 
 STEPS = 64
 SIZES = [(512, 8, None), (768, 12, 4)]

@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from itertools import product
 from statistics import median
 
-import oracle
 import torch
 import torch.nn.functional as F
-from command import arguments
-from measure import Call, Ratio, Row, interleaved, report, show
-from oracle import ROWS, WrongError
-from regime import Regime
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import headwise as hw
+from benchmarks import oracle
+from benchmarks.command import arguments
+from benchmarks.measure import Call, Ratio, Row, interleaved, report, show
+from benchmarks.oracle import ROWS, WrongError
+from benchmarks.regime import Regime
 
 KERNELS = {
     "SDPA": None,

@@ -10,10 +10,10 @@ definition in float64.
 from collections.abc import Sequence
 from itertools import product
 
-from command import arguments
-from measure import report
-from peers import Comparison
-from regime import Regime, both
+from benchmarks.command import arguments
+from benchmarks.measure import report
+from benchmarks.peers import Comparison
+from benchmarks.regime import Regime, both
 
 SIZES = [(4, 512, 768, 12), (2, 1024, 768, 12)]
 KV_HEADS = 4

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from contestants import Contestant, LeftOutError
-from oracle import Results
-from regime import Data, Regime
 from torch import Tensor
-from torch_peers import require_room
+
+from benchmarks.contestants import Contestant, LeftOutError
+from benchmarks.oracle import Results
+from benchmarks.regime import Data, Regime
+from benchmarks.torch_peers import require_room
 
 
 def to_jax(tensor: Tensor | None) -> Any:

@@ -12,10 +12,10 @@ the same rounds; the work of causal attention is that of the scores that are not
 from collections.abc import Sequence
 from itertools import product
 
-from command import arguments
-from measure import report
-from peers import FLEX, Comparison
-from regime import Regime, both
+from benchmarks.command import arguments
+from benchmarks.measure import report
+from benchmarks.peers import FLEX, Comparison
+from benchmarks.regime import Regime, both
 
 SIZES = [(8, 128, 512, 8), (4, 512, 768, 12), (2, 1024, 512, 8), (1, 4096, 512, 8), (1, 8192, 512, 8)]
 

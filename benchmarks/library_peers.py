@@ -1,11 +1,12 @@
 """Peers of two libraries over torch, x-transformers and transformers. See `torch_peers.py` for what they are given."""
 
 import torch
-from contestants import Contestant, LeftOutError, linear_parameters, of_torch
-from oracle import Results
-from regime import Data, Regime, Weights
 from torch import Tensor, nn
-from torch_peers import boolean_mask, cos_and_sin
+
+from benchmarks.contestants import Contestant, LeftOutError, linear_parameters, of_torch
+from benchmarks.oracle import Results
+from benchmarks.regime import Data, Regime, Weights
+from benchmarks.torch_peers import boolean_mask, cos_and_sin
 
 
 def x_transformers(regime: Regime, data: Data) -> Contestant:

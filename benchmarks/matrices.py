@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from oracle import WrongError
 from torch import Tensor
+
+from benchmarks.oracle import WrongError
 
 Found = dict[str, Tensor]
 """Every statistic by name, `(heads,)` or `(layers, heads)`."""

@@ -15,8 +15,9 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from command import Options
-from regime import Regime
+
+from benchmarks.command import Options
+from benchmarks.regime import Regime
 
 LEAST = 0.02
 """Seconds that a sample takes at least; what is quicker is repeated within it."""

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from itertools import product
 from statistics import median
 
-from alone import BLOCKWISE, attention, check
-from command import Options, arguments
-from contestants import ours
-from measure import Ratio, Row, report, show
-from oracle import YARDSTICK
-from peak import TOLD, UNTOLD, measured, peak
-from peers import PEERS, TORCH_LAYER, Comparison, checked
-from regime import Regime
+from benchmarks.alone import BLOCKWISE, attention, check
+from benchmarks.command import Options, arguments
+from benchmarks.contestants import ours
+from benchmarks.measure import Ratio, Row, report, show
+from benchmarks.oracle import YARDSTICK
+from benchmarks.peak import TOLD, UNTOLD, measured, peak
+from benchmarks.peers import PEERS, TORCH_LAYER, Comparison, checked
+from benchmarks.regime import Regime
 
 OURS = "ours"
 LAYERS = {OURS: ours, **{name: PEERS[name].build for name in (YARDSTICK, TORCH_LAYER)}}

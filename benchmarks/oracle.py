@@ -9,8 +9,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
-from regime import Regime
 from torch import Tensor
+
+from benchmarks.regime import Regime
 
 Results = dict[str, Tensor]
 """The output, and after training the gradients: "out", "x", "qkv", "out_proj" and the biases'."""

@@ -13,11 +13,11 @@ what is no padding. Ours is told the lengths, `layer(x, lengths=...)`; as `mask=
 from collections.abc import Sequence
 from itertools import product
 
-from command import arguments
-from contestants import ours_masked
-from measure import report
-from peers import Comparison
-from regime import Regime, both
+from benchmarks.command import arguments
+from benchmarks.contestants import ours_masked
+from benchmarks.measure import report
+from benchmarks.peers import Comparison
+from benchmarks.regime import Regime, both
 
 SIZES = [(8, 128, 512, 8), (4, 512, 768, 12), (2, 1024, 512, 8), (8, 1024, 512, 8)]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from regime import Regime
+from benchmarks.regime import Regime
 
 TOLD = os.access("/proc/self/clear_refs", os.W_OK)
 """Whether this system tells the peak."""
@@ -36,7 +36,7 @@ def peak(run: Callable[[], object], first: Callable[[], object] | None = None) -
 
 CHILD = """
 import importlib, json, sys
-from regime import Regime
+from benchmarks.regime import Regime
 print(json.dumps(importlib.import_module(sys.argv[1]).child(sys.argv[2], Regime(**json.loads(sys.argv[3])))))
 """
 

@@ -4,15 +4,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import jax_peers
-import library_peers
-import oracle
-import torch_peers
-from command import Options
-from contestants import Contestant, LeftOutError, Peer, ours
-from measure import Call, Ratio, Row, gemm, gemm_flops, interleaved, show
-from oracle import YARDSTICK, WrongError
-from regime import Data, Regime
+from benchmarks import jax_peers, library_peers, oracle, torch_peers
+from benchmarks.command import Options
+from benchmarks.contestants import Contestant, LeftOutError, Peer, ours
+from benchmarks.measure import Call, Ratio, Row, gemm, gemm_flops, interleaved, show
+from benchmarks.oracle import YARDSTICK, WrongError
+from benchmarks.regime import Data, Regime
 
 TORCH_LAYER = "nn.MultiheadAttention"
 LLAMA = "LlamaAttention"

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ablating import WHOLE
-from alone import SDPA
-from decoding import STEPS
-from measure import Row
-from memory import SIZES
-from oracle import YARDSTICK
-from peers import FASTEST, GEMM, LLAMA, TORCH_LAYER
-from watching import CALL_EXTRA, EAGER, MODEL_EXTRA, PLAIN
-from windows import GROWTH, SHORT_AND_LONG
+from benchmarks.ablating import WHOLE
+from benchmarks.alone import SDPA
+from benchmarks.decoding import STEPS
+from benchmarks.measure import Row
+from benchmarks.memory import SIZES
+from benchmarks.oracle import YARDSTICK
+from benchmarks.peers import FASTEST, GEMM, LLAMA, TORCH_LAYER
+from benchmarks.watching import CALL_EXTRA, EAGER, MODEL_EXTRA, PLAIN
+from benchmarks.windows import GROWTH, SHORT_AND_LONG
 
 
 @dataclass(frozen=True)

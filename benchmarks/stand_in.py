@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable
 
 import torch
-from measure import Call, Ratio, interleaved
 from torch import nn
 
+from benchmarks.measure import Call, Ratio, interleaved
 from headwise.compat import MultiheadAttention
 
 REPEATS = int(sys.argv[1]) if len(sys.argv) > 1 else 15

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from contestants import Contestant, LeftOutError, linear_parameters, of_torch
-from regime import Data, Regime
 from torch import Tensor, nn
+
+from benchmarks.contestants import Contestant, LeftOutError, linear_parameters, of_torch
+from benchmarks.regime import Data, Regime
 
 FLAGS = ("full", "causal")
 """Masks that peers have a word for."""

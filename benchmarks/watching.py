@@ -27,25 +27,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import matrices
 import torch
-from command import Options, arguments, require
-from contestants import LeftOutError
-from matrices import Found, Text
-from measure import Call, Ratio, Row, interleaved, report, show
-from oracle import WrongError
-from peak import TOLD, UNTOLD, measured
-from peak import peak as peak_of
-from peers import FEW_ROUNDS
-from regime import Regime
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.attention.known import Known
-from headwise.attention.observed import observed
+from benchmarks import matrices
+from benchmarks.command import Options, arguments, require
+from benchmarks.contestants import LeftOutError
+from benchmarks.matrices import Found, Text
+from benchmarks.measure import Call, Ratio, Row, interleaved, report, show
+from benchmarks.oracle import WrongError
+from benchmarks.peak import TOLD, UNTOLD, measured
+from benchmarks.peak import peak as peak_of
+from benchmarks.peers import FEW_ROUNDS
+from benchmarks.regime import Regime
+from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.problem import Problem
-from headwise.attention.statistics import Tally
-from headwise.models.load import load
+from headwise.data.models import load
+from headwise.statistics.attend_observed import attend_observed
+from headwise.statistics.registry import Tally
 
 PLAIN, OURS = "plain forward", "ours"
 EAGER, BERTVIZ, LENS = "`output_attentions=True`", "BertViz", "TransformerLens"
@@ -292,7 +292,7 @@ def one_call(regime: Regime) -> tuple[Callable[[], Tally], Problem, Tensor]:
 
     def run() -> Tally:
         tally = Tally()
-        observed(problem, tally.add, Known(tokens[None]))
+        attend_observed(problem, tally.add, CallContext(tokens[None]))
         return tally
 
     return run, problem, tokens

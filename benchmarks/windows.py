@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-import oracle
-from alone import ATTEND, SDPA, attention, check
-from command import Options, arguments
-from contestants import ours
-from measure import Call, Ratio, Row, interleaved, report, show
-from oracle import WrongError
-from peers import Comparison, checked
-from regime import Regime, both
+from benchmarks import oracle
+from benchmarks.alone import ATTEND, SDPA, attention, check
+from benchmarks.command import Options, arguments
+from benchmarks.contestants import ours
+from benchmarks.measure import Call, Ratio, Row, interleaved, report, show
+from benchmarks.oracle import WrongError
+from benchmarks.peers import Comparison, checked
+from benchmarks.regime import Regime, both
 
 LONG = [(1, 8192, 512, 8)]
 BY_HEAD = [(2, 1024, 512, 8), (1, 4096, 512, 8)]

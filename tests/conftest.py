@@ -33,7 +33,7 @@ def _seed():
 @pytest.fixture(scope="session")
 def minilm():
     """all-MiniLM-L6-v2, as its package carries it."""
-    from headwise.models.load import load
+    from headwise.data.models import load
 
     return load("minilm")
 
@@ -41,6 +41,6 @@ def minilm():
 @pytest.fixture(scope="session")
 def coffee(minilm):
     """The view of the demo's question."""
-    from headwise.heads.view import view
+    from headwise.analysis.view import view
 
     return view(minilm.model, minilm.tokenizer, "Which do you like better, coffee or tea?", title=minilm.title)

@@ -1,6 +1,7 @@
 """Floors import from the floors below them; importing headwise imports torch and nothing else that is optional."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -15,27 +16,20 @@ FLOORS = (
     ("errors", "shapes"),
     ("checks",),
     ("attention",),
-    ("options",),
-    ("base",),
-    ("layer", "compat"),
-    ("variants",),
+    ("nn",),
+    ("compat",),
     ("convert",),
-    ("models",),
-    ("heads",),
+    ("statistics",),
+    ("intercept",),
+    ("data",),
+    ("runs",),
+    ("analysis",),
     ("studies",),
     ("show",),
     ("cli",),
     ("__main__",),
 )
-"""From the ground up. `__init__` gathers the public names and is imported by nobody here but the command line."""
-
-ATTENTION = (
-    *("autocast", "masks", "masks_by_position", "masks_by_sequence", "rules", "rotary", "positions"),
-    *("cache", "packed", "placement", "problem", "reference", "fused"),
-    *("blocks", "tiles", "wide", "narrow", "known", "rows", "blockwise", "choice", "even", "attend"),
-    *("statistics", "detail", "observed"),
-)
-"""Inside the attention floor, likewise; a module imports from those before it."""
+"""From the bottom up. No module but the command line imports `headwise.__init__`, which gathers the public names."""
 
 
 MODULES = {
@@ -60,28 +54,31 @@ def imports_of(source: str) -> list[str]:
     return [name for name in modules if name.split(".")[0] in ("headwise", "a relative import")]
 
 
-def floor(module: str) -> tuple[int, int]:
-    """The floor of a module, and its place inside the attention floor."""
-    parts = module.split(".")
-    level = next(level for level, names in enumerate(FLOORS) if parts[1] in names)
-    inside = ATTENTION.index(parts[2]) if parts[1] == "attention" else 0
-    return level, inside
+def floor(module: str) -> int:
+    """The floor of a module."""
+    package = module.split(".")[1]
+    return next(level for level, names in enumerate(FLOORS) if package in names)
 
 
 def upward_arrows(module: str, source: str) -> list[str]:
-    """The imports of `module` that point to its own floor or up."""
-    here, arrows = floor(module), []
+    """The imports of `module` that point to a floor above its own, or to another package of its own floor."""
+    arrows = []
     for target in imports_of(source):
-        if target == "headwise" and module in ("headwise.cli", "headwise.__main__"):
+        if target == "headwise" and module.split(".")[1] in ("cli", "__main__"):
             continue
-        if target in ("headwise", "a relative import"):
-            arrows.append(target)
-            continue
-        there = floor(target)
-        same_package = there[0] == here[0] and module.split(".")[1] != "attention"
-        if there > here or (there == here and not same_package):
+        same_package = target.split(".")[:2] == module.split(".")[:2]
+        if target in ("headwise", "a relative import") or (floor(target) >= floor(module) and not same_package):
             arrows.append(target)
     return arrows
+
+
+def circle(graph: dict[str, list[str]]) -> list[str]:
+    """The modules of one circle of imports, or none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -89,11 +86,21 @@ def test_no_import_points_up(module):
     assert upward_arrows(module, MODULES[module].read_text()) == []
 
 
+def test_imports_make_no_circle():
+    assert circle({module: imports_of(path.read_text()) for module, path in MODULES.items()}) == []
+
+
+def test_a_circle_is_seen():
+    assert circle({"a": ["b"], "b": ["c"], "c": []}) == []
+    assert set(circle({"a": ["b"], "b": ["c"], "c": ["b"]})) == {"b", "c"}
+
+
 def test_an_arrow_that_points_up_is_seen():
-    assert upward_arrows("headwise.layer", "from headwise.heads.view import view") == ["headwise.heads.view"]
-    assert upward_arrows("headwise.attention.masks", "import headwise.attention.fused") == ["headwise.attention.fused"]
-    assert upward_arrows("headwise.attention.masks", "from headwise import attend") == ["headwise"]
-    assert upward_arrows("headwise.layer", "def f():\n    from .heads import view") == ["a relative import"]
+    view, fused = "headwise.analysis.view", "headwise.attention.backends.fused"
+    assert upward_arrows("headwise.nn.multihead", f"from {view} import view") == [view]
+    assert upward_arrows("headwise.errors", f"import {fused}") == [fused]
+    assert upward_arrows("headwise.attention.problem", "from headwise import attend") == ["headwise"]
+    assert upward_arrows("headwise.nn.multihead", "def f():\n    from .heads import view") == ["a relative import"]
 
 
 def test_packages_have_nothing_in_their_init():

@@ -2,38 +2,34 @@
 
 import importlib.util
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "docs"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import ablating
-import alone
-import command
-import contestants
-import decoding
-import gpu
-import layer
-import make_benchmarks
-import matrices
-import measure
-import memory
-import oracle
-import peak
-import peers
-import promises
-import torch_peers
-import watching
-import windows
-from measure import Call, Ratio, Row
-from oracle import WrongError
-from regime import MASKS, Regime
-
-del sys.path[:2]
+from benchmarks import (
+    ablating,
+    alone,
+    command,
+    contestants,
+    decoding,
+    gpu,
+    layer,
+    matrices,
+    measure,
+    memory,
+    oracle,
+    peak,
+    peers,
+    promises,
+    torch_peers,
+    watching,
+    windows,
+)
+from benchmarks import report as make_benchmarks
+from benchmarks.measure import Call, Ratio, Row
+from benchmarks.oracle import WrongError
+from benchmarks.regime import MASKS, Regime
 
 ROOT = Path(__file__).parent.parent
 TINY = Regime(3, 37, 35, 5)
@@ -513,4 +509,4 @@ def test_the_document_says_where_when_with_what_and_what_was_left_out():
 def test_the_document_is_that_of_the_results_that_are_kept():
     found = make_benchmarks.load(ROOT / "benchmarks" / "results")
     assert not any(each["quick"] for each in found)
-    assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == make_benchmarks.document(found)
+    assert (ROOT / "docs" / "reports" / "benchmarks.md").read_text(encoding="utf-8") == make_benchmarks.document(found)

@@ -4,17 +4,16 @@ import contextlib
 import doctest
 import io
 import re
-import sys
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from headwise.attention import rules
-from headwise.attention.statistics import STATISTICS
-from headwise.heads.roles import ROLES
-from headwise.heads.view import View
+from headwise.analysis.roles import ROLES
+from headwise.analysis.view import View
+from headwise.attention.masks import factories
 from headwise.show.terminal import print_view
+from headwise.statistics.registry import STATISTICS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -63,19 +62,17 @@ def test_the_lines_of_the_readme_are_those_of_the_terminal(coffee):
 
 
 def test_docstrings_show_what_happens():
-    assert doctest.testmod(rules) == (0, 1)
+    assert doctest.testmod(factories) == (0, 1)
 
 
 def test_the_findings_are_those_of_the_tables_that_are_kept(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    import make_findings
+    from research.findings import report as make_findings
 
-    assert (ROOT / "docs" / "findings.md").read_text(encoding="utf-8") == make_findings.document()
+    assert (ROOT / "docs" / "reports" / "findings.md").read_text(encoding="utf-8") == make_findings.document()
 
 
 def test_what_chance_gives_is_student_s_t(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    import make_findings
+    from research.findings import report as make_findings
 
     # Tables of the distribution: P(t > 2) with 1, 10 and very many degrees of freedom.
     for degrees, above in ((1, 0.14758), (10, 0.03669), (10**6, 0.02275)):
@@ -89,21 +86,15 @@ def test_the_documents_that_are_linked_exist():
 
 
 def test_the_table_of_backends_is_what_why_not_says():
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import make_backends
-    finally:
-        sys.path.pop(0)
+    from research.tables import backends as make_backends
+
     written = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
     assert "\n".join(make_backends.table()) in written
 
 
 def test_some_backend_does_every_pair_of_options():
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import make_backends
-    finally:
-        sys.path.pop(0)
+    from research.tables import backends as make_backends
+
     found = make_backends.combinations(2)
     assert found["some backend"] == found["all"] > 50
 

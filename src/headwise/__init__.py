@@ -1,44 +1,54 @@
 """headwise: multi-head attention for PyTorch with every head in reach."""
 
+from headwise.analysis.ablate import Ablation, SetAblation, ablate
+from headwise.analysis.attribution import Attribution, logit_attribution
+from headwise.analysis.compare import compare
+from headwise.analysis.gate import gate
+from headwise.analysis.importance.agreement import Agreement, agreement
+from headwise.analysis.importance.importance import Importance, importance
+from headwise.analysis.losses import EmbeddingDistance, MaskedTokenLoss, next_token_loss
+from headwise.analysis.patching import Patching, activation_patching, patch_together
+from headwise.analysis.profile import profile
+from headwise.analysis.profile_result import Profile, load_profile
+from headwise.analysis.recording import record
+from headwise.analysis.redundancy import Redundancy, redundancy
+from headwise.analysis.replacements import mean, patch, resample, uniform, zero
+from headwise.analysis.view import view
 from headwise.attention.attend import attend, explain, why_not
-from headwise.attention.blockwise import Blockwise
+from headwise.attention.backends.blockwise.backend import Blockwise
 from headwise.attention.cache import Cache, DynamicCache, SlidingCache, StaticCache
-from headwise.attention.detail import Detail
-from headwise.attention.masks import Mask
-from headwise.attention.positions import ALiBi, PositionBias, RelativeBias
+from headwise.attention.masks.base import Mask
+from headwise.attention.masks.factories import (
+    causal,
+    chunked,
+    dense,
+    padding,
+    per_head,
+    prefix,
+    segments,
+    where,
+    window,
+)
+from headwise.attention.position_bias import ALiBi, PositionBias, RelativeBias
 from headwise.attention.rotary import DynamicNTK, LinearScaling, Llama3, Rotary, YaRN
-from headwise.attention.rules import causal, chunked, dense, padding, per_head, prefix, segments, where, window
-from headwise.convert.fuse import fuse_projections, separate_projections
+from headwise.convert.fused_qkv import fuse_projections, separate_projections
 from headwise.convert.linear import from_heads, from_projections, to_heads, to_projections
 from headwise.convert.torch import from_torch, to_torch
 from headwise.convert.transformers import from_transformers, to_transformers
+from headwise.data.random_repeats import random_repeats
+from headwise.data.texts import Texts
 from headwise.errors import HeadwiseError, InputError, MissingExtra
-from headwise.heads.ablate import Ablation, SetAblation, ablate
-from headwise.heads.agreement import Agreement, agreement
-from headwise.heads.attribution import Attribution, logit_attribution
-from headwise.heads.compare import compare
-from headwise.heads.data import Texts
-from headwise.heads.gate import gate
-from headwise.heads.importance import Importance, importance
-from headwise.heads.losses import EmbeddingDistance, MaskedTokenLoss, next_token_loss
-from headwise.heads.outputs import record
-from headwise.heads.patching import Patching, activation_patching, patch_together
-from headwise.heads.profile import profile
-from headwise.heads.record import Profile, load_profile
-from headwise.heads.redundancy import Redundancy, redundancy
-from headwise.heads.repeats import random_repeats
-from headwise.heads.replacements import mean, patch, resample, uniform, zero
-from headwise.heads.view import view
-from headwise.layer import MultiHeadAttention, ProjectedContext
-from headwise.models.watch import watch
-from headwise.options import QKNorm, Scores
-from headwise.studies.evidence import Study
-from headwise.studies.settings import Setting, Space
+from headwise.intercept.watch import watch
+from headwise.nn.differential import DifferentialAttention
+from headwise.nn.latent import LatentAttention
+from headwise.nn.multihead import MultiHeadAttention, ProjectedContext
+from headwise.nn.options import QKNorm, Scores
+from headwise.statistics.weight_capture import WeightCapture
+from headwise.studies.conclusions import Study
+from headwise.studies.space import Setting, Space
 from headwise.studies.study import study
-from headwise.studies.texts import study_texts
+from headwise.studies.text_study import study_texts
 from headwise.studies.training import Recipe
-from headwise.variants.differential import DifferentialAttention
-from headwise.variants.latent import LatentAttention
 
 __version__ = "0.1.0"
 
@@ -49,7 +59,6 @@ __all__ = [
     "Attribution",
     "Blockwise",
     "Cache",
-    "Detail",
     "DifferentialAttention",
     "DynamicCache",
     "DynamicNTK",
@@ -81,6 +90,7 @@ __all__ = [
     "StaticCache",
     "Study",
     "Texts",
+    "WeightCapture",
     "YaRN",
     "ablate",
     "activation_patching",

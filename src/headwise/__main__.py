@@ -15,7 +15,7 @@ def _run() -> int:
     from headwise.errors import MissingExtra
 
     try:
-        from headwise.cli import run
+        from headwise.cli.app import run
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in ("typer", "rich"):

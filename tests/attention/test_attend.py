@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
-from headwise.attention import tiles
-from headwise.attention.masks import Grid
+from headwise.attention.backends.blockwise import tiles
+from headwise.attention.masks.base import Grid
 from oracles import Plain, distance, plain_attention, plain_errors
 from strategies import Drawn, problems
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import headwise as hw
-from headwise.models.load import load
+from headwise.data.models import load
 from models_with_our_layer import give_caches, greedy, swap_attention
 from oracles import distance
 

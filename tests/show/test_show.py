@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from headwise.heads.view import view
-from headwise.show.page import write_page
-from headwise.show.picture import plot_heads
+from headwise.analysis.view import view
+from headwise.show.head_lines import plot_heads
+from headwise.show.html import write_page
 from headwise.show.terminal import print_view
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.heads.losses import losses_of
-from headwise.studies import ledger as of_ledger
-from headwise.studies import plan as of_plan
+from headwise.analysis.losses import losses_of
+from headwise.studies import budget as budget_module
+from headwise.studies import scheduler as scheduler_module
 from headwise.studies import training as of_training
-from headwise.studies import work as of_work
+from headwise.studies import trial_store
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -355,7 +355,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    for module in (of_ledger, of_plan, of_training, of_work):
+    for module in (trial_store, budget_module, of_training, scheduler_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(time=made.time, perf_counter=made.time, sleep=made.sleep))
     return made
 
@@ -380,7 +380,7 @@ def test_a_study_ends_with_its_budget(budget, speed, clock):
     assert all(len(found.losses[setting]) == SEEDS for setting in (ONE, TWO))
     assert found.about["steps"] >= 20
     searches = Counter(each["setting"] for each in found.about["search"])
-    assert all(2 <= number <= of_work.MOST_TRIALS for number in searches.values())
+    assert all(2 <= number <= scheduler_module.MOST_TRIALS for number in searches.values())
 
 
 def test_settings_that_take_longer_are_reckoned_with(clock):
@@ -397,8 +397,8 @@ def test_data_is_seen_four_times_at_most(clock):
     found = timed(clock, 5_000.0, data=sequences(7))
     assert found.about["steps"] == 28
     assert Counter(each["setting"] for each in found.about["search"]) == {
-        "1x8": of_work.MOST_TRIALS,
-        "2x4": of_work.MOST_TRIALS,
+        "1x8": scheduler_module.MOST_TRIALS,
+        "2x4": scheduler_module.MOST_TRIALS,
     }
     assert clock.now - start < 200.0
 
@@ -438,7 +438,7 @@ def test_a_budget_that_is_too_small(clock):
     training that is compared as many again."""
     clock.seconds = 4.0
     spent, needed = 2 * (7 + 1 / 3) * 4, ((2 + 0.85 * 3) * 2 * (20 + 3 / 3) + 2 * 2 * 3 / 3) * 4
-    least = round(spent + needed / of_plan.MARGIN)
+    least = round(spent + needed / budget_module.MARGIN)
     for budget in (100.0, least - 2.0):
         expected = f"at least {least} s for trainings of 20 steps of 2 settings"
         sentence = f"budget: expected {expected}, got {budget:g} s; {REMEDY}"

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.attention import blockwise, fused, reference
 from headwise.attention.autocast import NARROW, autocast_dtype, without_autocast
-from headwise.attention.blockwise import Blockwise
-from headwise.attention.choice import Choice, asked_for, fastest
-from headwise.attention.masks import Mask
+from headwise.attention.backend_choice import Choice, asked_for, fastest
+from headwise.attention.backends import fused, reference
+from headwise.attention.backends.blockwise import backend as blockwise
+from headwise.attention.backends.blockwise.backend import Blockwise
+from headwise.attention.masks.base import Mask
 from headwise.attention.problem import Answer, Backend, Problem
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int

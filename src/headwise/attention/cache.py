@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.attention.masks import Mask, can_be_read
-from headwise.attention.rules import causal, prefix, window
+from headwise.attention.masks.base import Mask, can_be_read
+from headwise.attention.masks.factories import causal, prefix, window
 from headwise.checks import whole_number, whole_numbers
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
@@ -29,7 +29,7 @@ LEAST_ROOM = 64
 """Tokens that there is room for beyond those that are kept, where that is more than half as many again."""
 
 
-class Joined(NamedTuple):
+class CacheUpdate(NamedTuple):
     """What was kept and what is new."""
 
     tensors: Kept
@@ -54,11 +54,11 @@ class Cache(ABC):
         """Where `new` more tokens stand; -1 for those beyond a sequence's own length."""
 
     @abstractmethod
-    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"], *, whole: bool = False) -> Joined:
+    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"], *, whole: bool = False) -> CacheUpdate:
         """What is kept, and these tensors after it; with `whole` also the room that holds nothing, if there is any."""
 
     @abstractmethod
-    def keep(self, joined: Joined) -> None:
+    def keep(self, joined: CacheUpdate) -> None:
         """Keep what the next call will need."""
 
     @abstractmethod
@@ -137,11 +137,11 @@ class _Growing(Cache):
 class DynamicCache(_Growing):
     """Grows with every token and drops none."""
 
-    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"], *, whole: bool = False) -> Joined:
+    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"], *, whole: bool = False) -> CacheUpdate:
         tensors, room = self._appended(new)
-        return Joined(tensors, None, tensors[0].shape[2], room)
+        return CacheUpdate(tensors, None, tensors[0].shape[2], room)
 
-    def keep(self, joined: Joined) -> None:
+    def keep(self, joined: CacheUpdate) -> None:
         self.tensors, self.room, self.seen = joined.tensors, joined.room, joined.seen
 
     def crop(self, length: int) -> None:
@@ -166,10 +166,10 @@ class SlidingCache(_Growing):
         self.mask = _sliding(self.window, self.sinks)
         super().__init__()
 
-    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"], *, whole: bool = False) -> Joined:
+    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"], *, whole: bool = False) -> CacheUpdate:
         tensors, room = self._appended(new)
         seen = self.seen + positions.shape[1]
-        return Joined(tensors, self._key_positions(tensors[0].shape[2], seen, positions.device), seen, room)
+        return CacheUpdate(tensors, self._key_positions(tensors[0].shape[2], seen, positions.device), seen, room)
 
     def _key_positions(self, keys: int, seen: int, device: torch.device) -> Int[Tensor, "1 keys"] | None:
         """Where the keys stand: the sinks first, the others up to the last that was seen."""
@@ -178,7 +178,7 @@ class SlidingCache(_Growing):
         sinks = torch.arange(self.sinks, device=device)
         return torch.cat([sinks, torch.arange(seen - keys + self.sinks, seen, device=device)])[None]
 
-    def keep(self, joined: Joined) -> None:
+    def keep(self, joined: CacheUpdate) -> None:
         keys = joined.tensors[0].shape[2]
         sinks = min(self.sinks, keys)
         # The next query brings its own key, the last of its window.
@@ -273,7 +273,7 @@ class StaticCache(Cache):
                 raise InputError("cache", expected=f"room for {last + 1} tokens", got=f"a capacity of {self.capacity}")
         return positions
 
-    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"], *, whole: bool = False) -> Joined:
+    def joined(self, new: Kept, positions: Int[Tensor, "#batch new"], *, whole: bool = False) -> CacheUpdate:
         room, sizes = ([each.shape[1:4:2] for each in tensors] for tensors in (self.slots, new))
         if room != sizes:
             expected = f"room for {[tuple(size) for size in sizes]} heads and widths, the layer's"
@@ -296,9 +296,9 @@ class StaticCache(Cache):
         if not whole and self.may_show_less:
             tensors = _first(int(seen.max()), tensors)
             if span is not None:
-                return Joined(tensors, None, seen)
+                return CacheUpdate(tensors, None, seen)
         there = torch.arange(tensors[0].shape[2], device=seen.device)
-        return Joined(tensors, torch.where(there < seen[:, None], there, -1), seen)
+        return CacheUpdate(tensors, torch.where(there < seen[:, None], there, -1), seen)
 
     def _span(self, positions: Int[Tensor, "batch new"]) -> slice | None:
         """Where the tokens stand, if the same in every sequence and known; None otherwise."""
@@ -320,7 +320,7 @@ class StaticCache(Cache):
             slots.transpose(1, 2)[sequence, slot] = tensor.transpose(1, 2)
         return self.lengths + (positions >= 0).sum(1)
 
-    def keep(self, joined: Joined) -> None:
+    def keep(self, joined: CacheUpdate) -> None:
         self.lengths.copy_(joined.seen)
 
     def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.attention.masks import can_be_read
+from headwise.attention.masks.base import can_be_read
 from headwise.checks import whole_numbers
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int

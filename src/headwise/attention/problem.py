@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from headwise.attention.masks import Coverage, Grid, Mask, Present, four_dimensional, require_broadcast
-from headwise.attention.rules import dense
+from headwise.attention.masks.base import Coverage, Grid, Mask, Present, four_dimensional, require_broadcast
+from headwise.attention.masks.factories import dense
 from headwise.checks import finite_number, float_tensor, positions_given, probability
 from headwise.errors import InputError
 from headwise.shapes import Float, Int

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.attention.masks import Mask
-from headwise.attention.positions import PositionBias
+from headwise.attention.masks.base import Mask
+from headwise.attention.position_bias import PositionBias
 from headwise.attention.rotary import Rotary
 from headwise.checks import whole_number
-from headwise.convert.maps import Map, filled, maps_of
+from headwise.convert.projection_maps import Map, filled, maps_of
 from headwise.errors import InputError
-from headwise.layer import MultiHeadAttention
-from headwise.options import QKNorm, Scores
+from headwise.nn.multihead import MultiHeadAttention
+from headwise.nn.options import QKNorm, Scores
 from headwise.shapes import Float
 
 Head = tuple[nn.Linear, nn.Linear, nn.Linear]

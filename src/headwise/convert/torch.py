@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from headwise.convert.maps import Map, filled, maps_of, scores_of
+from headwise.convert.projection_maps import Map, filled, maps_of, scores_of
 from headwise.errors import InputError
-from headwise.layer import MultiHeadAttention
-from headwise.options import Scores
+from headwise.nn.multihead import MultiHeadAttention
+from headwise.nn.options import Scores
 
 
 def from_torch(layer: nn.MultiheadAttention) -> MultiHeadAttention:

@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from headwise.attention.rules import causal, window
-from headwise.base import is_hooked
-from headwise.convert.maps import maps_of, scores_of
+from headwise.attention.masks.factories import causal, window
+from headwise.convert.projection_maps import maps_of, scores_of
 from headwise.convert.rope import rotary_of
 from headwise.errors import InputError
-from headwise.layer import MultiHeadAttention
-from headwise.options import QKNorm, Scores
+from headwise.nn.base import is_hooked
+from headwise.nn.multihead import MultiHeadAttention
+from headwise.nn.options import QKNorm, Scores
 
 
 def from_transformers(block: nn.Module, *, backend: str | None = None) -> MultiHeadAttention:

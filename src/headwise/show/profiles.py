@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headwise.heads.compare import Comparison
-from headwise.heads.record import Profile, ProfiledHead
-from headwise.heads.roles import MIXED, ROLES
+from headwise.analysis.compare import Comparison
+from headwise.analysis.profile_result import Profile, ProfiledHead
+from headwise.analysis.roles import MIXED, ROLES
 from headwise.show.terminal import COLOURS
 
 

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from headwise.heads.ablate import Ablation, SetAblation
-from headwise.heads.losses import EmbeddingDistance
-from headwise.heads.table import Measured, Table
+from headwise.analysis.ablate import Ablation, SetAblation
+from headwise.analysis.losses import EmbeddingDistance
+from headwise.runs.table import Measured, Table
 
 SURE = 2.0
 """From how many standard errors on a number is told apart from zero here."""

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from headwise.heads.table import NOTHING, Measured
-from headwise.studies.evidence import SettingRow, Study
+from headwise.runs.table import NOTHING, Measured
+from headwise.studies.conclusions import SettingRow, Study
 
 FEW = 3
 """Learning rates; with fewer a setting may have got one that does not suit it."""

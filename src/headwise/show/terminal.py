@@ -4,8 +4,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headwise.heads.roles import MIXED, ROLES, Role
-from headwise.heads.view import HeadView, View
+from headwise.analysis.roles import MIXED, ROLES, Role
+from headwise.analysis.view import HeadView, View
 
 PIPE_WIDTH = 140
 """Columns of the output where no terminal says how many it has."""

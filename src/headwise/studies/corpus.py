@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.analysis.losses import Loss, MaskedTokenLoss, next_token_loss
+from headwise.data.batches import device_of, evaluated, moved
+from headwise.data.texts import JSON_LINES, Texts, files_of, read
 from headwise.errors import InputError, MissingExtra
-from headwise.heads.batches import device_of, evaluated, moved
-from headwise.heads.data import JSON_LINES, Texts, files_of, read
-from headwise.heads.losses import Loss, MaskedTokenLoss, next_token_loss
 from headwise.shapes import Float, Int
 from headwise.studies.training import Batches
 

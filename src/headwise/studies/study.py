@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from headwise.analysis.losses import Loss, next_token_loss
 from headwise.checks import finite_number, whole_number
+from headwise.data.batches import batches as as_batches
+from headwise.data.batches import digest_of
 from headwise.errors import InputError
-from headwise.heads.batches import batches as as_batches
-from headwise.heads.batches import digest_of
-from headwise.heads.losses import Loss, next_token_loss
-from headwise.heads.processes import usable
-from headwise.heads.progress import bar
-from headwise.heads.table import files, require_parquet, writable
-from headwise.studies.evidence import Study, collected, require_scipy
-from headwise.studies.ledger import Ledger, require_optuna
-from headwise.studies.plan import Measure, Plan, Work, planned
-from headwise.studies.settings import Setting, Space
+from headwise.runs.distributed import usable
+from headwise.runs.progress import bar
+from headwise.runs.table import files, require_parquet, writable
+from headwise.studies.budget import Measure, Plan, Work, planned
+from headwise.studies.conclusions import Study, collected, require_scipy
+from headwise.studies.scheduler import Wanted, run
+from headwise.studies.space import Setting, Space
 from headwise.studies.training import RECIPE, Batches, Recipe
-from headwise.studies.work import Wanted, run
+from headwise.studies.trial_store import Ledger, require_optuna
 
 if TYPE_CHECKING:
     import optuna

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.analysis.losses import Loss, losses_of
 from headwise.checks import finite_number, probability, whole_number
-from headwise.heads.batches import device_of, evaluated, moved
-from headwise.heads.losses import Loss, losses_of
+from headwise.data.batches import device_of, evaluated, moved
 
 Batches = Sequence[dict[str, Any]]
 """Batches of a data set, each as the model's arguments by name."""

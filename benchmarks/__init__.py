@@ -1,0 +1,1 @@
+"""Benchmarks: one script for each claim about speed and memory."""

@@ -1,0 +1,1 @@
+"""Measurements with headwise: a census of model types, claims about attention, findings on two models."""

@@ -1,0 +1,252 @@
+"""Inputs for a tiny model's forward, from its signature: tokens, images, sound, and what else it asks for.
+
+Of the sequences of a batch one is padded, on the left or on the right, where the model takes a mask of padding. What
+a signature leaves open, such as which axis of sound is time, is tried in turn: `attempts` gives the ways.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from research.census.exceptions import INPUTS
+
+BATCH, LENGTH, PADDING, DECODER_LENGTH = 2, 13, 4, 11
+SIDES = ("left", "right")
+OPTIONAL = ("pixel_values", "input_features", "input_values", "inputs_embeds", "decoder_input_ids")
+"""What a model may need although its signature does not say so."""
+
+
+def attempts(model_type: str, model: nn.Module, side: str | None) -> Iterator[dict[str, Any]]:
+    """The arguments of a call, in several ways, one of which the model may take.
+
+    Args:
+        model_type: as `transformers` calls it.
+        model: a tiny one.
+        side: on which the last sequence is padded; None for no padding.
+    """
+    own = INPUTS.get(model_type)
+    given = inspect.signature(model.forward).parameters
+    asked = [name for name, each in given.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    required = [name for name in asked if given[name].default is inspect.Parameter.empty]
+    main = getattr(model, "main_input_name", "input_ids")
+    for extra in ((), *((name,) for name in OPTIONAL if name in asked), OPTIONAL):
+        for layout in range(3):
+            make = Maker(model.config, torch.Generator().manual_seed(1), side, layout)
+            make.taken = tuple(asked)
+            if own is not None:
+                yield own(make)
+                continue
+            names = dict.fromkeys([*required, main, *extra, "decoder_input_ids", "bbox"])
+            if "input_ids" in asked and not (main != "input_ids" and "input_ids" not in required):
+                names = dict.fromkeys(["input_ids", *names])
+            found = {name: make(name) for name in names if name in asked}
+            if "input_ids" in found and "attention_mask" in asked and side is not None:
+                found["attention_mask"] = make.padding()
+            if not found:
+                found = {name: make(name) for name in OPTIONAL if name in asked}
+            if "input_ids" in found:
+                found.pop("inputs_embeds", None)
+            yield found
+            if not any(name in LAYOUTS for name in found):
+                break
+        if own is not None:
+            break
+
+
+LAYOUTS = ("pixel_values", "input_features", "input_values", "hidden_states")
+"""What comes with its axes in different orders."""
+
+
+def takes_padding(model: nn.Module) -> bool:
+    """Whether padding can be said."""
+    asked = inspect.signature(model.forward).parameters
+    return "attention_mask" in asked and "input_ids" in asked and model.main_input_name in ("input_ids", *OPTIONAL)
+
+
+class Maker:
+    """Arguments by name.
+
+    Attributes:
+        config: of the model.
+        generator: of random numbers.
+        side: on which the last sequence is padded.
+        layout: which of the orders of axes is tried.
+    """
+
+    def __init__(self, config: Any, generator: torch.Generator, side: str | None, layout: int = 0) -> None:
+        self.config, self.generator, self.side, self.layout = config, generator, side, layout
+
+    def __call__(self, name: str) -> Any:
+        """An argument.
+
+        Raises:
+            LookupError: nobody knows how it is made.
+        """
+        maker = getattr(self, name, None)
+        if maker is None:
+            raise LookupError(f"no input is known for {name}")
+        return maker()
+
+    def size(self, *names: str, default: Any = None) -> Any:
+        """A size that the config, or one inside of it, calls by one of these names."""
+        return find(self.config, names, default)
+
+    def noise(self, *shape: int) -> Tensor:
+        """Numbers."""
+        return torch.randn(shape, generator=self.generator)
+
+    def tokens(self, length: int = LENGTH, batch: int = BATCH) -> Tensor:
+        """Ids that are not special, with repetitions."""
+        most = min(self.size("vocab_size", "text_vocab_size", "src_vocab_size", default=97), 50)
+        low = 8 if most > 20 else 1
+        return torch.randint(low, most, (batch, length), generator=self.generator) // 2 + low // 2
+
+    def padding(self, length: int = LENGTH) -> Tensor:
+        """1 at tokens, 0 at padding."""
+        place, count = torch.arange(length), torch.tensor([[0]] * (BATCH - 1) + [[PADDING]])
+        return (place >= count if self.side == "left" else place < length - count).long()
+
+    # -- text ---------------------------------------------------------------------------------------------------------
+
+    def input_ids(self) -> Tensor:
+        return self.tokens()
+
+    def decoder_input_ids(self) -> Tensor:
+        return self.tokens(DECODER_LENGTH)
+
+    def attention_mask(self) -> Tensor:
+        return self.padding() if self.side else torch.ones(BATCH, LENGTH, dtype=torch.long)
+
+    def bbox(self) -> Tensor:
+        corner = torch.randint(0, 20, (BATCH, LENGTH, 2), generator=self.generator)
+        return torch.cat([corner, corner + 5], -1)
+
+    def hidden_states(self) -> Tensor:
+        if "grid_thw" in self.taken:
+            return self.patches()
+        return self.noise(BATCH, LENGTH, self.size("hidden_size", "d_model", default=96))
+
+    taken: tuple[str, ...] = ()
+
+    def inputs_embeds(self) -> Tensor:
+        return self.noise(BATCH, LENGTH, self.size("hidden_size", "d_model", default=96))
+
+    def encoder_hidden_states(self) -> Tensor:
+        return self.noise(BATCH, 17, self.size("encoder_hidden_size", "cross_hidden_size", "hidden_size", "d_model"))
+
+    # -- images -------------------------------------------------------------------------------------------------------
+
+    def pixel_values(self) -> Tensor:
+        if "grid_thw" in self.taken or "image_grid_thw" in self.taken:
+            return self.patches()
+        side = self.size("image_size", "img_size", "spec_size", default=32)
+        height, width = side if isinstance(side, (list, tuple)) else (side, side)
+        channels = self.size("num_channels", "in_channels", "in_chans", default=3)
+        channels = channels if isinstance(channels, int) else 3
+        frames = self.size("num_frames", "frames_per_clip", "num_frame", default=2)
+        frames = frames if isinstance(frames, int) else 2
+        shapes = [
+            (BATCH, channels, height, width),
+            (BATCH, frames, channels, height, width),
+            (BATCH, channels, frames, height, width),
+        ]
+        if isinstance(self.size("num_frames", "frames_per_clip"), int):
+            shapes = shapes[1:] + shapes[:1]
+        return self.noise(*shapes[self.layout])
+
+    def image(self) -> Tensor:
+        return self.pixel_values()
+
+    def pixel_values_videos(self) -> Tensor:
+        frames = self.size("frames_per_clip", "num_frames", default=4)
+        side = self.size("image_size", "crop_size", default=32)
+        return self.noise(BATCH, frames, self.size("num_channels", "in_chans", default=3), side, side)
+
+    GRID = ((1, 4, 6), (1, 4, 4))
+
+    def patches(self) -> Tensor:
+        count = sum(t * h * w for t, h, w in self.GRID)
+        patch = self.size("patch_size", default=8)
+        channels, frames = (
+            self.size("in_channels", "in_chans", "num_channels", default=3),
+            self.size("temporal_patch_size", "patch_temporal"),
+        )
+        area = channels * patch * patch
+        return [
+            self.noise(count, area * (frames or 1)),
+            self.noise(count, channels, patch, patch),
+            self.noise(1, count, channels, patch, patch),
+        ][self.layout]
+
+    def grid_thw(self) -> Tensor:
+        return torch.tensor(self.GRID)
+
+    def image_grid_thw(self) -> Tensor:
+        return torch.tensor(self.GRID)
+
+    # -- sound --------------------------------------------------------------------------------------------------------
+
+    def input_features(self) -> Tensor:
+        bins = self.size(
+            "num_mel_bins",
+            "feature_size",
+            "n_mels",
+            "input_dim",
+            "n_mel_bins",
+            "input_feat_per_channel",
+            "feature_projection_input_dim",
+            default=80,
+        )
+        length = 2 * min(self.size("max_source_positions", default=32), 64)
+        return self.noise(
+            *[(BATCH, bins, length), (BATCH, length, bins), (BATCH, length, self.size("input_dim", default=bins))][
+                self.layout
+            ]
+        )
+
+    def input_features_mask(self) -> Tensor:
+        return torch.ones(BATCH, self.input_features().shape[-1 - (self.layout > 0)], dtype=torch.long)
+
+    def input_values(self) -> Tensor:
+        bins = self.size("num_mel_bins", default=80)
+        return self.noise(
+            *[(BATCH, 1600), (BATCH, 1, 1920), (BATCH, self.size("max_length", default=64), bins)][self.layout]
+        )
+
+    # -- series -------------------------------------------------------------------------------------------------------
+
+    def past_values(self) -> Tensor:
+        length = self.size("context_length", default=11)
+        lags = self.size("lags_sequence", default=None)
+        if lags:
+            return self.noise(BATCH, length + max(lags))
+        return self.noise(BATCH, length, self.size("num_input_channels", default=1))
+
+    def past_time_features(self) -> Tensor:
+        return self.noise(BATCH, self.past_values().shape[1], self.size("num_time_features", default=0))
+
+    def past_observed_mask(self) -> Tensor:
+        return torch.ones_like(self.past_values())
+
+    def future_values(self) -> Tensor:
+        return self.noise(BATCH, self.size("prediction_length", default=5))
+
+    def future_time_features(self) -> Tensor:
+        return self.noise(BATCH, self.size("prediction_length", default=5), self.size("num_time_features", default=0))
+
+
+def find(config: Any, names: tuple[str, ...], default: Any = None) -> Any:
+    """The first of these names that a config has, or else that one inside of it has."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    for each in vars(config).values():
+        if hasattr(each, "to_dict"):
+            value = find(each, names)
+            if value is not None:
+                return value
+    return default

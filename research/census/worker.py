@@ -1,0 +1,30 @@
+"""A process that judges the model types it is given, one a line, and answers each with a line of JSON."""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from dataclasses import asdict
+
+THREADS = 1
+
+
+def main() -> None:
+    """Until there is no more input."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)  # what models print is no answer
+    warnings.filterwarnings("ignore")
+    import torch
+    from transformers.utils import logging as chatter
+
+    from research.census.judge import judge
+
+    torch.set_num_threads(THREADS)
+    chatter.set_verbosity(logging.CRITICAL)
+    for line in sys.stdin:
+        answers.write(json.dumps(asdict(judge(line.strip()))) + "\n")
+
+
+if __name__ == "__main__":
+    main()

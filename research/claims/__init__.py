@@ -1,0 +1,1 @@
+"""Claims about multi-head attention, measured on small models."""

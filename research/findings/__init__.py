@@ -1,0 +1,1 @@
+"""Importance of the heads of two real models."""

@@ -1,0 +1,114 @@
+"""What heads of two real models are worth, measured: the tables from which `docs/make_findings.py` writes.
+
+    python findings [--only smollm2] [--only minilm]
+
+A run that was stopped goes on where it was. On 2 cores SmolLM2 takes about an hour.
+"""
+
+import argparse
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise.data.models import load
+from headwise.data.random_repeats import TOKENS
+from research.findings.data import LENGTH, documents, sentences, shuffled
+
+RESULTS = Path(__file__).parent / "results"
+CONTROLS = 20
+"""Sets of random heads, of each kind."""
+
+Heads = list[tuple[int, int]]
+
+
+# -- SmolLM2 ----------------------------------------------------------------------------------------------------------
+
+
+def smollm2() -> None:
+    """What each head of a causal model costs, what its gradient foretells, and the heads that copy."""
+    loaded = load("smollm2", "causal")
+    model, folder = loaded.model, RESULTS / "smollm2"
+    texts = hw.Texts(documents(), loaded.tokenizer, LENGTH, "truncate", batch=16)
+    common: dict[str, Any] = {"progress": True, "title": loaded.title}
+    hw.ablate(model, texts, hw.next_token_loss, out=folder, **common)
+    few = hw.Texts(documents(), loaded.tokenizer, LENGTH, "truncate", batch=4)  # the graph of 16 takes 10 GB
+    hw.importance(model, few, hw.next_token_loss, out=folder, force=True, **common)
+    profile = hw.profile(model, texts, out=folder, **common)
+    sets = with_controls(profile.roles()["induction"], profile)
+    repeats = hw.random_repeats(len(loaded.tokenizer), avoid=loaded.tokenizer.all_special_ids)
+    for name, how in (("zero", hw.zero()), ("mean", hw.mean(texts))):
+        of_sets: dict[str, Any] = {"of": sets, "how": how, **common}
+        hw.ablate(model, [{"input_ids": repeats}], repeated_loss, out=folder / f"repeated-{name}", **of_sets)
+    hw.ablate(model, texts, hw.next_token_loss, out=folder / "text-zero", of=sets, **common)
+
+
+def repeated_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Of random tokens that repeat, -ln p of those that have come before, nats: `(batch,)`."""
+    ids = batch["input_ids"]
+    logits = model(input_ids=ids).logits[:, :-1]
+    losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return losses.view(len(ids), -1)[:, TOKENS:].mean(1)
+
+
+def with_controls(heads: Heads, profile: hw.Profile) -> dict[str, Heads]:
+    """The heads that copy, and as many others: drawn from all, and drawn layer by layer as these stand."""
+    others = [(head.layer, head.head) for head in profile.heads if (head.layer, head.head) not in heads]
+    drawn = random.Random(0)
+    sets = {"induction": heads}
+    for number in range(CONTROLS):
+        sets[f"anywhere {number}"] = sorted(drawn.sample(others, len(heads)))
+        alike = []
+        for layer in sorted({layer for layer, _ in heads}):
+            here = [head for head in others if head[0] == layer]
+            alike += drawn.sample(here, min(len(here), sum(each == layer for each, _ in heads)))
+        sets[f"same layers {number}"] = alike
+    return sets
+
+
+# -- MiniLM -----------------------------------------------------------------------------------------------------------
+
+
+def minilm() -> None:
+    """What each head of a sentence encoder does to the embeddings, and to what word order does to them."""
+    loaded = load("minilm")
+    model, folder = loaded.model, RESULTS / "minilm"
+    texts = hw.Texts(sentences(), loaded.tokenizer, batch=16)
+    common: dict[str, Any] = {"progress": True, "title": loaded.title}
+    hw.ablate(model, texts, hw.EmbeddingDistance(), out=folder, **common)
+    hw.profile(model, texts, out=folder, **common)
+    special = set(loaded.tokenizer.all_special_ids)
+    pairs = [{**batch, "shuffled": shuffled(batch["input_ids"], special)} for batch in texts]
+    hw.ablate(model, pairs, order_distance, out=folder / "order", **common)
+
+
+def order_distance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """1 - cosine of the embeddings of a sentence and of the same tokens in another order: `(batch,)`."""
+    one, other = (model(input_ids=batch[name]).last_hidden_state.mean(1) for name in ("input_ids", "shuffled"))
+    return 1.0 - F.cosine_similarity(one, other, dim=-1)
+
+
+MODELS = {"minilm": minilm, "smollm2": smollm2}
+
+
+def main() -> None:
+    """Both models, or those that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=MODELS, action="append")
+    parser.add_argument("--force", action="store_true", help="measure again what is there")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    for name in given.only or MODELS:
+        if given.force:
+            shutil.rmtree(RESULTS / name, ignore_errors=True)
+        MODELS[name]()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Importance scores of heads: by gradients, by learned gates, and their agreement with ablation."""

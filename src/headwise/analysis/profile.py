@@ -1,0 +1,167 @@
+"""`profile`: what every head of a model does over a data set, and how sure that is."""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.profile_result import RANDOM, Profile, ProfiledHead
+from headwise.analysis.roles import COPIES, role_of
+from headwise.data.batches import call, device_of, digest_of, evaluated, moved
+from headwise.data.random_repeats import repeats_of
+from headwise.data.texts import SpecialTokens, Texts
+from headwise.data.tokenization import text_model
+from headwise.errors import InputError
+from headwise.intercept.sites import Site, SiteRegistry
+from headwise.intercept.watch import watch
+from headwise.runs.checkpoint import Run
+from headwise.runs.data_pass import State, of_heads, pass_over, require_same_data
+from headwise.runs.distributed import broadcast_from_rank0, from_all, place
+from headwise.runs.fingerprint import settings_of
+from headwise.runs.table import NOTHING, Measured
+from headwise.shapes import Int
+
+_Run = Run[State, Profile]
+
+
+def profile(
+    model: nn.Module,
+    dataset: Texts | Iterable[Any],
+    *,
+    special: Collection[int] | None = None,
+    repeats: Int[Tensor, "samples length"] | bool | None = None,
+    out: str | Path | None = None,
+    force: bool = False,
+    progress: bool = False,
+    title: str | None = None,
+) -> Profile:
+    """Measure every head of a model over a data set: the mean of each statistic over sequences, its error, a role.
+
+    The model runs in evaluation mode and without gradients, and is left as it was. Where torch.distributed is
+    initialized, the processes share the batches among them, and each returns the profile of all.
+
+    Args:
+        model: any module that `watch` can see into. Of an encoder-decoder, texts are read by the encoder.
+        dataset: `Texts`, or batches as the model takes them: mappings of its arguments, or tensors, in the same order
+            each time.
+        special: ids of the tokens that count as special; those of the tokenizer, by default.
+        repeats: whether to measure *induction* and *duplicate* also on random tokens that repeat (Olsson et al. 2022),
+            or these tokens themselves; by default where the data is `Texts`.
+        out: a folder for the profile. A run that was stopped, at whatever moment, goes on there when it is called again
+            with the same arguments, and comes to the same numbers.
+        force: replace another run in that folder.
+        progress: show a bar on standard error.
+        title: the model's name, to show.
+
+    Raises:
+        InputError: data or a folder that cannot be used; no batch; a model that `watch` refuses, or of which nothing
+            was seen.
+        MissingExtra: what `out`, `progress` or the data needs is not installed.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError("model", expected="a torch module", got=type(model).__name__)
+    texts = None
+    if isinstance(dataset, Texts):
+        model = text_model(model)
+        dataset = texts = dataset.within(model)
+        _require_vocabulary(model, texts)
+        special = _special_of(texts.tokenizer) if special is None else special
+    special = sorted(set(special or ()))
+    if repeats is True or (repeats is None and texts is not None):
+        repeats = repeats_of(model, special, None if texts is None else texts.tokenizer)
+    rank, processes = place()
+    of_repeats = {"shape": list(repeats.shape), "digest": digest_of([repeats])} if isinstance(repeats, Tensor) else None
+    settings = settings_of(model, texts, title, special=special, repeats=of_repeats, processes=processes)
+    run = Run(State, Profile, out, settings, rank)
+    broadcast_from_rank0(lambda: run.claim(force=force))
+    finished = broadcast_from_rank0(run.finished)
+    with evaluated(model), torch.no_grad():
+        if finished is not None:
+            return require_same_data(finished, dataset, run)
+        state = _measured(model, dataset, special, run, progress)
+        sites = SiteRegistry(model)
+        for of_one in from_all(state.sites):
+            sites.merge(of_one)
+        return broadcast_from_rank0(lambda: _concluded(model, state, sites, special, repeats, run))
+
+
+def _concluded(
+    model: nn.Module, state: State, sites: SiteRegistry, special: Collection[int], repeats: Any, run: _Run
+) -> Profile:
+    """The profile, with what the heads do on random tokens, written where it was asked for."""
+    random: list[Site] = []
+    if isinstance(repeats, Tensor):
+        with watch(model, special=special) as heads:
+            model(repeats.to(device_of(model)))
+        random = heads.sites
+    profile = Profile(tuple(_heads(sites, random)), {**run.settings, "measured": state.data})
+    run.end(profile)
+    return profile
+
+
+def _heads(seen: SiteRegistry, random: list[Site]) -> Iterator[ProfiledHead]:
+    """Every head, all with the same statistics."""
+    on_random = {(site.path, site.cross): site for site in random}
+    names = dict.fromkeys(name for site in seen.sites for name in site.statistics)
+    copies = [role.statistic for role in COPIES] if random else []
+    measured = {}
+    for site in seen.sites:
+        there = on_random.get((site.path, site.cross))
+        measured[id(site)] = {name: _of_heads(site, name) for name in names} | {
+            name + RANDOM: _of_heads(there, name, site.heads) for name in copies
+        }
+    for site, where in seen.places():
+        statistics = {name: heads[where["head"]] for name, heads in measured[id(site)].items()}
+        yield ProfiledHead(**where, role=_role(statistics), statistics=statistics)
+
+
+def _of_heads(site: Site | None, name: str, heads: int = 0) -> list[Measured]:
+    """A statistic of each head of a site."""
+    if site is None or name not in site.statistics:
+        return [NOTHING] * (heads if site is None else site.heads)
+    return of_heads(site.statistics[name])
+
+
+def _role(statistics: Mapping[str, Measured]) -> str:
+    """The name of a head's role. What is measured over sequences rests on many rows, or on none."""
+    means = {name: measured.value for name, measured in statistics.items()}
+    counts = {name: math.inf if measured.n else 0 for name, measured in statistics.items()}
+    random = {role.statistic: means[role.statistic + RANDOM] for role in COPIES if role.statistic + RANDOM in means}
+    return role_of(means, counts, random).name
+
+
+def _measured(
+    model: nn.Module,
+    dataset: Texts | Iterable[Any],
+    special: Collection[int],
+    run: _Run,
+    shown: bool,
+) -> State:
+    """Run this process's batches, those that it has not run before."""
+    before, state, device = run.state(), State(), device_of(model)
+    with watch(model, special=special) as heads:
+        heads.merge(before.sites)
+        state.sites = heads.sites
+
+        def read(batch: dict[str, Any]) -> None:
+            call(model, moved(batch, device))
+            state.sites = heads.sites
+
+        pass_over(dataset, read, run, before, state, shown=shown)
+    return state
+
+
+def _special_of(tokenizer: Any) -> set[int]:
+    """What the tokenizer calls special, but for the unknown word, which is still a word, and is what it adds."""
+    frame = SpecialTokens.of(tokenizer)
+    return (set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}) | {*frame.before, *frame.after}
+
+
+def _require_vocabulary(model: Any, texts: Texts) -> None:
+    known = model.get_input_embeddings().num_embeddings
+    largest = max(int(sequence.max()) for sequence in texts.sequences)
+    if largest >= known:
+        raise InputError("tokenizer", expected=f"ids below {known}, the model's vocabulary", got=largest)

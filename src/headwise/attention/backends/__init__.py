@@ -1,0 +1,1 @@
+"""Implementations of one attention call: reference, torch's fused kernels, and blocks of rows."""

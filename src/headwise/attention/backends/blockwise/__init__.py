@@ -1,0 +1,1 @@
+"""Attention over blocks of rows, in plain torch, without the score matrix in memory."""

@@ -1,0 +1,283 @@
+"""torch's fused attention, and the operators under it where the log-sum-exp is wanted.
+
+The output comes from `scaled_dot_product_attention`, which picks its own kernel for the device. It keeps the
+fused kernel, and so memory linear in length, except with dropout on CPU and with a bias that learns: there
+torch itself computes the whole matrix. A mask other than plain causal is handed over as a tensor of
+queries x keys. Its second derivative is not implemented by torch; `backend="reference"` has one.
+
+One query row of grouped heads goes as the rows of one head, so that keys are read once for the group. On CPU one row
+of bfloat16 goes twice: the kernel there multiplies a matrix by one vector number by number, and by two as matrices.
+
+On CPU the log-sum-exp is taken from the flash operator, which returns it but cannot differentiate it;
+`_FlashWithLse` adds that gradient. Where weights are asked for, so is the matrix that kernels avoid, and the answer
+is the reference's.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.attention.backends import reference
+from headwise.attention.masks.factories import causal
+from headwise.attention.problem import Answer, Problem
+from headwise.shapes import Bool, Float
+
+name = "fused"
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def why_not(problem: Problem) -> str | None:
+    """The reason torch's kernels cannot do this problem, in one sentence, or None."""
+    if problem.softcap is not None:
+        return "torch's fused operators have no softcap"
+    if problem.talking is not None:
+        return "torch's fused operators keep heads apart, and talking_heads mixes them"
+    if _needs_lse(problem):
+        if problem.q.device.type != "cpu":
+            return f"torch's operators are read for the log-sum-exp on cpu only, and q is on {problem.q.device}"
+        if _learns_bias(problem):
+            return "torch's operator has no gradient of the log-sum-exp for a bias, and bias requires one"
+    return None
+
+
+def run(problem: Problem) -> Answer:
+    """The answer from torch's kernels; `why_not` has been asked before."""
+    if problem.return_weights:
+        return reference.run(problem)  # the matrix that the kernels avoid is asked for
+    q, k, v, scale = problem.q, problem.k, problem.v, problem.scale
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        return _nothing_to_attend(problem)
+    if isinstance(scale, Tensor):
+        # The kernels take one scale for all heads, so q carries theirs, in float32 so that no score is rounded.
+        wide = problem.score_dtype
+        q, k, v, scale = q.to(wide) * scale, k.to(wide), v.to(wide), 1.0
+    # The kernels take one width for keys and values, and read rows of unit stride. Zeros change no product.
+    width = max(q.shape[-1], v.shape[-1])
+    q, k, v = (_widen(tensor, width) for tensor in (q, k, v))
+    attn_mask, is_causal = _attn_mask(problem)
+    needs_lse = _needs_lse(problem)
+    if problem.sinks is not None and not needs_lse:
+        k, v, attn_mask, is_causal = _with_sink_key(problem, k, v, attn_mask)
+    q, attn_mask = _as_rows(q, k.shape[1], attn_mask)
+
+    lse = None
+    if needs_lse:
+        out, lse = _with_lse(problem, q, k, v, attn_mask, is_causal, scale)
+        lse = lse.reshape(problem.q.shape[:3])
+    if not needs_lse or problem.dropout > 0:
+        out = _without_lse(q, k, v, attn_mask, is_causal, scale, problem.dropout)
+    out = out.reshape(*problem.q.shape[:3], width)
+    if problem.sinks is not None and lse is not None:
+        out, lse = reference.with_sinks(out, lse, problem.sinks)
+    out = out[..., : problem.v.shape[-1]].to(problem.q.dtype)
+    return Answer(out, lse if problem.return_lse else None, None)
+
+
+def _without_lse(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, dropout: float
+) -> Float[Tensor, "batch heads queries width"]:
+    """Torch's attention."""
+    if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        return _without_lse(q.repeat(1, 1, 2, 1), k, v, attn_mask, False, scale, dropout)[:, :, :1]
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # while compiling, != may be a symbol
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=is_causal, scale=scale, **grouped
+    )
+    if torch.compiler.is_exporting() and attn_mask is not None:
+        # Other runtimes know no rows without a key.
+        hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
+        out = out.masked_fill(hidden.all(-1, keepdim=True), 0.0)
+    return out
+
+
+def _with_lse(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads queries"]]:
+    """The operator under torch's attention, which tells the log-sum-exp, in float32 at least.
+
+    In half precision its exponentials are off by up to 6e-5, which a log-sum-exp near 0 cannot hide; on CPU float32
+    takes no longer.
+    """
+    q, k, v = (tensor.to(problem.score_dtype) for tensor in (q, k, v))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=problem.score_dtype), -torch.inf)
+    out, lse = _FlashWithLse.apply(q, k, v, attn_mask, is_causal, scale)  # type: ignore[no-untyped-call]
+    if attn_mask is not None:
+        # The operator says 0 for a row without a key.
+        lse = lse.masked_fill((attn_mask == -torch.inf).all(-1), -torch.inf)
+    return out, lse
+
+
+def uses_is_causal(problem: Problem) -> bool:
+    """Whether the causal flag says the mask. The kernels align it top-left, which is the same only in a square."""
+    return problem.mask == causal() and problem.bias is None and problem.grid.queries == problem.grid.keys
+
+
+def keeps_matrix(problem: Problem) -> bool:
+    """Whether torch has no fused kernel for this on CPU, and makes the whole matrix itself."""
+    return problem.dropout > 0 or _learns_bias(problem)
+
+
+def _needs_lse(problem: Problem) -> bool:
+    """Whether the log-sum-exp is wanted, or is the way to the sinks: on CPU, in a program that stays in torch."""
+    here = problem.q.device.type == "cpu" and not torch.compiler.is_exporting()
+    return problem.return_lse or (problem.sinks is not None and here and not _learns_bias(problem))
+
+
+def _learns_bias(problem: Problem) -> bool:
+    """Whether a gradient of the bias may be asked for."""
+    return problem.bias is not None and problem.bias.requires_grad and torch.is_grad_enabled()
+
+
+def _with_sink_key(
+    problem: Problem, k: Tensor, v: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Keys, values and mask with one key more, of score 0 and value 0, to whose score the sink is added."""
+    assert problem.sinks is not None
+    dtype, grid = k.dtype if k.device.type != "cpu" else problem.score_dtype, problem.grid
+    if attn_mask is None:
+        mask = None if problem.mask is None else problem.mask.block(grid)  # what the causal flag said
+        attn_mask = k.new_ones(1, 1, 1, grid.keys, dtype=torch.bool) if mask is None else mask
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=dtype, device=k.device), -torch.inf)
+    sinks = problem.sinks.to(dtype)[None, :, :, None]
+    batch, _, queries, _ = attn_mask.shape
+    attn_mask = torch.cat(
+        [attn_mask.expand(-1, grid.heads, -1, grid.keys), sinks.expand(batch, -1, queries, -1)], dim=-1
+    )
+    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), attn_mask, False
+
+
+class _FlashWithLse(torch.autograd.Function):
+    """The CPU flash operator with a gradient for its log-sum-exp as well.
+
+    With dS the gradient of the scores, A the weights, dO and g those of the output and the log-sum-exp, and
+    delta_i = dO_i . O_i, the backward pass is
+
+        dS_ij = A_ij (dO_i . v_j - delta_i + g_i)
+
+    The operator computes delta itself from dO and O. One more column, which holds 1 in dO, -g in O and 0 in
+    q, k and v, turns its delta into delta - g and leaves every other product as it was.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        q: Float[Tensor, "batch heads queries width"],
+        k: Float[Tensor, "batch kv_heads keys width"],
+        v: Float[Tensor, "batch kv_heads keys width"],
+        added: Float[Tensor, "#batch #heads #queries #keys"] | None,
+        is_causal: bool,
+        scale: float,
+    ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads queries"]]:
+        out, lse = _flash(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, added, ctx.is_causal, ctx.scale = inputs
+        ctx.save_for_backward(q, k, v, added, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(
+        ctx: Any,
+        grad_out: Float[Tensor, "batch heads queries width"] | None,
+        grad_lse: Float[Tensor, "batch heads queries"] | None,
+    ) -> tuple[Tensor | None, ...]:
+        inputs = (grad_out, grad_lse, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
+        grads = _FlashWithLseBackward.apply(*inputs)  # type: ignore[no-untyped-call]
+        return *grads, None, None, None
+
+
+class _FlashWithLseBackward(torch.autograd.Function):
+    """The gradient, as a function of its own, so that a second derivative meets a refusal and never a zero."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        grad_out: Float[Tensor, "batch heads queries width"] | None,
+        grad_lse: Float[Tensor, "batch heads queries"] | None,
+        q: Float[Tensor, "batch heads queries width"],
+        k: Float[Tensor, "batch kv_heads keys width"],
+        v: Float[Tensor, "batch kv_heads keys width"],
+        added: Float[Tensor, "#batch #heads #queries #keys"] | None,
+        out: Float[Tensor, "batch heads queries width"],
+        lse: Float[Tensor, "batch heads queries"],
+        is_causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, ...]:
+        width = q.shape[-1]
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        if grad_lse is not None:
+            q, k, v, out, grad_out = (_widen(tensor, width + 1) for tensor in (q, k, v, out, grad_out))
+            grad_out[..., width], out[..., width] = 1.0, -grad_lse
+        grads = _flash_backward(grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=added, scale=scale)
+        return tuple(grad[..., :width] for grad in grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass  # nothing is needed to refuse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "the derivative for the gradient of fused attention is not implemented; backend='reference' has one"
+        )
+
+
+def _attn_mask(
+    problem: Problem,
+) -> tuple[Bool[Tensor, "#batch #heads queries keys"] | Float[Tensor, "#batch #heads #queries #keys"] | None, bool]:
+    """Mask and bias in SDPA's terms: a boolean mask, or a tensor to add to the scores, or the causal flag."""
+    mask, bias, grid = problem.mask, problem.bias, problem.grid
+    if uses_is_causal(problem):
+        return None, True
+    if bias is None:
+        return None if mask is None else mask.block(grid), False
+    if grid.device.type != "cpu":
+        bias = bias.to(problem.q.dtype)  # elsewhere the kernels want one dtype
+    return bias if mask is None else bias.masked_fill(~mask.block(grid), -torch.inf), False
+
+
+def _as_rows(
+    q: Float[Tensor, "batch heads queries width"], kv_heads: int, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Queries and mask, where there is one query row of grouped heads as rows: `(batch, kv_heads, group, width)`."""
+    batch, heads, queries, width = q.shape
+    if queries != 1 or heads == kv_heads:
+        return q, attn_mask
+    if attn_mask is not None and attn_mask.shape[1] != 1:
+        attn_mask = attn_mask.reshape(attn_mask.shape[0], kv_heads, heads // kv_heads, attn_mask.shape[3])
+    return q.reshape(batch, kv_heads, heads // kv_heads, width), attn_mask
+
+
+def _widen(tensor: Float[Tensor, "*axes have"], width: int) -> Float[Tensor, "*axes want"]:
+    """The tensor with zeros appended up to `width`, its last axis of unit stride; untouched where it is."""
+    if tensor.shape[-1] < width:
+        tensor = F.pad(tensor, (0, width - tensor.shape[-1]))  # which may keep a layout of channels last
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _nothing_to_attend(problem: Problem) -> Answer:
+    """The answer where a batch, a length or the heads are 0 (the operators stop the process there): zeros.
+
+    They still lead back to q, k and v.
+    """
+    q, k, v = problem.q, problem.k, problem.v
+    zeros = q[..., :0].sum(-1, keepdim=True) + k[..., :0].sum() + v[..., :0].sum()
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=problem.score_dtype, device=q.device)
+    if problem.sinks is not None:
+        lse = torch.logaddexp(lse, problem.sinks)
+    return Answer(
+        zeros.expand(-1, -1, -1, v.shape[-1]).clone(),
+        lse if problem.return_lse else None,
+        None,
+    )

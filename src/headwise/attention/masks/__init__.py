@@ -1,0 +1,1 @@
+"""Masks: which keys each query attends to."""

@@ -1,0 +1,1 @@
+"""Models, texts, tokens and batches."""

@@ -1,1 +1,0 @@
-"""Verbs on heads: what they do, what they are worth."""

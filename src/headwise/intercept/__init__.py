@@ -1,0 +1,1 @@
+"""Interception of the attention calls of other people's models."""

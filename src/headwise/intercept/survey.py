@@ -1,0 +1,39 @@
+"""Where a model attends, found by running it once."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from headwise.intercept.install import intercepted
+from headwise.intercept.interceptor import Call, Change, Observation
+from headwise.intercept.sites import SiteRegistry
+
+
+class _Survey(SiteRegistry):
+    """A visitor that looks at nothing and changes nothing."""
+
+    def starts(self) -> None:
+        """See `Interceptor`."""
+
+    def sees(self, call: Call) -> Observation | None:
+        """See `Interceptor`."""
+        self.site(call)
+        return None
+
+    def changes(self, call: Call) -> Change | None:
+        """See `Interceptor`."""
+        return None
+
+
+def survey(model: nn.Module, run: Callable[[], Any]) -> SiteRegistry:
+    """The places where the model attends while it is run.
+
+    Raises:
+        InputError: it attends nowhere that can be seen.
+    """
+    seen = _Survey(model)
+    with intercepted(model, seen):
+        run()
+    seen.require_some()
+    return seen

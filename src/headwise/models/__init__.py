@@ -1,1 +1,0 @@
-"""Other people's models, seen as sets of heads."""

@@ -1,0 +1,1 @@
+"""Long runs: checkpoints, progress, processes, tables of results."""

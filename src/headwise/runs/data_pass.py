@@ -1,0 +1,142 @@
+"""A pass over data in batches, which processes share, and which goes on where it was stopped."""
+
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headwise.data.batches import batches, digest_of, size
+from headwise.data.texts import Texts
+from headwise.errors import InputError
+from headwise.intercept.sites import RunningMoments, Site
+from headwise.runs.checkpoint import Run, TableT
+from headwise.runs.distributed import place
+from headwise.runs.progress import bar
+from headwise.runs.table import Measured
+
+
+@dataclass
+class Count:
+    """How far a process is.
+
+    Attributes:
+        batches: how many of the data's it is past, those of other processes included.
+        digest: of all of these, so that a run does not go on with other data.
+        sequences, tokens: in these batches.
+    """
+
+    batches: int = 0
+    digest: str = ""
+    sequences: int = 0
+    tokens: int = 0
+
+    def packed(self) -> dict[str, Any]:
+        """See `checkpoint.State`."""
+        return dict(vars(self))
+
+    @classmethod
+    def unpacked(cls, packed: dict[str, Any]) -> Any:
+        """See `checkpoint.State`."""
+        return cls(**packed)
+
+    def passes(self, batch: Mapping[str, Any]) -> None:
+        """Count a batch, whoever runs it."""
+        sequences, tokens = size(batch)
+        self.batches += 1
+        self.sequences += sequences
+        self.tokens += tokens
+        self.digest = digest_of([self.digest, *(part for name in sorted(batch) for part in (name, batch[name]))])
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What was read, as a table tells it."""
+        return {"sequences": self.sequences, "tokens": self.tokens, "digest": self.digest}
+
+
+@dataclass
+class State(Count):
+    """How far a process is, and the `sites` of which it measured something."""
+
+    sites: list[Site] = field(default_factory=list)
+
+    def packed(self) -> dict[str, Any]:
+        """See `checkpoint.State`."""
+        packed = super().packed()
+        packed["sites"] = [
+            vars(site) | {"statistics": {name: vars(spread) for name, spread in site.statistics.items()}}
+            for site in self.sites
+        ]
+        return packed
+
+    @classmethod
+    def unpacked(cls, packed: dict[str, Any]) -> Any:
+        """See `checkpoint.State`."""
+        sites = []
+        for site in packed["sites"]:
+            spreads = {name: RunningMoments(**spread) for name, spread in site["statistics"].items()}
+            sites.append(Site(**{each.name: site[each.name] for each in fields(Site)} | {"statistics": spreads}))
+        return cls(**packed | {"sites": sites})
+
+
+StateT = TypeVar("StateT", bound=State)
+
+
+def pass_over(
+    dataset: Texts | Iterable[Any],
+    read: Callable[[dict[str, Any]], None],
+    run: Run[StateT, TableT],
+    before: StateT,
+    state: StateT,
+    *,
+    shown: bool,
+) -> None:
+    """Read the batches that this process has still to read. Between two of them `state` is kept.
+
+    Args:
+        dataset: all batches.
+        read: what is done with a batch; what it comes to, it puts into the state.
+        run: what keeps the state.
+        before: where the process was stopped.
+        state: a new one, which counts the batches.
+        shown: whether to show a bar.
+
+    Raises:
+        InputError: other data than before; none.
+        MissingExtra: a bar, and rich is not installed.
+    """
+    rank, processes = place()
+    title, unit, total = "data", "batches", len(dataset) if isinstance(dataset, Sized) else None
+    if isinstance(dataset, Texts):
+        title, unit, total = Path(dataset.name).name, "tokens", dataset.tokens
+    with bar(title, total, unit, shown=shown and rank == 0) as advance:
+        for batch in batches(dataset):
+            state.passes(batch)
+            new = state.batches > before.batches
+            if state.batches == before.batches and state.digest != before.digest:
+                raise run.other_data()
+            if new and (state.batches - 1) % processes == rank:
+                read(batch)
+            advance(size(batch)[1] if unit == "tokens" else 1, not new)
+            if new:
+                run.keep(state)
+    if state.batches < before.batches:
+        raise run.other_data()
+    if not state.batches:
+        raise InputError("dataset", expected="at least one batch", got="none")
+    run.keep(state, now=True)
+
+
+def require_same_data(finished: TableT, dataset: Texts | Iterable[Any], run: Run[Any, TableT]) -> TableT:
+    """A table that is there already, if the data is still what it was."""
+    state = Count()
+    for batch in batches(dataset):
+        state.passes(batch)
+    if finished.about["measured"]["digest"] != state.digest:
+        raise run.other_data()
+    return finished
+
+
+def of_heads(spread: RunningMoments) -> list[Measured]:
+    """What was measured of each head."""
+    numbers = (spread.value.tolist(), spread.standard_error.tolist(), spread.number.long().tolist())
+    return [Measured(*each) for each in zip(*numbers, strict=True)]

@@ -1,0 +1,49 @@
+"""Chosen heads of a view as a figure: each word on the left, and lines to the words it attends to."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from headwise.analysis.view import View
+from headwise.errors import MissingExtra
+from headwise.show.html import COLOURS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FAINTEST = 0.03
+"""Weights below this are not drawn."""
+
+
+def plot_heads(view: View, heads: Sequence[tuple[int, int]]) -> "Figure":
+    """A figure with one panel for each `(layer, head)`; a line's width and opacity are its weight.
+
+    Raises:
+        InputError: a head that the view does not hold.
+        MissingExtra: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("matplotlib", extra="plot", purpose="drawing heads") from error
+    figure = Figure(figsize=(2.9 * len(heads), 0.27 * len(view.words) + 0.9), layout="constrained")
+    for axes, (layer, head) in zip(figure.subplots(1, len(heads), squeeze=False)[0], heads, strict=True):
+        _plot_head(axes, view, layer, head)
+    return figure
+
+
+def _plot_head(axes: "Axes", view: View, layer: int, head: int) -> None:
+    seen = view.head(layer, head)
+    colour = COLOURS[seen.role.name]
+    axes.set_title(f"{layer}.{head}  {view.role_title(seen.role)}", fontsize=10, color=colour, fontweight="bold")
+    axes.set_xlim(-0.75, 1.75)
+    axes.set_ylim(len(view.words) - 0.4, -0.6)
+    axes.axis("off")
+    for query, word in enumerate(view.words):
+        shade = "#667085" if word.special else "#1d2330"
+        axes.text(-0.06, query, word.text, ha="right", va="center", fontsize=9, color=shade)
+        axes.text(1.06, query, word.text, ha="left", va="center", fontsize=9, color=shade)
+        top = zip(seen.top_keys[query].tolist(), seen.top_weights[query].tolist(), strict=True)
+        for key, weight in top:
+            if weight >= FAINTEST:
+                axes.plot([0, 1], [query, key], color=colour, linewidth=0.4 + 2.2 * weight, alpha=min(1.0, weight))

@@ -1,0 +1,103 @@
+"""A view as one HTML file that needs no network: a picture of every head, and where each word looks."""
+
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.analysis.roles import ROLES
+from headwise.analysis.view import HeadView, View
+from headwise.errors import MissingExtra
+
+COLOURS = dict(
+    zip(
+        (role.name for role in ROLES),
+        ("#0b7285", "#1c5fd0", "#a61e8f", "#c2255c", "#2b8a3e", "#b35c00", "#5f5a86", "#6b7280", "#7d6b5a"),
+        strict=True,
+    )
+)
+"""A colour for each role, dark enough for text on white."""
+
+MAX_WORDS = 1024
+"""Words for which the page draws where they look; a longer text keeps its pictures and statistics."""
+
+LINKS = 6
+"""Links listed beside a head."""
+
+NUMBERS = (
+    "entropy",
+    "confidence",
+    "distance",
+    "self",
+    "previous",
+    "next",
+    "first",
+    "special",
+    "duplicate",
+    "induction",
+)
+
+
+def write_page(view: View, path: Path) -> None:
+    """Write the page of `view` to `path`.
+
+    Raises:
+        MissingExtra: jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError as error:
+        raise MissingExtra("jinja2", extra="plot", purpose="writing a page") from error
+    loader = PackageLoader("headwise", "show")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    page = environment.get_template("page.html.jinja").render(title=view.title, text=view.text, data=page_data(view))
+    path.write_text(page, encoding="utf-8")
+
+
+def page_data(view: View) -> dict[str, Any]:
+    """What the page draws, as plain data; matrices as base64 of whole numbers."""
+    shown = [role for role in ROLES if any(head.role is role for head in view.heads)]
+    return {
+        "words": [{"text": word.text, "special": word.special} for word in view.words[:MAX_WORDS]],
+        "wordCount": len(view.words),
+        "tokens": view.tokens,
+        "roles": [
+            {"name": role.name, "title": view.role_title(role), "rule": role.rule, "colour": COLOURS[role.name]}
+            for role in shown
+        ],
+        "heads": [_head_data(view, head) for head in view.heads],
+    }
+
+
+def _head_data(view: View, head: HeadView) -> dict[str, Any]:
+    keys, weights = head.top_keys[:MAX_WORDS], head.top_weights[:MAX_WORDS]
+    return {
+        "layer": head.layer,
+        "head": head.head,
+        "role": head.role.name,
+        # A statistic that no row counted for is NaN, which JSON has no word for.
+        "means": {name: round(mean, 4) for name in NUMBERS if (mean := head.means[name]) == mean},
+        "links": [
+            {
+                "query": view.words[link.query].text,
+                "key": view.words[link.key].text,
+                "weight": round(link.weight, 4),
+                "back": None if link.back is None else round(link.back, 4),
+            }
+            for link in view.strongest_links(head, LINKS)
+        ],
+        "side": head.picture.shape[0],
+        "top": head.top_keys.shape[1],
+        "picture": _encoded(head.picture * 255, torch.uint8),
+        "keys": _encoded(keys, torch.uint16),
+        "weights": _encoded(weights * 255, torch.uint8),
+    }
+
+
+def _encoded(values: Tensor, dtype: torch.dtype) -> str:
+    """Whole numbers in little-endian order, as base64."""
+    array = values.round().to(dtype).contiguous()
+    return b64encode(bytes(array.flatten().view(torch.uint8).tolist())).decode()

@@ -1,0 +1,1 @@
+"""Statistics of every head, computed block by block with the output."""

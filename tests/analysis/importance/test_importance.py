@@ -1,0 +1,582 @@
+"""Importance against differences of the loss between gates just above and below 1; gates that are learned."""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import headwise as hw
+import tiny
+from headwise.analysis.gate import gate
+from headwise.analysis.importance.agreement import agreement
+from headwise.analysis.importance.gradients import Integrated
+from headwise.analysis.importance.importance import METHODS, Importance, importance
+from headwise.analysis.losses import EmbeddingDistance, next_token_loss
+from headwise.runs import checkpoint
+from headwise.runs.table import Head, Measured
+
+pytestmark = pytest.mark.usefixtures("as_user")  # shapes are checked by the oracle
+
+IDS = torch.randint(5, 97, (5, 7), generator=torch.Generator().manual_seed(3))
+SIZES = {"vocab_size": 97, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3}
+
+
+T5 = {"vocab_size": 97, "d_model": 12, "d_kv": 5, "d_ff": 11, "num_layers": 2, "num_heads": 3}
+T5 |= {"feed_forward_proj": "gated-gelu"}  # a kink has no derivative
+
+
+class Plain(nn.Module):
+    """A model of nobody's family, whose attention is ours."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(97, 12)
+        self.first = hw.MultiHeadAttention(12, 3, mask=hw.causal())
+        self.second = hw.MultiHeadAttention(12, 6, num_kv_heads=2, head_dim=5)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        x = x + self.first(x)
+        return (x + self.second(x)).tanh()
+
+
+def made(config, auto=transformers.AutoModel):
+    return auto.from_config(config)
+
+
+MODELS = {
+    "bert": lambda: made(transformers.BertConfig(**SIZES, intermediate_size=11)),
+    "llama": lambda: made(
+        transformers.LlamaConfig(**SIZES | {"num_attention_heads": 6}, num_key_value_heads=2, head_dim=4)
+    ),
+    "gptj": lambda: made(transformers.GPTJConfig(vocab_size=97, n_embd=12, n_layer=2, n_head=3, rotary_dim=2)),
+    "albert": lambda: made(transformers.AlbertConfig(**SIZES, embedding_size=7, intermediate_size=11)),
+    "t5": lambda: made(transformers.T5Config(**T5)),
+    "ours": Plain,
+}
+
+
+@cache
+def model_of(name):
+    torch.manual_seed(1)
+    model = MODELS[name]()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.2 if name == "t5" else 0.4)  # which does not scale its scores
+    return model.double().eval()
+
+
+def wave(model, batch):
+    """A loss that is curved, of any of these models."""
+    given = model(**batch)
+    hidden = given if isinstance(given, torch.Tensor) else given.last_hidden_state
+    direction = torch.linspace(-0.5, 1, hidden.shape[-1], dtype=hidden.dtype)
+    return (hidden @ direction).sin().mean(1)
+
+
+def data(name="bert", sizes=(5,)):
+    more = {"decoder_input_ids": IDS.flip(1)[:, :3]} if name == "t5" else {}
+    columns = {"input_ids": IDS, **more}
+    parts = {key: each.split(list(sizes)) for key, each in columns.items()}
+    return [{key: parts[key][number] for key in columns} for number in range(len(sizes))]
+
+
+@torch.no_grad()
+def losses_at(model, batch, gates, loss=wave):
+    with gate(model, gates):
+        return loss(model, batch)
+
+
+STEP = 0.01
+"""Of the gate, to both sides and twice; wide, for models that compute in float32 whatever their dtype."""
+
+INSIDE = ("llama", "gptj", "t5")
+"""Such models: of others, only the step is not exact."""
+
+
+WAYS = torch.tensor([2.0, 1.0, -1.0, -2.0], dtype=torch.float64)
+
+
+def slopes_of(model, batch):
+    """dL/dg of every example, by module and head, from losses alone; what is wrong is of the fourth order in the step.
+
+    The batch comes again for every head and way, each time with another gate that is not 1.
+    """
+    with torch.no_grad(), hw.watch(model) as heads:
+        model(**batch)
+    keys = [(row["module"], row["head"]) for row in heads.rows()]
+    examples, times = len(batch["input_ids"]), len(keys) * len(WAYS)
+    gates = {path: torch.ones(times, 1 + max(head for at, head in keys if at == path)).double() for path, _ in keys}
+    for number, (path, head) in enumerate(keys):
+        gates[path][number * len(WAYS) : (number + 1) * len(WAYS), head] += WAYS * STEP
+    repeated = {name: each.repeat(times, 1) for name, each in batch.items()}
+    gates = {path: each.repeat_interleave(examples, 0) for path, each in gates.items()}
+    losses = losses_at(model, repeated, gates).view(len(keys), len(WAYS), examples)
+    far, near, nearer, farther = losses.unbind(1)
+    return dict(zip(keys, (farther - far + 8 * (near - nearer)) / (12 * STEP), strict=True))
+
+
+@cache
+def slopes(name):
+    return slopes_of(model_of(name), *data(name))
+
+
+def close(found, values, tolerance=1e-6):
+    """A mean over examples, with its error and number, is that of these values."""
+    expected = Measured.of(values.tolist())
+    assert found.n == expected.n
+    assert found[:2] == pytest.approx(expected[:2], rel=1e-5, abs=tolerance)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_gradient_of_each_example_is_that_of_differences(name):
+    model = model_of(name)
+    found = importance(model, data(name), wave)
+    expected = slopes(name)
+    assert {(head.module, head.head) for head in found.heads} == set(expected)
+    for head in found.heads:
+        of_examples = expected[head.module, head.head]
+        tolerance = 1e-4 if name in INSIDE else 1e-6
+        close(head.statistics["gradient"], of_examples.abs(), tolerance)
+        close(head.statistics["first_order"], -of_examples, tolerance)
+    assert min(each.abs().max() for each in expected.values()) > 5e-3  # else zeros would do
+    with torch.no_grad(), hw.watch(model) as heads:
+        model(**data(name)[0])
+    names = ("layer", "head", "kv_head", "module", "kind")
+    assert [head.place for head in found.heads] == [{name: row[name] for name in names} for row in heads.rows()]
+
+
+def test_the_square_is_that_of_each_example():
+    found = importance(model_of("llama"), data(), wave, "square")
+    assert found.statistics == ("square",)
+    for head in found.heads:
+        close(head.statistics["square"], slopes("llama")[head.module, head.head] ** 2, 1e-4)
+
+
+def test_what_is_normalised_is_divided_by_the_norm_of_its_layer():
+    plain = importance(model_of("llama"), data(), wave)
+    found = importance(model_of("llama"), data(), wave, normalise=True)
+    assert found.statistics == ("gradient_per_layer", "first_order_per_layer")
+    assert found.about["settings"]["normalise"] is True
+    for head in found.heads:
+        for name in plain.statistics:
+            layer = torch.tensor([each.statistics[name].value for each in plain.heads if each.layer == head.layer])
+            expected, got = plain.head(head.layer, head.head).statistics[name], head.statistics[name + "_per_layer"]
+            assert got.value == pytest.approx(expected.value / float(layer.norm()), rel=1e-5)
+            assert got.sem == pytest.approx(expected.sem / float(layer.norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "albert"])
+def test_integrated_gradients_add_up_to_the_cost_of_all_heads(name):
+    model, (batch,) = model_of(name), data(name)
+    found = importance(model, data(name), wave, "integrated", steps=48)
+    paths = {head.module for head in found.heads}
+    with torch.no_grad():
+        cost = losses_at(model, batch, dict.fromkeys(paths, 0.0)) - wave(model, batch)
+    total = sum(head.statistics["integrated"].value for head in found.heads)
+    assert total == pytest.approx(float(cost.mean()), rel=1e-4)
+    one_node = importance(model, data(name), wave, "integrated", steps=1)
+    assert sum(head.statistics["integrated"].value for head in one_node.heads) != pytest.approx(total, rel=1e-3)
+
+
+def test_the_nodes_integrate_polynomials():
+    nodes = Integrated(steps=4).nodes()
+    for power in range(8):
+        assert sum(weight * value**power for value, weight in nodes) == pytest.approx(1 / (power + 1), rel=1e-12)
+
+
+def test_ablation_is_the_loss_without_the_head():
+    model, (batch,) = model_of("llama"), data()
+    found = importance(model, [batch], wave, "ablation")
+    with torch.no_grad():
+        whole = wave(model, batch)
+    for head in found.heads:
+        without = losses_at(model, batch, {(head.module, head.head): 0.0})
+        close(head.statistics["ablation"], without - whole)
+
+
+# -- data in any form -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["gradient", "integrated"])
+def test_batches_of_unequal_size_are_as_one(method):
+    whole, parts = (importance(model_of("bert"), data(sizes=sizes), wave, method) for sizes in [(5,), (3, 1, 1)])
+    for one, other in zip(whole.heads, parts.heads, strict=True):
+        assert one.place == other.place
+        for name, measured in one.statistics.items():
+            assert tuple(other.statistics[name]) == pytest.approx(tuple(measured), rel=1e-9)
+
+
+def test_texts_and_a_loss_of_tokens():
+    model = made(transformers.LlamaConfig(**SIZES), transformers.AutoModelForCausalLM).eval()
+    found = importance(model, hw.Texts(tiny.texts(7, 5, 7), tiny.tokenizer("decoder"), batch=2), next_token_loss)
+    assert {head.statistics["gradient"].n for head in found.heads} == {3}
+    assert found.about["measured"]["tokens"] == 19
+    assert all(head.statistics["gradient"].value > 0 for head in found.heads)
+
+
+def test_an_example_without_a_loss_does_not_count():
+    def some(model, batch):
+        return wave(model, batch).masked_fill(torch.arange(5) == 3, math.nan)
+
+    found = importance(model_of("bert"), data(), some)
+    for head in found.heads:
+        of_examples = slopes("bert")[head.module, head.head]
+        close(head.statistics["first_order"], -of_examples[torch.arange(5) != 3])
+
+
+class Branches(nn.Module):
+    """Runs a second layer only where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Plain()
+
+    def forward(self, input_ids, both=True):
+        x = self.inner.embed(input_ids)
+        x = x + self.inner.first(x)
+        return (x + self.inner.second(x)).tanh() if both else x.tanh()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_head_that_does_not_run_costs_nothing_there(order):
+    model, batches = Branches().double(), data(sizes=(3, 2))
+    batches[1]["both"] = False
+    found = importance(model, [batches[place] for place in order], wave)
+    alone = importance(model, batches[:1], wave)
+    for head in found.heads:
+        assert head.statistics["gradient"].n == 5
+    second = [head for head in found.heads if head.module.endswith("second")]
+    for head in second:
+        before = alone.head(head.layer, head.head).statistics["gradient"]
+        assert head.statistics["gradient"].value == pytest.approx(before.value * 3 / 5, rel=1e-9)
+    assert len(second) == 6
+
+
+class Folded(nn.Module):
+    """Attends within each half of its input, which it puts in the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Plain()
+
+    def forward(self, input_ids):
+        return self.inner(input_ids.reshape(-1, 2)).reshape(len(input_ids), -1, 12)
+
+
+def folded_slopes(model, ids):
+    """Of a model that folds, gates are of all examples alike."""
+    with torch.no_grad(), hw.watch(model) as heads:
+        model(ids)
+    found = {}
+    for key in [(row["module"], row["head"]) for row in heads.rows()]:
+        near, nearer = (losses_at(model, {"input_ids": ids}, {key: 1 + way * 1e-4}) for way in (1, -1))
+        found[key] = (near - nearer) / 2e-4
+    return found
+
+
+def test_a_model_whose_calls_are_not_of_examples_takes_one_at_a_time():
+    model, ids = Folded().double().eval(), IDS[:, :6]
+    with pytest.raises(
+        hw.InputError, match="^dataset: expected batches of one example, as inner.first does not .* 15$"
+    ):
+        importance(model, [{"input_ids": ids}], wave)
+    found = importance(model, [{"input_ids": each} for each in ids.split(1)], wave)
+    expected = folded_slopes(model, ids)
+    for head in found.heads:
+        close(head.statistics["first_order"], -expected[head.module, head.head])
+
+
+def test_the_loss_first_sees_the_whole_model():
+    model = tiny.model("encoder").double()
+    found = importance(model, [{"input_ids": IDS}], EmbeddingDistance(), "integrated", steps=32)
+    distance = EmbeddingDistance()
+    distance.starts(model, {"input_ids": IDS})
+    cost = losses_at(model, {"input_ids": IDS}, {0: 0.0, 1: 0.0}, distance).mean()
+    assert sum(head.statistics["integrated"].value for head in found.heads) == pytest.approx(float(cost), rel=1e-3)
+
+
+def test_in_bfloat16_the_sum_over_what_a_head_gives_is_not():
+    torch.manual_seed(2)
+    model, batches = Plain().to(torch.bfloat16), [{"input_ids": IDS[:1]}]
+    found = importance(model, batches, wave)
+    exact = importance(model.to(torch.float64), batches, wave)
+    values, others = ([head.statistics["gradient"].value for head in each.heads] for each in (found, exact))
+    assert values == pytest.approx(others, rel=0.1, abs=2e-3)
+    assert any(float(torch.tensor(value).bfloat16()) != value for value in values)
+
+
+# -- gates that are learned -------------------------------------------------------------------------------------------
+
+KEPT = {(0, 1), (1, 0), (1, 4)}
+
+
+@cache
+def with_idle_heads():
+    """A model in which only some heads are read by the output projections, and a loss that needs these."""
+    model = tiny.model("decoder")
+    with torch.no_grad():
+        for layer, block in enumerate(model.layers):
+            for head in range(6):
+                if (layer, head) not in KEPT:
+                    block.self_attn.o_proj.weight[:, 10 * head : 10 * head + 10] = 0.0
+    return model, EmbeddingDistance()
+
+
+def learned(**options):
+    model, loss = with_idle_heads()
+    batches = [{"input_ids": each} for each in IDS.split([3, 2])]
+    return importance(model, batches, loss, "hard_concrete", **{"epochs": 30, "learning_rate": 0.2} | options)
+
+
+def test_gates_of_idle_heads_close_and_the_others_stay_open():
+    found = learned(sparsity=0.003)
+    assert found.statistics == ("open", "gate")
+    for head in found.heads:
+        opened, value = (head.statistics[name].value for name in found.statistics)
+        if (head.layer, head.head) in KEPT:
+            assert opened > 0.8, head.name
+            assert value > 0.8, head.name
+        else:
+            assert opened < 0.2, head.name
+            assert value == 0.0, head.name
+        assert math.isnan(head.statistics["open"].sem)
+        assert head.statistics["open"].n == 1
+    assert set(found.ranking()[:3]) == KEPT
+    assert found.about["measured"]["sequences"] == 5
+
+
+def test_where_an_open_head_costs_nothing_all_stay_open():
+    found = learned(sparsity=0.0)
+    assert all(head.statistics["open"].value > 0.9 for head in found.heads)
+
+
+def test_a_seed_decides_the_gates_and_several_give_an_error():
+    state = torch.get_rng_state()
+    first, again, other = (learned(epochs=3, seeds=seed) for seed in (0, 0, 1))
+    assert repr(first.rows) == repr(again.rows)
+    assert repr(first.rows) != repr(other.rows)
+    assert torch.equal(torch.get_rng_state(), state)
+    both = learned(epochs=3, seeds=[0, 1])
+    for one, two, head in zip(first.heads, other.heads, both.heads, strict=True):
+        values = [each.statistics["open"].value for each in (one, two)]
+        assert head.statistics["open"] == Measured.of(values)
+
+
+# -- what is left, and what is kept -----------------------------------------------------------------------------------
+
+
+def state_of(model):
+    return (
+        [(parameter.requires_grad, parameter.grad) for parameter in model.parameters()],
+        [module.training for module in model.modules()],
+        [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()],
+        {name: each.clone() for name, each in model.state_dict().items()},
+    )
+
+
+def unlike(model, before):
+    *states, weights = state_of(model)
+    return states != list(before[:-1]) or any(not torch.equal(each, before[-1][name]) for name, each in weights.items())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_the_model_is_left_changed(method, fails):
+    model = Plain().train()
+    model.first.eval()
+    model.embed.weight.requires_grad_(False)
+    before = state_of(model)
+    calls = []
+
+    def loss(given, batch):
+        assert not any(module.training for module in given.modules())
+        assert method == "ablation" or not any(parameter.requires_grad for parameter in given.parameters())
+        calls.append(given)
+        if fails and len(calls) > 1:
+            raise ZeroDivisionError
+        return wave(given, batch)
+
+    options = {"epochs": 2} if method == "hard_concrete" else {}
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            importance(model, data(sizes=(3, 2)), loss, method, **options)
+    else:
+        importance(model, data(sizes=(3, 2)), loss, method, **options)
+    assert not unlike(model, before)
+    assert torch.is_grad_enabled()
+    model.second.weight = None
+    assert unlike(Plain().train(), before)  # that the check can tell
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_taken_where_they_are_off(off):
+    with off():
+        found = importance(model_of("bert"), data(), wave)
+    assert found.heads[0].statistics["gradient"].value > 0
+
+
+def test_a_table_is_saved_and_not_measured_again(tmp_path):
+    found = importance(model_of("bert"), data(), wave, out=tmp_path)
+    assert {each.name for each in tmp_path.iterdir()} == {"importance.json", "importance.parquet"}
+    assert Importance.load(tmp_path) == found
+
+    def never(model, batch):
+        raise AssertionError
+
+    never.__qualname__ = wave.__qualname__
+    assert importance(model_of("bert"), data(), never, out=tmp_path) == found
+    with pytest.raises(hw.InputError, match=r"^out: .* another run \(data differs\)"):
+        importance(model_of("bert"), data()[:1] * 2, wave, out=tmp_path)
+    with pytest.raises(hw.InputError, match=r"^out: .* another run \(settings.method.name differs\)"):
+        importance(model_of("bert"), data(), wave, "square", out=tmp_path)
+    assert importance(model_of("bert"), data(), wave, "square", out=tmp_path, force=True).statistics == ("square",)
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SECONDS", 0.0)
+    batches = data(sizes=(2, 2, 1))
+    calls = []
+
+    def stops(model, batch):
+        calls.append(len(batch["input_ids"]))
+        if calls == [2, 2]:
+            raise KeyboardInterrupt
+        return wave(model, batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        importance(model_of("bert"), batches, stops, out=tmp_path)
+    found = importance(model_of("bert"), batches, stops, out=tmp_path)
+    assert calls == [2, 2, 2, 1]
+    assert repr(found.rows) == repr(importance(model_of("bert"), batches, wave).rows)
+
+
+# -- rankings and agreement -------------------------------------------------------------------------------------------
+
+
+def table(name, values, sem=0.1):
+    rows = [
+        Head(layer=layer, head=head, kv_head=head, module=f"layers.{layer}", kind="self", statistics={name: measured})
+        for (layer, head), measured in {place: Measured(value, sem, 5) for place, value in values.items()}.items()
+    ]
+    return Importance(tuple(rows), {"model": {"name": "m"}})
+
+
+def test_the_ranking_has_the_most_important_first():
+    found = table("square", {(0, 0): 0.2, (0, 1): math.nan, (1, 0): 0.7, (1, 1): -0.3})
+    assert found.ranking() == [(1, 0), (0, 0), (1, 1), (0, 1)]
+
+
+def test_agreement_is_that_of_ranks_and_of_values():
+    places = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    x, y = [1.0, 2.0, 2.0, 5.0], [0.5, 4.0, 1.0, 30.0]
+    found = agreement(
+        table("square", dict(zip(places, x, strict=True))), table("cost", dict(zip(places, y, strict=True)))
+    )
+    assert found.names == ("square", "cost")
+    assert found.heads == ("0.0", "0.1", "1.0", "1.1")
+    of_ranks = torch.corrcoef(torch.tensor([[0.0, 1.5, 1.5, 3.0], [0.0, 2.0, 1.0, 3.0]]))[0, 1]
+    assert found.spearman == pytest.approx(float(of_ranks), rel=1e-6)
+    assert found.pearson == pytest.approx(float(torch.corrcoef(torch.tensor([x, y]))[0, 1]), rel=1e-6)
+    axes = found.plot().axes[0]
+    assert axes.get_title() == f"4 heads: Spearman {found.spearman:.2f}, Pearson {found.pearson:.2f}"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("square", "cost")
+    points = axes.containers[0].lines[0]
+    assert (list(points.get_xdata()), list(points.get_ydata())) == (x, y)
+    assert {text.get_text() for text in axes.texts} == set(found.heads)
+
+
+def test_agreement_is_of_heads_that_both_tables_have():
+    few = agreement(table("a", {(0, 0): 1.0, (0, 1): 2.0, (0, 2): math.nan}), table("b", {(0, 1): 3.0, (0, 2): 1.0}))
+    assert few.heads == ("0.1",)
+    assert math.isnan(few.pearson)
+    with pytest.raises(hw.InputError, match="^predicted: expected heads that were measured too, got none"):
+        agreement(table("a", {(0, 0): 1.0}), table("b", {(0, 1): 3.0}))
+    with pytest.raises(hw.InputError, match="^statistic: expected one of a, got 'c'"):
+        agreement(table("a", {(0, 0): 1.0}), table("b", {(0, 0): 3.0}), ("c", "b"))
+    with pytest.raises(hw.InputError, match="^predicted: expected tables of heads, got an empty one"):
+        agreement(table("a", {}), table("b", {(0, 0): 3.0}))
+
+
+def test_the_first_order_prediction_is_what_is_held_against_ablation():
+    model = tiny.model("decoder").double()
+    batches = [{"input_ids": IDS}]
+    found = agreement(importance(model, batches, wave), importance(model, batches, wave, "ablation"))
+    assert found.names == ("first_order", "ablation")
+    assert found.heads == tuple(f"{layer}.{head}" for layer in range(2) for head in range(6))
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def one(model, batch):
+    return wave(model, batch).mean()
+
+
+def detached(model, batch):
+    return wave(model, batch).detach()
+
+
+def infinite(model, batch):
+    return (wave(model, batch) * 0.0).sqrt()
+
+
+def elsewhere(model, batch):
+    return torch.zeros(5, requires_grad=True)
+
+
+class Towers(nn.Module):
+    """Does not keep gradients where it attends."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = Plain(), nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids):
+        with torch.no_grad():
+            return self.inner(input_ids)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "arguments"),
+    [
+        ("^model: expected a torch module, got str", {"model": "bert"}),
+        ("^method: expected one of gradient, square, .*, got 'gradients'", {"method": "gradients"}),
+        ("^steps: expected no option with method='gradient', got 3", {"steps": 3}),
+        ("^sparsity: expected steps with method='integrated', got 1", {"method": "integrated", "sparsity": 1}),
+        ("^steps: expected a whole number of 1 or more, got 0", {"method": "integrated", "steps": 0}),
+        ("^sparsity: expected a number of 0 or more, got -1", {"method": "hard_concrete", "sparsity": -1}),
+        ("^epochs: expected a whole number of 1 or more", {"method": "hard_concrete", "epochs": 0}),
+        ("^learning_rate: expected a finite number above 0", {"method": "hard_concrete", "learning_rate": 0.0}),
+        ("^temperature: expected a finite number above 0", {"method": "hard_concrete", "temperature": 0}),
+        ("^seeds: expected at least one, got none", {"method": "hard_concrete", "seeds": []}),
+        ("^seeds: expected a whole number of 0 or more, got 'a'", {"method": "hard_concrete", "seeds": "a"}),
+        ("^normalise: expected True or False, got 1", {"normalise": 1}),
+        ("^normalise: expected False where numbers are prob", {"method": "hard_concrete", "normalise": True}),
+        ("^loss: expected a function of model and batch, got str", {"loss": "nll"}),
+        (r"^loss: expected one number an example, .* of shape \(5,\), got torch.float\d+ of shape \(\)", {"loss": one}),
+        ("^loss: expected one number an example, .*, got float", {"loss": lambda model, batch: 1.0}),
+        ("^loss: expected one that keeps gradients, got a tensor without; method=", {"loss": detached}),
+        ("^loss: expected one whose derivatives are finite, got .* in encoder.layer.0", {"loss": infinite}),
+        ("^loss: expected one that calls the model", {"loss": elsewhere}),
+        ("^loss: expected one with a slope at the whole model, got Embedding", {"loss": EmbeddingDistance()}),
+        ("^dataset: expected at least one batch, got none", {"dataset": []}),
+        ("^dataset: expected at least one batch, each", {"dataset": [], "method": "hard_concrete"}),
+        ("got an iterator, which is read once; a list", {"dataset": iter(data()), "method": "hard_concrete"}),
+        ("^dataset: expected batches: tensors, or mappings", {"dataset": [3]}),
+        ("^model: expected attention in a way that can be seen, got none in Embedding", {"model": nn.Embedding(97, 3)}),
+        ("^model: expected one that keeps gradients, got none kept in inner.first; method=", {"model": Towers()}),
+    ],
+)
+def test_what_cannot_be_used_is_refused(sentence, arguments):
+    def loss(model, batch):
+        return (
+            model(batch["input_ids"]).mean((1, 2)) if isinstance(model, nn.Embedding | Towers) else wave(model, batch)
+        )
+
+    given = {"model": model_of("bert"), "dataset": data(), "loss": loss} | arguments
+    with pytest.raises(hw.InputError, match=sentence):
+        importance(given.pop("model"), given.pop("dataset"), given.pop("loss"), **given)

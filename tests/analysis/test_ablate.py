@@ -1,0 +1,340 @@
+"""What heads cost, against gates set one by one; runs that are stopped, and go on."""
+
+import math
+import statistics as numbers
+import sys
+
+import pytest
+import torch
+
+import headwise as hw
+import tiny
+from headwise.cli import app as cli
+from headwise.runs import checkpoint
+
+pytestmark = pytest.mark.usefixtures("as_user")
+
+TEXTS = tiny.texts(11, 5, 23, 7, 11, 2, 11)
+"""Of 7 sequences; in batches of 2, there are 6 of them."""
+
+
+def texts(**options):
+    return hw.Texts(TEXTS, tiny.tokenizer("decoder"), **{"batch": 2} | options)
+
+
+def causal():
+    return tiny.model("decoder", top="ForCausalLM").double()
+
+
+@torch.no_grad()
+def by_hand(model, loss, values):
+    """The loss of each sequence of the data with gates: the whole model where there are none."""
+    found = []
+    for batch in texts():
+        if values:
+            with hw.gate(model, values):
+                found += loss(model, batch).tolist()
+        else:
+            found += loss(model, batch).tolist()
+    return found
+
+
+def same(measured, values):
+    there = [value for value in values if not math.isnan(value)]
+    assert measured.n == len(there)
+    assert measured.value == pytest.approx(numbers.fmean(there), abs=1e-12)
+    assert measured.sem == pytest.approx(numbers.stdev(there) / len(there) ** 0.5, abs=1e-12)
+
+
+def test_each_head_alone():
+    model = causal()
+    found = hw.ablate(model, texts(), hw.next_token_loss)
+    whole = by_hand(model, hw.next_token_loss, {})
+    same(found.baseline, whole)
+    assert [(row.layer, row.head, row.kv_head) for row in found.rows] == [
+        (n, h, h // 3) for n in (0, 1) for h in range(6)
+    ]
+    assert {row.module for row in found.rows} == {"model.layers.0.self_attn", "model.layers.1.self_attn"}
+    for row in found.rows:
+        without = by_hand(model, hw.next_token_loss, {(row.layer, row.head): 0.0})
+        same(row.statistics["loss"], without)
+        same(row.statistics["cost"], [a - b for a, b in zip(without, whole, strict=True)])
+    assert list(found.table()) == ["layer", "head", "kv_head", "module", "kind", "cost", "loss"]
+
+
+HOW = {
+    "a half": lambda: 0.5,
+    "one": lambda: 1.0,
+    "uniform": hw.uniform,
+    "mean": lambda: hw.mean(texts()),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_takes_the_place_of_a_head(how):
+    model = causal()
+    found = hw.ablate(model, texts(), hw.next_token_loss, how=HOW[how]())
+    whole = by_hand(model, hw.next_token_loss, {})
+    for layer, head in ((0, 1), (1, 4)):
+        without = by_hand(model, hw.next_token_loss, {(layer, head): HOW[how]()})
+        same(found.head(layer, head).statistics["cost"], [a - b for a, b in zip(without, whole, strict=True)])
+    if how == "one":
+        assert all(row.statistics["cost"].value == 0.0 for row in found.rows)
+
+
+def test_layers_groups_and_sets():
+    model, whole = causal(), by_hand(causal(), hw.next_token_loss, {})
+
+    def costs(values):
+        return [a - b for a, b in zip(by_hand(model, hw.next_token_loss, values), whole, strict=True)]
+
+    layers = hw.ablate(model, texts(), hw.next_token_loss, of="layers")
+    assert [row.name for row in layers.rows] == ["layer 0", "layer 1"]
+    same(layers.rows[1].statistics["cost"], costs({1: 0.0}))
+    groups = hw.ablate(model, texts(), hw.next_token_loss, of="groups")
+    assert [row.name for row in groups.rows] == ["group 0.0", "group 0.1", "group 1.0", "group 1.1"]
+    assert groups.rows[1].heads == ["0.3", "0.4", "0.5"]
+    same(groups.rows[2].statistics["cost"], costs({(1, 0): 0.0, (1, 1): 0.0, (1, 2): 0.0}))
+    sets = hw.ablate(model, texts(), hw.next_token_loss, of={"a": [(1, 5)], "b": [(1, 0), (0, 3)]})
+    same(sets.rows[1].statistics["cost"], costs({(0, 3): 0.0, (1, 0): 0.0}))
+
+
+def test_a_loss_that_wants_to_see_the_whole_model_first():
+    model = tiny.model("encoder").double()
+    data = hw.Texts(TEXTS, tiny.tokenizer("encoder"), batch=2)
+    found = hw.ablate(model, data, hw.EmbeddingDistance())
+    assert abs(found.baseline.value) < 1e-12
+    loss, wanted = hw.EmbeddingDistance(), []
+    with torch.no_grad():
+        for batch in data:
+            loss.starts(model, batch)
+            with hw.gate(model, {(1, 3): 0.0}):
+                wanted += loss(model, batch).tolist()
+    same(found.head(1, 3).statistics["cost"], wanted)
+
+
+def test_self_and_cross_attention_of_one_layer_are_two():
+    import transformers
+
+    sizes = {"d_model": 24, "d_kv": 4, "num_heads": 6, "num_layers": 2, "d_ff": 37, "vocab_size": 97}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).double().eval()
+    batch = {"input_ids": torch.randint(5, 97, (3, 11)), "decoder_input_ids": torch.randint(5, 97, (3, 7))}
+
+    def loss(model, batch):
+        return model(**batch).logits.square().mean((1, 2))
+
+    found = hw.ablate(model, [batch], loss)
+    assert [row.kind for row in found.rows][::6] == ["self", "self", "self", "cross", "self", "cross"]
+    with torch.no_grad():
+        whole = loss(model, batch)
+        for row in found.rows[::5]:
+            with hw.gate(model, {(row.module, row.head): 0.0}):
+                same(row.statistics["cost"], (loss(model, batch) - whole).tolist())
+
+
+def test_what_is_below_a_head_is_not_computed_again():
+    model, ran = causal(), []
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
+    hw.ablate(model, texts(limit=1), hw.next_token_loss)
+    # Found out and whole: both layers. Each head of the first: both. Each head of the second: that alone.
+    assert (ran.count(0), ran.count(1)) == (2 + 6, 2 + 12)
+
+
+# -- runs that are stopped --------------------------------------------------------------------------------------------
+
+
+class Stopped(Exception):
+    pass
+
+
+def stops_after(runs):
+    calls = []
+
+    def next_token_loss(model, batch):
+        calls.append(None)
+        if len(calls) > runs:
+            raise Stopped
+        return hw.next_token_loss(model, batch)
+
+    return next_token_loss, calls
+
+
+@pytest.mark.parametrize("runs", [0, 1, 2, 7, 13, 14, 15, 20, 78])
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SECONDS", 0.0)
+    model, out = causal(), tmp_path / "out"
+    hw.ablate(model, texts(), stops_after(1000)[0], out=tmp_path / "whole")
+    with pytest.raises(Stopped):
+        hw.ablate(model, texts(), stops_after(runs)[0], out=out)
+    loss, calls = stops_after(1000)
+    hw.ablate(model, texts(), loss, out=out)
+    kept = 6 * 13 - max(runs - 2, 0)  # a run that finds where it attends comes first, and the whole model of the batch
+    assert kept <= len(calls) <= kept + 3
+    for name in ("ablation.parquet", "ablation.json"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert {path.name for path in out.iterdir()} == {"ablation.parquet", "ablation.json"}
+    loss, calls = stops_after(1000)
+    again = hw.ablate(model, texts(), loss, out=out)
+    assert not calls
+    assert again == hw.Ablation.load(out)
+
+
+def test_a_run_goes_on_with_the_same_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SECONDS", 0.0)
+    model = causal()
+    with pytest.raises(Stopped):
+        hw.ablate(model, texts(), stops_after(20)[0], out=tmp_path)
+    changed = {
+        "settings.loss differs": {"loss": hw.MaskedTokenLoss(1)},
+        "settings.how differs": {"how": hw.uniform()},
+        "settings.of differs": {"of": "layers"},
+        "data.limit differs": {"dataset": texts(limit=3)},
+        "weights differs": {"model": tiny.model("decoder", seed=1, top="ForCausalLM").double()},
+    }
+    for differs, options in changed.items():
+        given = {"model": model, "dataset": texts(), "loss": stops_after(99)[0], **options}
+        with pytest.raises(hw.InputError, match=f"out: expected a folder of its own.*{differs}.*force=True"):
+            hw.ablate(**given, out=tmp_path)
+    other = hw.Texts([*TEXTS[::-1]], tiny.tokenizer("decoder"), batch=2)
+    with pytest.raises(hw.InputError, match="data differs"):
+        hw.ablate(model, other, stops_after(99)[0], out=tmp_path)
+    hw.ablate(model, other, stops_after(99)[0], out=tmp_path, force=True)
+    with pytest.raises(hw.InputError, match="data differs"):
+        hw.ablate(model, texts(), stops_after(99)[0], out=tmp_path)
+
+
+def test_it_joins_with_a_profile(tmp_path):
+    import pandas
+
+    model = causal()
+    hw.ablate(model, texts(), hw.next_token_loss, out=tmp_path)
+    hw.profile(model, texts(), out=tmp_path)
+    found = [pandas.read_parquet(tmp_path / f"{name}.parquet") for name in ("profile", "ablation")]
+    joined = found[0].merge(found[1], on=["layer", "head"], validate="one_to_one")
+    assert len(joined) == 12
+    assert (joined.module_x == joined.module_y).all()
+
+
+# -- what is left, and what is refused --------------------------------------------------------------------------------
+
+
+def state_of(model):
+    tensors = [each.clone() for each in model.state_dict().values()]
+    return tensors, [(m.training, dict(vars(m)).keys(), len(m._forward_hooks)) for m in model.modules()]
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["ends", "raises"])
+def test_the_model_is_left_as_it_was(raises):
+    model = causal().train()
+    model.model.layers[0].eval()
+    tensors, modules = state_of(model)
+    if raises:
+        with pytest.raises(Stopped):
+            hw.ablate(model, texts(), stops_after(9)[0])
+    else:
+        hw.ablate(model, texts(), hw.next_token_loss)
+    after, others = state_of(model)
+    assert others == modules
+    assert all(map(torch.equal, tensors, after))
+
+
+def test_what_cannot_be_ablated():
+    model, loss = causal(), hw.next_token_loss
+    refused = {
+        "model: expected a torch module, got str": lambda: hw.ablate("m", texts(), loss),
+        "dataset: expected at least one batch, got none": lambda: hw.ablate(model, [], loss),
+        "dataset: expected batches: tensors": lambda: hw.ablate(model, ["a text"], loss),
+        "of: expected one of heads, layers, groups, or sets of heads by name, got 'all'": lambda: hw.ablate(
+            model, texts(), loss, of="all"
+        ),
+        r"of: expected heads \(layer, head\) of this model in 'a', got \(0, 6\)": lambda: hw.ablate(
+            model, texts(), loss, of={"a": [(0, 6)]}
+        ),
+        "of: expected heads in 'a', got none": lambda: hw.ablate(model, texts(), loss, of={"a": []}),
+        r"loss: expected one number an example, .* of shape \(1,\), got torch.float64 of shape": lambda: hw.ablate(
+            model, texts(), lambda model, batch: loss(model, batch).mean()
+        ),
+        r"loss: expected one number an example, a float tensor of shape \(1,\), got NoneType": lambda: hw.ablate(
+            model, texts(), lambda model, batch: model(**batch) and None
+        ),
+        "model: expected attention in a way that can be seen, got none in Linear": lambda: hw.ablate(
+            torch.nn.Linear(3, 1), [torch.randn(2, 3)], lambda model, batch: model(batch[""])[:, 0]
+        ),
+    }
+    for sentence, call in refused.items():
+        with pytest.raises(hw.InputError, match=sentence):
+            call()
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def headwise(monkeypatch, capsys, tmp_path):
+    """The command line in this process, on a tiny causal model and a file: status, output and errors."""
+    causal().float().save_pretrained(tmp_path / "model")
+    tiny.tokenizer("decoder").save_pretrained(tmp_path / "model")
+    (tmp_path / "data.txt").write_text("\n".join(TEXTS))
+
+    def run(*arguments):
+        common = ("--data", tmp_path / "data.txt", "--model", tmp_path / "model", "--out", tmp_path / "out")
+        monkeypatch.setattr(sys, "argv", ["headwise", *map(str, (*arguments, *common))])
+        status = cli.run()
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+def test_the_command(headwise, tmp_path):
+    status, printed, _ = headwise("ablate", "--top", "5")
+    assert status == 0
+    found = hw.Ablation.load(tmp_path / "out")
+    assert len(found.rows) == 12
+    lines = printed.splitlines()
+    assert lines[1].startswith(f"loss: next_token_loss, {found.baseline.value:.4f}")
+    first = max(found.rows, key=lambda row: row.statistics["cost"].value)
+    assert f"{first.name}  {first.statistics['cost'].value:.4f}" in lines[4]
+    assert "and 7 more" in printed
+    assert "of 12, removed one at a time," in printed
+    assert headwise("profile", "--no-repeats")[0] == 0
+    status, printed, _ = headwise("ablate", "--of", "roles", "--roles", tmp_path / "out", "--how", "uniform", "--force")
+    assert status == 0
+    assert {row.name for row in hw.SetAblation.load(tmp_path / "out").rows} == set(
+        hw.load_profile(tmp_path / "out").roles()
+    )
+
+
+def test_the_command_for_importance(headwise, tmp_path):
+    status, printed, _ = headwise("importance", "--top", "5", "--normalise")
+    assert status == 0
+    found = hw.Importance.load(tmp_path / "out")
+    assert found.statistics == ("gradient_per_layer", "first_order_per_layer")
+    lines = printed.splitlines()
+    assert lines[1] == "importance by gradient of next_token_loss, normalised in each layer"
+    layer, head = found.ranking()[0]
+    assert lines[4].split()[:2] == [
+        f"{layer}.{head}",
+        f"{found.head(layer, head).statistics['gradient_per_layer'].value:.4f}",
+    ]
+    status, _, said = headwise("importance", "--method", "gradient", "--steps", "4", "--force")
+    assert (status, "steps" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--loss", "accuracy"), "loss: expected one of next-token, masked-token, embedding, got 'accuracy'"),
+        (("--loss", "masked-token"), "model: expected"),
+        (("--how", "random"), "how: expected one of zero, uniform, mean, got 'random'"),
+        (("--of", "neurons"), "of: expected one of heads, layers, groups"),
+        (("--of", "roles"), "roles: expected a profile's folder with --of roles, and only then, got None"),
+        (("--device", "tpu9"), "device: expected a device that torch can use, got 'tpu9'"),
+    ],
+)
+def test_a_wrong_command_is_answered_in_a_sentence(arguments, sentence, headwise):
+    status, printed, said = headwise("ablate", *arguments)
+    assert status == 2
+    assert not printed
+    assert said.splitlines()[-1].startswith(f"headwise: {sentence}")

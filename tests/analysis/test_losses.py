@@ -1,0 +1,137 @@
+"""Losses of one number an example, against cross entropy of the logits and cosines written out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import headwise as hw
+import tiny
+from headwise.analysis import losses
+
+IDS = torch.randint(5, 97, (3, 17), generator=torch.Generator().manual_seed(1))
+REAL = torch.ones_like(IDS)
+REAL[1, :4], REAL[2, 11:] = 0, 0
+BATCH = {"input_ids": IDS, "attention_mask": REAL}
+
+
+@torch.no_grad()
+def next_token(model, ids, real):
+    """Word by word."""
+    log_p = model(input_ids=ids, attention_mask=real).logits.log_softmax(-1)
+    found = []
+    for row in range(len(ids)):
+        pairs = [t for t in range(ids.shape[1] - 1) if real[row, t] and real[row, t + 1]]
+        found.append(-sum(float(log_p[row, t, ids[row, t + 1]]) for t in pairs) / len(pairs))
+    return torch.tensor(found, dtype=log_p.dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_next_token_loss_without_all_logits(bias, monkeypatch):
+    monkeypatch.setattr(losses, "ROWS", 7)
+    monkeypatch.setattr(losses, "WORDS", 11)
+    model = tiny.model("decoder", top="ForCausalLM").double()
+    if bias:
+        model.lm_head = nn.Linear(48, 97).double()
+    made = []
+    model.lm_head.register_forward_hook(lambda *_: made.append(None))
+    hooked = hw.next_token_loss(model, BATCH)  # somebody reads the logits, so they are made
+    assert len(made) == 1
+    model.lm_head._forward_hooks.clear()
+    assert "forward" not in vars(model.lm_head)
+    found = hw.next_token_loss(model, BATCH)
+    assert "forward" not in vars(model.lm_head)
+    torch.testing.assert_close(found, next_token(model, IDS, REAL), atol=1e-12, rtol=0)
+    torch.testing.assert_close(found, hooked, atol=1e-12, rtol=0)
+
+
+def test_its_gradient_is_that_of_the_logits():
+    model = tiny.model("decoder", top="ForCausalLM").double()
+    embeddings = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    gradients = []
+    for hooked in (False, True):
+        handle = model.lm_head.register_forward_hook(lambda *_: None) if hooked else None
+        model.get_input_embeddings().register_forward_hook(lambda *_: embeddings)
+        gradients.append(torch.autograd.grad(hw.next_token_loss(model, BATCH).sum(), embeddings)[0])
+        if handle is not None:
+            handle.remove()
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
+
+
+def test_what_is_done_to_the_logits_counts():
+    sizes = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "head_dim": 8}
+    config = transformers.Gemma2Config(**sizes, num_key_value_heads=2, intermediate_size=37)
+    config.final_logit_softcapping = 0.3
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    for _ in range(2):  # the second time it is known
+        found = hw.next_token_loss(model, BATCH)
+        torch.testing.assert_close(found, next_token(model, IDS, REAL), atol=1e-12, rtol=0)
+        assert "forward" not in vars(model.lm_head)
+
+
+def test_a_model_of_ones_own_gives_logits():
+    model = nn.Sequential(nn.Embedding(97, 13), nn.Linear(13, 97)).double()
+    found = hw.next_token_loss(model, {"": IDS})
+    wanted = F.cross_entropy(model(IDS)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten(), reduction="none")
+    torch.testing.assert_close(found, wanted.view(3, -1).mean(1), atol=1e-12, rtol=0)
+
+
+@torch.no_grad()
+def test_masked_token_loss():
+    model = tiny.model("encoder", top="ForMaskedLM").double()
+    seen = []
+    handle = model.register_forward_pre_hook(lambda _, args, given: seen.append(given["input_ids"]), with_kwargs=True)
+    loss = hw.MaskedTokenLoss(1, special=[5, 6, 7], share=0.2)
+    found = loss(model, BATCH)
+    handle.remove()
+    masked = seen[-1] == 1
+    assert masked.sum(1).tolist() == [
+        -(-int(n) * 2 // 10) for n in ((REAL == 1) & ~torch.isin(IDS, torch.tensor([5, 6, 7]))).sum(1)
+    ]
+    assert not masked[REAL == 0].any()
+    assert not torch.isin(IDS[masked], torch.tensor([5, 6, 7])).any()
+    log_p = model(input_ids=IDS.masked_fill(masked, 1), attention_mask=REAL).logits.log_softmax(-1)
+    wanted = [-log_p[row, masked[row], IDS[row, masked[row]]].mean() for row in range(3)]
+    torch.testing.assert_close(found, torch.stack(wanted), atol=1e-12, rtol=0)
+    assert torch.equal(loss(model, BATCH), found)  # the same tokens again
+    other = hw.MaskedTokenLoss(1, special=[5, 6, 7], share=0.2, seed=1)(model, BATCH)
+    assert not torch.equal(other, found)
+    assert hw.MaskedTokenLoss(1, special=range(97))(model, BATCH).isnan().all()
+
+
+@torch.no_grad()
+def test_embedding_distance():
+    model, loss = tiny.model("encoder").double(), hw.EmbeddingDistance()
+    with pytest.raises(hw.InputError, match=r"loss: expected starts\(model, batch\) before the first loss, got none"):
+        loss(model, BATCH)
+    loss.starts(model, BATCH)
+    assert loss(model, BATCH).abs().max() < 1e-12
+
+    def embedding():
+        hidden = model(**BATCH).last_hidden_state
+        return torch.stack([hidden[row, REAL[row] == 1].mean(0) for row in range(3)])
+
+    whole = embedding()
+    with hw.gate(model, {(1, 2): 0.0}):
+        found, without = loss(model, BATCH), embedding()
+    wanted = 1 - (whole * without).sum(-1) / whole.norm(dim=-1) / without.norm(dim=-1)
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+    assert found.min() > 1e-4
+
+
+def test_what_cannot_be_a_loss(as_user):
+    with pytest.raises(hw.InputError, match="model: expected one that gives logits, got BaseModelOutput"):
+        hw.next_token_loss(tiny.model("decoder"), BATCH)
+    with pytest.raises(hw.InputError, match=r"loss: expected batches with input_ids \(batch, length\), got pixels"):
+        hw.next_token_loss(tiny.model("decoder", top="ForCausalLM"), {"pixels": IDS})
+    with pytest.raises(
+        hw.InputError, match="loss: expected one of next-token, masked-token, embedding, got 'perplexity'"
+    ):
+        losses.loss_named("perplexity", None)
+    with pytest.raises(hw.InputError, match="loss: expected a tokenizer with a mask token, got one without"):
+        losses.loss_named("masked-token", tiny.tokenizer("decoder"))
+    with pytest.raises(hw.InputError, match="share: expected a probability"):
+        hw.MaskedTokenLoss(1, share=1.5)

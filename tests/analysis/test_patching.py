@@ -1,0 +1,247 @@
+"""Heads of one run put into another, against plain gates and against what follows from the definition."""
+
+import math
+
+import pytest
+import torch
+import transformers
+
+import headwise as hw
+import tiny
+from headwise.analysis.patching import Patching, activation_patching, patch_together
+
+pytestmark = pytest.mark.usefixtures("as_user")
+
+HEADS = [(layer, head) for layer in range(2) for head in range(6)]
+CLEAN, CORRUPTED = torch.randint(5, 97, (2, 3, 11), generator=torch.Generator().manual_seed(3))
+ANSWER, WRONG = torch.tensor([[7, 11, 13], [17, 19, 23]])
+ASKED = {"answer": ANSWER, "wrong": WRONG}
+
+
+def causal(kind="llama", seed=0):
+    """A decoder that gives logits, 2 layers of 6 heads."""
+    sizes = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 6, "hidden_size": 48}
+    torch.manual_seed(seed)
+    if kind == "llama":
+        config = transformers.LlamaConfig(**sizes, intermediate_size=37, num_key_value_heads=2, head_dim=10)
+    else:
+        config = transformers.GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=6)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.double().eval()
+
+
+@torch.no_grad()
+def difference(model, inputs, places=(-1, -1, -1)):
+    logits = model(**inputs).logits
+    return torch.stack([logits[i, p, ANSWER[i]] - logits[i, p, WRONG[i]] for i, p in enumerate(places)])
+
+
+def by_gates(model, clean, corrupted, heads, direction, places=(-1, -1, -1)):
+    """Both statistics of every pair, by whole runs under plain gates."""
+    giver, taker = (clean, corrupted) if direction == "denoise" else (corrupted, clean)
+    with torch.no_grad(), hw.record(model) as run:
+        model(**giver)
+    with hw.gate(model, {head: hw.patch(run) for head in heads}):
+        patched = difference(model, taker, places)
+    low, high = difference(model, corrupted, places), difference(model, clean, places)
+    return {"recovered": (patched - low) / (high - low), "difference": patched}
+
+
+def require(measured, expected):
+    for name, values in expected.items():
+        assert measured[name].value == pytest.approx(values.mean().item(), rel=1e-9), name
+        assert measured[name].sem == pytest.approx(values.std().item() / math.sqrt(len(values)), rel=1e-9), name
+        assert measured[name].n == len(values)
+
+
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_head_is_put_as_by_a_plain_gate(kind, direction):
+    model, clean, corrupted = causal(kind), {"input_ids": CLEAN}, {"input_ids": CORRUPTED}
+    found = activation_patching(model, clean, corrupted, **ASKED, direction=direction)
+    assert isinstance(found, Patching)
+    assert found.statistics == ("recovered", "difference")
+    assert [(head.layer, head.head) for head in found.heads] == HEADS
+    for layer, head in ((0, 4), (1, 1)):
+        expected = by_gates(model, clean, corrupted, [(layer, head)], direction)
+        require(found.head(layer, head).statistics, expected)
+    assert found.about["settings"]["direction"] == direction
+    assert found.about["measured"]["clean"] == pytest.approx(difference(model, clean).mean().item())
+    assert found.about["measured"]["corrupted"] == pytest.approx(difference(model, corrupted).mean().item())
+
+
+@pytest.mark.parametrize("direction", ["denoise", "noise"])
+def test_heads_put_together(direction):
+    model, clean, corrupted = causal(), {"input_ids": CLEAN}, {"input_ids": CORRUPTED}
+    some = [(0, 1), (1, 4), (0, 5)]
+    found = patch_together(model, clean, corrupted, some, **ASKED, direction=direction)
+    require(found, by_gates(model, clean, corrupted, some, direction))
+    alone = patch_together(model, clean, corrupted, [(1, 4)], **ASKED, direction=direction)
+    assert alone == activation_patching(model, clean, corrupted, **ASKED, direction=direction).head(1, 4).statistics
+    none = patch_together(model, clean, corrupted, [], **ASKED, direction=direction)
+    assert none["recovered"].value == (0.0 if direction == "denoise" else 1.0)
+
+
+def test_nothing_is_recovered_of_the_same_run_but_all_of_the_other():
+    """The last token alone differs, and only what its heads give is put: one layer is all there is."""
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=48, num_hidden_layers=1, num_attention_heads=6, intermediate_size=37
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    other = CLEAN.clone()
+    other[:, 4] = CORRUPTED[:, 4]  # so that the last token's own embedding is the same in both
+    for direction, value in (("denoise", 1.0), ("noise", 0.0)):
+        every = [(0, head) for head in range(6)]
+        found = patch_together(model, CLEAN, other, every, **ASKED, direction=direction)
+        assert found["recovered"].value == pytest.approx(value, abs=1e-9)
+        assert found["recovered"].n == 3
+
+
+PADDED = {
+    "left": ((torch.arange(11) >= torch.tensor([[0], [4], [6]])).long(), (10, 10, 10)),
+    "right": ((torch.arange(11) < torch.tensor([[11], [7], [5]])).long(), (10, 6, 4)),
+}
+
+
+@pytest.mark.parametrize("side", PADDED)
+def test_the_answer_follows_the_last_token_that_is_no_padding(side):
+    mask, places = PADDED[side]
+    model = causal("gpt2")
+    clean, corrupted = ({"input_ids": ids, "attention_mask": mask} for ids in (CLEAN, CORRUPTED))
+    found = activation_patching(model, clean, corrupted, **ASKED, heads=[(1, 2)])
+    require(found.head(1, 2).statistics, by_gates(model, clean, corrupted, [(1, 2)], "denoise", places))
+    second = [int(row.nonzero()[1]) for row in mask]
+    found = activation_patching(model, clean, corrupted, **ASKED, heads=[(1, 2)], at=1)
+    require(found.head(1, 2).statistics, by_gates(model, clean, corrupted, [(1, 2)], "denoise", second))
+    of_each = [int(row.nonzero()[at]) for row, at in zip(mask, (3, -2, 0), strict=True)]
+    found = activation_patching(model, clean, corrupted, **ASKED, heads=[(1, 2)], at=torch.tensor([3, -2, 0]))
+    require(found.head(1, 2).statistics, by_gates(model, clean, corrupted, [(1, 2)], "denoise", of_each))
+
+
+def test_a_pair_of_equal_differences_has_no_share():
+    corrupted = CORRUPTED.clone()
+    corrupted[1] = CLEAN[1]
+    found = activation_patching(causal(), CLEAN, corrupted, **ASKED, heads=[(0, 3), ("model.layers.1.self_attn", 0)])
+    assert [head.name for head in found.heads] == ["0.3", "1.0"]
+    for head in found.heads:
+        assert (head.statistics["recovered"].n, head.statistics["difference"].n) == (2, 3)
+
+
+def test_one_token_may_stand_for_all():
+    model = causal()
+    found = activation_patching(model, CLEAN, CORRUPTED, answer=7, wrong=19, heads=[(0, 1)])
+    each = activation_patching(model, CLEAN, CORRUPTED, answer=[7] * 3, wrong=[19] * 3, heads=[(0, 1)])
+    assert found.heads == each.heads
+
+
+def test_the_model_is_left_as_it_was(capsys):
+    model = causal().train()
+    before, seen = model(CLEAN).logits, []
+    model.register_forward_hook(lambda part, *_: seen.append((part.training, torch.is_grad_enabled())))
+    activation_patching(model, CLEAN, CORRUPTED, **ASKED, heads=[(0, 1)], progress=True)
+    assert set(seen) == {(False, False)}
+    assert model.training
+    assert torch.equal(model(CLEAN).logits, before)
+    assert not model.lm_head._forward_pre_hooks
+    assert "1/1 heads" in capsys.readouterr().err
+
+
+def test_a_model_that_names_no_output_embedding():
+    class Plain(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, ids):
+            return self.inner(ids).logits
+
+    model = causal()
+    found = activation_patching(Plain(model), CLEAN, CORRUPTED, **ASKED, heads=[(1, 5)])
+    expected = activation_patching(model, CLEAN, CORRUPTED, **ASKED, heads=[(1, 5)])
+    for name, measured in expected.heads[0].statistics.items():
+        assert found.heads[0].statistics[name] == pytest.approx(measured, rel=1e-9)
+
+
+def test_it_is_a_table(tmp_path):
+    found = activation_patching(causal(), CLEAN, CORRUPTED, **ASKED)
+    found.save(tmp_path)
+    assert Patching.load(tmp_path).heads == found.heads
+    assert list(found.table().columns)[-2:] == ["recovered", "difference"]
+    assert found.plot().axes[0].images[0].get_array().shape == (2, 6)
+
+
+REFUSED = {
+    "no model": ((None, CLEAN, CORRUPTED), {}, "model: expected a torch module, got NoneType"),
+    "lengths": (
+        (CLEAN, CORRUPTED[:, 1:]),
+        {},
+        "corrupted: expected tokens of shape (3, 11), as in clean, got (3, 10)",
+    ),
+    "names": (
+        ({"input_ids": CLEAN}, {"input_ids": CORRUPTED, "attention_mask": PADDED["left"][0]}),
+        {},
+        "corrupted: expected what clean has, input_ids, got input_ids, attention_mask",
+    ),
+    "padding": (
+        tuple(
+            {"input_ids": ids, "attention_mask": PADDED[side][0]}
+            for ids, side in ((CLEAN, "left"), (CORRUPTED, "right"))
+        ),
+        {},
+        "corrupted: expected the padding of clean, got another attention_mask; pair prompts of as many tokens",
+    ),
+    "direction": (
+        (CLEAN, CORRUPTED),
+        {"direction": "both"},
+        "direction: expected 'denoise' or 'noise', got 'both'",
+    ),
+    "number of answers": (
+        (CLEAN, CORRUPTED),
+        {"answer": [7, 11]},
+        "answer: expected one number, or 3, one a prompt, got 2",
+    ),
+    "no number": (
+        (CLEAN, CORRUPTED),
+        {"answer": "w7"},
+        "answer: expected whole numbers, one for all prompts, or (batch,), got 'w7'",
+    ),
+    "no wrong answer": ((CLEAN, CORRUPTED), {"wrong": None}, "wrong: expected the ids that the answers are held"),
+    "no such word": ((CLEAN, CORRUPTED), {"wrong": 97}, "wrong: expected ids from 0 to 96, got 97"),
+    "no such token": (
+        (CLEAN, CORRUPTED),
+        {"at": 11},
+        "at: expected from -11 to 10, the tokens of the shortest prompt, got 11",
+    ),
+    "no such head": (
+        (CLEAN, CORRUPTED),
+        {"heads": [(0, 1), (0, 6)]},
+        "heads: expected each a (layer, head) of this model, got (0, 6)",
+    ),
+    "no batch": (("w5", CORRUPTED), {}, "dataset: expected batches: tensors, or mappings of them"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_is_refused(why):
+    arguments, options, sentence = REFUSED[why]
+    arguments = arguments if len(arguments) == 3 else (causal(), *arguments)
+    with pytest.raises(hw.InputError) as refused:
+        activation_patching(*arguments, **ASKED | options)
+    assert str(refused.value).startswith(sentence)
+
+
+def test_a_model_without_logits_is_refused():
+    with pytest.raises(
+        hw.InputError, match="^model: expected one that gives logits .batch, length, vocabulary.*, got Ll"
+    ):
+        activation_patching(tiny.model("decoder"), CLEAN, CORRUPTED, **ASKED)
+
+
+def test_padding_may_leave_too_few_tokens():
+    inputs = [{"input_ids": ids, "attention_mask": PADDED["right"][0]} for ids in (CLEAN, CORRUPTED)]
+    with pytest.raises(hw.InputError, match="^at: expected from -5 to 4, the tokens of the shortest prompt, got -6$"):
+        activation_patching(causal(), *inputs, **ASKED, at=-6)

@@ -1,0 +1,326 @@
+"""How alike heads are, against direct definitions over all tokens at once; clusters; what covers for what."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import headwise as hw
+import tiny
+from headwise.analysis import redundancy as redundancy_module
+from headwise.analysis.losses import next_token_loss
+from headwise.analysis.redundancy import clusters_of, redundancy
+
+pytestmark = pytest.mark.usefixtures("as_user")
+
+MEASURES = ("cosine", "cka", "distance")
+IDS = torch.randint(5, 97, (5, 13), generator=torch.Generator().manual_seed(3))
+REAL = (torch.arange(13) < torch.tensor([[13], [7], [11], [2], [5]])).long()
+LEFT = REAL.flip(1)
+
+
+def models(kind, implementation="sdpa"):
+    return tiny.model(kind, attn_implementation=implementation).double()
+
+
+def projection(model, kind, layer):
+    """(heads, value_dim, width)"""
+    if kind == "encoder":
+        weight = model.encoder.layer[layer].attention.output.dense.weight
+    else:
+        weight = model.layers[layer].self_attn.o_proj.weight
+    return weight.detach().unflatten(1, (6, -1)).permute(1, 2, 0)
+
+
+def aligned(x, y):
+    """Of x, y `(tokens, width)`: HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)) with K = x x^T, L = y y^T, centred."""
+    k, l = ((each @ each.mT) for each in (x, y))  # noqa: E741
+    centre = torch.eye(len(x), dtype=x.dtype) - 1.0 / len(x)
+    k, l = centre @ k @ centre, centre @ l @ centre  # noqa: E741
+    return (k * l).sum() / ((k * k).sum() * (l * l).sum()).sqrt()
+
+
+def shannon(p, q):
+    """Of two rows: the root of H(m) - (H(p) + H(q)) / 2."""
+    entropy = lambda row: -sum(x * math.log(x) for x in row if x > 0)  # noqa: E731
+    middle = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
+    return math.sqrt(max(entropy(middle) - (entropy(p) + entropy(q)) / 2, 0.0))
+
+
+@torch.no_grad()
+def by_definition(kind, model, mask):
+    """Every measure of every two heads, over all tokens at once; weights are of each sequence without its padding."""
+    eager = models(kind, "eager")
+    eager.load_state_dict(model.state_dict())
+    weights = []
+    for ids, real in zip(IDS, mask.bool(), strict=True):
+        alone = {"input_ids": ids[real][None], "position_ids": real.nonzero().mT}
+        weights.append([each[0] for each in eager(**alone, output_attentions=True).attentions])
+    with hw.record(model) as run:
+        model(input_ids=IDS, attention_mask=mask)
+    outs = [out[0].transpose(1, 2)[mask.bool()] for out in run.of.values()]  # (tokens, heads, value_dim)
+    written = [torch.einsum("thd,hdw->thw", out, projection(model, kind, layer)) for layer, out in enumerate(outs)]
+    outs, written = (torch.cat(each, 1) for each in (outs, written))
+    found = {name: torch.full((12, 12), math.nan, dtype=torch.float64) for name in MEASURES}
+    for a in range(12):
+        for b in range(12):
+            found["cosine"][a, b] = F.cosine_similarity(written[:, a], written[:, b], dim=-1).mean()
+            found["cka"][a, b] = aligned(outs[:, a], outs[:, b])
+            if a // 6 == b // 6 and a < b:
+                of_layer = [each[a // 6] for each in weights]
+                rows = [rows for each in of_layer for rows in zip(*each[[a % 6, b % 6]].tolist(), strict=True)]
+                mean = sum(shannon(*row) for row in rows) / len(rows)
+                found["distance"][a, b] = found["distance"][b, a] = mean
+        found["distance"][a, a] = 0.0
+    return found
+
+
+def batches(mask, *sizes):
+    return [{"input_ids": i, "attention_mask": m} for i, m in zip(IDS.split(sizes), mask.split(sizes), strict=True)]
+
+
+def require_same(found, expected, pairs="all"):
+    for name in MEASURES:
+        here = expected[name].clone()
+        if pairs == "layer":
+            here[:6, 6:] = here[6:, :6] = math.nan
+        torch.testing.assert_close(getattr(found, name), here, rtol=1e-9, atol=1e-7, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("mask", [REAL, LEFT], ids=["right", "left"])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_measures_are_those_of_the_definition_over_all_tokens(kind, mask):
+    model = models(kind)
+    expected = by_definition(kind, model, mask)
+    require_same(redundancy(model, batches(mask, 2, 2, 1), pairs="all"), expected)
+    found = redundancy(model, batches(mask, 1, 3, 1))
+    require_same(found, expected, "layer")
+    assert found.names == tuple(f"{layer}.{head}" for layer in range(2) for head in range(6))
+    assert found.about["measured"] == {"sequences": 5, "tokens": 38}
+
+
+def test_tokens_are_taken_some_at_a_time(monkeypatch):
+    whole = redundancy(models("decoder"), batches(REAL, 5), pairs="all")
+    monkeypatch.setattr(redundancy_module, "TOKENS", 3)
+    require_same(
+        redundancy(models("decoder"), batches(REAL, 3, 2), pairs="all"), {n: getattr(whole, n) for n in MEASURES}
+    )
+
+
+def test_heads_that_are_shown_in_several_tiles(monkeypatch):
+    from headwise.attention.backends.blockwise import tiles
+
+    ids = torch.randint(5, 97, (2, 100), generator=torch.Generator().manual_seed(5))
+    whole = redundancy(models("decoder"), [ids])
+    shapes = []
+    add = redundancy_module._Distances.add
+    monkeypatch.setattr(
+        redundancy_module._Distances, "add", lambda self, rows: shapes.append(rows.tile.shape) or add(self, rows)
+    )
+    monkeypatch.setattr(tiles, "BLOCK_BYTES", 1)
+    parts = redundancy(models("decoder"), [ids])
+    assert {heads for _, heads, _ in shapes} == {3}  # those of one key/value head
+    torch.testing.assert_close(parts.distance, whole.distance, rtol=1e-9, atol=1e-12, equal_nan=True)
+    assert not parts.distance[:6, :6].isnan().any()
+
+
+def test_heads_whose_rows_are_never_shown_together_are_not_compared():
+    """Masks so unlike that their heads are computed apart."""
+    narrow, wide = hw.causal() & hw.window(8), hw.causal()
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return hw.attend(x, x, x, mask=hw.per_head([narrow, narrow, wide, wide]))
+
+    x = torch.randn(1, 4, 1300, 3)
+    found = redundancy(Model(), [x]).distance
+    for mask, heads in ((narrow, slice(0, 2)), (wide, slice(2, 4))):
+        weights = hw.attend(x[:, heads], x[:, heads], x[:, heads], mask=mask, return_weights=True)[1][0].double()
+        entropy = lambda p: -torch.special.xlogy(p, p).sum(-1)  # noqa: E731
+        square = entropy(weights.mean(0)) - (entropy(weights[0]) + entropy(weights[1])) / 2
+        assert found[heads, heads][0, 1] == pytest.approx(square.clamp(min=0).sqrt().mean().item(), rel=1e-4)
+    assert found[:2, 2:].isnan().all()
+
+
+def twin(kind, layer, one, other):
+    """A model in which a head is the copy of another, and all weights are otherwise its own."""
+    model = models(kind)
+    attention = model.encoder.layer[layer].attention if kind == "encoder" else model.layers[layer].self_attn
+    own = attention.self if kind == "encoder" else attention
+    names = ("query", "key", "value") if kind == "encoder" else ("q_proj",)
+    with torch.no_grad():
+        for part in [getattr(own, name) for name in names]:
+            for parameter in part.parameters():
+                parameter.unflatten(0, (6, -1))[other] = parameter.unflatten(0, (6, -1))[one]
+        out = attention.output.dense if kind == "encoder" else attention.o_proj
+        out.weight.unflatten(1, (6, -1))[:, other] = out.weight.unflatten(1, (6, -1))[:, one]
+    return model
+
+
+@pytest.mark.parametrize(("kind", "one", "other"), [("encoder", 1, 4), ("decoder", 3, 5)])
+def test_a_head_and_its_copy(kind, one, other):
+    found = redundancy(twin(kind, 1, one, other), batches(REAL, 2, 3), threshold=0.999)
+    assert found.cosine[6 + one, 6 + other] == pytest.approx(1.0, abs=1e-9)
+    assert found.cka[6 + one, 6 + other] == pytest.approx(1.0, abs=1e-9)
+    assert found.distance[6 + one, 6 + other] == pytest.approx(0.0, abs=1e-7)
+    assert found.clusters == (((1, one), (1, other)),)
+    assert found.cover == ()
+
+
+def test_the_copy_of_a_head_that_writes_elsewhere():
+    """Turned and scaled, it is the same to its alignment, but not to the cosine of what is written."""
+    model = twin("encoder", 0, 2, 3)
+    turn = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64))[0] * 3
+    with torch.no_grad():
+        value = model.encoder.layer[0].attention.self.value
+        for parameter in value.parameters():
+            parameter.unflatten(0, (6, -1))[3] = turn @ parameter.unflatten(0, (6, -1))[3]
+    found = redundancy(model, batches(REAL, 5))
+    assert found.cka[2, 3] == pytest.approx(1.0, abs=1e-9)
+    assert found.cosine[2, 3] < 0.9
+    assert found.distance[2, 3] == pytest.approx(0.0, abs=1e-7)
+
+
+def test_clusters_are_of_complete_linkage():
+    near = torch.eye(5)
+
+    def alike(a, b, value):
+        near[a, b] = near[b, a] = value
+
+    alike(0, 1, 0.95)
+    alike(1, 2, 0.92)
+    alike(0, 2, 0.5)  # so the chain 0-1-2 is no cluster
+    alike(3, 4, 0.91)
+    assert clusters_of(near, 0.9) == [[0, 1], [3, 4]]
+    assert clusters_of(near, 0.93) == [[0, 1]]
+    alike(0, 2, 0.9)
+    assert clusters_of(near, 0.9) == [[0, 1, 2], [3, 4]]
+    assert clusters_of(near, 0.99) == []
+    alike(1, 2, math.nan)
+    assert clusters_of(near, 0.9) == [[0, 1], [3, 4]]
+    before = near.clone()
+    clusters_of(near, 0.9)
+    assert torch.equal(near.nan_to_num(7), before.nan_to_num(7))
+
+
+class Saturates(nn.Module):
+    """Four heads of width 2, of which 0 and 2 are the same, and what they give together, which may saturate."""
+
+    def __init__(self, saturates):
+        super().__init__()
+        self.saturates = saturates
+
+    def forward(self, x):
+        heads = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        heads = torch.stack([heads[:, 0], heads[:, 1], heads[:, 0], heads[:, 3]], 1)
+        out = F.scaled_dot_product_attention(heads, heads, heads)
+        together = out[:, 0] + out[:, 2]
+        return torch.tanh(2 * together) if self.saturates else together
+
+
+def loss_of(model, batch):
+    return -model(batch["x"]).sum((1, 2))
+
+
+@pytest.mark.parametrize("saturates", [True, False])
+def test_whether_heads_of_a_cluster_cover_for_each_other(saturates):
+    model = Saturates(saturates)
+    data = [{"x": torch.rand(3, 5, 8) + 0.5}, {"x": torch.rand(2, 7, 8) + 0.5}]
+    found = redundancy(model, data, threshold=0.999, loss=loss_of)
+    assert found.clusters == (((0, 0), (0, 2)),)
+    (cover,) = found.cover
+    assert cover.heads == ((0, 0), (0, 2))
+
+    def costs(heads):
+        whole = torch.cat([loss_of(model, batch) for batch in data])
+        with hw.gate(model, {("", head): 0.0 for head in heads}):
+            return torch.cat([loss_of(model, batch) for batch in data]) - whole
+
+    expected = [costs(heads).mean().item() for heads in ([0], [2], [0, 2])]
+    for measured, value in zip([*cover.alone, cover.together], expected, strict=True):
+        assert measured.value == pytest.approx(value, rel=1e-4, abs=1e-5)
+        assert measured.n == 5
+    assert cover.ratio == pytest.approx(expected[2] / (expected[0] + expected[1]), rel=1e-3)
+    assert cover.ratio > 4 if saturates else cover.ratio == pytest.approx(1.0, rel=1e-4)
+
+
+def test_the_cover_of_a_decoders_cluster():
+    model = twin("decoder", 1, 3, 5)
+    causal = transformers.LlamaForCausalLM(model.config).double().eval()
+    causal.model.load_state_dict(model.state_dict())
+    torch.nn.init.normal_(causal.lm_head.weight, std=0.3)
+    data = batches(REAL[:1].expand(5, -1), 2, 3)
+    found = redundancy(causal, data, threshold=0.999, loss=next_token_loss)
+
+    def loss():
+        return torch.cat([next_token_loss(causal, batch) for batch in data]).mean().item()
+
+    with torch.no_grad():
+        whole, costs = loss(), []
+        for heads in ([3], [5], [3, 5]):
+            with hw.gate(causal, {(1, head): 0.0 for head in heads}):
+                costs.append(loss() - whole)
+    (cover,) = found.cover
+    assert [each.value for each in (*cover.alone, cover.together)] == pytest.approx(costs, rel=1e-4)
+    assert cover.ratio == pytest.approx(costs[2] / (costs[0] + costs[1]), rel=1e-4)
+
+
+def test_encoder_and_decoder_read_other_tokens():
+    sizes = {"d_model": 24, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 2}
+    model = transformers.BartModel(transformers.BartConfig(vocab_size=97, **sizes, **heads)).eval()
+    found = redundancy(model, [{"input_ids": IDS[:2], "decoder_input_ids": IDS[2:4]}], pairs="all")
+    where = [head["module"].split(".")[0] for head in found.heads]
+    assert [head["kind"] for head in found.heads].count("cross") == 4
+    for a, one in enumerate(where):
+        for b, other in enumerate(where):
+            assert bool(found.cka[a, b].isnan()) == (one != other)
+
+
+def test_a_table_and_a_picture():
+    found = redundancy(models("encoder"), batches(REAL, 5))
+    table = found.table()
+    assert list(table.columns) == ["a", "b", "cosine", "cka", "distance"]
+    assert len(table) == 2 * 15
+    row = table[(table["a"] == "1.2") & (table["b"] == "1.5")].iloc[0]
+    assert [row[name] for name in MEASURES] == [getattr(found, name)[8, 11].item() for name in MEASURES]
+    for name in MEASURES:
+        image = found.plot(name).axes[0].images[0].get_array()
+        assert image.shape == (12, 12)
+        assert image[8, 11] == pytest.approx(getattr(found, name)[8, 11].item())
+    with pytest.raises(hw.InputError, match="^measure: expected one of cosine, cka, distance, got 'mask'$"):
+        found.plot("mask")
+
+
+def test_the_model_is_left_as_it_was(capsys):
+    model = models("decoder").train()
+    seen = []
+    model.register_forward_hook(lambda part, *_: seen.append((part.training, torch.is_grad_enabled())))
+    redundancy(model, batches(REAL, 2, 3), progress=True)
+    assert model.training
+    assert set(seen) == {(False, False)}
+    assert "2/2 batches" in capsys.readouterr().err
+
+
+def test_what_is_refused():
+    model, data = models("decoder"), batches(REAL, 5)
+    cases = [
+        ((None, data), {}, "model: expected a torch module, got NoneType"),
+        ((model, []), {}, "dataset: expected at least one batch, got none"),
+        ((model, ["w5"]), {}, "dataset: expected batches: tensors, or mappings of them"),
+        ((model, data), {"pairs": "head"}, "pairs: expected 'layer' or 'all', got 'head'"),
+        ((model, data), {"threshold": "much"}, "threshold: expected a finite number above 0, got 'much'"),
+        ((nn.Linear(2, 2), [torch.ones(2, 2)]), {}, "model: expected attention in a way that can be seen, got none in"),
+        (
+            (model, iter(data)),
+            {"loss": next_token_loss},
+            "dataset: expected batches that can be read twice, got an iterator; list(batches)",
+        ),
+    ]
+    for arguments, options, sentence in cases:
+        with pytest.raises(hw.InputError) as refused:
+            redundancy(*arguments, **options)
+        assert str(refused.value).startswith(sentence)

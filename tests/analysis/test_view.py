@@ -1,0 +1,300 @@
+"""A view of the real all-MiniLM-L6-v2, against eager attention, and of tiny models that refuse."""
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
+
+import headwise as hw
+from headwise.analysis.view import view
+from headwise.data.models import PACKAGED
+from headwise.statistics import registry
+from oracles import statistics_of
+
+
+@pytest.fixture(scope="module")
+def eager(minilm):
+    """The weights of every layer on the demo's question, `(layers, heads, tokens, tokens)`."""
+    model = transformers.AutoModel.from_pretrained(minilm.model.config._name_or_path, attn_implementation="eager")
+    inputs = minilm.tokenizer("Which do you like better, coffee or tea?", return_tensors="pt")
+    with torch.no_grad():
+        return torch.cat(model(**inputs, output_attentions=True).attentions)
+
+
+def test_every_statistic_of_all_72_heads(coffee, eager):
+    assert [(head.layer, head.head) for head in coffee.heads] == [(x, y) for x in range(6) for y in range(12)]
+    special = [word.special for word in coffee.words]
+    for head in coffee.heads:
+        expected = statistics_of(eager[head.layer, head.head], range(12), special)
+        for name, value in expected.items():
+            assert head.means[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (head.name, name)
+
+
+def test_the_words_and_the_picture(coffee, eager):
+    text = "[CLS] Which do you like better , coffee or tea ? [SEP]"
+    assert [word.text for word in coffee.words] == text.split()
+    assert [word.special for word in coffee.words] == [True, *[False] * 10, True]
+    for head in coffee.heads:  # each word is one token here
+        torch.testing.assert_close(head.picture, eager[head.layer, head.head], rtol=1e-4, atol=1e-6)
+        weights, keys = eager[head.layer, head.head].topk(8)
+        torch.testing.assert_close(head.top_weights, weights, rtol=1e-4, atol=1e-6)
+        assert (head.top_keys == keys).float().mean() > 0.95  # equal weights may come in another order
+
+
+def test_head_0_2_looks_at_the_previous_token(coffee):
+    head = coffee.head(0, 2)
+    assert head.role.name == "previous token"
+    assert head.means["previous"] > 0.99
+    assert head.means["entropy"] < 0.02
+
+
+def test_head_1_8_looks_at_the_next_token(coffee):
+    assert coffee.head(1, 8).role.name == "next token"
+
+
+def links(seen, layer, head):
+    named = seen.head(layer, head).links
+    return {(seen.words[link.query].text, seen.words[link.key].text): link for link in named}
+
+
+def test_tea_looks_at_coffee_in_head_0_9_and_each_at_the_other_in_0_3(coffee):
+    one_way = links(coffee, 0, 9)["tea", "coffee"]
+    assert one_way.weight == pytest.approx(0.144, abs=0.001)
+    assert one_way.back is None
+    both = links(coffee, 0, 3)["coffee", "tea"]
+    assert (both.weight, both.back) == pytest.approx((0.322, 0.171), abs=0.001)
+    assert ("tea", "coffee") not in links(coffee, 0, 3)  # a pair is told once
+
+
+def test_links_join_two_words_and_never_punctuation_or_special_tokens(coffee):
+    for head in coffee.heads:
+        for link in head.links:
+            assert link.query != link.key
+            assert coffee.words[link.query].lexical
+            assert coffee.words[link.key].lexical
+        weights = [round(link.weight, 4) for link in head.links]
+        assert weights == sorted(weights, reverse=True)
+
+
+def test_pieces_of_a_word_are_one_word(minilm, monkeypatch):
+    text = "Unbelievably, headwise tokenizes antidisestablishmentarianism"
+    seen = view(minilm.model, minilm.tokenizer, text)
+    assert [word.text for word in seen.words if word.lexical] == text.replace(",", "").split()
+    assert seen.tokens > len(seen.words)
+    for head in seen.heads:
+        torch.testing.assert_close(head.picture.sum(-1), torch.ones(len(seen.words)))
+    monkeypatch.setattr(registry, "BLOCK_BYTES", 1)  # as many blocks as there are words
+    for head, again in zip(seen.heads, view(minilm.model, minilm.tokenizer, text).heads, strict=True):
+        torch.testing.assert_close(again.picture, head.picture)
+        torch.testing.assert_close(again.top_weights, head.top_weights)
+        assert again.means == pytest.approx(head.means, nan_ok=True)
+        assert [(link.query, link.key) for link in again.links] == [(link.query, link.key) for link in head.links]
+
+
+def test_a_long_text_is_pooled(minilm):
+    seen = view(minilm.model, minilm.tokenizer, "one two three four " * 40)
+    head = seen.head(0, 2)
+    assert head.picture.shape == (64, 64)
+    assert head.top_keys.shape == (len(seen.words), 8)
+    torch.testing.assert_close(head.picture.sum(-1), torch.ones(64))
+    assert head.role.name == "previous token"
+    assert head.picture.diagonal().sum() + head.picture.diagonal(-1).sum() > 50
+
+
+def test_a_decoder_sees_no_future():
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(), unk_token="?")
+    sizes = {"vocab_size": 7, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, intermediate_size=16)
+    torch.manual_seed(0)
+    seen = view(transformers.AutoModel.from_config(config).eval(), tokenizer, "a b c a b c")
+    assert len(seen.heads) == 12
+    for head in seen.heads:
+        assert not head.picture.triu(1).any()
+        assert head.means["next"] == 0.0 or head.means["next"] != head.means["next"]
+        assert head.means["duplicate"] > 0
+
+
+@pytest.fixture(scope="module")
+def smollm2_tokenizer():
+    folder = PACKAGED["smollm2"].location()
+    return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=PACKAGED["smollm2"].gguf)
+
+
+def word_tokenizer():
+    tokenizer = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2, "c": 3}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize("text", ["", "   \n"])
+def test_an_empty_text(minilm, text):
+    with pytest.raises(hw.InputError, match="^text: expected at least one word, got an empty text"):
+        view(minilm.model, minilm.tokenizer, text)
+
+
+def test_a_text_longer_than_the_model_takes(minilm):
+    text = "word " * 600
+    with pytest.raises(hw.InputError, match="^text: expected at most 512 tokens, .*, got 602; --truncate"):
+        view(minilm.model, minilm.tokenizer, text)
+    assert view(minilm.model, minilm.tokenizer, text, truncate=True).tokens == 512
+
+
+def test_a_layer_or_head_that_is_not_there(coffee):
+    assert [head.name for head in coffee.select(layers=[0, 5], heads=[9]).heads] == ["0.9", "5.9"]
+    with pytest.raises(hw.InputError, match="^layer: expected 0 to 5, got 6"):
+        coffee.select(layers=[6])
+    with pytest.raises(hw.InputError, match="^head: expected 0 to 11, got -1"):
+        coffee.select(heads=[-1])
+    with pytest.raises(hw.InputError, match=r"^head: expected a \(layer, head\) of this view, got \(6, 0\)"):
+        coffee.head(6, 0)
+
+
+def test_attention_that_is_more_than_a_softmax_is_refused_by_name(minilm, monkeypatch):
+    def odd(module, *args, **kwargs):
+        out, weights = sdpa_attention_forward(module, *args, **kwargs)
+        out[:, :, 3] *= 1.01  # one head of twelve, one percent
+        return out, weights
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", odd)
+    with pytest.raises(hw.InputError, match=r"^model: .* got an output that differs by 1.0% in encoder.layer.0"):
+        view(minilm.model, minilm.tokenizer, "more than a softmax")
+
+
+def test_the_view_does_not_depend_on_the_implementation(minilm, coffee):
+    eager = transformers.AutoModel.from_pretrained(minilm.model.config._name_or_path, attn_implementation="eager")
+    for ours, theirs in zip(view(eager.eval(), minilm.tokenizer, coffee.text).heads, coffee.heads, strict=True):
+        assert ours.means == pytest.approx(theirs.means, abs=1e-5, nan_ok=True)
+        assert ours.role is theirs.role
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_decoder_has_as_many_keys_in_sight_under_both_implementations(implementation):
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(), unk_token="?")
+    sizes = {"vocab_size": 7, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=16, attn_implementation=implementation)
+    model = transformers.AutoModel.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.data.zero_()  # even attention
+    for head in view(model, tokenizer, "a b c a b c").heads:
+        assert head.means["evenness"] == pytest.approx(1.0)
+        assert head.role.name == "broad"
+
+
+class TestInputs:
+    """Models and texts of the wrong kind."""
+
+    pytestmark = pytest.mark.usefixtures("as_user")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"text": None}, "text: expected a string, got NoneType"),
+            ({"text": "caf\udce9"}, "text: expected text that can be written as UTF-8"),
+            ({"model": torch.nn.Linear(2, 2)}, "model: expected a transformers model, got Linear"),
+            ({"model": hw.MultiHeadAttention(4, 2)}, "model: expected a transformers model, got MultiHeadAttention"),
+            ({"tokenizer": None}, "tokenizer: expected a transformers tokenizer, got NoneType"),
+        ],
+    )
+    def test_of_the_wrong_type(self, minilm, change, message):
+        given = {"model": minilm.model, "tokenizer": minilm.tokenizer, "text": "hi"} | change
+        with pytest.raises(hw.InputError, match="^" + message):
+            view(**given)
+
+    def test_a_model_in_training(self, minilm):
+        minilm.model.train()
+        try:
+            with pytest.raises(hw.InputError, match="^model: expected a model in evaluation mode, got training; call"):
+                view(minilm.model, minilm.tokenizer, "hi")
+        finally:
+            minilm.model.eval()
+
+    def test_a_model_that_sees(self, minilm):
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        model = transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=4, patch_size=2)).eval()
+        with pytest.raises(hw.InputError, match="^model: expected a model that reads text, got one .* pixel_values"):
+            view(model, minilm.tokenizer, "hi")
+
+    def test_a_tokenizer_of_another_model(self, minilm):
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        model = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).eval()
+        with pytest.raises(hw.InputError, match="^tokenizer: expected ids below 50, the model's vocabulary, got"):
+            view(model, minilm.tokenizer, "hi")
+
+
+def test_of_an_encoder_decoder_the_encoder_is_viewed(minilm):
+    sizes = {
+        "d_model": 24,
+        "encoder_layers": 2,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 3,
+        "decoder_attention_heads": 3,
+    }
+    config = transformers.BartConfig(vocab_size=minilm.tokenizer.vocab_size, **sizes, encoder_ffn_dim=8)
+    seen = view(transformers.BartModel(config).eval(), minilm.tokenizer, "the encoder alone")
+    assert len(seen.heads) == 2 * 3
+
+
+def test_positions_that_begin_after_the_padding_index(minilm):
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 8}
+    vocabulary = minilm.tokenizer.vocab_size
+    config = transformers.RobertaConfig(vocab_size=vocabulary, max_position_embeddings=34, pad_token_id=1, **sizes)
+    model = transformers.RobertaModel(config).eval()
+    assert view(model, minilm.tokenizer, "word " * 30).tokens == 32
+    with pytest.raises(hw.InputError, match="^text: expected at most 32 tokens"):
+        view(model, minilm.tokenizer, "word " * 31)
+
+
+def test_layers_that_share_a_module_are_layers(minilm):
+    sizes = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 8}
+    config = transformers.AlbertConfig(vocab_size=minilm.tokenizer.vocab_size, embedding_size=8, **sizes)
+    seen = view(transformers.AlbertModel(config).eval(), minilm.tokenizer, "one layer three times")
+    assert sorted({head.layer for head in seen.heads}) == [0, 1, 2]
+
+
+def words_of(tokenizer, text):
+    from headwise.data.tokenization import encode
+
+    class Model(torch.nn.Module):
+        config = transformers.BertConfig(max_position_embeddings=1000)
+
+        def get_input_embeddings(self):
+            return torch.nn.Embedding(60000, 1)
+
+    encoded = encode(Model(), tokenizer, text, False)
+    return [(word.text, word.special, word.lexical) for word in encoded.words], encoded.word_of.tolist()
+
+
+def test_a_tokenizer_that_takes_the_text_for_one_piece():
+    letters = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", "▁", *"abcde,"])}
+    tokenizer = transformers.LlamaTokenizer(vocab=letters, merges=[])
+    pieces = tokenizer("abc de, a").word_ids()
+    assert len(set(pieces) - {None}) == 1  # the trap: one piece, many words
+    names = [name for name, special, _ in words_of(tokenizer, "abc de, a")[0] if not special]
+    assert names == ["abc", "de,", "a"]
+
+
+def test_words_of_smollm2(smollm2_tokenizer):
+    words, word_of = words_of(smollm2_tokenizer, "<|im_start|>user\nunbelievable  你喜<|im_end|>")
+    assert words == [
+        ("<|im_start|>", True, False),
+        ("user", False, True),
+        ("\\n", False, False),
+        ("unbelievable", False, True),
+        ("␣", False, False),
+        ("␣", False, False),
+        ("你", False, True),
+        ("喜", False, True),
+        ("<|im_end|>", True, False),
+    ]
+    assert len(word_of) > len(words)
+    assert word_of == sorted(word_of)
+
+
+def test_a_model_that_does_not_ask_the_interface_is_refused_by_name(minilm):
+    config = transformers.BloomConfig(vocab_size=minilm.tokenizer.vocab_size, hidden_size=24, n_layer=1, n_head=6)
+    model = transformers.AutoModel.from_config(config).eval()
+    with pytest.raises(hw.InputError, match="^model: expected attention that goes .*, got none in BloomModel"):
+        view(model, minilm.tokenizer, "bloom")

@@ -1,0 +1,90 @@
+"""Scores in bfloat16: near those of float64 wherever they are, and never much further off than torch's kernel."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import headwise as hw
+from headwise.attention.backends.blockwise import scores_bf16
+from headwise.attention.backends.blockwise.plan import plan_of
+from headwise.attention.backends.blockwise.tiles import LOG2_E, LOWEST, Pool, tiles
+from headwise.attention.masks.base import Grid
+
+BATCH, HEADS, KV_HEADS, QUERIES, KEYS, HEAD_DIM = 2, 6, 3, 70, 517, 34
+SCALE = HEAD_DIM**-0.5
+
+
+def keys_of(kind: str) -> torch.Tensor:
+    """Keys whose scores are not normal, and of other size than the sample says."""
+    k = torch.randn(BATCH, KV_HEADS, KEYS, HEAD_DIM)
+    if kind == "one far beyond":
+        k[:, :, 311] *= 9
+    elif kind == "two clusters":
+        k[:, :, 200:230] += 5 * torch.randn(BATCH, KV_HEADS, 1, HEAD_DIM)
+    elif kind == "all alike":
+        k[:] = 3 * torch.randn(BATCH, KV_HEADS, 1, HEAD_DIM)
+    elif kind == "features together":
+        k[..., ::2] = k[..., 1::2]
+    elif kind == "large":
+        k *= 20
+    return k.bfloat16()
+
+
+KINDS = ["normal", "one far beyond", "two clusters", "all alike", "features together", "large"]
+
+
+@pytest.mark.parametrize("mask", [None, hw.causal(), hw.window(20)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_heavy_scores_of_every_row_are_near_to_what_is_subtracted(kind, mask):
+    q, k = torch.randn(BATCH, HEADS, QUERIES, HEAD_DIM).bfloat16(), keys_of(kind)
+    plan = plan_of(mask, Grid(BATCH, HEADS, QUERIES, KEYS), 1)
+    shifts = q.new_zeros(*q.shape[:-1], 1)
+    rows = scores_bf16.BFloat16Scores(q, k, SCALE, plan, Pool(plan, q, k), shifts)
+    exact = q.double() @ k.double().repeat_interleave(2, 1).mT
+    if mask is not None:
+        exact = exact.masked_fill(~mask.block(Grid(BATCH, HEADS, QUERIES, KEYS)), -torch.inf)
+    for tile in tiles(plan, q, k, None):
+        found = tile.by_head(rows.scores(tile).clone()).double()
+        assert torch.equal(found, tile.by_head(rows.again(tile)).double())
+        wanted = (exact[tile.where] - shifts[tile.where].double()) * SCALE * LOG2_E
+        wanted = torch.cat([wanted[..., span.start : span.stop] for span in tile.block.spans], -1)
+        # A product of bfloat16 has its sum in float32, whose rounding counts beside that of the result.
+        noise = 2**-20 * q[tile.where].double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
+        near = wanted > -torch.inf
+        assert ((found - wanted)[near].abs() <= 2**-8 * wanted[near].abs() + noise).all()
+        assert (found[~near] <= 0.99 * LOWEST).all()
+        # A second product is subtracted the largest, as the first product rounded it.
+        first = 2**-7 * (wanted.amax(-1) - wanted.masked_fill(~near, 0.0).amin(-1)).max()
+        assert wanted.amax(-1).abs().max() <= max(scores_bf16.FARTHEST * LOG2_E * 1.01, first)
+
+
+@pytest.mark.parametrize("lowest", [-3.0, 0.5, -70000.0])
+def test_the_largest_is_found_from_its_bits(lowest):
+    scores = torch.randn(3, 5, 41) * torch.tensor([0.01, 1.0, 100.0])[:, None, None] + lowest
+    scores = scores.bfloat16()
+    scores[0, 0, 1:] = -torch.inf
+    scores[1, 1] = 0.0
+    scores[1, 2] = -0.0
+    scores[2, 3, 7] = torch.inf
+    assert torch.equal(scores_bf16._largest(scores), scores.amax(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("keys", [64, 512])
+@pytest.mark.parametrize("spread", [0.3, 1.0, 2.0])
+def test_blocks_are_at_most_twice_as_far_off_as_the_kernel(spread, keys, causal):
+    """Not only as near as plain attention in bfloat16: as near as what they replace, in output and gradients."""
+    q, k, v, upstream = (torch.randn(2, 4, keys, 64) * each for each in (spread, 1.0, 1.0, 1.0))
+    q, k, v, upstream = (tensor.bfloat16() for tensor in (q, k, v, upstream))
+    mask = hw.causal() if causal else None
+
+    def results(attention, dtype):
+        inputs = [tensor.to(dtype).requires_grad_() for tensor in (q, k, v)]
+        out = attention(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, upstream.to(dtype))]
+
+    exact = results(lambda *qkv: hw.attend(*qkv, mask=mask, backend="reference"), torch.float64)
+    blocks = results(lambda *qkv: hw.attend(*qkv, mask=mask, backend="blockwise"), torch.bfloat16)
+    kernel = results(lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=causal), torch.bfloat16)
+    for ours, theirs, right in zip(blocks, kernel, exact, strict=True):
+        assert (ours - right).norm() <= 2 * (theirs - right).norm()

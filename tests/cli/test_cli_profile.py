@@ -1,0 +1,235 @@
+"""`headwise profile` and `headwise compare` as a user types them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import headwise as hw
+import tiny
+from headwise.cli import app as cli
+
+SENTENCES = [
+    "Which do you like better, coffee or tea?",
+    "The cat sat on the mat and looked at the bird.",
+    "It rained all day, so we stayed at home.",
+    "She reads a book about the history of trains.",
+    "Where did you put the keys to the car?",
+    "The bread is still warm from the oven.",
+    "He said that he would call back in the evening.",
+    "A small boat crossed the river at night.",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with its tokenizer, and texts for it."""
+    made = tmp_path_factory.mktemp("tiny")
+    tiny.model("encoder").save_pretrained(made / "model")
+    tiny.tokenizer("encoder").save_pretrained(made / "model")
+    lines = [json.dumps({"text": text, "body": text}) + "\n" for text in tiny.texts(11, 5, 23, 7, 11, 2, 11, 61)]
+    (made / "data.jsonl").write_text("".join(lines))
+    return made
+
+
+@pytest.fixture
+def headwise(monkeypatch, capsys, as_user):
+    """The command line in this process: status, output and errors."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["headwise", *map(str, arguments)])
+        status = cli.run()
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+def typed(*arguments):
+    """The command in a process of its own: output and errors."""
+    command = [sys.executable, "-m", "headwise", *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout, result.stderr
+
+
+def test_the_heads_of_minilm_by_role(tmp_path):
+    (tmp_path / "sentences.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in SENTENCES))
+    out, err = typed("profile", "--data", tmp_path / "sentences.jsonl", "--out", tmp_path / "out")
+    lines = out.splitlines()
+    assert lines[0].startswith("all-MiniLM-L6-v2 on ")
+    assert lines[0].endswith("sentences.jsonl: 8 sequences, 98 tokens, 72 heads")
+    assert lines[-1] == f"wrote {tmp_path / 'out'}"
+    assert "98/98 tokens" in err
+    found = hw.load_profile(tmp_path / "out")
+    roles = found.roles()
+    assert roles["previous token"] == [(0, 2)]
+    assert (1, 8) in roles["next token"]
+    assert len(roles["sink on the first token"]) > 20
+    assert found.head(0, 2).statistics["entropy"].value < 0.02
+
+
+def test_the_induction_heads_of_smollm2(tmp_path):
+    """On random tokens, far above the median head, and named by them."""
+    (tmp_path / "text.txt").write_text(SENTENCES[0])
+    typed("profile", "--model", "smollm2", "--data", tmp_path / "text.txt", "--out", tmp_path / "out")
+    found = hw.load_profile(tmp_path / "out")
+    shares = {(head.layer, head.head): head.statistics["induction_random"].value for head in found.heads}
+    cluster = {place for place, share in shares.items() if share >= 0.5}
+    assert {(17, 3), (17, 4), (17, 5), (18, 6), (18, 7), (20, 6), (23, 7)} <= cluster
+    assert len(cluster) < 15
+    assert sorted(shares.values())[135] < 0.02
+    assert set(found.roles()["induction"]) == cluster
+
+
+OPTIONS = ("--model", "{folder}/model", "--data", "{folder}/data.jsonl", "--context", "64")
+
+
+def arguments(folder, *more):
+    return [part.format(folder=folder) for part in (*OPTIONS, *more)]
+
+
+def test_two_checkpoints_are_compared(headwise, folder, tmp_path):
+    tiny.model("encoder", seed=1).save_pretrained(tmp_path / "other")
+    tiny.tokenizer("encoder").save_pretrained(tmp_path / "other")
+    assert headwise("profile", *arguments(folder), "--out", tmp_path / "a")[0] == 0
+    more = ("--model", tmp_path / "other", "--out", tmp_path / "b")
+    assert headwise("profile", *arguments(folder), *more)[0] == 0
+    status, out, err = headwise("compare", tmp_path / "a", tmp_path / "b", "--statistic", "previous", "--top", "3")
+    assert status == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("A  model on ")
+    assert lines[1].startswith("B  other on ")
+    assert lines[3].split() == ["head", "statistic", "A", "B", "difference", "in", "standard", "errors", "role"]
+    assert "of 12 heads have another role" in lines[-1]
+    a, b = hw.load_profile(tmp_path / "a"), hw.load_profile(tmp_path / "b")
+    largest = hw.compare(a, b).largest(["previous"])[0]
+    assert lines[4].split()[:2] == [largest.a.name, "previous"]
+    assert lines[4].split()[5] == f"{largest.errors:+.1f}"
+    status, _, err = headwise("compare", tmp_path / "a", tmp_path / "b", "--statistic", "no")
+    assert (status, err.startswith("headwise: statistic: expected one of entropy, ")) == (2, True)
+
+
+def files(tmp_path):
+    """What cannot be profiled."""
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "binary.txt").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "profile.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--data", "{here}/empty.txt"], "data: expected at least one document, got no text in {here}/empty.txt"),
+        (["--data", "{here}/binary.txt"], "data: expected text in {here}/binary.txt, got a binary file"),
+        (["--data", "{here}/latin.txt"], "data: expected UTF-8 in {here}/latin.txt, got another byte at offset 3"),
+        (["--data", "{here}/folder"], "data: expected a folder with files, got none in {here}/folder"),
+        (
+            ["--data", "{here}/no"],
+            "data: expected a file '{here}/no' that can be read, got No such file or directory",
+        ),
+        (
+            ["--column", "title"],
+            "column: expected one of line 1 of {folder}/data.jsonl, which has text, body, got 'title'",
+        ),
+        (
+            ["--context", "16"],
+            "data: expected documents of at most 14 tokens beside special ones, the context, "
+            "got 23 in line 3 of {folder}/data.jsonl; "
+            "--documents cut, pack or truncate (documents=...) takes longer ones",
+        ),
+        (["--context", "129"], "context: expected at most 128 tokens, the model's limit, got 129"),
+        (["--documents", "some"], "documents: expected one of whole, truncate, cut, pack, got 'some'"),
+        (["--device", "abacus"], "device: expected a device that torch can use, got 'abacus'"),
+        (["--out", "{here}/file"], "out: expected a folder that can be made and written, got '{here}/file'"),
+        (
+            ["--out", "{here}/other"],
+            "out: expected a folder of its own, or that of the run to go on with, got another run "
+            "(model differs) in '{here}/other'; --force (force=True) replaces it",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_2(more, sentence, headwise, folder, tmp_path):
+    files(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    more = [part.format(here=tmp_path, folder=folder) for part in more]
+    status, out, err = headwise("profile", "--out", tmp_path / "out", *arguments(folder), *more)
+    assert (status, out) == (2, "")
+    assert err == f"headwise: {sentence.format(here=tmp_path, folder=folder)}\n"
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_no_profile_to_compare(headwise, tmp_path):
+    status, out, err = headwise("compare", tmp_path, tmp_path)
+    assert (status, out) == (2, "")
+    assert err == (
+        "headwise: profile: expected a folder with profile.parquet and profile.json, "
+        f"got No such file or directory: {tmp_path / 'profile.json'}\n"
+    )
+
+
+def test_a_run_is_gone_on_with_and_replaced_by_force(headwise, folder, tmp_path):
+    out = ("--out", tmp_path / "out")
+    assert headwise("profile", *arguments(folder), *out)[0] == 0
+    before = (tmp_path / "out" / "profile.parquet").read_bytes()
+    assert headwise("profile", *arguments(folder), *out)[0] == 0
+    status, _, err = headwise("profile", *arguments(folder), *out, "--limit", "3")
+    assert status == 2
+    assert "got another run (data.limit differs) in" in err
+    assert (tmp_path / "out" / "profile.parquet").read_bytes() == before
+    assert headwise("profile", *arguments(folder), *out, "--limit", "3", "--force")[0] == 0
+    assert hw.load_profile(tmp_path / "out").about["measured"]["sequences"] == 3
+
+
+def torchrun(*arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    options = {"start_new_session": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, *map(str, arguments)], env=environment, **options)
+
+
+SLOW = """
+import os, pathlib, time, torch
+pathlib.Path(__file__).with_name(f"{os.getpid()}.pid").touch()
+from headwise.__main__ import main
+from headwise.runs import checkpoint
+checkpoint.SECONDS = 0.0
+forward = torch.nn.Embedding.forward
+torch.nn.Embedding.forward = lambda *args: time.sleep(0.1) or forward(*args)
+main()
+"""
+
+
+def test_two_processes_agree_with_one_also_when_they_were_killed(headwise, folder, tmp_path):
+    assert headwise("profile", *arguments(folder), "--out", tmp_path / "one")[0] == 0
+    (tmp_path / "slow.py").write_text(SLOW)
+    options = ("profile", *arguments(folder), "--out", tmp_path / "two")
+    process = torchrun(tmp_path / "slow.py", *options)
+    deadline = time.monotonic() + 120
+    while len(list((tmp_path / "two").glob("unfinished-?.pt"))) < 2 and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    process.kill()
+    for pid in tmp_path.glob("*.pid"):  # torchrun gives each process a session of its own
+        os.kill(int(pid.stem), signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "two" / "profile.json").exists()
+    process = torchrun("-m", "headwise", *options)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.count("wrote ") == 1
+    one, two = hw.load_profile(tmp_path / "one"), hw.load_profile(tmp_path / "two")
+    assert two.about["settings"]["processes"] == 2
+    assert two.about["measured"] == one.about["measured"]
+    for head, other in zip(one.heads, two.heads, strict=True):
+        assert head.place == other.place
+        for name, measured in head.statistics.items():
+            assert other.statistics[name] == pytest.approx(measured, rel=1e-9, abs=1e-12, nan_ok=True), name

@@ -1,0 +1,272 @@
+"""`headwise study` as a user types it, and what it leaves for the other commands."""
+
+import contextlib
+import io
+import json
+import math
+import random
+import re
+import sys
+
+import jaxtyping
+import pytest
+
+import headwise as hw
+from headwise.cli import app as cli
+from headwise.studies import trial_store
+
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "slept", "day"]
+SIZES = ("--heads", "1,2", "--params", "20k", "--embed-dim", 16, "--layers", 1, "--context", 16, "--vocabulary", 300)
+SHORT = ("--tokens", 1300, "--trials", 1, "--seeds", 2, "--batch", 8)
+
+
+def text(words, seed=0):
+    chosen = random.Random(seed)
+    return " ".join(chosen.choice(WORDS) for _ in range(words))
+
+
+def call(*arguments):
+    """The command line in this process: status, output and errors."""
+    argv, sys.argv = sys.argv, ["headwise", *map(str, arguments)]
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = cli.run()
+    finally:
+        sys.argv = argv
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    made = tmp_path_factory.mktemp("texts")
+    (made / "text.txt").write_text(text(1500))
+    (made / "few.txt").write_text(text(30, 1))
+    rows = [{"text": text(5 + n % 7, n), "label": ("odd", "even")[n % 2]} for n in range(40)]
+    (made / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (made / "empty.txt").write_bytes(b"")
+    (made / "tiny.txt").write_text("the cat sat")
+    (made / "binary.txt").write_bytes(b"\x89PNG\0\0" * 99)
+    (made / "file").write_text("")
+    return made
+
+
+@pytest.fixture(scope="module")
+def made(texts, tmp_path_factory):
+    """A study, and what was printed; shapes are not checked, as they are not for users."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    out = tmp_path_factory.mktemp("study") / "out"
+    status, printed, err = call("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
+    jaxtyping.config.update("jaxtyping_disable", False)
+    assert status == 0, err
+    return out, printed, err
+
+
+def test_the_table_and_what_to_take(made):
+    out, printed, err = made
+    found = hw.Study.load(out)
+    lines = printed.splitlines()
+    steps = math.ceil(1300 / (8 * 16))
+    assert lines[0] == f"text.txt: 2 settings, 2 seeds, {steps} steps each"
+    for row in found.rows:
+        (line,) = (line for line in lines if line.startswith(f"{row.name} ") or line.strip().startswith(f"{row.name} "))
+        loss, size = row.statistics["loss"], row.statistics["parameters"].value
+        assert f"{loss.value:.4f} ± {loss.sem:.4f}" in line
+        assert f"{size:,.0f}" in line
+        assert abs(size - 20_000) <= 24
+        assert line.rstrip().endswith("frontier") == (row.setting in found.frontier)
+        assert row.statistics["cache_bytes"].value == 4 * 2 * 16  # keys and values of 16 features in float32
+        assert row.statistics["decode_tokens_s"].value > 0
+        assert loss.value < math.log(300)
+    assert found.recommendation.sentence in printed
+    assert lines[-1] == f"wrote {out}"
+    assert "study" in err
+
+
+def test_what_is_written(made):
+    out, _, _ = made
+    assert {path.name for path in out.iterdir()} == {
+        *("study.parquet", "study.json", "study.png", "study.db", "models"),
+    }
+    assert (out / "study.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in (out / "models").iterdir()} == {
+        f"{s}-seed-{n}" for s in ("1x16", "2x8") for n in (1, 2)
+    }
+
+
+@pytest.mark.usefixtures("as_user")
+def test_it_goes_on_and_prints_the_same(made, texts, monkeypatch):
+    out, printed, _ = made
+    monkeypatch.setattr("headwise.studies.scheduler.train", None)
+    monkeypatch.setattr("headwise.studies.budget.train", None)
+    before = {path: path.read_bytes() for path in (out / "models").rglob("*") if path.is_file()}
+    again = call("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
+    assert again[:2] == (0, printed)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.usefixtures("as_user")
+def test_another_study_in_the_folder(made, texts):
+    out, _, _ = made
+    arguments = ("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".db"}
+    for name, more in {"seed": ("--seed", 1), "steps": ("--tokens", 2000), "space": ("--heads", "1,4")}.items():
+        status, printed, err = call(*arguments, *more)
+        expected = f"a study that was begun with the same {name}"
+        assert (status, printed) == (2, "")
+        assert err.splitlines()[-1] == (
+            f"headwise: out: expected {expected}, got another; --force (force=True) begins again"
+        )
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.usefixtures("as_user")
+def test_the_other_commands_run_on_a_model_of_it(made, texts, tmp_path):
+    model = ("--model", made[0] / "models" / "2x8-seed-1")
+    data = ("--data", texts / "few.txt", "--documents", "cut", "--context", 16)
+    assert call("profile", *model, *data, "--out", tmp_path / "p", "--no-repeats")[0] == 0
+    assert [head.place["head"] for head in hw.load_profile(tmp_path / "p").heads] == [0, 1]
+    status, printed, err = call("ablate", *model, *data, "--out", tmp_path / "a")
+    assert status == 0, err
+    found = hw.Ablation.load(tmp_path / "a")
+    assert found.about["settings"]["loss"] == "next_token_loss"
+    assert 0.0 < found.baseline.value < math.log(300)
+    status, printed, err = call("view", "the cat sat on the mat", *model)
+    assert status == 0, err
+    assert "0.1" in printed or "layer" in printed
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize("task", ["mlm", "classify"])
+def test_other_tasks(task, texts, tmp_path):
+    data = texts / ("labels.jsonl" if task == "classify" else "text.txt")
+    status, printed, err = call(
+        *("study", "--task", task, "--data", data, "--out", tmp_path / "out", *SIZES),
+        *("--tokens", 640, "--trials", 1, "--seeds", 1, "--heads", "2", "--kv-heads", "1,2", "--baseline", "2"),
+    )
+    assert status == 0, err
+    assert "2x8 (in use)" in printed
+    assert "undecided: of one seed there is no spread; two or more (--seeds, seeds=) can decide" in printed
+    assert {path.name for path in (tmp_path / "out" / "models").iterdir()} == {"2x8-seed-1", "2x8-kv1-seed-1"}
+    found = hw.Study.load(tmp_path / "out")
+    assert found.baseline == hw.Setting(2, 8, 2)
+    if task == "classify":
+        config = json.loads((tmp_path / "out" / "models" / "2x8-seed-1" / "config.json").read_text())
+        assert config["id2label"] == {"0": "even", "1": "odd"}
+    model, few = tmp_path / "out" / "models" / "2x8-kv1-seed-1", texts / "few.txt"
+    more = ("--data", few, "--documents", "cut", "--context", 16)
+    status, _, err = call("profile", "--model", model, *more, "--out", tmp_path / "p", "--no-repeats")
+    assert status == 0, err
+    assert [head.kv_head for head in hw.load_profile(tmp_path / "p").heads] == [0, 0]
+
+
+@pytest.mark.usefixtures("as_user")
+def test_a_budget_by_the_clock_and_a_tokenizer_of_another_model(made, texts, tmp_path):
+    model = made[0] / "models" / "1x16-seed-1"
+    sizes = ("--heads", "1", "--params", "20k", "--embed-dim", 16, "--layers", 1, "--context", 16)
+    status, printed, err = call(
+        *("study", "--data", texts / "text.txt", "--out", tmp_path / "out", "--budget", "60s", "--seeds", 1),
+        *(*sizes, "--tokenizer", model),
+    )
+    assert status == 0, err
+    assert "nothing to compare: fewer than two settings were trained to the end" in printed
+
+
+AMOUNT, TIME = "expected an amount such as 1.5M or 300k, got", "expected an amount such as 30m, 90s or 2h, got"
+BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--data", "{texts}/empty.txt"], "data: expected at least one document, got no text in {texts}/empty.txt"),
+        (
+            ["--data", "{texts}/tiny.txt"],
+            "data: expected text of at least 160 tokens: 10 sequences of 16, one held out, "
+            "got # tokens in {texts}/tiny.txt",
+        ),
+        (["--data", "{texts}/binary.txt"], "data: expected text in {texts}/binary.txt, got a binary file"),
+        (
+            ["--data", "{texts}/no.txt"],
+            "data: expected a file '{texts}/no.txt' that can be read, got No such file or directory",
+        ),
+        (["--out", "{texts}/file"], "out: expected a folder that can be made and written, got '{texts}/file'"),
+        (
+            ["--heads", "3,5"],
+            "space: expected a setting that can exist, got num_heads 3, which does not divide embed_dim 16; "
+            "num_heads 5, which does not divide embed_dim 16",
+        ),
+        (["--heads", "a"], "Invalid value for '--heads': expected numbers such as 1,2,4, got 'a'"),
+        (["--heads", "1,,2"], "Invalid value for '--heads': expected numbers such as 1,2,4, got '1,,2'"),
+        (["--heads", "0"], "heads: expected a whole number of 1 or more, got 0"),
+        (["--budget", "x"], f"Invalid value for '--budget': {TIME} 'x'"),
+        (["--budget", "0"], f"Invalid value for '--budget': {TIME} '0'"),
+        (["--budget", "3w"], f"Invalid value for '--budget': {TIME} '3w'"),
+        (["--tokens", "some"], f"Invalid value for '--tokens': {AMOUNT} 'some'"),
+        (["--params", "-1"], f"Invalid value for '--params': {AMOUNT} '-1'"),
+        (["--task", "foo"], "task: expected one of lm, mlm, classify, got 'foo'"),
+        (
+            ["--task", "classify"],
+            "data: expected JSON lines or parquet, with a column 'label', got {texts}/text.txt",
+        ),
+        (["--params", "10"], "params: expected at least #,### for 1x16 at this width and depth, got 10"),
+        (
+            ["--storage", "foo://x"],
+            "storage: expected the URL of a database, got 'foo://x': Can't load plugin: sqlalchemy.dialects:foo",
+        ),
+        (["--baseline", "3x"], f"{BASELINE} '3x'"),
+        (
+            ["--baseline", "3"],
+            "baseline: expected a setting that can exist, got num_heads 3, which does not divide embed_dim 16",
+        ),
+        (
+            ["--tokenizer", "{texts}"],
+            "model: expected a folder with a config.json (Hugging Face format), got '{texts}'",
+        ),
+        (["--device", "abacus"], "device: expected a device that torch can use, got 'abacus'"),
+        (["--vocabulary", "9"], "vocabulary: expected at least 259, the bytes and special tokens, got 9"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_2(more, sentence, texts, tmp_path):
+    before = {path: path.read_bytes() for path in texts.rglob("*") if path.is_file()}
+    options = ("--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, *SHORT)
+    status, out, err = call("study", *options, *(part.format(texts=texts) for part in more))
+    assert (status, out) == (2, "")
+    expected = re.escape(f"headwise: {sentence.format(texts=texts)}").replace(r"\#,\#\#\#", r"\d+,\d{3}")
+    assert re.fullmatch(expected.replace(r"\#", r"\d+"), err.rstrip("\n")), err
+    assert {path: path.read_bytes() for path in texts.rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "out" / "study.parquet").exists()
+
+
+@pytest.mark.usefixtures("as_user")
+def test_a_mistake_leaves_the_models_of_before(made, texts):
+    models = made[0] / "models"
+    before = {path: path.read_bytes() for path in models.rglob("*") if path.is_file()}
+    arguments = ("study", "--data", texts / "text.txt", "--out", made[0], *SIZES, *SHORT, "--force")
+    assert call(*arguments, "--device", "abacus")[0] == 2
+    assert {path: path.read_bytes() for path in models.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.usefixtures("as_user")
+def test_a_budget_that_is_too_small(texts, tmp_path):
+    options = ("--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, "--seeds", 50)
+    status, out, err = call("study", *options, "--budget", "2s")
+    assert (status, out) == (2, "")
+    last = err.splitlines()[-1]
+    remedy = "fewer settings, seeds or parameters take less"
+    expected = r"(more|at least \d+ s) for trainings of 20 steps of 2 settings"
+    assert re.fullmatch(rf"headwise: budget: expected {expected}, got 2 s; {remedy}", last), err
+
+
+@pytest.mark.usefixtures("as_user")
+def test_a_database_that_is_none(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial_store.time, "sleep", lambda _seconds: None)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "study.db").write_bytes(b"not a database, and longer than the header of one: " * 9)
+    status, out, err = call("study", "--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, *SHORT)
+    assert (status, out) == (2, "")
+    url = f"sqlite:///{tmp_path}/out/study.db"
+    assert err == (
+        f"headwise: storage: expected a database at {url!r}, got none that can be used: file is not a database\n"
+    )

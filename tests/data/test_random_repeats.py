@@ -1,0 +1,52 @@
+"""Random tokens that repeat."""
+
+import pytest
+
+import headwise as hw
+import tiny
+from headwise.data.random_repeats import repeats_of
+
+
+def test_25_tokens_4_times_10_samples():
+    ids = hw.random_repeats(97, avoid=[0, 3, 96])
+    assert ids.shape == (10, 100)
+    for sample in ids.tolist():
+        assert sample == sample[:25] * 4
+        assert len(set(sample)) == 25
+        assert not {0, 3, 96} & set(sample)
+    assert len({tuple(sample) for sample in ids.tolist()}) == 10
+    assert ids.equal(hw.random_repeats(97, avoid=[0, 3, 96]))
+    assert not ids.equal(hw.random_repeats(97, avoid=[0, 3, 96], seed=1))
+
+
+def test_all_ids_are_drawn_from():
+    ids = hw.random_repeats(7, tokens=5, times=2, samples=200, avoid=[1, 5])
+    assert ids.shape == (200, 10)
+    assert set(ids.flatten().tolist()) == {0, 2, 3, 4, 6}
+
+
+def test_they_stand_within_what_the_tokenizer_puts_around_a_text():
+    ids = repeats_of(tiny.model("encoder"), range(5), tiny.tokenizer("encoder"))
+    assert ids.shape == (10, 102)
+    assert ids[:, 0].tolist() == [2] * 10
+    assert ids[:, -1].tolist() == [3] * 10
+    assert ids[:, 1:-1].min() >= 5
+    assert repeats_of(tiny.model("decoder"), range(5), tiny.tokenizer("decoder")).shape == (10, 100)
+
+
+def test_ids_that_no_tokenizer_knows_are_left_out():
+    assert repeats_of(tiny.model("decoder", vocab_size=500), (), tiny.tokenizer("decoder")).max() < 97
+    assert repeats_of(tiny.model("decoder", vocab_size=500), ()).max() >= 97
+
+
+@pytest.mark.usefixtures("as_user")
+def test_what_cannot_be_drawn():
+    with pytest.raises(hw.InputError, match="^vocabulary: expected at least 25 ids to draw from, got 24$"):
+        hw.random_repeats(25, avoid=[3])
+    with pytest.raises(hw.InputError, match="^times: expected at least 1, got 0$"):
+        hw.random_repeats(97, times=0)
+    sentence = (
+        "^model: expected room for 102 random tokens, got 101; --no-repeats .repeats=False. leaves out the random"
+    )
+    with pytest.raises(hw.InputError, match=sentence):
+        repeats_of(tiny.model("encoder", max_position_embeddings=101), (), tiny.tokenizer("encoder"))

@@ -1,0 +1,108 @@
+"""Runs that take over what does not change: the same numbers, less computed, nothing left behind."""
+
+import pytest
+import torch
+from test_observe import TOKENS, tiny
+from torch import nn
+
+import headwise as hw
+from headwise.intercept.replay import Replay
+from headwise.intercept.survey import survey
+
+FAMILIES = ("bert", "gpt2", "llama", "t5 encoder")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_a_run_that_takes_over_what_is_below_a_gate(name):
+    model = tiny(name, "sdpa").double()
+
+    def run():
+        return model(input_ids=TOKENS).last_hidden_state
+
+    seen = survey(model, run)
+    places = dict(zip(seen.layers, (site.path for site in seen.sites), strict=True))
+    replay, ran = Replay(model, places.values()), []
+    with replay.keeping():
+        whole = run()
+    for path in places.values():
+        model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: ran.append(path))
+    for layer, path in places.items():
+        with hw.gate(model, {(path, 1): 0.0}):
+            wanted = run()
+            ran.clear()
+            with replay.until([path]):
+                found = run()
+        assert torch.equal(found, wanted)
+        assert not torch.equal(found, whole)
+        # The layers below are not entered, those from the gate on are.
+        assert ran == [places[other] for other in places if other >= layer]
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+class Writes(nn.Module):
+    """Layers that write into what they are given, as a residual stream may."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([hw.MultiHeadAttention(12, 3) for _ in range(4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x)
+            y += x
+            x = y
+        return x
+
+
+@torch.no_grad()
+def test_what_is_written_into_is_computed_again():
+    model, x = Writes().double(), torch.randn(2, 7, 12, dtype=torch.float64)
+    replay = Replay(model, [f"layers.{number}" for number in range(4)])
+    with replay.keeping():
+        model(x)
+    with hw.gate(model, {(2, 1): 0.0}):
+        wanted = model(x)
+        with replay.until(["layers.2"]):
+            assert torch.equal(model(x), wanted)
+        with replay.until(["layers.2"]):
+            assert torch.equal(model(x), wanted)
+
+
+class Shares(nn.Module):
+    """One layer called several times, between others."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.shared, self.above = (hw.MultiHeadAttention(12, 3) for _ in range(3))
+
+    def forward(self, x):
+        x = self.shared(self.below(x))
+        return self.above(self.shared(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", ["below", "shared", "above"])
+def test_a_layer_that_is_called_twice(path):
+    model, x = Shares().double(), torch.randn(2, 7, 12, dtype=torch.float64)
+    replay = Replay(model, ["below", "shared", "above"])
+    with replay.keeping():
+        model(x)
+    with hw.gate(model, {(path, 1): 0.0}):
+        wanted = model(x)
+        with replay.until([path]):
+            assert torch.equal(model(x), wanted)
+
+
+@torch.no_grad()
+def test_nothing_is_left_behind():
+    model, x = Shares().double(), torch.randn(2, 7, 12, dtype=torch.float64)
+    own = lambda x: x * 2  # noqa: E731
+    model.above.forward = own
+    replay = Replay(model, ["below", "shared"])
+    for context in (replay.keeping(), replay.until(["shared"])):
+        with pytest.raises(hw.InputError, match="x: expected"), context:
+            model(x[..., 1:])
+        assert vars(model.above)["forward"] is own
+        assert "forward" not in vars(model.below)
+        assert not any(module._forward_pre_hooks for module in model.modules())

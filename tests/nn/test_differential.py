@@ -1,0 +1,330 @@
+"""Differential attention against its formula written out by hand, and against DiffLlama's."""
+
+import copy
+import math
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.nn.differential import DifferentialAttention
+from oracles import plain_attention, within_budget
+
+BATCH, QUERIES, KEYS, EMBED, HEADS, KV_HEADS = 2, 5, 7, 36, 6, 3
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+OPTIONS = {
+    "default": {},
+    "grouped": {"num_kv_heads": KV_HEADS},
+    "multi-query": {"num_kv_heads": 1},
+    "widths": {"num_kv_heads": KV_HEADS, "head_dim": 11, "value_dim": 13, "out_dim": 17, "bias": False},
+    "weight": {"norm_weight": True, "norm_eps": 0.01},
+    "lambda_init": {"lambda_init": 0.3},
+    "depth": {"depth": 4},
+    "scores": {"scores": hw.Scores(scale=0.4, softcap=2.0, sinks=True, temperature=True), "backend": "reference"},
+    "sinks": {"scores": hw.Scores(sinks=True), "num_kv_heads": KV_HEADS},
+    "qk_norm": {"qk_norm": hw.QKNorm(over="heads"), "num_kv_heads": KV_HEADS},
+}
+
+
+def by_hand(layer, x, context, allowed=None, bias=None, gate=None):
+    """The layer's definition, head by head, from its weights."""
+
+    def heads(projection, tensor, norm=None):
+        projected = tensor @ projection.weight.T + (0 if projection.bias is None else projection.bias)
+        if norm is not None:
+            projected = projected / (projected.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+        return projected
+
+    q = heads(layer.q_proj, x, getattr(layer, "q_norm", None))
+    k = heads(layer.k_proj, context, getattr(layer, "k_norm", None))
+    v = heads(layer.v_proj, context)
+    d, w, group = layer.head_dim, layer.value_dim, layer.num_heads // layer.num_kv_heads
+    scores = layer.scores or hw.Scores()
+    q1, k1, q2, k2 = (getattr(layer, name) for name in LAMBDAS)
+    share = torch.exp(q1 @ k1) - torch.exp(q2 @ k2) + layer.lambda_init
+    outputs, differences = [], []
+    for head in range(layer.num_heads):
+        kv_head, maps = head // group, []
+        for half in range(2):
+            at, of_key = half * layer.num_heads + head, half * layer.num_kv_heads + kv_head
+            scale = d**-0.5 if scores.scale is None else scores.scale
+            maps.append(
+                plain_attention(
+                    q[:, None, :, at * d : at * d + d],
+                    k[:, None, :, of_key * d : of_key * d + d],
+                    v[:, None, :, kv_head * w : kv_head * w + w],
+                    None if allowed is None else allowed[:, head : head + 1],
+                    None if bias is None else bias[:, head : head + 1],
+                    scale=scale if layer.temperature is None else scale / layer.temperature[at : at + 1],
+                    softcap=scores.softcap,
+                    sinks=None if layer.sinks is None else layer.sinks[at : at + 1],
+                ).weights[:, 0]
+            )
+        difference = maps[0] - share * maps[1]
+        out = difference @ v[..., kv_head * w : kv_head * w + w]
+        out = out / (out.pow(2).mean(-1, keepdim=True) + layer.head_norm.eps).sqrt() * (1 - layer.lambda_init)
+        if layer.head_norm.weight is not None:
+            out = out * layer.head_norm.weight
+        outputs.append(out if gate is None else out * gate[:, head, None, None])
+        differences.append(difference)
+    y = torch.cat(outputs, -1) @ layer.out_proj.weight.T
+    return y if layer.out_proj.bias is None else y + layer.out_proj.bias, torch.stack(differences, 1)
+
+
+def layer_with(**options):
+    layer = DifferentialAttention(EMBED, HEADS, dtype=torch.float64, **options)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    if layer.temperature is not None:
+        torch.nn.init.uniform_(layer.temperature, 0.5, 2.0)
+    return layer
+
+
+def text(length=QUERIES):
+    return torch.randn(BATCH, length, EMBED, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_output_weights_and_gradients(options, cross):
+    layer, x = layer_with(**OPTIONS[options]), text().requires_grad_()
+    given = (x, text(KEYS)) if cross else (x,)
+    y, weights = layer(*given, return_weights=True)
+    expected, expected_weights = by_hand(layer, x, given[-1])
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
+    wanted = [x, *layer.parameters()]
+    upstream, of_weights = torch.randn_like(y), torch.randn_like(weights)
+    ours = torch.autograd.grad((y * upstream).sum() + (weights * of_weights).sum(), wanted)
+    theirs = torch.autograd.grad((expected * upstream).sum() + (expected_weights * of_weights).sum(), wanted)
+    for got, exact in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-11)
+
+
+def test_masks_biases_and_gates():
+    layer, x = layer_with(num_kv_heads=KV_HEADS, mask=hw.causal()), text()
+    causal = torch.ones(QUERIES, QUERIES, dtype=torch.bool).tril()
+    allowed = causal & (torch.arange(QUERIES) < torch.tensor([3, 5])[:, None, None, None])
+    allowed = allowed.expand(BATCH, HEADS, QUERIES, QUERIES)
+    bias = torch.randn(BATCH, HEADS, QUERIES, QUERIES, dtype=torch.float64)
+    gate = torch.rand(BATCH, HEADS, dtype=torch.float64)
+    expected, expected_weights = by_hand(layer, x, x, allowed, bias, gate)
+    y, weights = layer(x, mask=hw.padding([3, 5]), bias=bias, gate=gate, return_weights=True)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
+
+
+def test_a_gate_is_not_undone_by_the_norm():
+    layer, x = layer_with(bias=False), text()
+    gate = torch.full((HEADS,), 0.5, dtype=torch.float64)
+    torch.testing.assert_close(layer(x, gate=gate), layer(x) / 2, rtol=0, atol=1e-12)
+
+
+def test_a_query_that_sees_nothing_gives_nothing():
+    layer, x = layer_with(out_bias=False), text().requires_grad_()
+    y, weights = layer(x, mask=torch.zeros(QUERIES, QUERIES, dtype=torch.bool), return_weights=True)
+    assert not y.any()
+    assert not weights.any()
+    y.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+def test_options_that_are_made_elsewhere():
+    """ALiBi as the bias it is, a gated output as a factor, one projection as three."""
+    x = text()
+    layer = layer_with(position_bias=hw.ALiBi(), mask=hw.causal())
+    plain = copy.deepcopy(layer)
+    plain.position_bias = None
+    distance = (torch.arange(QUERIES) - torch.arange(QUERIES)[:, None]).abs()
+    own = layer.position_bias.values(HEADS, torch.arange(QUERIES)[None], torch.arange(QUERIES)[None], torch.float64)
+    assert own.shape == (1, HEADS, *distance.shape)
+    torch.testing.assert_close(layer(x), plain(x, bias=own), rtol=0, atol=1e-12)
+
+    layer = layer_with(output_gate="head", out_bias=False)
+    plain = copy.deepcopy(layer)
+    plain.output_gate = None
+    gate = torch.sigmoid(layer.gate_proj(x)).transpose(1, 2)
+    torch.testing.assert_close(layer(x), plain(x, gate=gate), rtol=0, atol=1e-12)
+
+    layer, fused = layer_with(num_kv_heads=KV_HEADS), layer_with(num_kv_heads=KV_HEADS, fused_qkv=True)
+    weights = layer.state_dict()
+    for kind in ("weight", "bias"):
+        weights[f"qkv_proj.{kind}"] = torch.cat([weights.pop(f"{name}_proj.{kind}") for name in "qkv"])
+    fused.load_state_dict(weights, strict=True)
+    torch.testing.assert_close(fused(x), layer(x), rtol=0, atol=1e-12)
+
+
+def test_packed_sequences_are_those_sequences():
+    layer = layer_with(num_kv_heads=KV_HEADS, rotary=hw.Rotary(), mask=hw.causal(), head_dim=4)
+    x, offsets = torch.randn(11, EMBED, dtype=torch.float64), [0, 3, 3, 11]
+    gate = torch.rand(3, HEADS, dtype=torch.float64)
+    each = [layer(x[a:b][None], gate=g[None])[0] for a, b, g in zip(offsets, offsets[1:], gate, strict=False)]
+    torch.testing.assert_close(layer(x, offsets=offsets, gate=gate), torch.cat(each), rtol=0, atol=1e-12)
+
+
+CACHES = {
+    "dynamic": (lambda layer: hw.DynamicCache(), hw.causal()),
+    "static": (lambda layer: layer.static_cache(BATCH, 13), hw.causal()),
+    "sliding": (lambda layer: hw.SlidingCache(3, sinks=1), hw.window(3) | hw.causal() & hw.prefix(1)),
+}
+
+
+@pytest.mark.parametrize("pieces", [[1] * 11, [5, 3, 1, 1, 1]], ids=["token by token", "in pieces"])
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_changes_nothing(kind, pieces):
+    make, mask = CACHES[kind]
+    layer = layer_with(num_kv_heads=KV_HEADS, rotary=hw.Rotary(), mask=mask, head_dim=4, value_dim=7)
+    x = text(11)
+    with torch.no_grad():
+        cache = make(layer)
+        y = torch.cat([layer(part, cache=cache) for part in x.split(pieces, dim=1)], dim=1)
+        torch.testing.assert_close(y, layer(x), rtol=0, atol=1e-12)
+
+
+def test_lambda_init():
+    assert layer_with().lambda_init == 0.8
+    assert layer_with(depth=0).lambda_init == pytest.approx(0.2)
+    assert layer_with(depth=4).lambda_init == 0.8 - 0.6 * math.exp(-1.2)
+    layer = layer_with(lambda_init=0.25)
+    for name in LAMBDAS:
+        torch.nn.init.zeros_(getattr(layer, name))
+    assert layer.second_share().item() == 0.25
+
+
+def test_it_begins_with_narrow_lambdas_of_one_dimension():
+    layer = DifferentialAttention(4000, 2)
+    assert layer.head_dim == 1000
+    assert layer.value_dim == 2000
+    for name in LAMBDAS:
+        assert getattr(layer, name).std().item() == pytest.approx(0.1, rel=0.1)
+    assert all(parameter.ndim >= 1 for parameter in layer.parameters())
+
+
+def test_made_on_meta_and_filled():
+    layer = DifferentialAttention(EMBED, HEADS, norm_weight=True, scores=hw.Scores(sinks=True), device="meta")
+    layer = layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    layer.reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
+    assert layer.head_norm.weight.eq(1).all()
+    assert layer.lambda_q1.std() > 0.01
+
+
+def test_copies_and_reloads():
+    options = {"mask": hw.causal(), "num_kv_heads": KV_HEADS, "depth": 3, "norm_weight": True}
+    layer, loaded, x = layer_with(**options), layer_with(**options), text()
+    loaded.load_state_dict(layer.state_dict(), strict=True)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
+        assert torch.equal(twin(x), layer(x))
+
+
+def test_half_precision_and_autocast():
+    layer, x = layer_with().float(), text().float()
+    exact = layer(x)
+    y, weights = layer.bfloat16()(x.bfloat16(), gate=torch.ones(HEADS), return_weights=True)
+    assert y.dtype == weights.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), exact, rtol=0.1, atol=0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer.float()(x)
+    torch.testing.assert_close(y.float(), exact, rtol=0.1, atol=0.1)
+
+
+def test_dropout_acts_in_training_only():
+    layer, x = layer_with(dropout=0.5), text()
+    expected, _ = by_hand(layer, x, x)
+    assert not torch.allclose(layer(x), expected)
+    torch.testing.assert_close(layer.eval()(x), expected, rtol=0, atol=1e-12)
+
+
+def test_it_compiles_to_one_graph():
+    code = """
+import torch, headwise as hw
+from headwise.nn.differential import DifferentialAttention
+x = torch.randn(2, 5, 12)
+layer = DifferentialAttention(12, 3, mask=hw.causal(), rotary=hw.Rotary(), scores=hw.Scores(temperature=True))
+for call in ({}, {"gate": torch.rand(3)}, {"return_weights": True}):
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, **call), layer(x, **call))
+print("same")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout == "same\n", result.stderr
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4, 8])
+def test_transformers_diffllama(kv_heads):
+    from transformers import DiffLlamaConfig
+    from transformers.models.diffllama import modeling_diffllama as theirs
+
+    config = DiffLlamaConfig(
+        hidden_size=40,
+        num_attention_heads=8,
+        num_key_value_heads=kv_heads,
+        head_dim=6,
+        attention_bias=True,
+        rms_norm_eps=1e-4,
+        lambda_std_dev=0.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        attn_implementation="eager",
+    )
+    model = theirs.DiffLlamaAttention(config, layer_idx=3)
+    ours = DifferentialAttention(
+        40,
+        4,
+        num_kv_heads=kv_heads // 2,
+        head_dim=6,
+        depth=3,
+        norm_eps=1e-4,
+        rotary=hw.Rotary(theta=500.0),
+        mask=hw.causal(),
+    )
+    weights = {name.replace("o_proj", "out_proj"): value for name, value in model.state_dict().items()}
+    for name in ("v_proj.weight", "v_proj.bias"):  # rows (half, kv_head, feature)
+        weights[name] = weights[name].unflatten(0, (2, kv_heads // 2, 6)).transpose(0, 1).flatten(0, 2)
+    ours.load_state_dict(weights, strict=True)
+
+    x, positions = torch.randn(2, 7, 40), torch.arange(7)[None]
+    embeddings = theirs.DiffLlamaRotaryEmbedding(config)(x, positions)
+    forbidden = torch.full((7, 7), -torch.inf).triu(1)[None, None]
+    expected, _ = model(x, embeddings, forbidden)
+    within_budget(ours(x), expected, copy.deepcopy(ours).double()(x.double()))
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lambda_init": 1.0}, "lambda_init: expected a number of 0 or more and less than 1, got 1.0"),
+        ({"lambda_init": -0.1}, "lambda_init: expected a number of 0 or more and less than 1, got -0.1"),
+        ({"lambda_init": "a"}, "lambda_init: expected a finite number, got 'a'"),
+        ({"lambda_init": 0.5, "depth": 3}, "lambda_init: expected one of lambda_init and depth, got both"),
+        ({"depth": -1}, "depth: expected a whole number of 0 or more, got -1"),
+        ({"norm_eps": 0.0}, "norm_eps: expected a finite number above 0, got 0.0"),
+        ({"num_heads": 5}, "num_heads: expected a number that divides embed_dim 36 / 2 = 18, got 5; or give head_dim"),
+        ({"num_heads": 0}, "num_heads: expected a whole number of 1 or more, got 0"),
+        (
+            {"scores": hw.Scores(talking_heads=True)},
+            "scores: expected no talking heads, since the two maps .* one by one, got talking_heads=True",
+        ),
+    ],
+)
+def test_a_mistake_in_construction(arguments, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        DifferentialAttention(**({"embed_dim": EMBED, "num_heads": HEADS} | arguments))
+
+
+@pytest.mark.usefixtures("as_user")
+def test_a_gate_of_another_number_of_heads():
+    with pytest.raises(
+        hw.InputError, match=r"^gate: expected a shape of .* = \(6,\), \(2, 6\), \(2, 6, 5\), got \(12,"
+    ):
+        layer_with()(text(), gate=torch.ones(12, dtype=torch.float64))
+
+
+def test_it_says_what_it_is():
+    assert "num_heads=6, head_dim=3, value_dim=6, mask=causal(), lambda_init=0.8" in repr(layer_with(mask=hw.causal()))

@@ -1,0 +1,519 @@
+"""Latent attention against its equations written out by hand, against itself in its other form, and DeepSeek's."""
+
+import copy
+import math
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import headwise as hw
+from headwise.nn.latent import LatentAttention
+from oracles import plain_attention, within_budget
+
+BATCH, LENGTH, EMBED, HEADS = 2, 5, 19, 3
+SIZES = {"kv_rank": 7, "head_dim": 11, "rotary_dim": 4, "value_dim": 13}
+OPTIONS = {
+    "default": {},
+    "q_rank": {"q_rank": 5},
+    "bias": {"q_rank": 5, "bias": True},
+    "only an output bias": {"out_bias": True, "out_dim": 17},
+    "eps": {"q_rank": 5, "norm_eps": 0.1},
+    "halves": {"rotary": hw.Rotary(theta=50.0)},
+    "partly turned": {"rotary": hw.Rotary(theta=50.0, width=2)},
+    "not turned": {"rotary": None},
+    "scale": {"scores": hw.Scores(scale=0.3)},
+    "sinks": {"scores": hw.Scores(sinks=True, temperature=True)},
+    "softcap": {"scores": hw.Scores(softcap=2.0), "backend": "reference"},
+    "talking heads": {"scores": hw.Scores(talking_heads=True), "backend": "reference"},
+}
+FORMS = pytest.mark.parametrize("absorbed", [False, True], ids=["expanded", "absorbed"])
+
+
+def layer_with(**options):
+    layer = LatentAttention(EMBED, HEADS, dtype=torch.float64, **(SIZES | options))
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    if layer.temperature is not None:
+        nn.init.uniform_(layer.temperature, 0.5, 2.0)
+    return layer
+
+
+def text(length=LENGTH):
+    return torch.randn(BATCH, length, EMBED, dtype=torch.float64)
+
+
+def turned(rotary, x):
+    """Every pair of features by its angle, pair by pair."""
+    if rotary is None:
+        return x
+    width = rotary.width or x.shape[-1]
+    columns = list(x.unbind(-1))
+    for pair in range(width // 2):
+        a, b = (2 * pair, 2 * pair + 1) if rotary.interleaved else (pair, pair + width // 2)
+        angle = torch.arange(x.shape[-2], dtype=x.dtype) * rotary.theta ** (-2 * pair / width)
+        first, second = columns[a], columns[b]
+        columns[a] = first * angle.cos() - second * angle.sin()
+        columns[b] = first * angle.sin() + second * angle.cos()
+    return torch.stack(columns, -1)
+
+
+def by_hand(layer, x, allowed=None, bias=None, gate=None):
+    """The layer's definition, from its weights, keys and values written out for every head."""
+
+    def linear(module, tensor):
+        return tensor @ module.weight.T + (0 if module.bias is None else module.bias)
+
+    def rms(norm, tensor):
+        return tensor / (tensor.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+
+    d, r, w, rank = layer.head_dim, layer.rotary_dim, layer.value_dim, layer.kv_rank
+    if layer.q_rank is None:
+        queries = linear(layer.q_proj, x)
+    else:
+        queries = linear(layer.q_up, rms(layer.q_norm, linear(layer.q_down, x)))
+    down = linear(layer.kv_down, x)
+    made, shared = linear(layer.kv_up, rms(layer.kv_norm, down[..., :rank])), turned(layer.rotary, down[..., rank:])
+    q, k, v = [], [], []
+    for head in range(layer.num_heads):
+        query, pair = queries[..., head * (d + r) :][..., : d + r], made[..., head * (d + w) :][..., : d + w]
+        q.append(torch.cat([query[..., :d], turned(layer.rotary, query[..., d:])], -1))
+        k.append(torch.cat([pair[..., :d], shared], -1))
+        v.append(pair[..., d:])
+    q, k, v = (torch.stack(each, 1) for each in (q, k, v))
+    scores = layer.scores or hw.Scores()
+    scale = (d + r) ** -0.5 if scores.scale is None else scores.scale
+    if layer.temperature is not None:
+        scale = scale / layer.temperature
+    talking = (layer.talking_before, layer.talking_after) if scores.talking_heads else None
+    weights = plain_attention(q, k, v, allowed, bias, scale, scores.softcap, layer.sinks, talking).weights
+    out = weights @ v if gate is None else weights @ v * gate[:, :, None, None]
+    return linear(layer.out_proj, torch.cat(out.unbind(1), -1)), weights
+
+
+@FORMS
+@pytest.mark.parametrize("options", OPTIONS)
+def test_output_weights_and_gradients(options, absorbed):
+    layer, x = layer_with(**OPTIONS[options]), text().requires_grad_()
+    y, weights = layer(x, absorbed=absorbed, return_weights=True)
+    expected, expected_weights = by_hand(layer, x)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
+    wanted = [x, *layer.parameters()]
+    upstream, of_weights = torch.randn_like(y), torch.randn_like(weights)
+    ours = torch.autograd.grad((y * upstream).sum() + (weights * of_weights).sum(), wanted)
+    theirs = torch.autograd.grad((expected * upstream).sum() + (expected_weights * of_weights).sum(), wanted)
+    for got, exact in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-11)
+
+
+@FORMS
+def test_masks_biases_and_gates(absorbed):
+    layer, x = layer_with(mask=hw.causal()), text()
+    allowed = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    allowed = allowed & (torch.arange(LENGTH) < torch.tensor([3, 5])[:, None, None, None])
+    allowed = allowed.expand(BATCH, HEADS, LENGTH, LENGTH)
+    bias = torch.randn(BATCH, HEADS, LENGTH, LENGTH, dtype=torch.float64)
+    gate = torch.rand(BATCH, HEADS, dtype=torch.float64)
+    expected, expected_weights = by_hand(layer, x, allowed, bias, gate)
+    given = {"mask": hw.padding([3, 5]), "bias": bias, "gate": gate, "absorbed": absorbed}
+    y, weights = layer(x, return_weights=True, **given)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
+
+
+@FORMS
+def test_positions_and_a_missing_batch(absorbed):
+    layer, x = layer_with(mask=hw.causal()), text()
+    later = torch.arange(LENGTH) + 100
+    torch.testing.assert_close(layer(x, positions=later, absorbed=absorbed), layer(x), rtol=0, atol=1e-12)
+    spread = layer(x, positions=later * 3, absorbed=absorbed)
+    assert not torch.allclose(spread, layer(x))
+    alone = layer(x[0], positions=later * 3, absorbed=absorbed)
+    torch.testing.assert_close(alone, spread[0], rtol=0, atol=1e-12)
+    y, weights = layer(x[0], absorbed=absorbed, return_weights=True)
+    assert (y.shape, weights.shape) == ((LENGTH, EMBED), (HEADS, LENGTH, LENGTH))
+
+
+@pytest.mark.parametrize("shape", [(2, 0, EMBED), (0, 5, EMBED), (0, EMBED)], ids=str)
+@FORMS
+def test_an_empty_input(absorbed, shape):
+    assert layer_with()(torch.zeros(shape, dtype=torch.float64), absorbed=absorbed).shape == shape
+
+
+# -- caches ---------------------------------------------------------------------------------------------------
+
+CACHES = {
+    "dynamic": (lambda layer: hw.DynamicCache(), hw.causal()),
+    "static": (lambda layer: layer.static_cache(BATCH, 13), hw.causal()),
+    "sliding": (lambda layer: hw.SlidingCache(3, sinks=1), hw.window(3) | hw.causal() & hw.prefix(1)),
+}
+
+
+@pytest.mark.parametrize("absorbed", [False, True, None], ids=str)
+@pytest.mark.parametrize("pieces", [[1] * 11, [5, 3, 1, 1, 1]], ids=["token by token", "in pieces"])
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_changes_nothing(kind, pieces, absorbed):
+    make, mask = CACHES[kind]
+    layer, x = layer_with(q_rank=5, mask=mask), text(11)
+    with torch.no_grad():
+        cache = make(layer)
+        y = torch.cat([layer(part, cache=cache, absorbed=absorbed) for part in x.split(pieces, dim=1)], dim=1)
+        torch.testing.assert_close(y, layer(x), rtol=0, atol=1e-12)
+    assert [tensor.shape[:2] + tensor.shape[3:] for tensor in cache.tensors] == [(BATCH, 1, 4 + 7)]
+
+
+@FORMS
+def test_prompts_of_different_lengths(absorbed):
+    layer, x, more = layer_with(mask=hw.causal()), text(), text(2)
+    cache = layer.static_cache(BATCH, 8)
+    with torch.no_grad():
+        layer(x, cache=cache, lengths=[3, 5], absorbed=absorbed)
+        y = layer(more, cache=cache, absorbed=absorbed)
+        for sequence, length in enumerate([3, 5]):
+            whole = torch.cat([x[sequence, :length], more[sequence]])
+            torch.testing.assert_close(y[sequence], layer(whole)[-2:], rtol=0, atol=1e-12)
+
+
+@FORMS
+def test_angles_that_change_with_the_length_turn_cached_keys_anew(absorbed):
+    layer, x = layer_with(mask=hw.causal(), rotary=hw.Rotary(scaling=hw.DynamicNTK(2.0, 3))), text(7)
+    cache = hw.DynamicCache()
+    last = [layer(token, cache=cache, absorbed=absorbed) for token in x.split(1, dim=1)][-1]
+    torch.testing.assert_close(last, layer(x)[:, -1:], rtol=0, atol=1e-12)
+
+
+@FORMS
+def test_gradients_go_through_a_dynamic_cache(absorbed):
+    layer, x, upstream = layer_with(mask=hw.causal()), text(), text()
+    cache, parameters = hw.DynamicCache(), list(layer.parameters())
+    y = torch.cat([layer(part, cache=cache, absorbed=absorbed) for part in x.split([2, 3], dim=1)], dim=1)
+    ours = torch.autograd.grad((y * upstream).sum(), parameters)
+    for got, exact in zip(ours, torch.autograd.grad((layer(x) * upstream).sum(), parameters), strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-11)
+
+
+def test_the_form_taken_unasked_is_the_cheaper_one():
+    layer = LatentAttention(64, 2, kv_rank=32, head_dim=16, rotary_dim=8)
+    assert not layer._absorbed(None, queries=100, keys=100)
+    assert layer._absorbed(None, queries=1, keys=100)
+    wide = LatentAttention(64, 2, kv_rank=8, head_dim=16, rotary_dim=8)
+    assert wide._absorbed(None, queries=100, keys=100)
+
+
+def test_absorbed_makes_nothing_for_each_head_and_key():
+    layer, x, cache = layer_with(mask=hw.causal()), text(1), hw.DynamicCache()
+    layer(text(11), cache=cache)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(layer), "_attend_expanded", None)
+        layer(x, cache=cache)
+        with pytest.raises(TypeError, match="not callable"):
+            layer(x, cache=cache, absorbed=False)
+
+
+# -- what may be put in the place of the up-projection --------------------------------------------------------
+
+
+class LoRA(nn.Module):
+    """A linear map and a correction of low rank."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False, dtype=base.weight.dtype)
+        self.up = nn.Linear(rank, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    @property
+    def weight(self):  # as PEFT has it: the weight before the correction
+        return self.base.weight
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def with_lora(layer):
+    layer.kv_up = LoRA(layer.kv_up)
+
+
+def with_parametrization(layer):
+    nn.utils.parametrize.register_parametrization(layer.kv_up, "weight", Doubled())
+
+
+def with_hook(layer):
+    layer.kv_up.register_forward_hook(lambda module, inputs, output: 3 * output)
+
+
+def with_forward(layer):
+    plain = layer.kv_up.forward
+    layer.kv_up.forward = lambda x: -plain(x)
+
+
+@pytest.mark.parametrize("change", [with_lora, with_parametrization, with_hook, with_forward])
+def test_what_replaces_the_up_projection_is_honoured(change):
+    layer, x = layer_with(mask=hw.causal()), text()
+    before = layer(x, absorbed=True)
+    change(layer)
+    y = layer(x, absorbed=True)
+    assert not torch.allclose(y, before)
+    torch.testing.assert_close(y, layer(x, absorbed=False), rtol=0, atol=1e-12)
+    parameters = list(layer.parameters())
+    ours = torch.autograd.grad(y.square().sum(), parameters)
+    theirs = torch.autograd.grad(layer(x, absorbed=False).square().sum(), parameters)
+    for got, exact in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.usefixtures("as_user")
+def test_an_up_projection_with_a_bias_is_never_absorbed():
+    layer, x = layer_with(mask=hw.causal()), text()
+    layer.kv_up = nn.Linear(7, HEADS * 24, dtype=torch.float64)
+    expected, _ = by_hand(layer, x, torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(2, HEADS, 5, 5))
+    cache = hw.DynamicCache()
+    y = torch.cat([layer(token, cache=cache) for token in x.split(1, dim=1)], dim=1)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    with pytest.raises(hw.InputError, match="^absorbed: expected False, since kv_up has a bias, got True"):
+        layer(x, absorbed=True)
+
+
+# -- the module -----------------------------------------------------------------------------------------------
+
+
+def test_copies_and_reloads():
+    options = {"q_rank": 5, "mask": hw.causal(), "scores": hw.Scores(sinks=True), "bias": True}
+    layer, loaded, x = layer_with(**options), layer_with(**options), text()
+    loaded.load_state_dict(layer.state_dict(), strict=True)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), loaded):
+        assert torch.equal(twin(x), layer(x))
+
+
+def test_made_on_meta_and_filled():
+    layer = LatentAttention(EMBED, HEADS, q_rank=5, bias=True, device="meta", dtype=torch.bfloat16, **SIZES)
+    assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
+    assert layer(torch.empty(2, 5, EMBED, device="meta", dtype=torch.bfloat16)).shape == (2, 5, EMBED)
+    layer = layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    layer.reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in layer.parameters())
+    assert layer.kv_norm.weight.eq(1).all()
+    assert not layer.kv_down.bias.any()
+
+
+def test_it_begins_with_glorot_weights():
+    layer = LatentAttention(300, 4, kv_rank=60, head_dim=20, rotary_dim=10)
+    for weight, width in ((layer.kv_down.weight[:60], 60), (layer.kv_down.weight[60:], 10)):
+        bound = (6 / (300 + width)) ** 0.5
+        assert bound * 0.99 < weight.max() <= bound
+
+
+@FORMS
+def test_half_precision_and_autocast(absorbed):
+    layer, x = layer_with(q_rank=5, mask=hw.causal()).float(), text().float()
+    exact = layer(x)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        y = layer(x, absorbed=absorbed)
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.float(), exact, rtol=0.1, atol=0.3)
+        cache = layer.static_cache(BATCH, 8, dtype=torch.bfloat16)
+        torch.testing.assert_close(layer(x, cache=cache, absorbed=absorbed), y)
+    y, weights = layer.bfloat16()(x.bfloat16(), absorbed=absorbed, return_weights=True)
+    assert y.dtype == weights.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), exact, rtol=0.1, atol=0.3)
+
+
+@FORMS
+def test_dropout_acts_in_training_only(absorbed):
+    layer, x = layer_with(dropout=0.5), text()
+    expected, _ = by_hand(layer, x)
+    assert not torch.allclose(layer(x, absorbed=absorbed), expected)
+    torch.testing.assert_close(layer.eval()(x, absorbed=absorbed), expected, rtol=0, atol=1e-12)
+
+
+def test_it_compiles_to_one_graph():
+    code = """
+import torch, headwise as hw
+from headwise.nn.latent import LatentAttention
+x = torch.randn(2, 5, 12)
+layer = LatentAttention(12, 3, kv_rank=7, q_rank=5, head_dim=4, rotary_dim=2, mask=hw.causal())
+for call in ({"absorbed": False}, {"absorbed": True}, {"gate": torch.rand(3)}, {"return_weights": True}):
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, **call), layer(x, **call))
+
+torch._dynamo.reset()
+step = torch.compile(layer, fullgraph=True, backend="eager")
+with torch.no_grad():
+    cache = layer.static_cache(2, 8)
+    y = torch.cat([step(token, cache=cache) for token in x.split(1, dim=1)], dim=1)
+    torch.testing.assert_close(y, layer(x))
+print("same")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout == "same\n", result.stderr
+
+
+def test_it_says_what_it_is():
+    text = repr(layer_with(q_rank=5, mask=hw.causal()))
+    assert "num_heads=3, kv_rank=7, q_rank=5, head_dim=11, rotary_dim=4, value_dim=13, rotary=Rotary(" in text
+    assert "mask=causal()" in text
+
+
+# -- DeepSeek's ---------------------------------------------------------------------------------------------------
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 900.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+NAMES = {
+    "q_a_proj": "q_down",
+    "q_a_layernorm": "q_norm",
+    "q_b_proj": "q_up",
+    "kv_a_proj_with_mqa": "kv_down",
+    "kv_a_layernorm": "kv_norm",
+    "kv_b_proj": "kv_up",
+    "o_proj": "out_proj",
+}
+
+
+@FORMS
+@pytest.mark.parametrize("rope", ["default", "yarn"])
+@pytest.mark.parametrize("q_rank", [None, 10])
+@pytest.mark.parametrize("family", ["V2", "V3", "V3, halves"])
+def test_transformers_deepseek(family, q_rank, rope, absorbed):
+    if family == "V2":
+        from transformers import DeepseekV2Config as Config
+        from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention as Attention
+        from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RotaryEmbedding as Embedding
+    else:
+        from transformers import DeepseekV3Config as Config
+        from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention as Attention
+        from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding as Embedding
+    config = Config(
+        hidden_size=39,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        q_lora_rank=q_rank,
+        kv_lora_rank=14,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=6,
+        v_head_dim=13,
+        max_position_embeddings=64,
+        rope_parameters=YARN if rope == "yarn" else {"rope_type": "default", "rope_theta": 900.0},
+        attn_implementation="eager",
+        **({"rope_interleave": False} if family == "V3, halves" else {}),
+    )
+    model = Attention(config, layer_idx=0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+
+    scaling, scale = None, 16**-0.5
+    if rope == "yarn":
+        mscale, of_all = (0.1 * YARN[name] * math.log(4.0) + 1 for name in ("mscale", "mscale_all_dim"))
+        scaling = hw.YaRN(4.0, 16, fast=4.0, slow=1.0, attention_factor=mscale / of_all)
+        scale *= of_all**2
+    ours = LatentAttention(
+        39,
+        3,
+        kv_rank=14,
+        q_rank=q_rank,
+        head_dim=10,
+        rotary_dim=6,
+        value_dim=13,
+        rotary=hw.Rotary(theta=900.0, interleaved=family != "V3, halves", scaling=scaling),
+        scores=hw.Scores(scale=scale),
+        mask=hw.causal(),
+    )
+    renamed = {}
+    for name, value in model.state_dict().items():
+        module, kind = name.split(".")
+        renamed[f"{NAMES.get(module, module)}.{kind}"] = value
+    ours.load_state_dict(renamed, strict=True)
+
+    x, positions = torch.randn(2, 23, 39), torch.arange(23)[None]
+    embeddings = Embedding(config)(x, positions)
+    forbidden = torch.full((23, 23), -torch.inf).triu(1)[None, None]
+    expected, _ = model(hidden_states=x, position_embeddings=embeddings, attention_mask=forbidden)
+    within_budget(ours(x, absorbed=absorbed), expected, copy.deepcopy(ours).double()(x.double(), absorbed=absorbed))
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_heads": 0}, "num_heads: expected a whole number of 1 or more, got 0"),
+        ({"kv_rank": 2.5}, "kv_rank: expected a whole number of 1 or more, got 2.5"),
+        ({"q_rank": 0}, "q_rank: expected a whole number of 1 or more, got 0"),
+        ({"value_dim": 0}, "value_dim: expected a whole number of 1 or more, got 0"),
+        ({"rotary_dim": 3}, "rotary_dim: expected an even number, since Rotary turns pairs of features, got 3"),
+        ({"rotary": hw.Rotary(width=6)}, r"Rotary\(width\): expected at most the rotary_dim, 4, got 6"),
+        ({"rotary": "yes"}, r"rotary: expected a Rotary, such as Rotary\(theta=10_000\), got str"),
+        ({"mask": torch.ones(2, 2)}, r"mask: expected a headwise Mask, such as causal\(\), got Tensor"),
+        ({"scores": 0.5}, r"scores: expected a Scores, such as Scores\(softcap=30.0\), got float"),
+        ({"dropout": 1.0}, "dropout: expected a probability of 0 or more and less than 1, got 1.0"),
+        ({"norm_eps": -1.0}, "norm_eps: expected a finite number above 0, got -1.0"),
+        ({"backend": "flash"}, "backend: expected one of fused, blockwise, reference, got 'flash'"),
+    ],
+)
+def test_a_mistake_in_construction(arguments, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        LatentAttention(**({"embed_dim": EMBED, "num_heads": HEADS} | SIZES | arguments))
+
+
+X = torch.zeros(2, 5, EMBED, dtype=torch.float64)
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("x", "arguments", "message"),
+    [
+        (X[..., :18], {}, r"x: expected width 19 on the last axis, got \(2, 5, 18\)"),
+        (X.float(), {}, "x: expected torch.float64 like the layer, got torch.float32; cast one to the other"),
+        (X, {"absorbed": 1}, "absorbed: expected True, False or None, got 1"),
+        (X, {"cache": {}}, r"cache: expected a headwise Cache, such as DynamicCache\(\), got dict"),
+        (X, {"lengths": [1, 2]}, "lengths: expected a StaticCache beside them, got none"),
+        (X, {"positions": torch.arange(4)}, r"positions: expected shape \(5,\) or \(2, 5\), got \(1, 4\)"),
+        (X, {"gate": torch.ones(4)}, r"gate: expected a shape of .* = \(3,\), \(2, 3\), \(2, 3, 5\), got \(4,\)"),
+    ],
+)
+def test_a_mistake_in_a_call(x, arguments, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        layer_with()(x, **arguments)
+
+
+@pytest.mark.usefixtures("as_user")
+def test_a_call_that_fails_leaves_the_cache_as_it_was():
+    layer, cache = layer_with(mask=hw.causal()), hw.DynamicCache()
+    layer(X, cache=cache)
+    with pytest.raises(hw.InputError, match="^gate: "):
+        layer(X, cache=cache, gate=torch.ones(4))
+    assert cache.seen == 5
+
+
+@pytest.mark.usefixtures("as_user")
+def test_an_up_projection_with_a_bias_inside_is_never_absorbed():
+    layer = hw.LatentAttention(12, 3, kv_rank=4, head_dim=4, rotary_dim=2)
+    layer.kv_up = torch.nn.Sequential(torch.nn.Linear(4, layer.kv_up.out_features))
+    torch.nn.init.ones_(layer.kv_up[0].bias)
+    x, cache = torch.randn(1, 9, 12), hw.DynamicCache()
+    expected = layer(x, absorbed=False, mask=hw.causal())
+    layer(x[:, :8], cache=cache, mask=hw.causal())
+    torch.testing.assert_close(layer(x[:, 8:], cache=cache, mask=hw.causal()), expected[:, 8:])
+    with pytest.raises(hw.InputError, match="^absorbed: expected False, since kv_up has a bias, got True"):
+        layer(x, absorbed=True)

@@ -1,0 +1,315 @@
+"""What can be told from losses over seeds: the margin, the frontier, the recommendation."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import scipy.stats
+
+import headwise as hw
+from headwise.runs.table import Measured
+from headwise.studies.conclusions import SettingRow, beats, collected, margin
+from headwise.studies.trial_store import Done, Job
+
+pytestmark = pytest.mark.usefixtures("as_user")
+
+ONE, TWO, FOUR, SHARED = hw.Setting(1, 16, 1), hw.Setting(2, 8, 2), hw.Setting(4, 4, 4), hw.Setting(4, 4, 2)
+
+
+def by_definition(table):
+    """Tukey's range test of the rows of a table with columns as blocks."""
+    table = np.asarray(table, dtype=np.float64)
+    k, n = table.shape
+    whole = np.sum((table - table.mean()) ** 2)
+    rows = n * np.sum((table.mean(1) - table.mean()) ** 2)
+    columns = k * np.sum((table.mean(0) - table.mean()) ** 2)
+    degrees = (k - 1) * (n - 1)
+    error = (whole - rows - columns) / degrees
+    return scipy.stats.studentized_range.ppf(0.95, k, degrees) * math.sqrt(error / n)
+
+
+def losses_of(table, seeds=None):
+    settings = (ONE, TWO, FOUR, SHARED)
+    numbers = seeds or range(1, 1 + len(table[0]))
+    return {setting: dict(zip(numbers, row, strict=True)) for setting, row in zip(settings, table, strict=False)}
+
+
+@pytest.mark.parametrize(("settings", "seeds"), [(2, 2), (3, 5), (4, 3)])
+def test_the_margin_is_that_of_tukeys_range_test(settings, seeds):
+    table = np.random.default_rng(7).normal(3.0, 0.1, (settings, seeds))
+    assert margin(losses_of(table)) == pytest.approx(by_definition(table), rel=1e-7)
+
+
+def test_the_margin_of_a_table_worked_out_by_hand():
+    """Residuals are all 0.25 or -0.25: squares 0.25, 1 degree; of 2 groups, q is sqrt(2) times Student's t, 12.7062."""
+    got = margin(losses_of([[1.0, 2.0], [1.5, 1.5]]))
+    assert got == pytest.approx(math.sqrt(2) * 12.706204736 * math.sqrt(0.25 / 2), rel=1e-6)
+
+
+def test_what_a_seed_does_to_all_is_taken_out():
+    table = np.random.default_rng(3).normal(3.0, 0.1, (3, 4))
+    moved = table + np.array([0.0, 10.0, -2.0, 0.5])
+    assert margin(losses_of(moved)) == pytest.approx(margin(losses_of(table)), rel=1e-9)
+    apart = table + np.array([[1.0], [5.0], [-2.0]])
+    assert margin(losses_of(apart)) == pytest.approx(margin(losses_of(table)), rel=1e-9)
+    assert margin(losses_of(3 * table)) == pytest.approx(3 * margin(losses_of(table)), rel=1e-9)
+
+
+def test_seeds_that_one_lacks_are_left_out():
+    table = np.random.default_rng(3).normal(3.0, 0.1, (3, 4))
+    losses = losses_of(table, (1, 2, 3, 4))
+    del losses[TWO][2], losses[FOUR][2]
+    assert margin(losses) == pytest.approx(by_definition(table[:, [0, 2, 3]]), rel=1e-7)
+    losses[SHARED] = {}
+    assert margin(losses) == pytest.approx(by_definition(table[:, [0, 2, 3]]), rel=1e-7)
+    losses[SHARED] = {1: 3.0, 3: math.inf}
+    assert margin(losses) == pytest.approx(by_definition(table[:, [0, 2, 3]]), rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        {},
+        {ONE: {1: 2.0, 2: 3.0}},
+        {ONE: {1: 2.0}, TWO: {1: 3.0}},
+        {ONE: {1: 2.0, 2: 3.0}, TWO: {3: 1.0, 1: 2.0}},
+    ],
+)
+def test_nothing_can_be_told(losses):
+    assert math.isnan(margin(losses))
+
+
+def test_identical_losses_leave_no_margin():
+    assert margin(losses_of([[1.0, 2.0], [1.0, 2.0]])) == 0.0
+
+
+# -- the frontier -----------------------------------------------------------------------------------------------------
+
+
+def row(setting=ONE, **values):
+    """Of means alone, or with their standard errors."""
+    pairs = {name: each if isinstance(each, tuple) else (each, 0.0) for name, each in values.items()}
+    statistics = {name: Measured(*pair, 3) for name, pair in pairs.items()}
+    return SettingRow(**vars(setting), statistics=statistics)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ({"loss": 1.0, "step_ms": 5.0}, {"loss": 2.0, "step_ms": 5.0}, (True, False)),
+        ({"loss": 1.0, "step_ms": 5.0}, {"loss": 1.0, "step_ms": 5.0}, (False, False)),
+        ({"loss": 1.0, "step_ms": 5.0}, {"loss": 2.0, "step_ms": 4.0}, (False, False)),
+        ({"loss": 1.0, "step_ms": 5.0}, {"loss": 1.0, "step_ms": 4.0}, (False, True)),
+        ({"loss": 1.0, "decode_tokens_s": 50.0}, {"loss": 1.0, "decode_tokens_s": 40.0}, (True, False)),
+        ({"loss": 1.0, "decode_tokens_s": 30.0}, {"loss": 0.5, "decode_tokens_s": 40.0}, (False, True)),
+        ({"loss": 1.0, "cache_bytes": 64.0}, {"loss": 1.0, "cache_bytes": 128.0}, (True, False)),
+        ({"loss": 1.0, "train_loss": 9.0, "rate": 1.0}, {"loss": 1.0, "train_loss": 1.0, "rate": 0.1}, (False, False)),
+        # Times within two standard errors of their difference, sqrt(0.3^2 + 0.4^2), are as good.
+        ({"loss": 1.0, "step_ms": (5.9, 0.3)}, {"loss": 2.0, "step_ms": (5.0, 0.4)}, (True, False)),
+        ({"loss": 1.0, "step_ms": (6.1, 0.3)}, {"loss": 2.0, "step_ms": (5.0, 0.4)}, (False, False)),
+        ({"loss": 1.0, "step_ms": (5.0, 0.3)}, {"loss": 1.0, "step_ms": (5.9, 0.4)}, (False, False)),
+        ({"loss": 1.0, "step_ms": (5.0, 0.3)}, {"loss": 1.0, "step_ms": (6.1, 0.4)}, (True, False)),
+        # Losses are not: nobody measured them by the clock.
+        ({"loss": (1.0, 0.5), "step_ms": 5.0}, {"loss": (1.1, 0.5), "step_ms": 5.0}, (True, False)),
+        ({"loss": 1.0, "step_ms": (5.0, math.nan)}, {"loss": 1.0, "step_ms": 5.1}, (True, False)),
+        ({"loss": 1.0, "step_ms": 5.0}, {"loss": math.inf, "step_ms": 5.0}, (True, False)),
+    ],
+)
+def test_which_of_two_beats_the_other(one, other, expected):
+    one, other = row(**one), row(**other)
+    assert (beats(one, other), beats(other, one)) == expected
+
+
+def test_the_frontier():
+    """Least loss; quickest; least cache; and one that another is better than in all."""
+    table = {
+        ONE: {"loss": 3.0, "step_ms": 9.0, "decode_tokens_s": 200.0, "cache_bytes": 64.0},
+        TWO: {"loss": 3.2, "step_ms": 8.0, "decode_tokens_s": 200.0, "cache_bytes": 64.0},
+        FOUR: {"loss": 3.3, "step_ms": 8.0, "decode_tokens_s": 190.0, "cache_bytes": 64.0},
+        SHARED: {"loss": 3.4, "step_ms": 9.5, "decode_tokens_s": 190.0, "cache_bytes": 32.0},
+    }
+    rows = tuple(row(setting, **values) for setting, values in table.items())
+    assert hw.Study(rows, {"runs": [], "baseline": None}).frontier == (ONE, TWO, SHARED)
+
+
+# -- what to take -----------------------------------------------------------------------------------------------------
+
+
+def study_of(table, baseline=None, step_ms=None, seeds=None):
+    """Made as a study makes it: from trials that are done, searches among them."""
+    times = step_ms or {}
+    done = []
+    for setting, losses in losses_of(table, seeds).items():
+        done.append(Done(Job(setting, False, 0), 3e-3, 9.0, False, {"seconds": 1.0}))
+        for seed, loss in losses.items():
+            if not math.isnan(loss):
+                measured = {"train_loss": loss - 0.1, "step_ms": times.get(setting, 5.0), "seconds": 1.5}
+                done.append(Done(Job(setting, True, seed), 3e-3, loss, False, measured))
+    settings = tuple(losses_of(table))
+    sizes = {setting.name: 1000 + setting.num_heads for setting in settings}
+    about = {"model": {"name": "text"}, "settings": {}, "steps": 20, "left_out": []}
+    return collected(done, settings, sizes, about, len(table[0]), baseline)
+
+
+NOISE = np.array([[0.0, 0.01, -0.01], [0.01, -0.01, 0.0], [-0.01, 0.0, 0.01]])
+"""Of mean 0 over seeds, and over settings: residuals as they are."""
+
+TOLD = by_definition(NOISE)
+
+
+def losses(*means):
+    return (np.array(means)[:, None] + NOISE[: len(means)]).tolist()
+
+
+def test_the_rows_are_means_over_seeds():
+    found = study_of([[3.0, 3.2, 3.4], [2.0, 2.0, 2.0]])
+    first, second = found.rows
+    assert first.statistics["loss"] == pytest.approx((3.2, 0.2 / math.sqrt(3), 3))
+    assert first.statistics["train_loss"] == pytest.approx((3.1, 0.2 / math.sqrt(3), 3))
+    assert second.statistics["loss"] == (2.0, 0.0, 3)
+    assert first.statistics["parameters"] == (1001.0, 0.0, 3)
+    assert first.statistics["rate"].value == 3e-3
+    assert found.losses == {ONE: {1: 3.0, 2: 3.2, 3: 3.4}, TWO: {1: 2.0, 2: 2.0, 3: 2.0}}
+    assert found.about["search"][0] == {"setting": "1x16", "rate": 3e-3, "loss": 9.0, "pruned": False}
+    assert "seconds" not in first.statistics
+    assert found.row(TWO) is second
+    with pytest.raises(hw.InputError, match=r"^setting: expected one of 1x16, 2x8, got 4x4$"):
+        found.row(FOUR)
+
+
+def told(study):
+    found = study.recommendation
+    assert found.margin == study.margin or math.isnan(study.margin)
+    return found.setting, found.alike, found.sentence
+
+
+def test_one_setting_is_nothing_to_compare():
+    sentence = "nothing to compare: fewer than two settings were trained to the end"
+    assert told(study_of([[3.0, 3.1]])) == (None, (ONE,), sentence)
+    assert told(study_of([[math.nan, math.nan], [3.0, 3.1]])) == (None, (TWO,), sentence)
+    assert told(study_of([[math.nan], [math.nan]])) == (None, (), sentence)
+
+
+def test_one_seed_has_no_spread():
+    sentence = "undecided: of one seed there is no spread; two or more (--seeds, seeds=) can decide"
+    assert told(study_of([[3.0], [2.0], [9.0]])) == (None, (TWO, ONE, FOUR), sentence)
+    assert math.isnan(study_of([[3.0], [2.0]]).recommendation.margin)
+
+
+def test_no_difference():
+    found = study_of(losses(3.002, 3.001, 3.0))
+    assert TOLD > 0.002
+    sentence = f"no difference at this budget: losses are within 0.0020, and {TOLD:.4f} can be told"
+    assert told(found) == (None, (FOUR, TWO, ONE), sentence)
+    assert found.recommendation.margin == pytest.approx(TOLD)
+    assert told(study_of(losses(3.002, 3.001, 3.0), TWO)) == (None, (FOUR, TWO, ONE), sentence)
+
+
+def test_the_best_alone():
+    sentence = f"2x8: the next, 4x4, is 0.5000 behind the best, where {TOLD:.4f} can be told"
+    assert told(study_of(losses(4.0, 3.0, 3.5))) == (TWO, (TWO,), sentence)
+    # A setting in use that is worse is left.
+    assert told(study_of(losses(4.0, 3.0, 3.5), ONE)) == (TWO, (TWO,), sentence)
+
+
+def test_of_several_alike_the_quickest():
+    found = study_of(losses(3.0, 3.001, 3.5), step_ms={ONE: 7.0, TWO: 6.0, FOUR: 1.0})
+    sentence = (
+        "2x8, the quickest to train of 1x16, 2x8, which show no difference at this budget: "
+        f"the next, 4x4, is 0.5000 behind the best, where {TOLD:.4f} can be told"
+    )
+    assert told(found) == (TWO, (ONE, TWO), sentence)
+    equal = study_of(losses(3.001, 3.0, 3.5))
+    assert equal.recommendation.setting == TWO  # as quick, and of less loss
+
+
+def test_a_setting_in_use_that_is_among_the_best_is_kept():
+    found = study_of(losses(3.0, 3.001, 3.5), TWO, {ONE: 1.0, TWO: 6.0})
+    sentence = f"no difference at this budget between 2x8, which is in use, and 1x16: {TOLD:.4f} can be told"
+    assert told(found) == (None, (ONE, TWO), sentence)
+    alone = study_of(losses(3.0, 3.3, 3.5), ONE)
+    assert told(alone) == (None, (ONE,), "keep 1x16: no other setting is as good at this budget")
+
+
+def test_a_setting_that_diverged_is_never_taken():
+    table = losses(3.0, 3.001, 3.5)
+    table[2][1] = math.inf
+    found = study_of(table, step_ms={FOUR: 0.1, TWO: 4.0})
+    least = by_definition(np.array(table[:2]))
+    sentence = (
+        "2x8, the quickest to train of 1x16, 2x8, which show no difference at this budget: "
+        f"the next, 4x4, is inf behind the best, where {least:.4f} can be told"
+    )
+    assert told(found) == (TWO, (ONE, TWO), sentence)
+    assert found.row(FOUR).statistics["loss"].value == math.inf
+
+
+def test_fewer_than_two_that_did_not_diverge():
+    sentence = "undecided: the loss of 2x8 was not finite, and fewer than two settings are left"
+    assert told(study_of([[3.0, 3.1], [math.inf, 3.0]])) == (None, (ONE, TWO), sentence)
+
+
+def test_a_setting_for_which_there_was_no_time(tmp_path):
+    """It has a row, is on no frontier and in no comparison; the table is saved and drawn."""
+    whole = study_of(losses(4.0, 3.0, 3.5))
+    done = [
+        Done(Job(setting, True, seed), 3e-3, loss, False, {"train_loss": 2.0, "step_ms": 5.0})
+        for setting, runs in whole.losses.items()
+        for seed, loss in runs.items()
+        if setting != FOUR
+    ]
+    about = {"model": {"name": "a text"}, "steps": 10, "left_out": ()}
+    found = collected(done, (ONE, TWO, FOUR), {"1x16": 9, "2x8": 9, "4x4": 9}, about, 3, None)
+    found.save(tmp_path)
+    again = hw.Study.load(tmp_path)
+    assert again.row(FOUR).statistics["loss"].n == 0
+    assert math.isnan(again.row(FOUR).statistics["step_ms"].value)
+    assert again.frontier == (TWO,)
+    assert again.recommendation.setting == TWO
+    assert {text.get_text() for text in again.plot().axes[1].texts} == {"1x16", "2x8"}
+
+
+def test_means_are_those_of_the_seeds_that_all_have():
+    """The last seed is a bad one, and one setting was spared it: that is not to its credit."""
+    table = losses_of([[3.0, 3.01, 9.0], [3.5, 3.51, 9.5]])
+    del table[TWO][3]
+    done = [
+        Done(Job(setting, True, seed), 3e-3, loss, False, {"step_ms": 5.0})
+        for setting, runs in table.items()
+        for seed, loss in runs.items()
+    ]
+    about = {"model": {"name": "a text"}, "steps": 10, "left_out": ()}
+    found = collected(done, (ONE, TWO), {"1x16": 9, "2x8": 9}, about, 3, None)
+    assert found.row(TWO).statistics["loss"].value < found.row(ONE).statistics["loss"].value
+    assert found.recommendation.setting == ONE
+
+
+@pytest.mark.parametrize("baseline", [None, TWO])
+def test_saved_and_loaded(baseline, tmp_path):
+    table = losses(4.0, 3.0, 3.5)
+    table[2][1] = math.inf
+    found = study_of(table, baseline)
+    found.save(tmp_path)
+    again = hw.Study.load(tmp_path)
+    assert [each.place for each in again.rows] == [each.place for each in found.rows]
+    for each, other in zip(again.rows, found.rows, strict=True):
+        assert list(each.statistics) == list(other.statistics)
+        for name, measured in each.statistics.items():
+            assert measured == pytest.approx(other.statistics[name], nan_ok=True)
+    assert (again.losses, again.margin, again.frontier) == (found.losses, found.margin, found.frontier)
+    assert again.recommendation == found.recommendation
+    assert again.baseline == baseline
+    assert again.about == found.about
+    sentence = f"out: expected a folder without study.parquet, got {str(tmp_path)!r}; --force (force=True) replaces it"
+    with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
+        found.save(tmp_path)
+
+
+def test_the_picture_has_every_seed_and_setting():
+    figure = study_of(losses(4.0, 3.0, 3.5)).plot()
+    by_heads, by_time = figure.axes
+    points = [tuple(point) for line in by_heads.lines if line.get_marker() == "." for point in line.get_xydata()]
+    assert len(points) == 9
+    assert (2.0, pytest.approx(2.99)) in points
+    assert {text.get_text() for text in by_time.texts} == {"1x16", "2x8", "4x4"}

@@ -1,0 +1,210 @@
+"""The models that are compared: as many parameters each, what they may see, and what Hugging Face makes of them."""
+
+import re
+import types
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import headwise as hw
+import tiny
+from headwise.attention.cache import DynamicCache
+from headwise.studies import export
+from headwise.studies.export import as_transformers, save
+from headwise.studies.model import Shape, Transformer
+
+pytestmark = pytest.mark.usefixtures("as_user")
+
+VOCABULARY, WIDTH, LAYERS, SIZE = 97, 12, 3, 9_000
+SETTINGS = (
+    *(hw.Setting(1, 12, 1), hw.Setting(2, 6, 2), hw.Setting(3, 4, 1), hw.Setting(6, 2, 6)),
+    *(hw.Setting(4, 8, 2), hw.Setting(6, 6, 3)),
+)
+KINDS = {"decoder": {}, "encoder": {"causal": False}, "classifier": {"causal": False, "classes": 5}}
+
+
+def made(kind, setting=SETTINGS[4], std=0.3):
+    torch.manual_seed(3)
+    model = Transformer(Shape(VOCABULARY, WIDTH, LAYERS, SIZE, **KINDS[kind]), setting).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=std)
+    return model
+
+
+def count(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def by_definition(shape, setting, mlp):
+    """Parameters, added up as the modules are drawn in the docstring."""
+    h, d, k, e = setting.num_heads, setting.head_dim, setting.num_kv_heads, shape.embed_dim
+    block = e * h * d + 2 * e * k * d + h * d * e + 3 * e * mlp + 2 * e
+    top = 0 if shape.classes is None else e * e + e + e * shape.classes + shape.classes
+    return shape.vocabulary * e + shape.layers * block + e + top
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_many_parameters_whatever_the_heads(kind):
+    """To within half of what one more unit in every MLP has."""
+    shape = Shape(VOCABULARY, WIDTH, LAYERS, SIZE, **KINDS[kind])
+    for setting in SETTINGS:
+        model = Transformer(shape, setting)
+        width = model.layers[0].mlp.gate_proj.out_features
+        assert {block.mlp.down_proj.in_features for block in model.layers} == {width} == {shape.mlp_dim(setting)}
+        assert count(model) == by_definition(shape, setting, width)
+        assert abs(count(model) - SIZE) <= 3 * WIDTH * LAYERS / 2
+        assert all(
+            abs(by_definition(shape, setting, width) - SIZE) <= abs(by_definition(shape, setting, other) - SIZE)
+            for other in (width - 1, width + 1)
+        )
+
+
+def test_heads_that_leave_nothing():
+    setting = hw.Setting(4, 8, 2)
+    least = by_definition(Shape(VOCABULARY, WIDTH, LAYERS, 1), setting, 1)
+    assert least == 97 * 12 + 3 * (12 * 32 + 2 * 12 * 16 + 32 * 12 + 36 + 24) + 12
+    assert count(Transformer(Shape(VOCABULARY, WIDTH, LAYERS, least), setting)) == least
+    small = 1_234
+    sentence = f"params: expected at least {least:,} for 4x8/2 at this width and depth, got 1,234"
+    with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
+        Transformer(Shape(VOCABULARY, WIDTH, LAYERS, small), setting)
+
+
+def test_weights_at_first():
+    torch.manual_seed(0)
+    model = Transformer(Shape(499, 48, 2, 80_000, causal=False, classes=3), hw.Setting(4, 12, 4))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            assert parameter.eq(0.0 if name.endswith("bias") else 1.0).all(), name
+        elif parameter.numel() > 1_000:
+            adds = name.endswith(("out_proj.weight", "down_proj.weight"))
+            assert parameter.std().item() == pytest.approx(0.01 if adds else 0.02, rel=0.06), name
+
+
+@torch.no_grad()
+def test_a_decoder_does_not_see_the_future_and_an_encoder_does():
+    ids = torch.randint(0, VOCABULARY, (2, 11))
+    other = ids.clone()
+    other[:, 7] = (other[:, 7] + 1) % VOCABULARY
+    for kind in ("decoder", "encoder"):
+        model = made(kind)
+        assert not torch.equal(model(ids)[:, 7:], model(other)[:, 7:])
+        earlier = (model(ids)[:, :7] - model(other)[:, :7]).abs().amax((0, 2))
+        assert (earlier == 0.0).all() if kind == "decoder" else (earlier > 1e-3).all()
+    first = made("decoder")
+    assert not torch.equal(first(ids)[:, 8:], first(other)[:, 8:])  # those after it do change
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_padding_changes_nothing_of_what_is_real(kind):
+    model = made(kind).double()
+    lengths = (5, 11, 7)
+    ids = torch.randint(0, VOCABULARY, (3, 11))
+    real = (torch.arange(11) < torch.tensor(lengths)[:, None]).long()
+    got, moved = model(ids, real), model(ids + (1 - real) * (1 - 2 * (ids > 50).long()), real)
+    for row, length in enumerate(lengths):
+        alone = model(ids[row : row + 1, :length])[0]
+        for padded in (got[row], moved[row]):
+            assert (padded if kind == "classifier" else padded[:length]) == pytest.approx(alone, abs=1e-12)
+    if kind != "decoder":
+        assert (got - model(ids)).abs().max() > 1e-3  # it matters that the mask is there
+
+
+@torch.no_grad()
+def test_a_classifier_is_the_mean_over_tokens():
+    model, hidden = made("classifier").double(), []
+    model.norm.register_forward_hook(lambda _module, _given, output: hidden.append(output))
+    got = model(torch.randint(0, VOCABULARY, (2, 7)))
+    dense, out = model.top.dense, model.top.classifier
+    inner = hidden[0] @ dense.weight.T + dense.bias
+    gelu = inner * (1 + torch.erf(inner / 2**0.5)) / 2
+    assert got == pytest.approx((gelu @ out.weight.T + out.bias).mean(1), abs=1e-12)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@torch.no_grad()
+def test_step_by_step_is_as_at_once(setting):
+    model = made("decoder", setting).double()
+    ids = torch.randint(0, VOCABULARY, (2, 11))
+    caches = model.caches()
+    assert [type(cache) for cache in caches] == [DynamicCache] * LAYERS
+    steps = [model(ids[:, :4], caches=caches), *(model(ids[:, i : i + 1], caches=caches) for i in range(4, 11))]
+    torch.testing.assert_close(torch.cat(steps, 1), model(ids), rtol=0, atol=1e-12)
+
+
+TOPS = {
+    "decoder": (transformers.AutoModelForCausalLM, "LlamaForCausalLM"),
+    "encoder": (transformers.AutoModelForMaskedLM, "EuroBertForMaskedLM"),
+    "classifier": (transformers.AutoModelForSequenceClassification, "EuroBertForSequenceClassification"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[4], SETTINGS[5]], ids=str)
+@torch.no_grad()
+def test_hugging_face_gives_the_same_logits(kind, setting, tmp_path):
+    model, tokenizer = made(kind, setting), tiny.tokenizer("decoder")
+    labels = ("a", "b", "c", "d", "e") if kind == "classifier" else ()
+    save(model, tokenizer, tmp_path, context=13, labels=labels)
+    auto, name = TOPS[kind]
+    theirs, found = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    assert type(theirs).__name__ == name
+    assert count(theirs) == count(model)
+    assert next(theirs.parameters()).dtype == torch.float32
+    ids = torch.randint(5, VOCABULARY, (3, 11))
+    real = (torch.arange(11) < torch.tensor((11, 4, 7))[:, None]).long()
+    theirs.eval()
+    torch.testing.assert_close(theirs(input_ids=ids).logits, model(ids), rtol=1e-4, atol=1e-4)
+    got, expected = theirs(input_ids=ids, attention_mask=real).logits, model(ids, real)
+    if kind != "classifier":
+        got, expected = got[real.bool()], expected[real.bool()]
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert expected.std() > 0.1
+    assert theirs.config.max_position_embeddings == 52
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)("w5 w9")["input_ids"] == tokenizer("w5 w9")["input_ids"]
+    if labels:
+        assert theirs.config.id2label == {0: "a", 1: "b", 2: "c", 3: "d", 4: "e"}
+        assert theirs.config.label2id == {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4}
+
+
+def test_a_model_with_something_besides_is_not_written():
+    model = made("decoder")
+    model.more = nn.Parameter(torch.zeros(2))
+    sentence = "model: expected a Transformer as it was made, got model.more besides"
+    with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
+        as_transformers(model, tiny.tokenizer("decoder"), context=8)
+
+
+def test_an_encoder_needs_a_transformers_that_knows_it(monkeypatch):
+    monkeypatch.setattr(export, "require_transformers", lambda: types.SimpleNamespace(__version__="4.47.1"))
+    sentence = "task: expected lm, or a transformers that knows EuroBERT for an encoder, got transformers 4.47.1"
+    with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
+        as_transformers(made("encoder"), tiny.tokenizer("decoder"), context=8)
+
+
+@pytest.mark.parametrize("size", [150_000, 1_500_000, 20_000_000])
+@pytest.mark.parametrize("heads", [(1, 2, 4, 8, 16), (3, 6), (1, 2, 3, 4, 6, 12), (5,), (1,)])
+def test_a_width_for_a_size(size, heads):
+    """All heads divide it, and the usual width of the MLP makes the size."""
+    shape = Shape.of_size(size, 300, heads)
+    assert (shape.vocabulary, shape.parameters, shape.causal, shape.classes) == (300, size, True, None)
+    assert all(shape.embed_dim % (2 * number) == 0 for number in heads)
+    usual = 300 * shape.embed_dim + 12 * shape.layers * shape.embed_dim**2
+    assert 1 / 2 < usual / size < 2
+    for number in heads:
+        setting = hw.Setting(number, shape.embed_dim // number, number)
+        assert 0.5 < shape.mlp_dim(setting) / shape.embed_dim < 8
+    assert 10 <= shape.embed_dim / shape.layers <= 60
+
+
+def test_a_width_and_a_depth_that_are_given_stay():
+    shape = Shape.of_size(20_000, 300, (1, 7), embed_dim=16, layers=1, causal=False, classes=2)
+    assert shape == Shape(300, 16, 1, 20_000, causal=False, classes=2)
+    assert Shape.of_size(1_500_000, 300, (2,), layers=5).layers == 5
+    assert Shape.of_size(1_500_000, 300, (2,), embed_dim=50).embed_dim == 50
+    assert Shape.of_size(1_500_000, 300, (7, 11, 13)).embed_dim % 2 == 0  # too many to divide it by all

@@ -1,0 +1,187 @@
+"""Which settings there are, what they are called, and why the others cannot be."""
+
+import itertools
+import re
+
+import pytest
+
+import headwise as hw
+from headwise.studies.space import HEADS
+
+pytestmark = pytest.mark.usefixtures("as_user")
+
+
+def names(*arguments, **options):
+    return [setting.name for setting in hw.Space(*arguments, **options).settings()]
+
+
+@pytest.mark.parametrize(
+    ("space", "expected"),
+    [
+        ({"embed_dim": 64}, ["1x64", "2x32", "4x16", "8x8", "16x4"]),
+        ({"embed_dim": 24, "heads": [3, 1, 4, 3]}, ["1x24", "3x8", "4x6"]),
+        ({"embed_dim": 24, "heads": (1, 5, 7, 12, 24)}, ["1x24", "12x2"]),
+        ({"embed_dim": 12, "heads": (2, 4, 12)}, ["2x6"]),
+        ({"embed_dim": 12, "heads": (2, 3), "head_dims": (3, 4, 10)}, ["2x4", "2x10", "3x4", "3x10"]),
+        ({"embed_dim": 12, "heads": (4,), "head_dims": (1, 2, 64)}, ["4x2", "4x64"]),
+        (
+            {"embed_dim": 24, "heads": (2, 6), "kv_heads": (1, 2, 3, 4)},
+            ["2x12/1", "2x12", "6x4/1", "6x4/2", "6x4/3"],
+        ),
+        (
+            {"embed_dim": 24, "heads": (1, 2, 4), "head_dims": (2, 6), "kv_heads": (4, 2)},
+            ["2x2", "2x6", "4x2/2", "4x2", "4x6/2", "4x6"],
+        ),
+        ({"embed_dim": 24, "heads": (1, 2, 3, 4, 6), "tensor_parallel": 2}, ["2x12", "4x6", "6x4"]),
+        ({"embed_dim": 24, "heads": (4, 12), "kv_heads": (1, 2, 4), "tensor_parallel": 4}, ["4x6", "12x2/4"]),
+        ({"embed_dim": 24, "heads": (6,), "kv_heads": (1, 2, 3, 6), "tensor_parallel": 3}, ["6x4/3", "6x4"]),
+    ],
+)
+def test_every_combination_that_can_exist(space, expected):
+    assert names(**space) == expected
+
+
+def test_the_same_as_by_trying_everything():
+    """Enumerated over all numbers up to the width, of which only those asked for are kept."""
+    heads, widths, shared, ranks = (1, 2, 3, 5, 6, 9, 10), (1, 2, 7, 8), (1, 2, 3, 4, 6), (1, 2, 3)
+    for rank in ranks:
+        expected = [
+            hw.Setting(h, d, k)
+            for h, d, k in itertools.product(range(1, 31), repeat=3)
+            if (h in heads and d in widths and k in shared) and 30 % h == d % 2 == h % k == h % rank == k % rank == 0
+        ]
+        assert hw.Space(30, heads, widths, shared, rank).settings() == tuple(expected)
+
+
+def test_numbers_of_heads_where_none_are_given():
+    assert HEADS == (1, 2, 4, 8, 16)
+    assert hw.Space(32).heads == HEADS
+
+
+def test_numbers_may_be_anything_that_can_be_gone_through():
+    space = hw.Space(8, iter([2, 1]), range(2, 5, 2), {1})
+    assert (space.heads, space.head_dims, space.kv_heads) == ((2, 1), (2, 4), (1,))
+    assert names(8, iter([2, 1]), range(2, 5, 2), {1}) == ["1x2", "1x4", "2x2/1", "2x4/1"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [(hw.Setting(8, 64, 8), "8x64"), (hw.Setting(8, 64, 2), "8x64/2"), (hw.Setting(1, 2, 1), "1x2")],
+)
+def test_the_name_of_a_setting_is_read_back(setting, name):
+    assert setting.name == str(setting) == name
+    assert hw.Space(512).read(name) == setting
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("8", hw.Setting(8, 32, 8)),
+        ("8x64", hw.Setting(8, 64, 8)),
+        ("8x64/2", hw.Setting(8, 64, 2)),
+        ("8/2", hw.Setting(8, 32, 2)),
+        (" 16 ", hw.Setting(16, 16, 16)),
+        ("32/32", hw.Setting(32, 8, 32)),
+    ],
+)
+def test_a_setting_as_it_is_written(text, setting):
+    """Also one that is not compared."""
+    assert hw.Space(256, (1, 2)).read(text) == setting
+
+
+WRITTEN = "heads as in 8, 8x64, 8x64/2 or 8/2"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "got"),
+    [
+        ("3x", WRITTEN, "'3x'"),
+        ("", WRITTEN, "''"),
+        ("x64", WRITTEN, "'x64'"),
+        ("8 x 64", WRITTEN, "'8 x 64'"),
+        ("-8", WRITTEN, "'-8'"),
+        ("8x64/2/1", WRITTEN, "'8x64/2/1'"),
+        ("eight", WRITTEN, "'eight'"),
+        ("0", WRITTEN, "'0'"),
+        ("8x0", WRITTEN, "'8x0'"),
+        ("8/0", WRITTEN, "'8/0'"),
+        ("3", "a setting that can exist", "num_heads 3, which does not divide embed_dim 256"),
+        ("512", "a setting that can exist", "num_heads 512, which does not divide embed_dim 256"),
+        ("8x63", "a setting that can exist", "8x63, whose width is not even"),
+        ("256", "a setting that can exist", "256x1, whose width is not even"),
+        ("8x64/3", "a setting that can exist", "8x64/3, whose key/value heads do not divide its heads"),
+        ("4/8", "a setting that can exist", "4x64/8, whose key/value heads do not divide its heads"),
+        ("1", "a setting that can exist", "1x256, which 2 ranks cannot share evenly"),
+        ("4/1", "a setting that can exist", "4x64/1, which 2 ranks cannot share evenly"),
+    ],
+)
+def test_a_setting_that_is_none(text, expected, got):
+    with pytest.raises(hw.InputError, match=f"^{re.escape(f'baseline: expected {expected}, got {got}')}$"):
+        hw.Space(256, tensor_parallel=2).read(text)
+
+
+def test_what_is_left_out_is_told_once_each():
+    space = hw.Space(24, (1, 5, 12, 24, 4), None, (1, 2, 4), 2)
+    assert names(24, (1, 5, 12, 24, 4), None, (1, 2, 4), 2) == ["4x6/2", "4x6", "12x2/2", "12x2/4"]
+    assert space.left_out() == (
+        "1x24, which 2 ranks cannot share evenly",
+        "1x24/2, whose key/value heads do not divide its heads",
+        "1x24/4, whose key/value heads do not divide its heads",
+        "num_heads 5, which does not divide embed_dim 24",
+        "12x2/1, which 2 ranks cannot share evenly",
+        "24x1/1, whose width is not even",
+        "24x1/2, whose width is not even",
+        "24x1/4, whose width is not even",
+        "4x6/1, which 2 ranks cannot share evenly",
+    )
+    assert hw.Space(64).left_out() == ()
+
+
+@pytest.mark.parametrize(
+    ("heads", "got"),
+    [
+        ((3,), "num_heads 3, which does not divide embed_dim 10"),
+        ((3, 10), "num_heads 3, which does not divide embed_dim 10; 10x1, whose width is not even"),
+        (
+            (3, 4, 6, 7, 10),
+            "num_heads 3, which does not divide embed_dim 10; num_heads 4, which does not divide embed_dim 10; "
+            "num_heads 6, which does not divide embed_dim 10 and 2 more",
+        ),
+    ],
+)
+def test_no_setting_at_all(heads, got):
+    with pytest.raises(hw.InputError, match=f"^{re.escape(f'space: expected a setting that can exist, got {got}')}$"):
+        hw.Space(10, heads).settings()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"embed_dim": 0}, "embed_dim: expected a whole number of 1 or more, got 0"),
+        ({"embed_dim": 8.0}, "embed_dim: expected a whole number of 1 or more, got 8.0"),
+        ({"tensor_parallel": 0}, "tensor_parallel: expected a whole number of 1 or more, got 0"),
+        ({"heads": ()}, "heads: expected one number or more, got ()"),
+        ({"heads": 4}, "heads: expected one number or more, got 4"),
+        ({"heads": (4, 0)}, "heads: expected a whole number of 1 or more, got 0"),
+        ({"heads": (True,)}, "heads: expected a whole number of 1 or more, got True"),
+        ({"head_dims": []}, "head_dims: expected one number or more, got ()"),
+        ({"head_dims": (8, -2)}, "head_dims: expected a whole number of 1 or more, got -2"),
+        ({"kv_heads": (1, "2")}, "kv_heads: expected a whole number of 1 or more, got '2'"),
+    ],
+)
+def test_numbers_that_are_none(options, sentence):
+    with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
+        hw.Space(**{"embed_dim": 8} | options)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "sentence"),
+    [
+        ((0, 8, 1), "num_heads: expected a whole number of 1 or more, got 0"),
+        ((2, 8.0, 1), "head_dim: expected a whole number of 1 or more, got 8.0"),
+        ((2, 8, -1), "num_kv_heads: expected a whole number of 1 or more, got -1"),
+    ],
+)
+def test_a_setting_of_numbers_that_are_none(numbers, sentence):
+    with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
+        hw.Setting(*numbers)
