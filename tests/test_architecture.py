@@ -124,6 +124,32 @@ def test_importing_headwise_imports_no_optional_dependency():
     assert result.stdout.strip() == "[]", result.stderr
 
 
+LAZY_PACKAGES = ["analysis", "cli", "data", "runs", "show", "studies"]
+
+
+def test_importing_headwise_imports_no_package_that_runs_models_over_data():
+    result = fresh(
+        f"import sys, headwise; print([name for name in {LAZY_PACKAGES} if f'headwise.{{name}}' in sys.modules])"
+    )
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_every_public_name_can_be_imported():
+    assert set(headwise.__all__) <= set(dir(headwise))
+    for name in headwise.__all__:
+        assert getattr(headwise, name) is not None
+    with pytest.raises(AttributeError, match="module 'headwise' has no attribute 'nothing'"):
+        headwise.nothing  # noqa: B018
+
+
+def test_lazy_names_are_those_that_type_checkers_see():
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname or alias.name: node.module for node in block.body for alias in node.names}
+    assert seen == headwise._LAZY
+    assert set(seen) <= set(headwise.__all__)
+
+
 BLOCKED = "import sys\nfor name in {blocked}: sys.modules[name] = None\n"
 """To Python, a module that is None is not installed."""
 

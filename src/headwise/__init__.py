@@ -1,19 +1,12 @@
-"""headwise: multi-head attention for PyTorch with every head in reach."""
+"""headwise: multi-head attention for PyTorch with access to every head.
 
-from headwise.analysis.ablate import Ablation, SetAblation, ablate
-from headwise.analysis.attribution import Attribution, logit_attribution
-from headwise.analysis.compare import compare
-from headwise.analysis.gate import gate
-from headwise.analysis.importance.agreement import Agreement, agreement
-from headwise.analysis.importance.importance import Importance, importance
-from headwise.analysis.losses import EmbeddingDistance, MaskedTokenLoss, next_token_loss
-from headwise.analysis.patching import Patching, activation_patching, patch_together
-from headwise.analysis.profile import profile
-from headwise.analysis.profile_result import Profile, load_profile
-from headwise.analysis.recording import record
-from headwise.analysis.redundancy import Redundancy, redundancy
-from headwise.analysis.replacements import mean, patch, resample, uniform, zero
-from headwise.analysis.view import view
+The layers, `attend`, masks, converters and `watch` are imported with the package. Everything that runs models over data
+(profiles, ablation, studies and their tables and plots) is imported when its name is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from headwise.attention.attend import attend, explain, why_not
 from headwise.attention.backends.blockwise.backend import Blockwise
 from headwise.attention.cache import Cache, DynamicCache, SlidingCache, StaticCache
@@ -35,8 +28,6 @@ from headwise.convert.fused_qkv import fuse_projections, separate_projections
 from headwise.convert.linear import from_heads, from_projections, to_heads, to_projections
 from headwise.convert.torch import from_torch, to_torch
 from headwise.convert.transformers import from_transformers, to_transformers
-from headwise.data.random_repeats import random_repeats
-from headwise.data.texts import Texts
 from headwise.errors import HeadwiseError, InputError, MissingExtra
 from headwise.intercept.watch import watch
 from headwise.nn.differential import DifferentialAttention
@@ -44,13 +35,86 @@ from headwise.nn.latent import LatentAttention
 from headwise.nn.multihead import MultiHeadAttention, ProjectedContext
 from headwise.nn.options import QKNorm, Scores
 from headwise.statistics.weight_capture import WeightCapture
-from headwise.studies.conclusions import Study
-from headwise.studies.space import Setting, Space
-from headwise.studies.study import study
-from headwise.studies.text_study import study_texts
-from headwise.studies.training import Recipe
+
+if TYPE_CHECKING:
+    from headwise.analysis.ablate import Ablation, SetAblation, ablate
+    from headwise.analysis.attribution import Attribution, logit_attribution
+    from headwise.analysis.compare import compare
+    from headwise.analysis.gate import gate
+    from headwise.analysis.importance.agreement import Agreement, agreement
+    from headwise.analysis.importance.importance import Importance, importance
+    from headwise.analysis.losses import EmbeddingDistance, MaskedTokenLoss, next_token_loss
+    from headwise.analysis.patching import Patching, activation_patching, patch_together
+    from headwise.analysis.profile import profile
+    from headwise.analysis.profile_result import Profile, load_profile
+    from headwise.analysis.recording import record
+    from headwise.analysis.redundancy import Redundancy, redundancy
+    from headwise.analysis.replacements import mean, patch, resample, uniform, zero
+    from headwise.analysis.view import view
+    from headwise.data.random_repeats import random_repeats
+    from headwise.data.texts import Texts
+    from headwise.studies.conclusions import Study
+    from headwise.studies.space import Setting, Space
+    from headwise.studies.study import study
+    from headwise.studies.text_study import study_texts
+    from headwise.studies.training import Recipe
 
 __version__ = "0.1.0"
+
+_LAZY = {
+    "Ablation": "headwise.analysis.ablate",
+    "Agreement": "headwise.analysis.importance.agreement",
+    "Attribution": "headwise.analysis.attribution",
+    "EmbeddingDistance": "headwise.analysis.losses",
+    "Importance": "headwise.analysis.importance.importance",
+    "MaskedTokenLoss": "headwise.analysis.losses",
+    "Patching": "headwise.analysis.patching",
+    "Profile": "headwise.analysis.profile_result",
+    "Recipe": "headwise.studies.training",
+    "Redundancy": "headwise.analysis.redundancy",
+    "SetAblation": "headwise.analysis.ablate",
+    "Setting": "headwise.studies.space",
+    "Space": "headwise.studies.space",
+    "Study": "headwise.studies.conclusions",
+    "Texts": "headwise.data.texts",
+    "ablate": "headwise.analysis.ablate",
+    "activation_patching": "headwise.analysis.patching",
+    "agreement": "headwise.analysis.importance.agreement",
+    "compare": "headwise.analysis.compare",
+    "gate": "headwise.analysis.gate",
+    "importance": "headwise.analysis.importance.importance",
+    "load_profile": "headwise.analysis.profile_result",
+    "logit_attribution": "headwise.analysis.attribution",
+    "mean": "headwise.analysis.replacements",
+    "next_token_loss": "headwise.analysis.losses",
+    "patch": "headwise.analysis.replacements",
+    "patch_together": "headwise.analysis.patching",
+    "profile": "headwise.analysis.profile",
+    "random_repeats": "headwise.data.random_repeats",
+    "record": "headwise.analysis.recording",
+    "redundancy": "headwise.analysis.redundancy",
+    "resample": "headwise.analysis.replacements",
+    "study": "headwise.studies.study",
+    "study_texts": "headwise.studies.text_study",
+    "uniform": "headwise.analysis.replacements",
+    "view": "headwise.analysis.view",
+    "zero": "headwise.analysis.replacements",
+}
+"""Module of each public name that is imported on first use."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name of `_LAZY` on first use (PEP 562)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """List every public name, imported or not."""
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "ALiBi",
