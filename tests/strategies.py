@@ -70,7 +70,7 @@ def masks(draw, batch: int, heads: int, queries: int, keys: int, depth: int = 2)
     """A mask together with its values as one tensor, worked out here and not by headwise."""
     position = torch.arange(queries)[:, None] + keys - queries
     key = torch.arange(keys)[None, :]
-    kinds = ["causal", "window", "per head", "prefix", "segments", "chunked", "where", "right", "left", "dense"]
+    kinds = ["causal", "window", "per head", "prefix", "segments", "chunked", "mask_rule", "right", "left", "dense"]
     kinds += ["and", "or", "not"] if depth else []
     kind = draw(st.sampled_from(kinds))
     full = (batch, heads, queries, keys)
@@ -101,12 +101,12 @@ def masks(draw, batch: int, heads: int, queries: int, keys: int, depth: int = 2)
     if kind == "chunked":
         size = draw(st.integers(1, keys + 2))
         return hw.chunked(size), (position.div(size, rounding_mode="floor") == key // size).expand(full)
-    if kind == "where":
+    if kind == "mask_rule":
         index = [
             torch.arange(size).view([-1 if axis == at else 1 for at in range(4)]) for axis, size in enumerate(full)
         ]
         allowed = (index[0] + 2 * index[1] + (index[2] + keys - queries) * index[3]) % 3 > 0
-        return hw.where(lambda b, h, q, k: (b + 2 * h + q * k) % 3 > 0), allowed.expand(full)
+        return hw.mask_rule(lambda b, h, q, k: (b + 2 * h + q * k) % 3 > 0), allowed.expand(full)
     if kind in ("right", "left"):
         lengths = torch.tensor(draw(st.lists(st.integers(0, keys), min_size=batch, max_size=batch)))
         column = lengths[:, None, None, None]

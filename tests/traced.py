@@ -23,7 +23,7 @@ OPTIONS = {
     "window": {"mask": hw.causal() & (hw.window(3) | hw.prefix(1)), "output_gate": "element"},
     "window per head": {"mask": hw.window([1, 2, 3, 4, 5, None]), "position_bias": hw.ALiBi()},
     "chunked": {"mask": hw.causal() & hw.chunked(4), "rotary": hw.Rotary(scaling=hw.YaRN(4.0, 8))},
-    "any rule": {"mask": hw.where(lambda b, h, q, k: (q >= k) & (h != k % 3))},
+    "any rule": {"mask": hw.mask_rule(lambda b, h, q, k: (q >= k) & (h != k % 3))},
     "grows": {"rotary": hw.Rotary(scaling=hw.DynamicNTK(2.0, 6)), "mask": hw.causal(), "fused_qkv": True},
     "relative": {"position_bias": hw.RelativeBias(HEADS)},
     "scores": {"scores": hw.Scores(softcap=5.0, talking_heads=True, temperature=True), "backend": "reference"},

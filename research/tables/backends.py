@@ -24,7 +24,7 @@ def bias(requires_grad: bool = False) -> torch.Tensor:
 
 
 OPTIONS = {
-    "a mask, any rule": {"mask": hw.where(lambda b, h, q, k: (q >= k) | (h == 0))},
+    "a mask, any rule": {"mask": hw.mask_rule(lambda b, h, q, k: (q >= k) | (h == 0))},
     "a mask for each head": {"mask": hw.window([1, 2, 3, 4, 5, None])},
     "positions of a cache": {
         "query_positions": torch.arange(LENGTH),

@@ -15,11 +15,11 @@ from headwise.attention.masks.factories import (
     causal,
     chunked,
     dense,
+    mask_rule,
     padding,
     per_head,
     prefix,
     segments,
-    where,
     window,
 )
 from headwise.attention.position_bias import ALiBi, PositionBias, RelativeBias
@@ -174,6 +174,7 @@ __all__ = [
     "importance",
     "load_profile",
     "logit_attribution",
+    "mask_rule",
     "mean",
     "next_token_loss",
     "padding",
@@ -197,7 +198,6 @@ __all__ = [
     "uniform",
     "view",
     "watch",
-    "where",
     "why_not",
     "window",
     "zero",

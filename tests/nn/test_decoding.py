@@ -27,7 +27,7 @@ MASKS = {
     "dilated": hw.window(3, dilation=2),
     "a window per head": hw.window([1, 2, 3, 5, 8, None]),
     "chunked": hw.causal() & hw.chunked(4),
-    "a rule": hw.where(lambda b, h, q, k: (q >= k) & ((q + k + h) % 3 != b)),
+    "a rule": hw.mask_rule(lambda b, h, q, k: (q >= k) & ((q + k + h) % 3 != b)),
 }
 CACHES = {
     "dynamic": lambda layer: hw.DynamicCache(),

@@ -180,7 +180,7 @@ def test_a_call(data):
 @st.composite
 def backward_looking(draw, heads: int):
     """A mask that never looks ahead and means the same however much of the text is there: rule(query, key)."""
-    kind = draw(st.sampled_from(["causal", "window", "dilated", "chunked", "prefix", "where", "per head"]))
+    kind = draw(st.sampled_from(["causal", "window", "dilated", "chunked", "prefix", "mask_rule", "per head"]))
     size = draw(st.integers(1, 5))
     rules = {
         "causal": (hw.causal(), lambda q, k: k <= q),
@@ -188,14 +188,14 @@ def backward_looking(draw, heads: int):
         "dilated": (hw.window(size, dilation=2), lambda q, k: (q - k < 2 * size) & ((q - k) % 2 == 0)),
         "chunked": (hw.chunked(size), lambda q, k: q // size == k // size),
         "prefix": (hw.window(1) | hw.prefix(size), lambda q, k: (q == k) | (k < size)),
-        "where": (hw.where(lambda b, h, q, k: (b + h + q * k) % 3 > 0), None),
+        "mask_rule": (hw.mask_rule(lambda b, h, q, k: (b + h + q * k) % 3 > 0), None),
         "per head": (hw.window([size + head for head in range(heads)]), None),
     }
     mask, rule = rules[kind]
     batch, head = torch.arange(9)[:, None, None, None], torch.arange(heads)[:, None, None]
     position = torch.arange(20)
     q, k = position[:, None], position[None, :]
-    if kind == "where":
+    if kind == "mask_rule":
         allowed = (batch + head + q * k) % 3 > 0
     elif kind == "per head":
         allowed = (q - k < size + head)[None].expand(9, -1, -1, -1)
@@ -290,12 +290,12 @@ def test_packed_sequences(data):
     inputs = [x]
     if cross:
         inputs += [random(draw, sum(of_keys), width) for width in (layer.context_dim, layer.value_context_dim)]
-    kind = draw(st.sampled_from([None, "causal", "where", "padding"]))
+    kind = draw(st.sampled_from([None, "causal", "mask_rule", "padding"]))
     counts = [draw(st.integers(0, length)) for length in of_keys]
     mask = {
         None: None,
         "causal": hw.causal(),
-        "where": hw.where(lambda b, h, q, k: (b + 2 * h + q * k) % 3 > 0),
+        "mask_rule": hw.mask_rule(lambda b, h, q, k: (b + 2 * h + q * k) % 3 > 0),
         "padding": hw.padding(counts),
     }[kind]
     gate = random(draw, sequences, heads) if draw(st.booleans()) else None
@@ -321,7 +321,7 @@ def test_packed_sequences(data):
             allowed = {
                 None: torch.ones(queries, keys, dtype=torch.bool),
                 "causal": k <= q,
-                "where": (s + 2 * h + q * k) % 3 > 0,
+                "mask_rule": (s + 2 * h + q * k) % 3 > 0,
                 "padding": (k < counts[s]).expand(queries, -1),
             }[kind].expand(1, heads, queries, keys)
             call = {"at_q": at_q, "at_k": at_k, "allowed": allowed}

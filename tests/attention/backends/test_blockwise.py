@@ -108,8 +108,8 @@ CASES = {
     "per head and sequence": hw.window([20, 20, None, None, 30, 30]) & hw.padding([100, 517]),
     "two spans": hw.causal() & (hw.prefix(8) | hw.window(40)),
     "sparse": hw.dense(torch.rand(2, 6, 300, 517, generator=torch.Generator().manual_seed(0)) < 0.002),
-    "rule": hw.where(lambda b, h, q, k: (b + 2 * h + q * k) % 3 > 0),
-    "rule beside heads": hw.where(lambda b, h, q, k: (b + h + k) % 3 > 0) & hw.window([20] * 3 + [None] * 3),
+    "rule": hw.mask_rule(lambda b, h, q, k: (b + 2 * h + q * k) % 3 > 0),
+    "rule beside heads": hw.mask_rule(lambda b, h, q, k: (b + h + k) % 3 > 0) & hw.window([20] * 3 + [None] * 3),
 }
 
 

@@ -66,7 +66,7 @@ def test_chunks_see_themselves():
 
 
 def test_any_rule_of_batch_head_query_and_key():
-    rule = hw.where(lambda batch, head, query, key: (query + key + head) % 2 == 0)
+    rule = hw.mask_rule(lambda batch, head, query, key: (query + key + head) % 2 == 0)
     assert drawn(rule, 1, 3, heads=2) == [[[1, 0, 1]], [[0, 1, 0]]]
 
 
@@ -176,7 +176,7 @@ def test_the_coverage_of_a_leaf_is_exact(mask):
         (lambda: hw.chunked(0), r"chunked\(size\): expected a whole number of 1 or more, got 0"),
         (lambda: hw.segments([0.5]), r"segments\(ids\): expected whole numbers, .*, got torch.float32 of shape"),
         (lambda: hw.per_head([]), r"per_head\(masks\): expected one Mask for each head, got \[\]"),
-        (lambda: hw.where(3), r"where\(rule\): expected a function .*, got 3"),
+        (lambda: hw.mask_rule(3), r"mask_rule\(rule\): expected a function .*, got 3"),
         (lambda: hw.window(2.5), r"window\(width\): expected a whole number of 1 or more, got 2.5"),
         (lambda: hw.padding([3, -1]), r"padding\(lengths\): expected lengths of 0 or more, got -1"),
         (
@@ -209,10 +209,10 @@ def test_a_mistake_is_told_in_one_sentence(make, message):
             hw.segments([0, 1]),
             r"segments\(ids\): expected one id for each of 7 keys .*, got shape \(1, 2\)",
         ),
-        (hw.where(lambda b, h, q, k: q + k), r"where\(rule\): .*, got torch.int64"),
+        (hw.mask_rule(lambda b, h, q, k: q + k), r"mask_rule\(rule\): .*, got torch.int64"),
         (
-            hw.where(lambda b, h, q, k: q[:3] > 0),
-            r"where\(rule\): .* broadcasts to \(2, 3, 5, 7\)",
+            hw.mask_rule(lambda b, h, q, k: q[:3] > 0),
+            r"mask_rule\(rule\): .* broadcasts to \(2, 3, 5, 7\)",
         ),
     ],
     ids=repr,
@@ -266,7 +266,7 @@ RULES_OF_POSITIONS = {
     "segments": hw.segments([[0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]]),
     "segments of each": hw.segments([[0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2]]),
     "padding": hw.padding([7, 11]),
-    "where": hw.where(lambda b, h, q, k: (b + 2 * h + q * k) % 3 > 0),
+    "mask_rule": hw.mask_rule(lambda b, h, q, k: (b + 2 * h + q * k) % 3 > 0),
     "per head": hw.per_head([hw.causal(), hw.chunked(3), hw.padding([3, 4])]),
     "together": ~hw.causal() & hw.chunked(5) | hw.segments([[0, 1] * 5 + [0]]),
 }
@@ -315,7 +315,7 @@ def test_the_mask_of_one_head(index):
     masks = [
         hw.window([2, None, 5]),
         hw.dense(values) & hw.causal(),
-        hw.where(lambda b, h, q, k: (b + 2 * h + q * k) % 3 > 0) | ~hw.window([1, 2, 3]),
+        hw.mask_rule(lambda b, h, q, k: (b + 2 * h + q * k) % 3 > 0) | ~hw.window([1, 2, 3]),
         hw.padding([3, 7]),
     ]
     for mask in masks:
@@ -343,7 +343,7 @@ def test_mistakes_in_positions():
 
 
 def test_a_rule_inside_per_head_is_told_its_own_head():
-    rules = [hw.where(lambda b, h, q, k, own=own: (h == own) & (k <= q)) for own in range(3)]
+    rules = [hw.mask_rule(lambda b, h, q, k, own=own: (h == own) & (k <= q)) for own in range(3)]
     assert torch.equal(
         hw.per_head(rules).block(Grid(1, 3, 4, 4)), hw.causal().block(Grid(1, 3, 4, 4)).expand(1, 3, 4, 4)
     )

@@ -176,7 +176,7 @@ class Dense(Mask):
 
 
 @dataclass(frozen=True)
-class Where(Mask):
+class MaskRule(Mask):
     """A rule given as a function."""
 
     rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -192,19 +192,19 @@ class Where(Mask):
         whole = (grid.batch, grid.heads, i.shape[0], j.shape[1])
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
             got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
-            raise InputError("where(rule)", expected="a function that returns a boolean tensor", got=got)
+            raise InputError("mask_rule(rule)", expected="a function that returns a boolean tensor", got=got)
         try:
             return allowed.expand(whole)
         except RuntimeError:
             raise InputError(
-                "where(rule)", expected=f"a result that broadcasts to {whole}", got=tuple(allowed.shape)
+                "mask_rule(rule)", expected=f"a result that broadcasts to {whole}", got=tuple(allowed.shape)
             ) from None
 
     def of_sequence(self, index: int) -> Mask:
-        return Where(self.rule, self.first_sequence + index, self.first_head)
+        return MaskRule(self.rule, self.first_sequence + index, self.first_head)
 
     def of_head(self, index: int) -> Mask:
-        return Where(self.rule, self.first_sequence, self.first_head + index)
+        return MaskRule(self.rule, self.first_sequence, self.first_head + index)
 
     def __repr__(self) -> str:
-        return f"where({getattr(self.rule, '__name__', repr(self.rule))})"
+        return f"mask_rule({getattr(self.rule, '__name__', repr(self.rule))})"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwise.attention.masks.base import Mask, PerHead, can_be_read, four_dimensional
 from headwise.attention.masks.by_position import Band, Chunked, Prefix
-from headwise.attention.masks.by_sequence import Dense, Padding, Segments, Where
+from headwise.attention.masks.by_sequence import Dense, MaskRule, Padding, Segments
 from headwise.checks import whole_number, whole_numbers
 from headwise.errors import InputError
 from headwise.shapes import Int
@@ -94,15 +94,15 @@ def per_head(masks: Sequence[Mask]) -> Mask:
     return PerHead(tuple(masks))
 
 
-def where(rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
+def mask_rule(rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
     """Any rule: `rule(batch, head, query, key) -> bool`, asked for one block at a time.
 
     It is called with index tensors that broadcast against each other, and answers for all their combinations.
     `query` is the position of the query among the keys, so `query >= key` is causal with a cache too.
     """
     if not callable(rule):
-        raise InputError("where(rule)", expected="a function (batch, head, query, key) -> bool", got=repr(rule))
-    return Where(rule)
+        raise InputError("mask_rule(rule)", expected="a function (batch, head, query, key) -> bool", got=repr(rule))
+    return MaskRule(rule)
 
 
 def dense(values: Tensor) -> Mask:
