@@ -1,12 +1,15 @@
-"""The two mistakes a user can make, each told in one sentence."""
+"""The package's exceptions, and the import of optional packages."""
+
+from importlib import import_module
+from typing import Any
 
 
 class HeadwiseError(Exception):
-    """Base of everything headwise raises on purpose; the command line turns it into exit status 2."""
+    """Base class of all errors that headwise raises on purpose; the command line exits with status 2 on one."""
 
 
 class InputError(HeadwiseError, ValueError):
-    """An argument that cannot be used: says which, what was expected, what came, and what to do."""
+    """Error for an unusable argument: one sentence with its name, the expected value, the actual value and a remedy."""
 
     def __init__(self, argument: str, *, expected: str, got: object, remedy: str | None = None):
         self.argument = argument
@@ -15,9 +18,26 @@ class InputError(HeadwiseError, ValueError):
 
 
 class MissingExtra(HeadwiseError, ImportError):
-    """An optional dependency that is not installed: names the `pip install` that mends it."""
+    """Error for an optional package that is not installed; its message contains the `pip install` command."""
 
     def __init__(self, package: str, *, extra: str, purpose: str):
         super().__init__(
             f'{purpose} needs the package {package}, which is not installed; pip install "headwise[{extra}]"'
         )
+
+
+def require(package: str, *, purpose: str, extra: str) -> Any:
+    """Import an optional package, or one of its modules such as `matplotlib.figure`, and return it.
+
+    Args:
+        package: name of the package or, with dots, of a module in it.
+        purpose: the work that needs the package; the subject of the error message ("a table", "drawing heads").
+        extra: the extra of headwise that installs the package.
+
+    Raises:
+        MissingExtra: the package is not installed.
+    """
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise MissingExtra(package.partition(".")[0], extra=extra, purpose=purpose) from error

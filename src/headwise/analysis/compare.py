@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 from headwise.analysis.profile_result import Profile, ProfiledHead
-from headwise.errors import InputError, MissingExtra
+from headwise.errors import InputError, require
 from headwise.runs.table import Measured, require_statistic
 
 
@@ -52,10 +52,7 @@ class Comparison:
 
     def table(self) -> Any:
         """A pandas DataFrame, one row a head and statistic: where, both roles and means, difference, and errors."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtra("pandas", extra="tables", purpose="a table") from error
+        pandas = require("pandas", purpose="a table", extra="tables")
         rows = []
         for each in self.differences:
             a, b = (head.statistics[each.statistic] for head in (each.a, each.b))

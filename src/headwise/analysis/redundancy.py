@@ -32,7 +32,7 @@ from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import finite_number
 from headwise.data.batches import batches, call, device_of, evaluated, moved, size
 from headwise.data.texts import Texts
-from headwise.errors import InputError, MissingExtra
+from headwise.errors import InputError, require
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, Observation
 from headwise.intercept.output_projection import output_projection, weight_of
@@ -110,10 +110,7 @@ class Redundancy:
         Raises:
             MissingExtra: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtra("pandas", extra="tables", purpose="a table") from error
+        pandas = require("pandas", purpose="a table", extra="tables")
         names, of_pairs = self.names, {name: getattr(self, name) for name in MEASURES}
         return pandas.DataFrame(
             [
@@ -133,12 +130,9 @@ class Redundancy:
         """
         if measure not in MEASURES:
             raise InputError("measure", expected=f"one of {', '.join(MEASURES)}", got=repr(measure))
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtra("matplotlib", extra="plot", purpose="drawing heads") from error
+        matplotlib_figure = require("matplotlib.figure", purpose="drawing heads", extra="plot")
         side, layers = len(self.heads), [head["layer"] for head in self.heads]
-        figure = Figure(figsize=(2.0 + 0.06 * side, 1.4 + 0.06 * side), layout="constrained")
+        figure: Figure = matplotlib_figure.Figure(figsize=(2.0 + 0.06 * side, 1.4 + 0.06 * side), layout="constrained")
         axes = figure.subplots()
         image = axes.imshow(getattr(self, measure).tolist())
         first = [number for number in range(side) if not number or layers[number] != layers[number - 1]]

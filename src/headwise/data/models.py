@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from headwise.errors import InputError, MissingExtra
+from headwise.errors import InputError, MissingExtra, require
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,7 @@ def top_of(name: str) -> str | None:
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtra("transformers", extra="hf", purpose="loading a model") from error
-    return transformers
+    return require("transformers", purpose="loading a model", extra="hf")
 
 
 def _not_loadable(name: str, error: Exception) -> InputError:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.data.tokenization import NO_LIMIT, longest
-from headwise.errors import InputError, MissingExtra
+from headwise.errors import InputError, require
 from headwise.shapes import Int
 
 CONTEXT = 2048
@@ -299,11 +299,8 @@ def _of_column(item: Any, column: str, where: str, kinds: Kinds = (str,)) -> Doc
 
 
 def _read_parquet(file: Path, column: str, kinds: Kinds) -> Iterator[Document]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise MissingExtra("pyarrow", extra="tables", purpose="reading parquet") from error
+    pyarrow = require("pyarrow", purpose="reading parquet", extra="tables")
+    parquet = require("pyarrow.parquet", purpose="reading parquet", extra="tables")
     try:
         table = parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
-from headwise.errors import InputError, MissingExtra
+from headwise.errors import InputError, require
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, Observation
 from headwise.intercept.output_projection import gram_of, output_projection
@@ -127,10 +127,7 @@ class Heads(SiteRegistry):
             InputError: nothing was seen.
             MissingExtra: pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtra("pandas", extra="tables", purpose="a table") from error
+        pandas = require("pandas", purpose="a table", extra="tables")
         return pandas.DataFrame(self.rows())
 
 

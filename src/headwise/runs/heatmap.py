@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from headwise.errors import MissingExtra
+from headwise.errors import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,14 +16,13 @@ def draw(cells: Mapping[tuple[int, int], float], title: str) -> "Figure":
     Raises:
         MissingExtra: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("matplotlib", extra="plot", purpose="drawing heads") from error
+    matplotlib_figure = require("matplotlib.figure", purpose="drawing heads", extra="plot")
     layers = sorted({layer for layer, _ in cells})
     heads = 1 + max(head for _, head in cells)
     values = [[cells.get((layer, head), math.nan) for head in range(heads)] for layer in layers]
-    figure = Figure(figsize=(1.6 + 0.32 * heads, 1.2 + 0.24 * len(layers)), layout="constrained")
+    figure: Figure = matplotlib_figure.Figure(
+        figsize=(1.6 + 0.32 * heads, 1.2 + 0.24 * len(layers)), layout="constrained"
+    )
     axes = figure.subplots()
     image = axes.imshow(values, aspect="auto")
     axes.set(title=title, xlabel="head", ylabel="layer")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from headwise.errors import MissingExtra
+from headwise.errors import require
 
 if TYPE_CHECKING:
     from rich.progress import Task
@@ -23,19 +23,17 @@ def bar(title: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Ca
     if not shown:
         yield lambda _units, _before: None
         return
-    try:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            ProgressColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-        from rich.text import Text
-    except ImportError as error:
-        raise MissingExtra("rich", extra="cli", purpose="a progress bar") from error
+    require("rich", purpose="a progress bar", extra="cli")
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
 
     before_this = 0
 

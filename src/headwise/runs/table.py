@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from headwise.errors import InputError, MissingExtra
+from headwise.errors import InputError, require
 from headwise.runs.heatmap import draw
 
 if TYPE_CHECKING:
@@ -116,10 +116,7 @@ class Table(Generic[RowT]):
         return self._frame(lambda measured: measured.sem)
 
     def _frame(self, part: Any) -> Any:
-        try:
-            import pandas
-        except ImportError as error:
-            raise MissingExtra("pandas", extra="tables", purpose="a table") from error
+        pandas = require("pandas", purpose="a table", extra="tables")
         return pandas.DataFrame(
             [{**row.place, **{name: part(each) for name, each in row.statistics.items()}} for row in self.rows]
         )
@@ -234,10 +231,7 @@ def require_statistic(name: str, known: Iterable[str]) -> None:
 
 def require_parquet(name: str) -> None:
     """Say what is missing before anything is measured."""
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra("pyarrow", extra="tables", purpose=f"{name} in a folder") from error
+    require("pyarrow.parquet", purpose=f"{name} in a folder", extra="tables")
 
 
 def writable(folder: str | Path) -> Path:

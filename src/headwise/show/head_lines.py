@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headwise.analysis.view import View
-from headwise.errors import MissingExtra
+from headwise.errors import require
 from headwise.show.html import COLOURS
 
 if TYPE_CHECKING:
@@ -22,11 +22,10 @@ def plot_heads(view: View, heads: Sequence[tuple[int, int]]) -> "Figure":
         InputError: a head that the view does not hold.
         MissingExtra: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("matplotlib", extra="plot", purpose="drawing heads") from error
-    figure = Figure(figsize=(2.9 * len(heads), 0.27 * len(view.words) + 0.9), layout="constrained")
+    matplotlib_figure = require("matplotlib.figure", purpose="drawing heads", extra="plot")
+    figure: Figure = matplotlib_figure.Figure(
+        figsize=(2.9 * len(heads), 0.27 * len(view.words) + 0.9), layout="constrained"
+    )
     for axes, (layer, head) in zip(figure.subplots(1, len(heads), squeeze=False)[0], heads, strict=True):
         _plot_head(axes, view, layer, head)
     return figure

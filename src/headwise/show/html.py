@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.analysis.roles import ROLES
 from headwise.analysis.view import HeadView, View
-from headwise.errors import MissingExtra
+from headwise.errors import require
 
 COLOURS = dict(
     zip(
@@ -46,10 +46,9 @@ def write_page(view: View, path: Path) -> None:
     Raises:
         MissingExtra: jinja2 is not installed.
     """
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError as error:
-        raise MissingExtra("jinja2", extra="plot", purpose="writing a page") from error
+    require("jinja2", purpose="writing a page", extra="plot")
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     loader = PackageLoader("headwise", "show")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from headwise.errors import InputError, MissingExtra
+from headwise.errors import InputError, require
 from headwise.runs.table import Measured, Row, Table
 from headwise.studies.space import Setting
 from headwise.studies.study_plot import draw
@@ -179,7 +179,7 @@ def margin(losses: Mapping[Setting, Mapping[int, float]]) -> float:
     whole = sum(of_setting) / k
     squares = sum((table[i][j] - of_setting[i] - of_seed[j] + whole) ** 2 for i in range(k) for j in range(n))
     degrees = (k - 1) * (n - 1)
-    q = float(require_scipy().stats.studentized_range.ppf(CONFIDENCE, k, degrees))
+    q = float(require_scipy().studentized_range.ppf(CONFIDENCE, k, degrees))
     return q * math.sqrt(squares / degrees / n)
 
 
@@ -236,9 +236,5 @@ def _undecided(trained: Sequence[Setting], compared: Mapping[Setting, Sequence[f
 
 
 def require_scipy() -> Any:
-    """The library with its distributions, or a sentence that says how to install it."""
-    try:
-        import scipy.stats
-    except ImportError as error:
-        raise MissingExtra("scipy", extra="study", purpose="a study") from error
-    return scipy
+    """Import and return `scipy.stats`, the distributions of SciPy."""
+    return require("scipy.stats", purpose="a study", extra="study")

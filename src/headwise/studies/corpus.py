@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headwise.analysis.losses import Loss, MaskedTokenLoss, next_token_loss
 from headwise.data.batches import device_of, evaluated, moved
 from headwise.data.texts import JSON_LINES, Texts, files_of, read
-from headwise.errors import InputError, MissingExtra
+from headwise.errors import InputError, require
 from headwise.shapes import Float, Int
 from headwise.studies.training import Batches
 
@@ -111,11 +111,10 @@ def make_tokenizer(source: str | Path, column: str, vocabulary: int) -> Any:
         InputError: data that cannot be read, or is empty.
         MissingExtra: `transformers` is not installed.
     """
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-        from transformers import PreTrainedTokenizerFast
-    except ImportError as error:
-        raise MissingExtra("transformers", extra="hf", purpose="making a tokenizer") from error
+    require("transformers", purpose="making a tokenizer", extra="hf")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     least = len(alphabet) + 3
     if vocabulary < least:

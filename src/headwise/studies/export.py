@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from headwise.convert.transformers import to_transformers
-from headwise.errors import InputError, MissingExtra
+from headwise.errors import InputError, require
 from headwise.studies.model import EPS, Transformer
 
 ROOM = 4
@@ -81,9 +81,5 @@ def _encoder(transformers: Any, sizes: dict[str, Any], classes: int | None, mask
 
 
 def require_transformers() -> Any:
-    """The library, or a sentence that says how to install it."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtra("transformers", extra="hf", purpose="a model in the format of Hugging Face") from error
-    return transformers
+    """Import and return `transformers`."""
+    return require("transformers", purpose="a model in the format of Hugging Face", extra="hf")

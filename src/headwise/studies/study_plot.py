@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-from headwise.errors import MissingExtra
+from headwise.errors import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,9 +53,5 @@ def _family(study: "Study", row: "SettingRow") -> tuple[Any, ...]:
 
 
 def require_matplotlib() -> Any:
-    """Matplotlib's figure, or a sentence that says how to install it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("matplotlib", extra="plot", purpose="drawing a study") from error
-    return Figure
+    """Import matplotlib and return its class `Figure`."""
+    return require("matplotlib.figure", purpose="drawing a study", extra="plot").Figure

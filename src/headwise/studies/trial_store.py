@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headwise.errors import InputError, MissingExtra
+from headwise.errors import InputError, require
 from headwise.studies.space import Setting
 
 if TYPE_CHECKING:
@@ -321,12 +321,8 @@ def union(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def require_optuna() -> Any:
-    """Optuna, or a sentence that says how to install it."""
-    try:
-        import optuna
-    except ImportError as error:
-        raise MissingExtra("optuna", extra="study", purpose="a study") from error
-    return optuna
+    """Import and return `optuna`."""
+    return require("optuna", purpose="a study", extra="study")
 
 
 @contextmanager

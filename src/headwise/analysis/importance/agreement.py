@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headwise.errors import InputError, MissingExtra
+from headwise.errors import InputError, require
 from headwise.runs.table import HeadTable, Measured, require_statistic
 
 if TYPE_CHECKING:
@@ -50,11 +50,8 @@ class Agreement:
         Raises:
             MissingExtra: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtra("matplotlib", extra="plot", purpose="drawing heads") from error
-        figure = Figure(figsize=(5.2, 4.8), layout="constrained")
+        matplotlib_figure = require("matplotlib.figure", purpose="drawing heads", extra="plot")
+        figure: Figure = matplotlib_figure.Figure(figsize=(5.2, 4.8), layout="constrained")
         axes = figure.subplots()
         (x, y), (x_error, y_error) = self._values, (_errors(each) for each in (self.predicted, self.measured))
         axes.errorbar(x, y, xerr=x_error, yerr=y_error, fmt="o", markersize=3, elinewidth=0.6, alpha=0.7)
