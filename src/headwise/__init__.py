@@ -4,7 +4,6 @@ The layers, `attend`, masks, converters and `watch` are imported with the packag
 (profiles, ablation, studies and their tables and plots) is imported when its name is first used.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from headwise.attention.attend import attend, explain, why_not
@@ -37,6 +36,7 @@ from headwise.nn.options import QKNorm, Scores
 from headwise.statistics.weight_capture import WeightCapture
 
 if TYPE_CHECKING:
+    from headwise.analysis import replacements
     from headwise.analysis.ablate import Ablation, SetAblation, ablate
     from headwise.analysis.attribution import Attribution, logit_attribution
     from headwise.analysis.compare import compare
@@ -47,9 +47,8 @@ if TYPE_CHECKING:
     from headwise.analysis.patching import Patching, activation_patching, patch_together
     from headwise.analysis.profile import profile
     from headwise.analysis.profile_result import Profile, load_profile
-    from headwise.analysis.recording import record
+    from headwise.analysis.recording import record_outputs
     from headwise.analysis.redundancy import Redundancy, redundancy
-    from headwise.analysis.replacements import mean, patch, resample, uniform, zero
     from headwise.analysis.view import view
     from headwise.data.random_repeats import random_repeats
     from headwise.data.texts import Texts
@@ -85,20 +84,16 @@ _LAZY = {
     "importance": "headwise.analysis.importance.importance",
     "load_profile": "headwise.analysis.profile_result",
     "logit_attribution": "headwise.analysis.attribution",
-    "mean": "headwise.analysis.replacements",
     "next_token_loss": "headwise.analysis.losses",
-    "patch": "headwise.analysis.replacements",
     "patch_together": "headwise.analysis.patching",
     "profile": "headwise.analysis.profile",
     "random_repeats": "headwise.data.random_repeats",
-    "record": "headwise.analysis.recording",
+    "record_outputs": "headwise.analysis.recording",
     "redundancy": "headwise.analysis.redundancy",
-    "resample": "headwise.analysis.replacements",
+    "replacements": "headwise.analysis",
     "study": "headwise.studies.study",
     "study_texts": "headwise.studies.text_study",
-    "uniform": "headwise.analysis.replacements",
     "view": "headwise.analysis.view",
-    "zero": "headwise.analysis.replacements",
 }
 """Module of each public name that is imported on first use."""
 
@@ -107,7 +102,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name of `_LAZY` on first use (PEP 562)."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    module = __import__(_LAZY[name], fromlist=[name])  # as `from module import name`, which also imports a submodule
+    globals()[name] = getattr(module, name)
     return globals()[name]
 
 
@@ -175,18 +171,16 @@ __all__ = [
     "load_profile",
     "logit_attribution",
     "mask_rule",
-    "mean",
     "next_token_loss",
     "padding",
-    "patch",
     "patch_together",
     "per_head",
     "prefix",
     "profile",
     "random_repeats",
-    "record",
+    "record_outputs",
     "redundancy",
-    "resample",
+    "replacements",
     "segments",
     "separate_projections",
     "study",
@@ -195,10 +189,8 @@ __all__ = [
     "to_projections",
     "to_torch",
     "to_transformers",
-    "uniform",
     "view",
     "watch",
     "why_not",
     "window",
-    "zero",
 ]

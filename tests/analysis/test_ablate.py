@@ -65,8 +65,8 @@ def test_each_head_alone():
 HOW = {
     "a half": lambda: 0.5,
     "one": lambda: 1.0,
-    "uniform": hw.uniform,
-    "mean": lambda: hw.mean(texts()),
+    "uniform": hw.replacements.uniform,
+    "mean": lambda: hw.replacements.mean(texts()),
 }
 
 
@@ -187,7 +187,7 @@ def test_a_run_goes_on_with_the_same_alone(tmp_path, monkeypatch):
         hw.ablate(model, texts(), stops_after(20)[0], out=tmp_path)
     changed = {
         "settings.loss differs": {"loss": hw.MaskedTokenLoss(1)},
-        "settings.how differs": {"how": hw.uniform()},
+        "settings.how differs": {"how": hw.replacements.uniform()},
         "settings.of differs": {"of": "layers"},
         "data.limit differs": {"dataset": texts(limit=3)},
         "weights differs": {"model": tiny.model("decoder", seed=1, top="ForCausalLM").double()},

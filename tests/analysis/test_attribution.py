@@ -126,7 +126,7 @@ def test_what_the_logit_loses_without_what_a_head_of_the_last_layer_wrote(name):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     found = logit_attribution(model, CLEAN[:1], answer=7)
-    with torch.no_grad(), hw.record(model) as run:
+    with torch.no_grad(), hw.record_outputs(model) as run:
         hidden = model.base_model(CLEAN[:1]).last_hidden_state[0, -1]
     ((path, _), (out,)) = list(run.of.items())[-1]
     module = model.get_submodule(path)

@@ -197,7 +197,7 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize("form", POSITIONS)
-@pytest.mark.parametrize("value", [0.3, hw.zero()])
+@pytest.mark.parametrize("value", [0.3, hw.replacements.zero()])
 @torch.no_grad()
 def test_positions(form, value):
     model, (positions, there) = decoder(), POSITIONS[form]
@@ -276,13 +276,13 @@ def test_gates_are_nested_and_the_inner_one_has_the_last_word():
         found = hidden(model)
     torch.testing.assert_close(found, hidden(scaled(model, projection, ones_but(h2=0.125, h4=3.0))), **BUDGET)
     plain = projected(model, projection)
-    with hw.gate(model, {(1, 2): hw.uniform()}):
+    with hw.gate(model, {(1, 2): hw.replacements.uniform()}):
         even = projected(model, projection)[..., 2, :]
-    with hw.gate(model, {(1, 2): 0.5}), hw.gate(model, {(1, 2): hw.uniform()}):
+    with hw.gate(model, {(1, 2): 0.5}), hw.gate(model, {(1, 2): hw.replacements.uniform()}):
         torch.testing.assert_close(projected(model, projection)[..., 2, :], even, **BUDGET)
-    with hw.gate(model, {(1, 2): hw.uniform()}), hw.gate(model, {(1, 2): 0.5}):
+    with hw.gate(model, {(1, 2): hw.replacements.uniform()}), hw.gate(model, {(1, 2): 0.5}):
         torch.testing.assert_close(projected(model, projection)[..., 2, :], even / 2, **BUDGET)
-    with hw.gate(model, {(1, 2): hw.uniform(), 1: 0.5}):
+    with hw.gate(model, {(1, 2): hw.replacements.uniform(), 1: 0.5}):
         found = projected(model, projection)
     torch.testing.assert_close(found[..., 2, :], even / 2, **BUDGET)
     torch.testing.assert_close(found[..., 3, :], plain[..., 3, :] / 2, **BUDGET)
@@ -293,14 +293,14 @@ def test_contexts_of_a_model_and_of_a_part_of_it_are_nested_in_either_order():
     model, projection = decoder(), "layers.1.self_attn.o_proj"
     part = model.layers[1]
     for outer, inner in (
-        ({(1, 2): 0.5}, {("self_attn", 2): hw.zero()}),
-        ({(1, 2): hw.zero()}, {("self_attn", 2): 0.5}),
+        ({(1, 2): 0.5}, {("self_attn", 2): hw.replacements.zero()}),
+        ({(1, 2): hw.replacements.zero()}, {("self_attn", 2): 0.5}),
     ):
         with hw.gate(model, outer), hw.gate(part, inner):
             assert projected(model, projection)[..., 2, :].abs().max() == 0
-    with hw.gate(part, {("self_attn", 2): 0.5}), hw.gate(model, {(1, 2): hw.uniform()}):
+    with hw.gate(part, {("self_attn", 2): 0.5}), hw.gate(model, {(1, 2): hw.replacements.uniform()}):
         found = projected(model, projection)
-    with hw.gate(model, {(1, 2): hw.uniform()}):
+    with hw.gate(model, {(1, 2): hw.replacements.uniform()}):
         torch.testing.assert_close(found, projected(model, projection), **BUDGET)
 
 
@@ -398,7 +398,7 @@ def test_autocast(name):
         expected = hidden(scaled(model, projection, ones_but(h2=0.0)))
         with hw.gate(model, {(path, 2): 0.0, (path, 3): torch.ones(2, 13)}):
             assert torch.equal(hidden(model), expected)
-        with hw.gate(model, {(path, 2): hw.uniform()}):
+        with hw.gate(model, {(path, 2): hw.replacements.uniform()}):
             assert hidden(model).isfinite().all()
 
 
@@ -414,7 +414,7 @@ def test_autocast_of_what_has_two_dtypes():
         plain = model(q, q.bfloat16())
         with hw.gate(model, {("", 1): 0.0}):
             found = model(q, q.bfloat16())
-        with hw.gate(model, {("", 1): hw.uniform()}):
+        with hw.gate(model, {("", 1): hw.replacements.uniform()}):
             even = model(q, q.bfloat16())[:, 1]
     assert torch.equal(found[:, [0, 2]], plain[:, [0, 2]])
     assert found[:, 1].abs().max() == 0
@@ -532,8 +532,8 @@ def test_nothing_is_left_however_the_context_ends(make, how):
     first.eval()
     before = everything(model)
     handle = None if hook is None else first.register_forward_hook(hook)
-    values = {(1, 2): 0.0, (1, 3): hw.uniform(), (0, 1): hw.zero()}
-    values |= {} if hook else {(0, 4): hw.mean([TOKENS]), (0, 5): hw.resample(TOKENS)}
+    values = {(1, 2): 0.0, (1, 3): hw.replacements.uniform(), (0, 1): hw.replacements.zero()}
+    values |= {} if hook else {(0, 4): hw.replacements.mean([TOKENS]), (0, 5): hw.replacements.resample(TOKENS)}
     if error is None:
         with hw.gate(model, values), hw.gate(model, {(1, 2): 0.5}, positions=[0]):
             model(TOKENS)
@@ -556,7 +556,7 @@ def test_nothing_is_left_where_a_data_set_ends_in_an_error():
 
     model = decoder().train()
     before = everything(model)
-    with pytest.raises(OSError, match="the disk is gone"), hw.gate(model, {(1, 2): hw.mean(batches())}):
+    with pytest.raises(OSError, match="the disk is gone"), hw.gate(model, {(1, 2): hw.replacements.mean(batches())}):
         pass
     require_the_same(everything(model), before)
 
@@ -570,7 +570,10 @@ def refused(sentence, values, model=None, **options):
         model(TOKENS)
 
 
-KINDS = r"value: expected a number, a tensor, or one of zero\(\), uniform\(\), mean\(\), resample\(\), patch\(\), got "
+KINDS = (
+    r"value: expected a number, a tensor, or one of hw.replacements: "
+    r"zero\(\), uniform\(\), mean\(\), resample\(\), patch\(\), got "
+)
 WRONG = {
     "a head": ({(1, 6): 0.0}, r"^head: expected one of 0 to 5 in layers.1.self_attn, got 6$"),
     "a head before the first": ({(1, -1): 0.0}, r"^head: expected one of 0 to 5 in layers.1.self_attn, got -1$"),
@@ -584,7 +587,7 @@ WRONG = {
     "a boolean": ({(1, 2): True}, f"^{KINDS}True$"),
     "a string": ({(1, 2): "0"}, f"^{KINDS}'0'$"),
     "nothing": ({(1, 2): None}, f"^{KINDS}None$"),
-    "a function": ({(1, 2): hw.zero}, f"^{KINDS}<function zero"),
+    "a function": ({(1, 2): hw.replacements.zero}, f"^{KINDS}<function zero"),
     "NaN": ({(1, 2): math.nan}, "^value: expected a finite number, got nan$"),
     "infinity": ({(1, 2): -math.inf}, "^value: expected a finite number, got -inf$"),
     "whole numbers": (

@@ -42,9 +42,9 @@ def difference(model, inputs, places=(-1, -1, -1)):
 def by_gates(model, clean, corrupted, heads, direction, places=(-1, -1, -1)):
     """Both statistics of every pair, by whole runs under plain gates."""
     giver, taker = (clean, corrupted) if direction == "denoise" else (corrupted, clean)
-    with torch.no_grad(), hw.record(model) as run:
+    with torch.no_grad(), hw.record_outputs(model) as run:
         model(**giver)
-    with hw.gate(model, {head: hw.patch(run) for head in heads}):
+    with hw.gate(model, {head: hw.replacements.patch(run) for head in heads}):
         patched = difference(model, taker, places)
     low, high = difference(model, corrupted, places), difference(model, clean, places)
     return {"recovered": (patched - low) / (high - low), "difference": patched}

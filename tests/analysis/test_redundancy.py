@@ -59,7 +59,7 @@ def by_definition(kind, model, mask):
     for ids, real in zip(IDS, mask.bool(), strict=True):
         alone = {"input_ids": ids[real][None], "position_ids": real.nonzero().mT}
         weights.append([each[0] for each in eager(**alone, output_attentions=True).attentions])
-    with hw.record(model) as run:
+    with hw.record_outputs(model) as run:
         model(input_ids=IDS, attention_mask=mask)
     outs = [out[0].transpose(1, 2)[mask.bool()] for out in run.of.values()]  # (tokens, heads, value_dim)
     written = [torch.einsum("thd,hdw->thw", out, projection(model, kind, layer)) for layer, out in enumerate(outs)]

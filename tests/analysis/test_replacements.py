@@ -8,6 +8,7 @@ from test_gate import MODELS, PADDING, TOKENS, decoder, encoder, gptj, hidden, o
 from torch import nn
 
 import headwise as hw
+from headwise import replacements
 from tiny import model as tiny
 from tiny import texts, tokenizer
 
@@ -43,7 +44,7 @@ def replaced(plain, head, new):
 def test_zero(name):
     make, path, projection = MODELS[name]
     model = make()
-    found = gated(model, projection, {(path, 2): hw.zero()})
+    found = gated(model, projection, {(path, 2): replacements.zero()})
     assert torch.equal(found, replaced(projected(model, projection), 2, 0.0))
 
 
@@ -55,7 +56,7 @@ def test_zero_stands_also_where_a_head_gives_nan():
 
     model, x = Attends(), torch.randn(2, 3, 5, 7)
     x[0, 1] = torch.nan
-    with hw.gate(model, {("", 1): hw.zero()}):
+    with hw.gate(model, {("", 1): replacements.zero()}):
         assert model(x).isfinite().all()
     with hw.gate(model, {("", 1): 0.0}):
         assert model(x)[0, 1].isnan().all()
@@ -108,7 +109,7 @@ def test_uniform(name, implementation, padding):
     if padding is not None:
         hides = hides | ~padding.bool()[:, None, None]
     even = uniform_output(v.double(), hides.expand(2, 6, 13, 13)).transpose(1, 2).to(v)
-    found = gated(model, projection, {(layer, 2): hw.uniform(), (layer, 5): hw.uniform()}, **inputs)
+    found = gated(model, projection, {(layer, 2): replacements.uniform(), (layer, 5): replacements.uniform()}, **inputs)
     empty = hides[:, 0].all(-1)
     for head in (2, 5):
         torch.testing.assert_close(found[~empty][:, head], even[~empty][:, head], **budget)
@@ -146,7 +147,7 @@ def test_uniform_in_every_form_of_torchs_attention(form):
     options, hides = FORMS[form]
     seen = (~hides).double().expand(2, 6, 5, 11)
     expected = (seen / seen.sum(-1, keepdim=True).clamp(min=1)) @ V.repeat_interleave(3, 1)
-    with hw.gate(model := Attends(), {"": hw.uniform()}):
+    with hw.gate(model := Attends(), {"": replacements.uniform()}):
         found = model(Q, K, V, enable_gqa=True, **options)
     torch.testing.assert_close(found, expected, **BUDGET)
 
@@ -170,7 +171,7 @@ def test_uniform_where_a_model_hides_by_a_number(least):
     even = uniform_output(x, hides.expand(2, 3, 5, 5))
     for fill in (False, True):
         expected = torch.where(hides.all(-1, keepdim=True), 0.0, even) if fill else even
-        with hw.gate(model, {"attention": hw.uniform()}):
+        with hw.gate(model, {"attention": replacements.uniform()}):
             torch.testing.assert_close(model(x, hides, fill), expected, **BUDGET)
 
 
@@ -184,7 +185,7 @@ def test_uniform_in_our_layer():
     hook.remove()
     v = layer.v_proj(given[0]).unflatten(-1, (2, 7)).transpose(1, 2).repeat_interleave(3, 1)
     even = uniform_output(v, torch.ones(13, 13).bool().triu(1).expand(2, 6, 13, 13)).transpose(1, 2)
-    found = gated(model, projection, {("layers.1", 4): hw.uniform()})
+    found = gated(model, projection, {("layers.1", 4): replacements.uniform()})
     torch.testing.assert_close(found, replaced(projected(model, projection), 4, even[:, :, 4]), **BUDGET)
 
 
@@ -201,7 +202,7 @@ def test_uniform_in_a_model_with_a_softcap_or_sinks(name):
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"  # the others are not for float64
     model = spread(getattr(transformers, f"{name}Model")(config))
-    found = gated(model, "layers.0.self_attn.o_proj", {(0, 4): hw.uniform()})
+    found = gated(model, "layers.0.self_attn.o_proj", {(0, 4): replacements.uniform()})
     heads = values_of(model, "layers.0.self_attn.v_proj")
     distance = torch.arange(13)[:, None] - torch.arange(13)
     even = uniform_output(heads, ((distance < 0) | (distance >= 4)).expand(2, 6, 13, 13)).transpose(1, 2)
@@ -234,7 +235,7 @@ def test_mean(name):
     mean = torch.cat(rows).mean(0)
     assert len(torch.cat(rows)) == 21 + 5 + 21
     plain = projected(model, projection)
-    value = hw.mean(batches)
+    value = replacements.mean(batches)
     model.train()
     with hw.gate(model, {(path, 1): value, (path, 4): value}):
         model.eval()
@@ -252,7 +253,7 @@ def test_mean_of_cross_attention_is_over_the_decoders_tokens():
     batch = {"input_ids": TOKENS, "attention_mask": RIGHT, "decoder_input_ids": OTHERS, "decoder_attention_mask": LEFT}
     path = "decoder.layers.0.encoder_attn"
     plain = projected_of(model, f"{path}.out_proj", **batch)
-    with hw.gate(model, {(path, 3): hw.mean([batch])}):
+    with hw.gate(model, {(path, 3): replacements.mean([batch])}):
         found = projected_of(model, f"{path}.out_proj", **batch)
     torch.testing.assert_close(found, replaced(plain, 3, plain[LEFT.bool()][:, 3].mean(0)), **BUDGET)
 
@@ -261,7 +262,7 @@ def test_mean_of_cross_attention_is_over_the_decoders_tokens():
 def test_mean_of_texts():
     model, words = tiny("encoder").double(), tokenizer("encoder")
     data = hw.Texts(texts(5, 11, 3), words, batch=2)
-    found = gated(model, "encoder.layer.1.attention.output.dense", {(1, 2): hw.mean(data)})[:, :, 2]
+    found = gated(model, "encoder.layer.1.attention.output.dense", {(1, 2): replacements.mean(data)})[:, :, 2]
     rows = [
         projected_of(model, "encoder.layer.1.attention.output.dense", words(text, return_tensors="pt")["input_ids"])[0]
         for text in texts(5, 11, 3)
@@ -276,7 +277,7 @@ def test_a_module_that_attends_twice_has_two_means():
     model = spread(transformers.AlbertModel(transformers.AlbertConfig(**sizes, num_attention_heads=6)))
     path = "encoder.albert_layer_groups.0.albert_layers.0.attention"
     plain = projected_of(model, f"{path}.dense", OTHERS)
-    with hw.gate(model, {(path, 2): hw.mean([OTHERS])}):
+    with hw.gate(model, {(path, 2): replacements.mean([OTHERS])}):
         found = projected_of(model, f"{path}.dense", TOKENS)
     for own, expected in zip(found, plain, strict=True):
         torch.testing.assert_close(own[:, :, 2], expected[:, :, 2].mean((0, 1)).expand(2, 13, 8), **BUDGET)
@@ -288,9 +289,9 @@ def test_what_a_gate_runs_the_model_for_is_nobody_elses():
     model = decoder()
     projection = "layers.1.self_attn.o_proj"
     mean = projected_of(model, projection, OTHERS[[0, 1, 0]]).mean((0, 1))
-    outside = hw.gate(model, {0: 0.0, (1, 3): hw.resample(TOKENS)})
-    inside = hw.gate(model, {(1, 2): hw.mean([OTHERS, OTHERS[:1]]), (1, 4): hw.resample(OTHERS)})
-    with hw.watch(model) as heads, hw.record(model) as run, outside, inside:
+    outside = hw.gate(model, {0: 0.0, (1, 3): replacements.resample(TOKENS)})
+    inside = hw.gate(model, {(1, 2): replacements.mean([OTHERS, OTHERS[:1]]), (1, 4): replacements.resample(OTHERS)})
+    with hw.watch(model) as heads, hw.record_outputs(model) as run, outside, inside:
         found = projected(model, projection)
     torch.testing.assert_close(found[:, :, 2], mean[2].expand(2, 13, 10), **BUDGET)
     assert [site.statistics["entropy"].number.tolist() for site in heads.sites] == [[2.0] * 6] * 2
@@ -307,11 +308,15 @@ def test_resample_and_patch_put_another_run_there(name):
     model = make()
     plain, other = projected(model, projection), projected_of(model, projection, OTHERS)
     expected = replaced(plain, 3, other[:, :, 3])
-    with hw.record(model) as run:
+    with hw.record_outputs(model) as run:
         model(OTHERS)
-    for value in (hw.resample(OTHERS), hw.resample({"input_ids": OTHERS}), hw.patch(run)):
+    for value in (
+        replacements.resample(OTHERS),
+        replacements.resample({"input_ids": OTHERS}),
+        replacements.patch(run),
+    ):
         torch.testing.assert_close(gated(model, projection, {(path, 3): value}), expected, **BUDGET)
-    found = gated(model, projection, {(path, 3): hw.resample(OTHERS[:1])})
+    found = gated(model, projection, {(path, 3): replacements.resample(OTHERS[:1])})
     torch.testing.assert_close(
         found, replaced(plain, 3, projected_of(model, projection, OTHERS[:1])[:, :, 3]), **BUDGET
     )
@@ -323,26 +328,26 @@ def test_resample_and_patch_put_another_run_there(name):
 def test_a_run_patched_into_itself_changes_nothing(name):
     make, path, _ = MODELS[name]
     model = make()
-    with hw.record(model) as run:
+    with hw.record_outputs(model) as run:
         plain = hidden(model)
-    with hw.gate(model, dict.fromkeys((path, (path, 2)), hw.patch(run))):
+    with hw.gate(model, dict.fromkeys((path, (path, 2)), replacements.patch(run))):
         assert torch.equal(hidden(model), plain)
 
 
 @torch.no_grad()
 def test_a_record_is_what_the_projections_are_given():
     model = decoder()
-    with hw.record(model) as run:
+    with hw.record_outputs(model) as run:
         model(OTHERS)
         given = [projected(model, f"layers.{number}.self_attn.o_proj") for number in range(2)]
     assert [path for path, _ in run.of] == ["layers.0.self_attn", "layers.1.self_attn"]
     for (out,), expected in zip(run.of.values(), given, strict=True):  # of the last run alone
         assert torch.equal(out.transpose(1, 2), expected)
     for layers in ([1], ["layers.1.self_attn"]):
-        with hw.record(model, layers=layers) as run:
+        with hw.record_outputs(model, layers=layers) as run:
             model(TOKENS)
         assert list(run.of) == [("layers.1.self_attn", False)]
-    with hw.gate(model, {(1, 2): 0.0}), hw.record(model) as run:
+    with hw.gate(model, {(1, 2): 0.0}), hw.record_outputs(model) as run:
         model(TOKENS)
     assert run.of["layers.1.self_attn", False][0][:, 2].abs().max() == 0
 
@@ -352,7 +357,7 @@ def test_a_record_of_generation_keeps_the_last_run_of_each_module():
     torch.manual_seed(0)
     sizes = {"d_model": 48, "num_layers": 1, "num_heads": 6, "d_kv": 7, "d_ff": 37, "decoder_start_token_id": 0}
     model = spread(transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=97, **sizes)))
-    with hw.record(model) as run:
+    with hw.record_outputs(model) as run:
         model.generate(TOKENS, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     sizes = {path: [tuple(each.shape) for each in calls] for (path, _), calls in run.of.items()}
     assert sizes == {
@@ -369,7 +374,7 @@ def test_each_call_of_a_module_is_patched_with_its_own():
     model = spread(transformers.AlbertModel(transformers.AlbertConfig(**sizes, num_attention_heads=6)))
     path = "encoder.albert_layer_groups.0.albert_layers.0.attention"
     other = projected_of(model, f"{path}.dense", OTHERS)
-    with hw.gate(model, {(path, 2): hw.resample(OTHERS)}):
+    with hw.gate(model, {(path, 2): replacements.resample(OTHERS)}):
         found = projected_of(model, f"{path}.dense", TOKENS)
     assert len(found) == 3
     torch.testing.assert_close(found[..., 2, :], other[..., 2, :], **BUDGET)
@@ -385,7 +390,7 @@ def test_cross_attention_is_patched():
     other, this = ({"input_ids": each, "decoder_input_ids": each[:, :5]} for each in (OTHERS, TOKENS))
     expected = projected_of(model, f"{path}.out_proj", **this).clone()
     expected[:, 2, 1] = projected_of(model, f"{path}.out_proj", **other)[:, 2, 1]
-    with hw.gate(model, {(path, 1): hw.resample(other)}, positions=[2]):
+    with hw.gate(model, {(path, 1): replacements.resample(other)}, positions=[2]):
         torch.testing.assert_close(projected_of(model, f"{path}.out_proj", **this), expected, **BUDGET)
 
 
@@ -393,14 +398,14 @@ def test_gradients_pass_a_replacement_by_its_own_way():
     """None through a constant; through even attention to the values alone."""
     model = decoder()
     other = scaled(model, "layers.1.self_attn.o_proj", [1.0] * 6)
-    for value in (hw.mean([OTHERS]), hw.uniform()):
+    for value in (replacements.mean([OTHERS]), replacements.uniform()):
         model.zero_grad()
         with hw.gate(model, {1: value}):
             hidden(model).square().sum().backward()
         attention = model.layers[1].self_attn
         assert attention.q_proj.weight.grad is None or attention.q_proj.weight.grad.abs().max() == 0
         of_values = attention.v_proj.weight.grad
-        assert (of_values is not None and of_values.abs().max() > 0) == isinstance(value, type(hw.uniform()))
+        assert (of_values is not None and of_values.abs().max() > 0) == isinstance(value, type(replacements.uniform()))
     hidden(other).square().sum().backward()
     assert other.layers[1].self_attn.q_proj.weight.grad.abs().max() > 0
 
@@ -417,7 +422,7 @@ def refused(sentence, make, model=None, tokens=TOKENS):
 
 @torch.no_grad()
 def run_of(model, tokens, **options):
-    with hw.record(model, **options) as run:
+    with hw.record_outputs(model, **options) as run:
         model(tokens)
     return run
 
@@ -425,20 +430,22 @@ def run_of(model, tokens, **options):
 def test_what_cannot_stand_there(as_user):
     sizes = r"^run: expected \(batch, heads, queries, value_dim\) = \(2, 6, 13, 10\) in layers.1.self_attn, as here, "
     sizes += r"or a batch of 1, got "
-    refused(sizes + r"\(2, 6, 11, 10\)$", lambda model: hw.resample(OTHERS[:, :11]))
-    refused(sizes + r"\(2, 6, 1, 10\)$", lambda model: hw.resample(OTHERS[:, :1]))
-    refused(sizes + r"\(3, 6, 13, 10\)$", lambda model: hw.resample(TOKENS[[0, 1, 0]]))
-    refused(sizes + r"\(2, 6, 11, 10\)$", lambda model: hw.patch(run_of(model, OTHERS[:, :11])))
+    refused(sizes + r"\(2, 6, 11, 10\)$", lambda model: replacements.resample(OTHERS[:, :11]))
+    refused(sizes + r"\(2, 6, 1, 10\)$", lambda model: replacements.resample(OTHERS[:, :1]))
+    refused(sizes + r"\(3, 6, 13, 10\)$", lambda model: replacements.resample(TOKENS[[0, 1, 0]]))
+    refused(sizes + r"\(2, 6, 11, 10\)$", lambda model: replacements.patch(run_of(model, OTHERS[:, :11])))
     other = decoder(num_attention_heads=4)
-    refused(sizes + r"\(2, 4, 13, 10\)$", lambda model: hw.patch(run_of(other, TOKENS)))
+    refused(sizes + r"\(2, 4, 13, 10\)$", lambda model: replacements.patch(run_of(other, TOKENS)))
     sentence = "^run: expected at least 1 calls of layers.1.self_attn in it, got 0$"
-    refused(sentence, lambda model: hw.patch(run_of(model, TOKENS, layers=[0])))
-    refused(sentence, lambda model: hw.patch(run_of(encoder(), TOKENS)))
-    refused("^dataset: expected at least one batch, got none$", lambda model: hw.mean([]))
-    refused("^dataset: expected batches: tensors, or mappings of them", lambda model: hw.mean(["words"]))
-    refused("^dataset: expected batches: tensors, or mappings of them", lambda model: hw.resample("words"))
-    with pytest.raises(hw.InputError, match=r"^run: expected what record\(model\) gives, got Tensor; with hw.record"):
-        hw.patch(TOKENS)
+    refused(sentence, lambda model: replacements.patch(run_of(model, TOKENS, layers=[0])))
+    refused(sentence, lambda model: replacements.patch(run_of(encoder(), TOKENS)))
+    refused("^dataset: expected at least one batch, got none$", lambda model: replacements.mean([]))
+    refused("^dataset: expected batches: tensors, or mappings of them", lambda model: replacements.mean(["words"]))
+    refused("^dataset: expected batches: tensors, or mappings of them", lambda model: replacements.resample("words"))
+    with pytest.raises(
+        hw.InputError, match=r"^run: expected what record_outputs\(model\) gives, got Tensor; with hw.record_outputs"
+    ):
+        replacements.patch(TOKENS)
 
 
 def test_a_record_that_cannot_be(as_user):
@@ -448,7 +455,7 @@ def test_a_record_that_cannot_be(as_user):
         (decoder(), [2], "^layer: expected one of layers 0 to 1, got 2; name the module"),
         (torch.compile(decoder()), None, "^model: expected modules that run in Python, got a compiled one"),
     ):
-        with pytest.raises(hw.InputError, match=sentence), hw.record(model, layers=layers):
+        with pytest.raises(hw.InputError, match=sentence), hw.record_outputs(model, layers=layers):
             pass
 
 
@@ -467,6 +474,6 @@ def test_a_mean_where_the_data_do_not_reach_the_module(as_user):
     with (
         torch.no_grad(),
         pytest.raises(hw.InputError, match=sentence),
-        hw.gate(model, {("second.layers.1.self_attn", 1): hw.mean(data)}),
+        hw.gate(model, {("second.layers.1.self_attn", 1): replacements.mean(data)}),
     ):
         model(TOKENS)

@@ -247,7 +247,7 @@ def _checked(value: Any, head: int | None) -> Value:
             raise InputError("value", expected=f"a float tensor of at most {most} dimensions", got=got)
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
-        expected = "a number, a tensor, or one of zero(), uniform(), mean(), resample(), patch()"
+        expected = "a number, a tensor, or one of hw.replacements: zero(), uniform(), mean(), resample(), patch()"
         raise InputError("value", expected=expected, got=repr(value))
     return finite_number("value", value)
 

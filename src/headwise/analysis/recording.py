@@ -1,4 +1,4 @@
-"""`record`: what each head of a model gave in a run, before the output projection, to be kept and put elsewhere."""
+"""Records each head's output, before the output projection, in a run of a model."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -80,7 +80,7 @@ class Outputs(Reader):
 
 
 @contextmanager
-def record(model: Any, layers: Collection[int | str] | None = None) -> Iterator[Outputs]:
+def record_outputs(model: Any, layers: Collection[int | str] | None = None) -> Iterator[Outputs]:
     """Within the context, what every head gives is kept: memory for `batch x heads x queries x value_dim` a layer.
 
     Of several runs the last is kept. Inside of a `gate`, what is kept is what the gate made of the heads.

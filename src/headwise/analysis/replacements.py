@@ -148,7 +148,7 @@ def resample(batch: Tensor | Mapping[str, Any]) -> Replacement:
 
 
 def patch(run: Outputs) -> Replacement:
-    """The head's output in another run, as `record` kept it.
+    """The head's output in another run, as `record_outputs` kept it.
 
     Args:
         run: of the same model, on inputs of the same batch and length, or of a batch of 1.
@@ -157,6 +157,6 @@ def patch(run: Outputs) -> Replacement:
         InputError: what is no such run; when the model runs, one whose sizes do not fit.
     """
     if not isinstance(run, Outputs):
-        remedy = "with hw.record(model) as run: model(...)"
-        raise InputError("run", expected="what record(model) gives", got=type(run).__name__, remedy=remedy)
+        remedy = "with hw.record_outputs(model) as run: model(...)"
+        raise InputError("run", expected="what record_outputs(model) gives", got=type(run).__name__, remedy=remedy)
     return Patch(run)
