@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from headwise.convert.projection_maps import Map
 from headwise.errors import InputError
-from headwise.nn.base import is_plain
 from headwise.nn.multihead import MultiHeadAttention
+from headwise.nn.projections import is_plain_linear
 
 Layer = TypeVar("Layer", bound=MultiHeadAttention)
 
@@ -74,7 +74,7 @@ def _plain(layer: MultiHeadAttention, name: str) -> nn.Linear:
         more = "none" if linear is None else type(linear).__name__
     elif not linear.state_dict().keys() <= {"weight", "bias"}:
         more = f"one with {', '.join(linear.state_dict())}"
-    elif not is_plain(linear):
+    elif not is_plain_linear(linear):
         more = "one with a hook"
     if more is not None:
         raise InputError("layer", expected=f"a plain nn.Linear as {name}", got=more, remedy="merge or remove adapters")

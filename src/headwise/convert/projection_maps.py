@@ -10,9 +10,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from headwise.errors import InputError
-from headwise.nn.base import is_hooked
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import Scores
+from headwise.nn.projections import has_hooks
 from headwise.shapes import Float
 
 
@@ -29,7 +29,7 @@ class Map(NamedTuple):
             raise InputError(argument, expected="an nn.Linear for every map", got=type(linear).__name__)
         # A parametrised weight is what it is when read; torch's attention calls its output map by another name.
         known = parametrize.type_before_parametrizations(linear) in (nn.Linear, NonDynamicallyQuantizableLinear)
-        if not known or is_hooked(linear):
+        if not known or has_hooks(linear):
             got = f"{type(linear).__name__}{' with a hook' if known else ''}"
             expected = "a map that is its weight and bias and nothing more"
             raise InputError(argument, expected=expected, got=got, remedy="merge adapters and remove hooks first")

@@ -15,9 +15,9 @@ from headwise.attention.masks.factories import causal, window
 from headwise.convert.projection_maps import maps_of, scores_of
 from headwise.convert.rope import rotary_of
 from headwise.errors import InputError
-from headwise.nn.base import is_hooked
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import QKNorm, Scores
+from headwise.nn.projections import has_hooks
 
 
 def from_transformers(block: nn.Module, *, backend: str | None = None) -> MultiHeadAttention:
@@ -279,7 +279,7 @@ def _linear(parts: Mapping[str, Any], kind: str = "Linear") -> dict[str, Tensor]
     places: dict[str, Tensor] = {}
     for name, part in parts.items():
         extra = part.state_dict().keys() - {"weight", "bias"}
-        if type(part).__name__ != kind or extra or is_hooked(part):
+        if type(part).__name__ != kind or extra or has_hooks(part):
             inside = ", ".join(part.state_dict()) if extra else "a hook"
             got = f"{type(part).__name__} with {inside}"
             remedy = "merge adapters and remove hooks first"

@@ -179,28 +179,3 @@ def needs_all_room(cache: Cache | None, mask: Mask | None, bias: Tensor | None, 
     if not isinstance(cache, StaticCache) or not cache.may_show_less:
         return True
     return return_weights or bias is not None or (mask is not None and mask.extent().keys > 0)
-
-
-def is_plain(linear: nn.Module) -> bool:
-    """Whether it computes `weight x + bias` and nothing else; a hook or a derived class may do more."""
-    return type(linear) is nn.Linear and not is_hooked(linear)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether a hook, or a `forward` that was put in the place of its own, may change what it computes."""
-    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
-
-
-def reset_linear(linear: nn.Linear, widths: tuple[int, ...]) -> None:
-    """Weights uniform after Glorot and Bengio 2010, each of `widths` rows by its own width; the bias zero."""
-    for weight in torch.split(linear.weight, list(widths)):
-        nn.init.xavier_uniform_(weight)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
-
-
-def normed(norm: nn.Module, x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
-    """`norm(x)`, in the dtype of the norm's weight, which under autocast is wider than x; the result in that of x."""
-    weight = next(norm.parameters(), None)
-    normal: Tensor = norm(x if weight is None else x.to(weight.dtype))
-    return normal.to(x.dtype)

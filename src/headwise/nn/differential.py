@@ -19,9 +19,9 @@ from headwise.attention.prepare import AttentionInputs
 from headwise.attention.problem import gate_factor
 from headwise.checks import finite_number, whole_number
 from headwise.errors import InputError
-from headwise.nn.base import normed
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import Scores
+from headwise.nn.projections import apply_norm
 from headwise.shapes import Float
 
 
@@ -120,7 +120,7 @@ class DifferentialAttention(MultiHeadAttention):
         )
         share = self.second_share()
         heads, *weights = (one - share.to(one.dtype) * other for one, other in zip(first, second, strict=True))
-        heads = normed(self.head_norm, heads) * (1 - self.lambda_init)
+        heads = apply_norm(self.head_norm, heads) * (1 - self.lambda_init)
         return (heads if factor is None else heads * factor, *weights)
 
     def _maps(self, inputs: AttentionInputs) -> list[tuple[slice, AttentionInputs]]:

@@ -29,8 +29,9 @@ from headwise.attention.prepare import prepare_qkv
 from headwise.attention.rotary import Rotary
 from headwise.checks import finite_number, probability, whole_number
 from headwise.errors import InputError
-from headwise.nn.base import AttentionLayer, is_plain, needs_all_room, normed, reset_linear
+from headwise.nn.base import AttentionLayer, needs_all_room
 from headwise.nn.options import Scores
+from headwise.nn.projections import apply_norm, is_plain_linear, reset_linear
 from headwise.shapes import Bool, Float, Int
 
 INTERLEAVED = Rotary(interleaved=True)
@@ -199,14 +200,14 @@ class LatentAttention(AttentionLayer):
 
     def _queries(self, x: Float[Tensor, "batch queries embed"]) -> Float[Tensor, "batch heads queries width"]:
         """Each head's query, the part with position first, where the rotation is."""
-        q = self.q_proj(x) if self.q_rank is None else self.q_up(normed(self.q_norm, self.q_down(x)))
+        q = self.q_proj(x) if self.q_rank is None else self.q_up(apply_norm(self.q_norm, self.q_down(x)))
         content, turned = torch.split(self._split(q, self.num_heads), [self.head_dim, self.rotary_dim], dim=-1)
         return torch.cat((turned, content), dim=-1)
 
     def _latents(self, x: Float[Tensor, "batch new embed"]) -> Float[Tensor, "batch 1 new width"]:
         """The shared key, and after it the latent: all that is to be kept of x."""
         latent, turned = torch.split(self.kv_down(x), [self.kv_rank, self.rotary_dim], dim=-1)
-        return torch.cat((turned, normed(self.kv_norm, latent).to(turned.dtype)), dim=-1).unsqueeze(1)
+        return torch.cat((turned, apply_norm(self.kv_norm, latent).to(turned.dtype)), dim=-1).unsqueeze(1)
 
     # -- the two forms ----------------------------------------------------------------------------------------
 
@@ -235,7 +236,7 @@ class LatentAttention(AttentionLayer):
     def _up_matrix(self, like: Tensor) -> Float[Tensor, "heads head_dim_value_dim kv_rank"]:
         """The matrix of `kv_up`. What is not plain, adapted or parametrised say, is asked what it does to a basis."""
         matrix: Tensor
-        if is_plain(self.kv_up):
+        if is_plain_linear(self.kv_up):
             matrix = self.kv_up.weight
         else:
             matrix = self.kv_up(torch.eye(self.kv_rank, dtype=like.dtype, device=like.device)).mT

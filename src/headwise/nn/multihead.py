@@ -32,8 +32,9 @@ from headwise.attention.problem import score_dtype
 from headwise.attention.rotary import Rotary
 from headwise.checks import float_tensor, probability, whole_number
 from headwise.errors import InputError
-from headwise.nn.base import AttentionLayer, needs_all_room, normed, reset_linear
+from headwise.nn.base import AttentionLayer, needs_all_room
 from headwise.nn.options import OutputGate, QKNorm, Scores
+from headwise.nn.projections import apply_norm, reset_linear
 from headwise.shapes import Bool, Float, Int
 
 
@@ -321,8 +322,8 @@ class MultiHeadAttention(AttentionLayer):
         if self.qk_norm is None or norm is None:
             return self._split(projected, heads)
         if self.qk_norm.over == "heads":
-            return self._split(normed(norm, projected), heads)
-        return normed(norm, self._split(projected, heads))
+            return self._split(apply_norm(norm, projected), heads)
+        return apply_norm(norm, self._split(projected, heads))
 
     def _attend(
         self,

@@ -1,0 +1,43 @@
+"""Linear projections of a layer: their initialisation, and checks for modules put in their place."""
+
+import torch
+from torch import Tensor, nn
+
+from headwise.shapes import Float
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return True for an `nn.Linear` that computes `weight x + bias` and nothing else.
+
+    Derived classes, such as adapters, and modules with hooks may compute more, so they return False.
+    """
+    return type(module) is nn.Linear and not has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if a hook, or a `forward` replaced on the instance, may change the output of the module."""
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+
+
+def reset_linear(linear: nn.Linear, blocks: tuple[int, ...]) -> None:
+    """Initialise the weight uniformly after Glorot and Bengio 2010, and the bias with zeros.
+
+    Args:
+        linear: projection to initialise.
+        blocks: numbers of consecutive rows that form one projection each, so that the bound of each block follows from
+            its own number of rows; a fused projection has several.
+    """
+    for weight in torch.split(linear.weight, list(blocks)):
+        nn.init.xavier_uniform_(weight)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+def apply_norm(norm: nn.Module, x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
+    """Return `norm(x)` in the dtype of x, computed in the dtype of the norm's weight.
+
+    Under autocast the weight has a wider dtype than x.
+    """
+    weight = next(norm.parameters(), None)
+    normalised: Tensor = norm(x if weight is None else x.to(weight.dtype))
+    return normalised.to(x.dtype)
