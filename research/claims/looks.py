@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.analysis.losses import Loss
-from headwise.data.batches import call
+from headwise.data.batches import call_model
 
 ENERGY = 0.99
 """The share of the squares of singular values that a rank has to hold."""
@@ -49,7 +49,7 @@ def entropies(model: nn.Module, batches: Sequence[Any]) -> dict[str, float]:
     model.eval()
     with torch.no_grad(), hw.watch(model) as heads:
         for batch in batches:
-            call(model, batch)
+            call_model(model, batch)
     model.train(was)
     rows: dict[str, list[float]] = {}
     for row in heads.rows():

@@ -110,7 +110,7 @@ def run(task: Task, size: Size, out: Path) -> None:
         name=task.name,
     )
     runs: dict[str, list[dict[str, Any]]] = {}
-    for each in sorted(found.about["runs"], key=lambda each: each["seed"]):
+    for each in sorted(found.metadata["runs"], key=lambda each: each["seed"]):
         setting = Setting(*each["setting"])
         looks = folder / "looks" / f"{setting.name}-{each['seed']}.json"
         run = {name: each[name] for name in ("seed", "rate", "loss", "train_loss")}
@@ -132,7 +132,7 @@ def run(task: Task, size: Size, out: Path) -> None:
             "rates": task.rates,
             "margin": found.margin,
             "runs": runs,
-            "search": found.about["search"],
+            "search": found.metadata["search"],
         },
     )
 

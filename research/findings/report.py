@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import headwise as hw
-from headwise.runs.table import Measured
+from headwise.runs.table import MeanEstimate
 from headwise.show.scores import SURE, errors
 
 ROOT = Path(__file__).parent.parent.parent
@@ -33,7 +33,7 @@ something else is said."""
 # -- how numbers are written ------------------------------------------------------------------------------------------
 
 
-def with_error(measured: Measured, digits: int = 3) -> str:
+def with_error(measured: MeanEstimate, digits: int = 3) -> str:
     """`mean ± standard error`."""
     return f"{measured.value:.{digits}f} ± {measured.sem:.{digits}f}"
 
@@ -46,7 +46,7 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]
 
 def data_of(table: hw.Ablation | hw.SetAblation) -> str:
     """What it was measured on."""
-    measured, versions = table.about["measured"], table.about["versions"]
+    measured, versions = table.metadata["measured"], table.metadata["versions"]
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     return f"{measured['sequences']} sequences, {measured['tokens']:,} tokens; {packages}"
 
@@ -82,7 +82,7 @@ def smollm2() -> list[str]:
     gain = [name for name, cost in costs.items() if errors(cost) <= -SURE]
     little = [name for name, cost in costs.items() if cost.value + SURE * cost.sem < SMALL]
     lines = [
-        f"## {ablation.about['model']['name']}, {len(costs)} heads",
+        f"## {ablation.metadata['model']['name']}, {len(costs)} heads",
         "",
         f"Next-token loss, nats a token: {with_error(ablation.baseline)} of the whole model ({data_of(ablation)}).",
         "",
@@ -115,7 +115,7 @@ def smollm2() -> list[str]:
     return lines
 
 
-def _share(costs: dict[str, Measured]) -> float:
+def _share(costs: dict[str, MeanEstimate]) -> float:
     positive = sorted((cost.value for cost in costs.values() if cost.value > 0), reverse=True)
     return sum(positive[:MOST]) / sum(positive)
 
@@ -142,7 +142,7 @@ def agreement(importance: hw.Importance, ablation: hw.Ablation) -> list[str]:
     ]
 
 
-def _mean(values: Sequence[Measured]) -> float:
+def _mean(values: Sequence[MeanEstimate]) -> float:
     return statistics.fmean(each.value for each in values)
 
 
@@ -185,7 +185,7 @@ def copies(folder: Path, profile: hw.Profile) -> list[str]:
     return lines + markdown(headers, rows)
 
 
-def _range(costs: dict[str, Measured], kind: str) -> str:
+def _range(costs: dict[str, MeanEstimate], kind: str) -> str:
     values = [cost.value for name, cost in costs.items() if name.startswith(kind)]
     return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
@@ -201,7 +201,7 @@ def minilm() -> list[str]:
     distances = {row.name: row.statistics["cost"] for row in ablation.rows}
     little = [name for name, each in distances.items() if each.value + SURE * each.sem < SMALL]
     lines = [
-        f"## {ablation.about['model']['name']}, {len(distances)} heads",
+        f"## {ablation.metadata['model']['name']}, {len(distances)} heads",
         "",
         "How far the embedding of a sentence is from the whole model's when a head is removed: 1 - cosine "
         f"({data_of(ablation)}). It is never below 0, so its standard error tells heads apart from each other and not "

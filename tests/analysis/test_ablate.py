@@ -162,7 +162,7 @@ def stops_after(runs):
 
 @pytest.mark.parametrize("runs", [0, 1, 2, 7, 13, 14, 15, 20, 78])
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
     model, out = causal(), tmp_path / "out"
     hw.ablate(model, texts(), stops_after(1000)[0], out=tmp_path / "whole")
     with pytest.raises(Stopped):
@@ -181,7 +181,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(runs, tmp_path, monkeyp
 
 
 def test_a_run_goes_on_with_the_same_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
     model = causal()
     with pytest.raises(Stopped):
         hw.ablate(model, texts(), stops_after(20)[0], out=tmp_path)

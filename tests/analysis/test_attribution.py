@@ -100,7 +100,7 @@ def test_heads_and_all_the_rest_are_the_logit(kind, against, padding):
     rest = sum(part.mean().item() for name, part in expected.items() if not isinstance(name, tuple))
     assert len(found.heads) == 12
     assert of_heads + rest == pytest.approx(whole.mean().item(), rel=1e-10)
-    assert found.about["measured"] == {
+    assert found.metadata["measured"] == {
         "sequences": 3,
         "logit": pytest.approx(whole.mean().item()),
         "heads": pytest.approx(of_heads),
@@ -155,7 +155,7 @@ def test_what_the_logit_loses_without_what_a_head_of_the_last_layer_wrote(name):
             expected = (logit(0.0) - logit(1.0)).item()
         number = found.heads[-out.shape[1] + head].statistics["logit"].value
         assert number == pytest.approx(expected, rel=1e-4, abs=1e-6)  # the norm's epsilon is in the scale
-    assert found.about["measured"]["logit"] == pytest.approx((embedding @ hidden).item())
+    assert found.metadata["measured"]["logit"] == pytest.approx((embedding @ hidden).item())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -219,7 +219,7 @@ def test_what_comes_between_the_norm_and_the_output_embedding_may_hand_it_on():
         assert found.heads[head].statistics["logit"].value == pytest.approx(
             expected, rel=1e-3
         )  # epsilon is in the scale
-    assert found.about["measured"]["logit"] == pytest.approx(model(CLEAN)[:, -1, 7].mean().item())
+    assert found.metadata["measured"]["logit"] == pytest.approx(model(CLEAN)[:, -1, 7].mean().item())
 
 
 INDIRECT = "model: expected one whose output embedding reads, through a final norm, the sum that heads write into, got "

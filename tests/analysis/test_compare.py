@@ -6,7 +6,7 @@ import pytest
 
 import headwise as hw
 from headwise.analysis.profile_result import ProfiledHead
-from headwise.runs.table import Measured
+from headwise.runs.table import MeanEstimate
 
 
 def profile(*heads, module="layers.0.attention"):
@@ -19,7 +19,7 @@ def profile(*heads, module="layers.0.attention"):
             module=module,
             kind="self",
             role="mixed",
-            statistics={name: Measured(*each, 7) for name, each in head.items()},
+            statistics={name: MeanEstimate(*each, 7) for name, each in head.items()},
         )
         for index, head in enumerate(heads)
     ]

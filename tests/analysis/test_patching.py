@@ -68,9 +68,9 @@ def test_a_head_is_put_as_by_a_plain_gate(kind, direction):
     for layer, head in ((0, 4), (1, 1)):
         expected = by_gates(model, clean, corrupted, [(layer, head)], direction)
         require(found.head(layer, head).statistics, expected)
-    assert found.about["settings"]["direction"] == direction
-    assert found.about["measured"]["clean"] == pytest.approx(difference(model, clean).mean().item())
-    assert found.about["measured"]["corrupted"] == pytest.approx(difference(model, corrupted).mean().item())
+    assert found.metadata["settings"]["direction"] == direction
+    assert found.metadata["measured"]["clean"] == pytest.approx(difference(model, clean).mean().item())
+    assert found.metadata["measured"]["corrupted"] == pytest.approx(difference(model, corrupted).mean().item())
 
 
 @pytest.mark.parametrize("direction", ["denoise", "noise"])

@@ -116,8 +116,8 @@ def test_batches_and_tensors_measure_what_texts_do():
     assert values(hw.profile(model, (batch for batch in batches))) == expected
     ids = [sequence[None].long() for sequence in texts(batch=1).sequences]
     found = hw.profile(model, ids)
-    assert found.about["measured"]["sequences"] == 7
-    assert found.about["measured"]["tokens"] == sum(sequence.shape[1] for sequence in ids)
+    assert found.metadata["measured"]["sequences"] == 7
+    assert found.metadata["measured"]["tokens"] == sum(sequence.shape[1] for sequence in ids)
     for mine, other in zip(values(found), expected, strict=True):
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-6)
 
@@ -205,13 +205,13 @@ def test_what_is_saved_is_what_is_loaded(found, tmp_path):
     found.save(tmp_path / "new" / "folder")
     loaded = hw.load_profile(tmp_path / "new" / "folder")
     assert values(loaded) == values(found)
-    assert [head.place for head in loaded.heads] == [head.place for head in found.heads]
-    assert loaded.about == found.about
+    assert [head.identifiers for head in loaded.heads] == [head.identifiers for head in found.heads]
+    assert loaded.metadata == found.metadata
     columns = pyarrow.parquet.read_table(tmp_path / "new" / "folder" / "profile.parquet").column_names
     assert columns[:9] == ["layer", "head", "kv_head", "module", "kind", "role", "entropy", "entropy_sem", "entropy_n"]
-    about = json.loads((tmp_path / "new" / "folder" / "profile.json").read_text())
-    assert set(about) == {"format", "model", "data", "versions", "settings", "measured"}
-    assert about["versions"]["torch"] == torch.__version__
+    metadata = json.loads((tmp_path / "new" / "folder" / "profile.json").read_text())
+    assert set(metadata) == {"format", "model", "data", "versions", "settings", "measured"}
+    assert metadata["versions"]["torch"] == torch.__version__
     with pytest.raises(hw.InputError, match="^out: expected a folder without profile.parquet, got .*; --force .force"):
         found.save(tmp_path / "new" / "folder")
     found.save(tmp_path / "new" / "folder", force=True)
@@ -260,7 +260,7 @@ class Stopped(BaseException):
 @pytest.fixture
 def always(monkeypatch):
     """What was measured is written after every batch."""
-    monkeypatch.setattr(checkpoint, "SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
 
 
 def stop_after(model, batches):
@@ -322,7 +322,7 @@ sys.path.insert(0, sys.argv[1])
 import tiny, headwise as hw
 from headwise.runs import checkpoint
 from test_profile import texts
-checkpoint.SECONDS = 0.0
+checkpoint.CHECKPOINT_SECONDS = 0.0
 model = tiny.model("decoder")
 model.register_forward_hook(lambda *_: time.sleep(0.3))
 hw.profile(model, texts(batch=1), out=sys.argv[2])
@@ -414,7 +414,7 @@ def test_fewer_batches_than_before_are_other_data(tmp_path, always):
         hw.profile(model, batches, out=tmp_path)
     with pytest.raises(hw.InputError, match="another run .data differs. in"):
         hw.profile(tiny.model("decoder"), batches[:2], out=tmp_path)
-    assert hw.profile(tiny.model("decoder"), batches, out=tmp_path).about["measured"]["sequences"] == 7
+    assert hw.profile(tiny.model("decoder"), batches, out=tmp_path).metadata["measured"]["sequences"] == 7
 
 
 def test_what_cannot_be_profiled(tmp_path):

@@ -99,7 +99,7 @@ def test_measures_are_those_of_the_definition_over_all_tokens(kind, mask):
     found = redundancy(model, batches(mask, 1, 3, 1))
     require_same(found, expected, "layer")
     assert found.names == tuple(f"{layer}.{head}" for layer in range(2) for head in range(6))
-    assert found.about["measured"] == {"sequences": 5, "tokens": 38}
+    assert found.metadata["measured"] == {"sequences": 5, "tokens": 38}
 
 
 def test_tokens_are_taken_some_at_a_time(monkeypatch):

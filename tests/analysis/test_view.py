@@ -255,7 +255,7 @@ def test_layers_that_share_a_module_are_layers(minilm):
 
 
 def words_of(tokenizer, text):
-    from headwise.data.tokenization import encode
+    from headwise.data.tokenization import encode_text
 
     class Model(torch.nn.Module):
         config = transformers.BertConfig(max_position_embeddings=1000)
@@ -263,7 +263,7 @@ def words_of(tokenizer, text):
         def get_input_embeddings(self):
             return torch.nn.Embedding(60000, 1)
 
-    encoded = encode(Model(), tokenizer, text, False)
+    encoded = encode_text(Model(), tokenizer, text, False)
     return [(word.text, word.special, word.lexical) for word in encoded.words], encoded.word_of.tolist()
 
 

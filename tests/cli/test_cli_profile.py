@@ -186,7 +186,7 @@ def test_a_run_is_gone_on_with_and_replaced_by_force(headwise, folder, tmp_path)
     assert "got another run (data.limit differs) in" in err
     assert (tmp_path / "out" / "profile.parquet").read_bytes() == before
     assert headwise("profile", *arguments(folder), *out, "--limit", "3", "--force")[0] == 0
-    assert hw.load_profile(tmp_path / "out").about["measured"]["sequences"] == 3
+    assert hw.load_profile(tmp_path / "out").metadata["measured"]["sequences"] == 3
 
 
 def torchrun(*arguments):
@@ -201,7 +201,7 @@ import os, pathlib, time, torch
 pathlib.Path(__file__).with_name(f"{os.getpid()}.pid").touch()
 from headwise.__main__ import main
 from headwise.runs import checkpoint
-checkpoint.SECONDS = 0.0
+checkpoint.CHECKPOINT_SECONDS = 0.0
 forward = torch.nn.Embedding.forward
 torch.nn.Embedding.forward = lambda *args: time.sleep(0.1) or forward(*args)
 main()
@@ -227,9 +227,9 @@ def test_two_processes_agree_with_one_also_when_they_were_killed(headwise, folde
     assert process.returncode == 0, err
     assert out.count("wrote ") == 1
     one, two = hw.load_profile(tmp_path / "one"), hw.load_profile(tmp_path / "two")
-    assert two.about["settings"]["processes"] == 2
-    assert two.about["measured"] == one.about["measured"]
+    assert two.metadata["settings"]["processes"] == 2
+    assert two.metadata["measured"] == one.metadata["measured"]
     for head, other in zip(one.heads, two.heads, strict=True):
-        assert head.place == other.place
+        assert head.identifiers == other.identifiers
         for name, measured in head.statistics.items():
             assert other.statistics[name] == pytest.approx(measured, rel=1e-9, abs=1e-12, nan_ok=True), name

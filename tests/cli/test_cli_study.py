@@ -125,11 +125,11 @@ def test_the_other_commands_run_on_a_model_of_it(made, texts, tmp_path):
     model = ("--model", made[0] / "models" / "2x8-seed-1")
     data = ("--data", texts / "few.txt", "--documents", "cut", "--context", 16)
     assert call("profile", *model, *data, "--out", tmp_path / "p", "--no-repeats")[0] == 0
-    assert [head.place["head"] for head in hw.load_profile(tmp_path / "p").heads] == [0, 1]
+    assert [head.identifiers["head"] for head in hw.load_profile(tmp_path / "p").heads] == [0, 1]
     status, printed, err = call("ablate", *model, *data, "--out", tmp_path / "a")
     assert status == 0, err
     found = hw.Ablation.load(tmp_path / "a")
-    assert found.about["settings"]["loss"] == "next_token_loss"
+    assert found.metadata["settings"]["loss"] == "next_token_loss"
     assert 0.0 < found.baseline.value < math.log(300)
     status, printed, err = call("view", "the cat sat on the mat", *model)
     assert status == 0, err

@@ -4,7 +4,7 @@ import pytest
 
 import headwise as hw
 import tiny
-from headwise.data.random_repeats import repeats_of
+from headwise.data.random_repeats import repeats_for_model
 
 
 def test_25_tokens_4_times_10_samples():
@@ -26,17 +26,17 @@ def test_all_ids_are_drawn_from():
 
 
 def test_they_stand_within_what_the_tokenizer_puts_around_a_text():
-    ids = repeats_of(tiny.model("encoder"), range(5), tiny.tokenizer("encoder"))
+    ids = repeats_for_model(tiny.model("encoder"), range(5), tiny.tokenizer("encoder"))
     assert ids.shape == (10, 102)
     assert ids[:, 0].tolist() == [2] * 10
     assert ids[:, -1].tolist() == [3] * 10
     assert ids[:, 1:-1].min() >= 5
-    assert repeats_of(tiny.model("decoder"), range(5), tiny.tokenizer("decoder")).shape == (10, 100)
+    assert repeats_for_model(tiny.model("decoder"), range(5), tiny.tokenizer("decoder")).shape == (10, 100)
 
 
 def test_ids_that_no_tokenizer_knows_are_left_out():
-    assert repeats_of(tiny.model("decoder", vocab_size=500), (), tiny.tokenizer("decoder")).max() < 97
-    assert repeats_of(tiny.model("decoder", vocab_size=500), ()).max() >= 97
+    assert repeats_for_model(tiny.model("decoder", vocab_size=500), (), tiny.tokenizer("decoder")).max() < 97
+    assert repeats_for_model(tiny.model("decoder", vocab_size=500), ()).max() >= 97
 
 
 @pytest.mark.usefixtures("as_user")
@@ -49,4 +49,4 @@ def test_what_cannot_be_drawn():
         "^model: expected room for 102 random tokens, got 101; --no-repeats .repeats=False. leaves out the random"
     )
     with pytest.raises(hw.InputError, match=sentence):
-        repeats_of(tiny.model("encoder", max_position_embeddings=101), (), tiny.tokenizer("encoder"))
+        repeats_for_model(tiny.model("encoder", max_position_embeddings=101), (), tiny.tokenizer("encoder"))

@@ -8,7 +8,7 @@ import torch
 
 import headwise as hw
 import tiny
-from headwise.data.texts import given, read
+from headwise.data.texts import documents_in_memory, read_documents
 
 ENCODER, DECODER = tiny.tokenizer("encoder"), tiny.tokenizer("decoder")
 SEP, END = 3, 4
@@ -84,7 +84,7 @@ def folder(tmp_path):
 
 
 def test_a_folder_is_all_its_files_in_order(folder):
-    found = list(read(folder, "text"))
+    found = list(read_documents(folder, "text"))
     assert [document.text for document in found] == ["w11", "w12", "w5 w6\nw7\n", "w8", "w9 w10"]
     assert [document.where.removeprefix("row ").removeprefix("line ")[:4] for document in found[:2]] == ["1 of", "2 of"]
     assert found[-1].where == f"line 3 of {folder / 'c.jsonl'}"
@@ -92,7 +92,7 @@ def test_a_folder_is_all_its_files_in_order(folder):
 
 def test_documents_in_memory_may_be_rows():
     rows = [{"body": "w5", "id": 3}, {"body": "w6"}]
-    assert [document.text for document in given(rows, "body")] == ["w5", "w6"]
+    assert [document.text for document in documents_in_memory(rows, "body")] == ["w5", "w6"]
 
 
 BAD = {
@@ -141,18 +141,18 @@ def test_a_parquet_file_without_the_column(tmp_path):
     pandas.DataFrame({"body": ["w5"], "id": [1]}).to_parquet(tmp_path / "rows.parquet")
     sentence = "^column: expected one of .*rows.parquet, which has body, id, got 'text'$"
     with pytest.raises(hw.InputError, match=sentence):
-        list(read(tmp_path / "rows.parquet", "text"))
+        list(read_documents(tmp_path / "rows.parquet", "text"))
     pandas.DataFrame({"text": ["w5", None]}).to_parquet(tmp_path / "rows.parquet")
     with pytest.raises(hw.InputError, match="^column: expected text in 'text' of row 2 of .*, got NoneType$"):
-        list(read(tmp_path / "rows.parquet", "text"))
+        list(read_documents(tmp_path / "rows.parquet", "text"))
 
 
 def test_files_that_are_not_there(tmp_path):
     with pytest.raises(hw.InputError, match="^data: expected a file .*no.txt' that can be read, got No such file or"):
-        list(read(tmp_path / "no.txt", "text"))
+        list(read_documents(tmp_path / "no.txt", "text"))
     (tmp_path / ".hidden").write_text("w5")
     with pytest.raises(hw.InputError, match="^data: expected a folder with files, got none in "):
-        list(read(tmp_path, "text"))
+        list(read_documents(tmp_path, "text"))
 
 
 @pytest.mark.usefixtures("as_user")
@@ -183,4 +183,4 @@ def test_a_context_is_what_the_model_takes():
 
 def test_json_lines_with_text_of_other_scripts(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "茶 ☕ é"}))
-    assert [document.text for document in read(tmp_path / "a.jsonl", "text")] == ["茶 ☕ é"]
+    assert [document.text for document in read_documents(tmp_path / "a.jsonl", "text")] == ["茶 ☕ é"]

@@ -845,10 +845,10 @@ def results():
             run |= {"accuracy": [1.0, 0.5, 0.25, 0.125], "weights": [[0.25] * 4] * int(heads)}
     kinds = {"untrained": [[{"0": 0.5}, {"0": 0.25}]] * 2, "as sharp": [[{"0": 0.5}, {"0": 0.25}]] * 2}
     real = {"m": {"title": "a model", "sequences": 2, "tokens": 7, "trained": [{"0": 0.5}, {"0": 0.75}], **kinds}}
-    about = {"date": "2001-02-03", "cpu": "a cpu", "cores": 2, "gpu": None, "processes": 2, "threads": 1}
-    about |= {"size": "tiny", "versions": {"torch": "1.2.3"}}
+    metadata = {"date": "2001-02-03", "cpu": "a cpu", "cores": 2, "gpu": None, "processes": 2, "threads": 1}
+    metadata |= {"size": "tiny", "versions": {"torch": "1.2.3"}}
     made = {name: Study(name, saved) for name, saved in studies.items()}
-    return Results(made, real, [regime_of([1.0] * 6)], dict.fromkeys((MAIN, "clock"), about))
+    return Results(made, real, [regime_of([1.0] * 6)], dict.fromkeys((MAIN, "clock"), metadata))
 
 
 def test_the_document_holds_every_claim_its_verdict_and_tables_that_are_whole(results):

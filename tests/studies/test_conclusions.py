@@ -8,7 +8,7 @@ import pytest
 import scipy.stats
 
 import headwise as hw
-from headwise.runs.table import Measured
+from headwise.runs.table import MeanEstimate
 from headwise.studies.conclusions import SettingRow, beats, collected, margin
 from headwise.studies.trial_store import Done, Job
 
@@ -90,7 +90,7 @@ def test_identical_losses_leave_no_margin():
 def row(setting=ONE, **values):
     """Of means alone, or with their standard errors."""
     pairs = {name: each if isinstance(each, tuple) else (each, 0.0) for name, each in values.items()}
-    statistics = {name: Measured(*pair, 3) for name, pair in pairs.items()}
+    statistics = {name: MeanEstimate(*pair, 3) for name, pair in pairs.items()}
     return SettingRow(**vars(setting), statistics=statistics)
 
 
@@ -148,8 +148,8 @@ def study_of(table, baseline=None, step_ms=None, seeds=None):
                 done.append(Done(Job(setting, True, seed), 3e-3, loss, False, measured))
     settings = tuple(losses_of(table))
     sizes = {setting.name: 1000 + setting.num_heads for setting in settings}
-    about = {"model": {"name": "text"}, "settings": {}, "steps": 20, "left_out": []}
-    return collected(done, settings, sizes, about, len(table[0]), baseline)
+    metadata = {"model": {"name": "text"}, "settings": {}, "steps": 20, "left_out": []}
+    return collected(done, settings, sizes, metadata, len(table[0]), baseline)
 
 
 NOISE = np.array([[0.0, 0.01, -0.01], [0.01, -0.01, 0.0], [-0.01, 0.0, 0.01]])
@@ -171,7 +171,7 @@ def test_the_rows_are_means_over_seeds():
     assert first.statistics["parameters"] == (1001.0, 0.0, 3)
     assert first.statistics["rate"].value == 3e-3
     assert found.losses == {ONE: {1: 3.0, 2: 3.2, 3: 3.4}, TWO: {1: 2.0, 2: 2.0, 3: 2.0}}
-    assert found.about["search"][0] == {"setting": "1x16", "rate": 3e-3, "loss": 9.0, "pruned": False}
+    assert found.metadata["search"][0] == {"setting": "1x16", "rate": 3e-3, "loss": 9.0, "pruned": False}
     assert "seconds" not in first.statistics
     assert found.row(TWO) is second
     with pytest.raises(hw.InputError, match=r"^setting: expected one of 1x16, 2x8, got 4x4$"):
@@ -259,8 +259,8 @@ def test_a_setting_for_which_there_was_no_time(tmp_path):
         for seed, loss in runs.items()
         if setting != FOUR
     ]
-    about = {"model": {"name": "a text"}, "steps": 10, "left_out": ()}
-    found = collected(done, (ONE, TWO, FOUR), {"1x16": 9, "2x8": 9, "4x4": 9}, about, 3, None)
+    metadata = {"model": {"name": "a text"}, "steps": 10, "left_out": ()}
+    found = collected(done, (ONE, TWO, FOUR), {"1x16": 9, "2x8": 9, "4x4": 9}, metadata, 3, None)
     found.save(tmp_path)
     again = hw.Study.load(tmp_path)
     assert again.row(FOUR).statistics["loss"].n == 0
@@ -279,8 +279,8 @@ def test_means_are_those_of_the_seeds_that_all_have():
         for setting, runs in table.items()
         for seed, loss in runs.items()
     ]
-    about = {"model": {"name": "a text"}, "steps": 10, "left_out": ()}
-    found = collected(done, (ONE, TWO), {"1x16": 9, "2x8": 9}, about, 3, None)
+    metadata = {"model": {"name": "a text"}, "steps": 10, "left_out": ()}
+    found = collected(done, (ONE, TWO), {"1x16": 9, "2x8": 9}, metadata, 3, None)
     assert found.row(TWO).statistics["loss"].value < found.row(ONE).statistics["loss"].value
     assert found.recommendation.setting == ONE
 
@@ -292,7 +292,7 @@ def test_saved_and_loaded(baseline, tmp_path):
     found = study_of(table, baseline)
     found.save(tmp_path)
     again = hw.Study.load(tmp_path)
-    assert [each.place for each in again.rows] == [each.place for each in found.rows]
+    assert [each.identifiers for each in again.rows] == [each.identifiers for each in found.rows]
     for each, other in zip(again.rows, found.rows, strict=True):
         assert list(each.statistics) == list(other.statistics)
         for name, measured in each.statistics.items():
@@ -300,7 +300,7 @@ def test_saved_and_loaded(baseline, tmp_path):
     assert (again.losses, again.margin, again.frontier) == (found.losses, found.margin, found.frontier)
     assert again.recommendation == found.recommendation
     assert again.baseline == baseline
-    assert again.about == found.about
+    assert again.metadata == found.metadata
     sentence = f"out: expected a folder without study.parquet, got {str(tmp_path)!r}; --force (force=True) replaces it"
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
         found.save(tmp_path)

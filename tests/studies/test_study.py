@@ -88,7 +88,11 @@ def study(space=(ONE, TWO), data=None, **options):
 
 def outcome(found):
     """All that does not depend on the clock."""
-    return found.losses, [(each["rate"], each["train_loss"]) for each in found.about["runs"]], found.about["search"]
+    return (
+        found.losses,
+        [(each["rate"], each["train_loss"]) for each in found.metadata["runs"]],
+        found.metadata["search"],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -125,16 +129,21 @@ def test_the_table(whole):
         assert row.statistics["parameters"].value == sum(each.numel() for each in Toy(row.setting).parameters())
         assert row.statistics["step_ms"].value > 0
         assert list(row.statistics) == ["loss", "train_loss", "step_ms", "parameters", "rate"]
-    about = whole.about
-    assert (about["steps"], about["seeds"], about["baseline"], about["left_out"]) == (STEPS, SEEDS, None, ())
-    settings = about["settings"]
+    metadata = whole.metadata
+    assert (metadata["steps"], metadata["seeds"], metadata["baseline"], metadata["left_out"]) == (
+        STEPS,
+        SEEDS,
+        None,
+        (),
+    )
+    settings = metadata["settings"]
     assert (settings["space"], settings["loss"], settings["seed"]) == (["1x8", "2x4"], "toy_loss", 0)
     assert (settings["training batches"], settings["held-out batches"]) == (7, 3)
 
 
 def test_each_training_is_what_it_says(whole):
     """A final training done by hand: weights of its seed, its rate, its loss on what is held out."""
-    for run in whole.about["runs"]:
+    for run in whole.metadata["runs"]:
         setting = hw.Setting(*run["setting"])
         torch.manual_seed(run["seed"])
         model = Toy(setting)
@@ -150,10 +159,10 @@ def test_each_training_is_what_it_says(whole):
 def test_the_finals_have_the_rate_of_the_lowest_loss_of_the_search():
     found = study((ONE, TWO, FOUR), trials=4, rates=(1e-5, 1.0))
     for row in found.rows:
-        searched = [each for each in found.about["search"] if each["setting"] == row.name]
+        searched = [each for each in found.metadata["search"] if each["setting"] == row.name]
         assert len(searched) == 4
         best = min((each for each in searched if not each["pruned"]), key=lambda each: each["loss"])
-        rates = [run["rate"] for run in found.about["runs"] if run["setting"] == list(vars(row.setting).values())]
+        rates = [run["rate"] for run in found.metadata["runs"] if run["setting"] == list(vars(row.setting).values())]
         assert rates == [best["rate"]] * SEEDS
         assert row.statistics["rate"].value == best["rate"]
         assert searched[0]["rate"] == pytest.approx(10**-2.5)
@@ -283,13 +292,13 @@ def test_a_rate_with_which_training_diverges_is_not_taken():
         return found * (math.nan if model.out.weight.abs().max() > 0.9 else 1.0)
 
     found = study((ONE,), trials=3, rates=(1e-4, 1.0), loss=loss)
-    first, second, third = found.about["search"]
+    first, second, third = found.metadata["search"]
     assert (first["rate"], second["rate"], third["rate"]) == pytest.approx((1e-2, 1e-3, 1e-1))
     assert third["pruned"]
     assert not first["pruned"]
-    (rate,) = {run["rate"] for run in found.about["runs"]}
+    (rate,) = {run["rate"] for run in found.metadata["runs"]}
     assert rate < 0.05
-    assert all(math.isfinite(run["loss"]) for run in found.about["runs"])
+    assert all(math.isfinite(run["loss"]) for run in found.metadata["runs"])
 
 
 def test_nothing_trains():
@@ -306,7 +315,7 @@ def test_a_setting_in_use_is_compared_whatever_the_space(tmp_path):
     assert [row.setting for row in found.rows] == [ONE, FOUR]
     assert found.baseline == hw.Study.load(tmp_path).baseline == FOUR
     space = hw.Space(8, (1, 3))
-    assert study(space, trials=1, seeds=1).about["left_out"] == ("num_heads 3, which does not divide embed_dim 8",)
+    assert study(space, trials=1, seeds=1).metadata["left_out"] == ("num_heads 3, which does not divide embed_dim 8",)
 
 
 def test_more_that_is_measured(tmp_path):
@@ -323,9 +332,9 @@ def test_a_database_of_ones_own(whole, tmp_path):
     found = study(storage=storage, name="a", out=tmp_path / "out", loss=loss, title="a text")
     assert outcome(found) == outcome(whole)
     assert loss.steps == STEPS * 3
-    assert found.about["model"]["name"] == "a text"
+    assert found.metadata["model"]["name"] == "a text"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"study.json", "study.parquet"}
-    assert study(storage=storage, name="b", seed=1).about["model"]["name"] == "b"  # beside the other one
+    assert study(storage=storage, name="b", seed=1).metadata["model"]["name"] == "b"  # beside the other one
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
@@ -378,8 +387,8 @@ def test_a_study_ends_with_its_budget(budget, speed, clock):
     found = timed(clock, budget)
     assert 0.8 * budget <= clock.now - start <= 1.1 * budget
     assert all(len(found.losses[setting]) == SEEDS for setting in (ONE, TWO))
-    assert found.about["steps"] >= 20
-    searches = Counter(each["setting"] for each in found.about["search"])
+    assert found.metadata["steps"] >= 20
+    searches = Counter(each["setting"] for each in found.metadata["search"])
     assert all(2 <= number <= scheduler_module.MOST_TRIALS for number in searches.values())
 
 
@@ -395,8 +404,8 @@ def test_settings_that_take_longer_are_reckoned_with(clock):
 def test_data_is_seen_four_times_at_most(clock):
     start = clock.now
     found = timed(clock, 5_000.0, data=sequences(7))
-    assert found.about["steps"] == 28
-    assert Counter(each["setting"] for each in found.about["search"]) == {
+    assert found.metadata["steps"] == 28
+    assert Counter(each["setting"] for each in found.metadata["search"]) == {
         "1x8": scheduler_module.MOST_TRIALS,
         "2x4": scheduler_module.MOST_TRIALS,
     }
@@ -426,8 +435,8 @@ def test_a_study_that_went_on_ends_with_its_budget(after, clock, tmp_path):
 
 def test_steps_that_are_given_stay(clock):
     found = timed(clock, 60.0, steps=25, trials=3)
-    assert found.about["steps"] == 25
-    assert Counter(each["setting"] for each in found.about["search"]) == {"1x8": 3, "2x4": 3}
+    assert found.metadata["steps"] == 25
+    assert Counter(each["setting"] for each in found.metadata["search"]) == {"1x8": 3, "2x4": 3}
 
 
 REMEDY = "fewer settings, seeds or parameters take less"
@@ -444,7 +453,7 @@ def test_a_budget_that_is_too_small(clock):
         sentence = f"budget: expected {expected}, got {budget:g} s; {REMEDY}"
         with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
             timed(clock, budget)
-    assert timed(clock, least + 2.0).about["steps"] == 20
+    assert timed(clock, least + 2.0).metadata["steps"] == 20
 
 
 def test_a_budget_that_ends_before_anything_was_timed(clock):
@@ -497,6 +506,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 def test_what_is_written_is_plain(tmp_path):
     study((ONE,), trials=1, seeds=1, out=tmp_path)
-    about = json.loads((tmp_path / "study.json").read_text())
-    assert list(about["runs"][0]) == ["setting", "seed", "rate", "loss", "train_loss", "step_ms", "seconds"]
-    assert about["runs"][0]["setting"] == [1, 8, 1]
+    metadata = json.loads((tmp_path / "study.json").read_text())
+    assert list(metadata["runs"][0]) == ["setting", "seed", "rate", "loss", "train_loss", "step_ms", "seconds"]
+    assert metadata["runs"][0]["setting"] == [1, 8, 1]

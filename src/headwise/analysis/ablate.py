@@ -16,7 +16,7 @@ from headwise.analysis.gate import Gated, Gates
 from headwise.analysis.losses import Loss, losses_of, prepare_loss
 from headwise.analysis.recording import require_module
 from headwise.analysis.replacements import Replacement, zero
-from headwise.data.batches import batches, device_of, evaluated, moved
+from headwise.data.batches import device_of, evaluation_mode, iterate_batches, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
@@ -24,11 +24,11 @@ from headwise.intercept.interceptor import Call, Change
 from headwise.intercept.replay import Replay
 from headwise.intercept.sites import SiteRegistry
 from headwise.intercept.survey import survey
-from headwise.runs.checkpoint import Run
-from headwise.runs.data_pass import Count, require_same_data
-from headwise.runs.fingerprint import settings_of
-from headwise.runs.progress import bar
-from headwise.runs.table import Head, HeadTable, Measured, Row, RowT, Table
+from headwise.runs.checkpoint import CheckpointedRun
+from headwise.runs.data_pass import PassProgress, require_same_data
+from headwise.runs.fingerprint import run_settings
+from headwise.runs.progress import progress_bar
+from headwise.runs.table import HeadRow, HeadTable, MeanEstimate, Row, RowT, Table
 
 KINDS = ("heads", "layers", "groups")
 """What may be removed at a time, beside sets of heads with names."""
@@ -40,15 +40,15 @@ class _Ablated(Table[RowT]):
     NAME = "ablation"
 
     @property
-    def baseline(self) -> Measured:
+    def baseline(self) -> MeanEstimate:
         """The loss of the whole model."""
-        return Measured(**self.about["baseline"])
+        return MeanEstimate(**self.metadata["baseline"])
 
 
-class Ablation(_Ablated[Head], HeadTable[Head]):
+class Ablation(_Ablated[HeadRow], HeadTable[HeadRow]):
     """What each head costs alone: `loss` without it, and `cost`, how much that is more than the whole model's."""
 
-    ROW = Head
+    ROW_TYPE = HeadRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class HeadSet(Row):
 class SetAblation(_Ablated[HeadSet]):
     """What sets of heads cost: `loss` without them, and `cost`, how much that is more than the whole model's."""
 
-    ROW = HeadSet
+    ROW_TYPE = HeadSet
 
 
 def ablate(
@@ -111,7 +111,7 @@ def ablate(
         raise InputError("of", expected=f"one of {', '.join(KINDS)}, or sets of heads by name", got=repr(of))
     how = zero() if how is None else how
     asked = of if isinstance(of, str) else {name: [f"{layer}.{head}" for layer, head in of[name]] for name in of}
-    settings = settings_of(
+    settings = run_settings(
         model,
         texts if isinstance(texts, Texts) else None,
         title,
@@ -120,15 +120,15 @@ def ablate(
         loss=getattr(loss, "__name__", type(loss).__name__),
     )
     table: type[Ablation | SetAblation] = Ablation if of == "heads" else SetAblation
-    run: _Run = Run(State, table, out, settings)
-    run.claim(force=force)
-    finished = run.finished()
-    with evaluated(model), torch.no_grad():
+    run: _Run = CheckpointedRun(AblationProgress, table, out, settings)
+    run.claim_folder(force=force)
+    finished = run.finished_table()
+    with evaluation_mode(model), torch.no_grad():
         if finished is not None:
             return require_same_data(finished, dataset, run)
         units, state = _measured(model, dataset, loss, how, of, run, progress)
         found = table(tuple(_rows(units, state)), {**settings, **_about(state)})
-        run.end(found)
+        run.finish(found)
         return found
 
 
@@ -142,7 +142,7 @@ class Unit:
 
 
 @dataclass
-class State(Count):
+class AblationProgress(PassProgress):
     """How far a run is, the batch that runs included.
 
     Attributes:
@@ -156,7 +156,7 @@ class State(Count):
     without: list[list[float]] = field(default_factory=list)
 
 
-_Run = Run[State, Ablation | SetAblation]
+_Run = CheckpointedRun[AblationProgress, Ablation | SetAblation]
 
 
 class _Without(Gates):
@@ -175,36 +175,36 @@ class _Without(Gates):
 
 def _measured(
     model: nn.Module, dataset: Texts | Iterable[Any], loss: Loss, how: Any, of: Any, run: _Run, progress: bool
-) -> tuple[list[Unit], State]:
+) -> tuple[list[Unit], AblationProgress]:
     """Every loss, those of an earlier run taken over."""
-    stream, device = batches(dataset), device_of(model)
+    stream, device = iterate_batches(dataset), device_of(model)
     first = next(stream, None)
     if first is None:
         raise InputError("dataset", expected="at least one batch", got="none")
-    shown = moved(first, device)
+    shown = to_device(first, device)
     prepare_loss(loss, model, shown)
     seen = survey(model, lambda: loss(model, shown))
     units = list(_units(seen, of, how, model))
     replay, gates = Replay(model, {site.path for site in seen.sites}), _Without()
-    before, state, runs = run.state(), State(without=[[] for _ in units]), 1 + len(units)
+    before, state, runs = run.load_progress(), AblationProgress(without=[[] for _ in units]), 1 + len(units)
     number = sum(1 for _ in dataset) if isinstance(dataset, Texts | Sized) else None
     total = None if number is None else number * runs
-    with bar("ablation", total, "runs", shown=progress) as advance:
+    with progress_bar("ablation", total, "runs", shown=progress) as advance:
         for batch in chain([first], stream):
-            state.passes(batch)
+            state.count_batch(batch)
             if state.batches == before.batches:
                 if state.digest != before.digest:
-                    raise run.other_data()
+                    raise run.different_data_error()
                 state.whole, state.without, state.done = before.whole, before.without, before.done
             if state.batches < before.batches or state.done == runs:
                 advance(runs, True)
             else:
                 if state.done:
                     advance(state.done, True)
-                _run_batch(model, moved(batch, device), loss, units, state, replay, gates, run, advance)
+                _run_batch(model, to_device(batch, device), loss, units, state, replay, gates, run, advance)
             state.done = 0
     if state.batches < before.batches:
-        raise run.other_data()
+        raise run.different_data_error()
     return units, state
 
 
@@ -213,7 +213,7 @@ def _run_batch(
     batch: dict[str, Any],
     loss: Any,
     units: list[Unit],
-    state: State,
+    state: AblationProgress,
     replay: Replay,
     gates: "_Without",
     run: _Run,
@@ -233,22 +233,22 @@ def _run_batch(
             with replay.until({path for path, _ in units[index].gated}):
                 state.without[index] += losses_of(loss, model, batch).tolist()
             state.done += 1
-            run.keep(state, now=state.done > len(units))
+            run.save_progress(state, now=state.done > len(units))
             advance(1, False)
 
 
-def _about(state: State) -> dict[str, Any]:
+def _about(state: AblationProgress) -> dict[str, Any]:
     return {
-        "baseline": Measured.of(state.whole)._asdict(),
-        "measured": state.data,
+        "baseline": MeanEstimate.of(state.whole)._asdict(),
+        "measured": state.summary,
     }
 
 
-def _rows(units: Iterable[Unit], state: State) -> Iterator[Any]:
+def _rows(units: Iterable[Unit], state: AblationProgress) -> Iterator[Any]:
     """One row a unit; an example that has no loss counts nowhere."""
     for unit, losses in zip(units, state.without, strict=True):
         costs = [loss - whole for loss, whole in zip(losses, state.whole, strict=True)]
-        yield unit.row(**unit.place, statistics={"cost": Measured.of(costs), "loss": Measured.of(losses)})
+        yield unit.row(**unit.place, statistics={"cost": MeanEstimate.of(costs), "loss": MeanEstimate.of(losses)})
 
 
 # -- what is removed at a time ----------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def _units(seen: SiteRegistry, of: Any, how: Any, model: nn.Module) -> Iterator[
     value = how.prepare(model, {site.path for site in seen.sites}) if isinstance(how, Replacement) else how
     if of == "heads":
         for site, place in seen.places():
-            yield Unit({(site.path, site.cross): [Gated(place["head"], value)]}, Head, place)
+            yield Unit({(site.path, site.cross): [Gated(place["head"], value)]}, HeadRow, place)
         return
     there = {(place["layer"], place["head"]): site for site, place in seen.places()}
     for name, heads in (_sets(seen, of) if isinstance(of, str) else of).items():

@@ -23,12 +23,12 @@ from headwise.analysis.gate import Gated, Gates
 from headwise.analysis.prompts import Question, Recorded, one_batch, output_embedding
 from headwise.analysis.recording import require_module
 from headwise.analysis.replacements import zero
-from headwise.data.batches import call, evaluated
+from headwise.data.batches import call_model, evaluation_mode
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.output_projection import output_projection, weight_of
-from headwise.runs.fingerprint import settings_of
-from headwise.runs.table import Head, HeadTable, Measured
+from headwise.runs.fingerprint import run_settings
+from headwise.runs.table import HeadRow, HeadTable, MeanEstimate
 from headwise.shapes import Float, Int
 
 SLACK = 0.02
@@ -37,11 +37,11 @@ SLACK = 0.02
 REMEDY = "ablate or patch heads instead"
 
 
-class Attribution(HeadTable[Head]):
+class Attribution(HeadTable[HeadRow]):
     """What each head adds to the logit of the answer by itself: `logit`."""
 
     NAME = "attribution"
-    ROW = Head
+    ROW_TYPE = HeadRow
 
 
 def logit_attribution(
@@ -69,10 +69,10 @@ def logit_attribution(
     """
     require_module(model)
     question, inputs = Question.of(answer, wrong, at), one_batch(model, batch)
-    with evaluated(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         run, norms, stream = Recorded(model), _Norms(model), _Stream(model)
         with intercepted(model, run), norms.kept(), stream.followed():
-            call(model, inputs)
+            call_model(model, inputs)
         run.require_some()
         end = stream.end(question, inputs)
         parts, written = [], torch.zeros_like(end.before)
@@ -83,16 +83,16 @@ def logit_attribution(
             written += out.flatten(1) @ weight.mT
         gates = Gates({site.path: [Gated(None, zero())] for site in run.sites})
         with intercepted(model, gates), norms.again(), stream.followed():
-            call(model, inputs)
+            call_model(model, inputs)
         left = stream.passed().given[torch.arange(len(written)), end.place]
         _require_direct(model, end.before - left, written, end.before)
     of_heads = torch.cat(parts, 1)
     rows = [
-        Head(**place, statistics={"logit": Measured.of(of_heads[:, number].tolist())})
+        HeadRow(**place, statistics={"logit": MeanEstimate.of(of_heads[:, number].tolist())})
         for number, (_, place) in enumerate(run.places())
     ]
     measured = {"sequences": len(of_heads), "logit": end.logit.mean().item(), "heads": of_heads.sum(1).mean().item()}
-    return Attribution(tuple(rows), {**settings_of(model, None, None, wrong=wrong is not None), "measured": measured})
+    return Attribution(tuple(rows), {**run_settings(model, None, None, wrong=wrong is not None), "measured": measured})
 
 
 # -- where logits are read --------------------------------------------------------------------------------------------

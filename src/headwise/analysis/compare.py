@@ -8,7 +8,7 @@ from typing import Any
 
 from headwise.analysis.profile_result import Profile, ProfiledHead
 from headwise.errors import InputError, require
-from headwise.runs.table import Measured, require_statistic
+from headwise.runs.table import MeanEstimate, require_statistic
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Comparison:
         rows = []
         for each in self.differences:
             a, b = (head.statistics[each.statistic] for head in (each.a, each.b))
-            place = {name: value for name, value in each.a.place.items() if name != "role"}
+            place = {name: value for name, value in each.a.identifiers.items() if name != "role"}
             roles = {"role_a": each.a.role, "role_b": each.b.role}
             values = {"a": a.value, "b": b.value, "difference": each.difference, "errors": each.errors}
             rows.append({**place, **roles, "statistic": each.statistic, **values})
@@ -91,7 +91,7 @@ def _difference(one: ProfiledHead, other: ProfiledHead, name: str) -> Difference
     return Difference(one, other, name, b.value - a.value, _errors(a, b))
 
 
-def _errors(a: Measured, b: Measured) -> float:
+def _errors(a: MeanEstimate, b: MeanEstimate) -> float:
     difference, error = b.value - a.value, math.hypot(a.sem, b.sem)
     if error == 0.0:  # every sequence alike, in both
         return math.copysign(math.inf, difference) if difference else 0.0

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.checks import probability
-from headwise.data.batches import call, size
+from headwise.data.batches import call_model, count_sequences_and_tokens
 from headwise.errors import InputError
 from headwise.intercept.install import hooked_by_others
 from headwise.intercept.swap_forward import swap_forward
@@ -37,7 +37,7 @@ def prepare_loss(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
 
 def losses_of(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
     """The loss of each example. `InputError` where it gives something else."""
-    found, examples = loss(model, batch), size(batch)[0]
+    found, examples = loss(model, batch), count_sequences_and_tokens(batch)[0]
     if not isinstance(found, Tensor) or found.shape != (examples,) or not found.is_floating_point():
         got = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         expected = f"one number an example, a float tensor of shape {(examples,)}"
@@ -146,7 +146,7 @@ def loss_named(name: str, tokenizer: Any) -> Any:
 
 
 def _embeddings(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, "batch width"]:
-    given = call(model, batch)
+    given = call_model(model, batch)
     hidden = getattr(given, "last_hidden_state", given)
     if not isinstance(hidden, Tensor) or hidden.ndim != 3:
         raise InputError("model", expected="one that gives a last_hidden_state", got=type(given).__name__)
@@ -186,12 +186,12 @@ def _losses(
     head = _output_embedding(model)
     if head is not None:
         with _left_to_us(head) as given:
-            logits = _logits(call(model, batch))
+            logits = _logits(call_model(model, batch))
         if given and logits is given[1]:  # nothing came after the output embedding
             hidden = given[0][which]
             return _tiled(hidden.flatten(0, 1), head, targets.flatten()).view(targets.shape)
         _more_follows.add(model)
-    logits = _logits(call(model, batch))[which]
+    logits = _logits(call_model(model, batch))[which]
     losses = F.cross_entropy(_wide(logits.flatten(0, 1)), targets.flatten(), reduction="none")
     return losses.view(targets.shape)
 

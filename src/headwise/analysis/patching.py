@@ -19,13 +19,13 @@ from headwise.analysis.gate import Gated, Gates
 from headwise.analysis.prompts import Question, Recorded, one_batch
 from headwise.analysis.recording import require_module
 from headwise.analysis.replacements import patch
-from headwise.data.batches import evaluated
+from headwise.data.batches import evaluation_mode
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.replay import Replay
-from headwise.runs.fingerprint import settings_of
-from headwise.runs.progress import bar
-from headwise.runs.table import Head, HeadTable, Measured
+from headwise.runs.fingerprint import run_settings
+from headwise.runs.progress import progress_bar
+from headwise.runs.table import HeadRow, HeadTable, MeanEstimate
 
 DIRECTIONS = ("denoise", "noise")
 
@@ -33,11 +33,11 @@ Place = tuple[int | str, int]
 """A head: its layer, by number or by the path of the module that attends, and its number there."""
 
 
-class Patching(HeadTable[Head]):
+class Patching(HeadTable[HeadRow]):
     """What each head's output does to the answer in another run: `recovered`, a share, and `difference` of logits."""
 
     NAME = "patching"
-    ROW = Head
+    ROW_TYPE = HeadRow
 
 
 def activation_patching(
@@ -85,11 +85,11 @@ def activation_patching(
     with _paired(model, clean, corrupted, Question.of(answer, wrong, at), direction) as pair:
         chosen = pair.places(heads)
         rows = []
-        with bar("patching", len(chosen), "heads", shown=progress) as advance:
+        with progress_bar("patching", len(chosen), "heads", shown=progress) as advance:
             for place in chosen:
-                rows.append(Head(**place, statistics=pair.patched([place])))
+                rows.append(HeadRow(**place, statistics=pair.patched([place])))
                 advance(1, False)
-        settings = settings_of(model, None, None, direction=direction, heads=len(chosen))
+        settings = run_settings(model, None, None, direction=direction, heads=len(chosen))
         return Patching(tuple(rows), {**settings, "measured": pair.measured})
 
 
@@ -103,7 +103,7 @@ def patch_together(
     wrong: Any,
     at: Any = -1,
     direction: str = "denoise",
-) -> dict[str, Measured]:
+) -> dict[str, MeanEstimate]:
     """What `activation_patching` measures, of some heads put at once: `recovered` and `difference`.
 
     The arguments, and what is refused, are those of `activation_patching`.
@@ -122,7 +122,7 @@ def _paired(model: Any, clean: Any, corrupted: Any, question: Question, directio
         raise InputError("wrong", expected="the ids that the answers are held against", got=None)
     clean, corrupted = one_batch(model, clean), one_batch(model, corrupted)
     _require_alike(clean, corrupted)
-    with evaluated(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         pair = _Pair(model, question, clean, corrupted, direction)
         with intercepted(model, pair.gates):
             yield pair
@@ -161,7 +161,7 @@ class _Pair:
                 raise InputError("heads", expected="each a (layer, head) of this model", got=head)
         return [place for place, each in zip(places, names, strict=True) if not each.isdisjoint(wanted)]
 
-    def patched(self, places: Iterable[Mapping[str, Any]]) -> dict[str, Measured]:
+    def patched(self, places: Iterable[Mapping[str, Any]]) -> dict[str, MeanEstimate]:
         """The statistics where these heads are put."""
         self.gates.of = {}
         for place in places:
@@ -170,7 +170,7 @@ class _Pair:
             difference = self._question.difference(self._model, self._taker)
         gap = (self._clean - self._corrupted).double()
         recovered = ((difference - self._corrupted) / gap).masked_fill(gap == 0, math.nan)
-        return {"recovered": Measured.of(recovered.tolist()), "difference": Measured.of(difference.tolist())}
+        return {"recovered": MeanEstimate.of(recovered.tolist()), "difference": MeanEstimate.of(difference.tolist())}
 
     @property
     def measured(self) -> dict[str, Any]:

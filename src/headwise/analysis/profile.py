@@ -8,23 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.profile_result import RANDOM, Profile, ProfiledHead
+from headwise.analysis.profile_result import RANDOM_SUFFIX, Profile, ProfiledHead
 from headwise.analysis.roles import COPIES, role_of
-from headwise.data.batches import call, device_of, digest_of, evaluated, moved
-from headwise.data.random_repeats import repeats_of
+from headwise.data.batches import call_model, device_of, digest_of, evaluation_mode, to_device
+from headwise.data.random_repeats import repeats_for_model
 from headwise.data.texts import SpecialTokens, Texts
 from headwise.data.tokenization import text_model
 from headwise.errors import InputError
 from headwise.intercept.sites import Site, SiteRegistry
 from headwise.intercept.watch import watch
-from headwise.runs.checkpoint import Run
-from headwise.runs.data_pass import State, of_heads, pass_over, require_same_data
-from headwise.runs.distributed import broadcast_from_rank0, from_all, place
-from headwise.runs.fingerprint import settings_of
-from headwise.runs.table import NOTHING, Measured
+from headwise.runs.checkpoint import CheckpointedRun
+from headwise.runs.data_pass import SiteProgress, head_estimates, require_same_data, run_pass
+from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
+from headwise.runs.fingerprint import run_settings
+from headwise.runs.table import NO_ESTIMATE, MeanEstimate
 from headwise.shapes import Int
 
-_Run = Run[State, Profile]
+_Run = CheckpointedRun[SiteProgress, Profile]
 
 
 def profile(
@@ -71,25 +71,25 @@ def profile(
         special = _special_of(texts.tokenizer) if special is None else special
     special = sorted(set(special or ()))
     if repeats is True or (repeats is None and texts is not None):
-        repeats = repeats_of(model, special, None if texts is None else texts.tokenizer)
-    rank, processes = place()
+        repeats = repeats_for_model(model, special, None if texts is None else texts.tokenizer)
+    rank, processes = rank_and_world_size()
     of_repeats = {"shape": list(repeats.shape), "digest": digest_of([repeats])} if isinstance(repeats, Tensor) else None
-    settings = settings_of(model, texts, title, special=special, repeats=of_repeats, processes=processes)
-    run = Run(State, Profile, out, settings, rank)
-    broadcast_from_rank0(lambda: run.claim(force=force))
-    finished = broadcast_from_rank0(run.finished)
-    with evaluated(model), torch.no_grad():
+    settings = run_settings(model, texts, title, special=special, repeats=of_repeats, processes=processes)
+    run = CheckpointedRun(SiteProgress, Profile, out, settings, rank)
+    broadcast_from_rank0(lambda: run.claim_folder(force=force))
+    finished = broadcast_from_rank0(run.finished_table)
+    with evaluation_mode(model), torch.no_grad():
         if finished is not None:
             return require_same_data(finished, dataset, run)
         state = _measured(model, dataset, special, run, progress)
         sites = SiteRegistry(model)
-        for of_one in from_all(state.sites):
+        for of_one in gather_from_ranks(state.sites):
             sites.merge(of_one)
         return broadcast_from_rank0(lambda: _concluded(model, state, sites, special, repeats, run))
 
 
 def _concluded(
-    model: nn.Module, state: State, sites: SiteRegistry, special: Collection[int], repeats: Any, run: _Run
+    model: nn.Module, state: SiteProgress, sites: SiteRegistry, special: Collection[int], repeats: Any, run: _Run
 ) -> Profile:
     """The profile, with what the heads do on random tokens, written where it was asked for."""
     random: list[Site] = []
@@ -97,8 +97,8 @@ def _concluded(
         with watch(model, special=special) as heads:
             model(repeats.to(device_of(model)))
         random = heads.sites
-    profile = Profile(tuple(_heads(sites, random)), {**run.settings, "measured": state.data})
-    run.end(profile)
+    profile = Profile(tuple(_heads(sites, random)), {**run.settings, "measured": state.summary})
+    run.finish(profile)
     return profile
 
 
@@ -111,25 +111,29 @@ def _heads(seen: SiteRegistry, random: list[Site]) -> Iterator[ProfiledHead]:
     for site in seen.sites:
         there = on_random.get((site.path, site.cross))
         measured[id(site)] = {name: _of_heads(site, name) for name in names} | {
-            name + RANDOM: _of_heads(there, name, site.heads) for name in copies
+            name + RANDOM_SUFFIX: _of_heads(there, name, site.heads) for name in copies
         }
     for site, where in seen.places():
         statistics = {name: heads[where["head"]] for name, heads in measured[id(site)].items()}
         yield ProfiledHead(**where, role=_role(statistics), statistics=statistics)
 
 
-def _of_heads(site: Site | None, name: str, heads: int = 0) -> list[Measured]:
+def _of_heads(site: Site | None, name: str, heads: int = 0) -> list[MeanEstimate]:
     """A statistic of each head of a site."""
     if site is None or name not in site.statistics:
-        return [NOTHING] * (heads if site is None else site.heads)
-    return of_heads(site.statistics[name])
+        return [NO_ESTIMATE] * (heads if site is None else site.heads)
+    return head_estimates(site.statistics[name])
 
 
-def _role(statistics: Mapping[str, Measured]) -> str:
+def _role(statistics: Mapping[str, MeanEstimate]) -> str:
     """The name of a head's role. What is measured over sequences rests on many rows, or on none."""
     means = {name: measured.value for name, measured in statistics.items()}
     counts = {name: math.inf if measured.n else 0 for name, measured in statistics.items()}
-    random = {role.statistic: means[role.statistic + RANDOM] for role in COPIES if role.statistic + RANDOM in means}
+    random = {
+        role.statistic: means[role.statistic + RANDOM_SUFFIX]
+        for role in COPIES
+        if role.statistic + RANDOM_SUFFIX in means
+    }
     return role_of(means, counts, random).name
 
 
@@ -139,18 +143,18 @@ def _measured(
     special: Collection[int],
     run: _Run,
     shown: bool,
-) -> State:
+) -> SiteProgress:
     """Run this process's batches, those that it has not run before."""
-    before, state, device = run.state(), State(), device_of(model)
+    before, state, device = run.load_progress(), SiteProgress(), device_of(model)
     with watch(model, special=special) as heads:
         heads.merge(before.sites)
         state.sites = heads.sites
 
         def read(batch: dict[str, Any]) -> None:
-            call(model, moved(batch, device))
+            call_model(model, to_device(batch, device))
             state.sites = heads.sites
 
-        pass_over(dataset, read, run, before, state, shown=shown)
+        run_pass(dataset, read, run, before, state, shown=shown)
     return state
 
 

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise.analysis.roles import ROLES
-from headwise.runs.table import Head, HeadTable
+from headwise.runs.table import HeadRow, HeadTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-RANDOM = "_random"
+RANDOM_SUFFIX = "_random"
 """What is added to a statistic's name where it was measured on random tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfiledHead(Head):
+class ProfiledHead(HeadRow):
     """One head: its place in the model, its role, and its statistics by name."""
 
     role: str
@@ -26,12 +26,14 @@ class Profile(HeadTable[ProfiledHead]):
     """What every head of a model does over a data set: layer, head, kv_head, module, kind, role, and statistics."""
 
     NAME = "profile"
-    ROW = ProfiledHead
+    ROW_TYPE = ProfiledHead
 
     def role_share(self, head: ProfiledHead) -> float:
         """The number that gave a head its role: of the data or of random tokens, whichever is larger."""
         statistic = next(role.statistic for role in ROLES if role.name == head.role)
-        found = [head.statistics[name].value for name in (statistic, statistic + RANDOM) if name in head.statistics]
+        found = [
+            head.statistics[name].value for name in (statistic, statistic + RANDOM_SUFFIX) if name in head.statistics
+        ]
         return max((value for value in found if not math.isnan(value)), default=math.nan)
 
     def roles(self) -> dict[str, list[tuple[int, int]]]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.recording import Outputs
 from headwise.checks import whole_numbers
-from headwise.data.batches import batches, call, device_of, moved
+from headwise.data.batches import call_model, device_of, iterate_batches, to_device
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, Change
 from headwise.intercept.sites import SiteRegistry
@@ -83,7 +83,7 @@ class Question(NamedTuple):
         Where an output embedding gives the logits, they are those of one token a prompt.
         """
         with self._only_there(model, batch) as places:
-            logits = call(model, batch)
+            logits = call_model(model, batch)
         logits = getattr(logits, "logits", logits)
         if not isinstance(logits, Tensor) or logits.ndim != 3:
             remedy = "AutoModelForCausalLM gives them"
@@ -125,7 +125,7 @@ def output_embedding(model: Any) -> nn.Module | None:
 
 def one_batch(model: nn.Module, given: Any) -> dict[str, Any]:
     """A batch as arguments by name, on the model's device. `InputError` where it is none."""
-    return next(moved(batch, device_of(model)) for batch in batches([given]))
+    return next(to_device(batch, device_of(model)) for batch in iterate_batches([given]))
 
 
 def _real(batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> Bool[Tensor, "prompts length"]:

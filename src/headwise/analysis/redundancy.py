@@ -30,16 +30,23 @@ from headwise.analysis.recording import require_module
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.checks import finite_number
-from headwise.data.batches import batches, call, device_of, evaluated, moved, size
+from headwise.data.batches import (
+    call_model,
+    count_sequences_and_tokens,
+    device_of,
+    evaluation_mode,
+    iterate_batches,
+    to_device,
+)
 from headwise.data.texts import Texts
 from headwise.errors import InputError, require
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, Observation
 from headwise.intercept.output_projection import output_projection, weight_of
 from headwise.intercept.sites import SiteRegistry
-from headwise.runs.fingerprint import settings_of
-from headwise.runs.progress import bar
-from headwise.runs.table import Measured
+from headwise.runs.fingerprint import run_settings
+from headwise.runs.progress import progress_bar
+from headwise.runs.table import MeanEstimate
 from headwise.shapes import Bool, Float
 
 if TYPE_CHECKING:
@@ -67,8 +74,8 @@ class Cover(NamedTuple):
     """
 
     heads: tuple[tuple[int, int], ...]
-    alone: tuple[Measured, ...]
-    together: Measured
+    alone: tuple[MeanEstimate, ...]
+    together: MeanEstimate
 
     @property
     def ratio(self) -> float:
@@ -88,7 +95,7 @@ class Redundancy:
         clusters: of heads every two of which have a `cka` of the threshold or more, two heads at least, as
             `(layer, head)`.
         cover: what each of the clusters costs, if a loss was given.
-        about: model, data, versions and settings.
+        metadata: model, data, versions and settings.
     """
 
     heads: tuple[Mapping[str, Any], ...]
@@ -97,7 +104,7 @@ class Redundancy:
     distance: Matrix
     clusters: tuple[tuple[tuple[int, int], ...], ...]
     cover: tuple[Cover, ...]
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -138,7 +145,7 @@ class Redundancy:
         first = [number for number in range(side) if not number or layers[number] != layers[number - 1]]
         axes.set_xticks(first, [str(layers[number]) for number in first])
         axes.set_yticks(first, [str(layers[number]) for number in first])
-        axes.set(title=f"{measure}, {self.about['model']['name']}", xlabel="layer", ylabel="layer")
+        axes.set(title=f"{measure}, {self.metadata['model']['name']}", xlabel="layer", ylabel="layer")
         axes.tick_params(labelsize=7)
         figure.colorbar(image)
         return figure
@@ -185,12 +192,14 @@ def redundancy(
     dataset = dataset if texts is None else texts
     seen, device, sequences, tokens = _Compared(model, pairs == "all"), device_of(model), 0, 0
     total = len(dataset) if isinstance(dataset, Sized) else None
-    shown = bar("redundancy", total, "batches", shown=progress)
-    with evaluated(model), torch.no_grad(), shown as advance, intercepted(model, seen):
-        for batch in batches(dataset):
-            call(model, moved(batch, device))
+    shown = progress_bar("redundancy", total, "batches", shown=progress)
+    with evaluation_mode(model), torch.no_grad(), shown as advance, intercepted(model, seen):
+        for batch in iterate_batches(dataset):
+            call_model(model, to_device(batch, device))
             seen.ends()
-            sequences, tokens = (a + b for a, b in zip((sequences, tokens), size(batch), strict=True))
+            sequences, tokens = (
+                a + b for a, b in zip((sequences, tokens), count_sequences_and_tokens(batch), strict=True)
+            )
             advance(1, False)
     if not sequences:
         raise InputError("dataset", expected="at least one batch", got="none")
@@ -200,9 +209,9 @@ def redundancy(
     keys = [(head["layer"], head["head"]) for head in heads]
     clusters = tuple(tuple(keys[each] for each in cluster) for cluster in clusters_of(found["cka"], threshold))
     cover = () if loss is None or not clusters else tuple(_cover(model, dataset, loss, clusters))
-    settings = settings_of(model, texts, None, pairs=pairs, threshold=threshold)
-    about = {**settings, "measured": {"sequences": sequences, "tokens": tokens}}
-    return Redundancy(heads, **found, clusters=clusters, cover=cover, about=about)
+    settings = run_settings(model, texts, None, pairs=pairs, threshold=threshold)
+    metadata = {**settings, "measured": {"sequences": sequences, "tokens": tokens}}
+    return Redundancy(heads, **found, clusters=clusters, cover=cover, metadata=metadata)
 
 
 def clusters_of(similarity: Matrix, threshold: float) -> list[list[int]]:

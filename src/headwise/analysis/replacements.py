@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.recording import Means, Outputs, Reader
-from headwise.data.batches import batches, call, device_of, evaluated, moved
+from headwise.data.batches import call_model, device_of, evaluation_mode, iterate_batches, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
@@ -102,9 +102,9 @@ class Resample(Replacement):
 def _run(model: nn.Module, dataset: Texts | Iterable[Any], reader: Reader) -> int:
     """Run the model over batches for a reader, whom alone it concerns. How many there were."""
     number = 0
-    with evaluated(model), torch.no_grad(), alone(reader), intercepted(model, reader):
-        for number, batch in enumerate(batches(dataset), 1):  # noqa: B007
-            call(model, moved(batch, device_of(model)))
+    with evaluation_mode(model), torch.no_grad(), alone(reader), intercepted(model, reader):
+        for number, batch in enumerate(iterate_batches(dataset), 1):  # noqa: B007
+            call_model(model, to_device(batch, device_of(model)))
     return number
 
 

@@ -15,7 +15,7 @@ from headwise.analysis.roles import Role, role_of
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.backends.reference import each_kv_head
-from headwise.data.tokenization import Word, encode, text_model
+from headwise.data.tokenization import Word, encode_text, text_model
 from headwise.errors import HeadwiseError, InputError
 from headwise.intercept.hf_calls import AttentionCall, observe
 from headwise.shapes import Bool, Float, Int
@@ -137,7 +137,7 @@ def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", t
         raise InputError("model", expected="a model in evaluation mode", got="training", remedy="call model.eval()")
     if not callable(tokenizer) or not hasattr(tokenizer, "convert_ids_to_tokens"):
         raise InputError("tokenizer", expected="a transformers tokenizer", got=type(tokenizer).__name__)
-    encoded = encode(model, tokenizer, text, truncate)
+    encoded = encode_text(model, tokenizer, text, truncate)
     device = next(model.parameters()).device
     tokens, word_of = encoded.inputs["input_ids"], encoded.word_of
     special = torch.tensor([[encoded.words[index].special for index in word_of.tolist()]])

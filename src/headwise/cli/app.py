@@ -20,10 +20,10 @@ from headwise.analysis.profile import profile as measure
 from headwise.analysis.profile_result import load_profile
 from headwise.analysis.replacements import Replacement, mean, uniform, zero
 from headwise.analysis.view import view as view_text
-from headwise.data.models import Loaded, load, load_tokenizer, top_of
+from headwise.data.models import LoadedModel, lm_head_of, load, load_tokenizer
 from headwise.data.texts import Texts
 from headwise.errors import HeadwiseError, InputError
-from headwise.runs.distributed import Process, processes
+from headwise.runs.distributed import LocalProcess, process_group
 from headwise.show.html import write_page
 from headwise.show.profiles import print_comparison, print_profile
 from headwise.show.scores import print_ablation, print_importance
@@ -122,7 +122,7 @@ def profile(
     force: Force = False,
 ) -> None:
     """Measure every head of a model over a data set; under torchrun, with several processes."""
-    with _mistakes_in_a_sentence(), processes() as place:
+    with _mistakes_in_a_sentence(), process_group() as place:
         _quiet_libraries()
         loaded = load(model)
         texts = Texts(data, loaded.tokenizer, context, documents, batch, limit, column)
@@ -160,7 +160,7 @@ def ablate(
             raise InputError("roles", expected="a profile's folder with --of roles, and only then", got=repr(roles))
         sets = of if roles is None else load_profile(roles).roles()
         loaded, texts, found_loss = _with_loss(model, loss, data, context, documents, batch, limit, column)
-        moved = loaded.model.to(Process(True, 0).device(device))
+        moved = loaded.model.to(LocalProcess(True, 0).device(device))
         options: Any = {"out": out, "force": force, "progress": True, "title": loaded.title}
         found = without(moved, texts, found_loss, how=_replacement(how, texts), of=sets, **options)
         print_ablation(found, make_console(), top)
@@ -194,7 +194,7 @@ def importance(
     """Score the heads of a model: gradients of gates, their integral, ablation, or gates that are learned."""
     with _mistakes_in_a_sentence():
         loaded, texts, found_loss = _with_loss(model, loss, data, context, documents, batch, limit, column)
-        moved = loaded.model.to(Process(True, 0).device(device))
+        moved = loaded.model.to(LocalProcess(True, 0).device(device))
         given = {"steps": steps, "sparsity": sparsity, "epochs": epochs}
         options: Any = {name: value for name, value in given.items() if value is not None}
         options |= {"out": out, "force": force, "progress": True, "title": loaded.title}
@@ -205,11 +205,13 @@ def importance(
         _wrote(out)
 
 
-def _with_loss(model: str, name: str | None, data: Path, *options: Any) -> tuple[Loaded, Texts, Callable[..., Any]]:
+def _with_loss(
+    model: str, name: str | None, data: Path, *options: Any
+) -> tuple[LoadedModel, Texts, Callable[..., Any]]:
     """A model with what its loss asks for on top, the texts, and the loss."""
     _quiet_libraries()
     if name is None:
-        made = top_of(model)
+        made = lm_head_of(model)
         name = next(loss for loss, top in LOSSES.items() if top == made)
     if name not in LOSSES:
         raise InputError("loss", expected=f"one of {', '.join(LOSSES)}", got=repr(name))

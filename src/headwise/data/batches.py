@@ -13,7 +13,7 @@ from headwise.data.texts import Texts
 from headwise.errors import InputError
 
 
-def batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
+def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
     """Each batch as arguments by name; one that is no mapping has no name."""
     for batch in dataset:
         if isinstance(batch, Tensor):
@@ -26,18 +26,18 @@ def batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
             raise InputError("dataset", expected=expected, got=type(batch).__name__, remedy=remedy)
 
 
-def moved(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """The batch with its tensors on a device."""
     return {name: each.to(device) if isinstance(each, Tensor) else each for name, each in batch.items()}
 
 
-def call(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """What the model makes of a batch that is on its device."""
     named = dict(batch)
     return model(named.pop(""), **named) if "" in named else model(**named)
 
 
-def size(batch: Mapping[str, Any]) -> tuple[int, int]:
+def count_sequences_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Sequences and tokens of a batch, padding aside."""
     real = batch.get("attention_mask")
     first = next(each for each in batch.values() if isinstance(each, Tensor))
@@ -66,7 +66,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """In evaluation mode; then every module as it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()

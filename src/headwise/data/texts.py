@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.data.tokenization import NO_LIMIT, longest
+from headwise.data.tokenization import NO_LIMIT, longest_input
 from headwise.errors import InputError, require
 from headwise.shapes import Int
 
-CONTEXT = 2048
+DEFAULT_CONTEXT = 2048
 """The most tokens of a sequence where nobody says otherwise and the model takes as many."""
 
-TOGETHER = 256
+DOCUMENTS_PER_CALL = 256
 """How many documents the tokenizer is given at a time: enough for its threads."""
 
-Kinds = tuple[type[str] | type[int], ...]
+ColumnTypes = tuple[type[str] | type[int], ...]
 """What may be in a column."""
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -104,9 +104,9 @@ class Texts:
         Raises:
             InputError: a context that was asked for and is more than that.
         """
-        limit = longest(model, self.tokenizer)
+        limit = longest_input(model, self.tokenizer)
         if self.context is None:
-            return replace(self, context=min(limit or CONTEXT, CONTEXT))
+            return replace(self, context=min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT))
         if limit is not None and self.context > limit:
             raise InputError("context", expected=f"at most {limit} tokens, the model's limit", got=self.context)
         return self
@@ -152,14 +152,18 @@ class Texts:
     @property
     def _most(self) -> int:
         of_tokenizer = self.tokenizer.model_max_length
-        return min(CONTEXT, of_tokenizer) if of_tokenizer and 0 < of_tokenizer < NO_LIMIT else CONTEXT
+        return min(DEFAULT_CONTEXT, of_tokenizer) if of_tokenizer and 0 < of_tokenizer < NO_LIMIT else DEFAULT_CONTEXT
 
     def _tokenized(self) -> Iterator[tuple[list[int], str]]:
         """Ids of each document without special tokens, and where it stands. Blank ones are left out."""
         source = self.source
-        documents = read(source, self.column) if isinstance(source, str | Path) else given(source, self.column)
+        documents = (
+            read_documents(source, self.column)
+            if isinstance(source, str | Path)
+            else documents_in_memory(source, self.column)
+        )
         filled = (document for document in documents if not document.text.isspace() and document.text)
-        while several := list(islice(filled, TOGETHER)):
+        while several := list(islice(filled, DOCUMENTS_PER_CALL)):
             for document in several:
                 _require_unicode(document)
             texts = [document.text for document in several]
@@ -220,16 +224,16 @@ DOCUMENT_MODES = {"whole": _whole, "truncate": _truncated, "cut": _cut, "pack": 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def given(items: Iterable[Any], column: str) -> Iterator[Document]:
+def documents_in_memory(items: Iterable[Any], column: str) -> Iterator[Document]:
     """Documents in memory."""
     for number, item in enumerate(items, 1):
         where = f"document {number}"
         yield Document(item, where) if isinstance(item, str) else _of_column(item, column, where)
 
 
-def read(source: str | Path, column: str, kinds: Kinds = (str,)) -> Iterator[Document]:
+def read_documents(source: str | Path, column: str, kinds: ColumnTypes = (str,)) -> Iterator[Document]:
     """Documents of a file, or of every file in a folder; of a column of other kinds, what is in it as text."""
-    for file in files_of(source):
+    for file in list_files(source):
         try:
             yield from _read(file, column, kinds)
         except OSError as error:
@@ -238,7 +242,7 @@ def read(source: str | Path, column: str, kinds: Kinds = (str,)) -> Iterator[Doc
             ) from None
 
 
-def files_of(source: str | Path) -> list[Path]:
+def list_files(source: str | Path) -> list[Path]:
     """The file itself, or all in a folder that are not hidden."""
     path = Path(source)
     if not path.is_dir():
@@ -253,7 +257,7 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _read(file: Path, column: str, kinds: Kinds) -> Iterator[Document]:
+def _read(file: Path, column: str, kinds: ColumnTypes) -> Iterator[Document]:
     if file.suffix == ".parquet":
         yield from _read_parquet(file, column, kinds)
     elif file.suffix in JSON_LINES:
@@ -278,7 +282,7 @@ def _decoded(data: bytes, file: Path, offset: int) -> str:
         ) from None
 
 
-def _of_line(line: bytes, column: str, kinds: Kinds, where: str, file: Path, offset: int) -> Document:
+def _of_line(line: bytes, column: str, kinds: ColumnTypes, where: str, file: Path, offset: int) -> Document:
     text = _decoded(line, file, offset)
     try:
         return _of_column(json.loads(text), column, where, kinds)
@@ -286,7 +290,7 @@ def _of_line(line: bytes, column: str, kinds: Kinds, where: str, file: Path, off
         raise InputError("data", expected=f"JSON in {where}", got=f"{error.msg} at column {error.colno}") from None
 
 
-def _of_column(item: Any, column: str, where: str, kinds: Kinds = (str,)) -> Document:
+def _of_column(item: Any, column: str, where: str, kinds: ColumnTypes = (str,)) -> Document:
     if not isinstance(item, Mapping):
         raise InputError("data", expected=f"an object with a column {column!r} in {where}", got=type(item).__name__)
     if column not in item:
@@ -298,7 +302,7 @@ def _of_column(item: Any, column: str, where: str, kinds: Kinds = (str,)) -> Doc
     return Document(str(text), where)
 
 
-def _read_parquet(file: Path, column: str, kinds: Kinds) -> Iterator[Document]:
+def _read_parquet(file: Path, column: str, kinds: ColumnTypes) -> Iterator[Document]:
     pyarrow = require("pyarrow", purpose="reading parquet", extra="tables")
     parquet = require("pyarrow.parquet", purpose="reading parquet", extra="tables")
     try:

@@ -26,7 +26,7 @@ class Word:
     lexical: bool
 
 
-class Encoded(NamedTuple):
+class EncodedText(NamedTuple):
     """A text in the model's terms, and the word of each of its tokens."""
 
     text: str
@@ -36,10 +36,10 @@ class Encoded(NamedTuple):
     word_of: Int[Tensor, " tokens"]
 
 
-def encode(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encoded:
+def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> EncodedText:
     """The text cut into tokens; `InputError` for one that is empty or too long."""
     _check_text(text)
-    limit = longest(model, tokenizer)
+    limit = longest_input(model, tokenizer)
     cut = truncate and limit is not None
     encoding = tokenizer(
         text,
@@ -63,7 +63,7 @@ def encode(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encoded:
     end = max(stop for _, stop in spans) if spans is not None and cut else len(text)
     rest = text[end:].strip()
     kept = text[:end] if rest else text
-    return Encoded(kept, bool(rest), dict(encoding), words, word_of)
+    return EncodedText(kept, bool(rest), dict(encoding), words, word_of)
 
 
 def text_model(given: Any) -> nn.Module:
@@ -102,7 +102,7 @@ def _check_ids(ids: list[int], limit: int | None, vocabulary: int) -> None:
         raise InputError("tokenizer", expected=f"ids below {vocabulary}, the model's vocabulary", got=max(ids))
 
 
-def longest(model: Any, tokenizer: Any) -> int | None:
+def longest_input(model: Any, tokenizer: Any) -> int | None:
     """The most tokens the model takes, None where nothing limits it."""
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None:

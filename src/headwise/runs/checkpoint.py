@@ -10,31 +10,31 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import torch
 
 from headwise.errors import InputError
-from headwise.runs.table import Table, files, replace_file, require_parquet, writable
+from headwise.runs.table import Table, files, require_parquet, writable_folder, write_atomically
 
-SECONDS = 5.0
+CHECKPOINT_SECONDS = 5.0
 """How often what was measured is written: no more than this is lost."""
 
-FORCE = "--force (force=True) replaces it"
+FORCE_REMEDY = "--force (force=True) replaces it"
 
 
 @runtime_checkable
-class State(Protocol):
+class Checkpointable(Protocol):
     """How far a process is with a run."""
 
-    def packed(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As plain containers and tensors, which are read without running code."""
 
     @classmethod
-    def unpacked(cls, packed: dict[str, Any]) -> Any:
+    def from_dict(cls, packed: dict[str, Any]) -> Any:
         """What was packed."""
 
 
-StateT = TypeVar("StateT", bound=State)
+ProgressT = TypeVar("ProgressT", bound=Checkpointable)
 TableT = TypeVar("TableT", bound=Table[Any])
 
 
-class Run(Generic[StateT, TableT]):
+class CheckpointedRun(Generic[ProgressT, TableT]):
     """The folder of one run, of which each process keeps its own state.
 
     Args:
@@ -47,17 +47,17 @@ class Run(Generic[StateT, TableT]):
 
     def __init__(
         self,
-        state: type[StateT],
+        state: type[ProgressT],
         table: type[TableT],
         folder: str | Path | None,
         settings: Mapping[str, Any],
         rank: int = 0,
     ) -> None:
-        self._state, self._table = state, table
+        self._progress_type, self._table = state, table
         self.folder, self.settings, self.rank = None if folder is None else Path(folder), settings, rank
         self._written = time.monotonic()
 
-    def claim(self, *, force: bool) -> None:
+    def claim_folder(self, *, force: bool) -> None:
         """Make the folder, and refuse one that holds another run; with `force`, remove that.
 
         Raises:
@@ -67,7 +67,7 @@ class Run(Generic[StateT, TableT]):
         if self.folder is None:
             return
         require_parquet(self._table.NAME)
-        self.folder = writable(self.folder)
+        self.folder = writable_folder(self.folder)
         states = sorted(self.folder.glob("unfinished-*.pt"))
         if force:
             for path in (*self.folder.glob("unfinished-*.pt*"), *files(self.folder, self._table.NAME)):
@@ -82,26 +82,26 @@ class Run(Generic[StateT, TableT]):
         ):
             raise self._other(_difference(self._settings_there(), self.settings))
 
-    def finished(self) -> TableT | None:
+    def finished_table(self) -> TableT | None:
         """What this run came to, if it ended before."""
         return self._table.load(self.folder) if self.folder is not None and self._is_finished() else None
 
-    def state(self) -> StateT:
+    def load_progress(self) -> ProgressT:
         """Where this process was stopped; at the beginning if it was not."""
         path = self._path
-        return self._state() if path is None or not path.exists() else self._read(path)
+        return self._progress_type() if path is None or not path.exists() else self._read(path)
 
-    def keep(self, state: StateT, *, now: bool = False) -> None:
+    def save_progress(self, state: ProgressT, *, now: bool = False) -> None:
         """Write how far this process is, if that was not done a moment ago."""
-        if self._path is None or (not now and time.monotonic() - self._written < SECONDS):
+        if self._path is None or (not now and time.monotonic() - self._written < CHECKPOINT_SECONDS):
             return
         buffer = io.BytesIO()
-        torch.save({"settings": json.dumps(self.settings), "state": state.packed()}, buffer)
+        torch.save({"settings": json.dumps(self.settings), "state": state.to_dict()}, buffer)
         self._path.parent.mkdir(parents=True, exist_ok=True)  # of another machine, say
-        replace_file(self._path, buffer.getvalue())
+        write_atomically(self._path, buffer.getvalue())
         self._written = time.monotonic()
 
-    def end(self, table: TableT) -> None:
+    def finish(self, table: TableT) -> None:
         """Write what the run came to; then the states are no longer needed."""
         if self.folder is None:
             return
@@ -109,7 +109,7 @@ class Run(Generic[StateT, TableT]):
         for path in self.folder.glob("unfinished-*.pt*"):
             path.unlink()
 
-    def other_data(self) -> InputError:
+    def different_data_error(self) -> InputError:
         """What is said where the data is not that of the run that is resumed."""
         return self._other("data")
 
@@ -125,14 +125,14 @@ class Run(Generic[StateT, TableT]):
     def _settings_there(self) -> dict[str, Any]:
         """Those of the table in the folder; empty where there is none that can be read."""
         try:
-            about = (
+            metadata = (
                 json.loads(files(self.folder, self._table.NAME)[1].read_text(encoding="utf-8")) if self.folder else {}
             )
         except (OSError, ValueError):
             return {}
-        return {name: about.get(name) for name in self.settings} if isinstance(about, dict) else {}
+        return {name: metadata.get(name) for name in self.settings} if isinstance(metadata, dict) else {}
 
-    def _read(self, path: Path) -> StateT:
+    def _read(self, path: Path) -> ProgressT:
         try:
             kept = torch.load(path, weights_only=True)
             there, state = json.loads(kept["settings"]), kept["state"]
@@ -141,7 +141,7 @@ class Run(Generic[StateT, TableT]):
         differs = _difference(there, self.settings)
         if differs is not None:
             raise self._other(differs)
-        unpacked: StateT = self._state.unpacked(state)
+        unpacked: ProgressT = self._progress_type.from_dict(state)
         return unpacked
 
     def _other(self, differs: str | None) -> InputError:
@@ -150,7 +150,7 @@ class Run(Generic[StateT, TableT]):
             "out",
             expected="a folder of its own, or that of the run to go on with",
             got=f"another run{of} in {str(self.folder)!r}",
-            remedy=FORCE,
+            remedy=FORCE_REMEDY,
         )
 
 

@@ -5,18 +5,18 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headwise.data.batches import batches, digest_of, size
+from headwise.data.batches import count_sequences_and_tokens, digest_of, iterate_batches
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.sites import RunningMoments, Site
-from headwise.runs.checkpoint import Run, TableT
-from headwise.runs.distributed import place
-from headwise.runs.progress import bar
-from headwise.runs.table import Measured
+from headwise.runs.checkpoint import CheckpointedRun, TableT
+from headwise.runs.distributed import rank_and_world_size
+from headwise.runs.progress import progress_bar
+from headwise.runs.table import MeanEstimate
 
 
 @dataclass
-class Count:
+class PassProgress:
     """How far a process is.
 
     Attributes:
@@ -30,38 +30,38 @@ class Count:
     sequences: int = 0
     tokens: int = 0
 
-    def packed(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """See `checkpoint.State`."""
         return dict(vars(self))
 
     @classmethod
-    def unpacked(cls, packed: dict[str, Any]) -> Any:
+    def from_dict(cls, packed: dict[str, Any]) -> Any:
         """See `checkpoint.State`."""
         return cls(**packed)
 
-    def passes(self, batch: Mapping[str, Any]) -> None:
+    def count_batch(self, batch: Mapping[str, Any]) -> None:
         """Count a batch, whoever runs it."""
-        sequences, tokens = size(batch)
+        sequences, tokens = count_sequences_and_tokens(batch)
         self.batches += 1
         self.sequences += sequences
         self.tokens += tokens
         self.digest = digest_of([self.digest, *(part for name in sorted(batch) for part in (name, batch[name]))])
 
     @property
-    def data(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """What was read, as a table tells it."""
         return {"sequences": self.sequences, "tokens": self.tokens, "digest": self.digest}
 
 
 @dataclass
-class State(Count):
+class SiteProgress(PassProgress):
     """How far a process is, and the `sites` of which it measured something."""
 
     sites: list[Site] = field(default_factory=list)
 
-    def packed(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """See `checkpoint.State`."""
-        packed = super().packed()
+        packed = super().to_dict()
         packed["sites"] = [
             vars(site) | {"statistics": {name: vars(spread) for name, spread in site.statistics.items()}}
             for site in self.sites
@@ -69,7 +69,7 @@ class State(Count):
         return packed
 
     @classmethod
-    def unpacked(cls, packed: dict[str, Any]) -> Any:
+    def from_dict(cls, packed: dict[str, Any]) -> Any:
         """See `checkpoint.State`."""
         sites = []
         for site in packed["sites"]:
@@ -78,15 +78,15 @@ class State(Count):
         return cls(**packed | {"sites": sites})
 
 
-StateT = TypeVar("StateT", bound=State)
+SiteProgressT = TypeVar("SiteProgressT", bound=SiteProgress)
 
 
-def pass_over(
+def run_pass(
     dataset: Texts | Iterable[Any],
     read: Callable[[dict[str, Any]], None],
-    run: Run[StateT, TableT],
-    before: StateT,
-    state: StateT,
+    run: CheckpointedRun[SiteProgressT, TableT],
+    before: SiteProgressT,
+    state: SiteProgressT,
     *,
     shown: bool,
 ) -> None:
@@ -104,39 +104,39 @@ def pass_over(
         InputError: other data than before; none.
         MissingExtra: a bar, and rich is not installed.
     """
-    rank, processes = place()
+    rank, processes = rank_and_world_size()
     title, unit, total = "data", "batches", len(dataset) if isinstance(dataset, Sized) else None
     if isinstance(dataset, Texts):
         title, unit, total = Path(dataset.name).name, "tokens", dataset.tokens
-    with bar(title, total, unit, shown=shown and rank == 0) as advance:
-        for batch in batches(dataset):
-            state.passes(batch)
+    with progress_bar(title, total, unit, shown=shown and rank == 0) as advance:
+        for batch in iterate_batches(dataset):
+            state.count_batch(batch)
             new = state.batches > before.batches
             if state.batches == before.batches and state.digest != before.digest:
-                raise run.other_data()
+                raise run.different_data_error()
             if new and (state.batches - 1) % processes == rank:
                 read(batch)
-            advance(size(batch)[1] if unit == "tokens" else 1, not new)
+            advance(count_sequences_and_tokens(batch)[1] if unit == "tokens" else 1, not new)
             if new:
-                run.keep(state)
+                run.save_progress(state)
     if state.batches < before.batches:
-        raise run.other_data()
+        raise run.different_data_error()
     if not state.batches:
         raise InputError("dataset", expected="at least one batch", got="none")
-    run.keep(state, now=True)
+    run.save_progress(state, now=True)
 
 
-def require_same_data(finished: TableT, dataset: Texts | Iterable[Any], run: Run[Any, TableT]) -> TableT:
+def require_same_data(finished: TableT, dataset: Texts | Iterable[Any], run: CheckpointedRun[Any, TableT]) -> TableT:
     """A table that is there already, if the data is still what it was."""
-    state = Count()
-    for batch in batches(dataset):
-        state.passes(batch)
-    if finished.about["measured"]["digest"] != state.digest:
-        raise run.other_data()
+    state = PassProgress()
+    for batch in iterate_batches(dataset):
+        state.count_batch(batch)
+    if finished.metadata["measured"]["digest"] != state.digest:
+        raise run.different_data_error()
     return finished
 
 
-def of_heads(spread: RunningMoments) -> list[Measured]:
+def head_estimates(spread: RunningMoments) -> list[MeanEstimate]:
     """What was measured of each head."""
     numbers = (spread.value.tolist(), spread.standard_error.tolist(), spread.number.long().tolist())
-    return [Measured(*each) for each in zip(*numbers, strict=True)]
+    return [MeanEstimate(*each) for each in zip(*numbers, strict=True)]

@@ -10,31 +10,31 @@ import torch
 
 from headwise.errors import HeadwiseError, InputError
 
-PATIENCE = timedelta(days=7)
+TIMEOUT = timedelta(days=7)
 """How long one waits for the others, whose part may be the longer one after a run that was stopped."""
 
 Result = TypeVar("Result")
 
 
-def place() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """The number of this process, and how many there are."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
 
 
-def from_all(part: Result) -> list[Result]:
+def gather_from_ranks(part: Result) -> list[Result]:
     """What each process has, in their order."""
     parts: list[Any] = [part]
-    if place()[1] > 1:
-        parts = [None] * place()[1]
+    if rank_and_world_size()[1] > 1:
+        parts = [None] * rank_and_world_size()[1]
         torch.distributed.all_gather_object(parts, part)
     return parts
 
 
 def broadcast_from_rank0(action: Callable[[], Result]) -> Result:
     """What the first process comes to, in all of them; a refusal as well."""
-    rank, number = place()
+    rank, number = rank_and_world_size()
     if number == 1:
         return action()
     shared: list[Any] = [None, None]  # what it comes to, or why it does not
@@ -51,7 +51,7 @@ def broadcast_from_rank0(action: Callable[[], Result]) -> Result:
     return result
 
 
-class Process(NamedTuple):
+class LocalProcess(NamedTuple):
     """This process, under the command line."""
 
     first: bool
@@ -61,10 +61,10 @@ class Process(NamedTuple):
         """What it runs on: the one that is named, or a GPU of its own, or the CPU."""
         if name is None:
             name = f"cuda:{self.local % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-        return usable(name)
+        return usable_device(name)
 
 
-def usable(device: torch.device | str) -> torch.device:
+def usable_device(device: torch.device | str) -> torch.device:
     """A device on which there can be a tensor. `InputError` for another."""
     try:
         torch.empty(0, device=device)
@@ -74,14 +74,14 @@ def usable(device: torch.device | str) -> torch.device:
 
 
 @contextmanager
-def processes() -> Iterator[Process]:
+def process_group() -> Iterator[LocalProcess]:
     """Meet the other processes that torchrun started, if it did; the first speaks for all."""
     number, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if number == 1:
-        yield Process(True, local)
+        yield LocalProcess(True, local)
         return
-    torch.distributed.init_process_group("gloo", timeout=PATIENCE)
+    torch.distributed.init_process_group("gloo", timeout=TIMEOUT)
     try:
-        yield Process(torch.distributed.get_rank() == 0, local)
+        yield LocalProcess(torch.distributed.get_rank() == 0, local)
     finally:
         torch.distributed.destroy_process_group()

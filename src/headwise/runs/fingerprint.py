@@ -13,7 +13,7 @@ SAMPLE = 64
 """How many numbers of each weight say whether a model is the same: training changes nearly all."""
 
 
-def settings_of(model: nn.Module, texts: Texts | None, title: str | None, **settings: Any) -> dict[str, Any]:
+def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **settings: Any) -> dict[str, Any]:
     """All that decides the numbers, but for the data itself: a run goes on only with the same.
 
     Args:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def draw(cells: Mapping[tuple[int, int], float], title: str) -> "Figure":
+def draw_heatmap(cells: Mapping[tuple[int, int], float], title: str) -> "Figure":
     """A figure of values by `(layer, head)`; places without a head stay blank.
 
     Raises:

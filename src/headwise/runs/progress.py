@@ -9,12 +9,12 @@ from headwise.errors import require
 if TYPE_CHECKING:
     from rich.progress import Task
 
-MINUTES = 10
+RATE_MINUTES = 10
 """Over how many the rate is taken: a batch may take one."""
 
 
 @contextmanager
-def bar(title: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Callable[[int, bool], None]]:
+def progress_bar(title: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Callable[[int, bool], None]]:
     """A function that is told how many units are done, and whether they were done before this run.
 
     Raises:
@@ -53,7 +53,7 @@ def bar(title: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Ca
         Rate(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=60 * MINUTES) as progress:
+    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=60 * RATE_MINUTES) as progress:
         task = progress.add_task(title, total=total)
 
         def advance(units: int, before: bool) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from headwise.errors import InputError, require
-from headwise.runs.heatmap import draw
+from headwise.runs.heatmap import draw_heatmap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Of the files of a table."""
 
-ERROR, NUMBER = "_sem", "_n"
+SEM_SUFFIX, COUNT_SUFFIX = "_sem", "_n"
 """What is added to a statistic's name for the column of its standard error, and of its number of sequences."""
 
 
-class Measured(NamedTuple):
+class MeanEstimate(NamedTuple):
     """A mean over sequences, its standard error (NaN of fewer than two), and how many sequences had a value."""
 
     value: float
@@ -33,39 +33,39 @@ class Measured(NamedTuple):
     n: int
 
     @staticmethod
-    def of(values: Iterable[float]) -> "Measured":
+    def of(values: Iterable[float]) -> "MeanEstimate":
         """The mean of values, those that are NaN left out."""
         there = [value for value in values if not math.isnan(value)]
         if not there:
-            return NOTHING
+            return NO_ESTIMATE
         mean = math.fsum(there) / len(there)
         squares = math.fsum((value - mean) ** 2 for value in there)
         sem = math.sqrt(squares / (len(there) - 1) / len(there)) if len(there) > 1 else math.nan
-        return Measured(mean, sem, len(there))
+        return MeanEstimate(mean, sem, len(there))
 
 
-NOTHING = Measured(math.nan, math.nan, 0)
+NO_ESTIMATE = MeanEstimate(math.nan, math.nan, 0)
 
 
 @dataclass(frozen=True)
 class Row:
     """A row of a table; what stands before its statistics says what it is of."""
 
-    statistics: Mapping[str, Measured]
+    statistics: Mapping[str, MeanEstimate]
 
     @property
-    def place(self) -> dict[str, Any]:
+    def identifiers(self) -> dict[str, Any]:
         """What the row is of: the first columns."""
-        return {name: getattr(self, name) for name in self.place_columns()}
+        return {name: getattr(self, name) for name in self.identifier_columns()}
 
     @classmethod
-    def place_columns(cls) -> list[str]:
+    def identifier_columns(cls) -> list[str]:
         """The names of these columns."""
         return [each.name for each in fields(cls) if each.name != "statistics"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head(Row):
+class HeadRow(Row):
     """One head: its place in the model, and what was measured of it, by name."""
 
     layer: int
@@ -90,16 +90,16 @@ class Table(Generic[RowT]):
 
     Attributes:
         rows: in the order of the model.
-        about: model, data, versions and settings, as they are saved.
+        metadata: model, data, versions and settings, as they are saved.
     """
 
     rows: tuple[RowT, ...]
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
     NAME: ClassVar[str]
     """Of the files `NAME.parquet` and `NAME.json`, and in messages."""
 
-    ROW: ClassVar[type[Any]]
+    ROW_TYPE: ClassVar[type[Any]]
     """What its rows are."""
 
     @property
@@ -118,7 +118,7 @@ class Table(Generic[RowT]):
     def _frame(self, part: Any) -> Any:
         pandas = require("pandas", purpose="a table", extra="tables")
         return pandas.DataFrame(
-            [{**row.place, **{name: part(each) for name, each in row.statistics.items()}} for row in self.rows]
+            [{**row.identifiers, **{name: part(each) for name, each in row.statistics.items()}} for row in self.rows]
         )
 
     def save(self, folder: str | Path, *, force: bool = False) -> None:
@@ -129,23 +129,23 @@ class Table(Generic[RowT]):
             MissingExtra: pyarrow is not installed.
         """
         require_parquet(self.NAME)
-        folder = writable(folder)
-        table, about = files(folder, self.NAME)
-        if not force and (table.exists() or about.exists()):
+        folder = writable_folder(folder)
+        table, metadata = files(folder, self.NAME)
+        if not force and (table.exists() or metadata.exists()):
             remedy = "--force (force=True) replaces it"
             raise InputError("out", expected=f"a folder without {table.name}", got=repr(str(folder)), remedy=remedy)
         import pyarrow
         from pyarrow import parquet
 
-        columns = {name: [row.place[name] for row in self.rows] for name in self.ROW.place_columns()}
+        columns = {name: [row.identifiers[name] for row in self.rows] for name in self.ROW_TYPE.identifier_columns()}
         for name in self.statistics:
             value, sem, n = zip(*(row.statistics[name] for row in self.rows), strict=True)
-            columns |= {name: list(value), name + ERROR: list(sem), name + NUMBER: list(n)}
+            columns |= {name: list(value), name + SEM_SUFFIX: list(sem), name + COUNT_SUFFIX: list(n)}
         sink = pyarrow.BufferOutputStream()
         parquet.write_table(pyarrow.table(columns), sink)
-        replace_file(table, sink.getvalue().to_pybytes())
-        written = json.dumps({"format": FORMAT, **self.about}, indent=2, ensure_ascii=False)
-        replace_file(about, written.encode() + b"\n")
+        write_atomically(table, sink.getvalue().to_pybytes())
+        written = json.dumps({"format": FORMAT, **self.metadata}, indent=2, ensure_ascii=False)
+        write_atomically(metadata, written.encode() + b"\n")
 
     @classmethod
     def load(cls: type[TableT], folder: str | Path) -> TableT:
@@ -162,16 +162,17 @@ class Table(Generic[RowT]):
         path = Path(folder)
         table, written = files(path, cls.NAME)
         try:
-            about = json.loads(written.read_text(encoding="utf-8"))
+            metadata = json.loads(written.read_text(encoding="utf-8"))
             columns = parquet.read_table(table).to_pydict()
-            if about.pop("format") != FORMAT:
+            if metadata.pop("format") != FORMAT:
                 raise ValueError("another format")
-            names = [name.removesuffix(ERROR) for name in columns if name.endswith(ERROR)]
+            names = [name.removesuffix(SEM_SUFFIX) for name in columns if name.endswith(SEM_SUFFIX)]
             rows = [
-                cls.ROW(
-                    **{name: columns[name][row] for name in cls.ROW.place_columns()},
+                cls.ROW_TYPE(
+                    **{name: columns[name][row] for name in cls.ROW_TYPE.identifier_columns()},
                     statistics={
-                        name: Measured(*(columns[name + end][row] for end in ("", ERROR, NUMBER))) for name in names
+                        name: MeanEstimate(*(columns[name + end][row] for end in ("", SEM_SUFFIX, COUNT_SUFFIX)))
+                        for name in names
                     },
                 )
                 for row in range(len(next(iter(columns.values()))))
@@ -184,10 +185,10 @@ class Table(Generic[RowT]):
             raise InputError(
                 cls.NAME, expected=f"{table.name} and {written.name} as they were saved", got=reason
             ) from error
-        return cls(tuple(rows), about)
+        return cls(tuple(rows), metadata)
 
 
-HeadT = TypeVar("HeadT", bound=Head)
+HeadT = TypeVar("HeadT", bound=HeadRow)
 
 
 class HeadTable(Table[HeadT]):
@@ -215,7 +216,7 @@ class HeadTable(Table[HeadT]):
         chosen = self.statistics[0] if statistic is None else statistic
         require_statistic(chosen, self.statistics)
         cells = {(head.layer, head.head): head.statistics[chosen].value for head in self.rows}
-        return draw(cells, f"{chosen}, {self.about['model']['name']}")
+        return draw_heatmap(cells, f"{chosen}, {self.metadata['model']['name']}")
 
 
 def files(folder: Path, name: str) -> tuple[Path, Path]:
@@ -234,7 +235,7 @@ def require_parquet(name: str) -> None:
     require("pyarrow.parquet", purpose=f"{name} in a folder", extra="tables")
 
 
-def writable(folder: str | Path) -> Path:
+def writable_folder(folder: str | Path) -> Path:
     """The folder, which is made where there is none."""
     path = Path(folder)
     try:
@@ -247,7 +248,7 @@ def writable(folder: str | Path) -> Path:
     return path
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that at every moment, also of a crash, either the old or the new one is there whole."""
     beside = path.with_name(f"{path.name}.part")
     with beside.open("wb") as file:

@@ -52,8 +52,8 @@ def _role(one: ProfiledHead, other: ProfiledHead) -> str:
 
 
 def _title(profile: Profile) -> str:
-    about: Any = profile.about
-    measured, source = about["measured"], (about["data"] or {}).get("source", "batches")
+    metadata: Any = profile.metadata
+    measured, source = metadata["measured"], (metadata["data"] or {}).get("source", "batches")
     sequences = "1 sequence" if measured["sequences"] == 1 else f"{measured['sequences']:,} sequences"
     size = f"{sequences}, {measured['tokens']:,} tokens, {len(profile.heads)} heads"
-    return f"{about['model']['name']} on {source}: {size}"
+    return f"{metadata['model']['name']} on {source}: {size}"

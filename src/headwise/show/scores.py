@@ -9,7 +9,7 @@ from rich.text import Text
 
 from headwise.analysis.ablate import Ablation, SetAblation
 from headwise.analysis.losses import EmbeddingDistance
-from headwise.runs.table import Measured, Table
+from headwise.runs.table import MeanEstimate, Table
 
 SURE = 2.0
 """From how many standard errors on a number is told apart from zero here."""
@@ -17,9 +17,9 @@ SURE = 2.0
 
 def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int) -> None:
     """Print what costs most, and how many heads or sets can go one by one."""
-    about: Any = ablation.about
+    metadata: Any = ablation.metadata
     console.print(Text(_title(ablation), style="bold"), soft_wrap=True)
-    loss, how = about["settings"]["loss"], about["settings"]["how"]
+    loss, how = metadata["settings"]["loss"], metadata["settings"]["how"]
     console.print(f"loss: {loss}, {_with_error(ablation.baseline)} of the whole model; removed: {how}")
     print_scores(ablation, console, "cost", top)
     if loss == EmbeddingDistance.__name__:
@@ -48,7 +48,7 @@ def print_scores(table: Table[Any], console: Console, statistic: str, top: int) 
         console.print(Text(f"and {len(rows) - top} more", style="dim"))
 
 
-def errors(measured: Measured) -> float:
+def errors(measured: MeanEstimate) -> float:
     """How many standard errors a mean is from zero; NaN of nothing."""
     if measured.sem == 0.0:
         return math.copysign(math.inf, measured.value) if measured.value else 0.0
@@ -57,7 +57,7 @@ def errors(measured: Measured) -> float:
 
 def print_importance(importance: Table[Any], console: Console, top: int) -> None:
     """Print the most important heads."""
-    settings: Any = importance.about["settings"]
+    settings: Any = importance.metadata["settings"]
     console.print(Text(_title(importance), style="bold"), soft_wrap=True)
     over = "normalised in each layer" if settings["normalise"] else "not normalised"
     console.print(f"importance by {settings['method']['name']} of {settings['loss']}, {over}")
@@ -65,13 +65,13 @@ def print_importance(importance: Table[Any], console: Console, top: int) -> None
 
 
 def _title(table: Table[Any]) -> str:
-    about: Any = table.about
-    measured, source = about["measured"], (about["data"] or {}).get("source", "batches")
+    metadata: Any = table.metadata
+    measured, source = metadata["measured"], (metadata["data"] or {}).get("source", "batches")
     sequences = "1 sequence" if measured["sequences"] == 1 else f"{measured['sequences']:,} sequences"
-    return f"{about['model']['name']} on {source}: {sequences}, {measured['tokens']:,} tokens"
+    return f"{metadata['model']['name']} on {source}: {sequences}, {measured['tokens']:,} tokens"
 
 
-def _with_error(measured: Measured) -> str:
+def _with_error(measured: MeanEstimate) -> str:
     error = "" if math.isnan(measured.sem) else f" ± {measured.sem:.2g}"
     return f"{measured.value:.4f}{error}"
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from headwise.runs.table import NOTHING, Measured
+from headwise.runs.table import NO_ESTIMATE, MeanEstimate
 from headwise.studies.conclusions import SettingRow, Study
 
 FEW = 3
@@ -26,9 +26,11 @@ COLUMNS = {
 
 def print_study(study: Study, console: Console) -> None:
     """Print the table, the frontier and the recommendation."""
-    about = study.about
+    metadata = study.metadata
     seeds = max((row.statistics["loss"].n for row in study.rows), default=0)
-    title = f"{about['model']['name']}: {len(study.rows)} settings, {_seeds(seeds)}, {about['steps']:,} steps each"
+    title = (
+        f"{metadata['model']['name']}: {len(study.rows)} settings, {_seeds(seeds)}, {metadata['steps']:,} steps each"
+    )
     console.print(Text(title, style="bold"), soft_wrap=True)
     frontier = study.frontier
     shown = RichTable(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
@@ -36,7 +38,7 @@ def print_study(study: Study, console: Console) -> None:
     for column in ("heads", *(COLUMNS[name][0] for name in names), "rate", "parameters", ""):
         shown.add_column(column, justify="right", no_wrap=True)
     for row in study.rows:
-        there = [_with_error(row.statistics.get(name, NOTHING), COLUMNS[name][1]) for name in names]
+        there = [_with_error(row.statistics.get(name, NO_ESTIMATE), COLUMNS[name][1]) for name in names]
         rate, size = row.statistics["rate"].value, row.statistics["parameters"].value
         mark = "frontier" if row.setting in frontier else ""
         shown.add_row(_name(study, row), *there, f"{rate:.2g}", f"{size:,.0f}", mark)
@@ -47,14 +49,14 @@ def print_study(study: Study, console: Console) -> None:
         "in loss, time of a step, decoding or cache",
         style="dim",
     )
-    if about["left_out"]:
-        console.print(Text(f"left out: {'; '.join(about['left_out'])}", style="dim"), soft_wrap=True)
-    tried = Counter(trial["setting"] for trial in about["search"])
+    if metadata["left_out"]:
+        console.print(Text(f"left out: {'; '.join(metadata['left_out'])}", style="dim"), soft_wrap=True)
+    tried = Counter(trial["setting"] for trial in metadata["search"])
     if tried and (least := min(tried.values())) < FEW:
         rates = "1 learning rate was" if least == 1 else f"{least} learning rates were"
         console.print(f"only {rates} tried for {', '.join(s for s in tried if tried[s] == least)}")
-    if short := [row.name for row in study.rows if row.statistics["loss"].n < about["seeds"]]:
-        console.print(f"time ran out: fewer than {_seeds(about['seeds'])} of {', '.join(short)}")
+    if short := [row.name for row in study.rows if row.statistics["loss"].n < metadata["seeds"]]:
+        console.print(f"time ran out: fewer than {_seeds(metadata['seeds'])} of {', '.join(short)}")
     console.print()
     console.print(Text(study.recommendation.sentence, style="bold"), soft_wrap=True)
 
@@ -67,7 +69,7 @@ def _name(study: Study, row: SettingRow) -> str:
     return f"{row.name} (in use)" if row.setting == study.baseline else row.name
 
 
-def _with_error(measured: Measured, digits: int) -> str:
+def _with_error(measured: MeanEstimate, digits: int) -> str:
     if math.isnan(measured.value):
         return ""
     error = "" if math.isnan(measured.sem) or not measured.sem else f" ± {measured.sem:,.{digits}f}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headwise.errors import InputError, require
-from headwise.runs.table import Measured, Row, Table
+from headwise.runs.table import MeanEstimate, Row, Table
 from headwise.studies.space import Setting
 from headwise.studies.study_plot import draw
 from headwise.studies.trial_store import Done
@@ -65,24 +65,24 @@ class Recommendation:
 class Study(Table[SettingRow]):
     """One row a setting: held-out loss, training loss, time of a step and what else was measured, over seeds.
 
-    Losses are in the units of the loss; `step_ms` in milliseconds. `about["runs"]` has every training by itself.
+    Losses are in the units of the loss; `step_ms` in milliseconds. `metadata["runs"]` has every training by itself.
     """
 
     NAME: ClassVar[str] = "study"
-    ROW: ClassVar[type[Any]] = SettingRow
+    ROW_TYPE: ClassVar[type[Any]] = SettingRow
 
     @property
     def losses(self) -> dict[Setting, dict[int, float]]:
         """The held-out loss of each setting, by seed."""
         found: dict[Setting, dict[int, float]] = {row.setting: {} for row in self.rows}
-        for run in self.about["runs"]:
+        for run in self.metadata["runs"]:
             found[Setting(*run["setting"])][run["seed"]] = run["loss"]
         return found
 
     @property
     def baseline(self) -> Setting | None:
         """The setting that is in use."""
-        return None if self.about["baseline"] is None else Setting(*self.about["baseline"])
+        return None if self.metadata["baseline"] is None else Setting(*self.metadata["baseline"])
 
     @property
     def margin(self) -> float:
@@ -120,7 +120,7 @@ def collected(
     done: Sequence[Done],
     settings: Sequence[Setting],
     parameters: Mapping[str, int],
-    about: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     seeds: int,
     baseline: Setting | None,
 ) -> Study:
@@ -140,11 +140,11 @@ def collected(
     rows = []
     for setting in settings:
         here = [each for each in finals if each.job.setting == setting]
-        measured = {"loss": Measured.of(each.loss for each in here)}
-        measured |= {name: Measured.of(each.measured[name] for each in here) for name in names}
+        measured = {"loss": MeanEstimate.of(each.loss for each in here)}
+        measured |= {name: MeanEstimate.of(each.measured[name] for each in here) for name in names}
         measured |= {
-            "parameters": Measured(float(parameters[setting.name]), 0.0, len(here)),
-            "rate": Measured.of({each.rate for each in here}),
+            "parameters": MeanEstimate(float(parameters[setting.name]), 0.0, len(here)),
+            "rate": MeanEstimate.of({each.rate for each in here}),
         }
         rows.append(SettingRow(**vars(setting), statistics=measured))
     tried = [
@@ -153,7 +153,7 @@ def collected(
         if not each.job.final
     ]
     used = None if baseline is None else list(vars(baseline).values())
-    return Study(tuple(rows), {**about, "seeds": seeds, "baseline": used, "runs": runs, "search": tried})
+    return Study(tuple(rows), {**metadata, "seeds": seeds, "baseline": used, "runs": runs, "search": tried})
 
 
 def comparable(losses: Mapping[Setting, Mapping[int, float]]) -> dict[Setting, list[float]]:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.analysis.losses import Loss, MaskedTokenLoss, next_token_loss
-from headwise.data.batches import device_of, evaluated, moved
-from headwise.data.texts import JSON_LINES, Texts, files_of, read
+from headwise.data.batches import device_of, evaluation_mode, to_device
+from headwise.data.texts import JSON_LINES, Texts, list_files, read_documents
 from headwise.errors import InputError, require
 from headwise.shapes import Float, Int
 from headwise.studies.training import Batches
@@ -96,9 +96,9 @@ def class_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch
 def accuracy(model: nn.Module, batches: Batches) -> float:
     """The share of texts whose label has the largest logit."""
     right = total = 0
-    with evaluated(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         for batch in batches:
-            here = moved(batch, device_of(model))
+            here = to_device(batch, device_of(model))
             label = here.pop("label")
             right, total = right + int((model(**here).argmax(-1) == label).sum()), total + len(label)
     return right / total
@@ -119,7 +119,7 @@ def make_tokenizer(source: str | Path, column: str, vocabulary: int) -> Any:
     least = len(alphabet) + 3
     if vocabulary < least:
         raise InputError("vocabulary", expected=f"at least {least}, the bytes and special tokens", got=vocabulary)
-    texts = [document.text for document in read(source, column)]
+    texts = [document.text for document in read_documents(source, column)]
     if not any(text.strip() for text in texts):
         raise InputError("data", expected="at least one document", got=f"no text in {source}")
     made = Tokenizer(models.BPE())
@@ -160,10 +160,10 @@ def _stacked(sequences: Sequence[Int[Tensor, " length"]], batch: int) -> Batches
 def _classified(texts: Texts, label: str) -> Corpus:
     """Texts with their labels."""
     source: Any = texts.source
-    if plain := next((file for file in files_of(source) if file.suffix not in (*JSON_LINES, ".parquet")), None):
+    if plain := next((file for file in list_files(source) if file.suffix not in (*JSON_LINES, ".parquet")), None):
         raise InputError("data", expected=f"JSON lines or parquet, with a column {label!r}", got=str(plain))
-    labels = [document.text for document in read(source, label, (str, int))]
-    documents = [document.text for document in read(source, texts.column)]
+    labels = [document.text for document in read_documents(source, label, (str, int))]
+    documents = [document.text for document in read_documents(source, texts.column)]
     kept = [(text, name) for text, name in zip(documents, labels, strict=True) if text.strip()]
     classes = tuple(sorted({name for _, name in kept}))
     if len(kept) < HELD_OUT or len(classes) < 2:

@@ -6,7 +6,7 @@ import time
 import torch
 from torch import nn
 
-from headwise.data.batches import device_of, evaluated
+from headwise.data.batches import device_of, evaluation_mode
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.studies.model import Transformer
 
@@ -19,7 +19,7 @@ def decoding(model: Transformer, context: int) -> float:
     device = device_of(model)
     ids = torch.arange(context, device=device)[None] % model.shape.vocabulary
     caches, seconds = model.caches(), []
-    with evaluated(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         model(ids, caches=caches)
         for _ in range(WRITTEN):
             start = time.perf_counter()

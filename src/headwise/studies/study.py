@@ -21,12 +21,12 @@ from torch import nn
 
 from headwise.analysis.losses import Loss, next_token_loss
 from headwise.checks import finite_number, whole_number
-from headwise.data.batches import batches as as_batches
 from headwise.data.batches import digest_of
+from headwise.data.batches import iterate_batches as as_batches
 from headwise.errors import InputError
-from headwise.runs.distributed import usable
-from headwise.runs.progress import bar
-from headwise.runs.table import files, require_parquet, writable
+from headwise.runs.distributed import usable_device
+from headwise.runs.progress import progress_bar
+from headwise.runs.table import files, require_parquet, writable_folder
 from headwise.studies.budget import Measure, Plan, Work, planned
 from headwise.studies.conclusions import Study, collected, require_scipy
 from headwise.studies.scheduler import Wanted, run
@@ -118,12 +118,12 @@ def study(
     wanted = _wanted(budget, steps, trials, seeds)
     settings = _settings(space, baseline)
     training, judged = divided(data, held_out)
-    place = None if device is None else usable(device)
+    place = None if device is None else usable_device(device)
     work = Work(build_model, settings, training, judged, loss, recipe, measures or {}, keep, place, seed)
     spec = _spec(work, _range(rates), steps, trials)
     if out is not None:
         require_parquet(Study.NAME)
-        out = writable(out)
+        out = writable_folder(out)
     with _database(out, storage, force=force) as url:
         ledger = Ledger(url, name, settings, rates, pruner, force=force)
         try:
@@ -131,8 +131,8 @@ def study(
                 plan = _agreed(ledger, work, spec, wanted)
                 run(ledger, work, plan, wanted, show)
             left_out = space.left_out() if isinstance(space, Space) else ()
-            about = {"model": {"name": title or name}, "settings": spec, "steps": plan.steps, "left_out": left_out}
-            found = collected(ledger.done(), settings, plan.parameters, about, seeds, baseline)
+            metadata = {"model": {"name": title or name}, "settings": spec, "steps": plan.steps, "left_out": left_out}
+            found = collected(ledger.done(), settings, plan.parameters, metadata, seeds, baseline)
         finally:
             ledger.leave()
     if out is not None:
@@ -247,7 +247,7 @@ def _showing(ledger: Ledger, wanted: Wanted, settings: int, *, shown: bool) -> I
     timed = wanted.budget is not None
     total = round(wanted.budget) if wanted.budget is not None else settings * (wanted.most_trials + wanted.seeds)
     unit, told, last = "s" if timed else "trainings", 0, -math.inf
-    with bar("study", total, unit, shown=shown) as advance:
+    with progress_bar("study", total, unit, shown=shown) as advance:
 
         def show() -> None:
             nonlocal told, last

@@ -30,7 +30,7 @@ def draw(study: "Study") -> "Figure":
     by_heads.set_xscale("log", base=2)
     by_heads.set_xticks(counts, [str(count) for count in counts])
     by_heads.minorticks_off()
-    by_heads.set(xlabel="heads", ylabel="held-out loss", title=f"{study.about['model']['name']}: each seed a point")
+    by_heads.set(xlabel="heads", ylabel="held-out loss", title=f"{study.metadata['model']['name']}: each seed a point")
     if len(families) > 1:
         by_heads.legend(fontsize=8)
     for row in trained:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from headwise.checks import whole_number
-from headwise.runs.table import writable
+from headwise.runs.table import writable_folder
 from headwise.studies.budget import Measure
 from headwise.studies.conclusions import Study, require_scipy
 from headwise.studies.corpus import accuracy, corpus, make_tokenizer
@@ -93,7 +93,7 @@ def study_texts(
     space = replace(space, embed_dim=shape.embed_dim)
     for setting in space.settings():
         shape.mlp_dim(setting)  # refused before anything is trained
-    models, others = writable(out) / "models", force
+    models, others = writable_folder(out) / "models", force
 
     def keep(model: nn.Module, setting: Setting, seed: int) -> None:
         nonlocal others

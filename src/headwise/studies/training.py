@@ -12,7 +12,7 @@ from torch import nn
 
 from headwise.analysis.losses import Loss, losses_of
 from headwise.checks import finite_number, probability, whole_number
-from headwise.data.batches import device_of, evaluated, moved
+from headwise.data.batches import device_of, evaluation_mode, to_device
 
 Batches = Sequence[dict[str, Any]]
 """Batches of a data set, each as the model's arguments by name."""
@@ -129,7 +129,7 @@ def train(
             start = time.perf_counter()
             for group in optimizer.param_groups:
                 group["lr"] = rate * recipe.rate(step, steps)
-            batch = moved(batches[next(order)], device)
+            batch = to_device(batches[next(order)], device)
             optimizer.zero_grad(set_to_none=True)
             mean = losses_of(_of_step(loss, step), model, batch).mean()
             mean.backward()  # type: ignore[no-untyped-call]
@@ -148,9 +148,9 @@ def train(
 def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> float:
     """The mean loss over examples; NaN where one is."""
     total, number, device = 0.0, 0, device_of(model)
-    with evaluated(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         for batch in batches:
-            losses = losses_of(loss, model, moved(batch, device)).double()
+            losses = losses_of(loss, model, to_device(batch, device)).double()
             total, number = total + losses.sum().item(), number + len(losses)
     return total / number
 

@@ -16,7 +16,7 @@ from headwise.analysis.importance.gradients import Integrated
 from headwise.analysis.importance.importance import METHODS, Importance, importance
 from headwise.analysis.losses import EmbeddingDistance, next_token_loss
 from headwise.runs import checkpoint
-from headwise.runs.table import Head, Measured
+from headwise.runs.table import HeadRow, MeanEstimate
 
 pytestmark = pytest.mark.usefixtures("as_user")  # shapes are checked by the oracle
 
@@ -126,7 +126,7 @@ def slopes(name):
 
 def close(found, values, tolerance=1e-6):
     """A mean over examples, with its error and number, is that of these values."""
-    expected = Measured.of(values.tolist())
+    expected = MeanEstimate.of(values.tolist())
     assert found.n == expected.n
     assert found[:2] == pytest.approx(expected[:2], rel=1e-5, abs=tolerance)
 
@@ -146,7 +146,7 @@ def test_the_gradient_of_each_example_is_that_of_differences(name):
     with torch.no_grad(), hw.watch(model) as heads:
         model(**data(name)[0])
     names = ("layer", "head", "kv_head", "module", "kind")
-    assert [head.place for head in found.heads] == [{name: row[name] for name in names} for row in heads.rows()]
+    assert [head.identifiers for head in found.heads] == [{name: row[name] for name in names} for row in heads.rows()]
 
 
 def test_the_square_is_that_of_each_example():
@@ -160,7 +160,7 @@ def test_what_is_normalised_is_divided_by_the_norm_of_its_layer():
     plain = importance(model_of("llama"), data(), wave)
     found = importance(model_of("llama"), data(), wave, normalise=True)
     assert found.statistics == ("gradient_per_layer", "first_order_per_layer")
-    assert found.about["settings"]["normalise"] is True
+    assert found.metadata["settings"]["normalise"] is True
     for head in found.heads:
         for name in plain.statistics:
             layer = torch.tensor([each.statistics[name].value for each in plain.heads if each.layer == head.layer])
@@ -205,7 +205,7 @@ def test_ablation_is_the_loss_without_the_head():
 def test_batches_of_unequal_size_are_as_one(method):
     whole, parts = (importance(model_of("bert"), data(sizes=sizes), wave, method) for sizes in [(5,), (3, 1, 1)])
     for one, other in zip(whole.heads, parts.heads, strict=True):
-        assert one.place == other.place
+        assert one.identifiers == other.identifiers
         for name, measured in one.statistics.items():
             assert tuple(other.statistics[name]) == pytest.approx(tuple(measured), rel=1e-9)
 
@@ -214,7 +214,7 @@ def test_texts_and_a_loss_of_tokens():
     model = made(transformers.LlamaConfig(**SIZES), transformers.AutoModelForCausalLM).eval()
     found = importance(model, hw.Texts(tiny.texts(7, 5, 7), tiny.tokenizer("decoder"), batch=2), next_token_loss)
     assert {head.statistics["gradient"].n for head in found.heads} == {3}
-    assert found.about["measured"]["tokens"] == 19
+    assert found.metadata["measured"]["tokens"] == 19
     assert all(head.statistics["gradient"].value > 0 for head in found.heads)
 
 
@@ -346,7 +346,7 @@ def test_gates_of_idle_heads_close_and_the_others_stay_open():
         assert math.isnan(head.statistics["open"].sem)
         assert head.statistics["open"].n == 1
     assert set(found.ranking()[:3]) == KEPT
-    assert found.about["measured"]["sequences"] == 5
+    assert found.metadata["measured"]["sequences"] == 5
 
 
 def test_where_an_open_head_costs_nothing_all_stay_open():
@@ -363,7 +363,7 @@ def test_a_seed_decides_the_gates_and_several_give_an_error():
     both = learned(epochs=3, seeds=[0, 1])
     for one, two, head in zip(first.heads, other.heads, both.heads, strict=True):
         values = [each.statistics["open"].value for each in (one, two)]
-        assert head.statistics["open"] == Measured.of(values)
+        assert head.statistics["open"] == MeanEstimate.of(values)
 
 
 # -- what is left, and what is kept -----------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ def test_a_table_is_saved_and_not_measured_again(tmp_path):
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
     batches = data(sizes=(2, 2, 1))
     calls = []
 
@@ -459,8 +459,10 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch):
 
 def table(name, values, sem=0.1):
     rows = [
-        Head(layer=layer, head=head, kv_head=head, module=f"layers.{layer}", kind="self", statistics={name: measured})
-        for (layer, head), measured in {place: Measured(value, sem, 5) for place, value in values.items()}.items()
+        HeadRow(
+            layer=layer, head=head, kv_head=head, module=f"layers.{layer}", kind="self", statistics={name: measured}
+        )
+        for (layer, head), measured in {place: MeanEstimate(value, sem, 5) for place, value in values.items()}.items()
     ]
     return Importance(tuple(rows), {"model": {"name": "m"}})
 

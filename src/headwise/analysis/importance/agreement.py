@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import InputError, require
-from headwise.runs.table import HeadTable, Measured, require_statistic
+from headwise.runs.table import HeadTable, MeanEstimate, require_statistic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,8 +27,8 @@ class Agreement:
 
     names: tuple[str, str]
     heads: tuple[str, ...]
-    predicted: tuple[Measured, ...]
-    measured: tuple[Measured, ...]
+    predicted: tuple[MeanEstimate, ...]
+    measured: tuple[MeanEstimate, ...]
 
     @property
     def pearson(self) -> float:
@@ -101,7 +101,7 @@ def _key(head: Any) -> tuple[str, int, str]:
     return head.module, head.head, head.kind
 
 
-def _errors(measured: Sequence[Measured]) -> list[float]:
+def _errors(measured: Sequence[MeanEstimate]) -> list[float]:
     return [0.0 if math.isnan(each.sem) else each.sem for each in measured]
 
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from headwise.analysis.losses import Loss, losses_of, prepare_loss
 from headwise.analysis.recording import SiteKey
-from headwise.data.batches import device_of, evaluated, moved, size
+from headwise.data.batches import count_sequences_and_tokens, device_of, evaluation_mode, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation
 from headwise.intercept.sites import SiteRegistry
-from headwise.runs.checkpoint import Run
+from headwise.runs.checkpoint import CheckpointedRun
 from headwise.shapes import Float
 
 Make = Callable[[Call, Tensor], Float[Tensor, "#examples heads"]]
@@ -91,7 +91,7 @@ def factors(model: nn.Module) -> Iterator[Factors]:
     """
     found = Factors(model)
     with ExitStack() as stack:
-        for context in (evaluated(model), held(model), torch.inference_mode(False)):  # which turns gradients on
+        for context in (evaluation_mode(model), held(model), torch.inference_mode(False)):  # which turns gradients on
             stack.enter_context(context)
         stack.enter_context(intercepted(model, found))
         yield found
@@ -121,15 +121,15 @@ class Work:
     model: nn.Module
     dataset: Texts | Iterable[Any]
     loss: Loss
-    run: Run[Any, Any]
+    run: CheckpointedRun[Any, Any]
     shown: bool
 
     def begin(self, gates: Factors, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """A batch on the model's device, of which the loss has seen the whole model, and how many examples it has."""
-        batch = moved(batch, device_of(self.model))
+        batch = to_device(batch, device_of(self.model))
         gates.put(None)
         prepare_loss(self.loss, self.model, batch)
-        return batch, size(batch)[0]
+        return batch, count_sequences_and_tokens(batch)[0]
 
     def losses(self, gates: Factors, make: Make, batch: dict[str, Any]) -> Float[Tensor, " examples"]:
         """The loss of each example with these factors. `InputError` where it is something else."""

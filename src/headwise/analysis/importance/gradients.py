@@ -17,14 +17,14 @@ from headwise.checks import whole_number
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call
 from headwise.intercept.sites import RunningMoments, SiteRegistry
-from headwise.runs.data_pass import State, of_heads, pass_over
-from headwise.runs.distributed import from_all
-from headwise.runs.table import Head
+from headwise.runs.data_pass import SiteProgress, head_estimates, run_pass
+from headwise.runs.distributed import gather_from_ranks
+from headwise.runs.table import HeadRow
 from headwise.shapes import Float
 
 
 @dataclass
-class Progress(State):
+class GradientProgress(SiteProgress):
     """How far a process is, and of how many examples there was a loss."""
 
     counted: int = 0
@@ -45,12 +45,12 @@ class Differentiated:
         """Of each example, by name; 0 of a derivative of 0."""
         raise NotImplementedError
 
-    def measure(self, work: Work) -> tuple[list[Head], dict[str, Any]]:
+    def measure(self, work: Work) -> tuple[list[HeadRow], dict[str, Any]]:
         """See `Method`."""
         if self.at_the_whole and isinstance(work.loss, EmbeddingDistance):
             got, remedy = "EmbeddingDistance, which is least there", 'method="ablation" and "integrated" take it'
             raise InputError("loss", expected="one with a slope at the whole model", got=got, remedy=remedy)
-        before, state = work.run.state(), Progress()
+        before, state = work.run.load_progress(), GradientProgress()
         with factors(work.model) as gates:
             gates.merge(before.sites)
             state.sites, state.counted = gates.sites, before.counted
@@ -63,8 +63,8 @@ class Differentiated:
                     if (gradient := found.get((site.path, site.cross))) is not None:
                         site.merge({name: RunningMoments.of(each) for name, each in self.statistics(gradient).items()})
 
-            pass_over(work.dataset, read, work.run, before, state, shown=work.shown)
-        return self._heads(work, state), state.data
+            run_pass(work.dataset, read, work.run, before, state, shown=work.shown)
+        return self._heads(work, state), state.summary
 
     def _gradients(
         self, work: Work, gates: Factors, batch: dict[str, Any]
@@ -88,10 +88,10 @@ class Differentiated:
                 total[path, cross] = total.get((path, cross), torch.zeros_like(each)) + each
         return total, counted
 
-    def _heads(self, work: Work, state: Progress) -> list[Head]:
+    def _heads(self, work: Work, state: GradientProgress) -> list[HeadRow]:
         """Of all processes. A head that did not run for an example has a derivative of 0 there."""
         seen, counted = SiteRegistry(work.model), 0
-        for sites, number in from_all((state.sites, state.counted)):
+        for sites, number in gather_from_ranks((state.sites, state.counted)):
             seen.merge(sites)
             counted += number
         measured = {}
@@ -100,9 +100,9 @@ class Differentiated:
             for name, each in self.statistics(zeros).items():
                 rest = counted - site.statistics[name].number if name in site.statistics else zeros[0] + counted
                 site.merge({name: RunningMoments(rest, each[0].abs(), zeros[0])})
-            measured[id(site)] = {name: of_heads(spread) for name, spread in site.statistics.items()}
+            measured[id(site)] = {name: head_estimates(spread) for name, spread in site.statistics.items()}
         return [
-            Head(**where, statistics={name: of[where["head"]] for name, of in measured[id(site)].items()})
+            HeadRow(**where, statistics={name: of[where["head"]] for name, of in measured[id(site)].items()})
             for site, where in seen.places()
         ]
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from headwise.analysis.importance.gate_parameters import Factors, Work, factors, gate_dtype
 from headwise.analysis.recording import SiteKey
 from headwise.checks import finite_number, whole_number
-from headwise.data.batches import batches
+from headwise.data.batches import iterate_batches
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call
 from headwise.intercept.sites import SiteRegistry
-from headwise.runs.data_pass import State
-from headwise.runs.distributed import place
-from headwise.runs.progress import bar
-from headwise.runs.table import Head, Measured
+from headwise.runs.data_pass import SiteProgress
+from headwise.runs.distributed import rank_and_world_size
+from headwise.runs.progress import progress_bar
+from headwise.runs.table import HeadRow, MeanEstimate
 from headwise.shapes import Float
 
 LOW, HIGH = -0.1, 1.1
@@ -75,27 +75,27 @@ class HardConcrete:
         stretched = torch.sigmoid((torch.logit(noise, 1e-6) + log_alpha) / self.temperature) * (HIGH - LOW) + LOW
         return stretched.clamp(0.0, 1.0)
 
-    def measure(self, work: Work) -> tuple[list[Head], dict[str, Any]]:
+    def measure(self, work: Work) -> tuple[list[HeadRow], dict[str, Any]]:
         """See `Method`."""
         assert isinstance(self.seeds, list)
         fits = [_Fit(self, work, seed) for seed in self.seeds]
-        with bar("gates", None, "batches", shown=work.shown and place()[0] == 0) as advance:
+        with progress_bar("gates", None, "batches", shown=work.shown and rank_and_world_size()[0] == 0) as advance:
             for fit in fits:
                 fit.learn(advance)
         heads = []
         for site, where in fits[0].seen.places():
             found = torch.stack([fit.log_alpha[site.path, site.cross].detach()[where["head"]] for fit in fits])
             statistics = {"open": self.open(found), "gate": self.gate(found)}
-            measured = {name: Measured.of(each.tolist()) for name, each in statistics.items()}
-            heads.append(Head(**where, statistics=measured))
-        return heads, fits[0].data.data
+            measured = {name: MeanEstimate.of(each.tolist()) for name, each in statistics.items()}
+            heads.append(HeadRow(**where, statistics=measured))
+        return heads, fits[0].data.summary
 
 
 class _Fit:
     """Gates that are learned once."""
 
     def __init__(self, method: HardConcrete, work: Work, seed: int) -> None:
-        self.method, self.work, self.seen, self.data = method, work, SiteRegistry(work.model), State()
+        self.method, self.work, self.seen, self.data = method, work, SiteRegistry(work.model), SiteProgress()
         self.log_alpha: dict[SiteKey, Float[Tensor, " heads"]] = {}
         self._noise = torch.Generator().manual_seed(seed)
         self._adam: torch.optim.Adam | None = None
@@ -105,10 +105,10 @@ class _Fit:
         with factors(self.work.model) as gates:
             for epoch in range(self.method.epochs):
                 number = 0
-                for batch in batches(self.work.dataset):
+                for batch in iterate_batches(self.work.dataset):
                     number += 1
                     if epoch == 0:
-                        self.data.passes(batch)
+                        self.data.count_batch(batch)
                     self._step(gates, batch)
                     advance(1, False)
                 if not number:

@@ -15,28 +15,28 @@ from torch import nn
 
 from headwise.analysis.ablate import ablate
 from headwise.analysis.importance.gate_parameters import Work
-from headwise.analysis.importance.gradients import Gradient, Integrated, Progress, Square
+from headwise.analysis.importance.gradients import Gradient, GradientProgress, Integrated, Square
 from headwise.analysis.importance.hard_concrete import HardConcrete
 from headwise.analysis.losses import Loss
 from headwise.analysis.recording import require_module
 from headwise.checks import flag
 from headwise.data.texts import Texts
 from headwise.errors import InputError
-from headwise.runs.checkpoint import Run
+from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import require_same_data
-from headwise.runs.distributed import broadcast_from_rank0, place
-from headwise.runs.fingerprint import settings_of
-from headwise.runs.table import Head, HeadTable, Measured
+from headwise.runs.distributed import broadcast_from_rank0, rank_and_world_size
+from headwise.runs.fingerprint import run_settings
+from headwise.runs.table import HeadRow, HeadTable, MeanEstimate
 
 PER_LAYER = "_per_layer"
 """What is added to a statistic's name where it is divided by its l2 norm over the heads of each layer."""
 
 
-class Importance(HeadTable[Head]):
+class Importance(HeadTable[HeadRow]):
     """How important every head is; see `importance`."""
 
     NAME = "importance"
-    ROW = Head
+    ROW_TYPE = HeadRow
 
     def ranking(self) -> list[tuple[int, int]]:
         """Every `(layer, head)`, the most important first, by the first statistic; those without a value come last."""
@@ -49,7 +49,7 @@ class Importance(HeadTable[Head]):
 class Method(Protocol):
     """A way to tell how important heads are: a frozen dataclass whose fields are its options."""
 
-    def measure(self, work: Work) -> tuple[list[Head], dict[str, Any]]:
+    def measure(self, work: Work) -> tuple[list[HeadRow], dict[str, Any]]:
         """Every head with its statistics, the more important the greater the first, and what data that took."""
 
 
@@ -57,11 +57,11 @@ class Method(Protocol):
 class Ablated:
     """What the loss is more without the head, measured by `ablate` (Michel et al. 2019, section 3.2)."""
 
-    def measure(self, work: Work) -> tuple[list[Head], dict[str, Any]]:
+    def measure(self, work: Work) -> tuple[list[HeadRow], dict[str, Any]]:
         """See `Method`."""
         found = ablate(work.model, work.dataset, work.loss, progress=work.shown)
-        heads = [Head(**row.place, statistics={"ablation": row.statistics["cost"]}) for row in found.rows]
-        return heads, found.about["measured"]
+        heads = [HeadRow(**row.identifiers, statistics={"ablation": row.statistics["cost"]}) for row in found.rows]
+        return heads, found.metadata["measured"]
 
 
 METHODS: dict[str, type[Any]] = {
@@ -139,8 +139,8 @@ def importance(
     texts = None
     if isinstance(dataset, Texts):
         dataset = texts = dataset.within(model)
-    rank, processes = place()
-    settings = settings_of(
+    rank, processes = rank_and_world_size()
+    settings = run_settings(
         model,
         texts,
         title,
@@ -149,15 +149,15 @@ def importance(
         normalise=normalise,
         processes=processes,
     )
-    run = Run(Progress, Importance, out, settings, rank)
-    broadcast_from_rank0(lambda: run.claim(force=force))
-    finished = broadcast_from_rank0(run.finished)
+    run = CheckpointedRun(GradientProgress, Importance, out, settings, rank)
+    broadcast_from_rank0(lambda: run.claim_folder(force=force))
+    finished = broadcast_from_rank0(run.finished_table)
     if finished is not None:
         return require_same_data(finished, dataset, run)
     heads, data = chosen.measure(Work(model, dataset, loss, run, progress))
     heads = list(_per_layer(heads)) if normalise else heads
     found = Importance(tuple(heads), {**settings, "measured": data})
-    broadcast_from_rank0(lambda: run.end(found))
+    broadcast_from_rank0(lambda: run.finish(found))
     return found
 
 
@@ -173,7 +173,7 @@ def _method(name: str, options: Mapping[str, Any]) -> Any:
     return METHODS[name](**options)
 
 
-def _per_layer(heads: Iterable[Head]) -> Iterator[Head]:
+def _per_layer(heads: Iterable[HeadRow]) -> Iterator[HeadRow]:
     """Each statistic, and its error, divided by its l2 norm over the heads of a layer; a layer of zeros stays one."""
     for _, layer in groupby(heads, key=lambda head: head.layer):
         of_layer = list(layer)
@@ -185,7 +185,7 @@ def _per_layer(heads: Iterable[Head]) -> Iterator[Head]:
             yield replace(
                 head,
                 statistics={
-                    name + PER_LAYER: Measured(each.value / norms[name], each.sem / norms[name], each.n)
+                    name + PER_LAYER: MeanEstimate(each.value / norms[name], each.sem / norms[name], each.n)
                     for name, each in head.statistics.items()
                 },
             )
