@@ -188,8 +188,8 @@ def found():
 
 def test_tables_have_a_row_a_head(found):
     table, errors = found.table(), found.sem()
-    assert list(table_module.columns) == ["layer", "head", "kv_head", "module", "kind", "role", *found.statistics]
-    assert list(errors.columns) == list(table_module.columns)
+    assert list(table.columns) == ["layer", "head", "kv_head", "module", "kind", "role", *found.statistics]
+    assert list(errors.columns) == list(table.columns)
     assert len(table) == len(errors) == 12
     for row, head in enumerate(found.heads):
         assert table["entropy"][row] == head.statistics["entropy"].value

@@ -31,12 +31,12 @@ class PassProgress:
     tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """See `checkpoint.State`."""
+        """See `Checkpointable`."""
         return dict(vars(self))
 
     @classmethod
     def from_dict(cls, packed: dict[str, Any]) -> Any:
-        """See `checkpoint.State`."""
+        """See `Checkpointable`."""
         return cls(**packed)
 
     def count_batch(self, batch: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class SiteProgress(PassProgress):
     sites: list[Site] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """See `checkpoint.State`."""
+        """See `Checkpointable`."""
         packed = super().to_dict()
         packed["sites"] = [
             vars(site) | {"statistics": {name: vars(spread) for name, spread in site.statistics.items()}}
@@ -70,7 +70,7 @@ class SiteProgress(PassProgress):
 
     @classmethod
     def from_dict(cls, packed: dict[str, Any]) -> Any:
-        """See `checkpoint.State`."""
+        """See `Checkpointable`."""
         sites = []
         for site in packed["sites"]:
             spreads = {name: RunningMoments(**spread) for name, spread in site["statistics"].items()}
