@@ -120,7 +120,7 @@ def test_heads_that_are_shown_in_several_tiles(monkeypatch):
     monkeypatch.setattr(
         redundancy_module._Distances, "add", lambda self, rows: shapes.append(rows.tile.shape) or add(self, rows)
     )
-    monkeypatch.setattr(tiles, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(tiles, "TILE_BYTES", 1)
     parts = redundancy(models("decoder"), [ids])
     assert {heads for _, heads, _ in shapes} == {3}  # those of one key/value head
     torch.testing.assert_close(parts.distance, whole.distance, rtol=1e-9, atol=1e-12, equal_nan=True)

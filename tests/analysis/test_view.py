@@ -85,7 +85,7 @@ def test_pieces_of_a_word_are_one_word(minilm, monkeypatch):
     assert seen.tokens > len(seen.words)
     for head in seen.heads:
         torch.testing.assert_close(head.picture.sum(-1), torch.ones(len(seen.words)))
-    monkeypatch.setattr(registry, "BLOCK_BYTES", 1)  # as many blocks as there are words
+    monkeypatch.setattr(registry, "WEIGHTS_BYTES", 1)  # as many blocks as there are words
     for head, again in zip(seen.heads, view(minilm.model, minilm.tokenizer, text).heads, strict=True):
         torch.testing.assert_close(again.picture, head.picture)
         torch.testing.assert_close(again.top_weights, head.top_weights)

@@ -59,7 +59,7 @@ def small_blocks(monkeypatch):
     """Blocks of few rows, columns and heads, so that a small problem has many."""
     monkeypatch.setattr(block_plan, "rows_of", lambda *_: 7)
     monkeypatch.setattr(block_plan, "COLUMNS", 4)
-    monkeypatch.setattr(tiles, "BLOCK_BYTES", 2**10)
+    monkeypatch.setattr(tiles, "TILE_BYTES", 2**10)
 
 
 def exact(stated: Problem):
@@ -77,11 +77,11 @@ def require_equal(tally: Tally, stated: Problem, known: CallContext | None = Non
     gram = [None] * HEADS if tally.gram is None else [torch.linalg.cholesky(each) for each in tally.gram.double()]
     for b in range(BATCH):
         weights = right.weights[b].clone()
-        if known.real is not None:
-            weights[:, ~known.real[b]] = 0.0  # the oracle leaves out a row without weights
-        tokens, special = (None if each is None else each[b].tolist() for each in (known.tokens, known.special))
-        is_of_keys = known.real is not None and stated.grid.queries == KEYS
-        real = known.real[b].tolist() if is_of_keys else None
+        if known.is_real is not None:
+            weights[:, ~known.is_real[b]] = 0.0  # the oracle leaves out a row without weights
+        tokens, special = (None if each is None else each[b].tolist() for each in (known.token_ids, known.is_special))
+        is_of_keys = known.is_real is not None and stated.grid.queries == KEYS
+        real = known.is_real[b].tolist() if is_of_keys else None
         for h in range(HEADS):
             out = right.out[b, h] if "output_norm" in means else None
             projection = None if out is None else gram[h]
@@ -130,7 +130,7 @@ def test_merged_halves_give_the_whole():
     whole = whole_rows(stated, CallContext(TOKENS)).means()
     ranges = [range(0, 3), range(3, 4), range(4, 17)]
     parts = list(blocks(stated, CallContext(TOKENS), ranges))
-    assert [part.index for part in parts] == ranges
+    assert [part.rows for part in parts] == ranges
     merged = Tally()
     for some in (parts[:1], parts[1:]):
         tally = Tally()
@@ -145,7 +145,7 @@ def test_the_answer_is_the_one_without_an_observer():
     for options in OPTIONS.values():
         stated = problem(**options)
         shown = []
-        answer = attend_observed(stated, lambda rows, shown=shown: shown.append((rows.where, rows.index)))
+        answer = attend_observed(stated, lambda rows, shown=shown: shown.append((rows.sequences_and_heads, rows.rows)))
         assert distance(answer.out, exact(stated).out) < 1e-5
         assert len(shown) == len(set(map(str, shown))) > 1
 
@@ -184,10 +184,10 @@ def test_a_new_statistic_is_one_entry(way, monkeypatch):
     """The mean weight of the last key, and the largest weight of all: contributions that merge in other ways."""
 
     def last(rows):
-        return rows.sums((rows.sight.columns == KEYS - 1)[None, :, None].float())[..., 0]
+        return rows.weighted_sums((rows.visibility.key_indices == KEYS - 1)[None, :, None].float())[..., 0]
 
     def peak(rows):
-        return (rows.largest.amax(-1),)
+        return (rows.largest_weight.amax(-1),)
 
     monkeypatch.setitem(STATISTICS, "last", MeanOfRows("last", "share", last))
     monkeypatch.setitem(STATISTICS, "peak", Statistic("peak", "share", peak, lambda peak: peak, torch.maximum))
@@ -200,12 +200,12 @@ def test_a_new_statistic_is_one_entry(way, monkeypatch):
 @WAYS
 def test_query_rows_that_are_padding_do_not_count(way):
     stated = problem(MASKS["right padding"])
-    known = CallContext(TOKENS, real=torch.arange(QUERIES) < torch.tensor([[7], [17]]))
+    known = CallContext(TOKENS, is_real=torch.arange(QUERIES) < torch.tensor([[7], [17]]))
     require_equal(way(stated, known), stated, known)
 
 
 @WAYS
 def test_the_first_token_is_the_first_that_is_real(way):
     stated = problem(hw.causal() & hw.padding([5, 19], side="left"), queries=KEYS)
-    known = CallContext(TOKENS, real=torch.arange(KEYS) >= torch.tensor([[14], [0]]))
+    known = CallContext(TOKENS, is_real=torch.arange(KEYS) >= torch.tensor([[14], [0]]))
     require_equal(way(stated, known), stated, known, first=(14, 0))

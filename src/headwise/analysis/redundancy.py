@@ -318,7 +318,7 @@ class _Distances:
         where = (tile.block.rows, tuple(tile.block.spans), tile.sequences.start, tile.sequences.stop)
         if where != self._where:
             self._where, self._shown = where, []
-        shown = _Shown(tile.heads, rows.weights, rows.sight.counts.expand(tile.shape))
+        shown = _Shown(tile.heads, rows.weights, rows.visibility.counted_rows.expand(tile.shape))
         for number in range(shown.weights.shape[1]):
             for other in self._shown:
                 self._compare(shown, number, other)
@@ -376,7 +376,7 @@ class _Compared(SiteRegistry):
         distances = self._distances.setdefault(_of(call), _Distances(site.heads, call.grid.device))
         real = _real(call)
         known, _ = self._known.setdefault(
-            id(call.padding) if real is not None else 0, (CallContext(real=real), call.padding)
+            id(call.padding) if real is not None else 0, (CallContext(is_real=real), call.padding)
         )
         return Observation(distances.add, known, distances.ends)
 

@@ -213,7 +213,7 @@ class _WordWeights:
         """Take in a block of whole words."""
         weights = rows.weights[0].float().cpu()  # (heads, rows, keys)
         heads = weights.shape[0]
-        word_rows = self.word_of[rows.index.start : rows.index.stop]
+        word_rows = self.word_of[rows.rows.start : rows.rows.stop]
         first, count = int(word_rows[0]), int(word_rows[-1] - word_rows[0]) + 1
         to_words = torch.zeros(heads, len(word_rows), self.words).index_add_(2, self.word_of, weights)
         between = torch.zeros(heads, count, self.words).index_add_(1, word_rows - first, to_words)
@@ -265,7 +265,7 @@ def _head_views(layer: int, tally: Tally, weights: _WordWeights) -> Iterator[Hea
 def _require_agreement(call: AttentionCall, rows: RowBlock) -> None:
     """Refuse a head whose output is not its weights times its values: the weights would be wrong."""
     explained = each_kv_head(rows.weights, call.problem.v.to(rows.weights.dtype))
-    part = slice(rows.index.start, rows.index.stop)
+    part = slice(rows.rows.start, rows.rows.stop)
     actual = call.out[:, part].transpose(1, 2).to(explained.dtype)  # (batch, heads, rows, value_dim)
     largest = actual.abs().amax((0, 2, 3)).clamp(min=torch.finfo(actual.dtype).tiny)
     off = float(((explained - actual).abs().amax((0, 2, 3)) / largest).max())

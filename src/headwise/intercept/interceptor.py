@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -217,7 +217,7 @@ class CallHandlers(NamedTuple):
     def _observer(self, rows: RowBlock) -> None:
         """One observer for all, each of whom knows other things."""
         for look in self.looks:
-            look.observer(rows if len(self.looks) == 1 else replace(rows, known=look.known))
+            look.observer(rows if len(self.looks) == 1 else rows.with_call_context(look.known))
 
     def _end(self) -> None:
         for look in self.looks:

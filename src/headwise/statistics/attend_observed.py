@@ -16,7 +16,7 @@ from headwise.statistics.registry import blocks
 def attend_observed(
     problem: Problem,
     observer: Observer,
-    known: CallContext | None = None,
+    call_context: CallContext | None = None,
     otherwise: Callable[[Problem], Answer] = reference.run,
 ) -> Answer:
     """The answer to a problem, every row of which has been shown once.
@@ -27,8 +27,8 @@ def attend_observed(
     holds_something = 0 not in (*problem.q.shape, *problem.k.shape)
     if blockwise.why_not(problem) is None and not problem.return_weights and holds_something:
         with without_autocast(problem.q.device):
-            return blockwise.run(problem, observer=observer, known=known)
+            return blockwise.run(problem, observer=observer, call_context=call_context)
     with torch.no_grad(), without_autocast(problem.q.device):
-        for rows in blocks(problem, known):
+        for rows in blocks(problem, call_context):
             observer(rows)
     return otherwise(problem)

@@ -8,20 +8,21 @@ and the number that the whole comes to.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from headwise.attention.backends.blockwise.call_context import CallContext, TileVisibility
+from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.backends.blockwise.tiles import LOG2_E, whole_tile
+from headwise.attention.backends.blockwise.visibility import TileVisibility
 from headwise.attention.backends.reference import masked_scores, mixed, weights_of
 from headwise.attention.masks.base import Grid
 from headwise.attention.problem import Problem
 from headwise.shapes import Bool, Float
 
-BLOCK_BYTES = 2**24
+WEIGHTS_BYTES = 2**24
 """Size of a block of weights where whole rows are asked for: large enough for full-speed products."""
 
 Sums = tuple[Float[Tensor, "batch heads *more"], ...]
@@ -86,8 +87,9 @@ class Tally:
 
     def add(self, rows: RowBlock) -> None:
         """Take in some rows."""
-        rows.gram = self.gram
-        grid, where = rows.grid, rows.where
+        if self.gram is not None:
+            rows = replace(rows, gram=self.gram)
+        grid, where = rows.grid, rows.sequences_and_heads
         names, sums = _sums_of(rows)
         if self.rows is None:
             self.names, self.rows = names, sums.new_zeros(*sums.shape[:2], grid.batch, grid.heads)
@@ -140,43 +142,46 @@ def _sums_of(rows: RowBlock) -> tuple[tuple[str, ...], Float[Tensor, "two means 
     """
     measured = {each.name: each.measure(rows) for each in STATISTICS.values() if isinstance(each, MeanOfRows)}
     values = {name: value for name, value in measured.items() if value is not None}
-    counts = _counted(rows.sight, tuple(values))
+    counts = _counted(rows.visibility, tuple(values))
     totals = torch.stack(list(values.values())).double().masked_fill_(~counts, 0.0).sum(-1)
     return tuple(values), torch.stack([totals, counts.sum(-1).double().expand_as(totals)])
 
 
-def _counted(sight: TileVisibility, names: tuple[str, ...]) -> Bool[Tensor, "means #batch #heads rows"]:
+def _counted(visibility: TileVisibility, names: tuple[str, ...]) -> Bool[Tensor, "means #batch #heads rows"]:
     """Which rows count for each of these means."""
-    if names not in sight.counted:
-        entries = [entry for entry in map(STATISTICS.get, names) if isinstance(entry, MeanOfRows)]
-        found = [sight.counts if (some := each.counted(sight)) is None else sight.counts & some for each in entries]
-        sight.counted[names] = torch.stack(torch.broadcast_tensors(*found))  # type: ignore[no-untyped-call]
-    return sight.counted[names]
+
+    def compute() -> Tensor:
+        counted_rows, entries = visibility.counted_rows, [STATISTICS[name] for name in names]
+        has_value = [each.counted(visibility) for each in entries if isinstance(each, MeanOfRows)]
+        counted = [counted_rows if some is None else counted_rows & some for some in has_value]
+        return torch.stack(torch.broadcast_tensors(*counted))  # type: ignore[no-untyped-call]
+
+    return visibility.cached(names, compute)
 
 
 # -- the statistics ---------------------------------------------------------------------------------------------------
 
 
 def _evenness(rows: RowBlock) -> Values:
-    return rows.entropy / rows.sight.seen.clamp(min=2).log()
+    return rows.entropy / rows.visibility.visible_keys.clamp(min=2).log()
 
 
 def _at(name: str, back: int) -> MeanOfRows:
     """The weight of the key that stands `back` tokens before the query, in rows that have one."""
-    return MeanOfRows(name, "share", lambda rows: rows.at(back), lambda sight: sight.has(back))
+    return MeanOfRows(name, "share", lambda rows: rows.weight_at_lag(back), lambda tile: tile.has_key_at_lag(back))
 
 
 def _special(rows: RowBlock) -> Values | None:
-    return None if rows.known.special is None else rows.along["special"]
+    return None if rows.visibility.is_special is None else rows.feature_sums["special"]
 
 
 def _after_copy(name: str, shift: int) -> MeanOfRows:
     """The weight of keys `shift` tokens after an earlier copy of the query's token, in rows that have such a copy."""
 
     def measure(rows: RowBlock) -> Values | None:
-        return None if rows.sight.has_copy is None else rows.on_copies(shift)
+        return None if rows.visibility.has_earlier_copy is None else rows.weight_after_copies(shift)
 
-    return MeanOfRows(name, "share", measure, lambda sight: sight.has_copy)
+    return MeanOfRows(name, "share", measure, lambda tile: tile.has_earlier_copy)
 
 
 def _output_norm(rows: RowBlock) -> Values | None:
@@ -216,9 +221,9 @@ STATISTICS: dict[str, Statistic | MeanOfRows] = {
         # -sum_j A_ij ln A_ij
         MeanOfRows("entropy", "nats", lambda rows: rows.entropy),
         # entropy over ln(keys in sight), in rows with 2 or more
-        MeanOfRows("evenness", "share", _evenness, lambda sight: sight.seen > 1),
+        MeanOfRows("evenness", "share", _evenness, lambda tile: tile.visible_keys > 1),
         # max_j A_ij (Voita et al. 2019)
-        MeanOfRows("confidence", "share", lambda rows: rows.largest),
+        MeanOfRows("confidence", "share", lambda rows: rows.largest_weight),
         # sum_j A_ij |p_i - p_j|
         MeanOfRows("distance", "tokens", lambda rows: rows.distance),
         # A[i, p_i], A[i, p_i - 1], A[i, p_i + 1]
@@ -226,7 +231,7 @@ STATISTICS: dict[str, Statistic | MeanOfRows] = {
         _at("previous", 1),
         _at("next", -1),
         # on the first token, the sink of most decoders (Xiao et al. 2023)
-        MeanOfRows("first", "share", lambda rows: rows.along["first"]),
+        MeanOfRows("first", "share", lambda rows: rows.feature_sums["first"]),
         # on special tokens (Clark et al. 2019, section 3.2)
         MeanOfRows("special", "share", _special),
         # on earlier copies of the query's token, and on what followed them (Olsson et al. 2022)
@@ -246,13 +251,13 @@ STATISTICS: dict[str, Statistic | MeanOfRows] = {
 
 
 def blocks(
-    problem: Problem, known: CallContext | None = None, ranges: Iterable[range] | None = None
+    problem: Problem, call_context: CallContext | None = None, ranges: Iterable[range] | None = None
 ) -> Iterator[RowBlock]:
     """The rows of a problem, every head and key of some rows at once, so that the whole matrix never exists.
 
     Args:
         problem: the attention call.
-        known: what is known of its tokens.
+        call_context: its tokens and padding.
         ranges: the blocks; by default of `rows_per_block` rows.
     """
     grid = problem.grid
@@ -264,13 +269,13 @@ def blocks(
         weights = weights_of(scores, problem.sinks)
         if problem.talking is not None:
             weights = mixed(weights, problem.talking.after)
-        yield rows_of_weights(weights, scores > -torch.inf, grid, index, known or CallContext())
+        yield rows_of_weights(weights, scores > -torch.inf, grid, index, call_context or CallContext())
 
 
 def blocks_of_weights(
     weights: Float[Tensor, "batch heads queries keys"],
     out: Float[Tensor, "batch heads queries value_dim"] | None,
-    known: CallContext,
+    call_context: CallContext,
 ) -> Iterator[RowBlock]:
     """The rows of a matrix that is there already, with their outputs where these are. A key of weight 0 is hidden."""
     batch, heads, queries, keys = weights.shape
@@ -280,10 +285,8 @@ def blocks_of_weights(
         index = range(start, min(start + step, grid.queries))
         some = slice(start, index.stop)
         block = weights[:, :, some].to(torch.promote_types(weights.dtype, torch.float32))
-        rows = rows_of_weights(block, block > 0, grid, index, known)
-        if out is not None:
-            rows.out = out[:, :, some].to(block.dtype).flatten(0, 1)
-        yield rows
+        out_rows = None if out is None else out[:, :, some].to(block.dtype).flatten(0, 1)
+        yield rows_of_weights(block, block > 0, grid, index, call_context, out_rows)
 
 
 def rows_of_weights(
@@ -291,15 +294,27 @@ def rows_of_weights(
     allowed: Bool[Tensor, "#batch #heads rows keys"],
     grid: Grid,
     index: range,
-    known: CallContext,
+    call_context: CallContext,
+    out: Float[Tensor, "kv stacked value_dim"] | None = None,
 ) -> RowBlock:
     """Rows whose weights are there already, over all keys."""
     powers = weights.flatten(0, 1)
-    product = torch.special.xlogy(powers, powers).sum(-1, keepdim=True) * LOG2_E
-    total, one, largest = powers.sum(-1, keepdim=True), torch.ones_like(product), powers.amax(-1, keepdim=True)
-    return RowBlock(whole_tile(grid, index, allowed), grid, powers, product, total, one, largest, known)
+    tile = whole_tile(grid, index, allowed)
+    power_score_sum = torch.special.xlogy(powers, powers).sum(-1, keepdim=True) * LOG2_E
+    return RowBlock(
+        tile=tile,
+        grid=grid,
+        call_context=call_context,
+        visibility=call_context.visibility(tile, grid),
+        powers=powers,
+        power_score_sum=power_score_sum,
+        power_sum=powers.sum(-1, keepdim=True),
+        normalizer=torch.ones_like(power_score_sum),
+        largest_power=powers.amax(-1, keepdim=True),
+        out=out,
+    )
 
 
 def rows_per_block(grid: Grid) -> int:
-    """How many rows of a grid fit `BLOCK_BYTES`, one at least."""
-    return max(1, BLOCK_BYTES // (4 * max(1, grid.batch * grid.heads * grid.keys)))
+    """How many rows of a grid fit `WEIGHTS_BYTES`, one at least."""
+    return max(1, WEIGHTS_BYTES // (4 * max(1, grid.batch * grid.heads * grid.keys)))

@@ -82,8 +82,8 @@ class CapturedWeights:
 
     def add(self, rows: RowBlock) -> None:
         """Take in some rows."""
-        weights, index, columns = rows.weights.float(), rows.index, rows.sight.columns
-        of_call = rows.where
+        weights, index, columns = rows.weights.float(), rows.rows, rows.visibility.key_indices
+        of_call = rows.sequences_and_heads
         if self.rows is not None:
             for place, row in enumerate(self._chosen_rows):
                 if row in index:

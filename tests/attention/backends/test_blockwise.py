@@ -119,7 +119,7 @@ def test_many_blocks_are_attention(case, rows, monkeypatch):
     """Six heads on three, over blocks that end anywhere, and few heads at once."""
     if rows is not None:
         monkeypatch.setattr(block_plan, "rows_of", lambda *_: rows)
-        monkeypatch.setattr(tiles, "BLOCK_BYTES", 2**16)
+        monkeypatch.setattr(tiles, "TILE_BYTES", 2**16)
     mask = CASES[case]
     q = torch.randn(2, 6, 300, 13, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, 3, 517, width, dtype=torch.float64, requires_grad=True) for width in (13, 17))

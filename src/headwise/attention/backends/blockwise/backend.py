@@ -33,6 +33,7 @@ from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
 from headwise.attention.backends.blockwise.scores_bf16 import BFloat16Scores
 from headwise.attention.backends.blockwise.scores_fp32 import Float32Scores
 from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, Tile, tiles
+from headwise.attention.backends.blockwise.visibility import TileVisibility
 from headwise.attention.masks.base import Grid, can_be_read
 from headwise.attention.problem import Answer, Problem
 from headwise.checks import whole_number
@@ -61,7 +62,7 @@ def run(
     rows: int | None = None,
     plan: Plan | None = None,
     observer: Observer | None = None,
-    known: CallContext | None = None,
+    call_context: CallContext | None = None,
 ) -> Answer:
     """The answer, by a plan, or by one in blocks of `rows` query rows; of `blocks.rows_of` unless given.
 
@@ -82,7 +83,9 @@ def run(
         plan = planned(problem, rows, MOST_ROWS if observer is None else WATCHED_ROWS)
     holes = problem.bias is not None and bool(problem.bias.amin() == -torch.inf)
     seed = int(torch.randint(2**62, ())) if problem.dropout > 0 else 0
-    watched = None if observer is None else _Watched(observer, known or CallContext(), problem.grid, problem.sinks)
+    watched = (
+        None if observer is None else _Watched(observer, call_context or CallContext(), problem.grid, problem.sinks)
+    )
     how = _How(plan, not is_wide, scale, problem.softcap, holes, problem.dropout, seed, watched)
     if not is_wide:
         v = v.contiguous()
@@ -154,24 +157,41 @@ class _Watched(NamedTuple):
     """Who is shown the rows, and what they hold beside what is in a tile."""
 
     observer: Observer
-    known: CallContext
+    call_context: CallContext
     grid: Grid
     sinks: Float[Tensor, "heads 1"] | None
 
-    def rows(
+    def show(
         self,
         tile: Tile,
+        visibility: TileVisibility,
         powers: Float[Tensor, "kv stacked columns"],
-        product: Float[Tensor, "kv stacked 1"],
+        power_score_sum: Float[Tensor, "kv stacked 1"],
+        power_sum: Float[Tensor, "kv stacked 1"],
         shift: Float[Tensor, "kv stacked 1"],
-        total: Float[Tensor, "kv stacked 1"],
-    ) -> RowBlock:
-        """The rows of a tile. Their largest score was subtracted, so their largest power is 1."""
-        whole = total
+        product: Float[Tensor, "kv stacked value_dim_and_features"],
+        value_dim: int,
+    ) -> None:
+        """Call the observer with the row block of a tile, whose largest power is 1 after the shift."""
+        normalizer = power_sum
         if self.sinks is not None:
             sinks = torch.exp2(self.sinks[tile.heads, :, None] * LOG2_E - tile.by_head(shift))
-            whole = total + sinks.view_as(total)
-        return RowBlock(tile, self.grid, powers, product, total, whole, 1.0, self.known)
+            normalizer = power_sum + sinks.view_as(power_sum)
+        self.observer(
+            RowBlock(
+                tile=tile,
+                grid=self.grid,
+                call_context=self.call_context,
+                visibility=visibility,
+                powers=powers,
+                power_score_sum=power_score_sum,
+                power_sum=power_sum,
+                normalizer=normalizer,
+                largest_power=1.0,
+                out=product[..., :value_dim] / normalizer,
+                feature_products=product[..., value_dim:] if product.shape[-1] > value_dim else None,
+            )
+        )
 
 
 # -- the weights of a tile, before they are divided by their sum -----------------------------------------------------
@@ -233,15 +253,13 @@ class _Blockwise(torch.autograd.Function):
             if tile.alive is not None:
                 tile.by_head(total).masked_fill_(~tile.alive, torch.inf)
             kept = _kept(how, number, tile, weights, pool)
-            rows = None
-            if watched is not None:
-                product = exponents.mul_(weights).sum(-1, keepdim=True)
-                rows = watched.rows(tile, weights, product, tile.rows_of(shifts), total)
-            beside = None if rows is None or kept is not None else rows.sight.stacked_features
+            visibility = None if watched is None else watched.call_context.visibility(tile, watched.grid)
+            beside = None if visibility is None or kept is not None else visibility.stacked_key_features
             product = _times(tile, weights if kept is None else kept.mul_(weights), v, beside)
-            if watched is not None and rows is not None:
-                rows.receive(product, v.shape[-1])
-                watched.observer(rows)
+            if watched is not None and visibility is not None:
+                power_score_sum = exponents.mul_(weights).sum(-1, keepdim=True)
+                shift = tile.rows_of(shifts)
+                watched.show(tile, visibility, weights, power_score_sum, total, shift, product, v.shape[-1])
             tile.put(out, product[..., : v.shape[-1]].div_(total))
             tile.put(totals, total)
         lse = None if how.narrow else _log_sum_exp(shifts, totals)

@@ -1,179 +1,185 @@
-"""What statistics read: some query rows of some heads, as attention over blocks has them in cache.
+"""Query rows of some heads while blockwise attention has their scores in cache: the data that statistics read.
 
-The weight of key j for row i is `powers_ij / total_i`. The division is put off: a sum over keys is divided, not each
-weight. What needs a pass over the whole block is computed where it is first asked for, and shared.
+The weight of key j for row i is `powers_ij / normalizer_i`. Sums over keys are divided after the sum, not weight by
+weight. Anything that needs a pass over the whole block is computed on first use and cached.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.attention.backends.blockwise.call_context import CallContext, TileVisibility
+from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.tiles import Tile
+from headwise.attention.backends.blockwise.visibility import TileVisibility
 from headwise.attention.masks.base import Grid
 from headwise.shapes import Float
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class RowBlock:
-    """Some query rows of some heads, over the keys that their tile holds; the other keys have weight 0.
+    """Attention weights of some query rows of some heads over the keys of one tile; all other keys have weight 0.
 
     Attributes:
-        tile: which rows, sequences, heads and keys.
-        grid: of the whole call.
-        powers: two to the scores, these in powers of two and less the same number in all of a row.
-        product: the sum of each row's powers times those scores.
-        sum: of each row's powers; infinite in a row without a key.
-        total: what a row is divided by: the sum, and its head's sink.
-        largest_power: the largest of each row.
-        known: what is known of the tokens.
-        out: the output of each row; None where it was not computed.
-        gram: `W_h^T W_h` of each head's slice of the output projection; None where it is not known.
+        tile: the rows, sequences, heads and keys.
+        grid: the score grid of the whole call.
+        call_context: tokens and padding of the call.
+        visibility: visible keys and positions of the tile.
+        powers: 2 to the power of each score, where scores are in units of ln 2 and shifted by one number for each row.
+        power_score_sum: sum over keys of each power times its shifted score.
+        power_sum: sum over keys of the powers; infinite in a row without a visible key.
+        normalizer: divisor of each row's powers: `power_sum` plus the power of the head's sink.
+        largest_power: largest power of each row.
+        out: output of each row, `(kv, stacked, value_dim)`; None if it was not computed.
+        feature_products: sums over keys of the powers times each key feature; None if they were not computed.
+        gram: `W_h^T W_h` for each head's slice of the output projection; None if unknown.
     """
 
     tile: Tile
     grid: Grid
+    call_context: CallContext
+    visibility: TileVisibility
     powers: Float[Tensor, "kv stacked columns"]
-    product: Float[Tensor, "kv stacked 1"]
-    sum: Float[Tensor, "kv stacked 1"]
-    total: Float[Tensor, "kv stacked 1"]
+    power_score_sum: Float[Tensor, "kv stacked 1"]
+    power_sum: Float[Tensor, "kv stacked 1"]
+    normalizer: Float[Tensor, "kv stacked 1"]
     largest_power: float | Float[Tensor, "kv stacked 1"]
-    known: CallContext
     out: Float[Tensor, "kv stacked value_dim"] | None = None
+    feature_products: Float[Tensor, "kv stacked features"] | None = None
     gram: Float[Tensor, "heads value_dim value_dim"] | None = None
 
     @property
-    def index(self) -> range:
-        """The numbers of the rows."""
+    def rows(self) -> range:
+        """Indices of the query rows in the call."""
         return self.tile.block.rows
 
     @property
-    def where(self) -> tuple[slice, slice]:
-        """Which sequences and heads of the call."""
+    def sequences_and_heads(self) -> tuple[slice, slice]:
+        """Slices of the batch axis and the head axis that select this block from a tensor of the call."""
         return self.tile.sequences, self.tile.heads
 
-    @cached_property
-    def sight(self) -> TileVisibility:
-        """Who sees what, which is known without the scores."""
-        return self.known.sight(self.tile, self.grid)
+    def with_call_context(self, call_context: CallContext) -> "RowBlock":
+        """Return the same weights for an observer that knows other tokens or other padding of the call."""
+        if call_context is self.call_context:
+            return self
+        visibility = call_context.visibility(self.tile, self.grid)
+        return replace(self, call_context=call_context, visibility=visibility, feature_products=None)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def weights(self) -> Float[Tensor, "batch heads rows columns"]:
-        """The weights themselves, in a copy."""
-        return self.tile.by_head(self.powers / self.total)
+        """Attention weights over the keys of the tile, as a new tensor."""
+        return self.tile.by_head(self.powers / self.normalizer)
 
     @cached_property
-    def share(self) -> Float[Tensor, "batch heads rows"]:
-        """What a power is worth in each row: 1 / total."""
-        return self._by_head(self.total.reciprocal())
+    def weight_per_power(self) -> Float[Tensor, "batch heads rows"]:
+        """Factor that turns a power of the row into a weight: 1 / normalizer."""
+        return self._by_head(self.normalizer.reciprocal())
 
     @cached_property
-    def weight(self) -> Float[Tensor, "batch heads rows"]:
-        """The sum of each row's weights: 1, less what its head's sink takes; 0 in a row without a key."""
-        return self._by_head(self.sum / self.total).nan_to_num(0.0)
+    def weight_sum(self) -> Float[Tensor, "batch heads rows"]:
+        """Sum of each row's weights: 1, less the share of its head's sink; 0 in a row without a visible key."""
+        return self._by_head(self.power_sum / self.normalizer).nan_to_num(0.0)
 
     @cached_property
-    def largest(self) -> Float[Tensor, "batch heads rows"]:
-        """The largest weight of each row."""
-        return self._by_head(self.largest_power / self.total)
+    def largest_weight(self) -> Float[Tensor, "batch heads rows"]:
+        """Largest weight of each row."""
+        return self._by_head(self.largest_power / self.normalizer)
 
     @cached_property
     def entropy(self) -> Float[Tensor, "batch heads rows"]:
-        """-sum A ln A, nats; 0 in a row without a key."""
-        # ln A is s - ln l: no logarithm of a weight that may be 0.
-        mean = self._by_head(self.product / self.total)
-        logarithm = self._by_head(self.total.log2()).masked_fill(self.share == 0, 0.0)
-        return ((self.weight * logarithm - mean) * math.log(2)).clamp(min=0.0)
+        """Entropy of each row's weights, -sum A ln A, in nats; 0 in a row without a visible key."""
+        # ln A is the score less the log of the normalizer: no logarithm of a weight that may be 0.
+        mean_score = self._by_head(self.power_score_sum / self.normalizer)
+        logarithm = self._by_head(self.normalizer.log2()).masked_fill(self.weight_per_power == 0, 0.0)
+        return ((self.weight_sum * logarithm - mean_score) * math.log(2)).clamp(min=0.0)
 
-    def sums(self, features: Float[Tensor, "#batch columns features"]) -> Float[Tensor, "batch heads rows features"]:
-        """The sums over keys of the weights times these features of the keys."""
+    def weighted_sums(
+        self, features: Float[Tensor, "#batch columns features"]
+    ) -> Float[Tensor, "batch heads rows features"]:
+        """Return the sum over keys of weight times feature, for each row and each feature of the keys."""
         sequences, heads, rows = self.tile.shape
         if len(features) == 1:
             product = self.powers @ features[0].to(self.powers.dtype)
         else:
             product = self.powers.view(sequences, heads * rows, -1) @ features.to(self.powers.dtype)
-        return product.view(sequences, heads, rows, -1) * self.share[..., None]
+        return product.view(sequences, heads, rows, -1) * self.weight_per_power[..., None]
 
-    def at(self, back: int) -> Float[Tensor, "batch heads rows"]:
-        """The weight of the key that stands `back` tokens before the query: 0 itself, 1 the previous, -1 the next."""
+    def weight_at_lag(self, lag: int) -> Float[Tensor, "batch heads rows"]:
+        """Return the weight of the key `lag` tokens before the query: 0 its own token, 1 the previous, -1 the next."""
         if not self.grid.aligned:
-            return (self.weights * (self.sight.back == back)[:, None]).sum(-1)
-        found = torch.zeros_like(self.share)
-        first = self.index.start + self.grid.offset - back  # the key of the first row
+            return (self.weights * (self.visibility.lags == lag)[:, None]).sum(-1)
+        powers = torch.zeros_like(self.weight_per_power)
+        first = self.rows.start + self.grid.offset - lag  # the key of the first row
         for keys, span in self.tile.spans(self.tile.by_head(self.powers)):
             diagonal = span.diagonal(first - keys.start, -2, -1)
             start = max(keys.start - first, 0)
-            found[..., start : start + diagonal.shape[-1]] += diagonal
-        return found * self.share
+            powers[..., start : start + diagonal.shape[-1]] += diagonal
+        return powers * self.weight_per_power
 
-    def on_copies(self, shift: int) -> Float[Tensor, "batch heads rows"]:
-        """The sum of each row's weights on keys that stand `shift` tokens after an earlier copy of the row's token."""
-        powers, found = self.tile.by_head(self.powers), torch.zeros_like(self.share)
-        position = range(self.index.start + self.grid.offset, self.index.stop + self.grid.offset)
+    def weight_after_copies(self, shift: int) -> Float[Tensor, "batch heads rows"]:
+        """Return each row's total weight on keys that are `shift` tokens after an earlier copy of the row's token."""
+        powers, sums = self.tile.by_head(self.powers), torch.zeros_like(self.weight_per_power)
+        positions = range(self.rows.start + self.grid.offset, self.rows.stop + self.grid.offset)
         for number, sequence in enumerate(range(self.tile.sequences.start, self.tile.sequences.stop)):
-            cells, ends = self.known.copies(sequence, position, self.tile.block, shift)
-            there = powers[number].flatten(1).index_select(1, cells)
+            cells, ends = self.call_context.copy_cells(sequence, positions, self.tile.block, shift)
+            on_copies = powers[number].flatten(1).index_select(1, cells)
             # In float64 the difference of two running sums is as good as a sum of its own, and much faster.
-            running = F.pad(there.double().cumsum(1), (1, 0)).index_select(1, ends)
-            found[number] = running.diff(dim=1)
-        return found * self.share
+            running = F.pad(on_copies.double().cumsum(1), (1, 0)).index_select(1, ends)
+            sums[number] = running.diff(dim=1)
+        return sums * self.weight_per_power
 
     @cached_property
     def distance(self) -> Float[Tensor, "batch heads rows"]:
-        """The sum of each row's weights times the distance of the key, tokens."""
+        """Mean distance from query to key under each row's weights, in tokens."""
         if not self.grid.aligned:
-            return (self.weights * self.sight.back.abs()[:, None]).sum(-1)
-        ahead, along = self.sight.ahead, self.along
-        if "away" in along:
-            return self.weight * ahead - along["away"]
-        sides = along["before"] * ahead - along["before, away"] + along["after, away"] - along["after"] * ahead
-        return sides + self._distance_between * self.share
+            return (self.weights * self.visibility.lags.abs()[:, None]).sum(-1)
+        position, sums = self.visibility.centred_positions, self.feature_sums
+        if "position" in sums:
+            return self.weight_sum * position - sums["position"]
+        sides = (
+            sums["before"] * position - sums["before, position"] + sums["after, position"] - sums["after"] * position
+        )
+        return sides + self._distance_between * self.weight_per_power
 
     @property
     def _distance_between(self) -> Float[Tensor, "batch heads rows"]:
-        """The part of the distances, not yet divided, of keys that stand where a row of the tile does."""
-        found, position = torch.zeros_like(self.share), self.sight.position[0]
+        """Sum over keys of power times distance, for keys between the first and the last row's position."""
+        sums, position = torch.zeros_like(self.weight_per_power), self.visibility.query_positions[0]
         first, last = int(position[0]), int(position[-1])
         for keys, span in self.tile.spans(self.tile.by_head(self.powers)):
             between = range(max(first, keys.start), min(last + 1, keys.stop))
             if between:
                 columns = torch.arange(between.start, between.stop, device=span.device)
-                away = (position[:, None] - columns).abs().to(span.dtype)
-                found += (span[..., between.start - keys.start : between.stop - keys.start] * away).sum(-1)
-        return found
+                distance = (position[:, None] - columns).abs().to(span.dtype)
+                sums += (span[..., between.start - keys.start : between.stop - keys.start] * distance).sum(-1)
+        return sums
 
     @cached_property
     def received(self) -> tuple[Float[Tensor, "batch heads columns"], Float[Tensor, "batch heads columns"]]:
-        """What each key gets of the rows that count, and of how many of them it is seen."""
-        received = (self.share * self.sight.counts)[..., None, :] @ self.tile.by_head(self.powers)
-        return received[..., 0, :], self.sight.seen_by.expand(*received.shape[:2], -1)
-
-    # -- sums over keys that the product with the values brings -------------------------------------------------------
+        """Total weight that each key receives from the counted rows, and the number of counted rows that may see it."""
+        row_factors = (self.weight_per_power * self.visibility.counted_rows)[..., None, :]
+        received = row_factors @ self.tile.by_head(self.powers)
+        return received[..., 0, :], self.visibility.rows_per_key.expand(*received.shape[:2], -1)
 
     @cached_property
-    def along(self) -> dict[str, Float[Tensor, "batch heads rows"]]:
-        """The sums over keys of the weights times each of the features that `sight` has of the keys."""
-        return dict(zip(self.sight.features, self.sums(self.sight.stacked_features).unbind(-1), strict=False))
-
-    def receive(self, product: Float[Tensor, "kv stacked value_dim_and_features"], value_dim: int) -> None:
-        """Take the output, and the sums of the features beside it, which are not yet divided."""
-        self.out = product[..., :value_dim] / self.total
-        sums = self.tile.by_head(product[..., value_dim:]) * self.share[..., None]
-        if sums.shape[-1]:
-            self.along = dict(zip(self.sight.features, sums.unbind(-1), strict=False))
-
-    # -- shapes -------------------------------------------------------------------------------------------------------
+    def feature_sums(self) -> dict[str, Float[Tensor, "batch heads rows"]]:
+        """Sums over keys of the weights times each of `visibility.key_features`, by name."""
+        if self.feature_products is None:
+            sums = self.weighted_sums(self.visibility.stacked_key_features)
+        else:
+            sums = self.tile.by_head(self.feature_products) * self.weight_per_power[..., None]
+        return dict(zip(self.visibility.key_features, sums.unbind(-1), strict=False))
 
     def _by_head(self, column: Float[Tensor, "kv stacked 1"]) -> Float[Tensor, "batch heads rows"]:
+        """Reshape one number for each stacked row to one for each sequence, head and row."""
         return self.tile.by_head(column)[..., 0]
 
 
 Observer = Callable[[RowBlock], None]
-"""Who is shown rows; what they hold is overwritten after it returns."""
+"""Function that is called with each row block; the tensors of the block are overwritten after it returns."""

@@ -22,7 +22,7 @@ LOG2_E = math.log2(math.e)
 LOWEST = -1e30
 """The score of what is hidden: finite, since its weight of 0 is to be multiplied by it."""
 
-BLOCK_BYTES = 2**22
+TILE_BYTES = 2**22
 """Size of the scores that are computed at once: they stay in the cache from one operation to the next."""
 
 
@@ -124,7 +124,7 @@ def tiles(plan: Plan, q: Tensor, k: Tensor, holes: Tensor | None) -> Iterator[Ti
 class Pool:
     """Memory that every tile uses again, each name as much as the largest needs: fresh memory is the slowest.
 
-    Each thread keeps what it had, up to `BLOCK_BYTES` of each name, for its next call.
+    Each thread keeps what it had, up to `TILE_BYTES` of each name, for its next call.
     """
 
     _kept = threading.local()
@@ -144,7 +144,7 @@ class Pool:
     def _room(self, name: str) -> Tensor:
         """As much as the largest tile needs."""
         size = self._size * self._like.element_size()
-        if self._like.device.type != "cpu" or size > BLOCK_BYTES:
+        if self._like.device.type != "cpu" or size > TILE_BYTES:
             return self._like.new_empty(self._size)
         kept: dict[str, Tensor] = vars(self._kept)
         if name not in kept or kept[name].numel() < size:
@@ -183,11 +183,11 @@ def _size(piece: Piece, block: Block, q: Tensor, k: Tensor) -> int:
 
 
 def _shares(piece: Piece, block: Block, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Sequences, heads and key/value heads that a block is computed in: as many at once as `BLOCK_BYTES` holds."""
+    """Sequences, heads and key/value heads that a block is computed in: as many at once as `TILE_BYTES` holds."""
     group = q.shape[1] // k.shape[1]
     first, last = piece.heads.start, piece.heads.stop
     kv_heads = range(first // group, -(-last // group))
-    room = BLOCK_BYTES // (len(block.rows) * block.width * group * q.element_size())
+    room = TILE_BYTES // (len(block.rows) * block.width * group * q.element_size())
     threads = torch.get_num_threads()
     room = max(room // threads * threads, threads)  # so that no thread waits for another's last head
     # A piece that ends inside a group goes head by head of k.

@@ -1,0 +1,219 @@
+"""Facts about one tile that follow from mask, positions and tokens alone: the keys that each row may attend to.
+
+None of it depends on the scores, so all layers of a model can share it.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.blockwise.plan import Block
+from headwise.attention.backends.blockwise.tiles import Tile
+from headwise.attention.masks.base import Grid
+from headwise.shapes import Bool, Float, Int
+
+
+@dataclass(frozen=True, eq=False)
+class TileVisibility:
+    """Visible keys, counted rows, positions and key features of one tile, each computed on first use.
+
+    A key is visible to a row if the mask lets the row attend to it. A row counts in statistics if it is not padding
+    and at least one key is visible to it.
+
+    Attributes:
+        tile: the tile: its rows, sequences, heads and keys.
+        grid: the score grid of the whole call.
+        is_real: True at queries that are not padding, for the tile's sequences; None if all are real.
+        is_special: True at keys that are special tokens, for the tile's sequences; None if unknown.
+        is_repeat: True at keys whose token occurs earlier in the sequence; None if the tokens are unknown.
+    """
+
+    tile: Tile
+    grid: Grid
+    is_real: Bool[Tensor, "sequences queries"] | None
+    is_special: Bool[Tensor, "sequences keys"] | None
+    is_repeat: Bool[Tensor, "sequences keys"] | None
+    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def cached(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        """Return `compute()`, computed once for each `key` and kept as long as this object."""
+        if key not in self._cache:
+            self._cache[key] = compute()
+        value: Tensor = self._cache[key]
+        return value
+
+    def without_mask(self) -> "TileVisibility":
+        """Return a copy in which everything that needs the mask is computed, and which keeps no mask in memory."""
+        names = ["visible_keys", "counted_rows", "rows_per_key", *(["is_backward_only"] if self.grid.aligned else [])]
+        computed = {name: getattr(self, name) for name in names}
+        copy = replace(self, tile=self.tile._replace(hidden=[], alive=None))
+        vars(copy).update(computed)  # fills the cached properties of the copy
+        return copy
+
+    # -- visible keys and counted rows --------------------------------------------------------------------------------
+
+    @cached_property
+    def visible_keys(self) -> Int[Tensor, "#batch #heads rows"]:
+        """Number of keys that each row may attend to."""
+        count = torch.zeros(1, 1, len(self.tile.block.rows), dtype=torch.int64, device=self.grid.device)
+        for columns, allowed in self._allowed:
+            count = count + (len(columns) if allowed is None else allowed.sum(-1))
+        return count
+
+    @cached_property
+    def counted_rows(self) -> Bool[Tensor, "#batch #heads rows"]:
+        """True at rows that count in statistics: not padding, and with at least one visible key."""
+        rows, has_key = self.tile.block.rows, self.visible_keys > 0
+        return has_key if self.is_real is None else has_key & self.is_real[:, None, rows.start : rows.stop]
+
+    @cached_property
+    def rows_per_key(self) -> Float[Tensor, "#batch #heads columns"]:
+        """Number of counted rows to which each key is visible."""
+        counted, numbers = self.counted_rows.float(), []
+        for columns, allowed in self._allowed:
+            if allowed is None:
+                numbers.append(counted.sum(-1, keepdim=True).expand(*counted.shape[:2], len(columns)))
+            else:
+                numbers.append((counted[..., None, :] @ allowed.float())[..., 0, :])
+        sizes = torch.broadcast_shapes(*(number.shape[:2] for number in numbers))  # type: ignore[no-untyped-call]
+        return torch.cat([number.expand(*sizes, -1) for number in numbers], -1)
+
+    @cached_property
+    def is_backward_only(self) -> bool:
+        """True if no row may attend to a key after its own position. Needs an aligned grid."""
+        position = self.query_positions[0][:, None]
+        first = int(position[0])
+        for columns, allowed in self._allowed:
+            if columns.stop - 1 <= first:
+                continue
+            keys = torch.arange(columns.start, columns.stop, device=self.grid.device)
+            if allowed is None or bool((allowed & (keys > position)).any()):
+                return False
+        return True
+
+    @cached_property
+    def _allowed(self) -> list[tuple[range, Bool[Tensor, "#batch #heads rows columns"] | None]]:
+        """Each part of the tile with the mask on it; None in place of the mask where it allows every key."""
+        ceilings, offset, parts = {each.offset: each.ceiling for each in self.tile.hidden}, 0, []
+        for columns, _ in self.tile.block.parts:
+            ceiling = ceilings.get(offset)
+            parts.append((columns, None if ceiling is None else ceiling > 0))
+            offset += len(columns)
+        return parts
+
+    # -- positions ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def key_indices(self) -> Int[Tensor, " columns"]:
+        """Index in k of each column of the tile."""
+        return key_indices(self.tile.block, self.grid.device)
+
+    @cached_property
+    def query_positions(self) -> Int[Tensor, "#batch rows"]:
+        """Position of each row's query in its sequence."""
+        rows = self.tile.block.rows
+        i = torch.arange(rows.start, rows.stop, device=self.grid.device)[:, None]
+        return self._of_tile(self.grid.query_position(i)[..., 0])
+
+    @cached_property
+    def key_positions(self) -> Int[Tensor, "#batch columns"]:
+        """Position of each column's key in its sequence."""
+        return self._of_tile(self.grid.key_position(self.key_indices[None])[..., 0, :])
+
+    @cached_property
+    def lags(self) -> Int[Tensor, "#batch rows columns"]:
+        """Query position minus key position: 0 for the query's own token, 1 for the previous one, -1 for the next."""
+        return self.query_positions[..., None] - self.key_positions[:, None]
+
+    def has_key_at_lag(self, lag: int) -> Bool[Tensor, "#batch 1 rows"]:
+        """Return True at rows for which a key exists `lag` tokens before the query and is not padding."""
+        key = self.query_positions - lag
+        exists = (key >= 0) & (key <= self.last_position)
+        if self.is_real is not None and self.grid.aligned and self.grid.queries == self.grid.keys:
+            exists = exists & self.is_real[:, key[0].clamp(0, self.grid.keys - 1)]
+        return exists[:, None]
+
+    @cached_property
+    def has_earlier_copy(self) -> Bool[Tensor, "#batch 1 rows"] | None:
+        """True at rows whose token occurs earlier in the sequence; None if tokens or positions are unknown."""
+        if self.is_repeat is None or not self.grid.aligned:
+            return None
+        position = self.query_positions[0]
+        return (self.is_repeat[:, position.clamp(min=0)] & (position >= 0))[:, None]
+
+    @cached_property
+    def first_key(self) -> Int[Tensor, "#batch"]:
+        """Index of the key that is the first token of its sequence, after any padding on the left."""
+        if not self.grid.aligned:
+            return (self._all_key_positions == 0).int().argmax(-1)
+        if self.is_real is None or self.grid.queries != self.grid.keys:
+            return torch.zeros(1, dtype=torch.int64, device=self.grid.device)
+        return self.is_real.int().argmax(-1)
+
+    @cached_property
+    def last_position(self) -> Int[Tensor, "#batch 1"]:
+        """Largest key position of each sequence."""
+        return self._all_key_positions.amax(-1, keepdim=True)
+
+    @property
+    def _all_key_positions(self) -> Int[Tensor, "#batch keys"]:
+        """Positions of all keys of the call, in the tile and outside."""
+        keys = torch.arange(self.grid.keys, device=self.grid.device)
+        return self._of_tile(self.grid.key_position(keys[None])[..., 0, :])
+
+    def _of_tile(self, positions: Int[Tensor, "*axes length"]) -> Int[Tensor, "#batch length"]:
+        """Select the tile's sequences from positions of all sequences, or return the one row that all share."""
+        flat = positions.reshape(-1, positions.shape[-1])
+        return flat if len(flat) == 1 else flat[self.tile.sequences]
+
+    # -- features of the keys, which the product with the values sums over the keys -----------------------------------
+
+    @cached_property
+    def centred_positions(self) -> Int[Tensor, " rows"]:
+        """Query positions minus the position of the middle row. Needs an aligned grid."""
+        return self.query_positions[0] - self._middle
+
+    @cached_property
+    def key_features(self) -> dict[str, Float[Tensor, "#batch columns"]]:
+        """Features of the keys, by name, whose weighted sums over the keys the statistics need.
+
+        On either side of the query its distance to a key is linear in the key's position, so sums of positions give
+        sums of distances. Positions are counted from the middle row, so that no two large numbers are subtracted.
+        If a row may attend to keys on both sides, keys before all rows and keys after all rows have features of their
+        own, and the distances of the keys between are summed one by one.
+        """
+        columns = self.key_indices
+        features = {"first": columns == self.first_key[:, None]}
+        if self.is_special is not None:
+            features["special"] = self.is_special[:, columns]
+        if self.grid.aligned:
+            position, centred = self.query_positions[0], (columns - self._middle)[None]
+            if self.is_backward_only:
+                features["position"] = centred
+            else:
+                for name, side in (("before", columns < position[0]), ("after", columns > position[-1])):
+                    features |= {name: side[None], f"{name}, position": side * centred}
+        return {name: feature.float() for name, feature in features.items()}
+
+    @cached_property
+    def stacked_key_features(self) -> Float[Tensor, "#batch columns features"]:
+        """The key features as one tensor, padded with zeros to an even number of features."""
+        batch = max(map(len, self.key_features.values()))
+        features = [feature.expand(batch, -1) for feature in self.key_features.values()]
+        if len(features) % 2:
+            features.append(torch.zeros_like(features[0]))  # a product of odd width takes a sixth longer
+        return torch.stack(features, -1)
+
+    @property
+    def _middle(self) -> Int[Tensor, ""]:
+        """Position of the middle row's query."""
+        return self.query_positions[0][len(self.tile.block.rows) // 2]
+
+
+def key_indices(block: Block, device: torch.device) -> Int[Tensor, " columns"]:
+    """Return the index in k of each column of a block."""
+    return torch.cat([torch.arange(keys.start, keys.stop, device=device) for keys in block.spans])
