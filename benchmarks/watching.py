@@ -164,7 +164,7 @@ def ours(of: Subject) -> Way:
         with hw.watch(of.model, special=of.special) as heads:
             of.model(input_ids=of.tokens[None, :length], use_cache=False)
         return matrices.of_layers(
-            [{name: each.value for name, each in site.statistics.items()} for site in heads.sites]
+            [{name: each.value for name, each in record.statistics.items()} for record in heads.records]
         )
 
     return run

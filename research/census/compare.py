@@ -201,7 +201,7 @@ class Comparison:
 
 def compare(sites: Iterable[Any], places: dict[tuple[str, bool], Place]) -> Comparison:
     """Every statistic of every head of a watch against the truth."""
-    found, sites = Comparison(), {(site.path, site.cross): site for site in sites}
+    found, sites = Comparison(), {record.site: record for record in sites}
     sites = _joined(sites, places)
     found.missed = [f"{path}{' (cross)' * cross}" for path, cross in places if (path, cross) not in sites]
     found.beyond = [f"{path}{' (cross)' * cross}" for path, cross in sites if (path, cross) not in places]
@@ -221,9 +221,9 @@ def compare(sites: Iterable[Any], places: dict[tuple[str, bool], Place]) -> Comp
                 continue
             got = spread.value
             found.compared += got.numel()
-            if spread.number.long().tolist() != number.tolist():
+            if spread.count.long().tolist() != number.tolist():
                 found.differences.append(
-                    Difference(place.path, f"number of {name}", 0, spread.number[0], number[0], math.inf)
+                    Difference(place.path, f"number of {name}", 0, spread.count[0], number[0], math.inf)
                 )
                 continue
             error = (got - expected).abs().nan_to_num(0.0)

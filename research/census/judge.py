@@ -152,9 +152,9 @@ def _watched(verdict: Verdict, run: str, model: nn.Module, inputs: dict[str, Any
         except Exception as error:
             return _settle(verdict, "wrong", f"{run}: {_said(error)}")
     said = [str(each.message) for each in caught if "was not seen" in str(each.message)]
-    found = compare(heads.sites, truths.places)
+    found = compare(heads.records, truths.places)
     if found.differences and truths.own is not None:
-        mine = compare(heads.sites, truths.own)
+        mine = compare(heads.records, truths.own)
         if not mine.differences and not mine.missed:
             verdict.notes.append(f"{run}: this implementation is not eager's, and right as it is")
             found = mine

@@ -169,11 +169,11 @@ def test_parts_merge_to_the_whole():
         with torch.no_grad(), watch(model) as part:
             for batch in batches[start::3]:
                 model(**batch)
-        merged.merge(part.sites)
-    for site, other in zip(merged.sites, whole.sites, strict=True):
-        assert site.path == other.path
+        merged.merge(part.records)
+    for record, other in zip(merged.records, whole.records, strict=True):
+        assert record.site == other.site
         for name, spread in other.statistics.items():
-            mine = site.statistics[name]
+            mine = record.statistics[name]
             torch.testing.assert_close(mine.value, spread.value, rtol=1e-12, atol=1e-14, equal_nan=True)
             torch.testing.assert_close(mine.standard_error, spread.standard_error, rtol=1e-9, atol=0, equal_nan=True)
 

@@ -294,7 +294,7 @@ def test_what_a_gate_runs_the_model_for_is_nobody_elses():
     with hw.watch(model) as heads, hw.record_outputs(model) as run, outside, inside:
         found = projected(model, projection)
     torch.testing.assert_close(found[:, :, 2], mean[2].expand(2, 13, 10), **BUDGET)
-    assert [site.statistics["entropy"].number.tolist() for site in heads.sites] == [[2.0] * 6] * 2
+    assert [record.statistics["entropy"].count.tolist() for record in heads.records] == [[2.0] * 6] * 2
     assert {site: len(calls) for site, calls in run.of.items()} == {(f"layers.{i}.self_attn", False): 1 for i in (0, 1)}
 
 

@@ -128,10 +128,10 @@ def test_weights_that_wait_are_told_apart():
     model, x, y = BothAttention(), torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
     with hw.watch(model) as heads:
         model(x, y, torch.rand(2, 3, 5, 5) < 0.2)
-    (site,) = heads.sites
+    (record,) = heads.records
     entropy = torch.cat([torch.special.entr(weights).sum(-1).mean(-1) for weights in model.weights]).mean(0)
-    assert site.statistics["entropy"].number.tolist() == [4, 4, 4]
-    torch.testing.assert_close(site.statistics["entropy"].value.float(), entropy, rtol=1e-5, atol=1e-6)
+    assert record.statistics["entropy"].count.tolist() == [4, 4, 4]
+    torch.testing.assert_close(record.statistics["entropy"].value.float(), entropy, rtol=1e-5, atol=1e-6)
 
 
 def test_a_softmax_that_cannot_be_read_is_named_beside_one_that_can():

@@ -21,7 +21,7 @@ def test_a_run_that_takes_over_what_is_below_a_gate(name):
         return model(input_ids=TOKENS).last_hidden_state
 
     seen = survey(model, run)
-    places = dict(zip(seen.layers, (site.path for site in seen.sites), strict=True))
+    places = dict(zip(seen.layers, (record.site.path for record in seen.records), strict=True))
     replay, ran = Replay(model, places.values()), []
     with replay.keeping():
         whole = run()

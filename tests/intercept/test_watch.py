@@ -77,7 +77,7 @@ def test_a_model_that_calls_torchs_attention():
     plain = model(x)
     with hw.watch(model) as heads:
         torch.testing.assert_close(model(x), plain)
-    assert [site.path for site in heads.sites] == ["0", "2"]
+    assert [record.site.path for record in heads.records] == ["0", "2"]
     require_statistics(heads, [model[0].weights, model[2].weights])
 
 
@@ -133,7 +133,7 @@ def test_torchs_own_layers_whose_fast_paths_are_not_missed():
     plain = model(x, src_key_padding_mask=padding)
     with hw.watch(model) as heads:
         torch.testing.assert_close(model(x, src_key_padding_mask=padding)[~padding], plain[~padding])
-    assert [site.path for site in heads.sites] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert [record.site.path for record in heads.records] == ["layers.0.self_attn", "layers.1.self_attn"]
     attention = model.layers[0].self_attn
     weights = attention(x, x, x, key_padding_mask=padding, average_attn_weights=False)[1]
     seen = [statistics_of(weights[b, 0])["entropy"] for b in range(2)]
@@ -175,7 +175,7 @@ def test_self_and_cross_attention_are_told_apart():
     model = transformers.BartModel(transformers.BartConfig(vocab_size=97, **sizes, **attention)).eval()
     with hw.watch(model) as heads:
         model(TOKENS, decoder_input_ids=TOKENS[:, :7])
-    kinds = {site.path: site.cross for site in heads.sites}
+    kinds = {record.site.path: record.site.cross for record in heads.records}
     assert kinds == {path: "encoder_attn" in path for path in kinds}
     assert sum(kinds.values()) == 2
     assert heads.layers == [0, 1, 2, 3, 4, 5]
@@ -189,8 +189,8 @@ def test_sequences_count_alike_however_they_come():
     with hw.watch(model) as one_by_one:
         model(TOKENS[:1])
         model(TOKENS[1:])
-    for site, other in zip(at_once.sites, one_by_one.sites, strict=True):
-        for name, spread in site.statistics.items():
+    for record, other in zip(at_once.records, one_by_one.records, strict=True):
+        for name, spread in record.statistics.items():
             torch.testing.assert_close(other.statistics[name].value, spread.value, equal_nan=True)
             torch.testing.assert_close(other.statistics[name].standard_error, spread.standard_error, equal_nan=True)
 
@@ -212,8 +212,8 @@ def test_all_is_put_back_also_by_an_exception_and_when_nested():
         model(TOKENS)
         other(TOKENS)
     assert everything_in_place() == before
-    assert [site.statistics["entropy"].number.tolist() for site in outer.sites] == [[4.0] * 6] * 3
-    assert [site.statistics["entropy"].number.tolist() for site in inner.sites] == [[2.0] * 6] * 3
+    assert [record.statistics["entropy"].count.tolist() for record in outer.records] == [[4.0] * 6] * 3
+    assert [record.statistics["entropy"].count.tolist() for record in inner.records] == [[2.0] * 6] * 3
     model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), hw.watch(model):
         model(TOKENS)
@@ -234,8 +234,8 @@ def test_all_is_put_back_also_by_a_key():
     hook.remove()
     with hw.watch(model) as heads:
         model(TOKENS)
-    assert [site.statistics["entropy"].number.tolist() for site in heads.sites] == [[2.0] * 6] * 3
-    assert [site.statistics["entropy"].number.tolist() for site in outer.sites] == [[2.0] * 6] * 2
+    assert [record.statistics["entropy"].count.tolist() for record in heads.records] == [[2.0] * 6] * 3
+    assert [record.statistics["entropy"].count.tolist() for record in outer.records] == [[2.0] * 6] * 2
 
 
 @torch.no_grad()
@@ -247,7 +247,7 @@ def test_every_thread_is_watched():
             thread.start()
         for thread in threads:
             thread.join()
-    assert heads.sites[0].statistics["entropy"].number.tolist() == [6.0] * 6
+    assert heads.records[0].statistics["entropy"].count.tolist() == [6.0] * 6
 
 
 def test_gradients_are_those_of_the_model():

@@ -13,7 +13,7 @@ from research.census.inputs import attempts
 from research.census.judge import Verdict, judge
 
 import headwise as hw
-from headwise.intercept.sites import RunningMoments
+from headwise.statistics.moments import RunningMoments
 from oracles import statistics_of
 
 TOKENS = torch.randint(0, 5, (2, 7), generator=torch.Generator().manual_seed(3))
@@ -54,9 +54,9 @@ def watched(number):
     """A place whose values are all one number, and what a watch says of it."""
     place = compare.Place("attention", False, "interface", 3)
     place.add({"entropy": torch.full((2, 3), 0.5), "self": torch.full((2, 3), 0.25)})
-    spreads = {name: RunningMoments.of(torch.cat(parts)) for name, parts in place.values.items()}
+    spreads = {name: RunningMoments.from_values(torch.cat(parts)) for name, parts in place.values.items()}
     spreads["self"] = replace(spreads["self"], mean=spreads["self"].mean + number)
-    site = SimpleNamespace(path="attention", cross=False, heads=3, statistics=spreads)
+    site = SimpleNamespace(site=("attention", False), heads=3, statistics=spreads)
     return site, {("attention", False): place}
 
 
@@ -69,7 +69,7 @@ def test_what_differs_is_found():
     site, places = watched(torch.nan)
     assert compare.compare([site], places).differences
     site, places = watched(0.0)
-    site.statistics["self"] = replace(site.statistics["self"], number=torch.ones(3))
+    site.statistics["self"] = replace(site.statistics["self"], count=torch.ones(3))
     assert [each.statistic for each in compare.compare([site], places).differences] == ["number of self"]
     site.heads = 2
     assert [each.statistic for each in compare.compare([site], places).differences] == ["heads"]

@@ -20,7 +20,7 @@ from headwise.data.batches import device_of, evaluation_mode, iterate_batches, t
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import Call, Change
+from headwise.intercept.interceptor import Call, Change, Site
 from headwise.intercept.replay import Replay
 from headwise.intercept.sites import SiteRegistry
 from headwise.intercept.survey import survey
@@ -136,7 +136,7 @@ def ablate(
 class Unit:
     """What is removed in one run: heads by the place where they stand, and the row that this makes."""
 
-    gated: Mapping[tuple[str, bool], list[Gated]]
+    gated: Mapping[Site, list[Gated]]
     row: type[Row]
     place: Mapping[str, Any]
 
@@ -166,11 +166,11 @@ class _Without(Gates):
         super().__init__({})
         self.unit: Unit | None = None
 
-    def changes(self, call: Call) -> Change | None:
+    def change(self, call: Call) -> Change | None:
         """See `Interceptor`."""
-        gated = None if self.unit is None else self.unit.gated.get((call.path, call.cross))
-        self.of = {} if gated is None else {call.path: gated}
-        return super().changes(call)
+        gated = None if self.unit is None else self.unit.gated.get(call.site)
+        self.of = {} if gated is None else {call.site.path: gated}
+        return super().change(call)
 
 
 def _measured(
@@ -185,7 +185,7 @@ def _measured(
     prepare_loss(loss, model, shown)
     seen = survey(model, lambda: loss(model, shown))
     units = list(_units(seen, of, how, model))
-    replay, gates = Replay(model, {site.path for site in seen.sites}), _Without()
+    replay, gates = Replay(model, {record.site.path for record in seen.records}), _Without()
     before, state, runs = run.load_progress(), AblationProgress(without=[[] for _ in units]), 1 + len(units)
     number = sum(1 for _ in dataset) if isinstance(dataset, Texts | Sized) else None
     total = None if number is None else number * runs
@@ -256,19 +256,19 @@ def _rows(units: Iterable[Unit], state: AblationProgress) -> Iterator[Any]:
 
 def _units(seen: SiteRegistry, of: Any, how: Any, model: nn.Module) -> Iterator[Unit]:
     """What each run removes, from the lowest layer up."""
-    value = how.prepare(model, {site.path for site in seen.sites}) if isinstance(how, Replacement) else how
+    value = how.prepare(model, {record.site.path for record in seen.records}) if isinstance(how, Replacement) else how
     if of == "heads":
-        for site, place in seen.places():
-            yield Unit({(site.path, site.cross): [Gated(place["head"], value)]}, HeadRow, place)
+        for record, place in seen.head_labels():
+            yield Unit({record.site: [Gated(place["head"], value)]}, HeadRow, place)
         return
-    there = {(place["layer"], place["head"]): site for site, place in seen.places()}
+    there = {(place["layer"], place["head"]): record for record, place in seen.head_labels()}
     for name, heads in (_sets(seen, of) if isinstance(of, str) else of).items():
-        gated: dict[tuple[str, bool], list[Gated]] = {}
+        gated: dict[Site, list[Gated]] = {}
         for layer, head in heads:
             if (layer, head) not in there:
                 raise InputError("of", expected=f"heads (layer, head) of this model in {name!r}", got=(layer, head))
-            site = there[layer, head]
-            gated.setdefault((site.path, site.cross), []).append(Gated(head, value))
+            record = there[layer, head]
+            gated.setdefault(record.site, []).append(Gated(head, value))
         if not gated:
             raise InputError("of", expected=f"heads in {name!r}", got="none")
         yield Unit(gated, HeadSet, {"name": name, "heads": [f"{layer}.{head}" for layer, head in heads]})
@@ -277,7 +277,7 @@ def _units(seen: SiteRegistry, of: Any, how: Any, model: nn.Module) -> Iterator[
 def _sets(seen: SiteRegistry, kind: str) -> dict[str, list[tuple[int, int]]]:
     """The heads of whole layers, or of groups that share keys and values, by name."""
     sets: dict[str, list[tuple[int, int]]] = {}
-    for _, place in seen.places():
+    for _, place in seen.head_labels():
         layer, group = place["layer"], place["kv_head"]
         name = f"layer {layer}" if kind == "layers" else f"group {layer}.{group}"
         sets.setdefault(name, []).append((layer, place["head"]))

@@ -73,15 +73,15 @@ def logit_attribution(
         run, norms, stream = Recorded(model), _Norms(model), _Stream(model)
         with intercepted(model, run), norms.kept(), stream.followed():
             call_model(model, inputs)
-        run.require_some()
+        run.require_attention()
         end = stream.end(question, inputs)
         parts, written = [], torch.zeros_like(end.before)
-        for site in run.sites:
-            out = torch.stack([end.here(each) for each in run.of[site.path, site.cross]]).sum(0)
-            weight = _projection(model, site.path, out.shape[1:].numel(), end)
+        for record in run.records:
+            out = torch.stack([end.here(each) for each in run.of[record.site]]).sum(0)
+            weight = _projection(model, record.site.path, out.shape[1:].numel(), end)
             parts.append(((end.direction @ weight).view(out.shape) * out).sum(-1))
             written += out.flatten(1) @ weight.mT
-        gates = Gates({site.path: [Gated(None, zero())] for site in run.sites})
+        gates = Gates({record.site.path: [Gated(None, zero())] for record in run.records})
         with intercepted(model, gates), norms.again(), stream.followed():
             call_model(model, inputs)
         left = stream.passed().given[torch.arange(len(written)), end.place]
@@ -89,7 +89,7 @@ def logit_attribution(
     of_heads = torch.cat(parts, 1)
     rows = [
         HeadRow(**place, statistics={"logit": MeanEstimate.of(of_heads[:, number].tolist())})
-        for number, (_, place) in enumerate(run.places())
+        for number, (_, place) in enumerate(run.head_labels())
     ]
     measured = {"sequences": len(of_heads), "logit": end.logit.mean().item(), "heads": of_heads.sum(1).mean().item()}
     return Attribution(tuple(rows), {**run_settings(model, None, None, wrong=wrong is not None), "measured": measured})

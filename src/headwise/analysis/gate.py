@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.recording import BaseInterceptor, SiteKey, require_module
+from headwise.analysis.recording import require_module
 from headwise.analysis.replacements import Replacement
 from headwise.checks import finite_number, flag
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import Call, Change, HeadOutput
-from headwise.intercept.layer_index import module_of, numbers
+from headwise.intercept.interceptor import Call, Change, HeadOutput, Interceptor, Site
+from headwise.intercept.layer_index import layer_numbers, module_path_of_layer
 from headwise.shapes import Bool, Float
 
 Value = float | Tensor | Replacement
@@ -37,7 +37,7 @@ class Gated(NamedTuple):
     value: Value
 
 
-class Gates(BaseInterceptor):
+class Gates(Interceptor):
     """A visitor that changes what heads give.
 
     Attributes:
@@ -47,21 +47,21 @@ class Gates(BaseInterceptor):
     def __init__(self, of: Mapping[str, list[Gated]], *, groups: bool = False, positions: Tensor | None = None) -> None:
         self.of, self._groups, self._positions = of, groups, positions
         self._ran = False
-        self._seen: dict[SiteKey, Call] = {}
+        self._seen: dict[Site, Call] = {}
         self._missed: set[str] = set()
 
-    def runs(self, path: str) -> None:
+    def on_module_call(self, path: str) -> None:
         """See `Interceptor`."""
         self._ran = True
 
-    def misses(self, path: str) -> None:
+    def on_unreadable(self, path: str) -> None:
         """See `Interceptor`."""
         self._missed.add(path)
 
-    def changes(self, call: Call) -> Change | None:
+    def change(self, call: Call) -> Change | None:
         """See `Interceptor`."""
-        self._seen.setdefault((call.path, call.cross), call)
-        gated = self.of.get(call.path)
+        self._seen.setdefault(call.site, call)
+        gated = self.of.get(call.site.path)
         return None if not gated else lambda attended: self._change(gated, attended, call)
 
     def _change(self, gated: list[Gated], attended: HeadOutput, call: Call) -> Tensor:
@@ -90,7 +90,7 @@ class Gates(BaseInterceptor):
             return 0, call.grid.heads
         if not 0 <= head < number:
             kind = "key/value group" if self._groups else "head"
-            raise InputError(kind, expected=f"one of 0 to {number - 1} in {call.path}", got=head)
+            raise InputError(kind, expected=f"one of 0 to {number - 1} in {call.site.path}", got=head)
         size = call.grid.heads // number
         return head * size, (head + 1) * size
 
@@ -125,10 +125,10 @@ class Gates(BaseInterceptor):
             if path not in paths:
                 raise InputError("values", expected="modules in which attention is seen", got=f"none in {path}")
         order = {path: place for place, (path, _) in enumerate(model.named_modules())}
-        calls = [self._seen[site] for site in sorted(self._seen, key=lambda site: (order[site[0]], site[1]))]
-        for number, call in zip(numbers([call.layer for call in calls]), calls, strict=True):
-            if numbered.get(number, call.path) != call.path:
-                got = f"{numbered[number]}, where the model ran {call.path}"
+        calls = [self._seen[site] for site in sorted(self._seen, key=lambda site: (order[site.path], site.cross))]
+        for number, call in zip(layer_numbers([call.layer for call in calls]), calls, strict=True):
+            if numbered.get(number, call.site.path) != call.site.path:
+                got = f"{numbered[number]}, where the model ran {call.site.path}"
                 remedy = "name modules by their paths, as watch(model) tells"
                 raise InputError("layer", expected=f"the module of layer {number}", got=got, remedy=remedy)
 
@@ -221,7 +221,7 @@ def _by_module(model: nn.Module, values: Mapping[Any, Value]) -> tuple[dict[str,
         layer, index = layer if isinstance(layer, str) else _whole(layer), _whole(head)
         if layer is None or (head is not None and index is None):
             raise InputError("values", expected="keys (layer, head) or layer", got=repr(key))
-        path = module_of(model, layer)
+        path = module_path_of_layer(model, layer)
         if isinstance(layer, int):
             numbered[layer] = path
         named.setdefault(path, []).append(Gated(index, _checked(value, index)))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from headwise.checks import probability
 from headwise.data.batches import call_model, count_sequences_and_tokens
 from headwise.errors import InputError
-from headwise.intercept.install import hooked_by_others
+from headwise.intercept.install import has_foreign_hooks
 from headwise.intercept.swap_forward import swap_forward
 from headwise.shapes import Bool, Float, Int
 
@@ -205,7 +205,7 @@ def _output_embedding(model: Any) -> nn.Linear | None:
     if model in _more_follows or not hasattr(model, "get_output_embeddings"):
         return None
     head = model.get_output_embeddings()
-    plain = type(head) is nn.Linear and not hooked_by_others(head)
+    plain = type(head) is nn.Linear and not has_foreign_hooks(head)
     return head if plain and not hasattr(head, "_hf_hook") else None  # by which it is moved between devices
 
 

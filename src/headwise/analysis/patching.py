@@ -143,15 +143,15 @@ class _Pair:
         self._run = Recorded(model)
         with intercepted(model, self._run):
             given = question.difference(model, giver)
-        self._run.require_some()
-        self._replay = Replay(model, [site.path for site in self._run.sites])
+        self._run.require_attention()
+        self._replay = Replay(model, [record.site.path for record in self._run.records])
         with self._replay.keeping():
             taken = question.difference(model, self._taker)
         self._clean, self._corrupted = (given, taken) if direction == "denoise" else (taken, given)
 
     def places(self, heads: Iterable[Place] | None) -> list[dict[str, Any]]:
         """What the heads are in words, in the order of the model. `InputError` where one is not there."""
-        places = [place for _, place in self._run.places()]
+        places = [place for _, place in self._run.head_labels()]
         if heads is None:
             return places
         names = [{(place["layer"], place["head"]), (place["module"], place["head"])} for place in places]

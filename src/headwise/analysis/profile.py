@@ -15,7 +15,7 @@ from headwise.data.random_repeats import repeats_for_model
 from headwise.data.texts import SpecialTokens, Texts
 from headwise.data.tokenization import text_model
 from headwise.errors import InputError
-from headwise.intercept.sites import Site, SiteRegistry
+from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch
 from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import SiteProgress, head_estimates, require_same_data, run_pass
@@ -82,47 +82,47 @@ def profile(
         if finished is not None:
             return require_same_data(finished, dataset, run)
         state = _measured(model, dataset, special, run, progress)
-        sites = SiteRegistry(model)
-        for of_one in gather_from_ranks(state.sites):
-            sites.merge(of_one)
-        return broadcast_from_rank0(lambda: _concluded(model, state, sites, special, repeats, run))
+        registry = SiteRegistry(model)
+        for records in gather_from_ranks(state.records):
+            registry.merge(records)
+        return broadcast_from_rank0(lambda: _concluded(model, state, registry, special, repeats, run))
 
 
 def _concluded(
-    model: nn.Module, state: SiteProgress, sites: SiteRegistry, special: Collection[int], repeats: Any, run: _Run
+    model: nn.Module, state: SiteProgress, registry: SiteRegistry, special: Collection[int], repeats: Any, run: _Run
 ) -> Profile:
     """The profile, with what the heads do on random tokens, written where it was asked for."""
-    random: list[Site] = []
+    random: list[SiteRecord] = []
     if isinstance(repeats, Tensor):
         with watch(model, special=special) as heads:
             model(repeats.to(device_of(model)))
-        random = heads.sites
-    profile = Profile(tuple(_heads(sites, random)), {**run.settings, "measured": state.summary})
+        random = heads.records
+    profile = Profile(tuple(_heads(registry, random)), {**run.settings, "measured": state.summary})
     run.finish(profile)
     return profile
 
 
-def _heads(seen: SiteRegistry, random: list[Site]) -> Iterator[ProfiledHead]:
+def _heads(seen: SiteRegistry, random: list[SiteRecord]) -> Iterator[ProfiledHead]:
     """Every head, all with the same statistics."""
-    on_random = {(site.path, site.cross): site for site in random}
-    names = dict.fromkeys(name for site in seen.sites for name in site.statistics)
+    on_random = {record.site: record for record in random}
+    names = dict.fromkeys(name for record in seen.records for name in record.statistics)
     copies = [role.statistic for role in COPIES] if random else []
     measured = {}
-    for site in seen.sites:
-        there = on_random.get((site.path, site.cross))
-        measured[id(site)] = {name: _of_heads(site, name) for name in names} | {
-            name + RANDOM_SUFFIX: _of_heads(there, name, site.heads) for name in copies
+    for record in seen.records:
+        there = on_random.get(record.site)
+        measured[id(record)] = {name: _of_heads(record, name) for name in names} | {
+            name + RANDOM_SUFFIX: _of_heads(there, name, record.heads) for name in copies
         }
-    for site, where in seen.places():
-        statistics = {name: heads[where["head"]] for name, heads in measured[id(site)].items()}
+    for record, where in seen.head_labels():
+        statistics = {name: heads[where["head"]] for name, heads in measured[id(record)].items()}
         yield ProfiledHead(**where, role=_role(statistics), statistics=statistics)
 
 
-def _of_heads(site: Site | None, name: str, heads: int = 0) -> list[MeanEstimate]:
+def _of_heads(record: SiteRecord | None, name: str, heads: int = 0) -> list[MeanEstimate]:
     """A statistic of each head of a site."""
-    if site is None or name not in site.statistics:
-        return [NO_ESTIMATE] * (heads if site is None else site.heads)
-    return head_estimates(site.statistics[name])
+    if record is None or name not in record.statistics:
+        return [NO_ESTIMATE] * (heads if record is None else record.heads)
+    return head_estimates(record.statistics[name])
 
 
 def _role(statistics: Mapping[str, MeanEstimate]) -> str:
@@ -147,12 +147,12 @@ def _measured(
     """Run this process's batches, those that it has not run before."""
     before, state, device = run.load_progress(), SiteProgress(), device_of(model)
     with watch(model, special=special) as heads:
-        heads.merge(before.sites)
-        state.sites = heads.sites
+        heads.merge(before.records)
+        state.records = heads.records
 
         def read(batch: dict[str, Any]) -> None:
             call_model(model, to_device(batch, device))
-            state.sites = heads.sites
+            state.records = heads.records
 
         run_pass(dataset, read, run, before, state, shown=shown)
     return state

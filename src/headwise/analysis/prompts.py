@@ -25,10 +25,10 @@ class Recorded(SiteRegistry, Outputs):
         SiteRegistry.__init__(self, model)
         Outputs.__init__(self)
 
-    def changes(self, call: Call) -> Change | None:
+    def change(self, call: Call) -> Change | None:
         """See `Interceptor`."""
-        self.site(call)
-        return super().changes(call)
+        self.register(call)
+        return super().change(call)
 
 
 class Question(NamedTuple):

@@ -9,40 +9,20 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation
-from headwise.intercept.layer_index import module_of
+from headwise.intercept.interceptor import Call, Change, HeadOutput, Interceptor, Site
+from headwise.intercept.layer_index import module_path_of_layer
 from headwise.shapes import Float
 
-SiteKey = tuple[str, bool]
-"""A module that attends, and whether to something else than its own input."""
 
-
-class BaseInterceptor:
-    """A visitor that looks at no rows."""
-
-    def starts(self) -> None:
-        """See `Interceptor`."""
-
-    def runs(self, path: str) -> None:
-        """See `Interceptor`."""
-
-    def misses(self, path: str) -> None:
-        """See `Interceptor`."""
-
-    def sees(self, call: Call) -> Observation | None:
-        """See `Interceptor`."""
-        return None
-
-
-class Reader(BaseInterceptor):
+class Reader(Interceptor):
     """A visitor that is told what every head gave, and changes nothing."""
 
     def __init__(self, modules: Collection[str] | None = None) -> None:
         self.modules = modules
 
-    def changes(self, call: Call) -> Change | None:
+    def change(self, call: Call) -> Change | None:
         """See `Interceptor`."""
-        if self.modules is not None and call.path not in self.modules:
+        if self.modules is not None and call.site.path not in self.modules:
             return None
 
         def unchanged(attended: HeadOutput) -> Tensor:
@@ -64,18 +44,18 @@ class Outputs(Reader):
 
     def __init__(self, modules: Collection[str] | None = None) -> None:
         super().__init__(modules)
-        self.of: dict[SiteKey, list[Float[Tensor, "batch heads queries value_dim"]]] = {}
+        self.of: dict[Site, list[Float[Tensor, "batch heads queries value_dim"]]] = {}
 
     def reads(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
         """See `Reader`."""
-        before = self.of.get((call.path, call.cross), [])[: call.number]
-        self.of[call.path, call.cross] = [*before, out.detach()]
+        before = self.of.get(call.site, [])[: call.index]
+        self.of[call.site] = [*before, out.detach()]
 
-    def call(self, site: SiteKey, number: int) -> Float[Tensor, "batch heads queries value_dim"]:
+    def call(self, site: Site, number: int) -> Float[Tensor, "batch heads queries value_dim"]:
         """What a call of a module gave. `InputError` where it made none such."""
         calls = self.of.get(site, [])
         if number >= len(calls):
-            raise InputError("run", expected=f"at least {number + 1} calls of {site[0]} in it", got=len(calls))
+            raise InputError("run", expected=f"at least {number + 1} calls of {site.path} in it", got=len(calls))
         return calls[number]
 
 
@@ -93,7 +73,7 @@ def record_outputs(model: Any, layers: Collection[int | str] | None = None) -> I
         InputError: no module; a compiled one; a layer that is not there.
     """
     require_module(model)
-    outputs = Outputs(None if layers is None else {module_of(model, layer) for layer in layers})
+    outputs = Outputs(None if layers is None else {module_path_of_layer(model, layer) for layer in layers})
     with intercepted(model, outputs):
         yield outputs
 
@@ -110,7 +90,7 @@ class Means(Reader):
 
     def __init__(self, modules: Collection[str] | None = None) -> None:
         super().__init__(modules)
-        self._sums: dict[tuple[SiteKey, int], tuple[Float[Tensor, "heads value_dim"], float]] = {}
+        self._sums: dict[tuple[Site, int], tuple[Float[Tensor, "heads value_dim"], float]] = {}
 
     def reads(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
         """See `Reader`."""
@@ -119,14 +99,14 @@ class Means(Reader):
         if call.padding is not None and call.padding.shape == (batch, queries):
             real = call.padding.bool()
             out, tokens = out.masked_fill(~real[:, None, :, None], 0.0), float(real.sum())
-        total, key = out.sum((0, 2), dtype=torch.float64), ((call.path, call.cross), call.number)
+        total, key = out.sum((0, 2), dtype=torch.float64), (call.site, call.index)
         before, counted = self._sums.get(key, (torch.zeros_like(total), 0.0))
         self._sums[key] = before + total, counted + tokens
 
-    def call(self, site: SiteKey, number: int) -> Float[Tensor, "heads value_dim"]:
+    def call(self, site: Site, number: int) -> Float[Tensor, "heads value_dim"]:
         """The mean of a module's heads in a call. `InputError` where it made none such."""
         if (site, number) not in self._sums:
-            expected = f"batches in which {site[0]} attends {number + 1} times"
+            expected = f"batches in which {site.path} attends {number + 1} times"
             raise InputError("dataset", expected=expected, got="none")
         total, tokens = self._sums[site, number]
         return total / max(tokens, 1.0)

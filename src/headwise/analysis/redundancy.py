@@ -41,7 +41,7 @@ from headwise.data.batches import (
 from headwise.data.texts import Texts
 from headwise.errors import InputError, require
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import Call, Change, Observation
+from headwise.intercept.interceptor import Call, Change, Observation, Site
 from headwise.intercept.output_projection import output_projection, weight_of
 from headwise.intercept.sites import SiteRegistry
 from headwise.runs.fingerprint import run_settings
@@ -60,7 +60,6 @@ MEASURES = ("cosine", "cka", "distance")
 TINY = 1e-30
 """The shortest vector that has a direction."""
 
-_Site = tuple[str, bool]
 Matrix = Float[Tensor, "heads heads"]
 
 
@@ -203,8 +202,8 @@ def redundancy(
             advance(1, False)
     if not sequences:
         raise InputError("dataset", expected="at least one batch", got="none")
-    seen.require_some()
-    heads = tuple(place for _, place in seen.places())
+    seen.require_attention()
+    heads = tuple(place for _, place in seen.head_labels())
     found = {name: seen.matrix(name) for name in MEASURES}
     keys = [(head["layer"], head["head"]) for head in heads]
     clusters = tuple(tuple(keys[each] for each in cluster) for cluster in clusters_of(found["cka"], threshold))
@@ -360,27 +359,27 @@ class _Compared(SiteRegistry):
     def __init__(self, model: nn.Module, across: bool) -> None:
         super().__init__(model)
         self._across = across
-        self._distances: dict[_Site, _Distances] = {}
-        self._products: dict[tuple[_Site, _Site], _Products] = {}
-        self._slices: dict[_Site, Float[Tensor, "heads value_dim width"] | None] = {}
+        self._distances: dict[Site, _Distances] = {}
+        self._products: dict[tuple[Site, Site], _Products] = {}
+        self._slices: dict[Site, Float[Tensor, "heads value_dim width"] | None] = {}
         self._given: dict[Any, list[tuple[Call, Tensor]]] = {}
         self._known: dict[int, tuple[CallContext, Tensor | None]] = {}
 
-    def starts(self) -> None:
+    def on_model_call(self) -> None:
         """See `Interceptor`."""
         self._given, self._known = {}, {}
 
-    def sees(self, call: Call) -> Observation | None:
+    def observe(self, call: Call) -> Observation | None:
         """See `Interceptor`."""
-        site = self.site(call)
-        distances = self._distances.setdefault(_of(call), _Distances(site.heads, call.grid.device))
+        heads = self.register(call).heads
+        distances = self._distances.setdefault(call.site, _Distances(heads, call.grid.device))
         real = _real(call)
         known, _ = self._known.setdefault(
             id(call.padding) if real is not None else 0, (CallContext(is_real=real), call.padding)
         )
         return Observation(distances.add, known, distances.ends)
 
-    def changes(self, call: Call) -> Change | None:
+    def change(self, call: Call) -> Change | None:
         """See `Interceptor`."""
         return lambda attended: self._keep(call, attended.out)
 
@@ -391,7 +390,7 @@ class _Compared(SiteRegistry):
         of_tokens = of_tokens.to(torch.promote_types(out.dtype, torch.float32))
         if self._across:
             alike = (id(call.tokens), *out.shape[::2])
-            number = sum(_of(other) == _of(call) for other, _ in self._given.get(alike, ()))
+            number = sum(other.site == call.site for other, _ in self._given.get(alike, ()))
             self._given.setdefault((*alike, number), []).append((call, of_tokens))
         else:
             self._compare([(call, of_tokens)])
@@ -405,9 +404,9 @@ class _Compared(SiteRegistry):
 
     def _compare(self, given: list[tuple[Call, Tensor]]) -> None:
         """Compare what heads gave at the same tokens."""
-        order = list(self._sites)
-        given = sorted(given, key=lambda each: order.index(_of(each[0])))
-        sites = [_of(call) for call, _ in given]
+        order = list(self._records)
+        given = sorted(given, key=lambda each: order.index(each[0].site))
+        sites = [call.site for call, _ in given]
         for some in zip(*(torch.split(out, TOKENS) for _, out in given), strict=True):
             parts = [_Given(out, self._written(call, out)) for (call, _), out in zip(given, some, strict=True)]
             for (site, one), (other_site, other) in combinations_with_replacement(zip(sites, parts, strict=True), 2):
@@ -418,20 +417,20 @@ class _Compared(SiteRegistry):
     def _written(self, call: Call, out: Float[Tensor, "tokens heads value_dim"]) -> Float[Tensor, "heads tokens width"]:
         """The directions in which the heads of a site write."""
         heads, width = out.shape[1:]
-        if _of(call) not in self._slices:
-            found = output_projection(self._modules[""], call.path, heads * width)
+        if call.site not in self._slices:
+            found = output_projection(self._modules[""], call.site.path, heads * width)
             weight = None if found is None else weight_of(found, heads * width)
             slices = None if weight is None else weight.detach().view(-1, heads, width).permute(1, 2, 0)
-            self._slices[_of(call)] = slices
-        slices, written = self._slices[_of(call)], out.transpose(0, 1)
+            self._slices[call.site] = slices
+        slices, written = self._slices[call.site], out.transpose(0, 1)
         return nn.functional.normalize(written if slices is None else written @ slices.to(out.dtype), dim=-1, eps=TINY)
 
     def matrix(self, measure: str) -> Float[Tensor, "heads heads"]:
         """A measure of every two heads, in the order of the model."""
         places, start = {}, 0
-        for site in self.sites:
-            places[site.path, site.cross] = slice(start, start + site.heads)
-            start += site.heads
+        for record in self.records:
+            places[record.site] = slice(start, start + record.heads)
+            start += record.heads
         found = torch.full((start, start), torch.nan, dtype=torch.float64)
         if measure == "distance":
             for one, distances in self._distances.items():
@@ -444,10 +443,6 @@ class _Compared(SiteRegistry):
             found[places[one], places[other]] = alike.cpu()
             found[places[other], places[one]] = alike.mT.cpu()
         return found
-
-
-def _of(call: Call) -> _Site:
-    return call.path, call.cross
 
 
 def _real(call: Call) -> Bool[Tensor, "batch queries"] | None:

@@ -16,7 +16,7 @@ from headwise.data.batches import call_model, device_of, evaluation_mode, iterat
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import Call, HeadOutput, alone
+from headwise.intercept.interceptor import Call, HeadOutput, exclusive
 from headwise.shapes import Float
 
 
@@ -67,7 +67,7 @@ class Mean(Replacement):
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
         """See `Replacement`."""
         assert self.means is not None
-        return self.means.call((call.path, call.cross), call.number)[None, :, None, :]
+        return self.means.call(call.site, call.index)[None, :, None, :]
 
 
 class Patch(Replacement):
@@ -78,10 +78,11 @@ class Patch(Replacement):
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
         """See `Replacement`."""
-        found, here = self.run.call((call.path, call.cross), call.number), attended.out.shape
+        found, here = self.run.call(call.site, call.index), attended.out.shape
         fits = found.shape[0] in (1, here[0]) and found.shape[1:] == here[1:]
         if not fits:
-            expected = f"(batch, heads, queries, value_dim) = {tuple(here)} in {call.path}, as here, or a batch of 1"
+            shape, path = tuple(here), call.site.path
+            expected = f"(batch, heads, queries, value_dim) = {shape} in {path}, as here, or a batch of 1"
             raise InputError("run", expected=expected, got=tuple(found.shape))
         return found
 
@@ -102,7 +103,7 @@ class Resample(Replacement):
 def _run(model: nn.Module, dataset: Texts | Iterable[Any], reader: Reader) -> int:
     """Run the model over batches for a reader, whom alone it concerns. How many there were."""
     number = 0
-    with evaluation_mode(model), torch.no_grad(), alone(reader), intercepted(model, reader):
+    with evaluation_mode(model), torch.no_grad(), exclusive(reader), intercepted(model, reader):
         for number, batch in enumerate(iterate_batches(dataset), 1):  # noqa: B007
             call_model(model, to_device(batch, device_of(model)))
     return number

@@ -17,10 +17,10 @@ from headwise.attention.problem import Answer, Backend, Problem
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int
 
-visiting: ContextVar[Callable[[Problem, Callable[[Problem], Answer]], Answer] | None] = ContextVar(
-    "visiting", default=None
+interception_hook: ContextVar[Callable[[Problem, Callable[[Problem], Answer]], Answer] | None] = ContextVar(
+    "interception_hook", default=None
 )
-"""Who answers a problem instead of the backend that was chosen, which is handed on; None unless a model is visited."""
+"""Hook that answers attention problems in place of the chosen backend while a model is intercepted; otherwise None."""
 
 BACKENDS: dict[str, Backend] = {each.name: each for each in (fused, blockwise, reference)}
 """Every backend by name."""
@@ -103,9 +103,9 @@ def attend(
         return_weights=return_weights,
     )
     choice = _choice(problem, backend)
-    visitor = None if torch.compiler.is_compiling() else visiting.get()
+    hook = None if torch.compiler.is_compiling() else interception_hook.get()
     with without_autocast(problem.q.device):
-        answer = choice.run(problem) if visitor is None else visitor(problem, choice.run)
+        answer = choice.run(problem) if hook is None else hook(problem, choice.run)
     out = answer.out if problem.gate is None else answer.out * problem.gate
     extras = [extra for extra in (answer.lse, answer.weights) if extra is not None]
     return (out, *extras) if extras else out

@@ -177,7 +177,7 @@ def ends(frame: Frame) -> None:
     for waiting in [each for each in _softmaxes.waiting if each.frames[-1] is frame]:
         _softmaxes.waiting.remove(waiting)
         for innermost in {id(each.visitor): each for each in waiting.frames}.values():
-            innermost.visitor.misses(innermost.path)
+            innermost.visitor.on_unreadable(innermost.path)
 
 
 def forget() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.attention.attend import visiting
+from headwise.attention.attend import interception_hook
 from headwise.errors import InputError
 from headwise.intercept import eager_softmax
 from headwise.intercept.interceptor import Frame, Interceptor, answer, running
@@ -70,8 +70,8 @@ class _Hooks:
         outermost = all(frame.visitor is not self._by for frame in running.frames)
         _push(Frame(self._by, self._path, module, dict(zip(self._names, args, strict=False)) | kwargs))
         if outermost:
-            self._by.starts()
-        self._by.runs(self._path)
+            self._by.on_model_call()
+        self._by.on_module_call(self._path)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
         """The module has ended; one in which a hook of others' failed before `enter` never began."""
@@ -79,7 +79,7 @@ class _Hooks:
             _pop()
 
 
-def hooked_by_others(module: nn.Module) -> bool:
+def has_foreign_hooks(module: nn.Module) -> bool:
     """Whether anybody else has hooks on a module, who may read what it gives."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(not isinstance(getattr(hook, "__self__", None), _Hooks) for hook in hooks)
@@ -98,7 +98,7 @@ _outermost = _Outermost()
 
 def _push(frame: Frame) -> None:
     if not running.frames:
-        _outermost.token, _outermost.mode = visiting.set(answer), Mode()
+        _outermost.token, _outermost.mode = interception_hook.set(answer), Mode()
         _outermost.mode.__enter__()  # type: ignore[no-untyped-call]
     running.frames.append(frame)
 
@@ -108,4 +108,4 @@ def _pop() -> None:
     if not running.frames and _outermost.mode is not None:
         eager_softmax.forget()
         _outermost.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        visiting.reset(_outermost.token)
+        interception_hook.reset(_outermost.token)

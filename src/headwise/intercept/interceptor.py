@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
 from headwise.attention.masks.base import Grid
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.uniform_attention import uniform_output
-from headwise.intercept.layer_index import own_number
+from headwise.intercept.layer_index import layer_number_of
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import attend_observed
 from headwise.statistics.registry import blocks_of_weights
@@ -31,26 +31,36 @@ NOT_TOKENS = ("pixel_values", "input_features", "input_values")
 """Arguments of a module that reads something else, though the model around it reads tokens."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of attention inside a model.
+class Site(NamedTuple):
+    """One place where a model attends.
 
     Attributes:
-        path: the innermost module that was running.
-        layer: that module's number, where the model gives it one.
-        cross: whether it attends to something else than its own input.
-        number: of the call among those of this module and kind in one run of the model, from 0.
-        grid: of its scores.
-        kv_heads: how many heads its keys and values have.
-        value_dim: how wide a value is, where it is known.
-        tokens: the ids that the part of the model which attends was called with, if it was.
-        padding: that part's mask of what is no padding, `(batch, length)`, if there is one.
+        path: path of the innermost module that computes the attention.
+        cross: True for cross-attention, to something else than the module's own input.
     """
 
     path: str
-    layer: int | None
     cross: bool
-    number: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call inside a model, as its interceptors see it.
+
+    Attributes:
+        site: where in the model.
+        layer: number of the layer in the model's own count; None where the model does not number it.
+        index: number of the call among those of this site in one call of the model, from 0.
+        grid: size of the scores: batch, query heads, queries, keys.
+        kv_heads: number of key/value heads.
+        value_dim: features of a value; None where unknown.
+        tokens: token ids that the part of the model which attends was called with; None where it had none.
+        padding: mask `(batch, length)` of that part's input, True or 1 at tokens that are not padding; None without.
+    """
+
+    site: Site
+    layer: int | None
+    index: int
     grid: Grid
     kv_heads: int
     value_dim: int | None
@@ -82,24 +92,25 @@ Change = Callable[[HeadOutput], Float[Tensor, "batch heads queries value_dim"]]
 """What becomes of the output of the heads of a call."""
 
 
-@runtime_checkable
-class Interceptor(Protocol):
-    """Who comes to a model from outside."""
+class Interceptor:
+    """Base class of objects that observe or change the attention calls of a model; this one does neither."""
 
-    def starts(self) -> None:
-        """The model is called."""
+    def on_model_call(self) -> None:
+        """Handle the start of a call of the model."""
 
-    def runs(self, path: str) -> None:
-        """A module of it is called."""
+    def on_module_call(self, path: str) -> None:
+        """Handle the start of a call of the module at `path`; the model's own path is empty."""
 
-    def misses(self, path: str) -> None:
-        """Something in a module called attention looks like attention and cannot be read."""
+    def on_unreadable(self, path: str) -> None:
+        """Handle a computation in the attention module at `path` that looks like attention and cannot be read."""
 
-    def sees(self, call: Call) -> Observation | None:
-        """How it looks at a call of attention; None where it does not."""
+    def observe(self, call: Call) -> Observation | None:
+        """Return how the rows of `call` are observed; None to observe nothing."""
+        return None
 
-    def changes(self, call: Call) -> Change | None:
-        """What it makes of the output of a call; None where it leaves that alone."""
+    def change(self, call: Call) -> Change | None:
+        """Return the function that changes the head outputs of `call`; None to leave them unchanged."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,7 @@ class Frame:
     path: str
     module: nn.Module
     arguments: dict[str, Any]
-    calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    calls: Counter[Site] = field(default_factory=Counter)
 
     @property
     def cross(self) -> bool:
@@ -161,7 +172,7 @@ def answering() -> Iterator[None]:
 
 
 @contextmanager
-def alone(visitor: Interceptor) -> Iterator[None]:
+def exclusive(visitor: Interceptor) -> Iterator[None]:
     """Within the context no other visitor is asked: what it runs a model for is nobody else's run."""
     before, running.only = running.only, visitor
     try:
@@ -235,10 +246,11 @@ def meet(grid: Grid, kv_heads: int, value_dim: int | None, frames: list[Frame] |
     for frame in innermost.values():
         own = [other for other in frames if other.visitor is frame.visitor]
         calls, inputs = own[0].calls, _inputs_of(own)
-        number = calls[frame.path, frame.cross]
-        calls[frame.path, frame.cross] += 1
-        call = Call(frame.path, own_number(frame.module), frame.cross, number, grid, kv_heads, value_dim, *inputs)
-        look, change = frame.visitor.sees(call), frame.visitor.changes(call)
+        site = Site(frame.path, frame.cross)
+        index = calls[site]
+        calls[site] += 1
+        call = Call(site, layer_number_of(frame.module), index, grid, kv_heads, value_dim, *inputs)
+        look, change = frame.visitor.observe(call), frame.visitor.change(call)
         met.looks.extend([] if look is None else [look])
         met.changes.extend([] if change is None else [change])
     return met

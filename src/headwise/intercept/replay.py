@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from headwise.intercept.layer_index import inside
+from headwise.intercept.layer_index import is_inside
 from headwise.intercept.swap_forward import swap_forward
 
 
@@ -105,10 +105,10 @@ class Replay:
 
 def _between(modules: dict[str, nn.Module], sites: Collection[str]) -> list[str]:
     """The outermost modules that hold one site at most, inside of modules that hold several."""
-    number = {path: sum(path == site or inside(site, path) for site in sites) for path in modules}
+    number = {path: sum(path == site or is_inside(site, path) for site in sites) for path in modules}
     found: list[str] = []
     for path, module in modules.items():
-        if number[path] > 1 or not path or any(inside(path, other) for other in found):
+        if number[path] > 1 or not path or any(is_inside(path, other) for other in found):
             continue
         if not isinstance(module, nn.ModuleList | nn.ModuleDict):  # which are never called
             found.append(path)

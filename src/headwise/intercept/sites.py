@@ -1,157 +1,128 @@
 """Where a model was seen to attend, and numbers of the heads that stand there."""
 
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from headwise.errors import InputError
-from headwise.intercept.interceptor import Call
-from headwise.intercept.layer_index import innermost, numbers, related
-from headwise.shapes import Float
+from headwise.intercept.interceptor import Call, Interceptor, Site
+from headwise.intercept.layer_index import innermost_attention_modules, is_related, layer_numbers
+from headwise.statistics.moments import RunningMoments
 from headwise.statistics.registry import Tally
 
 
 @dataclass
-class RunningMoments:
-    """Number, mean and squared deviations of values that come in parts, and merge (Chan, Golub and LeVeque 1983)."""
-
-    number: Float[Tensor, " heads"]
-    mean: Float[Tensor, " heads"]
-    deviations: Float[Tensor, " heads"]
-
-    @staticmethod
-    def of(values: Float[Tensor, "sequences heads"]) -> "RunningMoments":
-        """Of values some of which are NaN, which do not count."""
-        there = ~values.isnan()
-        number = there.sum(0).double()
-        mean = values.nan_to_num(0.0).sum(0) / number.clamp(min=1)
-        return RunningMoments(number, mean, ((values - mean).masked_fill(~there, 0.0) ** 2).sum(0))
-
-    def merge(self, other: "RunningMoments") -> "RunningMoments":
-        """Of both parts together."""
-        number = self.number + other.number
-        share = other.number / number.clamp(min=1)
-        apart = other.mean - self.mean
-        deviations = self.deviations + other.deviations + apart**2 * self.number * share
-        return RunningMoments(number, self.mean + apart * share, deviations)
-
-    @property
-    def value(self) -> Float[Tensor, " heads"]:
-        """The mean; NaN of nothing."""
-        return self.mean.masked_fill(self.number == 0, math.nan)
-
-    @property
-    def standard_error(self) -> Float[Tensor, " heads"]:
-        """Of the mean; NaN of fewer than two."""
-        variance = self.deviations / (self.number - 1).clamp(min=1)
-        return (variance / self.number.clamp(min=1)).sqrt().masked_fill(self.number < 2, math.nan)
-
-
-@dataclass
-class Site:
-    """A place in a model where attention is computed.
+class SiteRecord:
+    """Heads of one site, and the statistics of their attention over all observed sequences.
 
     Attributes:
-        path: the module.
-        layer: the number the model gives it, if any.
-        heads, kv_heads: how many there are.
-        cross: whether it attends to something else than its own input.
-        statistics: over the sequences seen, by name.
+        site: where in the model.
+        layer: number of the layer in the model's own count; None where the model does not number it.
+        heads: number of query heads.
+        kv_heads: number of key/value heads.
+        statistics: moments of each statistic over the sequences, by the statistic's name.
     """
 
-    path: str
+    site: Site
     layer: int | None
     heads: int
     kv_heads: int
-    cross: bool
     statistics: dict[str, RunningMoments] = field(default_factory=dict)
 
     def add(self, tally: Tally) -> None:
-        """Take in a call."""
+        """Add the statistics of one call, one value per sequence and head."""
         for name, values in tally.means().items():
-            self.merge({name: RunningMoments.of(values.double().cpu())})
+            self.merge({name: RunningMoments.from_values(values.double().cpu())})
 
     def merge(self, statistics: Mapping[str, RunningMoments]) -> None:
-        """Take in other sequences."""
-        for name, spread in statistics.items():
-            mine = self.statistics.get(name)
-            self.statistics[name] = spread if mine is None else mine.merge(spread)
+        """Add the statistics of other sequences."""
+        for name, moments in statistics.items():
+            before = self.statistics.get(name)
+            self.statistics[name] = moments if before is None else before.merge(moments)
 
 
-class SiteRegistry:
-    """Where a model was seen to attend, and where it was not."""
+class SiteRegistry(Interceptor):
+    """Sites where a model attends, recorded while it runs, and modules whose attention could not be read.
+
+    Subclasses override `observe` or `change` and call `register` in them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
-        self._sites: dict[tuple[str, bool], Site] = {}
+        self._records: dict[Site, SiteRecord] = {}
         self._ran: set[str] = set()
-        self._unread: set[str] = set()
+        self._unreadable: set[str] = set()
 
-    def runs(self, path: str) -> None:
-        """See `Interceptor`."""
+    def on_module_call(self, path: str) -> None:
+        """Note that the module at `path` ran."""
         self._ran.add(path)
 
-    def misses(self, path: str) -> None:
-        """See `Interceptor`."""
-        self._unread.add(path)
+    def on_unreadable(self, path: str) -> None:
+        """Note that the module at `path` computed something like attention that cannot be read."""
+        self._unreadable.add(path)
+
+    def register(self, call: Call) -> SiteRecord:
+        """Return the record of a call's site, which is created at the site's first call.
+
+        Raises:
+            InputError: the module has another number of heads than in an earlier call.
+        """
+        heads, kv_heads = call.grid.heads, call.kv_heads
+        record = self._records.setdefault(call.site, SiteRecord(call.site, call.layer, heads, kv_heads))
+        if (record.heads, record.kv_heads) != (heads, kv_heads):
+            raise InputError("model", expected=f"{record.heads} heads in every call of {call.site.path}", got=heads)
+        return record
+
+    def merge(self, records: Iterable[SiteRecord]) -> None:
+        """Add records of the same model from an earlier run or another process."""
+        for other in records:
+            record = self._records.setdefault(other.site, replace(other, statistics={}))
+            record.merge(other.statistics)
 
     @property
     def ran(self) -> bool:
-        """Whether the model was called."""
+        """True once the model or one of its modules was called."""
         return bool(self._ran)
 
-    def site(self, call: Call) -> Site:
-        """That of a call. `InputError` where the module has other heads than before."""
-        heads, kv_heads = call.grid.heads, call.kv_heads
-        site = self._sites.setdefault((call.path, call.cross), Site(call.path, call.layer, heads, kv_heads, call.cross))
-        if (site.heads, site.kv_heads) != (heads, kv_heads):
-            raise InputError("model", expected=f"{site.heads} heads in every call of {call.path}", got=heads)
-        return site
-
-    def merge(self, sites: Iterable[Site]) -> None:
-        """Take in what was seen elsewhere of the same model: before, or by another process."""
-        for other in sites:
-            site = self._sites.setdefault((other.path, other.cross), replace(other, statistics={}))
-            site.merge(other.statistics)
-
     @property
-    def sites(self) -> list[Site]:
-        """Where attention was computed, in the order of the model's modules."""
-        order = {path: place for place, path in enumerate(self._modules)}
-        return sorted(self._sites.values(), key=lambda site: (order[site.path], site.cross))
+    def records(self) -> list[SiteRecord]:
+        """Records of all sites, in the order of the model's modules."""
+        order = {path: index for index, path in enumerate(self._modules)}
+        return sorted(self._records.values(), key=lambda record: (order[record.site.path], record.site.cross))
 
     @property
     def layers(self) -> list[int]:
-        """The number of each site's layer: the model's own where no two are alike, and otherwise in order."""
-        return numbers([site.layer for site in self.sites])
+        """Layer number of each record: the model's own numbers if they are all distinct, otherwise 0, 1, 2, ..."""
+        return layer_numbers([record.layer for record in self.records])
 
-    def places(self) -> Iterator[tuple[Site, dict[str, Any]]]:
-        """Every head's site, and what it is in words: layer, head, kv_head, module, kind."""
-        for layer, site in zip(self.layers, self.sites, strict=True):
-            for head in range(site.heads):
-                kv_head, kind = head * site.kv_heads // site.heads, "cross" if site.cross else "self"
-                yield site, {"layer": layer, "head": head, "kv_head": kv_head, "module": site.path, "kind": kind}
+    def head_labels(self) -> Iterator[tuple[SiteRecord, dict[str, Any]]]:
+        """Yield each head's site record and its labels: layer, head, kv_head, module, kind ("self" or "cross")."""
+        for layer, record in zip(self.layers, self.records, strict=True):
+            path, cross = record.site
+            kind = "cross" if cross else "self"
+            for head in range(record.heads):
+                kv_head = head * record.kv_heads // record.heads
+                yield record, {"layer": layer, "head": head, "kv_head": kv_head, "module": path, "kind": kind}
 
     @property
-    def missed(self) -> list[str]:
-        """Modules that ran, are called attention, and computed some that was not seen."""
-        inner = innermost(self._modules, self._ran)
-        seen = [site.path for site in self._sites.values()]
-        return sorted(self._unread.union(path for path in inner if not any(related(path, other) for other in seen)))
+    def unread(self) -> list[str]:
+        """Paths of the modules that ran and are called attention, but whose attention was not intercepted."""
+        innermost = innermost_attention_modules(self._modules, self._ran)
+        read = [site.path for site in self._records]
+        return sorted(self._unreadable.union(path for path in innermost if not any(is_related(path, p) for p in read)))
 
-    def require_some(self) -> None:
-        """Refuse a model that did not run, or in which no attention was seen."""
+    def require_attention(self) -> None:
+        """Raise `InputError` for a model that did not run, or in which no attention was intercepted."""
         if not self.ran:
             raise InputError("model", expected="a model that ran while it was watched", got="none", remedy="call it")
-        if not self._sites:
-            names = ", ".join(self.missed) or type(self._modules[""]).__name__
+        if not self._records:
+            names = ", ".join(self.unread) or type(self._modules[""]).__name__
             raise InputError("model", expected="attention in a way that can be seen", got=f"none in {names}")
 
-    def warn_of_missed(self) -> None:
-        """Name the modules that were missed, if there are any, to who called the context that ends."""
-        if self.missed:
-            warnings.warn(f"attention of these modules was not seen: {', '.join(self.missed)}", stacklevel=4)
+    def warn_of_unread(self) -> None:
+        """Warn of the modules whose attention was not intercepted, from the caller of the context that ends."""
+        if self.unread:
+            warnings.warn(f"attention of these modules was not seen: {', '.join(self.unread)}", stacklevel=4)

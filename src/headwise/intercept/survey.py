@@ -6,23 +6,16 @@ from typing import Any
 from torch import nn
 
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import Call, Change, Observation
+from headwise.intercept.interceptor import Call, Observation
 from headwise.intercept.sites import SiteRegistry
 
 
 class _Survey(SiteRegistry):
     """A visitor that looks at nothing and changes nothing."""
 
-    def starts(self) -> None:
+    def observe(self, call: Call) -> Observation | None:
         """See `Interceptor`."""
-
-    def sees(self, call: Call) -> Observation | None:
-        """See `Interceptor`."""
-        self.site(call)
-        return None
-
-    def changes(self, call: Call) -> Change | None:
-        """See `Interceptor`."""
+        self.register(call)
         return None
 
 
@@ -35,5 +28,5 @@ def survey(model: nn.Module, run: Callable[[], Any]) -> SiteRegistry:
     seen = _Survey(model)
     with intercepted(model, seen):
         run()
-    seen.require_some()
+    seen.require_attention()
     return seen

@@ -12,7 +12,7 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.errors import InputError, require
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import Call, Change, Observation
+from headwise.intercept.interceptor import Call, Observation, Site
 from headwise.intercept.output_projection import gram_of, output_projection
 from headwise.intercept.sites import SiteRegistry
 from headwise.shapes import Float
@@ -34,19 +34,19 @@ class Heads(SiteRegistry):
         super().__init__(model)
         self._special = torch.tensor(sorted(special), dtype=torch.int64)
         self._detail = detail
-        self._kept: dict[tuple[str, bool], CapturedWeights] = {}
+        self._kept: dict[Site, CapturedWeights] = {}
         self._projections: dict[str, nn.Module | None] = {}
         self._of_thread, self._lock = _OfThread(), threading.Lock()
 
     # -- what is told while it runs -----------------------------------------------------------------------------------
 
-    def starts(self) -> None:
+    def on_model_call(self) -> None:
         """See `Interceptor`: what is known of the calls of another run is forgotten."""
         self._of_thread.known = {}
 
-    def sees(self, call: Call) -> Observation:
+    def observe(self, call: Call) -> Observation:
         """See `Interceptor`."""
-        site = self.site(call)
+        record = self.register(call)
         tally, kept = (
             Tally(self._gram(call)),
             None if self._detail is None else CapturedWeights(self._detail, call.grid),
@@ -59,30 +59,26 @@ class Heads(SiteRegistry):
 
         def ends() -> None:
             with self._lock:
-                site.add(tally)
+                record.add(tally)
                 if kept is not None:
-                    self._kept[call.path, call.cross] = kept
+                    self._kept[call.site] = kept
 
         return Observation(observer, self._known(call), ends)
-
-    def changes(self, call: Call) -> Change | None:
-        """See `Interceptor`."""
-        return None
 
     def _gram(self, call: Call) -> Float[Tensor, "heads value_dim value_dim"] | None:
         """What says how much of a head's output is written, where the output projection is found."""
         heads, width = call.grid.heads, call.value_dim
         if width is None:
             return None
-        if call.path not in self._projections:
-            self._projections[call.path] = output_projection(self._modules[""], call.path, heads * width)
-        found = self._projections[call.path]
+        if call.site.path not in self._projections:
+            self._projections[call.site.path] = output_projection(self._modules[""], call.site.path, heads * width)
+        found = self._projections[call.site.path]
         return None if found is None else gram_of(found, heads, width)
 
     def _known(self, call: Call) -> CallContext:
         """What the inputs say of a call of self-attention over all of them: the same object in every layer."""
         grid, shape = call.grid, (call.grid.batch, call.grid.keys)
-        is_own = not call.cross and grid.queries == grid.keys
+        is_own = not call.site.cross and grid.queries == grid.keys
         tokens, padding = (
             each if is_own and each is not None and each.shape == shape else None
             for each in (call.tokens, call.padding)
@@ -102,22 +98,24 @@ class Heads(SiteRegistry):
     def details(self) -> dict[str, CapturedWeights]:
         """What was kept of the last call of each module, by its path; `path, cross` where it attends in both ways."""
         found = {}
-        for site in self.sites:
-            both = (site.path, not site.cross) in self._sites
-            kept = self._kept.get((site.path, site.cross))
+        for record in self.records:
+            path, cross = record.site
+            both = Site(path, not cross) in self._records
+            kept = self._kept.get(record.site)
             if kept is not None:
-                found[f"{site.path}, cross" if both and site.cross else site.path] = kept
+                found[f"{path}, cross" if both and cross else path] = kept
         return found
 
     def rows(self) -> list[dict[str, Any]]:
         """One row a head: layer, head, kv_head, module, kind, and the mean of every statistic over the sequences."""
-        self.require_some()
+        self.require_attention()
         values = {
-            id(site): {name: spread.value.tolist() for name, spread in site.statistics.items()} for site in self.sites
+            id(record): {name: moments.value.tolist() for name, moments in record.statistics.items()}
+            for record in self.records
         }
         return [
-            {**place, **{name: of_heads[place["head"]] for name, of_heads in values[id(site)].items()}}
-            for site, place in self.places()
+            {**place, **{name: of_heads[place["head"]] for name, of_heads in values[id(record)].items()}}
+            for record, place in self.head_labels()
         ]
 
     def table(self) -> Any:
@@ -156,5 +154,5 @@ def watch(model: Any, *, special: Collection[int] = (), detail: Any = None) -> I
     with intercepted(model, heads):
         yield heads
     if heads.ran:
-        heads.require_some()
-    heads.warn_of_missed()
+        heads.require_attention()
+    heads.warn_of_unread()

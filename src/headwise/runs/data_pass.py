@@ -1,18 +1,20 @@
 """A pass over data in batches, which processes share, and which goes on where it was stopped."""
 
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from headwise.data.batches import count_sequences_and_tokens, digest_of, iterate_batches
 from headwise.data.texts import Texts
 from headwise.errors import InputError
-from headwise.intercept.sites import RunningMoments, Site
+from headwise.intercept.interceptor import Site
+from headwise.intercept.sites import SiteRecord
 from headwise.runs.checkpoint import CheckpointedRun, TableT
 from headwise.runs.distributed import rank_and_world_size
 from headwise.runs.progress import progress_bar
 from headwise.runs.table import MeanEstimate
+from headwise.statistics.moments import RunningMoments
 
 
 @dataclass
@@ -55,27 +57,31 @@ class PassProgress:
 
 @dataclass
 class SiteProgress(PassProgress):
-    """How far a process is, and the `sites` of which it measured something."""
+    """How far a process is, and the `records` of the sites of which it measured something."""
 
-    sites: list[Site] = field(default_factory=list)
+    records: list[SiteRecord] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """See `Checkpointable`."""
         packed = super().to_dict()
-        packed["sites"] = [
-            vars(site) | {"statistics": {name: vars(spread) for name, spread in site.statistics.items()}}
-            for site in self.sites
+        packed["records"] = [
+            vars(record)
+            | {
+                "site": tuple(record.site),  # plain containers only, which load without running code
+                "statistics": {name: vars(moments) for name, moments in record.statistics.items()},
+            }
+            for record in self.records
         ]
         return packed
 
     @classmethod
     def from_dict(cls, packed: dict[str, Any]) -> Any:
         """See `Checkpointable`."""
-        sites = []
-        for site in packed["sites"]:
-            spreads = {name: RunningMoments(**spread) for name, spread in site["statistics"].items()}
-            sites.append(Site(**{each.name: site[each.name] for each in fields(Site)} | {"statistics": spreads}))
-        return cls(**packed | {"sites": sites})
+        records = []
+        for record in packed["records"]:
+            statistics = {name: RunningMoments(**moments) for name, moments in record["statistics"].items()}
+            records.append(SiteRecord(**record | {"site": Site(*record["site"]), "statistics": statistics}))
+        return cls(**packed | {"records": records})
 
 
 SiteProgressT = TypeVar("SiteProgressT", bound=SiteProgress)
@@ -138,5 +144,5 @@ def require_same_data(finished: TableT, dataset: Texts | Iterable[Any], run: Che
 
 def head_estimates(spread: RunningMoments) -> list[MeanEstimate]:
     """What was measured of each head."""
-    numbers = (spread.value.tolist(), spread.standard_error.tolist(), spread.number.long().tolist())
+    numbers = (spread.value.tolist(), spread.standard_error.tolist(), spread.count.long().tolist())
     return [MeanEstimate(*each) for each in zip(*numbers, strict=True)]

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.losses import Loss, losses_of, prepare_loss
-from headwise.analysis.recording import SiteKey
 from headwise.data.batches import count_sequences_and_tokens, device_of, evaluation_mode, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation
+from headwise.intercept.interceptor import Call, Change, HeadOutput, Site
 from headwise.intercept.sites import SiteRegistry
 from headwise.runs.checkpoint import CheckpointedRun
 from headwise.shapes import Float
@@ -33,7 +32,7 @@ class Factors(SiteRegistry):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.of: dict[SiteKey, Float[Tensor, "#examples heads"]] = {}
+        self.of: dict[Site, Float[Tensor, "#examples heads"]] = {}
         self._make: Make | None = None
         self._lock = threading.Lock()
 
@@ -41,31 +40,24 @@ class Factors(SiteRegistry):
         """From now on heads have the numbers that `make` makes; None leaves them alone."""
         self.of, self._make = {}, make
 
-    def starts(self) -> None:
+    def change(self, call: Call) -> Change | None:
         """See `Interceptor`."""
-
-    def sees(self, call: Call) -> Observation | None:
-        """See `Interceptor`."""
-        return None
-
-    def changes(self, call: Call) -> Change | None:
-        """See `Interceptor`."""
-        self.site(call)
+        self.register(call)
         return None if self._make is None else lambda attended: self._multiplied(call, attended)
 
     def _multiplied(self, call: Call, attended: HeadOutput) -> Tensor:
         if not torch.is_grad_enabled():
             remedy = 'method="ablation" needs none'
-            got = f"none kept in {call.path}"
+            got = f"none kept in {call.site.path}"
             raise InputError("model", expected="one that keeps gradients", got=got, remedy=remedy)
-        site, out = (call.path, call.cross), attended.out
+        site, out = call.site, attended.out
         with self._lock:
             if site not in self.of:
                 assert self._make is not None
                 self.of[site] = self._make(call, out)
         factor = self.of[site]
         if factor.shape[0] not in (1, out.shape[0]):
-            expected = f"batches of one example, as {call.path} does not attend example by example"
+            expected = f"batches of one example, as {call.site.path} does not attend example by example"
             got = f"a batch of {factor.shape[0]}, of which it makes one of {out.shape[0]}"
             raise InputError("dataset", expected=expected, got=got)
         # In float32 at least: its gradient is a sum over all that the head gave.
@@ -97,8 +89,8 @@ def factors(model: nn.Module) -> Iterator[Factors]:
         yield found
     if not found.ran:
         raise InputError("loss", expected="one that calls the model it is given", got="one that does not")
-    found.require_some()
-    found.warn_of_missed()
+    found.require_attention()
+    found.warn_of_unread()
 
 
 @contextmanager

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from headwise.analysis.importance.gate_parameters import Factors, Make, Work, factors, gate_dtype
 from headwise.analysis.losses import EmbeddingDistance
-from headwise.analysis.recording import SiteKey
 from headwise.checks import whole_number
 from headwise.errors import InputError
-from headwise.intercept.interceptor import Call
-from headwise.intercept.sites import RunningMoments, SiteRegistry
+from headwise.intercept.interceptor import Call, Site
+from headwise.intercept.sites import SiteRegistry
 from headwise.runs.data_pass import SiteProgress, head_estimates, run_pass
 from headwise.runs.distributed import gather_from_ranks
 from headwise.runs.table import HeadRow
 from headwise.shapes import Float
+from headwise.statistics.moments import RunningMoments
 
 
 @dataclass
@@ -52,26 +52,27 @@ class Differentiated:
             raise InputError("loss", expected="one with a slope at the whole model", got=got, remedy=remedy)
         before, state = work.run.load_progress(), GradientProgress()
         with factors(work.model) as gates:
-            gates.merge(before.sites)
-            state.sites, state.counted = gates.sites, before.counted
+            gates.merge(before.records)
+            state.records, state.counted = gates.records, before.counted
 
             def read(batch: dict[str, Any]) -> None:
                 found, examples = self._gradients(work, gates, batch)
                 state.counted += examples
-                state.sites = gates.sites
-                for site in state.sites:
-                    if (gradient := found.get((site.path, site.cross))) is not None:
-                        site.merge({name: RunningMoments.of(each) for name, each in self.statistics(gradient).items()})
+                state.records = gates.records
+                for record in state.records:
+                    if (gradient := found.get(record.site)) is not None:
+                        statistics = self.statistics(gradient)
+                        record.merge({name: RunningMoments.from_values(each) for name, each in statistics.items()})
 
             run_pass(work.dataset, read, work.run, before, state, shown=work.shown)
         return self._heads(work, state), state.summary
 
     def _gradients(
         self, work: Work, gates: Factors, batch: dict[str, Any]
-    ) -> tuple[dict[SiteKey, Float[Tensor, "examples heads"]], int]:
+    ) -> tuple[dict[Site, Float[Tensor, "examples heads"]], int]:
         """The derivative of each example's loss, NaN where it has none, and how many have one."""
         batch, examples = work.begin(gates, batch)
-        total: dict[SiteKey, Tensor] = {}
+        total: dict[Site, Tensor] = {}
         counted = 0
         for value, weight in self.nodes():
             losses = work.losses(gates, _filled(examples, value), batch)
@@ -80,30 +81,30 @@ class Differentiated:
             if not gates.of:
                 continue
             gradients = torch.autograd.grad(losses[there].sum(), list(gates.of.values()), materialize_grads=True)
-            for (path, cross), gradient in zip(gates.of, gradients, strict=True):
+            for site, gradient in zip(gates.of, gradients, strict=True):
                 if not bool(gradient[there].isfinite().all()):
-                    got = f"an infinite or undefined one in {path}"
+                    got = f"an infinite or undefined one in {site.path}"
                     raise InputError("loss", expected="one whose derivatives are finite", got=got)
                 each = gradient.double().masked_fill(~there[:, None], torch.nan).cpu() * weight
-                total[path, cross] = total.get((path, cross), torch.zeros_like(each)) + each
+                total[site] = total.get(site, torch.zeros_like(each)) + each
         return total, counted
 
     def _heads(self, work: Work, state: GradientProgress) -> list[HeadRow]:
         """Of all processes. A head that did not run for an example has a derivative of 0 there."""
         seen, counted = SiteRegistry(work.model), 0
-        for sites, number in gather_from_ranks((state.sites, state.counted)):
-            seen.merge(sites)
+        for records, number in gather_from_ranks((state.records, state.counted)):
+            seen.merge(records)
             counted += number
         measured = {}
-        for site in seen.sites:
-            zeros = torch.zeros(1, site.heads, dtype=torch.float64)
+        for record in seen.records:
+            zeros = torch.zeros(1, record.heads, dtype=torch.float64)
             for name, each in self.statistics(zeros).items():
-                rest = counted - site.statistics[name].number if name in site.statistics else zeros[0] + counted
-                site.merge({name: RunningMoments(rest, each[0].abs(), zeros[0])})
-            measured[id(site)] = {name: head_estimates(spread) for name, spread in site.statistics.items()}
+                rest = counted - record.statistics[name].count if name in record.statistics else zeros[0] + counted
+                record.merge({name: RunningMoments(rest, each[0].abs(), zeros[0])})
+            measured[id(record)] = {name: head_estimates(spread) for name, spread in record.statistics.items()}
         return [
-            HeadRow(**where, statistics={name: of[where["head"]] for name, of in measured[id(site)].items()})
-            for site, where in seen.places()
+            HeadRow(**where, statistics={name: of[where["head"]] for name, of in measured[id(record)].items()})
+            for record, where in seen.head_labels()
         ]
 
 

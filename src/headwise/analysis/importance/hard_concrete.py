@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.importance.gate_parameters import Factors, Work, factors, gate_dtype
-from headwise.analysis.recording import SiteKey
 from headwise.checks import finite_number, whole_number
 from headwise.data.batches import iterate_batches
 from headwise.errors import InputError
-from headwise.intercept.interceptor import Call
+from headwise.intercept.interceptor import Call, Site
 from headwise.intercept.sites import SiteRegistry
 from headwise.runs.data_pass import SiteProgress
 from headwise.runs.distributed import rank_and_world_size
@@ -83,8 +82,8 @@ class HardConcrete:
             for fit in fits:
                 fit.learn(advance)
         heads = []
-        for site, where in fits[0].seen.places():
-            found = torch.stack([fit.log_alpha[site.path, site.cross].detach()[where["head"]] for fit in fits])
+        for record, where in fits[0].seen.head_labels():
+            found = torch.stack([fit.log_alpha[record.site].detach()[where["head"]] for fit in fits])
             statistics = {"open": self.open(found), "gate": self.gate(found)}
             measured = {name: MeanEstimate.of(each.tolist()) for name, each in statistics.items()}
             heads.append(HeadRow(**where, statistics=measured))
@@ -96,7 +95,7 @@ class _Fit:
 
     def __init__(self, method: HardConcrete, work: Work, seed: int) -> None:
         self.method, self.work, self.seen, self.data = method, work, SiteRegistry(work.model), SiteProgress()
-        self.log_alpha: dict[SiteKey, Float[Tensor, " heads"]] = {}
+        self.log_alpha: dict[Site, Float[Tensor, " heads"]] = {}
         self._noise = torch.Generator().manual_seed(seed)
         self._adam: torch.optim.Adam | None = None
 
@@ -118,13 +117,13 @@ class _Fit:
                         got="none" if epoch == 0 else "an iterator, which is read once",
                         remedy="a list of batches can be read again",
                     )
-            self.seen.merge(gates.sites)
+            self.seen.merge(gates.records)
 
     def _step(self, gates: Factors, batch: dict[str, Any]) -> None:
         batch, examples = self.work.begin(gates, batch)
 
         def make(call: Call, out: Tensor) -> Float[Tensor, "#examples heads"]:
-            site, heads = (call.path, call.cross), call.grid.heads
+            site, heads = call.site, call.grid.heads
             if site not in self.log_alpha:
                 self.log_alpha[site] = torch.full((heads,), FIRST, device=out.device, requires_grad=True)
             # Of a module that does not attend example by example, all examples have the same gates.

@@ -1,0 +1,52 @@
+"""Mean and variance of values that arrive in parts."""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headwise.shapes import Float
+
+
+@dataclass
+class RunningMoments:
+    """Count, mean and squared deviations of each head's values, which arrive in parts and merge exactly.
+
+    The merge formula is that of Chan, Golub and LeVeque (1983).
+
+    Attributes:
+        count: number of values.
+        mean: their mean; 0 where there are none.
+        deviations: sum of their squared deviations from the mean.
+    """
+
+    count: Float[Tensor, " heads"]
+    mean: Float[Tensor, " heads"]
+    deviations: Float[Tensor, " heads"]
+
+    @staticmethod
+    def from_values(values: Float[Tensor, "sequences heads"]) -> "RunningMoments":
+        """Return the moments of one value per sequence and head; NaN values do not count."""
+        is_value = ~values.isnan()
+        count = is_value.sum(0).double()
+        mean = values.nan_to_num(0.0).sum(0) / count.clamp(min=1)
+        return RunningMoments(count, mean, ((values - mean).masked_fill(~is_value, 0.0) ** 2).sum(0))
+
+    def merge(self, other: "RunningMoments") -> "RunningMoments":
+        """Return the moments of the values of two parts together."""
+        count = self.count + other.count
+        share = other.count / count.clamp(min=1)
+        difference = other.mean - self.mean
+        deviations = self.deviations + other.deviations + difference**2 * self.count * share
+        return RunningMoments(count, self.mean + difference * share, deviations)
+
+    @property
+    def value(self) -> Float[Tensor, " heads"]:
+        """Mean of each head; NaN for a head without values."""
+        return self.mean.masked_fill(self.count == 0, math.nan)
+
+    @property
+    def standard_error(self) -> Float[Tensor, " heads"]:
+        """Standard error of each head's mean; NaN for a head with fewer than two values."""
+        variance = self.deviations / (self.count - 1).clamp(min=1)
+        return (variance / self.count.clamp(min=1)).sqrt().masked_fill(self.count < 2, math.nan)
