@@ -106,16 +106,20 @@ cost is a score that torch's kernel computes, head_dim 64, two CPU cores with AV
 | | costs |
 | --- | --- |
 | `fused` | every score of the square, hidden or not |
-| `fused`, plain causal | {backend_choice.FLAG} of them |
-| `fused`, with dropout or a bias that learns, where torch makes the matrix | {backend_choice.MATRIX} times as much |
+| `fused`, plain causal | {backend_choice.CAUSAL_FLAG_SHARE} of them |
+| `fused`, with dropout or a bias that learns, where torch makes the matrix \
+| {backend_choice.FULL_MATRIX_COST} times as much |
 | `fused`, values of another width than keys | as if both had the larger |
-| `blockwise` | {backend_choice.WIDE} a score of its blocks, and each block as much as {scores_fp32.CALL:,} scores |
-| `blockwise`, narrow | {backend_choice.NARROW} a score, and each block as much as {scores_bf16.CALL:,} |
+| `blockwise` | {backend_choice.FLOAT32_SCORE_COST} a score of its blocks, \
+and each block as much as {scores_fp32.BLOCK_OVERHEAD:,} scores |
+| `blockwise`, scores in bfloat16 | {backend_choice.BFLOAT16_SCORE_COST} a score, \
+and each block as much as {scores_bf16.BLOCK_OVERHEAD:,} |
 
-Narrow is bfloat16 without a softcap, bias, sinks, dropout, log-sum-exp or a scale for each head.
+Scores are computed in bfloat16 for inputs in bfloat16 without a softcap, bias, sinks, dropout,
+log-sum-exp or a scale for each head.
 
-The kernel is taken without asking the mask for fewer than {backend_choice.SMALLEST:,} scores,
-for masks that are a matrix for
+The kernel is taken without asking the mask for fewer than
+{backend_choice.SMALLEST_PLANNED:,} scores, for masks that are a matrix for
 each sequence or head, where the weights are asked for, and on devices where nothing has been measured, which is every
 other than a CPU. There torch chooses between its own kernels.
 """.splitlines()

@@ -89,7 +89,7 @@ def position_ids(
     return value
 
 
-def positions_given(
+def positions_argument(
     argument: str, values: Any, *, batch: int, length: int, device: torch.device
 ) -> Int[Tensor, "#batch length"]:
     """Positions as a user may give them, `(length,)` or `(batch, length)`, with the batch axis."""

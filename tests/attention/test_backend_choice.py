@@ -81,12 +81,12 @@ def test_it_prints_what_is_compared():
 
 
 def test_attend_runs_what_is_explained_and_plans_once(monkeypatch):
-    planned = []
+    plan_blocks = []
     plan_of = block_plan.plan_of
-    monkeypatch.setattr(blockwise, "plan_of", lambda *args: planned.append(args) or plan_of(*args))
+    monkeypatch.setattr(blockwise, "plan_of", lambda *args: plan_blocks.append(args) or plan_of(*args))
     options = problem(mask=hw.window(64))
     out = hw.attend(**options)
-    assert len(planned) == 1
+    assert len(plan_blocks) == 1
     monkeypatch.undo()
     assert torch.equal(out, hw.attend(**options, backend="blockwise"))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headwise.analysis.roles import Role, role_of
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
-from headwise.attention.backends.reference import each_kv_head
+from headwise.attention.backends.reference import grouped_matmul
 from headwise.data.tokenization import Word, encode_text, text_model
 from headwise.errors import HeadwiseError, InputError
 from headwise.intercept.hf_calls import AttentionCall, observe
@@ -264,7 +264,7 @@ def _head_views(layer: int, tally: Tally, weights: _WordWeights) -> Iterator[Hea
 
 def _require_agreement(call: AttentionCall, rows: RowBlock) -> None:
     """Refuse a head whose output is not its weights times its values: the weights would be wrong."""
-    explained = each_kv_head(rows.weights, call.problem.v.to(rows.weights.dtype))
+    explained = grouped_matmul(rows.weights, call.problem.v.to(rows.weights.dtype))
     part = slice(rows.rows.start, rows.rows.stop)
     actual = call.out[:, part].transpose(1, 2).to(explained.dtype)  # (batch, heads, rows, value_dim)
     largest = actual.abs().amax((0, 2, 3)).clamp(min=torch.finfo(actual.dtype).tiny)

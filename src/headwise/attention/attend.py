@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.attention.autocast import NARROW, autocast_dtype, without_autocast
-from headwise.attention.backend_choice import Choice, asked_for, fastest
+from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype, without_autocast
+from headwise.attention.backend_choice import Choice, choose_fastest, choose_named
 from headwise.attention.backends import fused, reference
 from headwise.attention.backends.blockwise import backend as blockwise
 from headwise.attention.backends.blockwise.backend import Blockwise
@@ -145,7 +145,7 @@ def explain(
 
 def _choice(problem: Problem, backend: str | Blockwise | None) -> Choice:
     """The backend asked for, or the fastest."""
-    return fastest(problem) if backend is None else asked_for(backend_named(backend), problem)
+    return choose_fastest(problem) if backend is None else choose_named(backend_named(backend), problem)
 
 
 def _cast(*tensors: Any) -> tuple[Any, ...]:
@@ -153,7 +153,9 @@ def _cast(*tensors: Any) -> tuple[Any, ...]:
     dtype = autocast_dtype(tensors[0].device) if isinstance(tensors[0], Tensor) else None
     if dtype is None:
         return tensors
-    return tuple(each.to(dtype) if isinstance(each, Tensor) and each.dtype in NARROW else each for each in tensors)
+    return tuple(
+        each.to(dtype) if isinstance(each, Tensor) and each.dtype in AUTOCAST_DTYPES else each for each in tensors
+    )
 
 
 def backend_named(backend: str | Blockwise) -> Backend:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-NARROW = frozenset((torch.float16, torch.bfloat16, torch.float32))
+AUTOCAST_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 """The dtypes that autocast casts between; it leaves float64 alone."""
 
 

@@ -1,12 +1,12 @@
-"""Which backend is the fastest that can: a rule found by measurement, and its explanation.
+"""Choice of the fastest backend for an attention problem, by costs that were measured, and its explanation.
 
-Costs are in scores that torch's fused kernel computes in the same time. On a CPU the kernel computes all of them, or
-`FLAG` of them under its causal flag; where torch keeps the matrix they cost `MATRIX` times as much. Blocks compute what
-the mask leaves, for the price of `WIDE` or `NARROW`, and each block costs as much as `CALL` scores beside. The figures
-were measured on two cores with AVX-512 (docs/lab-notes.md). What they decide is mostly plain: a mask that hides much
-goes to blocks, and so does bfloat16 where products can be narrow; full attention in float32 goes to the kernel.
-Elsewhere than on a CPU and while compiling, torch's kernels are taken wherever they can: nothing has been measured
-there yet.
+The unit of cost is the time in which torch's fused kernel computes one score. On a CPU the kernel computes every score,
+or the share `CAUSAL_FLAG_SHARE` under its causal flag. Where torch keeps the whole matrix, a score costs
+`FULL_MATRIX_COST`. Blockwise attention computes only the blocks that the mask leaves, at `FLOAT32_SCORE_COST` or
+`BFLOAT16_SCORE_COST` for a score, plus an overhead for each block. The figures were measured on two cores with AVX-512
+(docs/lab-notes.md). In most cases they decide as follows: a mask that hides much goes to `blockwise`, and so does
+bfloat16 where scores can be in bfloat16; full attention in float32 goes to `fused`. On other devices than a CPU, and
+while compiling, `fused` is chosen wherever it can: nothing has been measured there yet.
 """
 
 from collections.abc import Callable
@@ -16,27 +16,31 @@ from typing import NamedTuple
 from headwise.attention.backends import fused
 from headwise.attention.backends.blockwise import backend as blockwise
 from headwise.attention.backends.blockwise import scores_bf16, scores_fp32
-from headwise.attention.backends.blockwise.plan import Plan, cells_of, cost_of
+from headwise.attention.backends.blockwise.plan import BlockwisePlan, cost_of, score_count
 from headwise.attention.problem import Answer, Backend, Problem
 from headwise.errors import InputError
 
-FLAG = 0.6
-"""Share of the scores that the kernel computes under its causal flag."""
+CAUSAL_FLAG_SHARE = 0.6
+"""Share of the scores that torch's kernel computes under its causal flag."""
 
-MATRIX = 1.8
-"""Time for a score where torch's attention makes the whole matrix: with dropout, or a bias that learns."""
+FULL_MATRIX_COST = 1.8
+"""Cost of a score where torch's attention keeps the whole matrix: with dropout, or with a bias that requires grad."""
 
-WIDE, NARROW = 1.2, 0.8
-"""What a score costs in blocks, with products in float32 and with those in bfloat16."""
+FLOAT32_SCORE_COST, BFLOAT16_SCORE_COST = 1.2, 0.8
+"""Cost of a score in blockwise attention, with scores in float32 and in bfloat16."""
 
-SMALLEST = 2**20
-"""Below so many scores nothing is planned."""
+SMALLEST_PLANNED = 2**20
+"""Number of scores below which no plan of blocks is made."""
 
 
 class Candidate(NamedTuple):
-    """A backend that might be taken: why it cannot, or else how many scores it would compute, and what they cost.
+    """One backend in the comparison: its refusal, or the number of scores it would compute and their cost.
 
-    Both are None where they were not needed to decide.
+    Attributes:
+        name: name of the backend.
+        reason: the reason the backend cannot do the problem, in one sentence; None if it can.
+        scores: number of scores it would compute; None if the choice did not depend on it.
+        cost: cost of these scores, in scores of torch's fused kernel; None if the choice did not depend on it.
     """
 
     name: str
@@ -51,12 +55,13 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The backend taken for a problem, and how it compares.
+    """The backend chosen for an attention problem, the reason, and the candidates compared; print it for a summary.
 
     Attributes:
-        backend: its name.
-        because: why it was taken, in one sentence.
-        candidates: what is said of each.
+        backend: name of the chosen backend.
+        because: reason for the choice, in one sentence.
+        candidates: every backend that was considered, with its refusal or its cost.
+        run: function that computes the problem with the chosen backend.
     """
 
     backend: str
@@ -65,43 +70,52 @@ class Choice(NamedTuple):
     run: Callable[[Problem], Answer]
 
     def __str__(self) -> str:
-        width = max(len(each.name) for each in self.candidates)
-        lines = [f"{each.name:{width}}  {each}" for each in self.candidates]
+        width = max(len(candidate.name) for candidate in self.candidates)
+        lines = [f"{candidate.name:{width}}  {candidate}" for candidate in self.candidates]
         return "\n".join([*lines, f"{self.backend}: {self.because}"])
 
 
-def fastest(problem: Problem) -> Choice:
-    """The backend to take; `InputError` with every reason where none can."""
+def choose_fastest(problem: Problem) -> Choice:
+    """Return the choice of the backend with the lowest expected cost, `fused` or `blockwise`.
+
+    Raises:
+        InputError: neither backend can do the problem; the message contains both reasons.
+    """
     reasons = {backend.name: backend.why_not(problem) for backend in (fused, blockwise)}
     if None not in reasons.values():
-        raise _none_can(reasons)
+        raise _refusal(reasons)
     kernel, blocks = (Candidate(name, reason) for name, reason in reasons.items())
     if kernel.reason is not None:
         return Choice("blockwise", "the kernels cannot", (kernel, blocks), blockwise.run)
     unplanned = blocks.reason or _why_unplanned(problem)
     if unplanned is not None:
         return Choice("fused", unplanned, (kernel, blocks), fused.run)
-    plan = blockwise.planned(problem)
-    of_kernel, of_blocks = _cost_of_kernel(problem), _cost_of_blocks(problem, plan)
-    kernel = kernel._replace(scores=_computed(problem), cost=of_kernel)
-    blocks = blocks._replace(scores=cells_of(plan), cost=of_blocks)
+    plan = blockwise.plan_blocks(problem)
+    kernel_cost, blocks_cost = _fused_cost(problem), _blockwise_cost(problem, plan)
+    kernel = kernel._replace(scores=_fused_scores(problem), cost=kernel_cost)
+    blocks = blocks._replace(scores=score_count(plan), cost=blocks_cost)
     candidates = (kernel, blocks)
-    if of_blocks < of_kernel:
-        because = f"it is expected to take 1/{of_kernel / max(of_blocks, 1.0):.2g} of the kernel's time"
+    if blocks_cost < kernel_cost:
+        because = f"it is expected to take 1/{kernel_cost / max(blocks_cost, 1.0):.2g} of the kernel's time"
         return Choice("blockwise", because, candidates, partial(blockwise.run, plan=plan))
-    because = f"blocks are expected to take {of_blocks / of_kernel:.2g} times as long"
+    because = f"blocks are expected to take {blocks_cost / kernel_cost:.2g} times as long"
     return Choice("fused", because, candidates, fused.run)
 
 
-def asked_for(backend: Backend, problem: Problem) -> Choice:
-    """This backend, or `InputError` with its reason."""
+def choose_named(backend: Backend, problem: Problem) -> Choice:
+    """Return the choice of a backend that the caller asked for.
+
+    Raises:
+        InputError: the backend cannot do the problem; the message contains the reason.
+    """
     reason = backend.why_not(problem)
     if reason is not None:
-        raise _none_can({backend.name: reason})
+        raise _refusal({backend.name: reason})
     return Choice(backend.name, "it was asked for by name", (Candidate(backend.name, None),), backend.run)
 
 
-def _none_can(reasons: dict[str, str | None]) -> InputError:
+def _refusal(reasons: dict[str, str | None]) -> InputError:
+    """Return the error for a problem that none of the backends can do, given each backend's reason."""
     return InputError(
         "backend",
         expected="one that can do this",
@@ -110,42 +124,42 @@ def _none_can(reasons: dict[str, str | None]) -> InputError:
     )
 
 
-def _scores(problem: Problem) -> int:
-    """How many scores there are, hidden ones too."""
+def _all_scores(problem: Problem) -> int:
+    """Return the number of scores in a problem, including those that the mask hides."""
     grid = problem.grid
     return grid.batch * grid.heads * grid.queries * grid.keys
 
 
-def _computed(problem: Problem) -> int:
-    """How many of them the kernel computes."""
-    return round(_scores(problem) * (FLAG if fused.uses_is_causal(problem) else 1.0))
+def _fused_scores(problem: Problem) -> int:
+    """Return the number of scores that torch's kernel would compute."""
+    return round(_all_scores(problem) * (CAUSAL_FLAG_SHARE if fused.uses_is_causal(problem) else 1.0))
 
 
 def _why_unplanned(problem: Problem) -> str | None:
-    """Why the kernel is taken without asking the mask about its blocks; None where they are worth planning."""
+    """Return the reason to choose `fused` without planning blocks; None if blocks are worth a plan."""
     if problem.q.device.type != "cpu":
         return f"nothing has been measured on {problem.q.device.type}"
     if problem.return_weights:
         return "the matrix is asked for, which every backend makes alike"
-    if _scores(problem) < SMALLEST:
-        return f"fewer than {SMALLEST:,} scores are not worth a plan"
+    if _all_scores(problem) < SMALLEST_PLANNED:
+        return f"fewer than {SMALLEST_PLANNED:,} scores are not worth a plan"
     hides_nothing = problem.mask is None or fused.uses_is_causal(problem)
-    if hides_nothing and not fused.keeps_matrix(problem) and not blockwise.is_narrow(problem):
+    if hides_nothing and not fused.keeps_matrix(problem) and not blockwise.uses_bfloat16_scores(problem):
         return "where nothing is hidden, or the causal flag says it, products in float32 are the kernel's"
     if problem.mask is not None and problem.mask.stored > problem.grid.queries * problem.grid.keys:
         return "a matrix for each sequence or head would take long to read"
     return None
 
 
-def _cost_of_kernel(problem: Problem) -> float:
-    """What torch's attention costs. Its kernel has one width for keys and values."""
+def _fused_cost(problem: Problem) -> float:
+    """Return the expected cost of `fused`, whose kernel pads keys and values to one width."""
     width, value_dim = problem.q.shape[-1], problem.v.shape[-1]
-    price = 2 * max(width, value_dim) / (width + value_dim) * (MATRIX if fused.keeps_matrix(problem) else 1.0)
-    return price * _computed(problem)
+    score_cost = 2 * max(width, value_dim) / (width + value_dim)
+    return score_cost * (FULL_MATRIX_COST if fused.keeps_matrix(problem) else 1.0) * _fused_scores(problem)
 
 
-def _cost_of_blocks(problem: Problem, plan: Plan) -> float:
-    """What the blocks of a plan cost."""
-    if blockwise.is_narrow(problem):
-        return NARROW * cost_of(plan, scores_bf16.CALL)
-    return WIDE * cost_of(plan, scores_fp32.CALL)
+def _blockwise_cost(problem: Problem, plan: BlockwisePlan) -> float:
+    """Return the expected cost of `blockwise` with a plan of blocks."""
+    if blockwise.uses_bfloat16_scores(problem):
+        return BFLOAT16_SCORE_COST * cost_of(plan, scores_bf16.BLOCK_OVERHEAD)
+    return FLOAT32_SCORE_COST * cost_of(plan, scores_fp32.BLOCK_OVERHEAD)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwise.attention.masks.base import Coverage, Grid, Mask, Present, four_dimensional, require_broadcast
 from headwise.attention.masks.factories import dense
-from headwise.checks import finite_number, float_tensor, positions_given, probability
+from headwise.checks import finite_number, float_tensor, positions_argument, probability
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -179,8 +179,8 @@ def _positions(
         missing = "query_positions" if of_queries is None else "key_positions"
         raise InputError(missing, expected="positions of queries and of keys, or of neither", got="one of the two")
     return (
-        positions_given("query_positions", of_queries, batch=q.shape[0], length=q.shape[2], device=q.device),
-        positions_given("key_positions", of_keys, batch=q.shape[0], length=k.shape[2], device=q.device),
+        positions_argument("query_positions", of_queries, batch=q.shape[0], length=q.shape[2], device=q.device),
+        positions_argument("key_positions", of_keys, batch=q.shape[0], length=k.shape[2], device=q.device),
     )
 
 

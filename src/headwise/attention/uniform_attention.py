@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention.autocast import without_autocast
-from headwise.attention.backend_choice import fastest
+from headwise.attention.backend_choice import choose_fastest
 from headwise.attention.problem import Problem
 from headwise.shapes import Float
 
@@ -33,4 +33,4 @@ def uniform_output(problem: Problem) -> Float[Tensor, "batch heads queries value
         return_weights=False,
     )
     with without_autocast(problem.q.device):
-        return fastest(alike).run(alike).out
+        return choose_fastest(alike).run(alike).out

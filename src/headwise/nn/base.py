@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention.attend import backend_named
-from headwise.attention.autocast import NARROW, autocast_dtype
+from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
 from headwise.attention.backends.blockwise.backend import Blockwise
 from headwise.attention.cache import Cache, StaticCache
 from headwise.attention.masks.base import Mask
 from headwise.attention.position_bias import PositionBias
 from headwise.attention.problem import mask_and_bias
 from headwise.attention.rotary import Rotary
-from headwise.checks import positions_given
+from headwise.checks import positions_argument
 from headwise.errors import InputError
 from headwise.nn.options import QKNorm, Scores
 from headwise.shapes import Float, Int
@@ -155,7 +155,7 @@ class AttentionLayer(nn.Module):
         if cache is not None and (self.position_bias is not None or (self.rotary is not None and self.rotary.grows)):
             expected = "none beside a cache, where cached keys are placed anew in every call"
             raise InputError("positions", expected=expected, got="some")
-        return positions_given("positions", positions, batch=x.shape[0], length=x.shape[1], device=x.device)
+        return positions_argument("positions", positions, batch=x.shape[0], length=x.shape[1], device=x.device)
 
 
 def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
@@ -165,7 +165,7 @@ def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
         return  # quantised away; the projections know what they take
     if tensor.device != parameter.device:
         raise InputError(name, expected=f"a tensor on {parameter.device} like the layer", got=tensor.device)
-    cast = autocast_dtype(tensor.device) is not None and {tensor.dtype, parameter.dtype} <= NARROW
+    cast = autocast_dtype(tensor.device) is not None and {tensor.dtype, parameter.dtype} <= AUTOCAST_DTYPES
     if tensor.dtype != parameter.dtype and not cast:
         expected = f"{parameter.dtype} like the layer"
         raise InputError(name, expected=expected, got=tensor.dtype, remedy="cast one to the other")

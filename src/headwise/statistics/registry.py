@@ -17,7 +17,7 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.backends.blockwise.tiles import LOG2_E, whole_tile
 from headwise.attention.backends.blockwise.visibility import TileVisibility
-from headwise.attention.backends.reference import masked_scores, mixed, weights_of
+from headwise.attention.backends.reference import attention_weights, masked_scores, mix_heads
 from headwise.attention.masks.base import Grid
 from headwise.attention.problem import Problem
 from headwise.shapes import Bool, Float
@@ -266,9 +266,9 @@ def blocks(
         ranges = (range(start, min(start + step, grid.queries)) for start in range(0, grid.queries, step))
     for index in ranges:
         scores = masked_scores(problem, index)
-        weights = weights_of(scores, problem.sinks)
+        weights = attention_weights(scores, problem.sinks)
         if problem.talking is not None:
-            weights = mixed(weights, problem.talking.after)
+            weights = mix_heads(weights, problem.talking.after)
         yield rows_of_weights(weights, scores > -torch.inf, grid, index, call_context or CallContext())
 
 

@@ -31,15 +31,15 @@ def why_not(problem: Problem) -> str | None:
 def run(problem: Problem) -> Answer:
     """The answer by definition, differentiable in every tensor."""
     scores = masked_scores(problem)
-    weights = weights_of(scores, problem.sinks)
+    weights = attention_weights(scores, problem.sinks)
     kept = torch.dropout(weights, problem.dropout, train=True) if problem.dropout > 0 else weights
     if problem.talking is not None:
-        weights, kept = (mixed(each, problem.talking.after) for each in (weights, kept))
-    out = each_kv_head(kept, problem.v.to(scores.dtype))
+        weights, kept = (mix_heads(each, problem.talking.after) for each in (weights, kept))
+    out = grouped_matmul(kept, problem.v.to(scores.dtype))
     dtype = problem.q.dtype
     return Answer(
         out.to(dtype),
-        lse_of(scores, problem.sinks) if problem.return_lse else None,
+        log_sum_exp(scores, problem.sinks) if problem.return_lse else None,
         weights.to(dtype) if problem.return_weights else None,
     )
 
@@ -48,11 +48,11 @@ def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, 
     """`scale q k^T + bias`, -inf where the mask forbids, for some query rows or all; float32 at least."""
     part = slice(None) if rows is None else slice(rows.start, rows.stop)
     dtype = problem.score_dtype
-    scores = each_kv_head(problem.q[:, :, part].to(dtype), problem.k.to(dtype).mT) * problem.scale
+    scores = grouped_matmul(problem.q[:, :, part].to(dtype), problem.k.to(dtype).mT) * problem.scale
     if problem.softcap is not None:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     if problem.talking is not None:
-        scores = mixed(scores, problem.talking.before)
+        scores = mix_heads(scores, problem.talking.before)
     hidden = None if problem.mask is None else ~problem.mask.block(problem.grid, rows)
     if problem.bias is not None:
         bias = problem.bias if problem.bias.shape[2] == 1 else problem.bias[:, :, part]
@@ -63,7 +63,7 @@ def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, 
     return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
 
-def lse_of(
+def log_sum_exp(
     scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
 ) -> Float[Tensor, "batch heads rows"]:
     """`log sum exp` of each row, its head's sink logit among them; -inf in a row without a key or a sink."""
@@ -93,7 +93,7 @@ def _logaddexp(
     return torch.logaddexp(lse.masked_fill(neither, 0.0), sinks).masked_fill(neither, -torch.inf)
 
 
-def weights_of(
+def attention_weights(
     scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
 ) -> Float[Tensor, "batch heads rows keys"]:
     """`softmax(scores)`, where a sink takes its share; 0 in a row without a key."""
@@ -104,14 +104,14 @@ def weights_of(
     return weights if sinks is None else weights[..., :-1]
 
 
-def mixed(
+def mix_heads(
     scores: Float[Tensor, "batch heads rows keys"], matrix: Float[Tensor, "heads heads"]
 ) -> Float[Tensor, "batch heads rows keys"]:
     """Each head a sum over all heads, by its row of the matrix."""
     return torch.einsum("hg,bgij->bhij", matrix, scores)
 
 
-def each_kv_head(
+def grouped_matmul(
     left: Float[Tensor, "batch heads rows inner"], right: Float[Tensor, "batch kv_heads inner columns"]
 ) -> Float[Tensor, "batch heads rows columns"]:
     """`left @ right`, each head with its group's key/value head, which is not repeated.

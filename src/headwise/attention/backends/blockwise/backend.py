@@ -28,7 +28,7 @@ from torch import Tensor
 from headwise.attention.backends import reference
 from headwise.attention.backends.blockwise import scores_bf16, scores_fp32
 from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.attention.backends.blockwise.plan import MOST_ROWS, Plan, plan_of, reads_most
+from headwise.attention.backends.blockwise.plan import MOST_ROWS, BlockwisePlan, plan_of, reads_most
 from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
 from headwise.attention.backends.blockwise.scores_bf16 import BFloat16Scores
 from headwise.attention.backends.blockwise.scores_fp32 import Float32Scores
@@ -60,7 +60,7 @@ def why_not(problem: Problem) -> str | None:
 def run(
     problem: Problem,
     rows: int | None = None,
-    plan: Plan | None = None,
+    plan: BlockwisePlan | None = None,
     observer: Observer | None = None,
     call_context: CallContext | None = None,
 ) -> Answer:
@@ -73,14 +73,14 @@ def run(
     if 0 in (*problem.q.shape, *problem.k.shape):
         return reference.run(problem)  # nothing is held
     q, k, v = problem.q, problem.k, problem.v
-    is_wide = observer is not None or not is_narrow(problem)
+    is_wide = observer is not None or not uses_bfloat16_scores(problem)
     if is_wide:
         q, k, v = (tensor.to(problem.score_dtype) for tensor in (q, k, v))
     scale = problem.scale
     if isinstance(scale, Tensor):
         q, scale = q * scale, 1.0
     if plan is None:
-        plan = planned(problem, rows, MOST_ROWS if observer is None else WATCHED_ROWS)
+        plan = plan_blocks(problem, rows, MOST_ROWS if observer is None else WATCHED_ROWS)
     holes = problem.bias is not None and bool(problem.bias.amin() == -torch.inf)
     seed = int(torch.randint(2**62, ())) if problem.dropout > 0 else 0
     watched = (
@@ -121,12 +121,18 @@ class Blockwise:
         return run(problem, rows=self.rows)
 
 
-def planned(problem: Problem, rows: int | None = None, most: int = MOST_ROWS) -> Plan:
+def plan_blocks(problem: Problem, rows: int | None = None, most: int = MOST_ROWS) -> BlockwisePlan:
     """The blocks that a problem is computed in."""
-    return plan_of(problem.mask, problem.grid, scores_bf16.CALL if is_narrow(problem) else scores_fp32.CALL, rows, most)
+    return plan_of(
+        problem.mask,
+        problem.grid,
+        scores_bf16.BLOCK_OVERHEAD if uses_bfloat16_scores(problem) else scores_fp32.BLOCK_OVERHEAD,
+        rows,
+        most,
+    )
 
 
-def is_narrow(problem: Problem) -> bool:
+def uses_bfloat16_scores(problem: Problem) -> bool:
     """Whether the products run in bfloat16: where nothing but weights is wanted of the scores."""
     needs_scores = (
         problem.softcap is not None
@@ -143,7 +149,7 @@ def is_narrow(problem: Problem) -> bool:
 class _How(NamedTuple):
     """What decides the weights beside the tensors. The bias has holes where it is -inf somewhere."""
 
-    plan: Plan
+    plan: BlockwisePlan
     narrow: bool
     scale: float
     softcap: float | None
@@ -335,7 +341,7 @@ class _BlockwiseBackward(torch.autograd.Function):
 
 
 def _heads_inside(
-    like: Float[Tensor, "batch heads length _"], width: int, plan: Plan
+    like: Float[Tensor, "batch heads length _"], width: int, plan: BlockwisePlan
 ) -> Float[Tensor, "batch heads length {width}"]:
     """Room whose heads lie side by side in memory, where the projections have them; zeros where no block is."""
     batch, heads, length, _ = like.shape

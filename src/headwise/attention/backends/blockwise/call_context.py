@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.attention.backends.blockwise.plan import Block
+from headwise.attention.backends.blockwise.plan import PlannedBlock
 from headwise.attention.backends.blockwise.tiles import Tile
 from headwise.attention.backends.blockwise.visibility import TileVisibility, key_indices
 from headwise.attention.masks.base import Grid
@@ -61,7 +61,7 @@ class CallContext:
         return visibility
 
     def copy_cells(
-        self, sequence: int, positions: range, block: Block, shift: int
+        self, sequence: int, positions: range, block: PlannedBlock, shift: int
     ) -> tuple[Int[Tensor, " cells"], Int[Tensor, " ends"]]:
         """Return the cells of a block whose key is `shift` tokens after an earlier copy of the row's token.
 

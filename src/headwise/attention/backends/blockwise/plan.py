@@ -17,18 +17,18 @@ LEAST_ROWS, MOST_ROWS = 64, 512
 """Between these lies the number of rows of a block, unless it is given."""
 
 
-class Part(NamedTuple):
+class KeyRange(NamedTuple):
     """Key columns of a block that are alike: all allowed, or masked one by one."""
 
     columns: range
     masked: bool
 
 
-class Block(NamedTuple):
+class PlannedBlock(NamedTuple):
     """Some query rows and the key columns they may attend to, in order, without those that are empty."""
 
     rows: range
-    parts: tuple[Part, ...]
+    parts: tuple[KeyRange, ...]
 
     @property
     def spans(self) -> list[range]:
@@ -47,20 +47,20 @@ class Block(NamedTuple):
         return sum(len(part.columns) for part in self.parts)
 
 
-class Piece(NamedTuple):
+class MaskGroup(NamedTuple):
     """Sequences and heads under one mask, which is laid over `grid`."""
 
     sequences: range
     heads: range
     mask: Mask | None
     grid: Grid
-    blocks: tuple[Block, ...]
+    blocks: tuple[PlannedBlock, ...]
 
 
-Plan = tuple[Piece, ...]
+BlockwisePlan = tuple[MaskGroup, ...]
 
 
-def plan_of(mask: Mask | None, grid: Grid, call: int, rows: int | None = None, most: int = MOST_ROWS) -> Plan:
+def plan_of(mask: Mask | None, grid: Grid, call: int, rows: int | None = None, most: int = MOST_ROWS) -> BlockwisePlan:
     """The blocks of `rows` query rows that hold something, sequences and heads taken apart where that is less work.
 
     The operations of a block cost as much as `call` scores beside their work. Unless given, the rows are `rows_of` each
@@ -92,11 +92,13 @@ def _ways_apart(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
     return [(s, h) for s in {False, sequences} for h in {False, heads}]
 
 
-def _plan(mask: Mask | None, grid: Grid, call: int, rows: int | None, most: int, apart: tuple[bool, bool]) -> Plan:
+def _plan(
+    mask: Mask | None, grid: Grid, call: int, rows: int | None, most: int, apart: tuple[bool, bool]
+) -> BlockwisePlan:
     """The plan in which sequences, heads or both are taken apart."""
     if mask is None:
         blocks = _blocks(None, grid, call, rows, most, grid.batch * grid.heads)
-        return (Piece(range(grid.batch), range(grid.heads), None, grid, blocks),)
+        return (MaskGroup(range(grid.batch), range(grid.heads), None, grid, blocks),)
     part = replace(grid, batch=1 if apart[0] else grid.batch, heads=1 if apart[1] else grid.heads)
     masks = [mask.of_sequence(index) for index in range(grid.batch)] if apart[0] else [mask] * grid.batch
     pieces = []
@@ -106,7 +108,7 @@ def _plan(mask: Mask | None, grid: Grid, call: int, rows: int | None, most: int,
         for heads in _runs(of_heads):
             mask = of_heads[heads.start]
             blocks = _blocks(mask, part, call, rows, most, len(sequences) * len(heads))
-            pieces.append(Piece(sequences, heads, mask, part, blocks))
+            pieces.append(MaskGroup(sequences, heads, mask, part, blocks))
     return tuple(pieces)
 
 
@@ -116,33 +118,35 @@ def _runs(masks: list[Mask]) -> list[range]:
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(masks)], strict=True)]
 
 
-def _blocks(mask: Mask | None, grid: Grid, call: int, rows: int | None, most: int, together: int) -> tuple[Block, ...]:
+def _blocks(
+    mask: Mask | None, grid: Grid, call: int, rows: int | None, most: int, together: int
+) -> tuple[PlannedBlock, ...]:
     """The blocks of one mask that hold something."""
     rows = min(rows_of(mask, grid, call, together), most) if rows is None else rows
     ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))
-    blocks = (Block(some, tuple(parts_of(mask, grid, some, range(grid.keys)))) for some in ranges)
+    blocks = (PlannedBlock(some, tuple(parts_of(mask, grid, some, range(grid.keys)))) for some in ranges)
     return tuple(block for block in blocks if block.parts)
 
 
-def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list[Part]:
+def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list[KeyRange]:
     """The columns that are not empty, found by halving what the mask does not decide as a whole."""
     if mask is None or not columns:
-        return [Part(columns, False)] if columns else []
+        return [KeyRange(columns, False)] if columns else []
     coverage = mask.coverage(grid, rows, columns)
     if coverage is not Coverage.PARTIAL:
-        return [] if coverage is Coverage.EMPTY else [Part(columns, False)]
+        return [] if coverage is Coverage.EMPTY else [KeyRange(columns, False)]
     if len(columns) <= COLUMNS:
-        return [Part(columns, True)]
+        return [KeyRange(columns, True)]
     middle = columns.start + -(-len(columns) // (2 * COLUMNS)) * COLUMNS
     left = parts_of(mask, grid, rows, range(columns.start, middle))
     right = parts_of(mask, grid, rows, range(middle, columns.stop))
     if left and right and left[-1].masked == right[0].masked and left[-1].columns.stop == right[0].columns.start:
-        joined = Part(range(left[-1].columns.start, right[0].columns.stop), left[-1].masked)
+        joined = KeyRange(range(left[-1].columns.start, right[0].columns.stop), left[-1].masked)
         return [*left[:-1], joined, *right[1:]]
     return left + right
 
 
-def cells_of(plan: Plan) -> int:
+def score_count(plan: BlockwisePlan) -> int:
     """How many scores a plan computes."""
     return sum(
         len(piece.sequences) * len(piece.heads) * len(block.rows) * block.width
@@ -151,11 +155,11 @@ def cells_of(plan: Plan) -> int:
     )
 
 
-def reads_most(plan: Plan) -> bool:
+def reads_most(plan: BlockwisePlan) -> bool:
     """Whether some block reads half of the keys or more, so that it pays to lay them out for it."""
     return any(2 * block.width >= piece.grid.keys for piece in plan for block in piece.blocks)
 
 
-def cost_of(plan: Plan, call: int) -> int:
+def cost_of(plan: BlockwisePlan, call: int) -> int:
     """What a plan costs, in scores: those it computes, and `call` for each block."""
-    return cells_of(plan) + call * sum(len(piece.blocks) for piece in plan)
+    return score_count(plan) + call * sum(len(piece.blocks) for piece in plan)

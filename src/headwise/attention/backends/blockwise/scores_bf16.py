@@ -15,11 +15,11 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from headwise.attention.backends.blockwise.plan import Plan, reads_most
+from headwise.attention.backends.blockwise.plan import BlockwisePlan, reads_most
 from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, Tile, products
 from headwise.shapes import Float
 
-CALL = 2**18
+BLOCK_OVERHEAD = 2**18
 """What the operations of one block cost beside their work, in scores that could be computed meanwhile."""
 
 FARTHEST = 8.0
@@ -37,7 +37,7 @@ class BFloat16Scores:
         q: Float[Tensor, "batch heads queries head_dim"],
         k: Float[Tensor, "batch kv_heads keys head_dim"],
         scale: float,
-        plan: Plan,
+        plan: BlockwisePlan,
         pool: Pool,
         shifts: Float[Tensor, "batch heads queries 1"],
     ) -> None:
@@ -99,7 +99,7 @@ class BFloat16Scores:
         return scores
 
 
-def and_ones(tensor: Float[Tensor, "*axes keys width"], plan: Plan) -> Float[Tensor, "*axes width_and_2 keys"]:
+def and_ones(tensor: Float[Tensor, "*axes keys width"], plan: BlockwisePlan) -> Float[Tensor, "*axes width_and_2 keys"]:
     """One more feature that is 1 everywhere, and one that is 0, since bfloat16 takes them in pairs.
 
     Products are faster where keys lie side by side in memory, but part of the keys is copied out slowly from there.

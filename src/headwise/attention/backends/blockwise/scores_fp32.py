@@ -6,7 +6,7 @@ from torch import Tensor
 from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, Tile, pick, products
 from headwise.shapes import Float
 
-CALL = 2**17
+BLOCK_OVERHEAD = 2**17
 """What the operations of one block cost beside their work, in scores that could be computed meanwhile."""
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.attention.backends.blockwise.plan import Block, Part, Piece, Plan
+from headwise.attention.backends.blockwise.plan import BlockwisePlan, KeyRange, MaskGroup, PlannedBlock
 from headwise.attention.masks.base import Grid
 from headwise.shapes import Bool, Float
 
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
     Tiles of one pattern that have the same block hide the same, in all sequences and heads; None stands for no other.
     """
 
-    block: Block
+    block: PlannedBlock
     sequences: slice
     heads: slice
     kv_heads: slice
@@ -103,10 +103,10 @@ def whole_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads row
     """Some rows of every head, over all keys."""
     every, heads = slice(0, grid.batch), slice(0, grid.heads)
     hidden = Hidden(0, torch.where(allowed, torch.inf, LOWEST))
-    return Tile(Block(rows, (Part(range(grid.keys), True),)), every, heads, heads, [hidden], None)
+    return Tile(PlannedBlock(rows, (KeyRange(range(grid.keys), True),)), every, heads, heads, [hidden], None)
 
 
-def tiles(plan: Plan, q: Tensor, k: Tensor, holes: Tensor | None) -> Iterator[Tile]:
+def tiles(plan: BlockwisePlan, q: Tensor, k: Tensor, holes: Tensor | None) -> Iterator[Tile]:
     """Every tile of a plan; `holes` is a bias that hides what it makes -inf."""
     found: dict[Any, tuple[list[Hidden], Tensor | None]] = {}
     for piece, block in _blocks_of(plan):
@@ -129,7 +129,7 @@ class Pool:
 
     _kept = threading.local()
 
-    def __init__(self, plan: Plan, q: Tensor, k: Tensor) -> None:
+    def __init__(self, plan: BlockwisePlan, q: Tensor, k: Tensor) -> None:
         self._like = q
         self._size = max((_size(*where, q, k) for where in _blocks_of(plan)), default=0)
         self._held: dict[str, Tensor] = {}
@@ -171,18 +171,18 @@ def products(
     return products
 
 
-def _blocks_of(plan: Plan) -> Iterator[tuple[Piece, Block]]:
+def _blocks_of(plan: BlockwisePlan) -> Iterator[tuple[MaskGroup, PlannedBlock]]:
     """Every block of the plan, with its piece."""
     return ((piece, block) for piece in plan for block in piece.blocks)
 
 
-def _size(piece: Piece, block: Block, q: Tensor, k: Tensor) -> int:
+def _size(piece: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) -> int:
     """The number of scores in the largest tile of a block, which is its first."""
     sequences, heads, _ = next(_shares(piece, block, q, k))
     return int((sequences.stop - sequences.start) * (heads.stop - heads.start)) * len(block.rows) * block.width
 
 
-def _shares(piece: Piece, block: Block, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+def _shares(piece: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
     """Sequences, heads and key/value heads that a block is computed in: as many at once as `TILE_BYTES` holds."""
     group = q.shape[1] // k.shape[1]
     first, last = piece.heads.start, piece.heads.stop
@@ -200,7 +200,7 @@ def _shares(piece: Piece, block: Block, q: Tensor, k: Tensor) -> Iterator[tuple[
             yield sequences, slice(max(at * group, first), min(end * group, last)), slice(at, end)
 
 
-def _pattern(piece: Piece, block: Block) -> Any:
+def _pattern(piece: MaskGroup, block: PlannedBlock) -> Any:
     """What blocks have in common that hide the same, where the mask goes by distance; otherwise None."""
     if piece.mask is None or not (piece.mask.by_distance and piece.grid.aligned):
         return None
@@ -210,7 +210,7 @@ def _pattern(piece: Piece, block: Block) -> Any:
 
 
 def _hidden(
-    piece: Piece, block: Block, holes: Float[Tensor, "#batch #heads #queries #keys"] | None, like: Tensor
+    piece: MaskGroup, block: PlannedBlock, holes: Float[Tensor, "#batch #heads #queries #keys"] | None, like: Tensor
 ) -> tuple[list[Hidden], Bool[Tensor, "#batch #heads rows 1"] | None]:
     """The ceilings of a block's parts, and which rows have a key at all; None where all have one."""
     allowed, offset = [], 0

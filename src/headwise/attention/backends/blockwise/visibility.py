@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.attention.backends.blockwise.plan import Block
+from headwise.attention.backends.blockwise.plan import PlannedBlock
 from headwise.attention.backends.blockwise.tiles import Tile
 from headwise.attention.masks.base import Grid
 from headwise.shapes import Bool, Float, Int
@@ -214,6 +214,6 @@ class TileVisibility:
         return self.query_positions[0][len(self.tile.block.rows) // 2]
 
 
-def key_indices(block: Block, device: torch.device) -> Int[Tensor, " columns"]:
+def key_indices(block: PlannedBlock, device: torch.device) -> Int[Tensor, " columns"]:
     """Return the index in k of each column of a block."""
     return torch.cat([torch.arange(keys.start, keys.stop, device=device) for keys in block.spans])
