@@ -90,7 +90,7 @@ class Timed:
 def ours(model: nn.Module, batch: Batch, heads: Sequence[tuple[int, int]], every: int) -> tuple[float, list[Tensor]]:
     """Seconds that all heads would take, and the losses: of the whole model and without each head."""
     timed = Timed(hw.next_token_loss)
-    hw.ablate(model, [batch], timed, of={f"{layer}.{head}": [(layer, head)] for layer, head in heads})
+    hw.ablate(model, [batch], timed, units={f"{layer}.{head}": [(layer, head)] for layer, head in heads})
     find, whole, *without = timed.seconds
     return find + whole + every * statistics.fmean(without), timed.found[1:]
 

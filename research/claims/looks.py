@@ -154,7 +154,7 @@ def removals(
         sets[f"least {number}"] = ranking[:number]
         for each in range(drawn if number < len(ranking) else 0):
             sets[f"random {number} {each}"] = order.sample(ranking, number)
-    found = hw.ablate(model, held_out, loss, of=sets)
+    found = hw.ablate(model, held_out, loss, units=sets)
     losses = {row.name: row.statistics["loss"].value for row in found.rows}
     return {
         "heads": len(ranking),

@@ -43,10 +43,10 @@ def smollm2() -> None:
     profile = hw.profile(model, texts, out=folder, **common)
     sets = with_controls(profile.roles()["induction"], profile)
     repeats = hw.random_repeats(len(loaded.tokenizer), avoid=loaded.tokenizer.all_special_ids)
-    for name, how in (("zero", hw.replacements.zero()), ("mean", hw.replacements.mean(texts))):
-        of_sets: dict[str, Any] = {"of": sets, "how": how, **common}
+    for name, replacement in (("zero", hw.replacements.zero()), ("mean", hw.replacements.mean(texts))):
+        of_sets: dict[str, Any] = {"units": sets, "replacement": replacement, **common}
         hw.ablate(model, [{"input_ids": repeats}], repeated_loss, out=folder / f"repeated-{name}", **of_sets)
-    hw.ablate(model, texts, hw.next_token_loss, out=folder / "text-zero", of=sets, **common)
+    hw.ablate(model, texts, hw.next_token_loss, out=folder / "text-zero", units=sets, **common)
 
 
 def repeated_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -62,7 +62,7 @@ def test_each_head_alone():
     assert list(found.table()) == ["layer", "head", "kv_head", "module", "kind", "cost", "loss"]
 
 
-HOW = {
+REPLACEMENTS = {
     "a half": lambda: 0.5,
     "one": lambda: 1.0,
     "uniform": hw.replacements.uniform,
@@ -70,15 +70,15 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_what_takes_the_place_of_a_head(how):
+@pytest.mark.parametrize("replacement", REPLACEMENTS)
+def test_what_takes_the_place_of_a_head(replacement):
     model = causal()
-    found = hw.ablate(model, texts(), hw.next_token_loss, how=HOW[how]())
+    found = hw.ablate(model, texts(), hw.next_token_loss, replacement=REPLACEMENTS[replacement]())
     whole = by_hand(model, hw.next_token_loss, {})
     for layer, head in ((0, 1), (1, 4)):
-        without = by_hand(model, hw.next_token_loss, {(layer, head): HOW[how]()})
+        without = by_hand(model, hw.next_token_loss, {(layer, head): REPLACEMENTS[replacement]()})
         same(found.head(layer, head).statistics["cost"], [a - b for a, b in zip(without, whole, strict=True)])
-    if how == "one":
+    if replacement == "one":
         assert all(row.statistics["cost"].value == 0.0 for row in found.rows)
 
 
@@ -88,14 +88,14 @@ def test_layers_groups_and_sets():
     def costs(values):
         return [a - b for a, b in zip(by_hand(model, hw.next_token_loss, values), whole, strict=True)]
 
-    layers = hw.ablate(model, texts(), hw.next_token_loss, of="layers")
+    layers = hw.ablate(model, texts(), hw.next_token_loss, units="layers")
     assert [row.name for row in layers.rows] == ["layer 0", "layer 1"]
     same(layers.rows[1].statistics["cost"], costs({1: 0.0}))
-    groups = hw.ablate(model, texts(), hw.next_token_loss, of="groups")
+    groups = hw.ablate(model, texts(), hw.next_token_loss, units="groups")
     assert [row.name for row in groups.rows] == ["group 0.0", "group 0.1", "group 1.0", "group 1.1"]
     assert groups.rows[1].heads == ["0.3", "0.4", "0.5"]
     same(groups.rows[2].statistics["cost"], costs({(1, 0): 0.0, (1, 1): 0.0, (1, 2): 0.0}))
-    sets = hw.ablate(model, texts(), hw.next_token_loss, of={"a": [(1, 5)], "b": [(1, 0), (0, 3)]})
+    sets = hw.ablate(model, texts(), hw.next_token_loss, units={"a": [(1, 5)], "b": [(1, 0), (0, 3)]})
     same(sets.rows[1].statistics["cost"], costs({(0, 3): 0.0, (1, 0): 0.0}))
 
 
@@ -187,8 +187,8 @@ def test_a_run_goes_on_with_the_same_alone(tmp_path, monkeypatch):
         hw.ablate(model, texts(), stops_after(20)[0], out=tmp_path)
     changed = {
         "settings.loss differs": {"loss": hw.MaskedTokenLoss(1)},
-        "settings.how differs": {"how": hw.replacements.uniform()},
-        "settings.of differs": {"of": "layers"},
+        "settings.replacement differs": {"replacement": hw.replacements.uniform()},
+        "settings.units differs": {"units": "layers"},
         "data.limit differs": {"dataset": texts(limit=3)},
         "weights differs": {"model": tiny.model("decoder", seed=1, top="ForCausalLM").double()},
     }
@@ -245,13 +245,13 @@ def test_what_cannot_be_ablated():
         "model: expected a torch module, got str": lambda: hw.ablate("m", texts(), loss),
         "dataset: expected at least one batch, got none": lambda: hw.ablate(model, [], loss),
         "dataset: expected batches: tensors": lambda: hw.ablate(model, ["a text"], loss),
-        "of: expected one of heads, layers, groups, or sets of heads by name, got 'all'": lambda: hw.ablate(
-            model, texts(), loss, of="all"
+        "units: expected one of heads, layers, groups, or sets of heads by name, got 'all'": lambda: hw.ablate(
+            model, texts(), loss, units="all"
         ),
-        r"of: expected heads \(layer, head\) of this model in 'a', got \(0, 6\)": lambda: hw.ablate(
-            model, texts(), loss, of={"a": [(0, 6)]}
+        r"units: expected heads \(layer, head\) of this model in 'a', got \(0, 6\)": lambda: hw.ablate(
+            model, texts(), loss, units={"a": [(0, 6)]}
         ),
-        "of: expected heads in 'a', got none": lambda: hw.ablate(model, texts(), loss, of={"a": []}),
+        "units: expected heads in 'a', got none": lambda: hw.ablate(model, texts(), loss, units={"a": []}),
         r"loss: expected one number an example, .* of shape \(1,\), got torch.float64 of shape": lambda: hw.ablate(
             model, texts(), lambda model, batch: loss(model, batch).mean()
         ),
@@ -299,7 +299,9 @@ def test_the_command(headwise, tmp_path):
     assert "and 7 more" in printed
     assert "of 12, removed one at a time," in printed
     assert headwise("profile", "--no-repeats")[0] == 0
-    status, printed, _ = headwise("ablate", "--of", "roles", "--roles", tmp_path / "out", "--how", "uniform", "--force")
+    status, printed, _ = headwise(
+        "ablate", "--units", "roles", "--roles", tmp_path / "out", "--replacement", "uniform", "--force"
+    )
     assert status == 0
     assert {row.name for row in hw.SetAblation.load(tmp_path / "out").rows} == set(
         hw.load_profile(tmp_path / "out").roles()
@@ -327,9 +329,9 @@ def test_the_command_for_importance(headwise, tmp_path):
     [
         (("--loss", "accuracy"), "loss: expected one of next-token, masked-token, embedding, got 'accuracy'"),
         (("--loss", "masked-token"), "model: expected"),
-        (("--how", "random"), "how: expected one of zero, uniform, mean, got 'random'"),
-        (("--of", "neurons"), "of: expected one of heads, layers, groups"),
-        (("--of", "roles"), "roles: expected a profile's folder with --of roles, and only then, got None"),
+        (("--replacement", "random"), "replacement: expected one of zero, uniform, mean, got 'random'"),
+        (("--units", "neurons"), "units: expected one of heads, layers, groups"),
+        (("--units", "roles"), "roles: expected a profile's folder with --units roles, and only then, got None"),
         (("--device", "tpu9"), "device: expected a device that torch can use, got 'tpu9'"),
     ],
 )

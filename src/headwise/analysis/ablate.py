@@ -70,8 +70,8 @@ def ablate(
     dataset: Texts | Iterable[Any],
     loss: Loss,
     *,
-    how: float | Replacement | None = None,
-    of: str | Mapping[str, Collection[tuple[int, int]]] = "heads",
+    replacement: float | Replacement | None = None,
+    units: str | Mapping[str, Collection[tuple[int, int]]] = "heads",
     out: str | Path | None = None,
     force: bool = False,
     progress: bool = False,
@@ -87,9 +87,9 @@ def ablate(
         model: any module that `watch` can see into, which does the same when it is given the same.
         dataset: `Texts`, or batches as the model takes them: mappings of its arguments, or tensors.
         loss: `(model, batch) -> (batch,)`, such as `next_token_loss`, `MaskedTokenLoss(...)`, `EmbeddingDistance()`.
-        how: what takes the place of a head's output, `zero()` by default: a number that multiplies it, `mean(dataset)`,
-            `uniform()` and others.
-        of: what is removed at a time: "heads"; whole "layers"; "groups" of heads that share keys and values; or sets of
+        replacement: takes the place of a head's output, `zero()` by default: a number that multiplies it,
+            `mean(dataset)`, `uniform()` and others.
+        units: removed at a time: "heads"; whole "layers"; "groups" of heads that share keys and values; or sets of
             `(layer, head)` by name, such as `profile.roles()`.
         out: a folder for the table. A run that was stopped goes on there when it is called again with the same
             arguments, and comes to the same numbers.
@@ -107,27 +107,31 @@ def ablate(
     """
     require_module(model)
     texts = dataset = dataset.within(model) if isinstance(dataset, Texts) else dataset
-    if not isinstance(of, Mapping) and of not in KINDS:
-        raise InputError("of", expected=f"one of {', '.join(KINDS)}, or sets of heads by name", got=repr(of))
-    how = zero() if how is None else how
-    asked = of if isinstance(of, str) else {name: [f"{layer}.{head}" for layer, head in of[name]] for name in of}
+    if not isinstance(units, Mapping) and units not in KINDS:
+        raise InputError("units", expected=f"one of {', '.join(KINDS)}, or sets of heads by name", got=repr(units))
+    replacement = zero() if replacement is None else replacement
+    asked = (
+        units
+        if isinstance(units, str)
+        else {name: [f"{layer}.{head}" for layer, head in units[name]] for name in units}
+    )
     settings = run_settings(
         model,
         texts if isinstance(texts, Texts) else None,
         title,
-        of=asked,
-        how=type(how).__name__.lower() if isinstance(how, Replacement) else how,
+        units=asked,
+        replacement=type(replacement).__name__.lower() if isinstance(replacement, Replacement) else replacement,
         loss=getattr(loss, "__name__", type(loss).__name__),
     )
-    table: type[Ablation | SetAblation] = Ablation if of == "heads" else SetAblation
+    table: type[Ablation | SetAblation] = Ablation if units == "heads" else SetAblation
     run: _Run = CheckpointedRun(AblationProgress, table, out, settings)
     run.claim_folder(force=force)
     finished = run.finished_table()
     with evaluation_mode(model), torch.no_grad():
         if finished is not None:
             return require_same_data(finished, dataset, run)
-        units, state = _measured(model, dataset, loss, how, of, run, progress)
-        found = table(tuple(_rows(units, state)), {**settings, **_about(state)})
+        removed, state = _measured(model, dataset, loss, replacement, units, run, progress)
+        found = table(tuple(_rows(removed, state)), {**settings, **_about(state)})
         run.finish(found)
         return found
 
@@ -266,11 +270,11 @@ def _units(seen: SiteRegistry, of: Any, how: Any, model: nn.Module) -> Iterator[
         gated: dict[Site, list[Gated]] = {}
         for layer, head in heads:
             if (layer, head) not in there:
-                raise InputError("of", expected=f"heads (layer, head) of this model in {name!r}", got=(layer, head))
+                raise InputError("units", expected=f"heads (layer, head) of this model in {name!r}", got=(layer, head))
             record = there[layer, head]
             gated.setdefault(record.site, []).append(Gated(head, value))
         if not gated:
-            raise InputError("of", expected=f"heads in {name!r}", got="none")
+            raise InputError("units", expected=f"heads in {name!r}", got="none")
         yield Unit(gated, HeadSet, {"name": name, "heads": [f"{layer}.{head}" for layer, head in heads]})
 
 

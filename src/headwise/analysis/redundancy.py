@@ -237,7 +237,7 @@ def _cover(
     clusters = list(clusters)
     sets = {f"{layer}.{head}": [(layer, head)] for heads in clusters for layer, head in heads}
     sets |= {f"cluster {number}": list(heads) for number, heads in enumerate(clusters)}
-    rows = ablate(model, dataset, loss, of=sets).rows
+    rows = ablate(model, dataset, loss, units=sets).rows
     costs = {name: row.statistics["cost"] for name, row in zip(sets, rows, strict=True)}
     for number, heads in enumerate(clusters):
         alone = tuple(costs[f"{layer}.{head}"] for layer, head in heads)

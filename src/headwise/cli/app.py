@@ -140,11 +140,11 @@ def ablate(
     out: Out,
     model: Model = "minilm",
     loss: LossName = None,
-    how: Annotated[
+    replacement: Annotated[
         str, typer.Option(help="What takes the place of a head: zero, uniform attention, or its mean over the data.")
     ] = "zero",
-    of: Annotated[str, typer.Option(help="What is removed at a time: heads, layers, groups, or roles.")] = "heads",
-    roles: Annotated[Path | None, typer.Option(help="The folder of a profile, for --of roles.")] = None,
+    units: Annotated[str, typer.Option(help="What is removed at a time: heads, layers, groups, or roles.")] = "heads",
+    roles: Annotated[Path | None, typer.Option(help="The folder of a profile, for --units roles.")] = None,
     context: Context = None,
     documents: Documents = "whole",
     batch: Batch = 8,
@@ -156,13 +156,13 @@ def ablate(
 ) -> None:
     """Measure what a model's loss is without each head, layer, group or role."""
     with _mistakes_in_a_sentence():
-        if (of == "roles") != (roles is not None):
-            raise InputError("roles", expected="a profile's folder with --of roles, and only then", got=repr(roles))
-        sets = of if roles is None else load_profile(roles).roles()
+        if (units == "roles") != (roles is not None):
+            raise InputError("roles", expected="a profile's folder with --units roles, and only then", got=repr(roles))
+        sets = units if roles is None else load_profile(roles).roles()
         loaded, texts, found_loss = _with_loss(model, loss, data, context, documents, batch, limit, column)
         moved = loaded.model.to(LocalProcess(True, 0).device(device))
         options: Any = {"out": out, "force": force, "progress": True, "title": loaded.title}
-        found = without(moved, texts, found_loss, how=_replacement(how, texts), of=sets, **options)
+        found = without(moved, texts, found_loss, replacement=_replacement(replacement, texts), units=sets, **options)
         print_ablation(found, make_console(), top)
         _wrote(out)
 
@@ -223,7 +223,7 @@ def _replacement(name: str, texts: Texts) -> Replacement:
     """What takes the place of a head's output, by its name."""
     known: dict[str, Callable[[], Replacement]] = {"zero": zero, "uniform": uniform, "mean": lambda: mean(texts)}
     if name not in known:
-        raise InputError("how", expected=f"one of {', '.join(known)}", got=repr(name))
+        raise InputError("replacement", expected=f"one of {', '.join(known)}", got=repr(name))
     return known[name]()
 
 

@@ -19,8 +19,8 @@ def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int)
     """Print what costs most, and how many heads or sets can go one by one."""
     metadata: Any = ablation.metadata
     console.print(Text(_title(ablation), style="bold"), soft_wrap=True)
-    loss, how = metadata["settings"]["loss"], metadata["settings"]["how"]
-    console.print(f"loss: {loss}, {_with_error(ablation.baseline)} of the whole model; removed: {how}")
+    loss, replacement = metadata["settings"]["loss"], metadata["settings"]["replacement"]
+    console.print(f"loss: {loss}, {_with_error(ablation.baseline)} of the whole model; removed: {replacement}")
     print_scores(ablation, console, "cost", top)
     if loss == EmbeddingDistance.__name__:
         console.print("\na distance is never below 0: its error tells rows from each other, not from nothing")
