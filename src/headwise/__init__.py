@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.attention.attend import attend, explain, why_not
 from headwise.attention.backends.blockwise.backend import Blockwise
-from headwise.attention.cache import Cache, DynamicCache, SlidingCache, StaticCache
+from headwise.attention.caches.base import Cache
+from headwise.attention.caches.dynamic import DynamicCache
+from headwise.attention.caches.sliding import SlidingCache
+from headwise.attention.caches.static import StaticCache
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import (
     causal,

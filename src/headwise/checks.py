@@ -102,6 +102,13 @@ def positions_argument(
     return tensor
 
 
+def has_readable_values(tensor: Tensor) -> bool:
+    """Return whether Python code may branch on the tensor's values: not while compiling, under `vmap` or on meta."""
+    if torch.compiler.is_compiling() or tensor.is_meta:
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def _as_float(value: Any) -> float:
     """The value as a float; NaN, which no check lets pass, where it is none."""
     try:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from headwise.attention.backends.blockwise import tiles
-from headwise.attention.masks.base import Grid
+from headwise.attention.masks.grid import Grid
 from oracles import Plain, distance, plain_attention, plain_errors
 from strategies import Drawn, problems
 

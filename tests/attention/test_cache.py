@@ -19,13 +19,13 @@ def tokens(first: int, count: int, batch: int = BATCH):
 
 def append(cache, first: int, count: int, lengths=None):
     """One call: what there was to attend to, as numbers of tokens, and their positions."""
-    positions = cache.positions(BATCH, count, lengths, torch.device("cpu"))
-    joined = cache.joined(tokens(first, count), positions)
-    for tensor in joined.tensors:
+    positions = cache.next_positions(BATCH, count, lengths, torch.device("cpu"))
+    update = cache.prepare_update(tokens(first, count), positions)
+    for tensor in update.tensors:
         assert torch.equal(tensor, tensor[:, :1, :, :1].expand_as(tensor))
-    seen = joined.tensors[0][:, 0, :, 0].clone()
-    cache.keep(joined)
-    return seen, joined.key_positions, positions
+    seen = update.tensors[0][:, 0, :, 0].clone()
+    cache.commit(update)
+    return seen, update.key_positions, positions
 
 
 def static(capacity: int = 6) -> hw.StaticCache:
@@ -118,7 +118,7 @@ def test_a_token_more_costs_what_it_takes_itself():
         moves += cache.tensors[0].data_ptr() != before
         before = cache.tensors[0].data_ptr()
     assert moves == 6  # room for 64 more, then for half as many again: 165, 249, 375, 564, 847, 1272
-    assert cache.room[0].shape[2] == 1272
+    assert cache.buffers[0].shape[2] == 1272
 
 
 @torch.no_grad()
@@ -146,7 +146,7 @@ def test_copies_share_nothing(make):
         cache.crop(2) if isinstance(cache, hw.DynamicCache) else cache.reset()
         append(cache, 8, 2)
         assert append(other, 9, 1)[0][0].tolist() == [0, 1, 2, 3, 7, 9]
-        assert twin(make()).seen == 0
+        assert twin(make()).token_count == 0
 
 
 @torch.no_grad()
@@ -165,7 +165,7 @@ def test_a_step_that_is_not_kept_leaves_no_trace(make):
     append(cache, 0, 3)
     append(cache, 3, 1)
     for _ in range(3):
-        cache.joined(tokens(50, 70), cache.positions(BATCH, 70, None, torch.device("cpu")))
+        cache.prepare_update(tokens(50, 70), cache.next_positions(BATCH, 70, None, torch.device("cpu")))
     assert append(cache, 4, 1)[0][0].tolist() == [0, 1, 2, 3, 4]
 
 
@@ -176,9 +176,9 @@ def test_what_a_gradient_may_need_is_never_written_over():
         append(cache, 0, 2)
         append(cache, 2, 1)
     keys, values = (tensor.clone().requires_grad_() for tensor in tokens(3, 2))
-    joined = cache.joined((keys, values), cache.positions(BATCH, 2, None, torch.device("cpu")))
-    cache.keep(joined)
-    y = (joined.tensors[0].exp() ** 2).sum() + (joined.tensors[1] ** 2).sum()
+    update = cache.prepare_update((keys, values), cache.next_positions(BATCH, 2, None, torch.device("cpu")))
+    cache.commit(update)
+    y = (update.tensors[0].exp() ** 2).sum() + (update.tensors[1] ** 2).sum()
     with torch.no_grad():
         cache.crop(3)
         assert append(cache, 7, 1)[0][0].tolist() == [0, 1, 2, 7]
@@ -192,7 +192,7 @@ def test_what_a_gradient_may_need_is_never_written_over():
 def test_what_a_cache_was_handed_first_is_not_written_over():
     cache = hw.DynamicCache()
     handed = tuple(tensor.clone() for tensor in tokens(0, 4))
-    cache.keep(cache.joined(handed, cache.positions(BATCH, 4, None, torch.device("cpu"))))
+    cache.commit(cache.prepare_update(handed, cache.next_positions(BATCH, 4, None, torch.device("cpu"))))
     cache.crop(1)
     append(cache, 9, 2)
     assert all(torch.equal(now, before) for now, before in zip(handed, tokens(0, 4), strict=True))
@@ -218,10 +218,10 @@ def test_under_vmap_nothing_is_written_in_place():
     append(cache, 2, 1)
 
     def one(key):
-        joined = cache.joined((key, key), torch.tensor([[3]]))
-        return joined.tensors[0]
+        update = cache.prepare_update((key, key), torch.tensor([[3]]))
+        return update.tensors[0]
 
-    cache.tensors, cache.room = (cache.tensors[0],) * 2, (cache.room[0],) * 2
+    cache.tensors, cache.buffers = (cache.tensors[0],) * 2, (cache.buffers[0],) * 2
     keys = torch.stack([tokens(first, 1)[0] for first in (5, 7)])
     assert torch.vmap(one)(keys)[:, 0, 0, :, 0].tolist() == [[0, 1, 2, 5], [0, 1, 2, 7]]
 
@@ -249,10 +249,10 @@ def test_a_static_cache_gives_each_sequence_its_own_length():
 
 def test_a_static_cache_shows_all_its_room_where_tensors_speak_of_it():
     cache = static()
-    positions = cache.positions(BATCH, 2, None, torch.device("cpu"))
-    joined = cache.joined(tokens(0, 2), positions, whole=True)
-    assert [tensor.shape[2] for tensor in joined.tensors] == [6, 6]
-    assert joined.key_positions.tolist() == [[0, 1, -1, -1, -1, -1]] * 2
+    positions = cache.next_positions(BATCH, 2, None, torch.device("cpu"))
+    update = cache.prepare_update(tokens(0, 2), positions, full_capacity=True)
+    assert [tensor.shape[2] for tensor in update.tensors] == [6, 6]
+    assert update.key_positions.tolist() == [[0, 1, -1, -1, -1, -1]] * 2
 
 
 def test_padding_beyond_the_capacity_is_written_nowhere():
@@ -325,28 +325,28 @@ def test_mistakes():
             each.reorder([0, 2])
     other = tuple(torch.zeros(BATCH, KV_HEADS, 1, width) for width in (HEAD_DIM, HEAD_DIM))
     with pytest.raises(hw.InputError, match=r"^cache: expected heads, .*\(3, 5, .*; a cache belongs to one"):
-        filled_dynamic.joined(other, torch.tensor([[1]]))
+        filled_dynamic.prepare_update(other, torch.tensor([[1]]))
     elsewhere = tuple(tensor.to("meta") for tensor in tokens(0, 1))
     with pytest.raises(hw.InputError, match="^cache: expected tensors on meta like the layer, got cpu"):
-        filled_dynamic.joined(elsewhere, torch.tensor([[1]]))
-    positions = cache.positions(BATCH, 1, None, torch.device("cpu"))
+        filled_dynamic.prepare_update(elsewhere, torch.tensor([[1]]))
+    positions = cache.next_positions(BATCH, 1, None, torch.device("cpu"))
     with pytest.raises(
         hw.InputError, match="^cache: expected keys and values of torch.float32 on cpu, got torch.float64"
     ):
-        cache.joined(tuple(each.double() for each in tokens(0, 1)), positions)
+        cache.prepare_update(tuple(each.double() for each in tokens(0, 1)), positions)
     with pytest.raises(hw.InputError, match="^cache: expected no gradient, .* call the layer under torch.no_grad"):
-        cache.joined(tuple(each.clone().requires_grad_() for each in tokens(0, 1)), positions)
+        cache.prepare_update(tuple(each.clone().requires_grad_() for each in tokens(0, 1)), positions)
     with pytest.raises(hw.InputError, match=r"^cache: expected room for \[\(3, 5\)\] heads .* \(3, 7\)\]"):
-        cache.joined(tokens(0, 1)[:1], positions)
+        cache.prepare_update(tokens(0, 1)[:1], positions)
     with pytest.raises(hw.InputError, match="^capacity: expected a whole number of 1 or more, got 0"):
         static(capacity=0)
 
     for cache in (hw.DynamicCache(), hw.SlidingCache(2)):
         append(cache, 0, 5)
         with pytest.raises(hw.InputError, match="^x: expected the batch of 2 that the cache holds, got a batch of 4"):
-            cache.positions(4, 1, None, torch.device("cpu"))
+            cache.next_positions(4, 1, None, torch.device("cpu"))
         with pytest.raises(hw.InputError, match="^lengths: expected a StaticCache, .*, got .*Cache"):
-            cache.positions(BATCH, 1, [1, 1], torch.device("cpu"))
+            cache.next_positions(BATCH, 1, [1, 1], torch.device("cpu"))
         with pytest.raises(hw.InputError, match="^length: expected a whole number of 0 or more, got -1"):
             cache.crop(-1)
     with pytest.raises(hw.InputError, match="^length: expected 5 or more: a sliding cache has dropped .*, got 4"):

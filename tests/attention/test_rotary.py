@@ -274,7 +274,7 @@ def test_scaled_rotation_in_float64(scaling, frequencies, factor):
 
 def test_angles_that_grow_with_the_text():
     grown, still = Rotary(scaling=DynamicNTK(2.0, 5)), Rotary(scaling=YaRN(2.0, 5))
-    assert (grown.grows, still.grows, Rotary().grows) == (True, False, False)
+    assert (grown.depends_on_length, still.depends_on_length, Rotary().depends_on_length) == (True, False, False)
     x, positions = tokens(), torch.arange(LENGTH)[None]
     of_text = grown.rotate(x, positions)
     assert not torch.allclose(of_text, Rotary().rotate(x, positions))

@@ -215,5 +215,5 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
         with torch.no_grad(), pytest.raises(hw.InputError, match="^gate: expected a shape of"):
             layer(x, cache=cache, gate=torch.ones(5))
         with torch.no_grad():
-            positions = cache.positions(BATCH, 1, None, torch.device("cpu"))
+            positions = cache.next_positions(BATCH, 1, None, torch.device("cpu"))
         assert positions.flatten().unique().tolist() == [3]

@@ -503,7 +503,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
     layer(X, cache=cache)
     with pytest.raises(hw.InputError, match="^gate: "):
         layer(X, cache=cache, gate=torch.ones(4))
-    assert cache.seen == 5
+    assert cache.token_count == 5
 
 
 @pytest.mark.usefixtures("as_user")

@@ -44,7 +44,7 @@ def alone(call: dict, index: int, length: int) -> dict:
 @pytest.fixture(params=[True, False], ids=["packed where possible", "masked"])
 def _packing(request, monkeypatch):
     if not request.param:
-        monkeypatch.setattr(packed.Padded, "is_worth_packing", False)
+        monkeypatch.setattr(packed.PaddedBatch, "should_pack", False)
 
 
 @pytest.mark.usefixtures("_packing")

@@ -146,7 +146,7 @@ def _why_unplanned(problem: Problem) -> str | None:
     hides_nothing = problem.mask is None or fused.uses_is_causal(problem)
     if hides_nothing and not fused.keeps_matrix(problem) and not blockwise.uses_bfloat16_scores(problem):
         return "where nothing is hidden, or the causal flag says it, products in float32 are the kernel's"
-    if problem.mask is not None and problem.mask.stored > problem.grid.queries * problem.grid.keys:
+    if problem.mask is not None and problem.mask.stored_values > problem.grid.queries * problem.grid.keys:
         return "a matrix for each sequence or head would take long to read"
     return None
 

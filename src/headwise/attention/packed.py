@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.attention.masks.base import can_be_read
-from headwise.checks import whole_numbers
+from headwise.checks import has_readable_values, whole_numbers
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int
 
@@ -31,28 +30,28 @@ def checked_offsets(name: str, offsets: Tensor | Sequence[int], total: int) -> l
     return numbers
 
 
-class Padded(NamedTuple):
+class PaddedBatch(NamedTuple):
     """A batch of sequences padded on the right: which of its tokens are real."""
 
     lengths: Int[Tensor, " batch"]
-    real: Bool[Tensor, "batch queries"]
+    is_real: Bool[Tensor, "batch queries"]
 
     @staticmethod
-    def checked(lengths: Tensor | Sequence[int], x: Float[Tensor, "*batch queries width"]) -> "Padded":
+    def from_lengths(lengths: Tensor | Sequence[int], x: Float[Tensor, "*batch queries width"]) -> "PaddedBatch":
         """Raise `InputError` for an x without a batch, and for lengths that are not of its sequences."""
         if x.ndim != 3:
             raise InputError("lengths", expected="x of shape (batch, queries, width)", got=tuple(x.shape))
         numbers = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence").to(x.device)
         if len(numbers) != len(x):
             raise InputError("lengths", expected=f"one for each of {len(x)} sequences", got=len(numbers))
-        if can_be_read(numbers) and ((numbers < 0) | (numbers > x.shape[1])).any():
+        if has_readable_values(numbers) and ((numbers < 0) | (numbers > x.shape[1])).any():
             raise InputError("lengths", expected=f"numbers from 0 to {x.shape[1]}, the tokens", got=numbers.tolist())
-        return Padded(numbers, torch.arange(x.shape[1], device=x.device) < numbers[:, None])
+        return PaddedBatch(numbers, torch.arange(x.shape[1], device=x.device) < numbers[:, None])
 
     @property
-    def is_worth_packing(self) -> bool:
+    def should_pack(self) -> bool:
         """Whether a sixteenth of the tokens is padding, and the lengths may be read: not while compiling."""
-        return can_be_read(self.lengths) and 16 * int(self.lengths.sum()) <= 15 * self.real.numel()
+        return has_readable_values(self.lengths) and 16 * int(self.lengths.sum()) <= 15 * self.is_real.numel()
 
     @property
     def offsets(self) -> list[int]:
@@ -65,12 +64,12 @@ class Padded(NamedTuple):
 
     def unpack(self, tokens: Float[Tensor, "tokens width"]) -> Float[Tensor, "batch queries width"]:
         """The tokens in their places, and 0 where there is padding."""
-        room = tokens.new_zeros(self.real.numel(), tokens.shape[-1])
-        return room.index_copy(0, self._places, tokens).view(*self.real.shape, -1)
+        room = tokens.new_zeros(self.is_real.numel(), tokens.shape[-1])
+        return room.index_copy(0, self._places, tokens).view(*self.is_real.shape, -1)
 
     @property
     def _places(self) -> Int[Tensor, " tokens"]:
-        return self.real.flatten().nonzero()[:, 0]
+        return self.is_real.flatten().nonzero()[:, 0]
 
 
 def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -102,17 +101,17 @@ def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Te
     return {name: tensor.values() for name, tensor in inputs.items()}, own
 
 
-def slices(offsets: Sequence[int]) -> list[slice]:
+def sequence_slices(offsets: Sequence[int]) -> list[slice]:
     """Each sequence's place among the tokens."""
     return [slice(start, stop) for start, stop in pairwise(offsets)]
 
 
-def positions(
+def positions_in_sequences(
     of_queries: Sequence[int], of_keys: Sequence[int], device: torch.device
 ) -> tuple[Int[Tensor, "1 queries"], Int[Tensor, "1 keys"]]:
     """Where each token stands in its own sequence, whose last query stands at its last key."""
     at_q, at_k = [torch.arange(0, device=device)], [torch.arange(0, device=device)]
-    for of_query, of_key in zip(slices(of_queries), slices(of_keys), strict=True):
+    for of_query, of_key in zip(sequence_slices(of_queries), sequence_slices(of_keys), strict=True):
         queries, keys = of_query.stop - of_query.start, of_key.stop - of_key.start
         at_q.append(torch.arange(keys - queries, keys, device=device))
         at_k.append(torch.arange(keys, device=device))

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from headwise.attention.rotary import precise
+from headwise.attention.rotary import most_precise_dtype
 from headwise.checks import flag, position_ids, whole_number
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
@@ -125,7 +125,7 @@ class RelativeBias(nn.Module):
     def buckets(self, distances: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
         """The bucket of each distance, position of the key minus position of the query."""
         size = distances.abs() if self.bidirectional else (-distances).clamp(min=0)
-        ratio = size.clamp(min=self._single).to(precise(size.device)) / self._single
+        ratio = size.clamp(min=self._single).to(most_precise_dtype(size.device)) / self._single
         wide = self._per_direction - self._single
         # A distance at the edge of two buckets is in the farther one, on whichever side of it the logarithm is rounded.
         steps = wide * ratio.log() / math.log(self.max_distance / self._single) + 1e-9

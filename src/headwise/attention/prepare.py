@@ -1,7 +1,7 @@
-"""Where tokens stand: queries and keys rotated to their places, and what a cache kept put before them.
+"""Rotation of queries and keys by their positions, and combination of new keys and values with cached ones.
 
-There are two sets of positions. Rotations and position biases go by those that a user may give. Masks go by the order
-in which tokens came, which follows from the layout unless a cache has dropped keys or has room between them.
+A call has two sets of positions. Rotary embeddings and position biases use those that the user may pass. Masks use
+the order of the tokens, which follows from the sizes unless a cache has dropped keys or has empty slots.
 """
 
 from typing import Any, NamedTuple
@@ -10,36 +10,44 @@ import torch
 from torch import Tensor
 
 from headwise.attention import packed
-from headwise.attention.cache import Cache, CacheUpdate, Kept
-from headwise.attention.masks.base import Grid
+from headwise.attention.caches.base import Cache, CachedTensors, CacheUpdate
+from headwise.attention.masks.grid import Grid
 from headwise.attention.rotary import Rotary
 from headwise.shapes import Float, Int
 
 
 class AttentionInputs(NamedTuple):
-    """Queries, keys and values, ready to attend, and where they stand."""
+    """Rotated queries, keys and values of one call, cached tokens included, with their positions.
+
+    Attributes:
+        q: queries of this call.
+        k: cached keys, and those of this call.
+        v: cached values, and those of this call.
+        query_positions: positions for rotary embeddings and position biases.
+        explicit_key_positions: the same for the keys; None where key j is at position j.
+        mask_positions: arguments `query_positions` and `key_positions` of `attend`, for masks; empty where positions
+            follow from the sizes.
+        cache_update: argument of `Cache.commit`, which the layer calls last; None without a cache.
+    """
 
     q: Float[Tensor, "batch heads queries head_dim"]
     k: Float[Tensor, "batch kv_heads keys head_dim"]
     v: Float[Tensor, "batch value_heads keys value_dim"]
     query_positions: Int[Tensor, "#batch queries"]
-    given_key_positions: Int[Tensor, "#batch keys"] | None
-    """None where keys stand in order, the first at 0."""
+    explicit_key_positions: Int[Tensor, "#batch keys"] | None
     mask_positions: dict[str, Any]
-    """`query_positions` and `key_positions` of `attend`, for masks; empty where they follow from the layout."""
-    joined: CacheUpdate | None
-    """What the cache is to keep once attention has succeeded."""
+    cache_update: CacheUpdate | None
 
     @property
     def key_positions(self) -> Int[Tensor, "#batch keys"]:
-        """Where the keys stand."""
-        if self.given_key_positions is None:
+        """Positions of the keys for position biases, `(batch, keys)` or `(1, keys)`."""
+        if self.explicit_key_positions is None:
             return torch.arange(self.k.shape[2], device=self.k.device)[None]
-        return self.given_key_positions
+        return self.explicit_key_positions
 
     @property
     def grid(self) -> Grid:
-        """The grid of the scores."""
+        """Grid of the scores, with default positions."""
         batch, heads, queries, _ = self.q.shape
         return Grid(batch, heads, queries, self.k.shape[2], self.q.device)
 
@@ -53,67 +61,89 @@ def prepare_qkv(
     positions: Int[Tensor, "#batch queries"] | None = None,
     cache: Cache | None = None,
     lengths: Any = None,
-    whole: bool = False,
+    full_capacity: bool = False,
     offsets: packed.Offsets | None = None,
 ) -> AttentionInputs:
-    """Rotate by position and join with the cache.
+    """Return queries and keys rotated by their positions, and keys and values preceded by the cached ones.
+
+    The cache itself is not advanced: the layer passes `cache_update` of the result to `Cache.commit` as its last step.
 
     Args:
         q: queries.
         k: keys of this call.
-        v: values of this call; None where they are read from the keys, as those of latent attention, so that the
-            cache keeps keys alone. The values inputs are then the keys as they were kept.
-        rotary: how positions rotate queries and keys.
-        positions: where the tokens stand, if not in order; they decide the angles, not the masks.
-        cache: what was there before.
-        lengths: the tokens that are real, of a batch that shares a static cache.
-        whole: whether the keys are to be all that the cache has room for, since tensors speak of them.
+        v: values of this call; None for latent attention, whose values are computed from the keys. The cache then
+            stores keys alone, and `v` of the result is the same tensor as `k` before a rotation by length.
+        rotary: rotary embedding of queries and keys.
+        positions: of the new tokens, for rotary embeddings and position biases; by default their order.
+        cache: earlier tokens.
+        lengths: number of new tokens that are real in each sequence, with a `StaticCache`.
+        full_capacity: whether the keys are all slots of a `StaticCache`, empty ones included, as for a mask, a bias
+            or weights with an axis of that size.
         offsets: of packed sequences, among the queries and among the keys.
     """
-    queries, keys, device = q.shape[2], k.shape[2], q.device
-    in_order: Int[Tensor, "#batch queries"] | None = None
-    if cache is not None:
-        of_queries = of_new = in_order = cache.positions(q.shape[0], queries, lengths, device)
-    elif offsets is not None:
-        of_queries, of_new = packed.positions(*offsets, device)
-    else:
-        of_queries = of_new = torch.arange(keys, device=device)[None]
-        if torch.compiler.is_compiling() or queries != keys:  # while compiling, lengths may be symbols
-            of_queries = torch.arange(queries, device=device)[None] + (keys - queries)
-    if positions is not None:
-        of_queries = of_new = positions
+    order, query_positions, new_positions = _positions(q, k, positions, cache, lengths, offsets)
+    if rotary is not None and not rotary.depends_on_length:
+        angles = rotary.angles(q, query_positions)
+        q = rotary.apply_angles(q, angles)
+        k = rotary.apply_angles(k, angles if new_positions is query_positions else rotary.angles(k, new_positions))
 
-    if rotary is not None and not rotary.grows:
-        angles = rotary.angles(q, of_queries)
-        q = rotary.turned(q, angles)
-        k = rotary.turned(k, angles if of_new is of_queries else rotary.angles(k, of_new))
-    kept: Kept = (k,) if v is None else (k, v)
-    joined: CacheUpdate | None = None
-    of_keys: Int[Tensor, "#batch keys"] | None = of_new
+    tensors: CachedTensors = (k,) if v is None else (k, v)
+    update: CacheUpdate | None = None
+    key_positions: Int[Tensor, "#batch keys"] | None = new_positions
     mask_positions: dict[str, Any] = {}
-    if cache is not None and in_order is not None:
-        joined = cache.joined(kept, in_order, whole=whole)
-        kept, of_keys = joined.tensors, joined.key_positions
-        if of_keys is not None:
-            mask_positions = {"query_positions": in_order, "key_positions": of_keys}
-    k, v = kept[0], kept[-1]
-    inputs = AttentionInputs(q, k, v, of_queries, of_keys, mask_positions, joined)
-    if rotary is not None and rotary.grows:
-        # These angles change with the length, also those of keys that were cached; so keys are cached unrotated.
-        texts = list(zip(*map(packed.slices, offsets), strict=True)) if offsets else [(slice(None), slice(None))]
-        rotated = [_rotated_at_length(rotary, inputs, text) for text in texts]
-        q, k = (torch.cat(each, dim=2) for each in zip(*rotated, strict=True))
-        inputs = inputs._replace(q=q, k=k)
+    if cache is not None:
+        update = cache.prepare_update(tensors, order, full_capacity=full_capacity)
+        tensors, key_positions = update.tensors, update.key_positions
+        if key_positions is not None:
+            mask_positions = {"query_positions": order, "key_positions": key_positions}
+    inputs = AttentionInputs(q, tensors[0], tensors[-1], query_positions, key_positions, mask_positions, update)
+    if rotary is not None and rotary.depends_on_length:
+        # Every new token changes these angles, also those of cached keys; so keys are cached unrotated.
+        return _rotated_by_length(rotary, inputs, offsets)
     return inputs
 
 
-def _rotated_at_length(
-    rotary: Rotary, inputs: AttentionInputs, text: tuple[slice, slice]
-) -> tuple[Float[Tensor, "batch heads some_queries head_dim"], Float[Tensor, "batch kv_heads some_keys key_dim"]]:
-    """The queries and keys of one text, rotated by angles that its length decides."""
-    at_q, at_k = inputs.query_positions[:, text[0]], inputs.key_positions[:, text[1]]
-    length = torch.cat([at_q.flatten(), at_k.flatten(), at_q.new_zeros(1)]).max() + 1
-    return (
-        rotary.rotate(inputs.q[:, :, text[0]], at_q, length=length),
-        rotary.rotate(inputs.k[:, :, text[1]], at_k, length=length),
-    )
+def _positions(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads new key_dim"],
+    positions: Int[Tensor, "#batch queries"] | None,
+    cache: Cache | None,
+    lengths: Any,
+    offsets: packed.Offsets | None,
+) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch queries"], Int[Tensor, "#batch new"]]:
+    """Return the order of the queries, for masks, and the positions of queries and new keys, for rotary embeddings."""
+    queries, keys, device = q.shape[2], k.shape[2], q.device
+    if cache is not None:
+        query_positions = new_positions = cache.next_positions(q.shape[0], queries, lengths, device)
+    elif offsets is not None:
+        query_positions, new_positions = packed.positions_in_sequences(*offsets, device)
+    else:
+        query_positions = new_positions = torch.arange(keys, device=device)[None]
+        if torch.compiler.is_compiling() or queries != keys:  # while compiling, lengths may be symbols
+            query_positions = torch.arange(queries, device=device)[None] + (keys - queries)
+    if positions is not None:
+        return query_positions, positions, positions
+    return query_positions, query_positions, new_positions
+
+
+def _rotated_by_length(rotary: Rotary, inputs: AttentionInputs, offsets: packed.Offsets | None) -> AttentionInputs:
+    """Return the inputs with queries and keys rotated by angles that depend on the length of their text.
+
+    Packed sequences are separate texts; otherwise the longest sequence of the batch decides.
+    """
+    texts = [(slice(None), slice(None))]
+    if offsets is not None:
+        texts = list(zip(*map(packed.sequence_slices, offsets), strict=True))
+    rotated = []
+    for queries, keys in texts:
+        query_positions, key_positions = inputs.query_positions[:, queries], inputs.key_positions[:, keys]
+        all_positions = [query_positions.flatten(), key_positions.flatten(), query_positions.new_zeros(1)]
+        length = torch.cat(all_positions).max() + 1
+        rotated.append(
+            (
+                rotary.rotate(inputs.q[:, :, queries], query_positions, length=length),
+                rotary.rotate(inputs.k[:, :, keys], key_positions, length=length),
+            )
+        )
+    q, k = (torch.cat(parts, dim=2) for parts in zip(*rotated, strict=True))
+    return inputs._replace(q=q, k=k)

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from headwise.attention.masks.base import Coverage, Grid, Mask, Present, four_dimensional, require_broadcast
+from headwise.attention.masks.base import Mask
+from headwise.attention.masks.by_position import HasPosition
 from headwise.attention.masks.factories import dense
+from headwise.attention.masks.grid import Coverage, Grid, require_broadcast, with_four_axes
 from headwise.checks import finite_number, float_tensor, positions_argument, probability
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
@@ -87,8 +89,8 @@ class Problem:
             mask.check(grid)
             if _allows_all(mask, grid):
                 mask = None
-        if not grid.aligned:
-            mask = Present() if mask is None else Present() & mask
+        if not grid.uses_default_positions:
+            mask = HasPosition() if mask is None else HasPosition() & mask
         if bias is not None:
             require_broadcast("bias", bias, grid)
             bias = bias.to(score_dtype(q))
@@ -156,7 +158,7 @@ def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise InputError("bias", expected="a float tensor, added to the scores", got=got)
-    return mask, four_dimensional("bias", bias)
+    return mask, with_four_axes("bias", bias)
 
 
 def _allows_all(mask: Mask, grid: Grid) -> bool:
@@ -164,7 +166,11 @@ def _allows_all(mask: Mask, grid: Grid) -> bool:
 
     While compiling, lengths may be symbols, which no range takes.
     """
-    if torch.compiler.is_compiling() or not grid.aligned or mask.stored > grid.queries * grid.keys:
+    if (
+        torch.compiler.is_compiling()
+        or not grid.uses_default_positions
+        or mask.stored_values > grid.queries * grid.keys
+    ):
         return False
     return mask.coverage(grid, range(grid.queries), range(grid.keys)) is Coverage.FULL
 

@@ -59,9 +59,9 @@ class Rotary:
             raise InputError("Rotary(scaling)", expected="a Scaling, such as YaRN(...)", got=repr(self.scaling))
 
     @property
-    def grows(self) -> bool:
+    def depends_on_length(self) -> bool:
         """Whether the angles depend on how many positions there are now: then keys must be cached unturned."""
-        return self.scaling is not None and self.scaling.grows
+        return self.scaling is not None and self.scaling.depends_on_length
 
     def check(self, head_dim: int) -> None:
         """Raise `InputError` unless heads of `head_dim` features can be turned."""
@@ -88,13 +88,14 @@ class Rotary:
             x: `(batch, heads, length, head_dim)`.
             positions: where each token stands, `(batch, length)` or `(1, length)`. What stands nowhere may have
                 any number, such as -1.
-            length: how many positions there are in all, a number or a tensor `()`. It matters only where `grows`;
-                the largest of `positions` and 1 unless given, so give it where `x` is a part of a text.
+            length: how many positions there are in all, a number or a tensor `()`. It matters only where
+                `depends_on_length`. The default is the largest of `positions` plus 1; pass it where `x` is a part of
+                a text.
 
         Raises:
             InputError: a head_dim that does not fit, positions that are not whole numbers of such a shape.
         """
-        return self.turned(x, self.angles(x, positions, length=length))
+        return self.apply_angles(x, self.angles(x, positions, length=length))
 
     def angles(
         self,
@@ -103,19 +104,19 @@ class Rotary:
         *,
         length: Length = None,
     ) -> Angles:
-        """What `turned` takes for `x`, and for any other tensor of its width whose tokens stand at these positions."""
+        """The argument of `apply_angles` for `x` and any other tensor of its width with tokens at these positions."""
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 4:
             got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise InputError("x", expected="a float tensor (batch, heads, length, head_dim)", got=got)
         self.check(x.shape[3])
         position_ids("positions", positions, batch=x.shape[0], length=x.shape[2], device=x.device)
-        if self.grows and length is None:
+        if self.depends_on_length and length is None:
             length = positions.max() + 1 if positions.numel() else 0
         width = x.shape[3] if self.width is None else self.width
         with without_autocast(x.device):
             return self._cos_and_sin(width, positions, length, torch.promote_types(x.dtype, torch.float32))
 
-    def turned(
+    def apply_angles(
         self, x: Float[Tensor, "batch heads length head_dim"], angles: Angles
     ) -> Float[Tensor, "batch heads length head_dim"]:
         """`x` turned by `angles`."""
@@ -165,11 +166,11 @@ def base_frequencies(
     theta: float | Float[Tensor, ""], width: int, device: torch.device | None = None
 ) -> Float[Tensor, " pairs"]:
     """theta^(-2i / width) for pair i, radians per position (Su et al. 2021, equation 15)."""
-    exponents = torch.arange(0, -width, -2, dtype=precise(device), device=device) / width
+    exponents = torch.arange(0, -width, -2, dtype=most_precise_dtype(device), device=device) / width
     return theta**exponents
 
 
-def precise(device: torch.device | None) -> torch.dtype:
+def most_precise_dtype(device: torch.device | None) -> torch.dtype:
     """The most precise dtype that `device` has: float64, but for Apple's GPUs."""
     return torch.float32 if device is not None and device.type == "mps" else torch.float64
 
@@ -182,7 +183,7 @@ class Scaling(Protocol):
     """A change of the frequencies for texts longer than those a model was trained on."""
 
     @property
-    def grows(self) -> bool:
+    def depends_on_length(self) -> bool:
         """Whether the frequencies depend on the length."""
 
     def frequencies(
@@ -196,7 +197,7 @@ class LinearScaling:
     """Positions divided by `factor` (Chen et al. 2023, position interpolation, equation 4)."""
 
     factor: float
-    grows: ClassVar[bool] = False
+    depends_on_length: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _at_least_one("LinearScaling(factor)", self.factor)
@@ -218,7 +219,7 @@ class DynamicNTK:
 
     factor: float
     trained_length: int
-    grows: ClassVar[bool] = True
+    depends_on_length: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _at_least_one("DynamicNTK(factor)", self.factor)
@@ -230,7 +231,7 @@ class DynamicNTK:
         # The one pair of width 2 has frequency 1 whatever theta is.
         exponent = width / max(width - 2, 1)
         if isinstance(length, Tensor):
-            beyond = (length.to(precise(length.device)) / self.trained_length - 1).clamp(min=0)
+            beyond = (length.to(most_precise_dtype(length.device)) / self.trained_length - 1).clamp(min=0)
             return base_frequencies(theta * (1 + self.factor * beyond) ** exponent, width, device), 1.0
         longer = max((length or 0) / self.trained_length - 1, 0)
         return base_frequencies(theta * (1 + self.factor * longer) ** exponent, width, device), 1.0
@@ -259,7 +260,7 @@ class YaRN:
     slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
-    grows: ClassVar[bool] = False
+    depends_on_length: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _at_least_one("YaRN(factor)", self.factor)
@@ -276,7 +277,7 @@ class YaRN:
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, width - 1)
-        pairs = torch.arange(width // 2, dtype=precise(device), device=device)
+        pairs = torch.arange(width // 2, dtype=most_precise_dtype(device), device=device)
         slowness = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
         kept = base_frequencies(theta, width, device)
         factor = 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
@@ -302,7 +303,7 @@ class Llama3:
     trained_length: int
     low: float = 1.0
     high: float = 4.0
-    grows: ClassVar[bool] = False
+    depends_on_length: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _at_least_one("Llama3(factor)", self.factor)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.attention.masks.base import Grid
+from headwise.attention.masks.grid import Grid
 from headwise.intercept.hf_calls import hides_all, with_infinite
 from headwise.intercept.interceptor import Frame, meet, running
 from headwise.shapes import Float

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
-from headwise.attention.masks.base import Grid
+from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.uniform_attention import uniform_output
 from headwise.intercept.layer_index import layer_number_of

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headwise.attention.autocast import autocast_dtype
-from headwise.attention.masks.base import Grid, Mask
+from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal
+from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem, mask_and_bias
 from headwise.attention.uniform_attention import uniform_output
 from headwise.intercept import eager_softmax

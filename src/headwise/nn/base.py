@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from headwise.attention.attend import backend_named
 from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
 from headwise.attention.backends.blockwise.backend import Blockwise
-from headwise.attention.cache import Cache, StaticCache
+from headwise.attention.caches.base import Cache
+from headwise.attention.caches.static import StaticCache
 from headwise.attention.masks.base import Mask
 from headwise.attention.position_bias import PositionBias
 from headwise.attention.problem import mask_and_bias
@@ -152,7 +153,9 @@ class AttentionLayer(nn.Module):
             return None
         if cross:
             raise InputError("positions", expected="none beside a context, which has positions too", got="some")
-        if cache is not None and (self.position_bias is not None or (self.rotary is not None and self.rotary.grows)):
+        if cache is not None and (
+            self.position_bias is not None or (self.rotary is not None and self.rotary.depends_on_length)
+        ):
             expected = "none beside a cache, where cached keys are placed anew in every call"
             raise InputError("positions", expected=expected, got="some")
         return positions_argument("positions", positions, batch=x.shape[0], length=x.shape[1], device=x.device)
@@ -171,11 +174,11 @@ def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
         raise InputError(name, expected=expected, got=tensor.dtype, remedy="cast one to the other")
 
 
-def needs_all_room(cache: Cache | None, mask: Mask | None, bias: Tensor | None, *, return_weights: bool) -> bool:
+def needs_full_capacity(cache: Cache | None, mask: Mask | None, bias: Tensor | None, *, return_weights: bool) -> bool:
     """Whether a call has or wants a tensor with an axis of keys, which is to be as long as its cache has room.
 
     It is asked only where a cache could show less.
     """
-    if not isinstance(cache, StaticCache) or not cache.may_show_less:
+    if not isinstance(cache, StaticCache) or not cache.can_omit_empty_slots:
         return True
-    return return_weights or bias is not None or (mask is not None and mask.extent().keys > 0)
+    return return_weights or bias is not None or (mask is not None and mask.natural_grid().keys > 0)

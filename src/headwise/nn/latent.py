@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from headwise.attention.attend import attend
 from headwise.attention.backends.blockwise.backend import Blockwise
-from headwise.attention.cache import Cache
+from headwise.attention.caches.base import Cache
 from headwise.attention.masks.base import Mask
 from headwise.attention.prepare import prepare_qkv
 from headwise.attention.rotary import Rotary
 from headwise.checks import finite_number, probability, whole_number
 from headwise.errors import InputError
-from headwise.nn.base import AttentionLayer, needs_all_room
+from headwise.nn.base import AttentionLayer, needs_full_capacity
 from headwise.nn.options import Scores
 from headwise.nn.projections import apply_norm, is_plain_linear, reset_linear
 from headwise.shapes import Bool, Float, Int
@@ -182,17 +182,19 @@ class LatentAttention(AttentionLayer):
         positions = self._positions(x, positions, cache, lengths)
         rotary = self.rotary and replace(self.rotary, width=self.rotary.width or self.rotary_dim)
         mask, bias = self._mask_and_bias(mask, bias, cache)
-        whole = needs_all_room(cache, mask, bias, return_weights=return_weights)
+        full_capacity = needs_full_capacity(cache, mask, bias, return_weights=return_weights)
         where: dict[str, Any] = {"positions": positions, "cache": cache, "lengths": lengths}
-        inputs = prepare_qkv(self._queries(x), self._latents(x), None, rotary=rotary, whole=whole, **where)
+        inputs = prepare_qkv(
+            self._queries(x), self._latents(x), None, rotary=rotary, full_capacity=full_capacity, **where
+        )
         options = {"mask": mask, "bias": bias, "gate": gate, "return_weights": return_weights, **inputs.mask_positions}
         options |= self._score_options(self.head_dim + self.rotary_dim)
         if self._absorbed(absorbed, queries=inputs.q.shape[2], keys=inputs.k.shape[2]):
             heads, *weights = self._attend_absorbed(inputs.q, inputs.k, **options)
         else:
             heads, *weights = self._attend_expanded(inputs.q, inputs.k, **options)
-        if cache is not None and inputs.joined is not None:
-            cache.keep(inputs.joined)
+        if cache is not None and inputs.cache_update is not None:
+            cache.commit(inputs.cache_update)
 
         y = self.out_proj(heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
         results = [result if batched else result.squeeze(0) for result in (y, *weights)]

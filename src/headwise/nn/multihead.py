@@ -23,16 +23,17 @@ from torch import Tensor, nn
 from headwise.attention import packed
 from headwise.attention.attend import attend
 from headwise.attention.backends.blockwise.backend import Blockwise
-from headwise.attention.cache import Cache
-from headwise.attention.masks.base import Mask, require_broadcast
+from headwise.attention.caches.base import Cache
+from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import padding
+from headwise.attention.masks.grid import require_broadcast
 from headwise.attention.position_bias import PositionBias
 from headwise.attention.prepare import AttentionInputs, prepare_qkv
 from headwise.attention.problem import score_dtype
 from headwise.attention.rotary import Rotary
 from headwise.checks import float_tensor, probability, whole_number
 from headwise.errors import InputError
-from headwise.nn.base import AttentionLayer, needs_all_room
+from headwise.nn.base import AttentionLayer, needs_full_capacity
 from headwise.nn.options import OutputGate, QKNorm, Scores
 from headwise.nn.projections import apply_norm, reset_linear
 from headwise.shapes import Bool, Float, Int
@@ -256,14 +257,14 @@ class MultiHeadAttention(AttentionLayer):
         mask, bias = self._mask_and_bias(mask, bias, cache)
         call: dict[str, Any] = {"mask": mask, "bias": bias, "gate": gate, "return_weights": return_weights}
         where: dict[str, Any] = {"positions": positions, "cache": cache, "lengths": lengths, "offsets": packing}
-        whole = needs_all_room(cache, mask, bias, return_weights=return_weights)
-        inputs = prepare_qkv(q, k, v, rotary=self.rotary, whole=whole, **where)
+        full_capacity = needs_full_capacity(cache, mask, bias, return_weights=return_weights)
+        inputs = prepare_qkv(q, k, v, rotary=self.rotary, full_capacity=full_capacity, **where)
         if packing is None:
             heads, *weights = self._attend(inputs, **call)
         else:
             heads, weights = self._attend_packed(inputs, packing, **call), []
-        if cache is not None and inputs.joined is not None:
-            cache.keep(inputs.joined)
+        if cache is not None and inputs.cache_update is not None:
+            cache.commit(inputs.cache_update)
 
         if self.output_gate is not None:
             heads = heads * torch.sigmoid(self._split(self.gate_proj(x), self.num_heads))
@@ -394,19 +395,19 @@ class MultiHeadAttention(AttentionLayer):
         ):
             expected = f"shape ({self.num_heads},) or {(sequences, self.num_heads)} beside packed sequences"
             raise InputError("gate", expected=expected, got=tuple(gate.shape))
-        if mask is not None and mask.extent().batch not in (0, sequences):
+        if mask is not None and mask.natural_grid().batch not in (0, sequences):
             expected = f"one for all sequences or for each of {sequences}"
-            raise InputError("mask", expected=expected, got=f"one for each of {mask.extent().batch}")
+            raise InputError("mask", expected=expected, got=f"one for each of {mask.natural_grid().batch}")
         heads: list[Tensor] = [inputs.q.new_zeros(1, 0, self.num_heads, self.value_dim)]
-        for index, (of_queries, of_keys) in enumerate(zip(*map(packed.slices, offsets), strict=True)):
+        for index, (of_queries, of_keys) in enumerate(zip(*map(packed.sequence_slices, offsets), strict=True)):
             one = inputs._replace(
                 q=inputs.q[:, :, of_queries],
                 k=inputs.k[:, :, of_keys],
                 v=inputs.v[:, :, of_keys],
                 query_positions=inputs.query_positions[:, of_queries],
-                given_key_positions=inputs.key_positions[:, of_keys],
+                explicit_key_positions=inputs.key_positions[:, of_keys],
             )
-            own_mask = None if mask is None else mask.of_sequence(index)
+            own_mask = None if mask is None else mask.for_sequence(index)
             own_gate = gate if gate is None or gate.ndim == 1 else gate[index : index + 1]
             attended = self._attend(one, mask=own_mask, bias=None, gate=own_gate, return_weights=False)
             heads.append(attended[0].transpose(1, 2))  # the heads side by side, as the output projection reads them
@@ -417,17 +418,17 @@ class MultiHeadAttention(AttentionLayer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The same for a batch padded on the right: packed where that saves work and is possible, otherwise masked."""
         self._check_input("x", x, self.embed_dim)
-        padded = packed.Padded.checked(lengths, x)
+        padded = packed.PaddedBatch.from_lengths(lengths, x)
         positions = self._positions(x, positions, None, None)
         every, bias = self._mask_and_bias(mask, bias, None)
-        fits = every is None or every.extent().queries == every.extent().keys == 0
+        fits = every is None or every.natural_grid().queries == every.natural_grid().keys == 0
         fits = fits and bias is None and not return_weights and (gate is None or gate.ndim < 3)
-        if fits and padded.is_worth_packing:
+        if fits and padded.should_pack:
             if positions is not None:
-                positions = positions.expand(x.shape[:2])[padded.real]
+                positions = positions.expand(x.shape[:2])[padded.is_real]
             y = self(padded.pack(x), mask=mask, gate=gate, positions=positions, offsets=padded.offsets)
             return padded.unpack(y)
-        real, there = padded.real, padding(padded.lengths)
+        real, there = padded.is_real, padding(padded.lengths)
         mask = there if every is None else there & every
         answer = self(x, mask=mask, bias=bias, gate=gate, positions=positions, return_weights=return_weights)
         y, *weights = answer if return_weights else (answer,)

@@ -18,7 +18,7 @@ from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.backends.blockwise.tiles import LOG2_E, whole_tile
 from headwise.attention.backends.blockwise.visibility import TileVisibility
 from headwise.attention.backends.reference import attention_weights, masked_scores, mix_heads
-from headwise.attention.masks.base import Grid
+from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Problem
 from headwise.shapes import Bool, Float
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention.backends.blockwise.row_block import RowBlock
-from headwise.attention.masks.base import Grid
+from headwise.attention.masks.grid import Grid
 from headwise.checks import whole_number
 from headwise.errors import InputError
 from headwise.shapes import Float, Int

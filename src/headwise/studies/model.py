@@ -17,7 +17,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.attention.cache import Cache, DynamicCache
+from headwise.attention.caches.base import Cache
+from headwise.attention.caches.dynamic import DynamicCache
 from headwise.attention.masks.factories import causal, dense
 from headwise.attention.rotary import Rotary
 from headwise.errors import InputError

@@ -11,7 +11,7 @@ import headwise as hw
 from headwise.attention.backends.blockwise import backend as blockwise
 from headwise.attention.backends.blockwise import plan as block_plan
 from headwise.attention.backends.blockwise import tiles
-from headwise.attention.masks.base import Grid
+from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Problem
 from oracles import distance, plain_attention
 

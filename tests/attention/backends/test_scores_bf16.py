@@ -8,7 +8,7 @@ import headwise as hw
 from headwise.attention.backends.blockwise import scores_bf16
 from headwise.attention.backends.blockwise.plan import plan_of
 from headwise.attention.backends.blockwise.tiles import LOG2_E, LOWEST, Pool, tiles
-from headwise.attention.masks.base import Grid
+from headwise.attention.masks.grid import Grid
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, HEAD_DIM = 2, 6, 3, 70, 517, 34
 SCALE = HEAD_DIM**-0.5

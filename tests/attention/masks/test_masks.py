@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headwise as hw
-from headwise.attention.masks.base import Coverage, Grid
+from headwise.attention.masks.grid import Coverage, Grid
 from strategies import masks
 
 
@@ -303,10 +303,10 @@ def test_what_is_not_there_attends_to_nothing_and_nothing_to_it():
 def test_the_mask_of_one_sequence(index):
     for mask in RULES_OF_POSITIONS.values():
         whole = mask.block(Grid(2, 3, 11, 11)).expand(2, 3, -1, -1)
-        one = mask.of_sequence(index).block(Grid(1, 3, 11, 11)).expand(1, 3, -1, -1)
+        one = mask.for_sequence(index).block(Grid(1, 3, 11, 11)).expand(1, 3, -1, -1)
         assert torch.equal(one[0], whole[index])
     values = torch.rand(2, 3, 4, 4) > 0.5
-    assert torch.equal(hw.dense(values).of_sequence(index).block(Grid(1, 3, 4, 4))[0], values[index])
+    assert torch.equal(hw.dense(values).for_sequence(index).block(Grid(1, 3, 4, 4))[0], values[index])
 
 
 @pytest.mark.parametrize("index", range(3))
@@ -320,7 +320,7 @@ def test_the_mask_of_one_head(index):
     ]
     for mask in masks:
         whole = mask.block(Grid(2, 3, 11, 11)).expand(2, 3, -1, -1)
-        one = mask.of_head(index).block(Grid(2, 1, 11, 11)).expand(2, 1, -1, -1)
+        one = mask.for_head(index).block(Grid(2, 1, 11, 11)).expand(2, 1, -1, -1)
         assert torch.equal(one[:, 0], whole[:, index])
 
 

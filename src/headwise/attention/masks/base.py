@@ -1,117 +1,77 @@
-"""Which keys a query may attend to: the algebra of masks.
+"""Base class of all masks, and their combinations with `&`, `|` and `~`.
 
-A mask is a rule, not a matrix. It answers for any block of the score grid, so a backend can ask about the
-block it works on and never hold the whole. True means *attends*. Unless it is said where queries and keys stand,
-query row i stands at key position i + (keys - queries): the last query sees the last key, with a cache and without.
-Users call the functions of `rules.py`; the masks that those return are in `masks_by_position.py` and
-`masks_by_sequence.py`.
+A mask is a rule, not a matrix. A backend evaluates it for the block of scores that it works on, so the whole matrix
+never exists. True means that the query attends to the key.
+
+Users call the functions in `factories.py`. The classes that those functions return are in the other modules of this
+package.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields, replace
-from enum import Enum
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from headwise.attention.masks.grid import Coverage, Grid
 from headwise.errors import InputError
 from headwise.shapes import Bool, Int
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The grid of scores that a mask is laid over, and the device its blocks are made on.
+class Mask(ABC):
+    """Rule for which keys each query attends to, evaluated for one block of the score grid at a time.
 
-    Positions are given where a cache knows better than the layout: when keys have been dropped or have room
-    between them, or when sequences have come to different lengths. -1 is the position of what is not there.
+    A new mask must define `allowed`. The other methods have defaults that are correct for every mask.
+
+    Attributes:
+        depends_on_distance_only: True if the mask allows a query-key pair by the difference of their positions
+            alone, in every sequence and head.
     """
 
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    device: torch.device = torch.device("cpu")
-    query_positions: Int[Tensor, "#batch queries"] | None = field(default=None, compare=False)
-    key_positions: Int[Tensor, "#batch keys"] | None = field(default=None, compare=False)
-
-    @property
-    def offset(self) -> int:
-        """The key position of query row 0, unless it is given; negative when there are more queries than keys."""
-        return self.keys - self.queries
-
-    @property
-    def aligned(self) -> bool:
-        """Whether positions follow from the layout alone."""
-        return self.query_positions is None and self.key_positions is None
-
-    def query_position(self, i: Int[Tensor, "rows 1"]) -> Int[Tensor, "*#batch rows 1"]:
-        """Where query rows stand, `(rows, 1)` or `(batch, 1, rows, 1)`."""
-        if self.query_positions is None:
-            return i + self.offset
-        return self.query_positions[:, None, i[:, 0], None]
-
-    def key_position(self, j: Int[Tensor, "1 columns"]) -> Int[Tensor, "*#batch 1 columns"]:
-        """Where keys stand, `(1, columns)` or `(batch, 1, 1, columns)`."""
-        if self.key_positions is None:
-            return j
-        return self.key_positions[:, None, None, j[0]]
-
-
-class Coverage(Enum):
-    """How much of a block a mask leaves. PARTIAL may also mean "not known without making the block"."""
-
-    EMPTY = "empty"
-    PARTIAL = "partial"
-    FULL = "full"
-
-
-class Mask(ABC):
-    """A rule for which keys each query attends to. A new one needs `allowed`; the rest is optional."""
-
-    by_distance: ClassVar[bool] = False
-    """Whether the distance of a query and a key alone decides, for all sequences and heads."""
+    depends_on_distance_only: ClassVar[bool] = False
 
     @abstractmethod
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Whether query row `i` attends to key `j`, for all pairs of a block at once.
+        """Return, for all pairs of query rows `i` and keys `j` at once, whether the query attends to the key.
 
-        A rule of positions asks `grid.query_position(i)` and `grid.key_position(j)`.
+        A mask that goes by positions reads them from `grid.query_position(i)` and `grid.key_position(j)`.
         """
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Whether a block is empty or full, told without making it: never wrong, maybe undecided.
+        """Return whether the mask allows none, all or some of the pairs of a block, without evaluating the block.
 
-        What goes by positions decides on an aligned grid alone, where a range of rows or columns is one of positions.
+        EMPTY and FULL are always right; PARTIAL is returned when the answer is unknown. Masks that go by positions
+        decide only on a grid with default positions, where a range of rows or columns is a range of positions.
         """
         return Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` when the mask cannot be laid over `grid`."""
+        """Raise `InputError` when the sizes or the device of the mask do not fit the grid."""
 
-    def of_sequence(self, index: int) -> "Mask":
-        """The mask as sequence `index` of the batch has it, for a batch of that one."""
+    def for_sequence(self, index: int) -> "Mask":
+        """Return the mask of sequence `index` alone, for a grid whose batch is 1."""
         return self
 
-    def of_head(self, index: int) -> "Mask":
-        """The mask as head `index` has it, for a grid of that one."""
+    def for_head(self, index: int) -> "Mask":
+        """Return the mask of head `index` alone, for a grid with one head."""
         return self
 
     @property
-    def stored(self) -> int:
-        """How many values it holds as a matrix, which only reading tells the blocks of."""
+    def stored_values(self) -> int:
+        """Number of stored matrix elements, which `coverage` has to read; 0 for a mask that is computed."""
         return 0
 
-    def extent(self) -> Grid:
-        """The grid the mask itself speaks of; 0 along the axes where it fits any size."""
+    def natural_grid(self) -> Grid:
+        """Return the sizes that the mask itself prescribes or describes, 0 for an axis that may have any size."""
         return Grid(0, 0, 0, 0)
 
     def block(
         self, grid: Grid, rows: range | None = None, columns: range | None = None
     ) -> Bool[Tensor, "#batch #heads rows columns"]:
-        """The mask's values on `rows` x `columns` of the grid (all of it unless given)."""
+        """Return the mask as a boolean tensor for a block of the grid; by default for all rows and columns."""
         self.check(grid)
         i = _indices(rows, grid.queries, grid.device)[:, None]
         j = _indices(columns, grid.keys, grid.device)[None, :]
@@ -119,12 +79,12 @@ class Mask(ABC):
         return allowed[(None,) * (4 - allowed.ndim)].expand(-1, -1, i.shape[0], j.shape[1])
 
     def picture(self, grid: Grid | None = None) -> str:
-        """The mask drawn with ■ (attends) and ·, one drawing for each sequence and head that differ.
+        """Return the mask drawn with ■ (attends) and ·, one drawing for each sequence and head that differ.
 
-        Without a grid, a size that shows the mask: its own where it has one, otherwise 6 x 6.
+        The default grid has the sizes that the mask prescribes, and 6 queries and keys where it prescribes none.
         """
         if grid is None:
-            own = self.extent()
+            own = self.natural_grid()
             keys = own.keys or own.queries or 6
             grid = Grid(own.batch or 1, own.heads or 1, own.queries or keys, keys, own.device)
         drawings = self.block(grid).flatten(0, 1).tolist()
@@ -136,10 +96,10 @@ class Mask(ABC):
         return self.picture()
 
     def __and__(self, other: "Mask") -> "Mask":
-        return Both(self, other) if isinstance(other, Mask) else NotImplemented
+        return And(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: "Mask") -> "Mask":
-        return Either(self, other) if isinstance(other, Mask) else NotImplemented
+        return Or(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __invert__(self) -> "Mask":
         return Not(self)
@@ -148,59 +108,61 @@ class Mask(ABC):
         raise InputError("mask", expected="&, | and ~ to combine masks", got="and, or, not, or a truth test")
 
 
-def _indices(some: range | None, count: int, device: torch.device) -> Int[Tensor, " some"]:
-    """The indices of a range, or of all. A length that is only a symbol, while compiling, never enters a range."""
-    if some is None:
+def _indices(indices: range | None, count: int, device: torch.device) -> Int[Tensor, " indices"]:
+    """Return a range as a tensor; None stands for all `count` indices.
+
+    While compiling, `count` may be a symbol, from which no Python range can be made.
+    """
+    if indices is None:
         return torch.arange(count, device=device)
-    return torch.arange(some.start, some.stop, device=device)
-
-
-def can_be_read(values: Tensor) -> bool:
-    """Whether the values may decide what Python does next: not while compiling, under `vmap`, or without any (meta)."""
-    if torch.compiler.is_compiling() or values.is_meta:
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(values)
-
-
-# -- combinations ---------------------------------------------------------------------------------------------
+    return torch.arange(indices.start, indices.stop, device=device)
 
 
 @dataclass(frozen=True)
 class _Combined(Mask):
+    """Base of masks whose dataclass fields are the masks that they combine."""
+
     @property
-    def by_distance(self) -> bool:  # type: ignore[override]
-        return all(part.by_distance for part in self.parts)
+    def depends_on_distance_only(self) -> bool:  # type: ignore[override]
+        """True if all combined masks depend on the distance alone."""
+        return all(part.depends_on_distance_only for part in self.parts)
 
     @property
     def parts(self) -> tuple[Mask, ...]:
+        """The combined masks."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
-    def stored(self) -> int:
-        return sum(part.stored for part in self.parts)
+    def stored_values(self) -> int:
+        """Number of matrix elements that the combined masks store together."""
+        return sum(part.stored_values for part in self.parts)
 
     def check(self, grid: Grid) -> None:
+        """Raise `InputError` when one of the combined masks does not fit the grid."""
         for part in self.parts:
             part.check(grid)
 
-    def of_sequence(self, index: int) -> Mask:
-        return type(self)(*(part.of_sequence(index) for part in self.parts))
+    def for_sequence(self, index: int) -> Mask:
+        """Return the same combination of the masks of sequence `index`."""
+        return type(self)(*(part.for_sequence(index) for part in self.parts))
 
-    def of_head(self, index: int) -> Mask:
-        return type(self)(*(part.of_head(index) for part in self.parts))
+    def for_head(self, index: int) -> Mask:
+        """Return the same combination of the masks of head `index`."""
+        return type(self)(*(part.for_head(index) for part in self.parts))
 
-    def extent(self) -> Grid:
-        extents = [part.extent() for part in self.parts]
+    def natural_grid(self) -> Grid:
+        """Return the largest size that one of the combined masks prescribes, for each axis."""
+        grids = [part.natural_grid() for part in self.parts]
         batch, heads, queries, keys = (
-            max(getattr(extent, axis) for extent in extents) for axis in ("batch", "heads", "queries", "keys")
+            max(getattr(grid, axis) for grid in grids) for axis in ("batch", "heads", "queries", "keys")
         )
-        device = next((extent.device for extent in extents if extent.device.type != "cpu"), torch.device("cpu"))
+        device = next((grid.device for grid in grids if grid.device.type != "cpu"), torch.device("cpu"))
         return Grid(batch, heads, queries, keys, device)
 
 
 @dataclass(frozen=True)
-class Both(_Combined):
-    """Keys that both masks allow: `left & right`."""
+class And(_Combined):
+    """Mask `left & right`: a query attends to the keys that both masks allow."""
 
     left: Mask
     right: Mask
@@ -208,21 +170,23 @@ class Both(_Combined):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
+        """Return whether both masks allow each pair of query rows `i` and keys `j`."""
         return self.left.allowed(grid, i, j) & self.right.allowed(grid, i, j)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        both = {part.coverage(grid, rows, columns) for part in self.parts}
-        if Coverage.EMPTY in both:
+        """Return EMPTY for a block where one of the masks is empty, and FULL where both are full."""
+        coverages = {part.coverage(grid, rows, columns) for part in self.parts}
+        if Coverage.EMPTY in coverages:
             return Coverage.EMPTY
-        return Coverage.FULL if both == {Coverage.FULL} else Coverage.PARTIAL
+        return Coverage.FULL if coverages == {Coverage.FULL} else Coverage.PARTIAL
 
     def __repr__(self) -> str:
         return f"({self.left!r} & {self.right!r})"
 
 
 @dataclass(frozen=True)
-class Either(_Combined):
-    """Keys that either mask allows: `left | right`."""
+class Or(_Combined):
+    """Mask `left | right`: a query attends to the keys that at least one mask allows."""
 
     left: Mask
     right: Mask
@@ -230,13 +194,15 @@ class Either(_Combined):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
+        """Return whether at least one mask allows each pair of query rows `i` and keys `j`."""
         return self.left.allowed(grid, i, j) | self.right.allowed(grid, i, j)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        both = {part.coverage(grid, rows, columns) for part in self.parts}
-        if Coverage.FULL in both:
+        """Return FULL for a block where one of the masks is full, and EMPTY where both are empty."""
+        coverages = {part.coverage(grid, rows, columns) for part in self.parts}
+        if Coverage.FULL in coverages:
             return Coverage.FULL
-        return Coverage.EMPTY if both == {Coverage.EMPTY} else Coverage.PARTIAL
+        return Coverage.EMPTY if coverages == {Coverage.EMPTY} else Coverage.PARTIAL
 
     def __repr__(self) -> str:
         return f"({self.left!r} | {self.right!r})"
@@ -244,109 +210,21 @@ class Either(_Combined):
 
 @dataclass(frozen=True)
 class Not(_Combined):
-    """Keys that the mask does not allow: `~mask`."""
+    """Mask `~mask`: a query attends to all keys except those that the mask allows."""
 
     mask: Mask
 
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
+        """Return whether the mask forbids each pair of query rows `i` and keys `j`."""
         return ~self.mask.allowed(grid, i, j)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        """Return FULL for a block where the mask is empty, and EMPTY where it is full."""
         opposite = {Coverage.EMPTY: Coverage.FULL, Coverage.FULL: Coverage.EMPTY}
         coverage = self.mask.coverage(grid, rows, columns)
         return opposite.get(coverage, coverage)
 
     def __repr__(self) -> str:
         return f"~{self.mask!r}"
-
-
-@dataclass(frozen=True)
-class PerHead(Mask):
-    """The masks of the heads, one after the other."""
-
-    masks: tuple[Mask, ...]
-
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "#batch heads rows columns"]:
-        one = replace(grid, heads=1)
-        blocks = [self.of_head(head).allowed(one, i, j) for head in range(len(self.masks))]
-        whole = [block[(None,) * (4 - block.ndim)].expand(-1, -1, i.shape[0], j.shape[1]) for block in blocks]
-        batch = grid.batch if any(block.shape[0] == grid.batch for block in whole) else 1
-        return torch.cat([block.expand(batch, -1, -1, -1) for block in whole], dim=1)
-
-    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        found = {mask.coverage(grid, rows, columns) for mask in dict.fromkeys(self.masks)}
-        return found.pop() if len(found) == 1 else Coverage.PARTIAL
-
-    @property
-    def stored(self) -> int:
-        return sum(mask.stored for mask in self.masks)
-
-    def check(self, grid: Grid) -> None:
-        if len(self.masks) != grid.heads:
-            raise InputError("per_head(masks)", expected=f"one for each of {grid.heads} heads", got=len(self.masks))
-        for mask in self.masks:
-            mask.check(replace(grid, heads=1))
-
-    def of_sequence(self, index: int) -> Mask:
-        return PerHead(tuple(mask.of_sequence(index) for mask in self.masks))
-
-    def of_head(self, index: int) -> Mask:
-        return self.masks[index].of_head(index)
-
-    def extent(self) -> Grid:
-        extents = [mask.extent() for mask in self.masks]
-        batch, queries, keys = (max(getattr(e, axis) for e in extents) for axis in ("batch", "queries", "keys"))
-        return Grid(batch, len(self.masks), queries, keys)
-
-    def __repr__(self) -> str:
-        return f"per_head({list(self.masks)})"
-
-
-# -- what is not there ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Present(Mask):
-    """Queries and keys that have a position. Every grid whose positions are given is under this mask."""
-
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        return (grid.query_position(i) >= 0) & (grid.key_position(j) >= 0)
-
-
-# -- shared with the additive bias ------------------------------------------------------------------------------
-
-
-def four_dimensional(name: str, values: Tensor) -> Tensor:
-    """`(queries, keys)` as `(1, 1, queries, keys)`; three dimensions are refused, since they could be two things."""
-    if values.ndim == 2:
-        return values[None, None]
-    if values.ndim != 4:
-        raise InputError(
-            name,
-            expected="2 dimensions (queries, keys) or 4 (batch, heads, queries, keys)",
-            got=f"{values.ndim} dimensions {tuple(values.shape)}",
-            remedy="unsqueeze the batch or the head axis" if values.ndim == 3 else None,
-        )
-    return values
-
-
-def require_broadcast(name: str, values: Tensor, grid: Grid) -> None:
-    """Raise `InputError` unless every axis of `values` is the grid's or 1."""
-    sizes = (grid.batch, grid.heads, grid.queries, grid.keys)
-    if any(have not in (1, want) for have, want in zip(values.shape, sizes, strict=True)):
-        raise InputError(
-            name,
-            expected=f"a shape that broadcasts to (batch, heads, queries, keys) = {sizes}",
-            got=tuple(values.shape),
-            remedy="a padding mask (batch, keys) goes in as mask[:, None, None, :]"
-            if tuple(values.shape) == (1, 1, grid.batch, grid.keys)
-            else None,
-        )
-    if values.device != grid.device:
-        raise InputError(name, expected=f"a tensor on {grid.device} like q", got=values.device)

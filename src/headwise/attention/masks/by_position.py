@@ -1,69 +1,84 @@
-"""Masks of positions alone: the same for every sequence, and for any length."""
+"""Masks that go by the positions of query and key alone: the same in every sequence and head, for any length."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from headwise.attention.masks.base import Coverage, Grid, Mask
+from headwise.attention.masks.base import Mask
+from headwise.attention.masks.grid import Coverage, Grid
 from headwise.shapes import Bool, Int
 
 
 @dataclass(frozen=True)
 class Band(Mask):
-    """Keys from `width` - 1 steps before the query (all before it, without a width) to `ahead` after it."""
+    """Causal or sliding-window mask: the query at position p attends to `{p - width + 1, ..., p + ahead}`.
+
+    With a dilation d it attends to `{p - (width - 1) d, ..., p - d, p, p + d, ..., p + ahead d}`.
+
+    Attributes:
+        width: number of keys up to the query's own, which is among them; None for all keys before the query.
+        ahead: number of keys after the query.
+        dilation: distance between neighbouring keys of the set.
+    """
 
     width: int | None
     ahead: int = 0
     dilation: int = 1
 
-    by_distance: ClassVar[bool] = True
+    depends_on_distance_only: ClassVar[bool] = True
 
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        back = grid.query_position(i) - grid.key_position(j)
-        inside = back >= -self.ahead * self.dilation
+        """Return whether each key `j` is within the band of each query row `i`."""
+        distance_back = grid.query_position(i) - grid.key_position(j)
+        inside = distance_back >= -self.ahead * self.dilation
         if self.width is not None:
-            inside = inside & (back < self.width * self.dilation)
-        return inside if self.dilation == 1 else inside & (back % self.dilation == 0)
+            inside = inside & (distance_back < self.width * self.dilation)
+        return inside if self.dilation == 1 else inside & (distance_back % self.dilation == 0)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        if not grid.aligned:
+        """Return whether none, all or some of the keys of a block are within the band of its queries."""
+        if not grid.uses_default_positions:
             return Coverage.PARTIAL
-        # Every distance between the nearest and the farthest occurs in the block: exact, without a dilation.
-        nearest = rows.start + grid.offset - (columns.stop - 1)
-        farthest = rows.stop - 1 + grid.offset - columns.start
+        # Every distance between the smallest and the largest occurs in the block: exact, without a dilation.
+        smallest = rows.start + grid.offset - (columns.stop - 1)
+        largest = rows.stop - 1 + grid.offset - columns.start
         first = -self.ahead * self.dilation
         last = float("inf") if self.width is None else (self.width - 1) * self.dilation
-        if farthest < first or nearest > last:
+        if largest < first or smallest > last:
             return Coverage.EMPTY
-        full = nearest >= first and farthest <= last and self.dilation == 1
-        return Coverage.FULL if full else Coverage.PARTIAL
+        is_full = smallest >= first and largest <= last and self.dilation == 1
+        return Coverage.FULL if is_full else Coverage.PARTIAL
 
     def __repr__(self) -> str:
         if self == Band(None):
             return "causal()"
-        options = [f"{name}={value}" for name, value, usual in self._options() if value != usual]
-        return f"window({', '.join([str(self.width), *options])})"
-
-    def _options(self) -> tuple[tuple[str, int, int], ...]:
-        return ("ahead", self.ahead, 0), ("dilation", self.dilation, 1)
+        options = [(name, getattr(self, name), default) for name, default in (("ahead", 0), ("dilation", 1))]
+        shown = [f"{name}={value}" for name, value, default in options if value != default]
+        return f"window({', '.join([str(self.width), *shown])})"
 
 
 @dataclass(frozen=True)
 class Prefix(Mask):
-    """The first `length` keys of every sequence."""
+    """Mask of the first keys: every query attends to the keys at positions `{0, ..., length - 1}`.
+
+    Attributes:
+        length: number of keys, the same in every sequence.
+    """
 
     length: int
 
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
+        """Return whether each key `j` is among the first `length`."""
         return grid.key_position(j) < self.length
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        if not grid.aligned:
+        """Return whether none, all or some of the keys of a block are among the first `length`."""
+        if not grid.uses_default_positions:
             return Coverage.PARTIAL
         if columns.start >= self.length:
             return Coverage.EMPTY
@@ -75,23 +90,43 @@ class Prefix(Mask):
 
 @dataclass(frozen=True)
 class Chunked(Mask):
-    """Keys of the query's own chunk."""
+    """Mask of equal chunks: the query at position p attends to the keys k with `k // size == p // size`.
+
+    Attributes:
+        size: number of positions of a chunk.
+    """
 
     size: int
 
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
+        """Return whether each query row `i` and key `j` are in the same chunk."""
         return grid.query_position(i) // self.size == grid.key_position(j) // self.size
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        if not grid.aligned:
+        """Return whether none, all or some of the pairs of a block are in the same chunk."""
+        if not grid.uses_default_positions:
             return Coverage.PARTIAL
-        own = range((rows.start + grid.offset) // self.size, (rows.stop - 1 + grid.offset) // self.size + 1)
-        other = range(columns.start // self.size, (columns.stop - 1) // self.size + 1)
-        if own.stop <= other.start or other.stop <= own.start:
+        query_chunks = range((rows.start + grid.offset) // self.size, (rows.stop - 1 + grid.offset) // self.size + 1)
+        key_chunks = range(columns.start // self.size, (columns.stop - 1) // self.size + 1)
+        if query_chunks.stop <= key_chunks.start or key_chunks.stop <= query_chunks.start:
             return Coverage.EMPTY
-        return Coverage.FULL if len(own) == len(other) == 1 else Coverage.PARTIAL
+        return Coverage.FULL if len(query_chunks) == len(key_chunks) == 1 else Coverage.PARTIAL
 
     def __repr__(self) -> str:
         return f"chunked({self.size})"
+
+
+@dataclass(frozen=True)
+class HasPosition(Mask):
+    """Mask that leaves out empty slots and padding: a query attends to all keys whose position is not -1.
+
+    A query at position -1 attends to no key. `attend` adds this mask to every grid with explicit positions.
+    """
+
+    def allowed(
+        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
+    ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
+        """Return whether both the query row `i` and the key `j` have a position of 0 or more."""
+        return (grid.query_position(i) >= 0) & (grid.key_position(j) >= 0)

@@ -1,6 +1,5 @@
-"""Masks that may differ between sequences: how long each is, its documents, a matrix, any rule."""
+"""Masks that may differ between the sequences of a batch: real lengths, and packed documents."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -8,23 +7,33 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headwise.attention.masks.base import Coverage, Grid, Mask, can_be_read, require_broadcast
+from headwise.attention.masks.base import Mask
+from headwise.attention.masks.grid import Coverage, Grid
+from headwise.checks import has_readable_values
 from headwise.errors import InputError
 from headwise.shapes import Bool, Int
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Padding(Mask):
-    """The first (or, padded on the left, the last) `lengths[b]` keys of sequence b."""
+    """Mask of real lengths: every query of sequence b attends to the first `lengths[b]` keys.
+
+    With `side="left"`, where the padding comes first, it attends to the last `lengths[b]` keys.
+
+    Attributes:
+        lengths: number of keys for each sequence, `(batch,)`.
+        side: of the padding.
+        bounded: whether a length above the number of keys is an error: True for padding, False for a prefix, which
+            may be longer than the text so far.
+    """
 
     lengths: Int[Tensor, " batch"]
     side: Literal["right", "left"]
     bounded: bool = True
-    """Whether a length beyond the keys is a mistake: that of a padding, and not that of a prefix still to come."""
 
     @cached_property
-    def _span(self) -> tuple[int, int]:
-        """The shortest and the longest length: read once, since on a GPU reading them waits for it."""
+    def _shortest_and_longest(self) -> tuple[int, int]:
+        """The smallest and the largest length, read once, since reading them from a GPU waits for it."""
         if not self.lengths.numel():
             return 0, 0
         return int(self.lengths.min()), int(self.lengths.max())
@@ -32,14 +41,16 @@ class Padding(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "batch 1 1 columns"]:
+        """Return for each sequence whether each key `j` is real."""
         lengths = self.lengths.to(grid.device)[:, None, None, None]
         return grid.key_position(j) < lengths if self.side == "right" else j >= grid.keys - lengths
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        if not grid.aligned or not can_be_read(self.lengths):
+        """Return whether none, all or some of the keys of a block are real, over all sequences."""
+        if not grid.uses_default_positions or not has_readable_values(self.lengths):
             return Coverage.PARTIAL
-        shortest, longest = self._span
-        # Counted from the side where the tokens are, so that both sides read alike.
+        shortest, longest = self._shortest_and_longest
+        # Counted from the side of the real tokens, so that one comparison serves both sides.
         first, last = columns.start, columns.stop - 1
         if self.side == "left":
             first, last = grid.keys - 1 - last, grid.keys - 1 - first
@@ -48,22 +59,27 @@ class Padding(Mask):
         return Coverage.FULL if last < shortest else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
+        """Raise `InputError` unless there is one length for each sequence, and none above the number of keys."""
         if len(self.lengths) != grid.batch:
             raise InputError(
                 "padding(lengths)", expected=f"one length for each of {grid.batch} sequences", got=len(self.lengths)
             )
-        if self.side == "left" and not grid.aligned:
+        if self.side == "left" and not grid.uses_default_positions:
             raise InputError(
                 "padding(side)", expected="'right' where keys have positions of their own, as in a cache", got="'left'"
             )
-        if self.bounded and grid.aligned and can_be_read(self.lengths) and self._span[1] > grid.keys:
-            raise InputError("padding(lengths)", expected=f"lengths of 0 to {grid.keys} (the keys)", got=self._span[1])
+        is_checked = self.bounded and grid.uses_default_positions and has_readable_values(self.lengths)
+        if is_checked and self._shortest_and_longest[1] > grid.keys:
+            got = self._shortest_and_longest[1]
+            raise InputError("padding(lengths)", expected=f"lengths of 0 to {grid.keys} (the keys)", got=got)
 
-    def of_sequence(self, index: int) -> Mask:
+    def for_sequence(self, index: int) -> Mask:
+        """Return the mask of sequence `index` alone."""
         return Padding(self.lengths[index : index + 1], self.side, self.bounded)
 
-    def extent(self) -> Grid:
-        return Grid(len(self.lengths), 0, 0, self._span[1])
+    def natural_grid(self) -> Grid:
+        """Return the number of sequences, and the largest length as the number of keys."""
+        return Grid(len(self.lengths), 0, 0, self._shortest_and_longest[1])
 
     def __repr__(self) -> str:
         if not self.bounded:
@@ -73,21 +89,29 @@ class Padding(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Segments(Mask):
-    """Keys whose id is that of the key at the query's position. There is none before the first id or after the last."""
+    """Mask of packed documents: the query at position p attends to the keys k with `ids[k] == ids[p]`.
+
+    A query whose position has no id, before the first or after the last key, attends to no key.
+
+    Attributes:
+        ids: document of each key, `(batch, keys)`, or `(1, keys)` for the same documents in every sequence.
+    """
 
     ids: Int[Tensor, "#batch keys"]
 
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "#batch 1 rows columns"]:
+        """Return whether the position of each query row `i` and each key `j` have the same id."""
         if 0 in (i.shape[0], j.shape[1], self.ids.shape[1]):
             return torch.zeros(1, 1, i.shape[0], j.shape[1], dtype=torch.bool, device=grid.device)
-        position, other = grid.query_position(i), grid.key_position(j)
-        own, last = self._at(position.mT).mT, self.ids.shape[1] - 1
-        return (own == self._at(other)) & (position >= 0) & (position <= last) & (other <= last)
+        query_positions, key_positions = grid.query_position(i), grid.key_position(j)
+        query_ids, last = self._ids_at(query_positions.mT).mT, self.ids.shape[1] - 1
+        has_ids = (query_positions >= 0) & (query_positions <= last) & (key_positions <= last)
+        return (query_ids == self._ids_at(key_positions)) & has_ids
 
-    def _at(self, positions: Int[Tensor, "*#batch 1 some"]) -> Int[Tensor, "#batch 1 1 some"]:
-        """The ids at these positions, of each sequence; those of the first or last key where there is none."""
+    def _ids_at(self, positions: Int[Tensor, "*#batch 1 count"]) -> Int[Tensor, "#batch 1 1 count"]:
+        """Return the ids at these positions in each sequence; a position without an id gets that of the nearest."""
         ids = self.ids.to(positions.device)
         positions = positions.flatten(0, -2).clamp(0, ids.shape[1] - 1)
         # torch.take_along_dim would fix the lengths while compiling.
@@ -95,116 +119,36 @@ class Segments(Mask):
         return ids.expand(batch, -1).gather(1, positions.expand(batch, -1))[:, None, None]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        if not grid.aligned or not can_be_read(self.ids):
+        """Return EMPTY for a block whose queries and keys have ids in separate ranges, FULL where all ids are equal."""
+        if not grid.uses_default_positions or not has_readable_values(self.ids):
             return Coverage.PARTIAL
         if not (rows and columns):
             return Coverage.EMPTY
-        first = max(rows.start + grid.offset, 0)
-        own, other = self.ids[:, first : rows.stop + grid.offset], self.ids[:, columns.start : columns.stop]
-        if rows.stop + grid.offset <= 0 or bool(((own.amin(1) > other.amax(1)) | (own.amax(1) < other.amin(1))).all()):
+        first, stop = max(rows.start + grid.offset, 0), rows.stop + grid.offset
+        query_ids, key_ids = self.ids[:, first:stop], self.ids[:, columns.start : columns.stop]
+        if stop <= 0 or bool(((query_ids.amin(1) > key_ids.amax(1)) | (query_ids.amax(1) < key_ids.amin(1))).all()):
             return Coverage.EMPTY
-        alike = bool((own == other[:, :1]).all()) and bool((other == other[:, :1]).all())
-        return Coverage.FULL if alike and rows.start + grid.offset >= 0 else Coverage.PARTIAL
+        is_one_segment = bool((query_ids == key_ids[:, :1]).all()) and bool((key_ids == key_ids[:, :1]).all())
+        return Coverage.FULL if is_one_segment and rows.start + grid.offset >= 0 else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
+        """Raise `InputError` unless there is one id for each key, for each sequence or for all."""
         batch, keys = self.ids.shape
-        # Beside a cache with room to spare, positions run as far as there are ids.
-        if batch not in (1, grid.batch) or (grid.aligned and keys != grid.keys):
+        # With explicit positions, as from a cache with empty slots, positions may run as far as there are ids.
+        if batch not in (1, grid.batch) or (grid.uses_default_positions and keys != grid.keys):
             raise InputError(
                 "segments(ids)",
                 expected=f"one id for each of {grid.keys} keys in 1 or {grid.batch} sequences",
                 got=f"shape {(batch, keys)}",
             )
 
-    def of_sequence(self, index: int) -> Mask:
+    def for_sequence(self, index: int) -> Mask:
+        """Return the mask of sequence `index` alone."""
         return self if self.ids.shape[0] == 1 else Segments(self.ids[index : index + 1])
 
-    def extent(self) -> Grid:
+    def natural_grid(self) -> Grid:
+        """Return the number of keys, and that of sequences where they differ."""
         return Grid(self.ids.shape[0] if self.ids.shape[0] > 1 else 0, 0, 0, self.ids.shape[1])
 
     def __repr__(self) -> str:
         return f"segments({self.ids.tolist()})"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Dense(Mask):
-    """A boolean matrix, given whole."""
-
-    values: Bool[Tensor, "batch heads queries keys"]
-
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "#batch #heads rows columns"]:
-        return self.values.expand(-1, -1, grid.queries, grid.keys)[..., i, j]
-
-    def block(
-        self, grid: Grid, rows: range | None = None, columns: range | None = None
-    ) -> Bool[Tensor, "#batch #heads rows columns"]:
-        self.check(grid)  # then a slice, where the general way would gather
-        values = self.values.expand(-1, -1, grid.queries, grid.keys)
-        if rows is not None:
-            values = values[:, :, rows.start : rows.stop]
-        return values if columns is None else values[..., columns.start : columns.stop]
-
-    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        if not can_be_read(self.values):
-            return Coverage.PARTIAL
-        block = self.block(grid, rows, columns)
-        if not block.any():
-            return Coverage.EMPTY
-        return Coverage.FULL if block.all() else Coverage.PARTIAL
-
-    @property
-    def stored(self) -> int:
-        return self.values.numel()
-
-    def check(self, grid: Grid) -> None:
-        require_broadcast("mask", self.values, grid)
-
-    def of_sequence(self, index: int) -> Mask:
-        return self if self.values.shape[0] == 1 else Dense(self.values[index : index + 1])
-
-    def of_head(self, index: int) -> Mask:
-        return self if self.values.shape[1] == 1 else Dense(self.values[:, index : index + 1])
-
-    def extent(self) -> Grid:
-        batch, heads, queries, keys = (size if size > 1 else 0 for size in self.values.shape)
-        return Grid(batch, heads, queries, keys, self.values.device)
-
-    def __repr__(self) -> str:
-        return f"dense(<{' x '.join(map(str, self.values.shape))}>)"
-
-
-@dataclass(frozen=True)
-class MaskRule(Mask):
-    """A rule given as a function."""
-
-    rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    first_sequence: int = 0
-    first_head: int = 0
-
-    def allowed(
-        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
-    ) -> Bool[Tensor, "batch heads rows columns"]:
-        batch = self.first_sequence + torch.arange(grid.batch, device=grid.device)[:, None, None, None]
-        head = self.first_head + torch.arange(grid.heads, device=grid.device)[:, None, None]
-        allowed = self.rule(batch, head, grid.query_position(i), grid.key_position(j))
-        whole = (grid.batch, grid.heads, i.shape[0], j.shape[1])
-        if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool:
-            got = allowed.dtype if isinstance(allowed, Tensor) else type(allowed).__name__
-            raise InputError("mask_rule(rule)", expected="a function that returns a boolean tensor", got=got)
-        try:
-            return allowed.expand(whole)
-        except RuntimeError:
-            raise InputError(
-                "mask_rule(rule)", expected=f"a result that broadcasts to {whole}", got=tuple(allowed.shape)
-            ) from None
-
-    def of_sequence(self, index: int) -> Mask:
-        return MaskRule(self.rule, self.first_sequence + index, self.first_head)
-
-    def of_head(self, index: int) -> Mask:
-        return MaskRule(self.rule, self.first_sequence, self.first_head + index)
-
-    def __repr__(self) -> str:
-        return f"mask_rule({getattr(self.rule, '__name__', repr(self.rule))})"

@@ -1,4 +1,4 @@
-"""The masks a user writes: one rule each, to be combined with `&`, `|` and `~`.
+"""Functions that make masks, to be combined with `&`, `|` and `~`.
 
 >>> print(causal() & (window(2) | prefix(1)))
 ■ · · · · ·
@@ -15,27 +15,46 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headwise.attention.masks.base import Mask, PerHead, can_be_read, four_dimensional
+from headwise.attention.masks.arbitrary import Dense, MaskRule
+from headwise.attention.masks.base import Mask
+from headwise.attention.masks.by_head import PerHead
 from headwise.attention.masks.by_position import Band, Chunked, Prefix
-from headwise.attention.masks.by_sequence import Dense, MaskRule, Padding, Segments
-from headwise.checks import whole_number, whole_numbers
+from headwise.attention.masks.by_sequence import Padding, Segments
+from headwise.attention.masks.grid import with_four_axes
+from headwise.checks import has_readable_values, whole_number, whole_numbers
 from headwise.errors import InputError
 from headwise.shapes import Int
 
 
 def causal() -> Mask:
-    """Each query attends to its own position and those before it, aligned so that the last query sees all."""
+    """Return the causal mask: the query at position p attends to the keys `{0, ..., p}`.
+
+    The last query is aligned with the last key, so that the mask is right with and without a cache.
+
+        ■ · · ·
+        ■ ■ · ·
+        ■ ■ ■ ·
+        ■ ■ ■ ■
+    """
     return Band(width=None, ahead=0)
 
 
 def window(width: int | Sequence[int | None], *, ahead: int = 0, dilation: int = 1) -> Mask:
-    """Each query attends to itself and the `width` - 1 keys before it: `width` keys.
+    """Return a sliding-window mask: the query at position p attends to the keys `{p - width + 1, ..., p + ahead}`.
+
+    `window(3)` is a causal window of 3 keys:
+
+        ■ · · · ·
+        ■ ■ · · ·
+        ■ ■ ■ · ·
+        · ■ ■ ■ ·
+        · · ■ ■ ■
 
     Args:
-        width: keys, the query's own among them; or one number for each head, None for a head that sees all
-            keys before it.
-        ahead: keys after the query that it attends to as well; `window(w, ahead=w - 1)` looks as far both ways.
-        dilation: distance between the keys that are seen, both ways (Beltagy et al. 2020, dilated window).
+        width: number of keys up to the query's own, which is among them; or one number for each head, None for a
+            head that attends to all keys before the query.
+        ahead: number of keys after the query that it also attends to. `window(w, ahead=w - 1)` is symmetric.
+        dilation: distance between neighbouring keys, in both directions (Beltagy et al. 2020, dilated window).
 
     Raises:
         InputError: numbers that are not whole, a width or dilation below 1, a negative `ahead`.
@@ -46,15 +65,23 @@ def window(width: int | Sequence[int | None], *, ahead: int = 0, dilation: int =
         return Band(whole_number("window(width)", width, least=1), ahead, dilation)
     if not width:
         raise InputError("window(width)", expected="a number of keys for each head", got="none")
-    widths = [None if each is None else whole_number("window(width)", each, least=1) for each in width]
-    return per_head([Band(each, ahead, dilation) for each in widths])
+    widths = [
+        None if head_width is None else whole_number("window(width)", head_width, least=1) for head_width in width
+    ]
+    return per_head([Band(head_width, ahead, dilation) for head_width in widths])
 
 
 def prefix(length: int | Sequence[int] | Tensor) -> Mask:
-    """The first keys, for every query: `length` of them, or one number for each sequence.
+    """Return a mask of the first keys: every query attends to the keys `{0, ..., length - 1}`.
 
-    `causal() | prefix(n)` is the mask of a prefix language model; `causal() & (window(w) | prefix(4))` keeps four
-    sink tokens beside a window (Xiao et al. 2023).
+    `causal() | prefix(2)` is the mask of a prefix language model. `causal() & (window(w) | prefix(4))` keeps four
+    attention sinks in addition to a window (Xiao et al. 2023).
+
+    Args:
+        length: number of keys for all sequences, or one number for each sequence.
+
+    Raises:
+        InputError: lengths that are not whole numbers of 0 or more.
     """
     if not isinstance(length, Sequence | Tensor):
         return Prefix(whole_number("prefix(length)", length, least=0))
@@ -62,9 +89,14 @@ def prefix(length: int | Sequence[int] | Tensor) -> Mask:
 
 
 def padding(lengths: Sequence[int] | Tensor, side: Literal["right", "left"] = "right") -> Mask:
-    """Sequence b of the batch holds `lengths[b]` keys; the rest, on `side`, is padding nobody attends to.
+    """Return a padding mask: every query of sequence b attends to the `lengths[b]` real keys of that sequence.
 
-    Raises `InputError` when the lengths are not whole numbers of 0 or more in one dimension.
+    Args:
+        lengths: number of real keys of each sequence, `(batch,)`.
+        side: of the padding: the real keys are the first ones with "right", the last ones with "left".
+
+    Raises:
+        InputError: lengths that are not whole numbers of 0 or more in one dimension, another side.
     """
     if side not in ("right", "left"):
         raise InputError("padding(side)", expected="'right' or 'left', where the padding is", got=repr(side))
@@ -72,33 +104,58 @@ def padding(lengths: Sequence[int] | Tensor, side: Literal["right", "left"] = "r
 
 
 def segments(ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Mask:
-    """Keys of the query's own segment: several documents packed into one row, none sees another.
+    """Return a mask of packed documents: the query at position p attends to the keys k with `ids[k] == ids[p]`.
+
+    `segments([0, 0, 1, 1, 1])`:
+
+        ■ ■ · · ·
+        ■ ■ · · ·
+        · · ■ ■ ■
+        · · ■ ■ ■
+        · · ■ ■ ■
 
     Args:
-        ids: whole numbers, one for each key, `(batch, keys)`, or `(keys,)` where all sequences are cut alike. A
-            query belongs to the segment of the key at its position.
+        ids: whole numbers, the document of each key, `(batch, keys)`; or `(keys,)` for the same documents in every
+            sequence.
+
+    Raises:
+        InputError: ids that are not whole numbers in one or two dimensions.
     """
     ids = whole_numbers("segments(ids)", ids, dimensions=(1, 2), shape="(keys,) or (batch, keys)")
     return Segments(ids if ids.ndim == 2 else ids[None])
 
 
 def chunked(size: int) -> Mask:
-    """Keys of the query's own chunk, where the positions are cut into chunks of `size`."""
+    """Return a mask of equal chunks: the query at position p attends to the keys k with `k // size == p // size`.
+
+    `chunked(2)`:
+
+        ■ ■ · · ·
+        ■ ■ · · ·
+        · · ■ ■ ·
+        · · ■ ■ ·
+        · · · · ■
+    """
     return Chunked(whole_number("chunked(size)", size, least=1))
 
 
 def per_head(masks: Sequence[Mask]) -> Mask:
-    """A mask of its own for each head, in order."""
+    """Return a mask with one rule for each head: a query of head h attends to the keys that `masks[h]` allows."""
     if not isinstance(masks, Sequence) or not masks or not all(isinstance(mask, Mask) for mask in masks):
         raise InputError("per_head(masks)", expected="one Mask for each head", got=repr(masks))
     return PerHead(tuple(masks))
 
 
 def mask_rule(rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
-    """Any rule: `rule(batch, head, query, key) -> bool`, asked for one block at a time.
+    """Return a mask computed by a function: the query q attends to the keys k with `rule(batch, head, q, k)`.
 
-    It is called with index tensors that broadcast against each other, and answers for all their combinations.
-    `query` is the position of the query among the keys, so `query >= key` is causal with a cache too.
+    Args:
+        rule: function of four index tensors, which broadcast to the shape of one block of scores. It returns a
+            boolean tensor of that shape, or one that broadcasts to it. `q` and `k` are positions, so
+            `lambda b, h, q, k: q >= k` is causal with a cache too.
+
+    Raises:
+        InputError: a rule that cannot be called.
     """
     if not callable(rule):
         raise InputError("mask_rule(rule)", expected="a function (batch, head, query, key) -> bool", got=repr(rule))
@@ -106,23 +163,25 @@ def mask_rule(rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
 
 
 def dense(values: Tensor) -> Mask:
-    """A boolean mask given whole: `(queries, keys)` or `(batch, heads, queries, keys)`, 1 where all are alike.
+    """Return a mask stored as a boolean tensor: query i attends to the keys j with `values[b, h, i, j]`.
 
-    Raises `InputError` for another dtype or number of dimensions.
+    Args:
+        values: `(queries, keys)`, or `(batch, heads, queries, keys)` with 1 on an axis along which it is constant.
+
+    Raises:
+        InputError: another dtype or number of dimensions.
     """
     if not isinstance(values, Tensor) or values.dtype != torch.bool:
         got = str(values.dtype) if isinstance(values, Tensor) else type(values).__name__
-        added = isinstance(values, Tensor) and values.is_floating_point()
-        remedy = "pass it as bias= to have it added to the scores" if added else "make it one with .bool()"
+        is_bias = isinstance(values, Tensor) and values.is_floating_point()
+        remedy = "pass it as bias= to have it added to the scores" if is_bias else "make it one with .bool()"
         raise InputError("mask", expected="a boolean tensor, True where a query attends", got=got, remedy=remedy)
-    return Dense(four_dimensional("mask", values))
-
-
-# -- checks of what a user writes -----------------------------------------------------------------------------
+    return Dense(with_four_axes("mask", values))
 
 
 def _lengths(argument: str, lengths: Any) -> Int[Tensor, " batch"]:
+    """Return the lengths of the sequences as a tensor, which `argument` supplied; `InputError` below 0."""
     tensor = whole_numbers(argument, lengths, dimensions=(1,), shape="one for each sequence")
-    if can_be_read(tensor) and (tensor < 0).any():
+    if has_readable_values(tensor) and (tensor < 0).any():
         raise InputError(argument, expected="lengths of 0 or more", got=int(tensor.min()))
     return tensor

@@ -34,9 +34,9 @@ from headwise.attention.backends.blockwise.scores_bf16 import BFloat16Scores
 from headwise.attention.backends.blockwise.scores_fp32 import Float32Scores
 from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, Tile, tiles
 from headwise.attention.backends.blockwise.visibility import TileVisibility
-from headwise.attention.masks.base import Grid, can_be_read
+from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
-from headwise.checks import whole_number
+from headwise.checks import has_readable_values, whole_number
 from headwise.shapes import Float
 
 name = "blockwise"
@@ -52,7 +52,7 @@ def why_not(problem: Problem) -> str | None:
     """The reason blocks of rows cannot do this problem, in one sentence, or None."""
     if problem.talking is not None:
         return "blocks hold some heads at a time, and talking_heads mixes all"
-    if not can_be_read(problem.q):
+    if not has_readable_values(problem.q):
         return "its blocks are planned from sizes and masks, which are not known while compiling or under vmap"
     return None
 

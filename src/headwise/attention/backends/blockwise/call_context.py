@@ -15,7 +15,7 @@ from torch import Tensor
 from headwise.attention.backends.blockwise.plan import PlannedBlock
 from headwise.attention.backends.blockwise.tiles import Tile
 from headwise.attention.backends.blockwise.visibility import TileVisibility, key_indices
-from headwise.attention.masks.base import Grid
+from headwise.attention.masks.grid import Grid
 from headwise.shapes import Bool, Int
 
 CACHED_CELLS = 2**22

@@ -8,7 +8,8 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from headwise.attention.masks.base import Coverage, Grid, Mask
+from headwise.attention.masks.base import Mask
+from headwise.attention.masks.grid import Coverage, Grid
 
 COLUMNS = 64
 """The mask is not asked about fewer key columns than these."""
@@ -85,10 +86,10 @@ def rows_of(mask: Mask | None, grid: Grid, call: int, together: int) -> int:
 
 def _ways_apart(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
     """Whether to take (sequences, heads) apart: every way in which more may be found empty."""
-    if mask is None or not grid.aligned:
+    if mask is None or not grid.uses_default_positions:
         return [(False, False)]
-    sequences = len(_runs([mask.of_sequence(index) for index in range(grid.batch)])) > 1
-    heads = len(_runs([mask.of_head(index) for index in range(grid.heads)])) > 1
+    sequences = len(_runs([mask.for_sequence(index) for index in range(grid.batch)])) > 1
+    heads = len(_runs([mask.for_head(index) for index in range(grid.heads)])) > 1
     return [(s, h) for s in {False, sequences} for h in {False, heads}]
 
 
@@ -100,11 +101,11 @@ def _plan(
         blocks = _blocks(None, grid, call, rows, most, grid.batch * grid.heads)
         return (MaskGroup(range(grid.batch), range(grid.heads), None, grid, blocks),)
     part = replace(grid, batch=1 if apart[0] else grid.batch, heads=1 if apart[1] else grid.heads)
-    masks = [mask.of_sequence(index) for index in range(grid.batch)] if apart[0] else [mask] * grid.batch
+    masks = [mask.for_sequence(index) for index in range(grid.batch)] if apart[0] else [mask] * grid.batch
     pieces = []
     for sequences in _runs(masks):
         own = masks[sequences.start]
-        of_heads = [own.of_head(index) for index in range(grid.heads)] if apart[1] else [own] * grid.heads
+        of_heads = [own.for_head(index) for index in range(grid.heads)] if apart[1] else [own] * grid.heads
         for heads in _runs(of_heads):
             mask = of_heads[heads.start]
             blocks = _blocks(mask, part, call, rows, most, len(sequences) * len(heads))

@@ -16,7 +16,7 @@ from torch import Tensor
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.tiles import Tile
 from headwise.attention.backends.blockwise.visibility import TileVisibility
-from headwise.attention.masks.base import Grid
+from headwise.attention.masks.grid import Grid
 from headwise.shapes import Float
 
 
@@ -112,7 +112,7 @@ class RowBlock:
 
     def weight_at_lag(self, lag: int) -> Float[Tensor, "batch heads rows"]:
         """Return the weight of the key `lag` tokens before the query: 0 its own token, 1 the previous, -1 the next."""
-        if not self.grid.aligned:
+        if not self.grid.uses_default_positions:
             return (self.weights * (self.visibility.lags == lag)[:, None]).sum(-1)
         powers = torch.zeros_like(self.weight_per_power)
         first = self.rows.start + self.grid.offset - lag  # the key of the first row
@@ -137,7 +137,7 @@ class RowBlock:
     @cached_property
     def distance(self) -> Float[Tensor, "batch heads rows"]:
         """Mean distance from query to key under each row's weights, in tokens."""
-        if not self.grid.aligned:
+        if not self.grid.uses_default_positions:
             return (self.weights * self.visibility.lags.abs()[:, None]).sum(-1)
         position, sums = self.visibility.centred_positions, self.feature_sums
         if "position" in sums:

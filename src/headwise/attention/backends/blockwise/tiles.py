@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention.backends.blockwise.plan import BlockwisePlan, KeyRange, MaskGroup, PlannedBlock
-from headwise.attention.masks.base import Grid
+from headwise.attention.masks.grid import Grid
 from headwise.shapes import Bool, Float
 
 LOG2_E = math.log2(math.e)
@@ -202,7 +202,7 @@ def _shares(piece: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) -> Iter
 
 def _pattern(piece: MaskGroup, block: PlannedBlock) -> Any:
     """What blocks have in common that hide the same, where the mask goes by distance; otherwise None."""
-    if piece.mask is None or not (piece.mask.by_distance and piece.grid.aligned):
+    if piece.mask is None or not (piece.mask.depends_on_distance_only and piece.grid.uses_default_positions):
         return None
     start = block.rows.start
     parts = tuple((columns.start - start, len(columns), masked) for columns, masked in block.parts)

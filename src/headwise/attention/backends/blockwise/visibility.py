@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise.attention.backends.blockwise.plan import PlannedBlock
 from headwise.attention.backends.blockwise.tiles import Tile
-from headwise.attention.masks.base import Grid
+from headwise.attention.masks.grid import Grid
 from headwise.shapes import Bool, Float, Int
 
 
@@ -48,7 +48,12 @@ class TileVisibility:
 
     def without_mask(self) -> "TileVisibility":
         """Return a copy in which everything that needs the mask is computed, and which keeps no mask in memory."""
-        names = ["visible_keys", "counted_rows", "rows_per_key", *(["is_backward_only"] if self.grid.aligned else [])]
+        names = [
+            "visible_keys",
+            "counted_rows",
+            "rows_per_key",
+            *(["is_backward_only"] if self.grid.uses_default_positions else []),
+        ]
         computed = {name: getattr(self, name) for name in names}
         copy = replace(self, tile=self.tile._replace(hidden=[], alive=None))
         vars(copy).update(computed)  # fills the cached properties of the copy
@@ -133,14 +138,14 @@ class TileVisibility:
         """Return True at rows for which a key exists `lag` tokens before the query and is not padding."""
         key = self.query_positions - lag
         exists = (key >= 0) & (key <= self.last_position)
-        if self.is_real is not None and self.grid.aligned and self.grid.queries == self.grid.keys:
+        if self.is_real is not None and self.grid.uses_default_positions and self.grid.queries == self.grid.keys:
             exists = exists & self.is_real[:, key[0].clamp(0, self.grid.keys - 1)]
         return exists[:, None]
 
     @cached_property
     def has_earlier_copy(self) -> Bool[Tensor, "#batch 1 rows"] | None:
         """True at rows whose token occurs earlier in the sequence; None if tokens or positions are unknown."""
-        if self.is_repeat is None or not self.grid.aligned:
+        if self.is_repeat is None or not self.grid.uses_default_positions:
             return None
         position = self.query_positions[0]
         return (self.is_repeat[:, position.clamp(min=0)] & (position >= 0))[:, None]
@@ -148,7 +153,7 @@ class TileVisibility:
     @cached_property
     def first_key(self) -> Int[Tensor, "#batch"]:
         """Index of the key that is the first token of its sequence, after any padding on the left."""
-        if not self.grid.aligned:
+        if not self.grid.uses_default_positions:
             return (self._all_key_positions == 0).int().argmax(-1)
         if self.is_real is None or self.grid.queries != self.grid.keys:
             return torch.zeros(1, dtype=torch.int64, device=self.grid.device)
@@ -190,7 +195,7 @@ class TileVisibility:
         features = {"first": columns == self.first_key[:, None]}
         if self.is_special is not None:
             features["special"] = self.is_special[:, columns]
-        if self.grid.aligned:
+        if self.grid.uses_default_positions:
             position, centred = self.query_positions[0], (columns - self._middle)[None]
             if self.is_backward_only:
                 features["position"] = centred

@@ -1,0 +1,32 @@
+"""Cache that stores every token and grows with the text."""
+
+from torch import Tensor
+
+from headwise.attention.caches.base import CachedTensors, CacheUpdate, first_tokens
+from headwise.attention.caches.growing import GrowingCache
+from headwise.checks import whole_number
+from headwise.shapes import Int
+
+
+class DynamicCache(GrowingCache):
+    """Cache that stores every token; its memory grows with the text."""
+
+    def prepare_update(
+        self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
+    ) -> CacheUpdate:
+        """Return all stored tokens followed by the new ones."""
+        tensors, buffers = self._append(new)
+        return CacheUpdate(tensors, None, tensors[0].shape[2], buffers)
+
+    def commit(self, update: CacheUpdate) -> None:
+        """Store the tensors of an update."""
+        self.tensors, self.buffers, self.token_count = update.tensors, update.buffers, update.token_counts
+
+    def crop(self, length: int) -> None:
+        """Remove all but the first `length` tokens."""
+        length = whole_number("length", length, least=0)
+        if self.tensors is not None:
+            self.tensors, self.token_count = first_tokens(length, self.tensors), min(self.token_count, length)
+
+    def __repr__(self) -> str:
+        return f"DynamicCache({self.token_count} tokens)"

@@ -1,0 +1,115 @@
+"""Shared base of the caches that append tokens as they come, with the same number for every sequence."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.attention.caches.base import Cache, CachedTensors, first_tokens, reordered, require_same_batch
+from headwise.checks import has_readable_values
+from headwise.errors import InputError
+from headwise.shapes import Float, Int
+
+MIN_SPARE_TOKENS = 64
+"""Smallest number of spare tokens in a newly allocated buffer, where half the stored length is fewer."""
+
+
+class GrowingCache(Cache):
+    """Base of caches whose tensors grow with every call, by the same number of tokens for every sequence.
+
+    Under `torch.no_grad()` tokens are written into preallocated buffers that have half as much memory to spare, so
+    that appending one token copies one token. `tensors` are then views of the buffers: a token that is written after
+    a `crop` overwrites values that such a view may still show. With gradients enabled, while compiling and under
+    `torch.func`, every call copies all tokens and overwrites nothing.
+
+    Attributes:
+        tensors: stored tokens, `(batch, kv_heads, length, width)` each; None before the first call.
+        buffers: preallocated memory whose first tokens are `tensors`; None where nothing may be overwritten.
+        token_count: number of tokens that each sequence has received.
+    """
+
+    tensors: CachedTensors | None
+    buffers: CachedTensors | None
+    token_count: int
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        self.tensors, self.buffers, self.token_count = None, None, 0
+
+    def next_positions(
+        self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
+    ) -> Int[Tensor, "1 new"]:
+        """Return the positions of the next `new` tokens, the same for every sequence; `lengths` must be None."""
+        if lengths is not None:
+            expected = "a StaticCache, where each sequence may have its own length"
+            raise InputError("lengths", expected=expected, got=repr(self))
+        require_same_batch(self.tensors, batch)
+        return torch.arange(self.token_count, self.token_count + new, device=device)[None]
+
+    def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
+        """Replace sequence b by sequence `index[b]`; an index of another length changes the batch size."""
+        if self.tensors is not None and self.buffers is not None:
+            self.buffers = reordered(self.buffers, index)
+            self.tensors = first_tokens(self.tensors[0].shape[2], self.buffers)
+        elif self.tensors is not None:
+            self.tensors = reordered(self.tensors, index)
+
+    def _append(self, new: CachedTensors) -> tuple[CachedTensors, CachedTensors | None]:
+        """Return the stored tokens followed by the new ones, and the buffers that contain them, if any.
+
+        Stored tokens and the attributes of the cache stay unchanged, so that the call may still fail.
+        """
+        if self.tensors is None:
+            return tuple(new), None
+        _require_same_kind(self.tensors, new)
+        if not _may_write_in_place(new):
+            return tuple(torch.cat(pair, dim=2) for pair in zip(self.tensors, new, strict=True)), None
+        stored_length = self.tensors[0].shape[2]
+        length = stored_length + new[0].shape[2]
+        buffers = self.buffers
+        if buffers is None or buffers[0].shape[2] < length or not _are_writable(buffers):
+            buffers = tuple(_copy_with_spare_memory(tensor, length) for tensor in self.tensors)
+        for buffer, tensor in zip(buffers, new, strict=True):
+            buffer[:, :, stored_length:length] = tensor
+        return first_tokens(length, buffers), buffers
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for a copy or a pickle, without buffers: two caches must not write to the same one."""
+        tensors = None if self.tensors is None else tuple(tensor.clone() for tensor in self.tensors)
+        return vars(self) | {"tensors": tensors, "buffers": None}
+
+
+def _require_same_kind(stored: CachedTensors, new: CachedTensors) -> None:
+    """Raise `InputError` unless the new tensors have the heads, widths, dtypes and device of the stored ones."""
+    stored_kinds, new_kinds = (
+        [(tensor.shape[1], tensor.shape[3], tensor.dtype) for tensor in tensors] for tensors in (stored, new)
+    )
+    if stored_kinds != new_kinds:
+        expected = f"heads, widths and dtypes {new_kinds}, the layer's"
+        raise InputError("cache", expected=expected, got=stored_kinds, remedy="a cache belongs to one layer")
+    if stored[0].device != new[0].device:
+        raise InputError("cache", expected=f"tensors on {new[0].device} like the layer", got=stored[0].device)
+
+
+def _may_write_in_place(new: CachedTensors) -> bool:
+    """Return whether tokens may be written into buffers: not with gradients enabled, and not while tracing."""
+    return not torch.is_grad_enabled() and all(type(tensor) is Tensor and has_readable_values(tensor) for tensor in new)
+
+
+def _are_writable(buffers: CachedTensors) -> bool:
+    """Return whether torch lets us write to the buffers: those made in inference mode are writable only in it."""
+    return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in buffers)
+
+
+def _copy_with_spare_memory(
+    tensor: Float[Tensor, "batch heads stored width"], length: int
+) -> Float[Tensor, "batch heads capacity width"]:
+    """Return a buffer for `length` tokens and half as many again, which begins with a copy of the tensor."""
+    batch, heads, stored_length, width = tensor.shape
+    buffer = tensor.new_empty(batch, heads, length + max(length // 2, MIN_SPARE_TOKENS), width)
+    buffer[:, :, :stored_length] = tensor
+    return buffer

@@ -1,0 +1,101 @@
+"""Cache of constant size: the last tokens of a text, and its first ones."""
+
+import torch
+from torch import Tensor
+
+from headwise.attention.caches.base import CachedTensors, CacheUpdate, first_tokens
+from headwise.attention.caches.growing import GrowingCache
+from headwise.attention.masks.base import Mask
+from headwise.attention.masks.factories import causal, prefix, window
+from headwise.checks import whole_number
+from headwise.errors import InputError
+from headwise.shapes import Float, Int
+
+
+class SlidingCache(GrowingCache):
+    """Cache that stores the last `window` tokens and the first `sinks` (Xiao et al. 2023); its memory stops growing.
+
+    A layer with this cache attends as under the mask `window(window) | causal() & prefix(sinks)`. The output is the
+    same for a whole text, for the text in pieces, and for one token at a time.
+
+    Args:
+        window: number of keys that each query attends to, its own among them.
+        sinks: number of tokens at the beginning of the text that every query attends to as well.
+
+    Raises:
+        InputError: a `window` below 1 or negative `sinks`.
+    """
+
+    def __init__(self, window: int, *, sinks: int = 0) -> None:
+        self.window = whole_number("window", window, least=1)
+        self.sinks = whole_number("sinks", sinks, least=0)
+        self.mask = _window_and_sinks(self.window, self.sinks)
+        super().__init__()
+
+    def prepare_update(
+        self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
+    ) -> CacheUpdate:
+        """Return the stored sinks and window followed by the new tokens, more than the next call needs."""
+        tensors, buffers = self._append(new)
+        token_count = self.token_count + positions.shape[1]
+        key_positions = self._key_positions(tensors[0].shape[2], token_count, positions.device)
+        return CacheUpdate(tensors, key_positions, token_count, buffers)
+
+    def _key_positions(self, keys: int, token_count: int, device: torch.device) -> Int[Tensor, "1 keys"] | None:
+        """Return the positions of the sinks and then of the last keys; None while no token has been dropped."""
+        if keys == token_count:
+            return None
+        sinks = torch.arange(self.sinks, device=device)
+        return torch.cat([sinks, torch.arange(token_count - keys + self.sinks, token_count, device=device)])[None]
+
+    def commit(self, update: CacheUpdate) -> None:
+        """Store the sinks and the last `window - 1` tokens of an update: the next query brings the last key itself."""
+        keys = update.tensors[0].shape[2]
+        sinks = min(self.sinks, keys)
+        dropped = max(keys - (self.window - 1) - sinks, 0)
+        tensors, buffers = update.tensors, update.buffers
+        if dropped and (buffers is None or dropped > keys - dropped):
+            tensors, buffers = tuple(_without(tensor, sinks, sinks + dropped) for tensor in tensors), None
+        elif dropped and buffers is not None:
+            buffers = tuple(_shifted(buffer, sinks, dropped) for buffer in buffers)
+            tensors = first_tokens(keys - dropped, buffers)
+        self.tensors, self.buffers, self.token_count = tensors, buffers, update.token_counts
+
+    def crop(self, length: int) -> None:
+        """Remove all but the first `length` tokens.
+
+        Raises:
+            InputError: tokens before `length` have been dropped already.
+        """
+        length = whole_number("length", length, least=0)
+        if self.tensors is None or length >= self.token_count:
+            return
+        if self.tensors[0].shape[2] < self.token_count:
+            expected = f"{self.token_count} or more: a sliding cache has dropped what an earlier query would need"
+            raise InputError("length", expected=expected, got=length)
+        self.tensors, self.token_count = first_tokens(length, self.tensors), length
+
+    def __repr__(self) -> str:
+        return f"SlidingCache(window={self.window}, sinks={self.sinks}, {self.token_count} tokens seen)"
+
+
+def _window_and_sinks(width: int, sinks: int) -> Mask:
+    """Return the mask of a causal window and of the first `sinks` keys."""
+    return window(width) | causal() & prefix(sinks) if sinks else window(width)
+
+
+def _without(
+    tensor: Float[Tensor, "batch heads length width"], start: int, stop: int
+) -> Float[Tensor, "batch heads remaining width"]:
+    """Return a copy of the tensor without the tokens from `start` to `stop`, so that no dropped token uses memory."""
+    return torch.cat([tensor[:, :, :start], tensor[:, :, stop:]], dim=2)
+
+
+def _shifted(
+    buffer: Float[Tensor, "batch heads capacity width"], sinks: int, dropped: int
+) -> Float[Tensor, "batch heads remaining width"]:
+    """Return the buffer from token `dropped` on, and copy the sinks in place to its beginning."""
+    if sinks:
+        # The window stays where it is, and the sinks overwrite dropped tokens.
+        buffer[:, :, dropped : dropped + sinks] = buffer[:, :, :sinks].clone()
+    return buffer[:, :, dropped:]

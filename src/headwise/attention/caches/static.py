@@ -1,0 +1,183 @@
+"""Cache of fixed capacity, in which each sequence has its own length."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headwise.attention.caches.base import (
+    Cache,
+    CachedTensors,
+    CacheUpdate,
+    first_tokens,
+    reordered,
+    require_same_batch,
+)
+from headwise.checks import has_readable_values, whole_number, whole_numbers
+from headwise.errors import InputError
+from headwise.shapes import Int
+
+
+class StaticCache(Cache):
+    """Cache with preallocated slots for `capacity` tokens: no shape ever changes, so decoding compiles once.
+
+    Each sequence has its own length. Prompts of different lengths are padded on the right and come with `lengths`;
+    later tokens are appended to each sequence at its end. Tokens are written in place, so they take no gradient.
+
+    Args:
+        batch: number of sequences.
+        capacity: number of tokens that each sequence has slots for.
+        tensor_sizes: heads and width of each stored tensor, such as `[(kv_heads, head_dim), (kv_heads, value_dim)]`.
+        device: of the slots.
+        dtype: of the slots, which must be that of the keys and values of the layer.
+
+    Attributes:
+        slots: stored tokens, `(batch, kv_heads, 1 + capacity, width)` each; padding is written to the first slot.
+        lengths: number of tokens of each sequence, `(batch,)`.
+
+    Raises:
+        InputError: a `batch` or `capacity` below 1.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        tensor_sizes: Sequence[tuple[int, int]],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        batch, self.capacity = whole_number("batch", batch, least=1), whole_number("capacity", capacity, least=1)
+        # The additional first slot receives padding and is never read. A token beyond the capacity has no slot, so
+        # the index check of the device rejects it.
+        shapes = [(batch, heads, capacity + 1, width) for heads, width in tensor_sizes]
+        self.slots = tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes)
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+
+    @property
+    def tensors(self) -> CachedTensors:
+        """Views of the slots without the one for padding, `(batch, kv_heads, capacity, width)` each."""
+        return tuple(slots[:, :, 1:] for slots in self.slots)
+
+    @property
+    def can_omit_empty_slots(self) -> bool:
+        """True where `prepare_update` may leave out slots beyond the longest sequence: lengths are cheap to read."""
+        return _is_cheap_to_read(self.lengths)
+
+    def next_positions(
+        self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
+    ) -> Int[Tensor, "batch new"]:
+        """Return the positions of the next `new` tokens of each sequence, and -1 for padding."""
+        require_same_batch(self.slots, batch)
+        step = torch.arange(new, device=device)
+        positions = self.lengths[:, None] + step
+        if lengths is not None:
+            counts = whole_numbers("lengths", lengths, dimensions=(1,), shape="one for each sequence").to(device)
+            if counts.shape != (batch,):
+                raise InputError("lengths", expected=f"one for each of {batch} sequences", got=tuple(counts.shape))
+            if has_readable_values(counts) and ((counts < 0) | (counts > new)).any():
+                raise InputError("lengths", expected=f"numbers from 0 to {new}, the tokens", got=counts.tolist())
+            positions = torch.where(step < counts[:, None], positions, -1)
+        # Where positions are not read, the index check of the device still rejects a token beyond the capacity.
+        if _is_cheap_to_read(positions) and positions.numel():
+            last = int(positions.max())
+            if last >= self.capacity:
+                raise InputError("cache", expected=f"room for {last + 1} tokens", got=f"a capacity of {self.capacity}")
+        return positions
+
+    def prepare_update(
+        self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
+    ) -> CacheUpdate:
+        """Write the new tokens into empty slots, and return all tokens with their positions.
+
+        The written slots stay empty for other calls until `commit` sets the new lengths.
+        """
+        self._check_new(new)
+        span = self._common_span(positions)
+        token_counts = self._write(new, positions, span)
+        tensors = self.tensors
+        if not full_capacity and self.can_omit_empty_slots:
+            tensors = first_tokens(int(token_counts.max()), tensors)
+            if span is not None:
+                return CacheUpdate(tensors, None, token_counts)
+        slot_positions = torch.arange(tensors[0].shape[2], device=token_counts.device)
+        key_positions = torch.where(slot_positions < token_counts[:, None], slot_positions, -1)
+        return CacheUpdate(tensors, key_positions, token_counts)
+
+    def _check_new(self, new: CachedTensors) -> None:
+        """Raise `InputError` unless tensors of new tokens fit the slots and require no gradient."""
+        slot_sizes, new_sizes = ([tensor.shape[1:4:2] for tensor in tensors] for tensors in (self.slots, new))
+        if slot_sizes != new_sizes:
+            expected = f"room for {[tuple(size) for size in new_sizes]} heads and widths, the layer's"
+            got = f"a cache made for {[tuple(size) for size in slot_sizes]}"
+            raise InputError("cache", expected=expected, got=got, remedy="layer.static_cache(...) makes one that fits")
+        for slots, tensor in zip(self.slots, new, strict=True):
+            if slots.dtype != tensor.dtype or slots.device != tensor.device:
+                got = f"{tensor.dtype} on {tensor.device}"
+                raise InputError("cache", expected=f"keys and values of {slots.dtype} on {slots.device}", got=got)
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                raise InputError(
+                    "cache",
+                    expected="no gradient, since a static cache is written in place",
+                    got="keys that require one",
+                    remedy="call the layer under torch.no_grad(), or use a DynamicCache",
+                )
+
+    def _common_span(self, positions: Int[Tensor, "batch new"]) -> slice | None:
+        """Return the positions of the new tokens as a slice if all sequences share them and they are cheap to read."""
+        if not (self.can_omit_empty_slots and positions.numel()):
+            return None
+        first, new = int(positions[0, 0]), positions.shape[1]
+        is_shared = first >= 0 and torch.equal(positions, torch.arange(first, first + new).expand_as(positions))
+        return slice(first, first + new) if is_shared else None
+
+    def _write(
+        self, new: CachedTensors, positions: Int[Tensor, "batch new"], span: slice | None
+    ) -> Int[Tensor, " batch"]:
+        """Write the new tokens into their slots, and return the length of each sequence with them."""
+        if span is not None:
+            for stored, tensor in zip(self.tensors, new, strict=True):
+                stored[:, :, span] = tensor
+            return positions[:, -1] + 1
+        slot_indices = positions + 1  # padding has position -1
+        sequence_indices = torch.arange(slot_indices.shape[0], device=slot_indices.device)[:, None]
+        for slots, tensor in zip(self.slots, new, strict=True):
+            slots.transpose(1, 2)[sequence_indices, slot_indices] = tensor.transpose(1, 2)
+        return self.lengths + (positions >= 0).sum(1)
+
+    def commit(self, update: CacheUpdate) -> None:
+        """Set the length of each sequence, so that the written tokens count as cached."""
+        self.lengths.copy_(update.token_counts)
+
+    def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
+        """Replace sequence b by sequence `index[b]`, in place."""
+        *slots, lengths = reordered((*self.slots, self.lengths), index)
+        if len(lengths) != len(self.lengths):
+            expected = f"one for each of {len(self.lengths)} sequences"
+            raise InputError("index", expected=expected, got=tuple(lengths.shape))
+        for tensor, values in zip((*self.slots, self.lengths), (*slots, lengths), strict=True):
+            tensor.copy_(values)
+
+    def crop(self, length: int | Int[Tensor, " batch"] | Sequence[int]) -> None:
+        """Remove all but the first `length` tokens: one number for all sequences, or `(batch,)`."""
+        if not isinstance(length, Tensor | Sequence):
+            self.lengths.clamp_(max=whole_number("length", length, least=0))
+            return
+        lengths = whole_numbers("length", length, dimensions=(1,), shape="one for each sequence")
+        if lengths.shape != self.lengths.shape or (has_readable_values(lengths) and (lengths < 0).any()):
+            expected = f"a number of 0 or more, or one for each of {len(self.lengths)} sequences"
+            raise InputError("length", expected=expected, got=lengths.tolist())
+        torch.minimum(self.lengths, lengths.to(self.lengths.device), out=self.lengths)
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        self.lengths.zero_()
+
+    def __repr__(self) -> str:
+        return f"StaticCache(capacity={self.capacity}, lengths={self.lengths.tolist()})"
+
+
+def _is_cheap_to_read(values: Tensor) -> bool:
+    """Return whether Python may read the values without waiting for a device: on a CPU, and not while compiling."""
+    return values.device.type == "cpu" and has_readable_values(values)

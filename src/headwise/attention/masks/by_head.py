@@ -1,0 +1,66 @@
+"""Mask in which each head has its own rule."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headwise.attention.masks.base import Mask
+from headwise.attention.masks.grid import Coverage, Grid
+from headwise.errors import InputError
+from headwise.shapes import Bool, Int
+
+
+@dataclass(frozen=True)
+class PerHead(Mask):
+    """Mask with one rule for each head: a query of head h attends to the keys that `masks[h]` allows.
+
+    Attributes:
+        masks: one mask for each head, in the order of the heads.
+    """
+
+    masks: tuple[Mask, ...]
+
+    def allowed(
+        self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
+    ) -> Bool[Tensor, "#batch heads rows columns"]:
+        """Return whether each head's own mask allows each pair of query rows `i` and keys `j`."""
+        one_head = replace(grid, heads=1)
+        blocks = [self.for_head(head).allowed(one_head, i, j) for head in range(len(self.masks))]
+        blocks = [block[(None,) * (4 - block.ndim)].expand(-1, -1, i.shape[0], j.shape[1]) for block in blocks]
+        batch = grid.batch if any(block.shape[0] == grid.batch for block in blocks) else 1
+        return torch.cat([block.expand(batch, -1, -1, -1) for block in blocks], dim=1)
+
+    def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
+        """Return the coverage of a block if it is the same in every head, otherwise PARTIAL."""
+        coverages = {mask.coverage(grid, rows, columns) for mask in dict.fromkeys(self.masks)}
+        return coverages.pop() if len(coverages) == 1 else Coverage.PARTIAL
+
+    @property
+    def stored_values(self) -> int:
+        """Number of matrix elements that the masks of all heads store together."""
+        return sum(mask.stored_values for mask in self.masks)
+
+    def check(self, grid: Grid) -> None:
+        """Raise `InputError` unless there is one mask for each head, and each fits the grid of its head."""
+        if len(self.masks) != grid.heads:
+            raise InputError("per_head(masks)", expected=f"one for each of {grid.heads} heads", got=len(self.masks))
+        for mask in self.masks:
+            mask.check(replace(grid, heads=1))
+
+    def for_sequence(self, index: int) -> Mask:
+        """Return the masks that all heads have for sequence `index`."""
+        return PerHead(tuple(mask.for_sequence(index) for mask in self.masks))
+
+    def for_head(self, index: int) -> Mask:
+        """Return the mask of head `index`."""
+        return self.masks[index].for_head(index)
+
+    def natural_grid(self) -> Grid:
+        """Return the number of heads, and for the other axes the largest size that a head's mask prescribes."""
+        grids = [mask.natural_grid() for mask in self.masks]
+        batch, queries, keys = (max(getattr(grid, axis) for grid in grids) for axis in ("batch", "queries", "keys"))
+        return Grid(batch, len(self.masks), queries, keys)
+
+    def __repr__(self) -> str:
+        return f"per_head({list(self.masks)})"

@@ -1,0 +1,104 @@
+"""Score grid that a mask is evaluated on, and checks of tensors that have the shape of such a grid."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from headwise.errors import InputError
+from headwise.shapes import Int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of the score tensor `(batch, heads, queries, keys)`, its device, and the positions of queries and keys.
+
+    By default key j is at position j, and query i at position `i + keys - queries`, so that the last query is aligned
+    with the last key. A cache passes positions of its own, where keys have been dropped, where slots are empty, or
+    where sequences have different lengths. Position -1 marks an empty slot or padding.
+
+    Attributes:
+        batch: number of sequences.
+        heads: number of query heads.
+        queries: number of query rows.
+        keys: number of keys.
+        device: of the blocks of a mask.
+        query_positions: `(batch, queries)` or `(1, queries)`; None for the default.
+        key_positions: `(batch, keys)` or `(1, keys)`; None for the default.
+    """
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    device: torch.device = torch.device("cpu")
+    query_positions: Int[Tensor, "#batch queries"] | None = field(default=None, compare=False)
+    key_positions: Int[Tensor, "#batch keys"] | None = field(default=None, compare=False)
+
+    @property
+    def offset(self) -> int:
+        """Default position of query row 0, `keys - queries`; negative when there are more queries than keys."""
+        return self.keys - self.queries
+
+    @property
+    def uses_default_positions(self) -> bool:
+        """True where the positions of queries and keys follow from the sizes of the grid."""
+        return self.query_positions is None and self.key_positions is None
+
+    def query_position(self, i: Int[Tensor, "rows 1"]) -> Int[Tensor, "*#batch rows 1"]:
+        """Return the positions of query rows `i`, `(rows, 1)` or `(batch, 1, rows, 1)`."""
+        if self.query_positions is None:
+            return i + self.offset
+        return self.query_positions[:, None, i[:, 0], None]
+
+    def key_position(self, j: Int[Tensor, "1 columns"]) -> Int[Tensor, "*#batch 1 columns"]:
+        """Return the positions of keys `j`, `(1, columns)` or `(batch, 1, 1, columns)`."""
+        if self.key_positions is None:
+            return j
+        return self.key_positions[:, None, None, j[0]]
+
+
+class Coverage(Enum):
+    """Share of the query-key pairs of a block that a mask allows: none, all, or some.
+
+    PARTIAL may also mean that the share is unknown without evaluating the block.
+    """
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    FULL = "full"
+
+
+def with_four_axes(name: str, values: Tensor) -> Tensor:
+    """Return a mask or bias as a tensor of four axes: `(queries, keys)` becomes `(1, 1, queries, keys)`.
+
+    Raises:
+        InputError: another number of axes than 2 or 4; with 3 it would be unclear which axis is missing.
+    """
+    if values.ndim == 2:
+        return values[None, None]
+    if values.ndim != 4:
+        raise InputError(
+            name,
+            expected="2 dimensions (queries, keys) or 4 (batch, heads, queries, keys)",
+            got=f"{values.ndim} dimensions {tuple(values.shape)}",
+            remedy="unsqueeze the batch or the head axis" if values.ndim == 3 else None,
+        )
+    return values
+
+
+def require_broadcast(name: str, values: Tensor, grid: Grid) -> None:
+    """Raise `InputError` unless every axis of `values` has the size of the grid's or 1, on the grid's device."""
+    sizes = (grid.batch, grid.heads, grid.queries, grid.keys)
+    if any(size not in (1, wanted) for size, wanted in zip(values.shape, sizes, strict=True)):
+        raise InputError(
+            name,
+            expected=f"a shape that broadcasts to (batch, heads, queries, keys) = {sizes}",
+            got=tuple(values.shape),
+            remedy="a padding mask (batch, keys) goes in as mask[:, None, None, :]"
+            if tuple(values.shape) == (1, 1, grid.batch, grid.keys)
+            else None,
+        )
+    if values.device != grid.device:
+        raise InputError(name, expected=f"a tensor on {grid.device} like q", got=values.device)
