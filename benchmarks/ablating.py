@@ -13,7 +13,7 @@ heads. Each run is timed, and the time of all heads is that of the whole model a
 at the mean of the round; ours also pays for the run in which it finds where the model attends. The losses of all three
 are compared, to 4e-5 nats. There are 3 rounds at most. A quick run has one round of 4 sequences.
 
-    python benchmarks/ablating.py [--quick] [--rounds N]
+    python -m benchmarks.ablating [--quick] [--rounds N]
 """
 
 import statistics

@@ -4,29 +4,27 @@ Regime: random problems of `tests/strategies.py` (1 to 23 queries and keys, ever
 sinks). For each dtype and backend, the share of problems whose output is beyond twice the error of one plain run, and
 beyond twice that of the worst of eight orders of the same sums.
 
-    python benchmarks/accuracy.py [problems]
+    python -m benchmarks.accuracy [problems]
 """
 
+import argparse
 import json
-import sys
 from collections import Counter
 
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
+from tests.oracles import distance, plain_attention, plain_errors
+from tests.strategies import problems
 
 import headwise as hw
-from oracles import distance, plain_attention, plain_errors
-from strategies import problems
-
-PROBLEMS = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
 
 
-def measure(dtype: torch.dtype) -> Counter:
-    """How many problems exceed each bound, by backend."""
+def measure(dtype: torch.dtype, number: int) -> Counter:
+    """Count the problems, of so many, that exceed each bound, by backend."""
     beyond: Counter = Counter()
 
     @settings(
-        max_examples=PROBLEMS,
+        max_examples=number,
         derandomize=True,
         deadline=None,
         database=None,
@@ -53,11 +51,20 @@ def measure(dtype: torch.dtype) -> Counter:
     return beyond
 
 
-result = {}
-for dtype in (torch.float32, torch.bfloat16):
-    counts = measure(dtype)
-    for (backend, bound), count in sorted(counts.items()):
-        if bound != "problems":
-            result[f"{backend}, {dtype}, beyond twice {bound}"] = count / counts[backend, "problems"]
-            print(f"{backend:10} {dtype!s:15} {bound:22} {count / counts[backend, 'problems']:.2%}")
-print(json.dumps({"benchmark": "accuracy", "problems": PROBLEMS, "torch": torch.__version__, "shares": result}))
+def main() -> None:
+    """Print the share of problems beyond each bound, and a line of JSON last."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("problems", type=int, nargs="?", default=2000, help="number of problems; 2,000 by default")
+    number = parser.parse_args().problems
+    shares = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        counts = measure(dtype, number)
+        for (backend, bound), count in sorted(counts.items()):
+            if bound != "problems":
+                share = shares[f"{backend}, {dtype}, beyond twice {bound}"] = count / counts[backend, "problems"]
+                print(f"{backend:10} {dtype!s:15} {bound:22} {share:.2%}")
+    print(json.dumps({"benchmark": "accuracy", "problems": number, "torch": torch.__version__, "shares": shares}))
+
+
+if __name__ == "__main__":
+    main()

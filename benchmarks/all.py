@@ -1,8 +1,8 @@
 """Every benchmark, one after the other, each in an interpreter of its own; what a full run finds is kept.
 
-    python benchmarks/all.py [--quick] [--rounds N] [--tiny] [--peers torch]
+    python -m benchmarks.all [--quick] [--rounds N] [--tiny] [--peers torch]
 
-A full run leaves each script's results in `benchmarks/results/`, from which `docs/make_benchmarks.py` writes the
+A full run leaves each script's results in `benchmarks/results/`, from which `benchmarks/report.py` writes the
 document. The one of the GPU is run where there is one, and its last results stay. The last line is one of JSON: each
 claim, its target, the worst median and whether it is met.
 """
@@ -25,7 +25,9 @@ SCRIPTS = ("layer", "windows", "padding", "grouped", "decoding", "memory", "watc
 
 def run(script: str, given: Sequence[str]) -> dict | None:
     """What a script found, its output shown as it comes; None where it failed."""
-    process = subprocess.Popen([sys.executable, HERE / f"{script}.py", *given], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"benchmarks.{script}", *given], cwd=HERE.parent, stdout=subprocess.PIPE, text=True
+    )
     last = ""
     for line in process.stdout:
         if not line.startswith("{"):

@@ -7,7 +7,7 @@ of cache, growing and static (with room for 4,352 tokens), each against the peer
 write: a block around SDPA that appends to its keys. Cosines, sines and masks of peers are made beforehand, as a model
 does once for all its layers. The outputs of prompt and steps are first compared with the definition in float64.
 
-    python benchmarks/decoding.py [--quick] [--rounds N] [--only "float32"]
+    python -m benchmarks.decoding [--quick] [--rounds N] [--only "float32"]
 """
 
 import copy

@@ -6,7 +6,7 @@ two of its events. Each is first compared with the definition in float64, in the
 and the last block of 512 rows, and with gradients that come from these alone; ours may be at most twice as far off as
 torch's default.
 
-    python benchmarks/gpu.py [--quick] [--rounds N] [--only "window"]
+    python -m benchmarks.gpu [--quick] [--rounds N] [--only "window"]
 
 Where there is no GPU it says so and ends; with --tiny it then runs on the CPU, to show that it runs.
 """

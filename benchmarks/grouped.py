@@ -4,7 +4,7 @@ Regime: (batch, length, embed, heads) = (4, 512, 768, 12), (2, 1024, 768, 12); f
 forward, and forward with backward. The block around SDPA has `enable_gqa`. Everything is first compared with the
 definition in float64.
 
-    python benchmarks/grouped.py [--quick] [--rounds N] [--only "causal"]
+    python -m benchmarks.grouped [--quick] [--rounds N] [--only "causal"]
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ of all weights). Output and gradients of ours and of every peer are first compar
 float64. A ratio is their time over ours, taken in the same round. The rate is that of a product of 1,024 x 1,024 in
 the same rounds; the work of causal attention is that of the scores that are not hidden.
 
-    python benchmarks/layer.py [--quick] [--rounds N] [--only "causal float32"]
+    python -m benchmarks.layer [--quick] [--rounds N] [--only "causal float32"]
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ freed is given back at once. `hw.attend(backend="blockwise")`: the peak beside q
 these four, over the size of these eight tensors. The whole layer: the peak beside input and weights of the block around
 SDPA and of `nn.MultiheadAttention`, over that of ours. Everything is first compared with the definition in float64.
 
-    python benchmarks/memory.py [--quick] [--rounds N] [--only "causal float32"]
+    python -m benchmarks.memory [--quick] [--rounds N] [--only "causal float32"]
 """
 
 from collections.abc import Sequence

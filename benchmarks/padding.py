@@ -7,7 +7,7 @@ padding. Peers are given the padding as they want it, `nn.MultiheadAttention` as
 SDPA as a mask `(batch, 1, 1, keys)`, made beforehand. Everything is first compared with the definition in float64, in
 what is no padding. Ours is told the lengths, `layer(x, lengths=...)`; as `mask=hw.padding(lengths)` it is shown beside.
 
-    python benchmarks/padding.py [--quick] [--rounds N] [--only "float32"]
+    python -m benchmarks.padding [--quick] [--rounds N] [--only "float32"]
 """
 
 from collections.abc import Sequence

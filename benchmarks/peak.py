@@ -37,16 +37,17 @@ def peak(run: Callable[[], object], first: Callable[[], object] | None = None) -
 CHILD = """
 import importlib, json, sys
 from benchmarks.regime import Regime
-print(json.dumps(importlib.import_module(sys.argv[1]).child(sys.argv[2], Regime(**json.loads(sys.argv[3])))))
+script = importlib.import_module(sys.argv[1])
+print(json.dumps(script.child(sys.argv[2], Regime(**json.loads(sys.argv[3])))))
 """
 
 
 def measured(script: str, name: str, regime: Regime) -> dict[str, int]:
     """`child` of a script, in an interpreter of its own that gives back what is freed."""
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, script, name, json.dumps(asdict(regime))],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "PYTHONPATH": os.pathsep.join(sys.path)},
+        [sys.executable, "-c", CHILD, f"benchmarks.{script}", name, json.dumps(asdict(regime))],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},
         capture_output=True,
         text=True,
         check=False,

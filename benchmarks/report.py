@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md from what the last full run of the benchmarks left in benchmarks/results/.
+"""Write docs/reports/benchmarks.md from what the last full run of the benchmarks left in benchmarks/results/.
 
 python -m benchmarks.report
 """
@@ -97,7 +97,7 @@ def document(results: Sequence[dict]) -> str:
         lines += [
             f"## {TITLES['gpu']}",
             "",
-            "Nothing has run on a GPU yet; `python benchmarks/gpu.py` is what would.",
+            "Nothing has run on a GPU yet; `python -m benchmarks.gpu` is what would.",
             "",
         ]
     return "\n".join(lines).rstrip() + "\n"

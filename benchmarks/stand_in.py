@@ -3,11 +3,11 @@
 Regime: self-attention of 2 sequences of 1,024 tokens, 512 wide, 8 heads, in float32, alone and in an encoder of two
 blocks; the two layers by turns, and the median of the ratios. Each case first checks that both give the same.
 
-    python benchmarks/stand_in.py [repeats]
+    python -m benchmarks.stand_in [repeats]
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Callable
 
 import torch
@@ -15,8 +15,6 @@ from torch import nn
 
 from benchmarks.measure import Call, Ratio, interleaved
 from headwise.compat import MultiheadAttention
-
-REPEATS = int(sys.argv[1]) if len(sys.argv) > 1 else 15
 
 
 def calls_of(cls: type[nn.MultiheadAttention]) -> dict[str, Callable[[], torch.Tensor]]:
@@ -55,12 +53,15 @@ def calls_of(cls: type[nn.MultiheadAttention]) -> dict[str, Callable[[], torch.T
 
 def main() -> None:
     """A line a case, and one of JSON last."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("repeats", type=int, nargs="?", default=15, help="samples of each case; 15 by default")
+    repeats = parser.parse_args().repeats
     theirs, ours = calls_of(nn.MultiheadAttention), calls_of(MultiheadAttention)
     ratios = {}
     for case, call in ours.items():
         expected = theirs[case]()
         torch.testing.assert_close(call(), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
-        taken = interleaved({"ours": Call(call), "theirs": Call(theirs[case])}, REPEATS)
+        taken = interleaved({"ours": Call(call), "theirs": Call(theirs[case])}, repeats)
         ratios[case] = Ratio.of(taken["ours"], taken["theirs"]).median
         print(f"{ratios[case]:5.2f}  {case}")
     print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), "ours / torch": ratios}))

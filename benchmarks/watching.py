@@ -16,7 +16,7 @@ beside its inputs and output. Every statistic of ours and of the peers is first 
 the eager matrices in float64. The ways that make matrices, and 8,192 tokens, have 3 rounds at most. A quick run has
 512 tokens in 2 rounds, one peer and no memory. At 2,048 tokens BertViz's way takes 10 GB.
 
-    python benchmarks/watching.py [--quick] [--rounds N] [--only "8192"]
+    python -m benchmarks.watching [--quick] [--rounds N] [--only "8192"]
 """
 
 import copy

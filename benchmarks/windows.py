@@ -7,7 +7,7 @@ projections, under the window of 256 at 8,192; and the time of ours at 32,768 to
 window. float32 and bfloat16, forward, and forward with backward. Everything is first compared with the definition in
 float64; at 32,768 tokens, which the block around SDPA cannot do, without twice its error as the bound.
 
-    python benchmarks/windows.py [--quick] [--rounds N] [--only "8192"]
+    python -m benchmarks.windows [--quick] [--rounds N] [--only "8192"]
 """
 
 import statistics

@@ -73,8 +73,8 @@ def test_the_oracle_is_the_layer_by_definition(regime, rows, monkeypatch):
 
 
 def test_the_window_and_the_narrow_heads_are_what_their_names_say(monkeypatch):
-    monkeypatch.setattr("regime.WINDOW", 2)
-    monkeypatch.setattr("regime.NARROW", 1)
+    monkeypatch.setattr("benchmarks.regime.WINDOW", 2)
+    monkeypatch.setattr("benchmarks.regime.NARROW", 1)
     narrow, wide = Regime(1, 3, 4, 2, "heads").allowed()[0].int().tolist()
     assert Regime(1, 3, 4, 2, "window").allowed()[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
     assert narrow == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
@@ -294,7 +294,7 @@ def test_a_script_runs_and_says_it_in_json_last(script, capsys, monkeypatch):
     results = script.main(["--tiny", "--peers", "torch", "--rounds", "1", "--only", "forward"])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == results
-    assert last["benchmark"] == script.__name__
+    assert f"benchmarks.{last['benchmark']}" == script.__name__
     assert last["rows"]
     assert all(Row.read(row).ratio.median > 0 for row in last["rows"])
 

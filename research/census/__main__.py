@@ -2,8 +2,8 @@
 
 python -m research.census [--only PART] [--types A,B] [--out FILE] [--again OUTCOME,...]
 
-The last line is JSON: how many types have which outcome. All verdicts go to a file, from which docs/make_census.py
-writes docs/census.md.
+The last line is JSON: how many types have which outcome. All verdicts go to a file, from which
+`research.census.report` writes docs/reports/census.md.
 """
 
 import argparse

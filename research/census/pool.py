@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parent.parent.parent
 SECONDS, TYPES_EACH = 40.0, 40
 """How long one model type may take, and how many a worker does: what they import stays in memory."""
 
@@ -17,9 +18,14 @@ class Worker:
     """A process, and the thread that reads its answers."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("worker.py"))]
+        command = [sys.executable, "-W", "ignore", "-m", "research.census.worker"]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         self.answers: queue.Queue[str | None] = queue.Queue()
         self.done = 0

@@ -1,4 +1,4 @@
-"""Write docs/census.md from what the last full census left in census/results.json.
+"""Write docs/reports/census.md from what the last full census left in research/census/results.json.
 
 python -m research.census.report
 """

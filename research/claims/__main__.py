@@ -1,6 +1,6 @@
-"""What teaching notes claim of multi-head attention, measured: the results from which `docs/make_claims.py` writes.
+"""Measure claims about multi-head attention; `research.claims.report` writes the document from the results.
 
-    python claims [--full | --tiny] [--only text-64x2 ...] [--out FOLDER]
+    python -m research.claims [--full | --tiny] [--only text-64x2 ...] [--out FOLDER]
 
 A run that was stopped goes on where it was. On 2 cores the default takes about half an hour: first the clock, alone;
 then the real models; then the trainings, one process a core.
@@ -25,6 +25,7 @@ from research.claims.real_models import real_models
 from research.claims.sizes import SIZES, Size
 from research.claims.trainings import run, tasks
 
+ROOT = Path(__file__).parent.parent.parent
 RESULTS = Path(__file__).parent / "results"
 ALONE: dict[str, Callable[[Size], Any]] = {"clock": clocked, "real-models": real_models}
 """What one process measures with all cores."""
@@ -68,11 +69,13 @@ def _arguments() -> argparse.Namespace:
 
 def together(studies: list[str], size: Size, out: Path) -> None:
     """Run studies in one process a core, each with one thread, which share the work."""
-    command = [sys.executable, str(Path(__file__).parent), f"--{size.name}", "--out", str(out), "--only", *studies]
+    command = [sys.executable, "-m", "research.claims", f"--{size.name}", "--out", str(out), "--only", *studies]
     command = [part for part in command if part != "--default"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that what was started ends too
-    workers = [subprocess.Popen([*command, "--worker", str(number)], env=environment) for number in range(cores())]
+    workers = [
+        subprocess.Popen([*command, "--worker", str(number)], cwd=ROOT, env=environment) for number in range(cores())
+    ]
     try:
         failed = [worker.wait() for worker in workers]
     finally:

@@ -1,8 +1,8 @@
-"""The words of docs/claims.md that no measurement changes: what is claimed, how it is judged, and one argument."""
+"""Sentences of docs/reports/claims.md that do not depend on the results."""
 
 INTRODUCTION = """\
-What teaching notes say of multi-head attention (Vaswani et al. 2017), measured. Written by `docs/make_claims.py`
-from what `make claims` left in `claims/results/`; every number and every verdict is computed from there, the
+What teaching notes say of multi-head attention (Vaswani et al. 2017), measured. Written by `research/claims/report.py`
+from what `make claims` left in `research/claims/results/`; every number and every verdict is computed from there, the
 verdicts by the rules that are stated. Models are small and trained for minutes: what is said is said of them, on
 this data. The text is the reference of Python's language, which comes with Python (`pydoc_data.topics`), read byte
 by byte; the other data are generated: pairs of keys and values to look up, and random symbols of which several are

@@ -56,7 +56,7 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[s
 
 def picture(name: str, words: str) -> list[str]:
     """A picture with an empty line after it."""
-    return [f"![{words}](pictures/claims-{name}.png)", ""]
+    return [f"![{words}](../pictures/claims-{name}.png)", ""]
 
 
 def numbers(values: Sequence[int]) -> str:

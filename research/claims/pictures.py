@@ -1,4 +1,4 @@
-"""The pictures of docs/claims.md, from what was measured."""
+"""The pictures of docs/reports/claims.md, from what was measured."""
 
 import textwrap
 from collections.abc import Mapping, Sequence

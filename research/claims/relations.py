@@ -1,9 +1,9 @@
 """The task of several relations: at each place, name the token 1, 2, 3 and 4 places before, each in a slot of its own.
 
 One layer of attention without a residual path; then one linear map a slot, or an MLP and these maps. Why a single head
-cannot do more than one slot with linear maps is written down in docs/claims.md, and holds exactly where queries and
-keys know the place of a token alone ("places"); "tokens" is ordinary attention, whose queries and keys are made of the
-tokens; "mlp" is that with an MLP, which may tell unequal mixtures apart.
+cannot do more than one slot with linear maps is written down in docs/reports/claims.md, and holds exactly where
+queries and keys know the place of a token alone ("places"); "tokens" is ordinary attention, whose queries and keys
+are made of the tokens; "mlp" is that with an MLP, which may tell unequal mixtures apart.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Write docs/claims.md and its pictures from what `python claims` left in claims/results/.
+"""Write docs/reports/claims.md and its pictures from what `python -m research.claims` left in research/claims/results/.
 
 python -m research.claims.report [--results FOLDER]
 """

@@ -1,4 +1,4 @@
-"""The tables of docs/claims.md, one function a claim, from what was measured."""
+"""The tables of docs/reports/claims.md, one function a claim, from what was measured."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""From measured numbers to a verdict: the rule of each claim, in code. docs/claims.md states the same in words.
+"""From measured numbers to a verdict: the rule of each claim, in code. docs/reports/claims.md states the same in words.
 
 Where a claim is about many settings (or layers, or regimes), it holds if it does in more than `MOST` of them, and does
 not hold if it does in fewer than `FEW`; between, it is undecided.

@@ -1,6 +1,6 @@
-"""What heads of two real models are worth, measured: the tables from which `docs/make_findings.py` writes.
+"""What heads of two real models are worth, measured: the tables from which `research/findings/report.py` writes.
 
-    python findings [--only smollm2] [--only minilm]
+    python -m research.findings [--only smollm2] [--only minilm]
 
 A run that was stopped goes on where it was. On 2 cores SmolLM2 takes about an hour.
 """

@@ -1,4 +1,4 @@
-"""Write docs/findings.md and its pictures from the tables that `python findings` left in findings/results/.
+"""Write docs/reports/findings.md and its pictures from research/findings/results/.
 
 python -m research.findings.report
 """
@@ -107,7 +107,7 @@ def smollm2() -> list[str]:
         f"the {MOST} dearest have {100 * _share(costs):.0f} % of the sum of all costs above zero. That each of many "
         "heads can go does not say that they can go together.",
         "",
-        "![What each head costs](pictures/findings-cost.png)",
+        "![What each head costs](../pictures/findings-cost.png)",
         "",
         *agreement(importance, ablation),
         *copies(folder, profile),
@@ -137,7 +137,7 @@ def agreement(importance: hw.Importance, ablation: hw.Ablation) -> list[str]:
         f"Neubig (2019), which has no sign: Spearman {absolute.spearman:.2f}, Pearson {absolute.pearson:.2f}; "
         f"{len(both)} of its first {MOST} heads are among the {MOST} that cost most.",
         "",
-        "![First order prediction against measured cost](pictures/findings-first-order.png)",
+        "![First order prediction against measured cost](../pictures/findings-first-order.png)",
         "",
     ]
 

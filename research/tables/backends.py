@@ -1,4 +1,4 @@
-"""Write docs/backends.md: what each backend can do, as `why_not` says, and every combination tried.
+"""Write docs/reports/backends.md: the options that each backend supports, alone and combined.
 
 python -m research.tables.backends
 """
@@ -14,7 +14,7 @@ from headwise.attention import backend_choice
 from headwise.attention.attend import BACKENDS
 from headwise.attention.backends.blockwise import scores_bf16, scores_fp32
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
+REPORT = Path(__file__).parent.parent.parent / "docs" / "reports" / "backends.md"
 
 BATCH, HEADS, KV_HEADS, LENGTH, HEAD_DIM, VALUE_DIM = 2, 6, 2, 7, 5, 3
 
@@ -97,31 +97,31 @@ def combinations(size: int) -> dict[str, int]:
     return counts
 
 
-CHOICE = f"""\
-## Which is taken
+FUSED_COSTS = f"""\
+## How the faster backend is predicted
 
-`backend=None` takes the faster of `fused` and `blockwise`; `hw.explain(q, k, v, ...)` says which and why. The unit of
-cost is a score that torch's kernel computes, head_dim 64, two CPU cores with AVX-512:
+`backend=None` uses the faster of `fused` and `blockwise`. Cost is predicted in units of one score computed by torch's
+kernel at head_dim 64, measured on two CPU cores with AVX-512:
 
-| | costs |
+| `fused` | predicted cost |
 | --- | --- |
-| `fused` | every score of the square, hidden or not |
-| `fused`, plain causal | {backend_choice.CAUSAL_FLAG_SHARE} of them |
-| `fused`, with dropout or a bias that learns, where torch makes the matrix \
-| {backend_choice.FULL_MATRIX_COST} times as much |
-| `fused`, values of another width than keys | as if both had the larger |
-| `blockwise` | {backend_choice.FLOAT32_SCORE_COST} a score of its blocks, \
-and each block as much as {scores_fp32.BLOCK_OVERHEAD:,} scores |
-| `blockwise`, scores in bfloat16 | {backend_choice.BFLOAT16_SCORE_COST} a score, \
-and each block as much as {scores_bf16.BLOCK_OVERHEAD:,} |
+| any mask | 1 for each score of the matrix, hidden or not |
+| plain causal mask | {backend_choice.CAUSAL_FLAG_SHARE} of that |
+| dropout, or a bias that requires gradients: torch computes the matrix | {backend_choice.FULL_MATRIX_COST} times as much |
+| values and keys of different width | as if both had the larger width |
+""".splitlines()
 
-Scores are computed in bfloat16 for inputs in bfloat16 without a softcap, bias, sinks, dropout,
-log-sum-exp or a scale for each head.
+BLOCKWISE_COSTS = f"""\
+| `blockwise` | cost of each score | cost of each block |
+| --- | --- | --- |
+| float32 scores | {backend_choice.FLOAT32_SCORE_COST} | {scores_fp32.BLOCK_OVERHEAD:,} |
+| bfloat16 scores | {backend_choice.BFLOAT16_SCORE_COST} | {scores_bf16.BLOCK_OVERHEAD:,} |
 
-The kernel is taken without asking the mask for fewer than
-{backend_choice.SMALLEST_PLANNED:,} scores, for masks that are a matrix for
-each sequence or head, where the weights are asked for, and on devices where nothing has been measured, which is every
-other than a CPU. There torch chooses between its own kernels.
+Scores are bfloat16 for bfloat16 inputs without a softcap, bias, sinks, dropout, log-sum-exp or a scale for each head.
+
+In four cases `fused` is used without a prediction: fewer than {backend_choice.SMALLEST_PLANNED:,} scores, a mask that
+is a matrix for each sequence or head, a call that returns the weights, and a device other than a CPU. Nothing has been
+measured on other devices; there torch chooses between its own kernels.
 """.splitlines()
 
 
@@ -129,22 +129,25 @@ def main() -> None:
     torch.manual_seed(0)
     counts = {size: combinations(size) for size in (1, 2, 3)}
     text = [
-        "# What each backend can do",
+        "# What each backend supports",
         "",
-        f"Written by `research/tables/backends.py` on {date.today().isoformat()}, torch {torch.__version__}, on CPU:",
-        "each cell is what `headwise.why_not` answers, with gradients and without; each *yes* was run, both ways.",
+        f"Written by `research/tables/backends.py` on {date.today().isoformat()}, torch {torch.__version__}, on CPU.",
+        "How to choose a backend is described in [Backends](../backends.md).",
+        "",
+        "## Options",
+        "",
+        "Each cell is the answer of `headwise.why_not`, with and without gradients. Each *yes* was run both ways.",
         "",
         *table(),
         "",
-        "`reference` keeps the whole matrix in memory, and runs only when it is asked for by name. Only it has second",
-        "derivatives. On other devices than the CPU `fused` refuses the log-sum-exp; while compiling `blockwise`",
-        "refuses all. Nothing has run on a GPU yet.",
+        *FUSED_COSTS,
         "",
-        *CHOICE,
+        *BLOCKWISE_COSTS,
         "",
-        "## Together",
+        "## Combinations of options",
         "",
-        "Every combination of the rows above that does not give one argument twice, forward and backward:",
+        "Every combination of the options above, forward and backward. Combinations that pass one argument twice are",
+        "left out.",
         "",
         f"| options at once | combinations | {' | '.join(f'`{name}`' for name in BACKENDS)} | some backend |",
         f"|{' --- |' * (len(BACKENDS) + 3)}",
@@ -152,7 +155,7 @@ def main() -> None:
     for size, found in counts.items():
         can = " | ".join(str(found[name]) for name in BACKENDS)
         text.append(f"| {size} | {found['all']} | {can} | {found['some backend']} |")
-    (DOCS / "backends.md").write_text("\n".join(text) + "\n")
+    REPORT.write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write docs/stand-in.md: run torch's layer and ours where they differ, and tabulate what each of them does."""
+"""Write docs/reports/torch-differences.md: cases in which torch's layer and the replacement behave differently."""
 
 import datetime
 import sys
@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from headwise.compat import MultiheadAttention
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
+REPORT = Path(__file__).parent.parent.parent / "docs" / "reports" / "torch-differences.md"
 
 BATCH, LENGTH, EMBED, HEADS = 2, 5, 12, 2
 BY_DESIGN, TORCH_IS_WRONG, TOLD_BETTER = "by design", "torch is wrong", "the same refusal, told with sizes"
@@ -307,34 +308,6 @@ def _(cls):
 
 # -- the document -------------------------------------------------------------------------------------------------
 
-HOW_TO = """\
-# The stand-in for `torch.nn.MultiheadAttention`
-
-Replace the import; nothing else changes. Arguments, results, the names in the state dict and how parameters begin are
-torch's, so checkpoints load both ways and a run repeats from its seed.
-
-```python
-from headwise.compat import MultiheadAttention  # was: from torch.nn import MultiheadAttention
-```
-
-Masks keep torch's meaning here: True is *ignored*. (In the rest of headwise True is *attends*.)
-
-Inside torch's transformers, put it where torch's layer is:
-
-```python
-encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, batch_first=True), 6, enable_nested_tensor=False)
-for block in encoder.layers:
-    ours = MultiheadAttention(512, 8, dropout=0.1, batch_first=True)
-    ours.load_state_dict(block.self_attn.state_dict())
-    block.self_attn = ours.train(block.training)
-```
-
-`nn.TransformerDecoderLayer` has a `multihead_attn` beside its `self_attn`. Without `enable_nested_tensor=False` it
-works too: in evaluation torch then turns padded input into a nested tensor, which the layer takes.
-
-What is refused raises `headwise.InputError`, a `ValueError`; torch raises `AssertionError` or `RuntimeError`.
-"""
-
 
 def cell(text: str) -> str:
     """Text that ends no cell of a table."""
@@ -355,15 +328,22 @@ def table() -> list[str]:
 
 
 def document() -> str:
-    """The whole of docs/stand-in.md."""
+    """Return the text of docs/reports/torch-differences.md."""
     version, _, _ = torch.__version__.partition("+")
-    dated = (
-        f"## Where the two differ\n\nRun on {datetime.date.today().isoformat()} with torch {version} on CPU, by "
-        f"`research/tables/torch_differences.py`: batch {BATCH}, length {LENGTH}, width {EMBED}, {HEADS} heads.\nWhat "
-        "is not here is held to torch by `tests/test_compat.py`: outputs, weights and gradients in float64 to 1e-12.\n"
-    )
-    return "\n".join([HOW_TO, dated, *table()]) + "\n"
+    lines = [
+        "# Differences from `torch.nn.MultiheadAttention`",
+        "",
+        "How to use the replacement is described in [the stand-in](../stand-in.md).",
+        "",
+        f"Run on {datetime.date.today().isoformat()} with torch {version} on CPU, by",
+        f"`research/tables/torch_differences.py`: batch {BATCH}, length {LENGTH}, width {EMBED}, {HEADS} heads.",
+        "In every other case the two agree: `tests/nn/test_torch_compat.py` compares outputs, weights and gradients in",
+        "float64 to 1e-12.",
+        "",
+        *table(),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    (DOCS / "stand-in.md").write_text(document(), encoding="utf-8")
+    REPORT.write_text(document(), encoding="utf-8")

@@ -117,7 +117,7 @@ def calls(draw):
         call["key_padding_mask"] = mask(padding, *((batch, keys) if batched else (keys,)))
     if attention is not None:
         call["attn_mask"] = mask(attention, *((batch * HEADS,) if wide else ()), QUERIES, keys)
-    # Where torch takes the hint alone, it hides the keys it has appended itself (docs/stand-in.md).
+    # Where torch takes the hint alone, it hides the keys it has appended itself (docs/reports/torch-differences.md).
     appended = made["add_bias_kv"] or made["add_zero_attn"]
     if keys == QUERIES and not (appended and padding is None and not call["need_weights"]) and draw(st.booleans()):
         call |= {"attn_mask": causal_mask(QUERIES), "is_causal": True}
@@ -337,7 +337,7 @@ def test_appended_keys_are_seen_beside_the_causal_hint():
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda each: each.name)
 def test_the_document_lists_what_differs(difference):
     assert difference.seen(nn.MultiheadAttention) != difference.seen(MultiheadAttention)
-    assert f"| {difference.name} |" in (DOCS / "stand-in.md").read_text(encoding="utf-8")
+    assert f"| {difference.name} |" in (DOCS / "reports" / "torch-differences.md").read_text(encoding="utf-8")
 
 
 def test_the_code_of_the_document_runs():

@@ -4,7 +4,7 @@
 
 It derives from torch's layer. The constructor, the parameters, their names and how they begin are therefore torch's,
 and what asks `isinstance(layer, nn.MultiheadAttention)` is told the truth. Only `forward` is ours. Where the two
-differ, and why, is measured in docs/stand-in.md.
+differ, and why, is measured in docs/reports/torch-differences.md.
 """
 
 from typing import Any
