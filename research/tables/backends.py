@@ -107,7 +107,7 @@ kernel at head_dim 64, measured on two CPU cores with AVX-512:
 | --- | --- |
 | any mask | 1 for each score of the matrix, hidden or not |
 | plain causal mask | {backend_choice.CAUSAL_FLAG_SHARE} of that |
-| dropout, or a bias that requires gradients: torch computes the matrix | {backend_choice.FULL_MATRIX_COST} times as much |
+| dropout, or a bias that requires gradients (whole matrix) | {backend_choice.FULL_MATRIX_COST} times as much |
 | values and keys of different width | as if both had the larger width |
 """.splitlines()
 
