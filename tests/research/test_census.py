@@ -109,7 +109,7 @@ def test_a_wrong_statistic_is_judged_wrong(monkeypatch):
 
 
 def test_what_is_not_seen_is_judged_silent(monkeypatch):
-    monkeypatch.setattr(hw.intercept.watch.Heads, "records", property(lambda heads: list(heads._sites.values())[1:]))
+    monkeypatch.setattr(hw.intercept.watch.Heads, "records", property(lambda heads: list(heads._records.values())[1:]))
     assert judge("bert").outcome == "silent"
 
 
