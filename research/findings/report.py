@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import headwise as hw
-from headwise.runs.table import MeanEstimate
+from headwise.runs.rows import MeanEstimate
 from headwise.show.scores import SURE, errors
 
 ROOT = Path(__file__).parent.parent.parent

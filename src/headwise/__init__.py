@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from headwise.analysis.importance.importance import Importance, importance
     from headwise.analysis.losses import EmbeddingDistance, MaskedTokenLoss, next_token_loss
     from headwise.analysis.patching import Patching, activation_patching, patch_together
-    from headwise.analysis.profile import profile
-    from headwise.analysis.profile_result import Profile, load_profile
+    from headwise.analysis.profile import Profile, load_profile, profile
     from headwise.analysis.recording import record_outputs
     from headwise.analysis.redundancy import Redundancy, redundancy
     from headwise.analysis.view import view
@@ -71,7 +70,7 @@ _LAZY = {
     "Importance": "headwise.analysis.importance.importance",
     "MaskedTokenLoss": "headwise.analysis.losses",
     "Patching": "headwise.analysis.patching",
-    "Profile": "headwise.analysis.profile_result",
+    "Profile": "headwise.analysis.profile",
     "Recipe": "headwise.studies.training",
     "Redundancy": "headwise.analysis.redundancy",
     "SetAblation": "headwise.analysis.ablate",
@@ -85,7 +84,7 @@ _LAZY = {
     "compare": "headwise.analysis.compare",
     "gate": "headwise.analysis.gate",
     "importance": "headwise.analysis.importance.importance",
-    "load_profile": "headwise.analysis.profile_result",
+    "load_profile": "headwise.analysis.profile",
     "logit_attribution": "headwise.analysis.attribution",
     "next_token_loss": "headwise.analysis.losses",
     "patch_together": "headwise.analysis.patching",

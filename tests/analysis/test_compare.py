@@ -5,8 +5,8 @@ import math
 import pytest
 
 import headwise as hw
-from headwise.analysis.profile_result import ProfiledHead
-from headwise.runs.table import MeanEstimate
+from headwise.analysis.profile import ProfiledHead
+from headwise.runs.rows import MeanEstimate
 
 
 def profile(*heads, module="layers.0.attention"):

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("as_user")  # shapes are checked where `wat
 
 TEXTS = tiny.texts(11, 5, 23, 7, 11, 2, 11)
 """Of 7 sequences; in batches of 2, there are 6 of them."""
-FILES = ("profile.json", "profile.parquet")
+FILES = ("profile.parquet",)
 
 
 def texts(kind="decoder", **options):
@@ -209,7 +209,9 @@ def test_what_is_saved_is_what_is_loaded(found, tmp_path):
     assert loaded.metadata == found.metadata
     columns = pyarrow.parquet.read_table(tmp_path / "new" / "folder" / "profile.parquet").column_names
     assert columns[:9] == ["layer", "head", "kv_head", "module", "kind", "role", "entropy", "entropy_sem", "entropy_n"]
-    metadata = json.loads((tmp_path / "new" / "folder" / "profile.json").read_text())
+    metadata = json.loads(
+        pyarrow.parquet.read_schema(tmp_path / "new" / "folder" / "profile.parquet").metadata[b"headwise"]
+    )
     assert set(metadata) == {"format", "model", "data", "versions", "settings", "measured"}
     assert metadata["versions"]["torch"] == torch.__version__
     with pytest.raises(hw.InputError, match="^out: expected a folder without profile.parquet, got .*; --force .force"):
@@ -218,19 +220,36 @@ def test_what_is_saved_is_what_is_loaded(found, tmp_path):
 
 
 def test_no_profile_to_load(found, tmp_path):
-    with pytest.raises(
-        hw.InputError, match="^profile: expected a folder with profile.parquet and profile.json, got No"
-    ):
+    import pyarrow
+    from pyarrow import parquet
+
+    with pytest.raises(hw.InputError, match="^profile: expected a folder with a readable profile.parquet, got No"):
         hw.load_profile(tmp_path)
     found.save(tmp_path)
-    for name, content in (("profile.parquet", b"no"), ("profile.json", b"{}"), ("profile.json", b"[")):
-        kept = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(
-            hw.InputError, match="^profile: expected profile.parquet and .* as they were saved, got what"
-        ):
-            hw.load_profile(tmp_path)
-        (tmp_path / name).write_bytes(kept)
+    path = tmp_path / "profile.parquet"
+    saved = path.read_bytes()
+    whole = parquet.read_table(path)
+    broken = {
+        "unreadable content": [
+            lambda: path.write_bytes(b"no"),
+            lambda: path.write_bytes(saved[: len(saved) // 2]),
+            lambda: parquet.write_table(whole.replace_schema_metadata({b"headwise": b"["}), path),
+            lambda: parquet.write_table(whole.drop_columns(["kv_head"]), path),
+            lambda: parquet.write_table(whole.drop_columns(["entropy_n"]), path),
+        ],
+        "a file without it, as older versions": [
+            lambda: parquet.write_table(whole.replace_schema_metadata(None), path),
+            lambda: parquet.write_table(whole.replace_schema_metadata({b"headwise": b'{"format": 1}'}), path),
+            lambda: parquet.write_table(whole.replace_schema_metadata({b"headwise": b"[]"}), path),
+            lambda: parquet.write_table(pyarrow.table({"layer": [1]}), path),
+        ],
+    }
+    for got, writers in broken.items():
+        for write in writers:
+            write()
+            with pytest.raises(hw.InputError, match=f"^profile: expected .*profile.parquet.*, got {got}"):
+                hw.load_profile(tmp_path)
+    path.write_bytes(saved)
     assert values(hw.load_profile(tmp_path)) == values(found)
 
 
@@ -391,7 +410,7 @@ def test_a_folder_of_another_run(differs, stopped, tmp_path, always):
     with pytest.raises(hw.InputError) as refused:
         OTHERS[differs](out)
     assert str(refused.value) == (
-        "out: expected a folder of its own, or that of the run to go on with, "
+        "out: expected a folder of its own, or that of the run to resume, "
         f"got another run ({differs} differs) in {str(out)!r}; --force (force=True) replaces it"
     )
     assert contents(out) == before
@@ -432,12 +451,12 @@ def test_what_cannot_be_profiled(tmp_path):
         (
             (model, texts()),
             {"out": tmp_path / "file"},
-            f"out: expected a folder that can be made and written, got {str(tmp_path / 'file')!r}",
+            f"out: expected a folder that can be created and written, got {str(tmp_path / 'file')!r}",
         ),
         (
             (nn.Linear(2, 2), [torch.ones(2, 2)]),
             {"repeats": True},
-            "model: expected one that tells its vocabulary, got Linear; "
+            "model: expected a model with input embeddings, got Linear; "
             "repeats=hw.random_repeats(vocabulary), or repeats=False",
         ),
         (

@@ -122,7 +122,7 @@ def files(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "profile.json").write_text("{}")
+    (tmp_path / "other" / "profile.parquet").write_text("mine")
 
 
 @pytest.mark.parametrize(
@@ -142,18 +142,18 @@ def files(tmp_path):
         ),
         (
             ["--context", "16"],
-            "data: expected documents of at most 14 tokens beside special ones, the context, "
+            "data: expected documents of at most 14 tokens, the context without special tokens, "
             "got 23 in line 3 of {folder}/data.jsonl; "
-            "--documents cut, pack or truncate (documents=...) takes longer ones",
+            "--documents cut, pack or truncate (documents=...) accepts longer ones",
         ),
         (["--context", "129"], "context: expected at most 128 tokens, the model's limit, got 129"),
         (["--documents", "some"], "documents: expected one of whole, truncate, cut, pack, got 'some'"),
         (["--device", "abacus"], "device: expected a device that torch can use, got 'abacus'"),
-        (["--out", "{here}/file"], "out: expected a folder that can be made and written, got '{here}/file'"),
+        (["--out", "{here}/file"], "out: expected a folder that can be created and written, got '{here}/file'"),
         (
             ["--out", "{here}/other"],
-            "out: expected a folder of its own, or that of the run to go on with, got another run "
-            "(model differs) in '{here}/other'; --force (force=True) replaces it",
+            "out: expected a folder of its own, or that of the run to resume, got another run "
+            "in '{here}/other'; --force (force=True) replaces it",
         ),
     ],
 )
@@ -171,8 +171,8 @@ def test_no_profile_to_compare(headwise, tmp_path):
     status, out, err = headwise("compare", tmp_path, tmp_path)
     assert (status, out) == (2, "")
     assert err == (
-        "headwise: profile: expected a folder with profile.parquet and profile.json, "
-        f"got No such file or directory: {tmp_path / 'profile.json'}\n"
+        "headwise: profile: expected a folder with a readable profile.parquet, "
+        f"got No such file or directory: {str(tmp_path / 'profile.parquet')!r}\n"
     )
 
 
@@ -221,7 +221,7 @@ def test_two_processes_agree_with_one_also_when_they_were_killed(headwise, folde
     for pid in tmp_path.glob("*.pid"):  # torchrun gives each process a session of its own
         os.kill(int(pid.stem), signal.SIGKILL)
     process.communicate()
-    assert not (tmp_path / "two" / "profile.json").exists()
+    assert not (tmp_path / "two" / "profile.parquet").exists()
     process = torchrun("-m", "headwise", *options)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err

@@ -86,7 +86,7 @@ def test_the_table_and_what_to_take(made):
 def test_what_is_written(made):
     out, _, _ = made
     assert {path.name for path in out.iterdir()} == {
-        *("study.parquet", "study.json", "study.png", "study.db", "models"),
+        *("study.parquet", "study.png", "study.db", "models"),
     }
     assert (out / "study.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in (out / "models").iterdir()} == {
@@ -191,7 +191,7 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
             ["--data", "{texts}/no.txt"],
             "data: expected a file '{texts}/no.txt' that can be read, got No such file or directory",
         ),
-        (["--out", "{texts}/file"], "out: expected a folder that can be made and written, got '{texts}/file'"),
+        (["--out", "{texts}/file"], "out: expected a folder that can be created and written, got '{texts}/file'"),
         (
             ["--heads", "3,5"],
             "space: expected a setting that can exist, got num_heads 3, which does not divide embed_dim 16; "

@@ -8,7 +8,7 @@ import torch
 
 import headwise as hw
 import tiny
-from headwise.data.texts import documents_in_memory, read_documents
+from headwise.data.documents import documents_in_memory, read_documents
 
 ENCODER, DECODER = tiny.tokenizer("encoder"), tiny.tokenizer("decoder")
 SEP, END = 3, 4
@@ -86,8 +86,11 @@ def folder(tmp_path):
 def test_a_folder_is_all_its_files_in_order(folder):
     found = list(read_documents(folder, "text"))
     assert [document.text for document in found] == ["w11", "w12", "w5 w6\nw7\n", "w8", "w9 w10"]
-    assert [document.where.removeprefix("row ").removeprefix("line ")[:4] for document in found[:2]] == ["1 of", "2 of"]
-    assert found[-1].where == f"line 3 of {folder / 'c.jsonl'}"
+    assert [document.location.removeprefix("row ").removeprefix("line ")[:4] for document in found[:2]] == [
+        "1 of",
+        "2 of",
+    ]
+    assert found[-1].location == f"line 3 of {folder / 'c.jsonl'}"
 
 
 def test_documents_in_memory_may_be_rows():
@@ -122,8 +125,8 @@ BAD = {
     "no.parquet": (b"w5 w6", "data: expected a parquet file in {file}, got another format"),
     "long.txt": (
         b"w5 " * 9,
-        "data: expected documents of at most 8 tokens beside special ones, the context, got 9 in {file}; "
-        "--documents cut, pack or truncate (documents=...) takes longer ones",
+        "data: expected documents of at most 8 tokens, the context without special tokens, got 9 in {file}; "
+        "--documents cut, pack or truncate (documents=...) accepts longer ones",
     ),
 }
 

@@ -8,7 +8,7 @@ import pytest
 import scipy.stats
 
 import headwise as hw
-from headwise.runs.table import MeanEstimate
+from headwise.runs.rows import MeanEstimate
 from headwise.studies.conclusions import SettingRow, beats, collected, margin
 from headwise.studies.trial_store import Done, Job
 

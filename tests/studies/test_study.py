@@ -1,6 +1,5 @@
 """A whole study of toys: the same again, gone on with wherever it stopped, within its budget."""
 
-import json
 import math
 import re
 import statistics
@@ -218,7 +217,7 @@ def test_stopped_in_any_training(stop, whole, total, tmp_path):
     loss = Loss()
     assert outcome(study(loss=loss, out=tmp_path)) == outcome(whole)
     assert total - stop <= loss.steps < total - stop + STEPS
-    assert {path.name for path in tmp_path.iterdir()} == {"study.db", "study.json", "study.parquet"}
+    assert {path.name for path in tmp_path.iterdir()} == {"study.db", "study.parquet"}
     assert outcome(hw.Study.load(tmp_path)) == outcome(whole)
 
 
@@ -333,7 +332,7 @@ def test_a_database_of_ones_own(whole, tmp_path):
     assert outcome(found) == outcome(whole)
     assert loss.steps == STEPS * 3
     assert found.metadata["model"]["name"] == "a text"
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"study.json", "study.parquet"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"study.parquet"}
     assert study(storage=storage, name="b", seed=1).metadata["model"]["name"] == "b"  # beside the other one
 
 
@@ -499,13 +498,13 @@ def test_arguments_that_are_none(options, sentence):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    sentence = f"out: expected a folder that can be made and written, got {str(tmp_path / 'file')!r}"
+    sentence = f"out: expected a folder that can be created and written, got {str(tmp_path / 'file')!r}"
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
         study(out=tmp_path / "file")
 
 
 def test_what_is_written_is_plain(tmp_path):
     study((ONE,), trials=1, seeds=1, out=tmp_path)
-    metadata = json.loads((tmp_path / "study.json").read_text())
+    metadata = hw.Study.load_metadata(tmp_path)
     assert list(metadata["runs"][0]) == ["setting", "seed", "rate", "loss", "train_loss", "step_ms", "seconds"]
     assert metadata["runs"][0]["setting"] == [1, 8, 1]

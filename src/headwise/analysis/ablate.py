@@ -28,7 +28,8 @@ from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import PassProgress, require_same_data
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.progress import progress_bar
-from headwise.runs.table import HeadRow, HeadTable, MeanEstimate, Row, RowT, Table
+from headwise.runs.rows import HeadRow, MeanEstimate, Row
+from headwise.runs.table import HeadTable, RowT, Table
 
 KINDS = ("heads", "layers", "groups")
 """What may be removed at a time, beside sets of heads with names."""

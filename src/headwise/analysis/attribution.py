@@ -28,7 +28,8 @@ from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.output_projection import output_projection, weight_of
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.table import HeadRow, HeadTable, MeanEstimate
+from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.runs.table import HeadTable
 from headwise.shapes import Float, Int
 
 SLACK = 0.02

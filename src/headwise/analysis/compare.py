@@ -1,4 +1,4 @@
-"""`compare`: two profiles, head by head: two checkpoints, or two data sets."""
+"""Comparison of two profiles head by head, for example of two checkpoints or two data sets."""
 
 import math
 from collections.abc import Collection
@@ -6,21 +6,22 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from headwise.analysis.profile_result import Profile, ProfiledHead
+from headwise.analysis.profile import Profile, ProfiledHead
 from headwise.errors import InputError, require
-from headwise.runs.table import MeanEstimate, require_statistic
+from headwise.runs.rows import MeanEstimate
+from headwise.runs.table import require_statistic
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A statistic of a head in two profiles.
+    """Difference of one statistic of one head between two profiles.
 
     Attributes:
-        a, b: the head in both.
-        statistic: its name.
-        difference: that of b less that of a.
-        errors: the difference over its standard error, the root of both squared errors' sum; NaN where either rests on
-            fewer than two sequences.
+        a, b: the head's row in each profile.
+        statistic: name of the statistic.
+        difference: the mean in b minus the mean in a.
+        errors: the difference in units of its standard error, the root of the sum of both squared standard errors; NaN
+            if either mean is over fewer than two sequences.
     """
 
     a: ProfiledHead
@@ -32,67 +33,94 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two profiles of heads that line up, `a` and `b`, and every difference."""
+    """Two profiles of the same heads, with the difference of every statistic of every head.
+
+    Attributes:
+        a, b: the profiles.
+        differences: one per head and statistic, in the order of the heads in a.
+    """
 
     a: Profile
     b: Profile
     differences: tuple[Difference, ...]
 
     def largest(self, statistics: Collection[str] = ()) -> list[Difference]:
-        """The differences of some statistics, or of all: those of most standard errors first, NaN last.
+        """Return the differences sorted by size in standard errors, the largest first and NaN last.
+
+        Args:
+            statistics: names of the statistics to include; all by default.
 
         Raises:
-            InputError: a statistic that is not in both.
+            InputError: a statistic is not in both profiles.
         """
-        known = dict.fromkeys(each.statistic for each in self.differences)
+        available = dict.fromkeys(each.statistic for each in self.differences)
         for name in statistics:
-            require_statistic(name, known)
+            require_statistic(name, available)
         chosen = [each for each in self.differences if not statistics or each.statistic in statistics]
         return sorted(chosen, key=lambda each: -1.0 if math.isnan(each.errors) else abs(each.errors), reverse=True)
 
     def table(self) -> Any:
-        """A pandas DataFrame, one row a head and statistic: where, both roles and means, difference, and errors."""
+        """Return the comparison as a pandas DataFrame, one row per head and statistic.
+
+        Columns: the head's layer, head, kv_head, module and kind, both roles, the statistic's name, both means (`a` and
+        `b`), their `difference`, and `errors`, the difference in standard errors.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+        """
         pandas = require("pandas", purpose="a table", extra="tables")
         rows = []
         for each in self.differences:
             a, b = (head.statistics[each.statistic] for head in (each.a, each.b))
-            place = {name: value for name, value in each.a.identifiers.items() if name != "role"}
+            identifiers = {name: value for name, value in each.a.identifiers.items() if name != "role"}
             roles = {"role_a": each.a.role, "role_b": each.b.role}
             values = {"a": a.value, "b": b.value, "difference": each.difference, "errors": each.errors}
-            rows.append({**place, **roles, "statistic": each.statistic, **values})
+            rows.append({**identifiers, **roles, "statistic": each.statistic, **values})
         return pandas.DataFrame(rows)
 
 
 def compare(a: Profile, b: Profile) -> Comparison:
-    """Line up two profiles head by head.
+    """Compare two profiles of the same heads, head by head and statistic by statistic.
 
-    Differences are given in standard errors of two independent samples. Of two models on the same data they are
-    larger than that says, since what is common to both is in each error.
+    Differences are given in standard errors of two independent samples. For two models on the same data these errors
+    are too large, because both profiles share the variation between sequences.
+
+    Args:
+        a: the first profile.
+        b: the second profile, whose heads must be the same by layer, head, module and kind.
 
     Raises:
-        InputError: heads that do not line up, or no statistic in common.
+        InputError: the heads differ, or the profiles have no statistic in common.
+
+    Example:
+        >>> before, after = headwise.load_profile("a"), headwise.load_profile("b")  # doctest: +SKIP
+        >>> headwise.compare(before, after).largest(["entropy"])[0].errors  # doctest: +SKIP
     """
-    for one, other in zip_longest(a.heads, b.heads):
-        if _where(one) != _where(other):
-            raise InputError("b", expected=f"the heads of a, here {_where(one)}", got=_where(other))
+    for head_a, head_b in zip_longest(a.heads, b.heads):
+        if _description(head_a) != _description(head_b):
+            raise InputError("b", expected=f"the heads of a, here {_description(head_a)}", got=_description(head_b))
     common = [name for name in a.statistics if name in b.statistics]
     if not common:
         raise InputError("b", expected=f"some of the statistics of a ({', '.join(a.statistics)})", got="none")
-    pairs = [(one, other, name) for one, other in zip(a.heads, b.heads, strict=True) for name in common]
-    return Comparison(a, b, tuple(_difference(*pair) for pair in pairs))
+    pairs = zip(a.heads, b.heads, strict=True)
+    differences = (_difference(head_a, head_b, name) for head_a, head_b in pairs for name in common)
+    return Comparison(a, b, tuple(differences))
 
 
-def _where(head: ProfiledHead | None) -> str:
+def _description(head: ProfiledHead | None) -> str:
+    """Return a head's position in the model in words, for error messages; "no more" for a missing head."""
     return "no more" if head is None else f"{head.name} in {head.module} ({head.kind} attention)"
 
 
-def _difference(one: ProfiledHead, other: ProfiledHead, name: str) -> Difference:
-    a, b = one.statistics[name], other.statistics[name]
-    return Difference(one, other, name, b.value - a.value, _errors(a, b))
+def _difference(head_a: ProfiledHead, head_b: ProfiledHead, statistic: str) -> Difference:
+    """Return the difference of one statistic between the same head of two profiles."""
+    a, b = head_a.statistics[statistic], head_b.statistics[statistic]
+    return Difference(head_a, head_b, statistic, b.value - a.value, _difference_in_errors(a, b))
 
 
-def _errors(a: MeanEstimate, b: MeanEstimate) -> float:
+def _difference_in_errors(a: MeanEstimate, b: MeanEstimate) -> float:
+    """Return b - a in units of the standard error of the difference of two independent means."""
     difference, error = b.value - a.value, math.hypot(a.sem, b.sem)
-    if error == 0.0:  # every sequence alike, in both
+    if error == 0.0:  # no variation between sequences in either profile
         return math.copysign(math.inf, difference) if difference else 0.0
     return difference / error

@@ -25,7 +25,8 @@ from headwise.intercept.install import intercepted
 from headwise.intercept.replay import Replay
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.progress import progress_bar
-from headwise.runs.table import HeadRow, HeadTable, MeanEstimate
+from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.runs.table import HeadTable
 
 DIRECTIONS = ("denoise", "noise")
 

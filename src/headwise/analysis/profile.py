@@ -1,30 +1,90 @@
-"""`profile`: what every head of a model does over a data set, and how sure that is."""
+"""Profile: statistics of every head of a model over a data set, with standard errors and roles."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.profile_result import RANDOM_SUFFIX, Profile, ProfiledHead
-from headwise.analysis.roles import COPIES, role_of
+from headwise.analysis.roles import COPYING_ROLES, ROLES, role_of
 from headwise.data.batches import call_model, device_of, digest_of, evaluation_mode, to_device
 from headwise.data.random_repeats import repeats_for_model
-from headwise.data.texts import SpecialTokens, Texts
+from headwise.data.special_tokens import SpecialTokens
+from headwise.data.texts import Texts
 from headwise.data.tokenization import text_model
 from headwise.errors import InputError
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch
 from headwise.runs.checkpoint import CheckpointedRun
-from headwise.runs.data_pass import SiteProgress, head_estimates, require_same_data, run_pass
+from headwise.runs.data_pass import SiteProgress, require_same_data, run_pass
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.table import NO_ESTIMATE, MeanEstimate
+from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, head_estimates
+from headwise.runs.table import HeadTable
 from headwise.shapes import Int
 
-_Run = CheckpointedRun[SiteProgress, Profile]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RANDOM_SUFFIX = "_random"
+"""Suffix of a statistic's name where it was measured on random tokens that repeat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledHead(HeadRow):
+    """Row of a profile: the statistics of one head, and the role that follows from them.
+
+    Attributes:
+        role: name of the head's role, such as "induction".
+    """
+
+    role: str
+
+
+class Profile(HeadTable[ProfiledHead]):
+    """Table of the statistics and the role of every head of a model over a data set, one row per head."""
+
+    NAME = "profile"
+    ROW_TYPE = ProfiledHead
+
+    def role_share(self, head: ProfiledHead) -> float:
+        """Return the value that decided a head's role: on the data or on random tokens, whichever is larger."""
+        statistic = next(role.statistic for role in ROLES if role.name == head.role)
+        names = (statistic, statistic + RANDOM_SUFFIX)
+        shares = [head.statistics[name].value for name in names if name in head.statistics]
+        return max((share for share in shares if not math.isnan(share)), default=math.nan)
+
+    def roles(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the heads `(layer, head)` of each role that occurs, the most specific roles first."""
+        heads = {
+            role.name: [(head.layer, head.head) for head in self.heads if head.role == role.name] for role in ROLES
+        }
+        return {role: members for role, members in heads.items() if members}
+
+    def plot(self, statistic: str | None = "entropy") -> "Figure":
+        """Draw the means of one statistic as a matplotlib heatmap: layers down, heads across.
+
+        Args:
+            statistic: its name; the entropy by default.
+
+        Raises:
+            InputError: the profile does not have that statistic.
+            MissingExtra: matplotlib is not installed.
+        """
+        return super().plot(statistic)
+
+
+def load_profile(folder: str | Path) -> Profile:
+    """Read the profile that `profile(..., out=folder)` or `Profile.save` wrote to a folder.
+
+    Raises:
+        InputError: the folder has no profile, or the profile cannot be read.
+        MissingExtra: pyarrow is not installed.
+    """
+    return Profile.load(folder)
 
 
 def profile(
@@ -38,28 +98,34 @@ def profile(
     progress: bool = False,
     title: str | None = None,
 ) -> Profile:
-    """Measure every head of a model over a data set: the mean of each statistic over sequences, its error, a role.
+    """Measure every head of a model over a data set: mean and standard error of each statistic, and a role.
 
-    The model runs in evaluation mode and without gradients, and is left as it was. Where torch.distributed is
-    initialized, the processes share the batches among them, and each returns the profile of all.
+    Means are over sequences, each with the same weight. The model runs in evaluation mode without gradients and is left
+    unchanged. Where torch.distributed is initialized, the processes share the batches, and each returns the same
+    profile.
 
     Args:
-        model: any module that `watch` can see into. Of an encoder-decoder, texts are read by the encoder.
-        dataset: `Texts`, or batches as the model takes them: mappings of its arguments, or tensors, in the same order
-            each time.
-        special: ids of the tokens that count as special; those of the tokenizer, by default.
-        repeats: whether to measure *induction* and *duplicate* also on random tokens that repeat (Olsson et al. 2022),
-            or these tokens themselves; by default where the data is `Texts`.
-        out: a folder for the profile. A run that was stopped, at whatever moment, goes on there when it is called again
-            with the same arguments, and comes to the same numbers.
+        model: any module that `watch` can observe. For texts, an encoder-decoder is reduced to its encoder.
+        dataset: `Texts`, or batches in the same order each time: mappings of the model's arguments, or tensors.
+        special: ids of special tokens; by default those of the tokenizer.
+        repeats: also measure *induction* and *duplicate* on random tokens that repeat (Olsson et al. 2022). True, or
+            ids of shape `(samples, length)`; by default True for `Texts` and False for other data.
+        out: a folder for the profile. A stopped run resumes there when it is called again with the same arguments,
+            and returns the same numbers.
         force: replace another run in that folder.
-        progress: show a bar on standard error.
-        title: the model's name, to show.
+        progress: show a progress bar on standard error.
+        title: the model's name for display.
+
+    Returns:
+        a `Profile` with one row per head.
 
     Raises:
-        InputError: data or a folder that cannot be used; no batch; a model that `watch` refuses, or of which nothing
-            was seen.
-        MissingExtra: what `out`, `progress` or the data needs is not installed.
+        InputError: the data or the folder is unusable, or no attention of the model can be observed.
+        MissingExtra: a package that `out`, `progress` or the data needs is not installed.
+
+    Example:
+        >>> texts = headwise.Texts("corpus.jsonl", tokenizer)  # doctest: +SKIP
+        >>> headwise.profile(model, texts, out="corpus-profile").roles()  # doctest: +SKIP
     """
     if not isinstance(model, nn.Module):
         raise InputError("model", expected="a torch module", got=type(model).__name__)
@@ -68,104 +134,125 @@ def profile(
         model = text_model(model)
         dataset = texts = dataset.within(model)
         _require_vocabulary(model, texts)
-        special = _special_of(texts.tokenizer) if special is None else special
+        special = _special_ids(texts.tokenizer) if special is None else special
     special = sorted(set(special or ()))
     if repeats is True or (repeats is None and texts is not None):
         repeats = repeats_for_model(model, special, None if texts is None else texts.tokenizer)
-    rank, processes = rank_and_world_size()
-    of_repeats = {"shape": list(repeats.shape), "digest": digest_of([repeats])} if isinstance(repeats, Tensor) else None
-    settings = run_settings(model, texts, title, special=special, repeats=of_repeats, processes=processes)
-    run = CheckpointedRun(SiteProgress, Profile, out, settings, rank)
+    random_ids = repeats if isinstance(repeats, Tensor) else None
+    run = _checkpointed_run(model, texts, special, random_ids, out, title)
     broadcast_from_rank0(lambda: run.claim_folder(force=force))
     finished = broadcast_from_rank0(run.finished_table)
     with evaluation_mode(model), torch.no_grad():
         if finished is not None:
             return require_same_data(finished, dataset, run)
-        state = _measured(model, dataset, special, run, progress)
+        own_progress = _measure(model, dataset, special, run, shown=progress)
         registry = SiteRegistry(model)
-        for records in gather_from_ranks(state.records):
+        for records in gather_from_ranks(own_progress.records):
             registry.merge(records)
-        return broadcast_from_rank0(lambda: _concluded(model, state, registry, special, repeats, run))
+        return broadcast_from_rank0(lambda: _finish(model, own_progress, registry, special, random_ids, run))
 
 
-def _concluded(
-    model: nn.Module, state: SiteProgress, registry: SiteRegistry, special: Collection[int], repeats: Any, run: _Run
+def _checkpointed_run(
+    model: nn.Module,
+    texts: Texts | None,
+    special: list[int],
+    random_ids: Tensor | None,
+    out: str | Path | None,
+    title: str | None,
+) -> CheckpointedRun[SiteProgress, Profile]:
+    """Return the run of a profile, with the settings that decide whether another run resumes it."""
+    rank, world_size = rank_and_world_size()
+    repeats = None if random_ids is None else {"shape": list(random_ids.shape), "digest": digest_of([random_ids])}
+    settings = run_settings(model, texts, title, special=special, repeats=repeats, processes=world_size)
+    return CheckpointedRun(SiteProgress, Profile, out, settings, rank)
+
+
+def _measure(
+    model: nn.Module,
+    dataset: Texts | Iterable[Any],
+    special: Collection[int],
+    run: CheckpointedRun[SiteProgress, Profile],
+    *,
+    shown: bool,
+) -> SiteProgress:
+    """Run the batches of this process that it has not run before, and return their statistics with earlier ones."""
+    resumed, progress, device = run.load_progress(), SiteProgress(), device_of(model)
+    with watch(model, special=special) as heads:
+        heads.merge(resumed.records)
+        progress.records = heads.records
+
+        def process_batch(batch: dict[str, Any]) -> None:
+            call_model(model, to_device(batch, device))
+            progress.records = heads.records
+
+        run_pass(dataset, process_batch, run, resumed, progress, shown=shown)
+    return progress
+
+
+def _finish(
+    model: nn.Module,
+    progress: SiteProgress,
+    registry: SiteRegistry,
+    special: Collection[int],
+    random_ids: Tensor | None,
+    run: CheckpointedRun[SiteProgress, Profile],
 ) -> Profile:
-    """The profile, with what the heads do on random tokens, written where it was asked for."""
-    random: list[SiteRecord] = []
-    if isinstance(repeats, Tensor):
+    """Measure the random tokens, assemble the profile from all processes' statistics, and write it."""
+    random_records: list[SiteRecord] = []
+    if random_ids is not None:
         with watch(model, special=special) as heads:
-            model(repeats.to(device_of(model)))
-        random = heads.records
-    profile = Profile(tuple(_heads(registry, random)), {**run.settings, "measured": state.summary})
+            model(random_ids.to(device_of(model)))
+        random_records = heads.records
+    rows = tuple(_profiled_heads(registry, random_records))
+    profile = Profile(rows, {**run.settings, "measured": progress.summary})
     run.finish(profile)
     return profile
 
 
-def _heads(seen: SiteRegistry, random: list[SiteRecord]) -> Iterator[ProfiledHead]:
-    """Every head, all with the same statistics."""
-    on_random = {record.site: record for record in random}
-    names = dict.fromkeys(name for record in seen.records for name in record.statistics)
-    copies = [role.statistic for role in COPIES] if random else []
-    measured = {}
-    for record in seen.records:
-        there = on_random.get(record.site)
-        measured[id(record)] = {name: _of_heads(record, name) for name in names} | {
-            name + RANDOM_SUFFIX: _of_heads(there, name, record.heads) for name in copies
+def _profiled_heads(registry: SiteRegistry, random_records: list[SiteRecord]) -> Iterator[ProfiledHead]:
+    """Yield the row of every head; all rows have the same statistics, NaN where one was not measured."""
+    on_random = {record.site: record for record in random_records}
+    names = dict.fromkeys(name for record in registry.records for name in record.statistics)
+    random_names = [role.statistic for role in COPYING_ROLES] if random_records else []
+    estimates = {}
+    for record in registry.records:
+        random_record = on_random.get(record.site)
+        estimates[record.site] = {name: _estimates(record, name, record.heads) for name in names} | {
+            name + RANDOM_SUFFIX: _estimates(random_record, name, record.heads) for name in random_names
         }
-    for record, where in seen.head_labels():
-        statistics = {name: heads[where["head"]] for name, heads in measured[id(record)].items()}
-        yield ProfiledHead(**where, role=_role(statistics), statistics=statistics)
+    for record, labels in registry.head_labels():
+        statistics = {name: of_heads[labels["head"]] for name, of_heads in estimates[record.site].items()}
+        yield ProfiledHead(**labels, role=_role_name(statistics), statistics=statistics)
 
 
-def _of_heads(record: SiteRecord | None, name: str, heads: int = 0) -> list[MeanEstimate]:
-    """A statistic of each head of a site."""
+def _estimates(record: SiteRecord | None, name: str, heads: int) -> list[MeanEstimate]:
+    """Return a statistic of each head of a site; estimates of no samples where the site does not have it."""
     if record is None or name not in record.statistics:
-        return [NO_ESTIMATE] * (heads if record is None else record.heads)
+        return [NO_ESTIMATE] * heads
     return head_estimates(record.statistics[name])
 
 
-def _role(statistics: Mapping[str, MeanEstimate]) -> str:
-    """The name of a head's role. What is measured over sequences rests on many rows, or on none."""
-    means = {name: measured.value for name, measured in statistics.items()}
-    counts = {name: math.inf if measured.n else 0 for name, measured in statistics.items()}
-    random = {
-        role.statistic: means[role.statistic + RANDOM_SUFFIX]
-        for role in COPIES
-        if role.statistic + RANDOM_SUFFIX in means
-    }
-    return role_of(means, counts, random).name
+def _role_name(statistics: Mapping[str, MeanEstimate]) -> str:
+    """Return the name of a head's role; one sequence with a value is enough for a statistic to decide it."""
+    means = {name: estimate.value for name, estimate in statistics.items()}
+    rows = {name: math.inf if estimate.n else 0 for name, estimate in statistics.items()}
+    columns = {role.statistic: role.statistic + RANDOM_SUFFIX for role in COPYING_ROLES}
+    on_random = {name: means[column] for name, column in columns.items() if column in means}
+    return role_of(means, rows, on_random).name
 
 
-def _measured(
-    model: nn.Module,
-    dataset: Texts | Iterable[Any],
-    special: Collection[int],
-    run: _Run,
-    shown: bool,
-) -> SiteProgress:
-    """Run this process's batches, those that it has not run before."""
-    before, state, device = run.load_progress(), SiteProgress(), device_of(model)
-    with watch(model, special=special) as heads:
-        heads.merge(before.records)
-        state.records = heads.records
+def _special_ids(tokenizer: Any) -> set[int]:
+    """Return the ids of a tokenizer's special tokens, including those that it adds to every text.
 
-        def read(batch: dict[str, Any]) -> None:
-            call_model(model, to_device(batch, device))
-            state.records = heads.records
-
-        run_pass(dataset, read, run, before, state, shown=shown)
-    return state
-
-
-def _special_of(tokenizer: Any) -> set[int]:
-    """What the tokenizer calls special, but for the unknown word, which is still a word, and is what it adds."""
-    frame = SpecialTokens.of(tokenizer)
-    return (set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}) | {*frame.before, *frame.after}
+    The unknown token is left out: it stands for an ordinary word.
+    """
+    added = SpecialTokens.of(tokenizer)
+    return (set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}) | {*added.before, *added.after}
 
 
 def _require_vocabulary(model: Any, texts: Texts) -> None:
-    known = model.get_input_embeddings().num_embeddings
+    """Raise an `InputError` if the texts contain token ids outside the model's vocabulary."""
+    vocabulary = model.get_input_embeddings().num_embeddings
     largest = max(int(sequence.max()) for sequence in texts.sequences)
-    if largest >= known:
-        raise InputError("tokenizer", expected=f"ids below {known}, the model's vocabulary", got=largest)
+    if largest >= vocabulary:
+        raise InputError("tokenizer", expected=f"ids below {vocabulary}, the model's vocabulary", got=largest)

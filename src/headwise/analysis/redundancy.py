@@ -46,7 +46,7 @@ from headwise.intercept.output_projection import output_projection, weight_of
 from headwise.intercept.sites import SiteRegistry
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.progress import progress_bar
-from headwise.runs.table import MeanEstimate
+from headwise.runs.rows import MeanEstimate
 from headwise.shapes import Bool, Float
 
 if TYPE_CHECKING:

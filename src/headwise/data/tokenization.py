@@ -1,4 +1,4 @@
-"""A text in a model's terms: its tokens, and the words they belong to."""
+"""A text as the tokens of a model, grouped into words."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,14 +11,17 @@ from headwise.errors import InputError
 from headwise.shapes import Int
 
 NO_LIMIT = 10**9
-"""From here on a tokenizer's largest length means that it has none."""
+"""Value of a tokenizer's `model_max_length` from which on it means that there is no limit."""
 
 
 @dataclass(frozen=True)
 class Word:
-    """A word of the text, to show.
+    """A word of a tokenized text, ready for display.
 
-    It is `lexical` when it is neither a special token nor only punctuation and blanks.
+    Attributes:
+        text: the word on one line, with visible blanks and control characters.
+        special: True for a special token such as `[CLS]`.
+        lexical: True for a word with at least one letter or digit that is not a special token.
     """
 
     text: str
@@ -27,7 +30,15 @@ class Word:
 
 
 class EncodedText(NamedTuple):
-    """A text in the model's terms, and the word of each of its tokens."""
+    """A tokenized text with the word that each token belongs to.
+
+    Attributes:
+        text: the text, up to where it was truncated.
+        truncated: True if text was cut off.
+        inputs: arguments of the model, each `(1, tokens)`.
+        words: the words of the text, special tokens included.
+        word_of: index of each token's word, `(tokens,)`.
+    """
 
     text: str
     truncated: bool
@@ -37,49 +48,78 @@ class EncodedText(NamedTuple):
 
 
 def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> EncodedText:
-    """The text cut into tokens; `InputError` for one that is empty or too long."""
+    """Tokenize a text for a model, and group its tokens into words.
+
+    Args:
+        model: the model that will read the text; it limits the number of tokens.
+        tokenizer: the model's tokenizer.
+        text: the text.
+        truncate: cut a text that is too long for the model, instead of raising an error.
+
+    Raises:
+        InputError: the text is empty, too long, or not valid Unicode, or the tokenizer does not fit the model.
+    """
     _check_text(text)
-    limit = longest_input(model, tokenizer)
-    cut = truncate and limit is not None
+    limit = max_input_tokens(model, tokenizer)
+    truncates = truncate and limit is not None
     encoding = tokenizer(
         text,
         return_tensors="pt",
         return_special_tokens_mask=True,
         return_offsets_mapping=tokenizer.is_fast,
-        truncation=cut,
-        max_length=limit if cut else None,
+        truncation=truncates,
+        max_length=limit if truncates else None,
         verbose=False,
     )
-    added = encoding.pop("special_tokens_mask")[0].tolist()
+    added_by_tokenizer = encoding.pop("special_tokens_mask")[0].tolist()
     spans = encoding.pop("offset_mapping")[0].tolist() if tokenizer.is_fast else None
     ids = encoding["input_ids"][0].tolist()
     _check_ids(ids, limit, model.get_input_embeddings().num_embeddings)
-    specials = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}  # an unknown word is still a word
-    special = [bool(mark) or token in specials for mark, token in zip(added, ids, strict=True)]
+    special_ids = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}  # an unknown word is still a word
+    is_special = [bool(added) or token in special_ids for added, token in zip(added_by_tokenizer, ids, strict=True)]
     if spans is None:
-        words, word_of = _pieces(tokenizer, ids, special)
+        words, word_of = _tokens_as_words(tokenizer, ids, is_special)
     else:
-        words, word_of = _words(text, tokenizer.convert_ids_to_tokens(ids), encoding.word_ids(), spans, special)
-    end = max(stop for _, stop in spans) if spans is not None and cut else len(text)
-    rest = text[end:].strip()
-    kept = text[:end] if rest else text
-    return EncodedText(kept, bool(rest), dict(encoding), words, word_of)
+        tokens = tokenizer.convert_ids_to_tokens(ids)
+        words, word_of = _group_into_words(text, tokens, encoding.word_ids(), spans, is_special)
+    end = max(stop for _, stop in spans) if spans is not None and truncates else len(text)
+    is_cut = bool(text[end:].strip())
+    return EncodedText(text[:end] if is_cut else text, is_cut, dict(encoding), words, word_of)
 
 
-def text_model(given: Any) -> nn.Module:
-    """The model, or its encoder where it also has a decoder, when it is one of `transformers` that reads text."""
-    if not isinstance(given, nn.Module) or not hasattr(given, "config"):
-        raise InputError("model", expected="a transformers model", got=type(given).__name__)
-    model: Any = given
-    if getattr(model.config, "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
-        model = model.get_encoder() or model
-    if getattr(model, "main_input_name", "input_ids") != "input_ids":
-        raise InputError("model", expected="a model that reads text", got=f"one that reads {model.main_input_name}")
-    reads: nn.Module = model
-    return reads
+def text_model(model: Any) -> nn.Module:
+    """Return the part of a `transformers` model that reads text: its encoder if it has one with a decoder, else itself.
+
+    Raises:
+        InputError: not a `transformers` model, or one that reads something other than text.
+    """
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        raise InputError("model", expected="a transformers model", got=type(model).__name__)
+    reader: Any = model
+    if getattr(reader.config, "is_encoder_decoder", False) and hasattr(reader, "get_encoder"):
+        reader = reader.get_encoder() or reader
+    if getattr(reader, "main_input_name", "input_ids") != "input_ids":
+        raise InputError("model", expected="a model that reads text", got=f"one that reads {reader.main_input_name}")
+    module: nn.Module = reader
+    return module
+
+
+def max_input_tokens(model: Any, tokenizer: Any) -> int | None:
+    """Return the largest number of tokens that a model and its tokenizer accept; None if there is no limit."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None:
+        for module in model.modules():
+            # Position tables that start after the padding index (RoBERTa) hold that many fewer positions.
+            is_position_table = isinstance(module, nn.Embedding) and module.num_embeddings == positions
+            if is_position_table and module.padding_idx is not None and module is not model.get_input_embeddings():
+                positions -= module.padding_idx + 1
+                break
+    limits = [limit for limit in (positions, tokenizer.model_max_length) if limit and 0 < limit < NO_LIMIT]
+    return min(limits, default=None)
 
 
 def _check_text(text: Any) -> None:
+    """Raise an `InputError` for a text that is not a string, has no visible character, or is not valid Unicode."""
     if not isinstance(text, str):
         raise InputError("text", expected="a string", got=type(text).__name__)
     if not any(character.isprintable() and not character.isspace() for character in text):
@@ -89,6 +129,7 @@ def _check_text(text: Any) -> None:
 
 
 def _check_ids(ids: list[int], limit: int | None, vocabulary: int) -> None:
+    """Raise an `InputError` for no tokens, more tokens than the limit, or ids outside the model's vocabulary."""
     if not ids:
         raise InputError("text", expected="at least one token", got="a text that the tokenizer drops whole")
     if limit is not None and len(ids) > limit:
@@ -102,60 +143,60 @@ def _check_ids(ids: list[int], limit: int | None, vocabulary: int) -> None:
         raise InputError("tokenizer", expected=f"ids below {vocabulary}, the model's vocabulary", got=max(ids))
 
 
-def longest_input(model: Any, tokenizer: Any) -> int | None:
-    """The most tokens the model takes, None where nothing limits it."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None:
-        for module in model.modules():
-            # Tables that count positions from after the padding index (RoBERTa) hold that many fewer.
-            counts = isinstance(module, nn.Embedding) and module.num_embeddings == positions
-            if counts and module.padding_idx is not None and module is not model.get_input_embeddings():
-                positions -= module.padding_idx + 1
-                break
-    limits = [limit for limit in (positions, tokenizer.model_max_length) if limit and 0 < limit < NO_LIMIT]
-    return min(limits, default=None)
-
-
-def _words(
-    text: str, tokens: list[str], origins: list[int | None], spans: list[list[int]], special: list[bool]
+def _group_into_words(
+    text: str, tokens: list[str], pieces: list[int | None], spans: list[list[int]], is_special: list[bool]
 ) -> tuple[tuple[Word, ...], Int[Tensor, " tokens"]]:
-    """Tokens joined to words by their place in the text, `spans`, and the tokenizer's own cut, `origins`.
+    """Group tokens into words by their character spans and by the tokenizer's own split into pieces.
 
-    A special token stands alone. Another token goes on with the word before it when the tokenizer cut both from one
-    piece and they touch, with no blank between; a wide character (Chinese, say) begins a word. Neither is enough
-    alone: some tokenizers take a whole text for one piece, others keep the blank in the token.
+    A special token is a word of its own. Another token continues the previous word if the tokenizer split both from one
+    piece and they touch without a blank; a wide character (Chinese, for example) starts a word. Spans and pieces are
+    both needed: some tokenizers treat a whole text as one piece, others include the blank in the token.
+
+    Args:
+        text: the tokenized text.
+        tokens: the tokens as strings.
+        pieces: index of the piece of text that each token was split from; None for special tokens.
+        spans: start and end of each token in the text, in characters.
+        is_special: True for each special token.
+
+    Returns:
+        the words, and the index of each token's word, `(tokens,)`.
     """
     words: list[Word] = []
     word_of: list[int] = []
-    begin, origin, end = 0, None, -1  # the last word's beginning, piece and end
-    for token, piece, (start, stop), alone in zip(tokens, origins, spans, special, strict=True):
-        if alone or start == stop:
-            words.append(Word(token, alone, False))
-            origin = None
+    word_start, word_piece, word_end = 0, None, -1
+    for token, piece, (start, stop), special in zip(tokens, pieces, spans, is_special, strict=True):
+        if special or start == stop:
+            words.append(Word(token, special, False))
+            word_piece = None
         else:
-            goes_on = piece is not None and piece == origin and start <= end and not text[start].isspace()
-            if goes_on and start == end and east_asian_width(text[start]) == "W":
-                goes_on = False
-            if not goes_on:
-                begin = start
+            continues = piece is not None and piece == word_piece and start <= word_end and not text[start].isspace()
+            if continues and start == word_end and east_asian_width(text[start]) == "W":
+                continues = False
+            if not continues:
+                word_start = start
                 words.append(Word("", False, False))
-            origin, end = piece, max(stop, end) if goes_on else stop
-            words[-1] = _word(text[begin:end])
+            word_piece, word_end = piece, max(stop, word_end) if continues else stop
+            words[-1] = _displayed_word(text[word_start:word_end])
         word_of.append(len(words) - 1)
     return tuple(words), torch.tensor(word_of)
 
 
-def _pieces(tokenizer: Any, ids: list[int], special: list[bool]) -> tuple[tuple[Word, ...], Int[Tensor, " tokens"]]:
-    """Every token as a word of its own, for tokenizers that do not tell where a token came from."""
+def _tokens_as_words(
+    tokenizer: Any, ids: list[int], is_special: list[bool]
+) -> tuple[tuple[Word, ...], Int[Tensor, " tokens"]]:
+    """Return every token as a word of its own, for tokenizers that do not report the characters of their tokens."""
     words = [
-        Word(tokenizer.convert_ids_to_tokens(token), True, False) if alone else _word(tokenizer.decode([token]))
-        for token, alone in zip(ids, special, strict=True)
+        Word(tokenizer.convert_ids_to_tokens(token), True, False)
+        if special
+        else _displayed_word(tokenizer.decode([token]))
+        for token, special in zip(ids, is_special, strict=True)
     ]
     return tuple(words), torch.arange(len(ids))
 
 
-def _word(piece: str) -> Word:
-    """A word to show: on one line, and blanks and control characters made visible."""
-    shown = " ".join(piece.split()) or piece.replace(" ", "") or "␣"
+def _displayed_word(characters: str) -> Word:
+    """Return a word for display: on one line, with visible blanks and control characters."""
+    shown = " ".join(characters.split()) or characters.replace(" ", "") or "␣"
     shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)
-    return Word(shown, False, any(character.isalnum() for character in piece))
+    return Word(shown, False, any(character.isalnum() for character in characters))

@@ -1,1 +1,1 @@
-"""Long runs: checkpoints, progress, processes, tables of results."""
+"""Infrastructure of long runs: checkpoints, progress, distributed processes, and tables of results."""

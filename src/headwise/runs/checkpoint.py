@@ -1,4 +1,4 @@
-"""What a long run has measured so far, in its output folder, so that another run goes on where it was stopped."""
+"""Checkpoints of long runs: partial results in the output folder, from which a stopped run resumes."""
 
 import io
 import json
@@ -10,24 +10,25 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import torch
 
 from headwise.errors import InputError
-from headwise.runs.table import Table, files, require_parquet, writable_folder, write_atomically
+from headwise.runs.files import writable_folder, write_atomically
+from headwise.runs.table import Table, require_parquet, table_path
 
 CHECKPOINT_SECONDS = 5.0
-"""How often what was measured is written: no more than this is lost."""
+"""Least time between two checkpoints: a stopped run loses at most this much work, and the batch it was in."""
 
 FORCE_REMEDY = "--force (force=True) replaces it"
 
 
 @runtime_checkable
 class Checkpointable(Protocol):
-    """How far a process is with a run."""
+    """Partial result of a run that can be saved to a checkpoint and restored from it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain containers and tensors, which are read without running code."""
+        """Return the partial result as plain containers and tensors, which can be loaded without running code."""
 
     @classmethod
-    def from_dict(cls, packed: dict[str, Any]) -> Any:
-        """What was packed."""
+    def from_dict(cls, fields: dict[str, Any]) -> Any:
+        """Restore the partial result from what `to_dict` returned."""
 
 
 ProgressT = TypeVar("ProgressT", bound=Checkpointable)
@@ -35,74 +36,81 @@ TableT = TypeVar("TableT", bound=Table[Any])
 
 
 class CheckpointedRun(Generic[ProgressT, TableT]):
-    """The folder of one run, of which each process keeps its own state.
+    """A run whose output folder holds its checkpoints, one per process, and in the end its result table.
 
     Args:
-        state: what a state is, which begins as `state()`.
-        table: what the run comes to.
-        folder: where table and states are written; None keeps nothing.
-        settings: of the run; it goes on only with the same.
-        rank: the number of this process.
+        progress_type: class of the partial results; `progress_type()` is an empty one.
+        table_type: class of the result table.
+        folder: the output folder; None writes nothing.
+        settings: JSON-compatible settings of the run; a run resumes only from checkpoints with the same settings.
+        rank: the rank of this process.
     """
 
     def __init__(
         self,
-        state: type[ProgressT],
-        table: type[TableT],
+        progress_type: type[ProgressT],
+        table_type: type[TableT],
         folder: str | Path | None,
         settings: Mapping[str, Any],
         rank: int = 0,
     ) -> None:
-        self._progress_type, self._table = state, table
+        self._progress_type, self._table_type = progress_type, table_type
         self.folder, self.settings, self.rank = None if folder is None else Path(folder), settings, rank
-        self._written = time.monotonic()
+        self._last_checkpoint = time.monotonic()
 
     def claim_folder(self, *, force: bool) -> None:
-        """Make the folder, and refuse one that holds another run; with `force`, remove that.
+        """Create the output folder, and check that it does not hold another run.
+
+        Args:
+            force: delete the checkpoints and the table of a run in the folder instead.
 
         Raises:
-            InputError: a folder that cannot be written, or of another run.
+            InputError: the folder cannot be written, or holds a run with other settings.
             MissingExtra: pyarrow is not installed.
         """
         if self.folder is None:
             return
-        require_parquet(self._table.NAME)
+        require_parquet(self._table_type.NAME)
         self.folder = writable_folder(self.folder)
-        states = sorted(self.folder.glob("unfinished-*.pt"))
+        table = table_path(self.folder, self._table_type.NAME)
         if force:
-            for path in (*self.folder.glob("unfinished-*.pt*"), *files(self.folder, self._table.NAME)):
+            for path in (*self.folder.glob("unfinished-*.pt*"), table):
                 path.unlink(missing_ok=True)
             return
-        for path in states:
-            self._read(path)
-        if (
-            not states
-            and not self._is_finished()
-            and any(path.exists() for path in files(self.folder, self._table.NAME))
-        ):
-            raise self._other(_difference(self._settings_there(), self.settings))
+        checkpoints = sorted(self.folder.glob("unfinished-*.pt"))
+        for path in checkpoints:
+            self._read_checkpoint(path)
+        if table.exists() and not checkpoints and not self._is_finished():
+            settings = self._saved_settings()
+            raise self._other_run_error(_first_difference(settings, self.settings) if settings else None)
 
     def finished_table(self) -> TableT | None:
-        """What this run came to, if it ended before."""
-        return self._table.load(self.folder) if self.folder is not None and self._is_finished() else None
+        """Return the result table if this run has finished before; otherwise None."""
+        return self._table_type.load(self.folder) if self.folder is not None and self._is_finished() else None
 
     def load_progress(self) -> ProgressT:
-        """Where this process was stopped; at the beginning if it was not."""
-        path = self._path
-        return self._progress_type() if path is None or not path.exists() else self._read(path)
+        """Return the partial result in this process's checkpoint; an empty one if there is no checkpoint."""
+        path = self._checkpoint_path
+        return self._progress_type() if path is None or not path.exists() else self._read_checkpoint(path)
 
-    def save_progress(self, state: ProgressT, *, now: bool = False) -> None:
-        """Write how far this process is, if that was not done a moment ago."""
-        if self._path is None or (not now and time.monotonic() - self._written < CHECKPOINT_SECONDS):
+    def save_progress(self, progress: ProgressT, *, now: bool = False) -> None:
+        """Write a checkpoint of this process, if the last one is old enough.
+
+        Args:
+            progress: the partial result.
+            now: write it regardless of the time since the last checkpoint.
+        """
+        path = self._checkpoint_path
+        if path is None or (not now and time.monotonic() - self._last_checkpoint < CHECKPOINT_SECONDS):
             return
         buffer = io.BytesIO()
-        torch.save({"settings": json.dumps(self.settings), "state": state.to_dict()}, buffer)
-        self._path.parent.mkdir(parents=True, exist_ok=True)  # of another machine, say
-        write_atomically(self._path, buffer.getvalue())
-        self._written = time.monotonic()
+        torch.save({"settings": json.dumps(self.settings), "state": progress.to_dict()}, buffer)
+        path.parent.mkdir(parents=True, exist_ok=True)  # only rank 0 has created it, perhaps on another machine
+        write_atomically(path, buffer.getvalue())
+        self._last_checkpoint = time.monotonic()
 
     def finish(self, table: TableT) -> None:
-        """Write what the run came to; then the states are no longer needed."""
+        """Write the result table, and delete the checkpoints of all processes."""
         if self.folder is None:
             return
         table.save(self.folder, force=True)
@@ -110,56 +118,59 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             path.unlink()
 
     def different_data_error(self) -> InputError:
-        """What is said where the data is not that of the run that is resumed."""
-        return self._other("data")
+        """Return the error for resuming a run with other data than it was started with."""
+        return self._other_run_error("data")
 
     @property
-    def _path(self) -> Path | None:
+    def _checkpoint_path(self) -> Path | None:
         return None if self.folder is None else self.folder / f"unfinished-{self.rank}.pt"
 
     def _is_finished(self) -> bool:
-        there = self._settings_there()
-        unfinished = self.folder is not None and any(self.folder.glob("unfinished-*.pt"))
-        return not unfinished and bool(there) and _difference(there, self.settings) is None
+        """Return True if the folder holds the table of a run with the same settings, and no checkpoints."""
+        settings = self._saved_settings()
+        has_checkpoints = self.folder is not None and any(self.folder.glob("unfinished-*.pt"))
+        return not has_checkpoints and bool(settings) and _first_difference(settings, self.settings) is None
 
-    def _settings_there(self) -> dict[str, Any]:
-        """Those of the table in the folder; empty where there is none that can be read."""
-        try:
-            metadata = (
-                json.loads(files(self.folder, self._table.NAME)[1].read_text(encoding="utf-8")) if self.folder else {}
-            )
-        except (OSError, ValueError):
+    def _saved_settings(self) -> dict[str, Any]:
+        """Return the settings stored with the table in the folder; empty if there is no readable table."""
+        if self.folder is None:
             return {}
-        return {name: metadata.get(name) for name in self.settings} if isinstance(metadata, dict) else {}
-
-    def _read(self, path: Path) -> ProgressT:
         try:
-            kept = torch.load(path, weights_only=True)
-            there, state = json.loads(kept["settings"]), kept["state"]
-        except Exception as error:  # another's file may be anything
-            raise self._other(None) from error
-        differs = _difference(there, self.settings)
-        if differs is not None:
-            raise self._other(differs)
-        unpacked: ProgressT = self._progress_type.from_dict(state)
-        return unpacked
+            metadata = self._table_type.load_metadata(self.folder)
+        except InputError:
+            return {}
+        return {name: metadata.get(name) for name in self.settings}
 
-    def _other(self, differs: str | None) -> InputError:
-        of = "" if differs is None else f" ({differs} differs)"
+    def _read_checkpoint(self, path: Path) -> ProgressT:
+        """Return the partial result in a checkpoint file; `InputError` if it is of another run."""
+        try:
+            checkpoint = torch.load(path, weights_only=True)
+            settings, fields = json.loads(checkpoint["settings"]), checkpoint["state"]
+        except Exception as error:  # a file that headwise did not write can fail in any way
+            raise self._other_run_error(None) from error
+        difference = _first_difference(settings, self.settings)
+        if difference is not None:
+            raise self._other_run_error(difference)
+        progress: ProgressT = self._progress_type.from_dict(fields)
+        return progress
+
+    def _other_run_error(self, difference: str | None) -> InputError:
+        """Return the error for a folder that holds another run, with the name of the setting that differs."""
+        reason = "" if difference is None else f" ({difference} differs)"
         return InputError(
             "out",
-            expected="a folder of its own, or that of the run to go on with",
-            got=f"another run{of} in {str(self.folder)!r}",
+            expected="a folder of its own, or that of the run to resume",
+            got=f"another run{reason} in {str(self.folder)!r}",
             remedy=FORCE_REMEDY,
         )
 
 
-def _difference(there: Any, here: Any, name: str = "") -> str | None:
-    """The name of the first setting that differs."""
-    if isinstance(there, dict) and isinstance(here, Mapping):
-        for key in [*here, *(key for key in there if key not in here)]:
-            found = _difference(there.get(key), here.get(key), f"{name}.{key}" if name else key)
-            if found is not None:
-                return found
+def _first_difference(saved: Any, current: Any, name: str = "") -> str | None:
+    """Return the dotted name of the first setting whose saved value differs from the current one; None if none does."""
+    if isinstance(saved, dict) and isinstance(current, Mapping):
+        for key in [*current, *(key for key in saved if key not in current)]:
+            difference = _first_difference(saved.get(key), current.get(key), f"{name}.{key}" if name else key)
+            if difference is not None:
+                return difference
         return None
-    return None if there == here else name
+    return None if saved == current else name

@@ -1,4 +1,4 @@
-"""A pass over data in batches, which processes share, and which goes on where it was stopped."""
+"""A pass over a data set in batches, shared among processes, that resumes where it was stopped."""
 
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
@@ -13,18 +13,19 @@ from headwise.intercept.sites import SiteRecord
 from headwise.runs.checkpoint import CheckpointedRun, TableT
 from headwise.runs.distributed import rank_and_world_size
 from headwise.runs.progress import progress_bar
-from headwise.runs.table import MeanEstimate
 from headwise.statistics.moments import RunningMoments
 
 
 @dataclass
 class PassProgress:
-    """How far a process is.
+    """Number of batches that a pass over the data has reached, with their content digest.
+
+    All batches count, including those that other processes run.
 
     Attributes:
-        batches: how many of the data's it is past, those of other processes included.
-        digest: of all of these, so that a run does not go on with other data.
-        sequences, tokens: in these batches.
+        batches: number of batches.
+        digest: hash of their content, by which a resumed run detects other data.
+        sequences, tokens: number of sequences and tokens in them, without padding.
     """
 
     batches: int = 0
@@ -33,16 +34,16 @@ class PassProgress:
     tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """See `Checkpointable`."""
+        """Return the counters as plain containers for a checkpoint."""
         return dict(vars(self))
 
     @classmethod
-    def from_dict(cls, packed: dict[str, Any]) -> Any:
-        """See `Checkpointable`."""
-        return cls(**packed)
+    def from_dict(cls, fields: dict[str, Any]) -> Any:
+        """Restore the counters from what `to_dict` returned."""
+        return cls(**fields)
 
     def count_batch(self, batch: Mapping[str, Any]) -> None:
-        """Count a batch, whoever runs it."""
+        """Add a batch to the counters and to the digest, whichever process runs it."""
         sequences, tokens = count_sequences_and_tokens(batch)
         self.batches += 1
         self.sequences += sequences
@@ -51,37 +52,42 @@ class PassProgress:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What was read, as a table tells it."""
+        """Number of sequences and tokens, and the digest, as saved in a table's metadata."""
         return {"sequences": self.sequences, "tokens": self.tokens, "digest": self.digest}
 
 
 @dataclass
 class SiteProgress(PassProgress):
-    """How far a process is, and the `records` of the sites of which it measured something."""
+    """Progress of a pass over the data, with the statistics that this process has measured so far.
+
+    Attributes:
+        records: the attention sites with the running moments of their statistics.
+    """
 
     records: list[SiteRecord] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """See `Checkpointable`."""
-        packed = super().to_dict()
-        packed["records"] = [
-            vars(record)
-            | {
-                "site": tuple(record.site),  # plain containers only, which load without running code
-                "statistics": {name: vars(moments) for name, moments in record.statistics.items()},
-            }
-            for record in self.records
-        ]
-        return packed
+        """Return the counters and statistics as plain containers and tensors for a checkpoint."""
+        plain = super().to_dict()
+        plain["records"] = [_record_to_dict(record) for record in self.records]
+        return plain
 
     @classmethod
-    def from_dict(cls, packed: dict[str, Any]) -> Any:
-        """See `Checkpointable`."""
-        records = []
-        for record in packed["records"]:
-            statistics = {name: RunningMoments(**moments) for name, moments in record["statistics"].items()}
-            records.append(SiteRecord(**record | {"site": Site(*record["site"]), "statistics": statistics}))
-        return cls(**packed | {"records": records})
+    def from_dict(cls, fields: dict[str, Any]) -> Any:
+        """Restore the counters and statistics from what `to_dict` returned."""
+        return cls(**fields | {"records": [_record_from_dict(record) for record in fields["records"]]})
+
+
+def _record_to_dict(record: SiteRecord) -> dict[str, Any]:
+    """Return the record of a site as plain containers and tensors, which load without running code."""
+    statistics = {name: vars(moments) for name, moments in record.statistics.items()}
+    return vars(record) | {"site": tuple(record.site), "statistics": statistics}
+
+
+def _record_from_dict(plain: Mapping[str, Any]) -> SiteRecord:
+    """Restore the record of a site from a checkpoint."""
+    statistics = {name: RunningMoments(**moments) for name, moments in plain["statistics"].items()}
+    return SiteRecord(**{**plain, "site": Site(*plain["site"]), "statistics": statistics})
 
 
 SiteProgressT = TypeVar("SiteProgressT", bound=SiteProgress)
@@ -89,60 +95,60 @@ SiteProgressT = TypeVar("SiteProgressT", bound=SiteProgress)
 
 def run_pass(
     dataset: Texts | Iterable[Any],
-    read: Callable[[dict[str, Any]], None],
+    process_batch: Callable[[dict[str, Any]], None],
     run: CheckpointedRun[SiteProgressT, TableT],
-    before: SiteProgressT,
-    state: SiteProgressT,
+    resumed: SiteProgressT,
+    progress: SiteProgressT,
     *,
     shown: bool,
 ) -> None:
-    """Read the batches that this process has still to read. Between two of them `state` is kept.
+    """Process the batches of this process that it has not processed before it was stopped.
+
+    Process `rank` of `n` processes batches rank, rank + n, rank + 2 n, ... Checkpoints are written between batches.
 
     Args:
-        dataset: all batches.
-        read: what is done with a batch; what it comes to, it puts into the state.
-        run: what keeps the state.
-        before: where the process was stopped.
-        state: a new one, which counts the batches.
-        shown: whether to show a bar.
+        dataset: all batches, in the same order each time.
+        process_batch: measures a batch and stores the results in `progress`.
+        run: writes the checkpoints.
+        resumed: the progress in this process's checkpoint.
+        progress: new progress, whose counters this function advances.
+        shown: show a progress bar, on the first process.
 
     Raises:
-        InputError: other data than before; none.
-        MissingExtra: a bar, and rich is not installed.
+        InputError: the data differs from that of the stopped run, or has no batch.
+        MissingExtra: `shown`, and rich is not installed.
     """
-    rank, processes = rank_and_world_size()
+    rank, world_size = rank_and_world_size()
     title, unit, total = "data", "batches", len(dataset) if isinstance(dataset, Sized) else None
     if isinstance(dataset, Texts):
         title, unit, total = Path(dataset.name).name, "tokens", dataset.tokens
     with progress_bar(title, total, unit, shown=shown and rank == 0) as advance:
         for batch in iterate_batches(dataset):
-            state.count_batch(batch)
-            new = state.batches > before.batches
-            if state.batches == before.batches and state.digest != before.digest:
+            progress.count_batch(batch)
+            is_new = progress.batches > resumed.batches
+            if progress.batches == resumed.batches and progress.digest != resumed.digest:
                 raise run.different_data_error()
-            if new and (state.batches - 1) % processes == rank:
-                read(batch)
-            advance(count_sequences_and_tokens(batch)[1] if unit == "tokens" else 1, not new)
-            if new:
-                run.save_progress(state)
-    if state.batches < before.batches:
+            if is_new and (progress.batches - 1) % world_size == rank:
+                process_batch(batch)
+            advance(count_sequences_and_tokens(batch)[1] if unit == "tokens" else 1, not is_new)
+            if is_new:
+                run.save_progress(progress)
+    if progress.batches < resumed.batches:
         raise run.different_data_error()
-    if not state.batches:
+    if not progress.batches:
         raise InputError("dataset", expected="at least one batch", got="none")
-    run.save_progress(state, now=True)
+    run.save_progress(progress, now=True)
 
 
 def require_same_data(finished: TableT, dataset: Texts | Iterable[Any], run: CheckpointedRun[Any, TableT]) -> TableT:
-    """A table that is there already, if the data is still what it was."""
-    state = PassProgress()
+    """Return the table of a finished run if the data set is the one that it was measured on.
+
+    Raises:
+        InputError: the data set differs.
+    """
+    progress = PassProgress()
     for batch in iterate_batches(dataset):
-        state.count_batch(batch)
-    if finished.metadata["measured"]["digest"] != state.digest:
+        progress.count_batch(batch)
+    if finished.metadata["measured"]["digest"] != progress.digest:
         raise run.different_data_error()
     return finished
-
-
-def head_estimates(spread: RunningMoments) -> list[MeanEstimate]:
-    """What was measured of each head."""
-    numbers = (spread.value.tolist(), spread.standard_error.tolist(), spread.count.long().tolist())
-    return [MeanEstimate(*each) for each in zip(*numbers, strict=True)]

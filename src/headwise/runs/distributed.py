@@ -1,4 +1,4 @@
-"""Several processes that share the work, as torchrun starts them; or one."""
+"""Work shared by several processes, as torchrun starts them; a single process needs no setup."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,61 +11,80 @@ import torch
 from headwise.errors import HeadwiseError, InputError
 
 TIMEOUT = timedelta(days=7)
-"""How long one waits for the others, whose part may be the longer one after a run that was stopped."""
+"""How long a process waits for the others: after a resumed run one of them may have most of the work left."""
 
-Result = TypeVar("Result")
+ResultT = TypeVar("ResultT")
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """The number of this process, and how many there are."""
+    """Return the rank of this process and the number of processes: (0, 1) without torch.distributed."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
 
 
-def gather_from_ranks(part: Result) -> list[Result]:
-    """What each process has, in their order."""
+def gather_from_ranks(part: ResultT) -> list[ResultT]:
+    """Return the value of `part` of every process, ordered by rank, on every process."""
     parts: list[Any] = [part]
-    if rank_and_world_size()[1] > 1:
-        parts = [None] * rank_and_world_size()[1]
+    world_size = rank_and_world_size()[1]
+    if world_size > 1:
+        parts = [None] * world_size
         torch.distributed.all_gather_object(parts, part)
     return parts
 
 
-def broadcast_from_rank0(action: Callable[[], Result]) -> Result:
-    """What the first process comes to, in all of them; a refusal as well."""
-    rank, number = rank_and_world_size()
-    if number == 1:
+def broadcast_from_rank0(action: Callable[[], ResultT]) -> ResultT:
+    """Run an action on the first process only, and return its result on every process.
+
+    A `HeadwiseError` that the action raises is raised on every process, so that none waits for the others.
+    """
+    rank, world_size = rank_and_world_size()
+    if world_size == 1:
         return action()
-    shared: list[Any] = [None, None]  # what it comes to, or why it does not
-    refused: HeadwiseError | None = None
+    result_and_message: list[Any] = [None, None]
+    error: HeadwiseError | None = None
     if rank == 0:
         try:
-            shared[0] = action()
-        except HeadwiseError as error:
-            refused, shared[1] = error, str(error)
-    torch.distributed.broadcast_object_list(shared)
-    if shared[1] is not None:
-        raise refused or HeadwiseError(shared[1])
-    result: Result = shared[0]
-    return result
+            result_and_message[0] = action()
+        except HeadwiseError as raised:
+            error, result_and_message[1] = raised, str(raised)
+    torch.distributed.broadcast_object_list(result_and_message)
+    result, message = result_and_message
+    if message is not None:
+        raise error or HeadwiseError(message)
+    shared: ResultT = result
+    return shared
 
 
 class LocalProcess(NamedTuple):
-    """This process, under the command line."""
+    """The current process among those that torchrun started.
 
-    first: bool
-    local: int
+    Attributes:
+        is_first: True for rank 0, which prints and writes files.
+        local_rank: its number on this machine.
+    """
+
+    is_first: bool
+    local_rank: int
 
     def device(self, name: str | None) -> torch.device:
-        """What it runs on: the one that is named, or a GPU of its own, or the CPU."""
+        """Return the named device; by default a GPU chosen by local rank, or the CPU without a GPU.
+
+        Raises:
+            InputError: torch cannot use the named device.
+        """
         if name is None:
-            name = f"cuda:{self.local % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+            has_gpu = torch.cuda.is_available()
+            name = f"cuda:{self.local_rank % torch.cuda.device_count()}" if has_gpu else "cpu"
         return usable_device(name)
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """A device on which there can be a tensor. `InputError` for another."""
+    """Return the device after checking that torch can create a tensor on it.
+
+    Raises:
+        InputError: torch cannot use the device.
+    """
     try:
         torch.empty(0, device=device)
         return torch.device(device)
@@ -75,13 +94,13 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 @contextmanager
 def process_group() -> Iterator[LocalProcess]:
-    """Meet the other processes that torchrun started, if it did; the first speaks for all."""
-    number, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    if number == 1:
-        yield LocalProcess(True, local)
+    """Join the process group of torchrun for the duration of the context, if torchrun started this process."""
+    world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    if world_size == 1:
+        yield LocalProcess(True, local_rank)
         return
     torch.distributed.init_process_group("gloo", timeout=TIMEOUT)
     try:
-        yield LocalProcess(torch.distributed.get_rank() == 0, local)
+        yield LocalProcess(torch.distributed.get_rank() == 0, local_rank)
     finally:
         torch.distributed.destroy_process_group()

@@ -1,6 +1,7 @@
-"""What decides the numbers of a run: the model bit by bit, the data, the versions, what was asked for."""
+"""The settings that determine a run's numbers: model weights, data options, package versions and arguments."""
 
 import json
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -9,52 +10,63 @@ from torch import Tensor, nn
 from headwise.data.batches import digest_of
 from headwise.data.texts import Texts
 
-SAMPLE = 64
-"""How many numbers of each weight say whether a model is the same: training changes nearly all."""
+SAMPLED_WEIGHTS = 64
+"""About how many numbers of each parameter enter the digest: training changes nearly all of them."""
 
 
 def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **settings: Any) -> dict[str, Any]:
-    """All that decides the numbers, but for the data itself: a run goes on only with the same.
+    """Collect the settings of a run as JSON-compatible values; a stopped run resumes only with equal settings.
 
     Args:
-        model: that is run.
-        texts: what it reads, if it reads texts.
-        title: the model's name, to show.
-        settings: what else was asked for, as JSON takes it.
+        model: the model; a digest of samples of its weights identifies it.
+        texts: the texts that it reads, whose options are recorded; None for other data.
+        title: the model's name for display; by default its hub name or class.
+        settings: the other arguments of the run, JSON-compatible.
+
+    Returns:
+        a dictionary with the keys "model", "data", "versions" and "settings".
     """
-    weights = digest_of(
-        part
-        for name, each in model.state_dict().items()
-        for part in (name, each.flatten()[:: max(1, each.numel() // SAMPLE)] if isinstance(each, Tensor) else None)
-    )
-    of_texts = None
-    if texts is not None:
-        names = ("context", "documents", "batch", "limit", "column")
-        of_texts = {"source": texts.name} | {name: getattr(texts, name) for name in names}
     parameter = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
-    found = {
+    collected = {
         "model": {
             "name": title or getattr(getattr(model, "config", None), "name_or_path", None) or type(model).__name__,
             "class": type(model).__name__,
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "device": parameter.device.type,
-            "weights": weights,
+            "weights": _weights_digest(model),
         },
-        "data": of_texts,
-        "versions": _versions(),
+        "data": None if texts is None else _text_options(texts),
+        "versions": _package_versions(),
         "settings": settings,
     }
-    plain: dict[str, Any] = json.loads(json.dumps(found))
-    return plain
+    normalized: dict[str, Any] = json.loads(json.dumps(collected))  # tuples become lists, as when read from a file
+    return normalized
 
 
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
+def _weights_digest(model: nn.Module) -> str:
+    """Return a hash over samples of every parameter and buffer of a model."""
+    return digest_of(
+        part
+        for name, value in model.state_dict().items()
+        for part in (
+            name,
+            value.flatten()[:: max(1, value.numel() // SAMPLED_WEIGHTS)] if isinstance(value, Tensor) else None,
+        )
+    )
 
-    found = {}
+
+def _text_options(texts: Texts) -> dict[str, Any]:
+    """Return the source of the texts and the options by which they become batches."""
+    names = ("context", "documents", "batch", "limit", "column")
+    return {"source": texts.name} | {name: getattr(texts, name) for name in names}
+
+
+def _package_versions() -> dict[str, str]:
+    """Return the versions of headwise, torch and transformers, of those that are installed."""
+    versions = {}
     for package in ("headwise", "torch", "transformers"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -1,4 +1,4 @@
-"""A number of every head as a picture: layers down, heads across."""
+"""Heatmap of one number per head: layers down, heads across."""
 
 import math
 from collections.abc import Mapping
@@ -10,21 +10,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def draw_heatmap(cells: Mapping[tuple[int, int], float], title: str) -> "Figure":
-    """A figure of values by `(layer, head)`; places without a head stay blank.
+def draw_heatmap(values: Mapping[tuple[int, int], float], title: str) -> "Figure":
+    """Return a matplotlib figure of a number per head, given by `(layer, head)`; cells without a head stay blank.
 
     Raises:
         MissingExtra: matplotlib is not installed.
     """
     matplotlib_figure = require("matplotlib.figure", purpose="drawing heads", extra="plot")
-    layers = sorted({layer for layer, _ in cells})
-    heads = 1 + max(head for _, head in cells)
-    values = [[cells.get((layer, head), math.nan) for head in range(heads)] for layer in layers]
-    figure: Figure = matplotlib_figure.Figure(
-        figsize=(1.6 + 0.32 * heads, 1.2 + 0.24 * len(layers)), layout="constrained"
-    )
+    layers = sorted({layer for layer, _ in values})
+    heads = 1 + max(head for _, head in values)
+    matrix = [[values.get((layer, head), math.nan) for head in range(heads)] for layer in layers]
+    size = (1.6 + 0.32 * heads, 1.2 + 0.24 * len(layers))
+    figure: Figure = matplotlib_figure.Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(values, aspect="auto")
+    image = axes.imshow(matrix, aspect="auto")
     axes.set(title=title, xlabel="head", ylabel="layer")
     axes.set_xticks(range(heads))
     axes.set_yticks(range(len(layers)), [str(layer) for layer in layers])

@@ -1,4 +1,4 @@
-"""How far a long run is: a bar with its rate and the time left, on standard error."""
+"""Progress bar of a long run, with its rate and the remaining time, on standard error."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,18 +10,26 @@ if TYPE_CHECKING:
     from rich.progress import Task
 
 RATE_MINUTES = 10
-"""Over how many the rate is taken: a batch may take one."""
+"""Minutes over which the remaining time is estimated: a single batch may take one."""
 
 
 @contextmanager
 def progress_bar(title: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Callable[[int, bool], None]]:
-    """A function that is told how many units are done, and whether they were done before this run.
+    """Show a progress bar while the context is open, and yield the function `advance(units, resumed)` that moves it.
+
+    `resumed` is True for units that an earlier, stopped run has done; they do not count towards the rate.
+
+    Args:
+        title: label of the bar.
+        total: number of units; None if it is not known.
+        unit: name of a unit, in the plural.
+        shown: show the bar; otherwise `advance` does nothing.
 
     Raises:
-        MissingExtra: it is to be shown and rich is not installed.
+        MissingExtra: `shown`, and rich is not installed.
     """
     if not shown:
-        yield lambda _units, _before: None
+        yield lambda _units, _resumed: None
         return
     require("rich", purpose="a progress bar", extra="cli")
     from rich.console import Console
@@ -35,14 +43,15 @@ def progress_bar(title: str, total: int | None, unit: str, *, shown: bool) -> It
     )
     from rich.text import Text
 
-    before_this = 0
+    resumed_units = 0
 
     class Rate(ProgressColumn):
-        """Units a second."""
+        """Column with the number of units per second in this run."""
 
         def render(self, task: "Task") -> Text:
+            """Return the mean rate since the start of this run as text; empty before the first unit."""
             seconds = task.finished_time or task.elapsed
-            rate = (task.completed - before_this) / seconds if seconds else 0.0
+            rate = (task.completed - resumed_units) / seconds if seconds else 0.0
             return Text(f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s" if rate else "")
 
     columns = (
@@ -56,11 +65,11 @@ def progress_bar(title: str, total: int | None, unit: str, *, shown: bool) -> It
     with Progress(*columns, console=Console(stderr=True), speed_estimate_period=60 * RATE_MINUTES) as progress:
         task = progress.add_task(title, total=total)
 
-        def advance(units: int, before: bool) -> None:
-            nonlocal before_this
-            if before:  # the clock starts again: what was done before says nothing of the rate
-                before_this += units
-                progress.reset(task, completed=before_this)
+        def advance(units: int, resumed: bool) -> None:
+            nonlocal resumed_units
+            if resumed:  # restart the clock, so that the rate is that of this run alone
+                resumed_units += units
+                progress.reset(task, completed=resumed_units)
             else:
                 progress.advance(task, units)
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.analysis.compare import Comparison
-from headwise.analysis.profile_result import Profile, ProfiledHead
+from headwise.analysis.profile import Profile, ProfiledHead
 from headwise.analysis.roles import MIXED, ROLES
 from headwise.show.terminal import COLOURS
 

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from headwise.analysis.ablate import Ablation, SetAblation
 from headwise.analysis.losses import EmbeddingDistance
-from headwise.runs.table import MeanEstimate, Table
+from headwise.runs.rows import MeanEstimate
+from headwise.runs.table import Table
 
 SURE = 2.0
 """From how many standard errors on a number is told apart from zero here."""

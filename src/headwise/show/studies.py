@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from headwise.runs.table import NO_ESTIMATE, MeanEstimate
+from headwise.runs.rows import NO_ESTIMATE, MeanEstimate
 from headwise.studies.conclusions import SettingRow, Study
 
 FEW = 3

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headwise.errors import InputError, require
-from headwise.runs.table import MeanEstimate, Row, Table
+from headwise.runs.rows import MeanEstimate, Row
+from headwise.runs.table import Table
 from headwise.studies.space import Setting
 from headwise.studies.study_plot import draw
 from headwise.studies.trial_store import Done

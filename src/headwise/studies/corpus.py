@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from headwise.analysis.losses import Loss, MaskedTokenLoss, next_token_loss
 from headwise.data.batches import device_of, evaluation_mode, to_device
-from headwise.data.texts import JSON_LINES, Texts, list_files, read_documents
+from headwise.data.documents import JSON_LINES, list_files, read_documents
+from headwise.data.texts import Texts
 from headwise.errors import InputError, require
 from headwise.shapes import Float, Int
 from headwise.studies.training import Batches

@@ -25,8 +25,9 @@ from headwise.data.batches import digest_of
 from headwise.data.batches import iterate_batches as as_batches
 from headwise.errors import InputError
 from headwise.runs.distributed import usable_device
+from headwise.runs.files import writable_folder
 from headwise.runs.progress import progress_bar
-from headwise.runs.table import files, require_parquet, writable_folder
+from headwise.runs.table import require_parquet, table_path
 from headwise.studies.budget import Measure, Plan, Work, planned
 from headwise.studies.conclusions import Study, collected, require_scipy
 from headwise.studies.scheduler import Wanted, run
@@ -210,7 +211,7 @@ def _spec(work: Work, rates: tuple[float, float], steps: int | None, trials: int
 def _database(out: Path | None, storage: str | None, *, force: bool) -> Iterator[str]:
     """The URL of the database: the given one, one in the folder, or one that is gone afterwards."""
     if out is not None and force:
-        for path in (out / f"{Study.NAME}.db", *files(out, Study.NAME)):
+        for path in (out / f"{Study.NAME}.db", table_path(out, Study.NAME)):
             path.unlink(missing_ok=True)
     if storage is not None:
         yield storage

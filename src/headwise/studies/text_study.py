@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from headwise.checks import whole_number
-from headwise.runs.table import writable_folder
+from headwise.runs.files import writable_folder
 from headwise.studies.budget import Measure
 from headwise.studies.conclusions import Study, require_scipy
 from headwise.studies.corpus import accuracy, corpus, make_tokenizer

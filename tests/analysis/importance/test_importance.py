@@ -16,7 +16,7 @@ from headwise.analysis.importance.gradients import Integrated
 from headwise.analysis.importance.importance import METHODS, Importance, importance
 from headwise.analysis.losses import EmbeddingDistance, next_token_loss
 from headwise.runs import checkpoint
-from headwise.runs.table import HeadRow, MeanEstimate
+from headwise.runs.rows import HeadRow, MeanEstimate
 
 pytestmark = pytest.mark.usefixtures("as_user")  # shapes are checked by the oracle
 
@@ -421,7 +421,7 @@ def test_gradients_are_taken_where_they_are_off(off):
 
 def test_a_table_is_saved_and_not_measured_again(tmp_path):
     found = importance(model_of("bert"), data(), wave, out=tmp_path)
-    assert {each.name for each in tmp_path.iterdir()} == {"importance.json", "importance.parquet"}
+    assert {each.name for each in tmp_path.iterdir()} == {"importance.parquet"}
     assert Importance.load(tmp_path) == found
 
     def never(model, batch):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import InputError, require
-from headwise.runs.table import HeadTable, MeanEstimate, require_statistic
+from headwise.runs.rows import MeanEstimate
+from headwise.runs.table import HeadTable, require_statistic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

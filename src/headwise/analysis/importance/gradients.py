@@ -16,9 +16,9 @@ from headwise.checks import whole_number
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, Site
 from headwise.intercept.sites import SiteRegistry
-from headwise.runs.data_pass import SiteProgress, head_estimates, run_pass
+from headwise.runs.data_pass import SiteProgress, run_pass
 from headwise.runs.distributed import gather_from_ranks
-from headwise.runs.table import HeadRow
+from headwise.runs.rows import HeadRow, head_estimates
 from headwise.shapes import Float
 from headwise.statistics.moments import RunningMoments
 

@@ -22,7 +22,7 @@ from headwise.intercept.sites import SiteRegistry
 from headwise.runs.data_pass import SiteProgress
 from headwise.runs.distributed import rank_and_world_size
 from headwise.runs.progress import progress_bar
-from headwise.runs.table import HeadRow, MeanEstimate
+from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.shapes import Float
 
 LOW, HIGH = -0.1, 1.1

@@ -26,7 +26,8 @@ from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import require_same_data
 from headwise.runs.distributed import broadcast_from_rank0, rank_and_world_size
 from headwise.runs.fingerprint import run_settings
-from headwise.runs.table import HeadRow, HeadTable, MeanEstimate
+from headwise.runs.rows import HeadRow, MeanEstimate
+from headwise.runs.table import HeadTable
 
 PER_LAYER = "_per_layer"
 """What is added to a statistic's name where it is divided by its l2 norm over the heads of each layer."""

@@ -1,0 +1,67 @@
+"""Modes by which tokenized documents become sequences of limited length: whole, truncated, cut or packed."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from headwise.errors import InputError
+
+
+class TokenizedDocument(NamedTuple):
+    """Token ids of a document without special tokens, and its location for error messages."""
+
+    ids: list[int]
+    location: str
+
+
+def whole(documents: Iterable[TokenizedDocument], room: int, separator: int | None) -> Iterator[list[int]]:
+    """Yield each document as one sequence; `InputError` for one with more than `room` tokens."""
+    for ids, location in documents:
+        if len(ids) > room:
+            raise InputError(
+                "data",
+                expected=f"documents of at most {room} tokens, the context without special tokens",
+                got=f"{len(ids)} in {location}",
+                remedy="--documents cut, pack or truncate (documents=...) accepts longer ones",
+            )
+        yield ids
+
+
+def truncate(documents: Iterable[TokenizedDocument], room: int, separator: int | None) -> Iterator[list[int]]:
+    """Yield the first `room` tokens of each document."""
+    for ids, _ in documents:
+        yield ids[:room]
+
+
+def cut(documents: Iterable[TokenizedDocument], room: int, separator: int | None) -> Iterator[list[int]]:
+    """Yield each document in consecutive sequences of `room` tokens, of which the last may be shorter."""
+    for ids, _ in documents:
+        yield from (ids[start : start + room] for start in range(0, len(ids), room))
+
+
+def pack(documents: Iterable[TokenizedDocument], room: int, separator: int | None) -> Iterator[list[int]]:
+    """Yield sequences of exactly `room` tokens, cut from all documents joined by the separator token.
+
+    The remainder at the end is dropped, except when it is the only sequence.
+    """
+    remainder: list[int] = []
+    has_yielded = False
+    for ids, _ in documents:
+        if separator is not None and (remainder or has_yielded):
+            remainder.append(separator)
+        remainder += ids
+        complete = len(remainder) // room * room
+        for start in range(0, complete, room):
+            has_yielded = True
+            yield remainder[start : start + room]
+        remainder = remainder[complete:]
+    if remainder and not has_yielded:
+        yield remainder
+
+
+DOCUMENT_MODES: dict[str, Callable[[Iterable[TokenizedDocument], int, int | None], Iterator[list[int]]]] = {
+    "whole": whole,
+    "truncate": truncate,
+    "cut": cut,
+    "pack": pack,
+}
+"""The modes by the name that the argument `documents` accepts."""

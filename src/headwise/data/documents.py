@@ -1,0 +1,161 @@
+"""Documents read from text, JSON lines and Parquet files, or given in memory."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headwise.errors import InputError, require
+
+ColumnTypes = tuple[type[str] | type[int], ...]
+"""Types of value that a column may have."""
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+"""Suffixes of files with one document per line; `.parquet` has one per row, and any other file is one document."""
+
+
+class Document(NamedTuple):
+    """A text, and its location ("line 3 of notes.jsonl") for error messages."""
+
+    text: str
+    location: str
+
+
+def documents_in_memory(items: Iterable[Any], column: str) -> Iterator[Document]:
+    """Yield a document for each string, and for the named column of each mapping.
+
+    Raises:
+        InputError: an item is neither, or has no text in that column.
+    """
+    for number, item in enumerate(items, 1):
+        location = f"document {number}"
+        yield Document(item, location) if isinstance(item, str) else _document_of_row(item, column, location)
+
+
+def read_documents(source: str | Path, column: str, types: ColumnTypes = (str,)) -> Iterator[Document]:
+    """Yield the documents of a file, or of every file in a folder in the order of their names.
+
+    Args:
+        source: the file or folder.
+        column: name of the column with the text, in JSON lines and Parquet.
+        types: types of value that the column may have; numbers become text.
+
+    Raises:
+        InputError: a file cannot be read, is not valid, or lacks the column.
+        MissingExtra: a Parquet file, and pyarrow is not installed.
+    """
+    for file in list_files(source):
+        try:
+            yield from _read_file(file, column, types)
+        except OSError as error:
+            raise InputError(
+                "data", expected=f"a file {str(file)!r} that can be read", got=error.strerror or str(error)
+            ) from None
+
+
+def list_files(source: str | Path) -> list[Path]:
+    """Return the file itself, or all files below a folder that are not hidden, sorted.
+
+    Raises:
+        InputError: the folder has no such file.
+    """
+    path = Path(source)
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
+    if not files:
+        raise InputError("data", expected="a folder with files", got=f"none in {source}")
+    return files
+
+
+def require_unicode(document: Document) -> None:
+    """Raise an `InputError` if a text contains half of a surrogate pair, which tokenizers cannot encode."""
+    try:
+        document.text.encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            "data", expected="text that can be written as UTF-8", got=f"half a character in {document.location}"
+        ) from None
+
+
+def _is_hidden(path: Path) -> bool:
+    """Return True if the name of the file or of a folder above it starts with a dot."""
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _read_file(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
+    """Yield the documents of one file, in the format that its suffix names."""
+    if file.suffix == ".parquet":
+        yield from _read_parquet(file, column, types)
+    elif file.suffix in JSON_LINES:
+        yield from _read_json_lines(file, column, types)
+    else:
+        yield Document(_decode(file.read_bytes(), file, offset=0), str(file))
+
+
+def _read_json_lines(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
+    """Yield one document per line of a JSON lines file, without blank lines."""
+    with file.open("rb") as lines:
+        offset = 0
+        for number, line in enumerate(lines, 1):
+            if not line.isspace():
+                location = f"line {number} of {file}"
+                yield _document_of_row(_parse_json(_decode(line, file, offset), location), column, location, types)
+            offset += len(line)
+
+
+def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
+    """Yield one document per row of a Parquet file."""
+    pyarrow = require("pyarrow", purpose="reading parquet", extra="tables")
+    parquet = require("pyarrow.parquet", purpose="reading parquet", extra="tables")
+    try:
+        table = parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid:
+        raise InputError("data", expected=f"a parquet file in {file}", got="another format") from None
+    names = table.schema_arrow.names
+    if column not in names:
+        raise InputError("column", expected=f"one of {file}, which has {', '.join(names)}", got=repr(column))
+    number = 0
+    for rows in table.iter_batches(columns=[column]):
+        for value in rows.column(0).to_pylist():
+            number += 1
+            yield _document_of_row({column: value}, column, f"row {number} of {file}", types)
+
+
+def _decode(data: bytes, file: Path, offset: int) -> str:
+    """Decode UTF-8, with or without a byte-order mark.
+
+    Args:
+        data: the bytes of a file or of a line in it.
+        file: named in the error message.
+        offset: position of the bytes in the file, for the error message.
+    """
+    if b"\0" in data:
+        raise InputError("data", expected=f"text in {file}", got="a binary file")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            "data", expected=f"UTF-8 in {file}", got=f"another byte at offset {offset + error.start}"
+        ) from None
+
+
+def _parse_json(line: str, location: str) -> Any:
+    """Parse a line of JSON; `InputError` with the column of the mistake if it is not valid."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError("data", expected=f"JSON in {location}", got=f"{error.msg} at column {error.colno}") from None
+
+
+def _document_of_row(row: Any, column: str, location: str, types: ColumnTypes = (str,)) -> Document:
+    """Return the document in a column of a row; `InputError` if the row is not a mapping or has no text there."""
+    if not isinstance(row, Mapping):
+        raise InputError("data", expected=f"an object with a column {column!r} in {location}", got=type(row).__name__)
+    if column not in row:
+        names = ", ".join(map(str, row)) or "no column"
+        raise InputError("column", expected=f"one of {location}, which has {names}", got=repr(column))
+    text = row[column]
+    if not isinstance(text, types):
+        raise InputError("column", expected=f"text in {column!r} of {location}", got=type(text).__name__)
+    return Document(str(text), location)

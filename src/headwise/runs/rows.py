@@ -1,0 +1,90 @@
+"""Rows of result tables: means over sequences with their standard errors, for one head or another unit."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from headwise.statistics.moments import RunningMoments
+
+
+class MeanEstimate(NamedTuple):
+    """A mean over sequences (or other samples) with its standard error and sample size.
+
+    Attributes:
+        value: the mean; NaN of no samples.
+        sem: the standard error of the mean; NaN of fewer than two samples.
+        n: the number of samples that had a value.
+    """
+
+    value: float
+    sem: float
+    n: int
+
+    @staticmethod
+    def of(values: Iterable[float]) -> "MeanEstimate":
+        """Return the mean and standard error of the values, without those that are NaN."""
+        valid = [value for value in values if not math.isnan(value)]
+        if not valid:
+            return NO_ESTIMATE
+        mean = math.fsum(valid) / len(valid)
+        squares = math.fsum((value - mean) ** 2 for value in valid)
+        sem = math.sqrt(squares / (len(valid) - 1) / len(valid)) if len(valid) > 1 else math.nan
+        return MeanEstimate(mean, sem, len(valid))
+
+
+NO_ESTIMATE = MeanEstimate(math.nan, math.nan, 0)
+"""The estimate from no samples at all."""
+
+
+def head_estimates(moments: RunningMoments) -> list[MeanEstimate]:
+    """Convert the running moments of one statistic, which hold a value per head, to one `MeanEstimate` per head."""
+    means, errors, counts = moments.value, moments.standard_error, moments.count.long()
+    return [MeanEstimate(*row) for row in zip(means.tolist(), errors.tolist(), counts.tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a result table: fields that identify what was measured, and its statistics by name.
+
+    A subclass adds the identifying fields; they become the first columns of the table.
+
+    Attributes:
+        statistics: the estimate of each statistic, by name.
+    """
+
+    statistics: Mapping[str, MeanEstimate]
+
+    @property
+    def identifiers(self) -> dict[str, Any]:
+        """Values of the columns that identify the row, by column name."""
+        return {name: getattr(self, name) for name in self.identifier_columns()}
+
+    @classmethod
+    def identifier_columns(cls) -> list[str]:
+        """Return the names of the columns that identify a row, in order."""
+        return [field.name for field in fields(cls) if field.name != "statistics"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadRow(Row):
+    """Statistics of one attention head, and the head's position in the model.
+
+    Attributes:
+        layer: the layer's number, zero-based.
+        head: the query head within the layer, zero-based.
+        kv_head: the key/value head that it attends with, zero-based.
+        module: the path of the attention module in the model.
+        kind: "self" or "cross" attention.
+    """
+
+    layer: int
+    head: int
+    kv_head: int
+    module: str
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """The head as `layer.head`, zero-based."""
+        return f"{self.layer}.{self.head}"
