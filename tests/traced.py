@@ -94,6 +94,19 @@ def decodes_without_recompiling(name: str, backend: str = "aot_eager"):
     close(y[:, seen], expected[:, seen])
 
 
+def removed_nan_reaches_no_compiled_call():
+    """After `reset`, a compiled step with a static cache has the output of a new cache, and needs no new graph."""
+    layer = layer_with("decoder").eval()
+    cache, x = layer.static_cache(BATCH, 8), torch.randn(BATCH, 1, EMBED)
+    step = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
+    with torch.no_grad():
+        step(torch.full_like(x, torch.nan), cache=cache)
+        forbid_recompiles()
+        step(torch.full_like(x, torch.nan), cache=cache)
+        cache.reset()
+        close(step(x, cache=cache), layer(x))
+
+
 def a_full_static_cache_is_no_wrong_answer():
     """Compiled, no length is read on the host: the check of the index refuses the first token too many."""
     layer = layer_with("decoder").eval()

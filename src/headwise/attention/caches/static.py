@@ -54,6 +54,7 @@ class StaticCache(Cache):
         shapes = [(batch, heads, capacity + 1, width) for heads, width in tensor_sizes]
         self.slots = tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._has_uncommitted_writes = False
 
     @property
     def tensors(self) -> CachedTensors:
@@ -91,9 +92,13 @@ class StaticCache(Cache):
     ) -> CacheUpdate:
         """Write the new tokens into empty slots, and return all tokens with their positions.
 
-        The written slots stay empty for other calls until `commit` sets the new lengths.
+        The written slots count as empty until `commit` sets the new lengths. If `commit` is never called, because the
+        forward pass failed, the next update clears them.
         """
         self._check_new(new)
+        if self._has_uncommitted_writes:
+            self._clear_empty_slots(slice(None))
+        self._has_uncommitted_writes = True
         span = self._common_span(positions)
         token_counts = self._write(new, positions, span)
         tensors = self.tensors
@@ -149,6 +154,7 @@ class StaticCache(Cache):
     def commit(self, update: CacheUpdate) -> None:
         """Set the length of each sequence, so that the written tokens count as cached."""
         self.lengths.copy_(update.token_counts)
+        self._has_uncommitted_writes = False
 
     def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
         """Replace sequence b by sequence `index[b]`, in place."""
@@ -162,17 +168,35 @@ class StaticCache(Cache):
     def crop(self, length: int | Int[Tensor, " batch"] | Sequence[int]) -> None:
         """Remove all but the first `length` tokens: one number for all sequences, or `(batch,)`."""
         if not isinstance(length, Tensor | Sequence):
-            self.lengths.clamp_(max=whole_number("length", length, least=0))
+            self._crop_to(self.lengths.clamp(max=whole_number("length", length, least=0)))
             return
         lengths = whole_numbers("length", length, dimensions=(1,), shape="one for each sequence")
         if lengths.shape != self.lengths.shape or (has_readable_values(lengths) and (lengths < 0).any()):
             expected = f"a number of 0 or more, or one for each of {len(self.lengths)} sequences"
             raise InputError("length", expected=expected, got=lengths.tolist())
-        torch.minimum(self.lengths, lengths.to(self.lengths.device), out=self.lengths)
+        self._crop_to(torch.minimum(self.lengths, lengths.to(self.lengths.device)))
 
     def reset(self) -> None:
         """Remove all tokens."""
-        self.lengths.zero_()
+        self._crop_to(torch.zeros_like(self.lengths))
+
+    def _crop_to(self, lengths: Int[Tensor, " batch"]) -> None:
+        """Shorten each sequence to its new length, and clear the slots of the removed tokens."""
+        removed = slice(None)
+        if self.can_omit_empty_slots and not self._has_uncommitted_writes:
+            removed = slice(int(lengths.min()), int(self.lengths.max()))
+        self.lengths.copy_(lengths)
+        self._clear_empty_slots(removed)
+        self._has_uncommitted_writes = False
+
+    def _clear_empty_slots(self, positions: slice) -> None:
+        """Set the slots at these positions that are beyond the length of their sequence to 0.
+
+        Attention multiplies the value of an empty slot by a weight of 0, which leaves NaN and infinity.
+        """
+        is_empty = torch.arange(self.capacity, device=self.lengths.device)[positions] >= self.lengths[:, None]
+        for tensor in self.tensors:
+            tensor[:, :, positions].masked_fill_(is_empty[:, None, :, None], 0)
 
     def __repr__(self) -> str:
         return f"StaticCache(capacity={self.capacity}, lengths={self.lengths.tolist()})"
