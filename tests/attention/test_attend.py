@@ -254,7 +254,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("asked", [{}, {"return_lse": True}], ids=["out", "lse"])
 def test_keys_are_never_repeated_in_memory(backend, asked, monkeypatch):
-    monkeypatch.setattr(tiles.Pool, "_kept", threading.local())  # what earlier calls kept is not of this one
+    monkeypatch.setattr(tiles.Pool, "_of_thread", threading.local())  # what earlier calls kept is not of this one
     q, k = torch.randn(2, 12, 2, 64), torch.randn(2, 2, 512, 64)
     with LargestTensor() as largest:
         hw.attend(q, k, k.clone(), backend=backend, **asked)

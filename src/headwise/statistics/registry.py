@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
-from headwise.attention.backends.blockwise.tiles import LOG2_E, whole_tile
+from headwise.attention.backends.blockwise.tiles import LOG2_E, full_width_tile
 from headwise.attention.backends.blockwise.visibility import TileVisibility
 from headwise.attention.backends.reference import attention_weights, masked_scores, mix_heads
 from headwise.attention.masks.grid import Grid
@@ -299,7 +299,7 @@ def rows_of_weights(
 ) -> RowBlock:
     """Rows whose weights are there already, over all keys."""
     powers = weights.flatten(0, 1)
-    tile = whole_tile(grid, index, allowed)
+    tile = full_width_tile(grid, index, allowed)
     power_score_sum = torch.special.xlogy(powers, powers).sum(-1, keepdim=True) * LOG2_E
     return RowBlock(
         tile=tile,

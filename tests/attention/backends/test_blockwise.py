@@ -37,7 +37,7 @@ class Work(TorchDispatchMode):
 
 def work_of(mask, *, length=1024, batch=2, heads=4, dtype=torch.float32, backward=False, **options) -> Work:
     q, k, v = (torch.randn(batch, heads, length, 16, dtype=dtype, requires_grad=backward) for _ in range(3))
-    vars(tiles.Pool._kept).clear()  # what earlier calls kept is not of this one
+    vars(tiles.Pool._of_thread).clear()  # what earlier calls kept is not of this one
     with Work() as work:
         out = hw.attend(q, k, v, mask=mask, backend="blockwise", **options)
         if backward:
@@ -219,7 +219,7 @@ def test_rows_follow_the_width_of_what_is_held_and_how_much_is_done_at_once(mask
 
 def test_memory_that_is_kept_serves_every_mode_and_thread():
     q, k, v = (torch.randn(2, 3, 65, 7) for _ in range(3))
-    vars(tiles.Pool._kept).clear()
+    vars(tiles.Pool._of_thread).clear()
     with torch.inference_mode():
         inside = hw.attend(q, k, v, backend="blockwise")
     expected = plain_attention(q.double(), k.double(), v.double()).out

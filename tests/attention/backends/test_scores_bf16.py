@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import headwise as hw
 from headwise.attention.backends.blockwise import scores_bf16
 from headwise.attention.backends.blockwise.plan import plan_of
-from headwise.attention.backends.blockwise.tiles import LOG2_E, LOWEST, Pool, tiles
+from headwise.attention.backends.blockwise.tiles import LOG2_E, LOWEST, Pool, iterate_tiles
 from headwise.attention.masks.grid import Grid
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, HEAD_DIM = 2, 6, 3, 70, 517, 34
@@ -38,18 +38,18 @@ KINDS = ["normal", "one far beyond", "two clusters", "all alike", "features toge
 def test_the_heavy_scores_of_every_row_are_near_to_what_is_subtracted(kind, mask):
     q, k = torch.randn(BATCH, HEADS, QUERIES, HEAD_DIM).bfloat16(), keys_of(kind)
     plan = plan_of(mask, Grid(BATCH, HEADS, QUERIES, KEYS), 1)
-    shifts = q.new_zeros(*q.shape[:-1], 1)
+    shifts = torch.zeros(*q.shape[:-1], 1)
     rows = scores_bf16.BFloat16Scores(q, k, SCALE, plan, Pool(plan, q, k), shifts)
     exact = q.double() @ k.double().repeat_interleave(2, 1).mT
     if mask is not None:
         exact = exact.masked_fill(~mask.block(Grid(BATCH, HEADS, QUERIES, KEYS)), -torch.inf)
-    for tile in tiles(plan, q, k, None):
-        found = tile.by_head(rows.scores(tile).clone()).double()
-        assert torch.equal(found, tile.by_head(rows.again(tile)).double())
-        wanted = (exact[tile.where] - shifts[tile.where].double()) * SCALE * LOG2_E
+    for tile in iterate_tiles(plan, q, k, None):
+        found = tile.by_head(rows.shifted_scores(tile).clone()).double()
+        assert torch.equal(found, tile.by_head(rows.recompute(tile)).double())
+        wanted = (exact[tile.row_slices] - shifts[tile.row_slices].double()) * SCALE * LOG2_E
         wanted = torch.cat([wanted[..., span.start : span.stop] for span in tile.block.spans], -1)
         # A product of bfloat16 has its sum in float32, whose rounding counts beside that of the result.
-        noise = 2**-20 * q[tile.where].double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
+        noise = 2**-20 * q[tile.row_slices].double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
         near = wanted > -torch.inf
         assert ((found - wanted)[near].abs() <= 2**-8 * wanted[near].abs() + noise).all()
         assert (found[~near] <= 0.99 * LOWEST).all()
@@ -66,7 +66,7 @@ def test_the_largest_is_found_from_its_bits(lowest):
     scores[1, 1] = 0.0
     scores[1, 2] = -0.0
     scores[2, 3, 7] = torch.inf
-    assert torch.equal(scores_bf16._largest(scores), scores.amax(-1, keepdim=True))
+    assert torch.equal(scores_bf16._row_maximum(scores), scores.amax(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

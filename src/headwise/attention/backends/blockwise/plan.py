@@ -1,7 +1,7 @@
-"""Which blocks of the scores hold something: the plan that blockwise attention follows, made from the mask alone.
+"""The plan of blockwise attention: the blocks of the score matrix with at least one visible key, from the mask alone.
 
-The mask is asked about ever smaller ranges of columns. Sequences and heads whose masks differ are taken apart where
-that leaves less to compute.
+The mask is asked for the coverage of ever smaller ranges of columns. Sequences and heads whose masks differ are planned
+separately where that leaves fewer scores to compute.
 """
 
 import math
@@ -12,28 +12,33 @@ from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import Coverage, Grid
 
 COLUMNS = 64
-"""The mask is not asked about fewer key columns than these."""
+"""Smallest number of key columns that is planned separately."""
 
 LEAST_ROWS, MOST_ROWS = 64, 512
-"""Between these lies the number of rows of a block, unless it is given."""
+"""Smallest and largest number of query rows of a block, unless the caller sets it."""
 
 
 class KeyRange(NamedTuple):
-    """Key columns of a block that are alike: all allowed, or masked one by one."""
+    """Adjacent key columns of a block: masked ones, or ones that are visible to all rows of the block.
+
+    Attributes:
+        columns: indices of the keys.
+        masked: True if some row of the block may not attend to some of the keys.
+    """
 
     columns: range
     masked: bool
 
 
 class PlannedBlock(NamedTuple):
-    """Some query rows and the key columns they may attend to, in order, without those that are empty."""
+    """Some query rows, and in order the ranges of keys that at least one of them may attend to."""
 
     rows: range
     parts: tuple[KeyRange, ...]
 
     @property
     def spans(self) -> list[range]:
-        """The columns, neighbours joined: each is one product."""
+        """Ranges of columns with adjacent parts joined; each is one matrix product."""
         spans: list[range] = []
         for columns, _ in self.parts:
             if spans and spans[-1].stop == columns.start:
@@ -44,12 +49,20 @@ class PlannedBlock(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The number of columns."""
+        """Number of key columns."""
         return sum(len(part.columns) for part in self.parts)
 
 
 class MaskGroup(NamedTuple):
-    """Sequences and heads under one mask, which is laid over `grid`."""
+    """Adjacent sequences and adjacent heads that share one mask, with the blocks of that mask.
+
+    Attributes:
+        sequences: indices of the sequences.
+        heads: indices of the query heads.
+        mask: their mask; None if it hides nothing.
+        grid: the score grid on which the mask is evaluated, for one sequence or head if these are planned separately.
+        blocks: the blocks with at least one visible key.
+    """
 
     sequences: range
     heads: range
@@ -61,76 +74,37 @@ class MaskGroup(NamedTuple):
 BlockwisePlan = tuple[MaskGroup, ...]
 
 
-def plan_of(mask: Mask | None, grid: Grid, call: int, rows: int | None = None, most: int = MOST_ROWS) -> BlockwisePlan:
-    """The blocks of `rows` query rows that hold something, sequences and heads taken apart where that is less work.
+def plan_of(
+    mask: Mask | None, grid: Grid, overhead: int, rows: int | None = None, most_rows: int = MOST_ROWS
+) -> BlockwisePlan:
+    """Return the cheapest plan for a mask, over all ways to plan sequences and heads together or separately.
 
-    The operations of a block cost as much as `call` scores beside their work. Unless given, the rows are `rows_of` each
-    mask by itself, `most` at most.
+    Args:
+        mask: the mask; None if it hides nothing.
+        grid: the score grid.
+        overhead: fixed cost of one block, in scores.
+        rows: query rows of each block; by default `rows_of` chooses them for each mask.
+        most_rows: largest number of rows that is chosen by default.
     """
-    plans = [_plan(mask, grid, call, rows, most, apart) for apart in _ways_apart(mask, grid)]
-    return min(plans, key=lambda plan: cost_of(plan, call))
+    plans = [_plan(mask, grid, overhead, rows, most_rows, *separate) for separate in _separations(mask, grid)]
+    return min(plans, key=lambda plan: cost_of(plan, overhead))
 
 
-def rows_of(mask: Mask | None, grid: Grid, call: int, together: int) -> int:
-    """How many query rows a block has, of so many sequences and heads together: 64, 128, 256 or 512.
+def rows_of(mask: Mask | None, grid: Grid, overhead: int, tile_count: int) -> int:
+    """Return the number of query rows of a block for `tile_count` pairs of a sequence and a head: 64, 128, 256 or 512.
 
-    More rows are faster products, and more columns that only some of the rows need. What is gained and lost evens out
-    at about a quarter of the columns that the last 64 rows hold. Nor are rows so few that the calls cost most: under a
-    window, each block of r rows of n heads computes about n r^2 scores too many, and costs its calls.
+    More rows make products faster, but add columns that only some of the rows need. Gain and loss are about equal at a
+    quarter of the columns that the last 64 rows need. A lower bound keeps the overhead of blocks from dominating: under
+    a window, a block of r rows computes about n r^2 scores too many for n pairs, and costs its overhead.
     """
     last = range(max(grid.queries - LEAST_ROWS, 0), grid.queries)
     width = sum(len(part.columns) for part in parts_of(mask, grid, last, range(grid.keys)))
-    rows = max(width // 4, math.isqrt(call // together))
+    rows = max(width // 4, math.isqrt(overhead // tile_count))
     return min(max(1 << max(rows - 1, 0).bit_length(), LEAST_ROWS), MOST_ROWS)
 
 
-def _ways_apart(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
-    """Whether to take (sequences, heads) apart: every way in which more may be found empty."""
-    if mask is None or not grid.uses_default_positions:
-        return [(False, False)]
-    sequences = len(_runs([mask.for_sequence(index) for index in range(grid.batch)])) > 1
-    heads = len(_runs([mask.for_head(index) for index in range(grid.heads)])) > 1
-    return [(s, h) for s in {False, sequences} for h in {False, heads}]
-
-
-def _plan(
-    mask: Mask | None, grid: Grid, call: int, rows: int | None, most: int, apart: tuple[bool, bool]
-) -> BlockwisePlan:
-    """The plan in which sequences, heads or both are taken apart."""
-    if mask is None:
-        blocks = _blocks(None, grid, call, rows, most, grid.batch * grid.heads)
-        return (MaskGroup(range(grid.batch), range(grid.heads), None, grid, blocks),)
-    part = replace(grid, batch=1 if apart[0] else grid.batch, heads=1 if apart[1] else grid.heads)
-    masks = [mask.for_sequence(index) for index in range(grid.batch)] if apart[0] else [mask] * grid.batch
-    pieces = []
-    for sequences in _runs(masks):
-        own = masks[sequences.start]
-        of_heads = [own.for_head(index) for index in range(grid.heads)] if apart[1] else [own] * grid.heads
-        for heads in _runs(of_heads):
-            mask = of_heads[heads.start]
-            blocks = _blocks(mask, part, call, rows, most, len(sequences) * len(heads))
-            pieces.append(MaskGroup(sequences, heads, mask, part, blocks))
-    return tuple(pieces)
-
-
-def _runs(masks: list[Mask]) -> list[range]:
-    """Neighbours that are equal."""
-    starts = [at for at in range(len(masks)) if at == 0 or masks[at] != masks[at - 1]]
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(masks)], strict=True)]
-
-
-def _blocks(
-    mask: Mask | None, grid: Grid, call: int, rows: int | None, most: int, together: int
-) -> tuple[PlannedBlock, ...]:
-    """The blocks of one mask that hold something."""
-    rows = min(rows_of(mask, grid, call, together), most) if rows is None else rows
-    ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))
-    blocks = (PlannedBlock(some, tuple(parts_of(mask, grid, some, range(grid.keys)))) for some in ranges)
-    return tuple(block for block in blocks if block.parts)
-
-
 def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list[KeyRange]:
-    """The columns that are not empty, found by halving what the mask does not decide as a whole."""
+    """Return the ranges of `columns` with a visible key for `rows`, found by halving ranges of partial coverage."""
     if mask is None or not columns:
         return [KeyRange(columns, False)] if columns else []
     coverage = mask.coverage(grid, rows, columns)
@@ -148,19 +122,70 @@ def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list
 
 
 def score_count(plan: BlockwisePlan) -> int:
-    """How many scores a plan computes."""
+    """Return the number of scores that a plan computes."""
     return sum(
-        len(piece.sequences) * len(piece.heads) * len(block.rows) * block.width
-        for piece in plan
-        for block in piece.blocks
+        len(group.sequences) * len(group.heads) * len(block.rows) * block.width
+        for group in plan
+        for block in group.blocks
     )
 
 
-def reads_most(plan: BlockwisePlan) -> bool:
-    """Whether some block reads half of the keys or more, so that it pays to lay them out for it."""
-    return any(2 * block.width >= piece.grid.keys for piece in plan for block in piece.blocks)
+def reads_most_keys(plan: BlockwisePlan) -> bool:
+    """Return True if some block reads at least half of the keys, so that laying the keys out for it pays."""
+    return any(2 * block.width >= group.grid.keys for group in plan for block in group.blocks)
 
 
-def cost_of(plan: BlockwisePlan, call: int) -> int:
-    """What a plan costs, in scores: those it computes, and `call` for each block."""
-    return score_count(plan) + call * sum(len(piece.blocks) for piece in plan)
+def cost_of(plan: BlockwisePlan, overhead: int) -> int:
+    """Return the cost of a plan in scores: the scores it computes, and `overhead` for each block."""
+    return score_count(plan) + overhead * sum(len(group.blocks) for group in plan)
+
+
+def _separations(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
+    """Return the ways to plan (sequences, heads) separately that can leave fewer scores to compute."""
+    if mask is None or not grid.uses_default_positions:
+        return [(False, False)]
+    sequences = len(_runs([mask.for_sequence(index) for index in range(grid.batch)])) > 1
+    heads = len(_runs([mask.for_head(index) for index in range(grid.heads)])) > 1
+    return [(s, h) for s in {False, sequences} for h in {False, heads}]
+
+
+def _plan(
+    mask: Mask | None,
+    grid: Grid,
+    overhead: int,
+    rows: int | None,
+    most_rows: int,
+    separate_sequences: bool,
+    separate_heads: bool,
+) -> BlockwisePlan:
+    """Return the plan in which sequences, heads or both are planned separately."""
+    if mask is None:
+        blocks = _blocks(None, grid, overhead, rows, most_rows, grid.batch * grid.heads)
+        return (MaskGroup(range(grid.batch), range(grid.heads), None, grid, blocks),)
+    group_grid = replace(grid, batch=1 if separate_sequences else grid.batch, heads=1 if separate_heads else grid.heads)
+    masks = [mask.for_sequence(index) if separate_sequences else mask for index in range(grid.batch)]
+    groups = []
+    for sequences in _runs(masks):
+        shared = masks[sequences.start]
+        head_masks = [shared.for_head(index) if separate_heads else shared for index in range(grid.heads)]
+        for heads in _runs(head_masks):
+            head_mask = head_masks[heads.start]
+            blocks = _blocks(head_mask, group_grid, overhead, rows, most_rows, len(sequences) * len(heads))
+            groups.append(MaskGroup(sequences, heads, head_mask, group_grid, blocks))
+    return tuple(groups)
+
+
+def _runs(masks: list[Mask]) -> list[range]:
+    """Return the index ranges of adjacent equal masks."""
+    starts = [index for index in range(len(masks)) if index == 0 or masks[index] != masks[index - 1]]
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(masks)], strict=True)]
+
+
+def _blocks(
+    mask: Mask | None, grid: Grid, overhead: int, rows: int | None, most_rows: int, tile_count: int
+) -> tuple[PlannedBlock, ...]:
+    """Return the blocks of one mask that have a visible key."""
+    rows = min(rows_of(mask, grid, overhead, tile_count), most_rows) if rows is None else rows
+    row_ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))
+    blocks = (PlannedBlock(each, tuple(parts_of(mask, grid, each, range(grid.keys)))) for each in row_ranges)
+    return tuple(block for block in blocks if block.parts)

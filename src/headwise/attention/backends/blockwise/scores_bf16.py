@@ -1,12 +1,16 @@
-"""Scores from products that are rounded to bfloat16, whose eight bits a large score would lose.
+"""Scores in bfloat16: products of queries and keys, rounded to bfloat16 after a shift of each row towards zero.
 
-So a score is not asked for, but its distance from where the heavy scores of its row are: what is rounded most is what
-weighs least. That number is subtracted by the product itself, before it rounds, as one more feature.
+bfloat16 keeps eight bits, so a score s is rounded by up to |s| 2^-9. An error in a score matters in proportion to the
+weight of its key. So each row is shifted such that its heavy scores are near zero: then scores with large errors have
+small weights. The product subtracts the shift itself, before it rounds: queries get two additional features that hold
+the shift, keys get ones there. Two bfloat16 features hold 16 bits of the shift. If the shifts of a tile are so large
+that 16 bits are too few, its products are computed in float32.
 
-It is foretold from the mean and the variance of each feature of the keys. Were features independent, the scores of a
-row would be normal, with some mean and variance s^2. Of n such scores x, those that carry the sum of exp(x)^2, and so
-the error, lie 2 s^2 above the mean, or where there are none so high, at the largest (Derrida 1981, Random-energy model,
-at the inverse temperature 2). Where the largest score of a row turns out not to be near, another product mends it.
+The shift is predicted from the mean and the variance of each feature of the keys. If features were independent, the
+scores of a row would be normally distributed with some mean and variance s^2. Of n such scores x, those that dominate
+the sum of exp(x)^2, and thus the error, lie 2 s^2 above the mean, or at the maximum if that is lower (Derrida 1981,
+Random-energy model, at the inverse temperature 2). If the largest score of a row is not near the predicted shift, the
+product is computed again with a corrected shift.
 """
 
 from functools import cached_property
@@ -15,22 +19,34 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from headwise.attention.backends.blockwise.plan import BlockwisePlan, reads_most
+from headwise.attention.backends.blockwise.plan import BlockwisePlan, reads_most_keys
 from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, Tile, products
 from headwise.shapes import Float
 
 BLOCK_OVERHEAD = 2**18
-"""What the operations of one block cost beside their work, in scores that could be computed meanwhile."""
+"""Fixed cost of one block, in scores that could be computed in the same time."""
 
 FARTHEST = 8.0
-"""How far from what is subtracted the largest score of a row may lie, in nats, for the rounding to be left at that."""
+"""Largest accepted distance in nats between the largest score of a row and the row's shift."""
 
-SAMPLE = 256
-"""Of about how many keys the mean and the variance are taken."""
+LARGE_SHIFT, FARTHEST_IF_LARGE = 64.0, 1.0
+"""Size of a shift in nats above which the largest score must be within `FARTHEST_IF_LARGE` of it.
+
+The prediction of a large shift is rounded to bfloat16 itself, so it can be off by much more than the scores vary.
+"""
+
+LARGEST_SPLIT_SHIFT = 2.0**16
+"""Largest shift in nats that two bfloat16 features represent, to within half a nat."""
+
+MOST_PRODUCTS = 6
+"""Largest number of products for one tile. Each correction reduces the distance to the largest score by 2^8."""
+
+SAMPLE_KEYS = 256
+"""Approximate number of keys from which the mean and variance of the features are computed."""
 
 
 class BFloat16Scores:
-    """The scores of each tile, in powers of two, less a shift for each row; and their gradient."""
+    """Scores of each tile in bfloat16, in units of ln 2 and shifted row by row; and the gradient of the products."""
 
     def __init__(
         self,
@@ -41,87 +57,132 @@ class BFloat16Scores:
         pool: Pool,
         shifts: Float[Tensor, "batch heads queries 1"],
     ) -> None:
-        """`scores` fills the shifts, and `again` reads them."""
+        """Prepare the keys of a call; `shifted_scores` writes the float32 tensor `shifts`, `recompute` reads it."""
         self.q, self.scale, self.plan, self.pool, self.shifts = q, scale, plan, pool, shifts
-        self._keys = and_ones(k, plan)
+        self._extended_keys = extend_with_ones(k, plan)
         self._k = k
 
-    def scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """The scores less the shifts, which are corrected where they were foretold wrong."""
-        mean, deviation = (tile.rows_of(each) for each in self._moments)
+    def shifted_scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
+        """Return the scores of a tile less a shift for each row, near which the row's heavy scores are."""
+        mean, deviation = (tile.stack_rows(moment) for moment in self._moments)
         highest = NormalDist().inv_cdf(max(1 - 1 / tile.block.width, 0.5))
         shift = torch.addcmul(mean, deviation, (deviation * (2 * self.scale)).clamp_(max=highest))
-        rows = tile.rows_of(self.q)
-        scores = self._less(tile, rows, shift)
-        largest = _largest(scores)
-        least, most = torch.aminmax(largest)
-        if not (least >= -FARTHEST * LOG2_E and most <= FARTHEST * LOG2_E):
-            shift += largest / (self.scale * LOG2_E)
-            scores = self._less(tile, rows, shift)
-        tile.put(self.shifts, shift)
+        rows = tile.stack_rows(self.q)
+        for _ in range(MOST_PRODUCTS):
+            magnitude = self._magnitude(shift)
+            scores = self._product(tile, rows, shift, magnitude)
+            largest, written = _row_maximum(scores), shift
+            if _is_near(largest, magnitude):
+                break
+            shift = _finite(shift.float()) + _finite(largest.float() / (self.scale * LOG2_E))
+        tile.write(self.shifts, written)
         return scores
 
-    def again(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """The scores less shifts that are known."""
-        return self._less(tile, tile.rows_of(self.q), tile.rows_of(self.shifts))
+    def recompute(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
+        """Return the same scores once more, with the shifts that `shifted_scores` wrote."""
+        shift = tile.stack_rows(self.shifts)
+        return self._product(tile, tile.stack_rows(self.q), shift, self._magnitude(shift))
 
-    def differentiate(
+    def start_backward(
         self,
         v: Float[Tensor, "batch kv_heads keys value_dim"],
         upstream: Float[Tensor, "batch heads queries value_dim"],
         delta: Float[Tensor, "batch heads queries 1"],
         _: Tensor | None = None,
     ) -> None:
-        """What `gradient` needs."""
-        self._upstream, self._values = and_less(upstream, delta), and_ones(v, self.plan)
+        """Prepare `score_gradient` with the values, the gradient of the output, and delta (see `attention.py`)."""
+        self._extended_upstream = extend_with_shift(upstream, delta)
+        self._extended_values = extend_with_ones(v, self.plan)
 
-    def gradient(
+    def score_gradient(
         self, tile: Tile, weights: Float[Tensor, "kv stacked columns"], _: Tensor | None = None
     ) -> Float[Tensor, "kv stacked columns"]:
-        """The gradient of the products of queries and keys."""
-        return products("grad", tile, tile.rows_of(self._upstream), self._values, 1.0, self.pool).mul_(weights)
+        """Return the gradient of the products of queries and keys, given the weights before division."""
+        upstream = tile.stack_rows(self._extended_upstream)
+        return products("gradient", tile, upstream, self._extended_values, 1.0, self.pool).mul_(weights)
 
     @cached_property
     def _moments(self) -> tuple[Float[Tensor, "batch heads queries 1"], Float[Tensor, "batch heads queries 1"]]:
-        """Mean and standard deviation of each row's products, were the features of the keys independent."""
-        sample = self._k[:, :, :: max(self._k.shape[2] // SAMPLE, 1)].float()
+        """Mean and standard deviation of each row's products, as if the features of the keys were independent."""
+        sample = self._k[:, :, :: max(self._k.shape[2] // SAMPLE_KEYS, 1)].float()
         mean = sample.mean(2, keepdim=True)
         variance = (sample - mean).square_().mean(2, keepdim=True)
         rows = self.q.reshape(*self._k.shape[:2], -1, self.q.shape[-1])
         moments = rows @ mean.mT.to(rows.dtype), (rows.square() @ variance.mT.to(rows.dtype)).sqrt_()
         return moments[0].view_as(self.shifts), moments[1].view_as(self.shifts)
 
-    def _less(
-        self, tile: Tile, rows: Float[Tensor, "kv stacked head_dim"], shift: Float[Tensor, "kv stacked 1"]
+    def _magnitude(self, shift: Float[Tensor, "kv stacked 1"]) -> float:
+        """Return the size of the largest shift of a tile, in nats."""
+        lowest, highest = torch.aminmax(shift)
+        return max(-float(lowest), float(highest)) * self.scale
+
+    def _product(
+        self,
+        tile: Tile,
+        rows: Float[Tensor, "kv stacked head_dim"],
+        shift: Float[Tensor, "kv stacked 1"],
+        magnitude: float,
     ) -> Float[Tensor, "kv stacked columns"]:
-        scores = products("scores", tile, and_less(rows, shift), self._keys, self.scale * LOG2_E, self.pool)
-        tile.lower(scores)
+        """Return the scores of a tile less `shift`, in units of ln 2, with hidden keys at the lowest score."""
+        factor = self.scale * LOG2_E
+        if magnitude <= LARGEST_SPLIT_SHIFT:
+            scores = products("scores", tile, extend_with_shift(rows, shift), self._extended_keys, factor, self.pool)
+        else:
+            scores = self.pool.buffer("scores", tile, rows)
+            for keys, span in tile.spans(scores):
+                exact = torch.bmm(rows.float(), tile.select_keys(self._k, keys).float().mT)
+                span.copy_(exact.sub_(shift.float()).mul_(factor))
+        tile.hide(scores)
         return scores
 
 
-def and_ones(tensor: Float[Tensor, "*axes keys width"], plan: BlockwisePlan) -> Float[Tensor, "*axes width_and_2 keys"]:
-    """One more feature that is 1 everywhere, and one that is 0, since bfloat16 takes them in pairs.
+def _is_near(largest: Float[Tensor, "kv stacked 1"], magnitude: float) -> bool:
+    """Return True if the largest shifted score of every row of a tile is near enough to zero for shifts of a size."""
+    least, most = torch.aminmax(largest)
+    farthest = (FARTHEST_IF_LARGE if magnitude > LARGE_SHIFT else FARTHEST) * LOG2_E
+    return bool(least >= -farthest and most <= farthest)
 
-    Products are faster where keys lie side by side in memory, but part of the keys is copied out slowly from there.
+
+def _finite(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Return a tensor with zeros in place of NaN and infinities, which the prediction of a shift can overflow to."""
+    return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def extend_with_ones(
+    tensor: Float[Tensor, "*axes keys width"], plan: BlockwisePlan
+) -> Float[Tensor, "*axes width_and_2 keys"]:
+    """Return the transpose of a tensor of keys or values with two additional features that are 1 everywhere.
+
+    If the plan reads most keys, keys are adjacent in memory, which makes products faster; otherwise features are, since
+    a part of the keys is then faster to copy.
     """
     *axes, keys, width = tensor.shape
-    laid_out = reads_most(plan)
-    result = tensor.new_empty(*axes, width + 2, keys) if laid_out else tensor.new_empty(*axes, keys, width + 2).mT
-    result[..., :width, :] = tensor.mT
-    result[..., width, :] = 1.0
-    result[..., width + 1, :] = 0.0
-    return result
+    keys_adjacent = reads_most_keys(plan)
+    extended = (
+        tensor.new_empty(*axes, width + 2, keys) if keys_adjacent else tensor.new_empty(*axes, keys, width + 2).mT
+    )
+    extended[..., :width, :] = tensor.mT
+    extended[..., width:, :] = 1.0
+    return extended
 
 
-def and_less(rows: Float[Tensor, "*axes width"], less: Float[Tensor, "*axes 1"]) -> Float[Tensor, "*axes width_and_2"]:
-    """Rows whose products with what `and_ones` made are smaller by `less`, subtracted before they are rounded."""
-    return torch.cat([rows, -less.to(rows.dtype), rows.new_zeros(less.shape)], -1)
+def extend_with_shift(
+    rows: Float[Tensor, "*axes width"], shift: Float[Tensor, "*axes 1"]
+) -> Float[Tensor, "*axes width_and_2"]:
+    """Return rows whose products with a result of `extend_with_ones` are less by `shift`, subtracted before rounding.
+
+    The two additional features are the negative shift, rounded to the dtype of the rows, and the rest.
+    """
+    rounded = shift.to(rows.dtype)
+    rest = (shift - rounded).to(rows.dtype)  # zero if the shift has the dtype of the rows
+    return torch.cat([rows, -rounded, -rest], -1)
 
 
-def _largest(scores: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
-    """The largest of each row, from the bits as whole numbers, which torch compares eight times as fast as bfloat16.
+def _row_maximum(scores: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
+    """Return the largest score of each row, from the bits as integers: torch compares those eight times as fast.
 
-    The bits of positive floats are in their order. Those of negative ones are in the opposite order, below these.
+    The bits of positive floats are in the order of the floats. Those of negative ones are in the opposite order, and
+    below them.
     """
     bits = scores.view(torch.int16)
     largest = bits.amax(-1, keepdim=True)

@@ -1,6 +1,7 @@
-"""What blockwise attention computes at once: some sequences and heads of a block, in memory that is used again.
+"""Tiles of the score matrix: rectangles that blockwise attention computes at once, in reused memory.
 
-A tile stacks the query rows of all heads that share a key/value head, so that one product does for the group.
+A tile holds some sequences and heads of one block of the plan. It stacks the query rows of all heads that share a
+key/value head, so that one product serves the whole group.
 """
 
 import math
@@ -17,140 +18,151 @@ from headwise.attention.masks.grid import Grid
 from headwise.shapes import Bool, Float
 
 LOG2_E = math.log2(math.e)
-"""A power of two is the exponential that torch vectorises on every CPU; scores are multiplied by this for it."""
+"""Factor from nats to units of ln 2. Scores are kept in these units, since torch vectorises exp2 on every CPU."""
 
 LOWEST = -1e30
-"""The score of what is hidden: finite, since its weight of 0 is to be multiplied by it."""
+"""Score of a hidden key. It is finite, since statistics multiply it by its weight of 0."""
 
 TILE_BYTES = 2**22
-"""Size of the scores that are computed at once: they stay in the cache from one operation to the next."""
+"""Target size of the scores of one tile, which stay in the cache from one operation to the next."""
 
 
-class Hidden(NamedTuple):
-    """What is hidden in a block: from column `offset` on, the largest value that a score may have.
+class Ceiling(NamedTuple):
+    """Upper bounds of the scores of part of a block, from column `offset` on, which hide the keys of its mask.
 
-    Infinite where a key is allowed, `LOWEST` where it is hidden, and 0 in a row without any key: such a row is given
-    weights, which an infinite total takes away, since nothing less nothing is NaN. Torch vectorises the smaller of two
-    tensors; filling by a boolean mask takes forty times as long.
+    A bound is infinite where a key is visible and `LOWEST` where it is hidden. It is 0 in a row without any visible
+    key: the difference of two infinities would be NaN, so such a row gets weights, which an infinite sum turns to 0.
+    Torch vectorises the minimum of two tensors; filling by a boolean mask takes forty times as long.
     """
 
     offset: int
-    ceiling: Float[Tensor, "#batch #heads rows columns"]
+    bounds: Float[Tensor, "#batch #heads rows columns"]
 
 
 class Tile(NamedTuple):
-    """Some sequences and heads of a block, and what is hidden there.
+    """Some sequences and heads of one block of the plan, with the bounds that hide the keys of its mask.
 
-    Tiles of one pattern that have the same block hide the same, in all sequences and heads; None stands for no other.
+    Attributes:
+        block: the query rows and the key columns.
+        sequences: slice of the batch axis.
+        heads: slice of the axis of query heads.
+        kv_heads: slice of the axis of key/value heads.
+        ceilings: bounds of the scores of the block's masked parts.
+        has_key: True at rows with a visible key; None if all rows have one.
+        pattern: key that is equal for tiles whose masks are equal, relative to the block; None if there is no such key.
     """
 
     block: PlannedBlock
     sequences: slice
     heads: slice
     kv_heads: slice
-    hidden: list[Hidden]
-    alive: Bool[Tensor, "#batch #heads rows 1"] | None
+    ceilings: list[Ceiling]
+    has_key: Bool[Tensor, "#batch #heads rows 1"] | None
     pattern: Hashable | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(sequences, heads, rows)."""
-        sequences, heads = (some.stop - some.start for some in (self.sequences, self.heads))
+        """Numbers of sequences, query heads and query rows."""
+        sequences, heads = (part.stop - part.start for part in (self.sequences, self.heads))
         return sequences, heads, len(self.block.rows)
 
     @property
-    def where(self) -> tuple[slice, slice, slice]:
-        """Its place in a tensor `(batch, heads, queries, ...)`."""
+    def row_slices(self) -> tuple[slice, slice, slice]:
+        """Slices that select the tile's rows from a tensor `(batch, heads, queries, ...)`."""
         return self.sequences, self.heads, slice(self.block.rows.start, self.block.rows.stop)
 
-    def rows_of(self, tensor: Float[Tensor, "batch heads queries width"]) -> Float[Tensor, "kv stacked width"]:
-        """Its rows of q or what is shaped like it, those of a group one under the other."""
-        part = tensor[self.where]
-        return part.reshape(self._groups, -1, part.shape[-1])
+    def stack_rows(self, tensor: Float[Tensor, "batch heads queries width"]) -> Float[Tensor, "kv stacked width"]:
+        """Return the tile's rows of a tensor that has the axes of q, stacked for each key/value head."""
+        rows = tensor[self.row_slices]
+        return rows.reshape(self._groups, -1, rows.shape[-1])
 
-    def put(self, into: Float[Tensor, "batch heads queries width"], rows: Float[Tensor, "kv stacked width"]) -> None:
-        """What `rows_of` took, put back."""
-        into[self.where] = self.by_head(rows)
+    def write(
+        self, target: Float[Tensor, "batch heads queries width"], rows: Float[Tensor, "kv stacked width"]
+    ) -> None:
+        """Copy stacked rows to their places in `target`, the opposite of `stack_rows`."""
+        target[self.row_slices] = self.by_head(rows)
 
-    def keys_of(self, tensor: Float[Tensor, "batch kv_heads all width"], keys: range) -> Float[Tensor, "kv keys width"]:
-        """Some keys of k or v, in its heads."""
+    def select_keys(
+        self, tensor: Float[Tensor, "batch kv_heads all width"], keys: range
+    ) -> Float[Tensor, "kv keys width"]:
+        """Return a range of keys of k or v, for the tile's sequences and key/value heads."""
         return tensor[self.sequences, self.kv_heads, keys.start : keys.stop].flatten(0, 1)
 
     def spans(self, scores: Float[Tensor, "*heads rows columns"]) -> Iterator[tuple[range, Tensor]]:
-        """The keys of each span, and their columns of the scores."""
+        """Yield each range of adjacent keys of the tile with its columns of the scores."""
         offset = 0
         for keys in self.block.spans:
             yield keys, scores[..., offset : offset + len(keys)]
             offset += len(keys)
 
-    def lower(self, scores: Float[Tensor, "kv stacked columns"], step: int = 1) -> None:
-        """Puts the scores of what is hidden where no weight is; the scores are those of every `step`-th column."""
-        for offset, whole in self.hidden:
-            ceiling = whole[..., ::step]
-            part = self.by_head(scores)[..., offset // step : offset // step + ceiling.shape[-1]]
-            torch.minimum(part, ceiling, out=part)
+    def hide(self, scores: Float[Tensor, "kv stacked columns"]) -> None:
+        """Set the scores of hidden keys to at most `LOWEST`, in place."""
+        for offset, bounds in self.ceilings:
+            part = self.by_head(scores)[..., offset : offset + bounds.shape[-1]]
+            torch.minimum(part, bounds, out=part)
 
     def by_head(self, stacked: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "batch heads rows columns"]:
-        """The same rows with each head apart."""
+        """Return a view of stacked rows with separate axes for sequences, heads and rows."""
         return stacked.view(*self.shape, stacked.shape[-1])
 
     @property
     def _groups(self) -> int:
+        """Number of pairs of a sequence and a key/value head."""
         return self.shape[0] * int(self.kv_heads.stop - self.kv_heads.start)
 
 
-def whole_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads rows keys"]) -> Tile:
-    """Some rows of every head, over all keys."""
-    every, heads = slice(0, grid.batch), slice(0, grid.heads)
-    hidden = Hidden(0, torch.where(allowed, torch.inf, LOWEST))
-    return Tile(PlannedBlock(rows, (KeyRange(range(grid.keys), True),)), every, heads, heads, [hidden], None)
+def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads rows keys"]) -> Tile:
+    """Return the tile of some query rows of all sequences and heads over all keys, with a mask that is computed."""
+    sequences, heads = slice(0, grid.batch), slice(0, grid.heads)
+    ceiling = Ceiling(0, torch.where(allowed, torch.inf, LOWEST))
+    return Tile(PlannedBlock(rows, (KeyRange(range(grid.keys), True),)), sequences, heads, heads, [ceiling], None)
 
 
-def tiles(plan: BlockwisePlan, q: Tensor, k: Tensor, holes: Tensor | None) -> Iterator[Tile]:
-    """Every tile of a plan; `holes` is a bias that hides what it makes -inf."""
-    found: dict[Any, tuple[list[Hidden], Tensor | None]] = {}
-    for piece, block in _blocks_of(plan):
-        pattern = _pattern(piece, block) if holes is None else None
-        hidden, alive = found.get(pattern) or _hidden(piece, block, holes, q)
+def iterate_tiles(plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor | None) -> Iterator[Tile]:
+    """Yield every tile of a plan, in a fixed order; `hiding_bias` is a bias that hides keys where it is -inf."""
+    cache: dict[Any, tuple[list[Ceiling], Tensor | None]] = {}
+    for group, block in _blocks_of(plan):
+        pattern = _pattern(group, block) if hiding_bias is None else None
+        ceilings, has_key = cache.get(pattern) or _ceilings(group, block, hiding_bias, q)
         if pattern is not None:
-            found[pattern] = hidden, alive
-        for sequences, heads, kv_heads in _shares(piece, block, q, k):
-            own = (_shifted(sequences, piece.sequences), _shifted(heads, piece.heads))
-            ceilings = [Hidden(offset, pick(ceiling, *own)) for offset, ceiling in hidden]
-            here = None if alive is None else pick(alive, *own)
-            yield Tile(block, sequences, heads, kv_heads, ceilings, here, pattern)
+            cache[pattern] = ceilings, has_key
+        for sequences, heads, kv_heads in _tile_slices(group, block, q, k):
+            within = (_relative(sequences, group.sequences), _relative(heads, group.heads))
+            tile_ceilings = [Ceiling(offset, select(bounds, *within)) for offset, bounds in ceilings]
+            tile_has_key = None if has_key is None else select(has_key, *within)
+            yield Tile(block, sequences, heads, kv_heads, tile_ceilings, tile_has_key, pattern)
 
 
 class Pool:
-    """Memory that every tile uses again, each name as much as the largest needs: fresh memory is the slowest.
+    """Buffers that all tiles of a call reuse, by name, since fresh memory is slow.
 
-    Each thread keeps what it had, up to `TILE_BYTES` of each name, for its next call.
+    Each buffer has the size of the largest tile. Each thread keeps its buffers of up to `TILE_BYTES` for its next call.
     """
 
-    _kept = threading.local()
+    _of_thread = threading.local()
 
     def __init__(self, plan: BlockwisePlan, q: Tensor, k: Tensor) -> None:
         self._like = q
-        self._size = max((_size(*where, q, k) for where in _blocks_of(plan)), default=0)
-        self._held: dict[str, Tensor] = {}
+        self._size = max((_tile_size(*group_and_block, q, k) for group_and_block in _blocks_of(plan)), default=0)
+        self._buffers: dict[str, Tensor] = {}
 
-    def take(self, name: str, tile: Tile, rows: Float[Tensor, "kv stacked _"]) -> Float[Tensor, "kv stacked columns"]:
-        """Room for the scores of these rows, with whatever was left in it."""
-        if name not in self._held:
-            self._held[name] = self._room(name)
+    def buffer(self, name: str, tile: Tile, rows: Float[Tensor, "kv stacked _"]) -> Float[Tensor, "kv stacked columns"]:
+        """Return the buffer of that name in the shape of a tile's scores; it still holds its last content."""
+        if name not in self._buffers:
+            self._buffers[name] = self._allocate(name)
         shape = (*rows.shape[:2], tile.block.width)
-        return self._held[name][: math.prod(shape)].view(shape)
+        return self._buffers[name][: math.prod(shape)].view(shape)
 
-    def _room(self, name: str) -> Tensor:
-        """As much as the largest tile needs."""
+    def _allocate(self, name: str) -> Tensor:
+        """Return memory for the largest tile: the thread's own where it is large enough, otherwise new."""
         size = self._size * self._like.element_size()
         if self._like.device.type != "cpu" or size > TILE_BYTES:
             return self._like.new_empty(self._size)
-        kept: dict[str, Tensor] = vars(self._kept)
-        if name not in kept or kept[name].numel() < size:
-            with torch.inference_mode(False):  # so that it serves inside that mode and outside
-                kept[name] = torch.empty(size, dtype=torch.uint8)
-        return kept[name][:size].view(self._like.dtype)
+        buffers: dict[str, Tensor] = vars(self._of_thread)
+        if name not in buffers or buffers[name].numel() < size:
+            with torch.inference_mode(False):  # so that the buffer can be written to inside that mode and outside
+                buffers[name] = torch.empty(size, dtype=torch.uint8)
+        return buffers[name][:size].view(self._like.dtype)
 
 
 def products(
@@ -161,91 +173,86 @@ def products(
     factor: float,
     pool: Pool,
 ) -> Float[Tensor, "kv stacked columns"]:
-    """`factor rows right`, over the keys of the tile, each rounded once, in the pool's memory of that name."""
-    products = pool.take(name, tile, rows)
-    for keys, span in tile.spans(products):
-        columns = tile.keys_of(right.mT, keys)
+    """Return `factor * rows @ right` over the keys of a tile, rounded once, in the pool's buffer of that name."""
+    result = pool.buffer(name, tile, rows)
+    for keys, span in tile.spans(result):
+        columns = tile.select_keys(right.mT, keys)
         if columns.stride(-1) == 1:
-            columns = columns.contiguous()  # or the product would copy it the other way round, which is slower
+            columns = columns.contiguous()  # otherwise the product copies it in the other order, which is slower
         torch.baddbmm(span, rows, columns.mT, beta=0.0, alpha=factor, out=span)
-    return products
+    return result
+
+
+def select(tensor: Tensor, *slices: slice) -> Tensor:
+    """Return slices of the first axes of a tensor; axes of length 1, which broadcast, stay whole."""
+    return tensor[tuple(slice(None) if size == 1 else part for size, part in zip(tensor.shape, slices, strict=False))]
 
 
 def _blocks_of(plan: BlockwisePlan) -> Iterator[tuple[MaskGroup, PlannedBlock]]:
-    """Every block of the plan, with its piece."""
-    return ((piece, block) for piece in plan for block in piece.blocks)
+    """Yield every block of a plan with its group."""
+    return ((group, block) for group in plan for block in group.blocks)
 
 
-def _size(piece: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) -> int:
-    """The number of scores in the largest tile of a block, which is its first."""
-    sequences, heads, _ = next(_shares(piece, block, q, k))
+def _tile_size(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) -> int:
+    """Return the number of scores in the largest tile of a block, which is its first."""
+    sequences, heads, _ = next(_tile_slices(group, block, q, k))
     return int((sequences.stop - sequences.start) * (heads.stop - heads.start)) * len(block.rows) * block.width
 
 
-def _shares(piece: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Sequences, heads and key/value heads that a block is computed in: as many at once as `TILE_BYTES` holds."""
-    group = q.shape[1] // k.shape[1]
-    first, last = piece.heads.start, piece.heads.stop
-    kv_heads = range(first // group, -(-last // group))
-    room = TILE_BYTES // (len(block.rows) * block.width * group * q.element_size())
+def _tile_slices(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield the slices of sequences, heads and key/value heads of a block's tiles, as large as `TILE_BYTES` allows."""
+    heads_per_kv = q.shape[1] // k.shape[1]
+    first, last = group.heads.start, group.heads.stop
+    kv_heads = range(first // heads_per_kv, -(-last // heads_per_kv))
+    room = TILE_BYTES // (len(block.rows) * block.width * heads_per_kv * q.element_size())
     threads = torch.get_num_threads()
     room = max(room // threads * threads, threads)  # so that no thread waits for another's last head
-    # A piece that ends inside a group goes head by head of k.
-    step = 1 if first % group or last % group else min(room, len(kv_heads))
-    together = max(room // step, 1) if step == len(kv_heads) else 1
-    for start in range(piece.sequences.start, piece.sequences.stop, together):
-        sequences = slice(start, min(start + together, piece.sequences.stop))
-        for at in range(kv_heads.start, kv_heads.stop, step):
-            end = min(at + step, kv_heads.stop)
-            yield sequences, slice(max(at * group, first), min(end * group, last)), slice(at, end)
+    # A group whose heads end between two key/value heads is computed one key/value head at a time.
+    step = 1 if first % heads_per_kv or last % heads_per_kv else min(room, len(kv_heads))
+    sequences_per_tile = max(room // step, 1) if step == len(kv_heads) else 1
+    for start in range(group.sequences.start, group.sequences.stop, sequences_per_tile):
+        sequences = slice(start, min(start + sequences_per_tile, group.sequences.stop))
+        for kv_start in range(kv_heads.start, kv_heads.stop, step):
+            kv_stop = min(kv_start + step, kv_heads.stop)
+            heads = slice(max(kv_start * heads_per_kv, first), min(kv_stop * heads_per_kv, last))
+            yield sequences, heads, slice(kv_start, kv_stop)
 
 
-def _pattern(piece: MaskGroup, block: PlannedBlock) -> Any:
-    """What blocks have in common that hide the same, where the mask goes by distance; otherwise None."""
-    if piece.mask is None or not (piece.mask.depends_on_distance_only and piece.grid.uses_default_positions):
+def _pattern(group: MaskGroup, block: PlannedBlock) -> Any:
+    """Return a key that blocks with equal masks share, if the mask depends on distance alone; otherwise None."""
+    if group.mask is None or not (group.mask.depends_on_distance_only and group.grid.uses_default_positions):
         return None
     start = block.rows.start
     parts = tuple((columns.start - start, len(columns), masked) for columns, masked in block.parts)
-    return piece.mask, piece.grid, len(block.rows), parts
+    return group.mask, group.grid, len(block.rows), parts
 
 
-def _hidden(
-    piece: MaskGroup, block: PlannedBlock, holes: Float[Tensor, "#batch #heads #queries #keys"] | None, like: Tensor
-) -> tuple[list[Hidden], Bool[Tensor, "#batch #heads rows 1"] | None]:
-    """The ceilings of a block's parts, and which rows have a key at all; None where all have one."""
-    allowed, offset = [], 0
+def _ceilings(
+    group: MaskGroup, block: PlannedBlock, hiding_bias: Float[Tensor, "#batch #heads #queries #keys"] | None, q: Tensor
+) -> tuple[list[Ceiling], Bool[Tensor, "#batch #heads rows 1"] | None]:
+    """Return the ceilings of a block's parts, and True at rows with a visible key (None if all rows have one)."""
+    visible, offset = [], 0
     for columns, masked in block.parts:
-        if piece.mask is not None and masked:
-            allowed.append((offset, piece.mask.block(piece.grid, block.rows, columns)))
-        if holes is not None:
-            there = _bias_at(holes, piece.sequences, piece.heads, block.rows, columns) > -torch.inf
-            there = there.expand(-1, -1, len(block.rows), len(columns))
-            allowed.append((offset, there & allowed.pop()[1] if masked else there))
+        if group.mask is not None and masked:
+            visible.append((offset, group.mask.block(group.grid, block.rows, columns)))
+        if hiding_bias is not None:
+            ranges = (group.sequences, group.heads, block.rows, columns)
+            bias = select(hiding_bias, *(slice(part.start, part.stop) for part in ranges))
+            not_hidden = (bias > -torch.inf).expand(-1, -1, len(block.rows), len(columns))
+            visible.append((offset, not_hidden & visible.pop()[1] if masked else not_hidden))
         offset += len(columns)
-    alive = None
-    if len(allowed) == len(block.parts):
-        alive = reduce(torch.logical_or, (part.any(-1, keepdim=True) for _, part in allowed))
-    if alive is not None and bool(alive.all()):
-        alive = None
-    inf = torch.full((), torch.inf, dtype=like.dtype, device=like.device)
-    ceilings = [(offset, torch.where(part, inf, LOWEST)) for offset, part in allowed]
-    if alive is not None:
-        ceilings = [(offset, torch.where(alive, ceiling, inf.new_zeros(()))) for offset, ceiling in ceilings]
-    return [Hidden(*ceiling) for ceiling in ceilings], alive
+    has_key = None
+    if len(visible) == len(block.parts):
+        has_key = reduce(torch.logical_or, (part.any(-1, keepdim=True) for _, part in visible))
+    if has_key is not None and bool(has_key.all()):
+        has_key = None
+    inf = torch.full((), torch.inf, dtype=q.dtype, device=q.device)
+    ceilings = [(offset, torch.where(part, inf, LOWEST)) for offset, part in visible]
+    if has_key is not None:
+        ceilings = [(offset, torch.where(has_key, bounds, inf.new_zeros(()))) for offset, bounds in ceilings]
+    return [Ceiling(*ceiling) for ceiling in ceilings], has_key
 
 
-def _bias_at(
-    bias: Float[Tensor, "#batch #heads #queries #keys"], sequences: range, heads: range, rows: range, columns: range
-) -> Float[Tensor, "..."]:
-    """A block of the bias; axes of length 1 stay."""
-    return pick(bias, *(slice(some.start, some.stop) for some in (sequences, heads, rows, columns)))
-
-
-def pick(tensor: Tensor, *slices: slice) -> Tensor:
-    """These slices of the first axes, where they are not of length 1 and stand for all."""
-    return tensor[tuple(slice(None) if size == 1 else some for size, some in zip(tensor.shape, slices, strict=False))]
-
-
-def _shifted(part: slice, whole: range) -> slice:
-    """The part, counted from where the whole starts."""
-    return slice(part.start - whole.start, part.stop - whole.start)
+def _relative(part: slice, outer: range) -> slice:
+    """Return a slice counted from the start of the range that contains it."""
+    return slice(part.start - outer.start, part.stop - outer.start)

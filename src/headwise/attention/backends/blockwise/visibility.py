@@ -55,7 +55,7 @@ class TileVisibility:
             *(["is_backward_only"] if self.grid.uses_default_positions else []),
         ]
         computed = {name: getattr(self, name) for name in names}
-        copy = replace(self, tile=self.tile._replace(hidden=[], alive=None))
+        copy = replace(self, tile=self.tile._replace(ceilings=[], has_key=None))
         vars(copy).update(computed)  # fills the cached properties of the copy
         return copy
 
@@ -103,10 +103,10 @@ class TileVisibility:
     @cached_property
     def _allowed(self) -> list[tuple[range, Bool[Tensor, "#batch #heads rows columns"] | None]]:
         """Each part of the tile with the mask on it; None in place of the mask where it allows every key."""
-        ceilings, offset, parts = {each.offset: each.ceiling for each in self.tile.hidden}, 0, []
+        bounds_at, offset, parts = dict(self.tile.ceilings), 0, []
         for columns, _ in self.tile.block.parts:
-            ceiling = ceilings.get(offset)
-            parts.append((columns, None if ceiling is None else ceiling > 0))
+            bounds = bounds_at.get(offset)
+            parts.append((columns, None if bounds is None else bounds > 0))
             offset += len(columns)
         return parts
 

@@ -1,0 +1,285 @@
+"""Forward and backward pass of blockwise attention, tile by tile, as a differentiable function of torch.
+
+With s the scores of row i in units of ln 2, c a shift of each row near its largest score, and P the tile,
+
+    P_ij = 2^(s_ij - c_i)     l_i = sum_j P_ij     O_i = (P V)_i / l_i
+
+Output, c and l are saved. The backward pass computes P again, and divides by l where that is cheap: in dO, the gradient
+of the output. With g the gradient of the log-sum-exp and dO' = dO / l,
+
+    dV += P^T dO'     dS = P (dO' V^T - delta)     delta_i = (dO_i . O_i - g_i) / l_i
+    dQ  = dS K        dK += dS^T Q
+
+(Dao et al. 2022, FlashAttention, appendix B, with the division deferred as in Rabe and Staats 2021.)
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.blockwise.observation import Observation
+from headwise.attention.backends.blockwise.plan import BlockwisePlan
+from headwise.attention.backends.blockwise.scores_bf16 import BFloat16Scores
+from headwise.attention.backends.blockwise.scores_fp32 import Float32Scores
+from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, Tile, iterate_tiles
+from headwise.shapes import Float
+
+PARTIAL_SUMS = 64
+"""Number of bfloat16 sums into which a row is added before these are added in float32."""
+
+
+class CallOptions(NamedTuple):
+    """Everything in addition to the tensors that decides the result of a blockwise call.
+
+    Attributes:
+        plan: the blocks to compute.
+        bfloat16_scores: True for scores in bfloat16, False for scores in the dtype of q.
+        scale: factor of the scores.
+        softcap: cap of the scores; None without.
+        bias_hides: True if the bias is -inf somewhere.
+        dropout: probability with which a weight is dropped.
+        seed: seed of the dropout.
+        observation: observer of the tiles; None without.
+    """
+
+    plan: BlockwisePlan
+    bfloat16_scores: bool
+    scale: float
+    softcap: float | None
+    bias_hides: bool
+    dropout: float
+    seed: int
+    observation: Observation | None
+
+    def prepare_scores(
+        self,
+        q: Tensor,
+        k: Tensor,
+        bias: Tensor | None,
+        pool: Pool,
+        shifts: Float[Tensor, "batch heads queries 1"],
+    ) -> BFloat16Scores | Float32Scores:
+        """Return the object that computes the scores of each tile and their gradient."""
+        if self.bfloat16_scores:
+            return BFloat16Scores(q, k, self.scale, self.plan, pool, shifts)
+        return Float32Scores(q, k, bias, self.scale, self.softcap, self.bias_hides, pool, shifts)
+
+    def dropout_factors(
+        self, number: int, tile: Tile, weights: Float[Tensor, "kv stacked columns"], pool: Pool
+    ) -> Float[Tensor, "kv stacked columns"] | None:
+        """Return the factors of the weights of tile `number` under dropout, the same in forward and backward pass."""
+        if self.dropout == 0:
+            return None
+        generator = torch.Generator(weights.device).manual_seed(self.seed + number)
+        factors = pool.buffer("dropout", tile, weights)
+        return factors.bernoulli_(1 - self.dropout, generator=generator).div_(1 - self.dropout)
+
+
+class BlockwiseAttention(torch.autograd.Function):
+    """Attention over the tiles of a plan: the output, and the log-sum-exp of each row with float32 scores."""
+
+    @staticmethod
+    def forward(
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch kv_heads keys head_dim"],
+        v: Float[Tensor, "batch kv_heads keys value_dim"],
+        bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
+        options: CallOptions,
+    ) -> tuple[Tensor | None, ...]:
+        """Return output, log-sum-exp (None with bfloat16 scores), shifts, and sums of the powers."""
+        out = _empty_rows(q, v.shape[-1], options.plan)
+        shifts = q.new_zeros(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))
+        sums = torch.full_like(shifts, torch.inf)
+        pool, observation = Pool(options.plan, q, k), options.observation
+        scores = options.prepare_scores(q, k, bias, pool, shifts)
+        for number, tile in enumerate(iterate_tiles(options.plan, q, k, bias if options.bias_hides else None)):
+            shifted = scores.shifted_scores(tile)
+            powers = torch.exp2(shifted, out=shifted if observation is None else pool.buffer("powers", tile, shifted))
+            power_sum = _row_sums(powers)
+            if tile.has_key is not None:
+                tile.by_head(power_sum).masked_fill_(~tile.has_key, torch.inf)
+            factors = options.dropout_factors(number, tile, powers, pool)
+            features = None
+            if observation is not None and factors is None:
+                features = observation.visibility(tile).stacked_key_features
+            product = _times(tile, powers if factors is None else factors.mul_(powers), v, features)
+            if observation is not None:
+                observation.show(
+                    tile,
+                    powers=powers,
+                    scores=shifted,
+                    power_sum=power_sum,
+                    shift=tile.stack_rows(shifts),
+                    product=product,
+                    value_dim=v.shape[-1],
+                )
+            tile.write(out, product[..., : v.shape[-1]].div_(power_sum))
+            tile.write(sums, power_sum)
+        lse = None if options.bfloat16_scores else _log_sum_exp(shifts, sums)
+        return out, lse, shifts, sums
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        """Save the tensors that the backward pass needs."""
+        q, k, v, bias, ctx.options = inputs
+        out, _, shifts, sums = output
+        ctx.save_for_backward(q, k, v, bias, out, shifts, sums)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(shifts, sums)
+
+    @staticmethod
+    def backward(
+        ctx: Any,
+        grad_out: Float[Tensor, "batch heads queries value_dim"] | None,
+        grad_lse: Float[Tensor, "batch heads queries"] | None,
+        *_: None,
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v and the bias, given those of the output and the log-sum-exp."""
+        inputs = (grad_out, grad_lse, *ctx.saved_tensors, ctx.options, ctx.needs_input_grad[3])
+        return *_BlockwiseBackward.apply(*inputs), None  # type: ignore[no-untyped-call]
+
+
+class _BlockwiseBackward(torch.autograd.Function):
+    """The backward pass as a function of its own, so that a second derivative raises an error instead of being 0."""
+
+    @staticmethod
+    def forward(
+        grad_out: Float[Tensor, "batch heads queries value_dim"] | None,
+        grad_lse: Float[Tensor, "batch heads queries"] | None,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch kv_heads keys head_dim"],
+        v: Float[Tensor, "batch kv_heads keys value_dim"],
+        bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
+        out: Float[Tensor, "batch heads queries value_dim"],
+        shifts: Float[Tensor, "batch heads queries 1"],
+        sums: Float[Tensor, "batch heads queries 1"],
+        options: CallOptions,
+        bias_needs_grad: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v and the bias, recomputing the powers of each tile."""
+        upstream, delta = _divided_by_sums(grad_out, grad_lse, out, sums)
+        grad_q = _empty_rows(q, q.shape[-1], options.plan)
+        # Keys last: the products that give these run a quarter faster so.
+        grad_k, grad_v = (
+            torch.zeros(x.mT.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (k, v)
+        )
+        grad_bias = torch.zeros_like(bias) if bias_needs_grad and bias is not None else None
+        pool = Pool(options.plan, q, k)
+        scores = options.prepare_scores(q, k, bias, pool, shifts)
+        scores.start_backward(v, upstream, delta, grad_bias)
+        for number, tile in enumerate(iterate_tiles(options.plan, q, k, bias if options.bias_hides else None)):
+            powers = scores.recompute(tile).exp2_()
+            factors = options.dropout_factors(number, tile, powers, pool)
+            used_powers = powers if factors is None else powers * factors
+            _add_products(tile, grad_v, tile.stack_rows(upstream), used_powers)
+            grad = scores.score_gradient(tile, powers, factors)
+            tile.write(grad_q, _times(tile, grad, k))
+            _add_products(tile, grad_k, tile.stack_rows(q), grad)
+        if options.scale != 1.0:
+            grad_q.mul_(options.scale)
+            grad_k.mul_(options.scale)
+        return grad_q, _keys_first(grad_k, k), _keys_first(grad_v, v), grad_bias
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        """Save nothing, since there is no second derivative."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Refuse the second derivative."""
+        raise RuntimeError(
+            "the derivative for the gradient of blockwise attention is not implemented; backend='reference' has one"
+        )
+
+
+def _empty_rows(
+    like: Float[Tensor, "batch heads length _"], width: int, plan: BlockwisePlan
+) -> Float[Tensor, "batch heads length {width}"]:
+    """Return a tensor for results of all rows, with heads adjacent in memory as projections want them.
+
+    Rows that are in no block of the plan are zero.
+    """
+    batch, heads, length, _ = like.shape
+    covers_all = all(sum(len(block.rows) for block in group.blocks) == length for group in plan)
+    allocate = like.new_empty if covers_all else like.new_zeros
+    return allocate(batch, length, heads, width).transpose(1, 2)
+
+
+def _row_sums(powers: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
+    """Return the sum of each row in float32 at least.
+
+    A row of bfloat16 is first added into `PARTIAL_SUMS` sums in bfloat16, since torch would copy all to float32.
+    """
+    if powers.dtype in (torch.float32, torch.float64):
+        return powers.sum(-1, keepdim=True)
+    foldable = powers.shape[-1] // PARTIAL_SUMS * PARTIAL_SUMS
+    folded = powers[..., :foldable].view(*powers.shape[:-1], -1, PARTIAL_SUMS).sum(-2)
+    return torch.cat([folded, powers[..., foldable:]], -1).sum(-1, keepdim=True, dtype=torch.float32)
+
+
+def _log_sum_exp(
+    shifts: Float[Tensor, "batch heads queries 1"], sums: Float[Tensor, "batch heads queries 1"]
+) -> Float[Tensor, "batch heads queries"]:
+    """Return the log-sum-exp of each row in nats; -inf in a row without a visible key."""
+    lse = (sums.log2() + shifts) / LOG2_E
+    return lse.masked_fill_(sums == torch.inf, -torch.inf)[..., 0]
+
+
+def _divided_by_sums(
+    grad_out: Float[Tensor, "batch heads queries value_dim"] | None,
+    grad_lse: Float[Tensor, "batch heads queries"] | None,
+    out: Float[Tensor, "batch heads queries value_dim"],
+    sums: Float[Tensor, "batch heads queries 1"],
+) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries 1"]]:
+    """Return dO / l and delta, which is summed in float32 at least."""
+    delta = torch.zeros_like(sums)
+    if grad_out is not None:
+        delta = (grad_out * out.to(sums.dtype)).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        delta = delta - grad_lse[..., None]
+    upstream = torch.zeros_like(out) if grad_out is None else torch.div(grad_out, sums, out=torch.empty_like(out))
+    return upstream, (delta / sums).to(out.dtype)
+
+
+def _times(
+    tile: Tile,
+    left: Float[Tensor, "kv stacked columns"],
+    right: Float[Tensor, "batch kv_heads keys width"],
+    features: Float[Tensor, "#batch columns features"] | None = None,
+) -> Float[Tensor, "kv stacked width_and_features"]:
+    """Return `left @ right` over the keys of a tile, with key features as additional columns of `right`."""
+    product, offset = None, 0
+    for keys, span in tile.spans(left):
+        columns = tile.select_keys(right, keys)
+        if features is not None:
+            part = features[:, None, offset : offset + len(keys)].to(columns.dtype)
+            kv_heads = len(columns) // tile.shape[0]
+            columns = torch.cat([columns, part.expand(tile.shape[0], kv_heads, -1, -1).flatten(0, 1)], -1)
+            offset += len(keys)
+        product = torch.bmm(span, columns) if product is None else product.baddbmm_(span, columns)
+    assert product is not None
+    return product
+
+
+def _add_products(
+    tile: Tile,
+    total: Float[Tensor, "batch kv_heads width keys"],
+    rows: Float[Tensor, "kv stacked width"],
+    scores: Float[Tensor, "kv stacked columns"],
+) -> None:
+    """Add `rows^T scores` to the columns of `total` that belong to the tile's keys."""
+    for keys, span in tile.spans(scores):
+        columns = total[tile.sequences, tile.kv_heads, :, keys.start : keys.stop]
+        if columns.dtype == rows.dtype and (columns.shape[0] == 1 or columns.shape[1] == total.shape[1]):
+            columns.flatten(0, 1).baddbmm_(rows.mT, span)  # these axes are one in memory, so nothing is copied
+        else:
+            columns.add_(torch.bmm(rows.mT, span).view(columns.shape))
+
+
+def _keys_first(
+    grad: Float[Tensor, "batch kv_heads width keys"], like: Float[Tensor, "batch kv_heads keys width"]
+) -> Float[Tensor, "batch kv_heads keys width"]:
+    """Return a gradient with the axes, dtype and memory layout of its tensor, in one copy."""
+    batch, heads, keys, width = like.shape
+    return like.new_empty(batch, keys, heads, width).transpose(1, 2).copy_(grad.mT)

@@ -1,0 +1,76 @@
+"""Observation of blockwise attention: each tile is shown to an observer as a row block while it is in cache."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
+from headwise.attention.backends.blockwise.tiles import LOG2_E, Tile
+from headwise.attention.backends.blockwise.visibility import TileVisibility
+from headwise.attention.masks.grid import Grid
+from headwise.shapes import Float
+
+
+class Observation(NamedTuple):
+    """An observer of one attention call, with the data that its row blocks need in addition to a tile.
+
+    Attributes:
+        observer: function that is called with each row block.
+        call_context: tokens and padding of the call.
+        grid: the score grid of the call.
+        sinks: sink logit of each head; None if there are none.
+    """
+
+    observer: Observer
+    call_context: CallContext
+    grid: Grid
+    sinks: Float[Tensor, "heads 1"] | None
+
+    def visibility(self, tile: Tile) -> TileVisibility:
+        """Return the visible keys and positions of a tile."""
+        return self.call_context.visibility(tile, self.grid)
+
+    def show(
+        self,
+        tile: Tile,
+        *,
+        powers: Float[Tensor, "kv stacked columns"],
+        scores: Float[Tensor, "kv stacked columns"],
+        power_sum: Float[Tensor, "kv stacked 1"],
+        shift: Float[Tensor, "kv stacked 1"],
+        product: Float[Tensor, "kv stacked value_dim_and_features"],
+        value_dim: int,
+    ) -> None:
+        """Call the observer with the row block of a tile. Overwrites `scores`.
+
+        Args:
+            tile: the tile.
+            powers: 2 to the power of each score; the largest of each row is 1.
+            scores: scores in units of ln 2 less the shift.
+            power_sum: sum of each row's powers.
+            shift: largest score of each row.
+            product: powers times values, and behind these powers times key features.
+            value_dim: features of a value.
+        """
+        power_score_sum = scores.mul_(powers).sum(-1, keepdim=True)
+        normalizer = power_sum
+        if self.sinks is not None:
+            sinks = torch.exp2(self.sinks[tile.heads, :, None] * LOG2_E - tile.by_head(shift))
+            normalizer = power_sum + sinks.view_as(power_sum)
+        self.observer(
+            RowBlock(
+                tile=tile,
+                grid=self.grid,
+                call_context=self.call_context,
+                visibility=self.visibility(tile),
+                powers=powers,
+                power_score_sum=power_score_sum,
+                power_sum=power_sum,
+                normalizer=normalizer,
+                largest_power=1.0,
+                out=product[..., :value_dim] / normalizer,
+                feature_products=product[..., value_dim:] if product.shape[-1] > value_dim else None,
+            )
+        )
