@@ -34,8 +34,9 @@ from headwise.errors import HeadwiseError, InputError, MissingExtra
 from headwise.intercept.watch import watch
 from headwise.nn.differential import DifferentialAttention
 from headwise.nn.latent import LatentAttention
-from headwise.nn.multihead import MultiHeadAttention, ProjectedContext
+from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import QKNorm, Scores
+from headwise.nn.qkv_projection import ProjectedContext
 from headwise.statistics.weight_capture import WeightCapture
 
 if TYPE_CHECKING:

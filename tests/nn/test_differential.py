@@ -191,7 +191,7 @@ def test_lambda_init():
     layer = layer_with(lambda_init=0.25)
     for name in LAMBDAS:
         torch.nn.init.zeros_(getattr(layer, name))
-    assert layer.second_share().item() == 0.25
+    assert layer.lambda_value().item() == 0.25
 
 
 def test_it_begins_with_narrow_lambdas_of_one_dimension():
@@ -309,7 +309,7 @@ def test_transformers_diffllama(kv_heads):
         ({"num_heads": 0}, "num_heads: expected a whole number of 1 or more, got 0"),
         (
             {"scores": hw.Scores(talking_heads=True)},
-            "scores: expected no talking heads, since the two maps .* one by one, got talking_heads=True",
+            "scores: expected no talking heads, since the two maps .* computed separately, got talking_heads=True",
         ),
     ],
 )

@@ -198,10 +198,10 @@ def test_gradients_go_through_a_dynamic_cache(absorbed):
 
 def test_the_form_taken_unasked_is_the_cheaper_one():
     layer = LatentAttention(64, 2, kv_rank=32, head_dim=16, rotary_dim=8)
-    assert not layer._absorbed(None, queries=100, keys=100)
-    assert layer._absorbed(None, queries=1, keys=100)
+    assert not layer._is_absorbed(None, queries=100, keys=100)
+    assert layer._is_absorbed(None, queries=1, keys=100)
     wide = LatentAttention(64, 2, kv_rank=8, head_dim=16, rotary_dim=8)
-    assert wide._absorbed(None, queries=100, keys=100)
+    assert wide._is_absorbed(None, queries=100, keys=100)
 
 
 def test_absorbed_makes_nothing_for_each_head_and_key():
@@ -487,7 +487,7 @@ X = torch.zeros(2, 5, EMBED, dtype=torch.float64)
         (X.float(), {}, "x: expected torch.float64 like the layer, got torch.float32; cast one to the other"),
         (X, {"absorbed": 1}, "absorbed: expected True, False or None, got 1"),
         (X, {"cache": {}}, r"cache: expected a headwise Cache, such as DynamicCache\(\), got dict"),
-        (X, {"lengths": [1, 2]}, "lengths: expected a StaticCache beside them, got none"),
+        (X, {"lengths": [1, 2]}, "lengths: expected a StaticCache with them, got none"),
         (X, {"positions": torch.arange(4)}, r"positions: expected shape \(5,\) or \(2, 5\), got \(1, 4\)"),
         (X, {"gate": torch.ones(4)}, r"gate: expected a shape of .* = \(3,\), \(2, 3\), \(2, 3, 5\), got \(4,\)"),
     ],

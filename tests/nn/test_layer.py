@@ -153,7 +153,7 @@ def test_mistakes_with_a_projected_context():
         (lambda: layer.project_context(x), r"context: expected width 10 on the last axis, got \(2, 5, 12\)"),
         (lambda: layer(x[:1], projected), "context: expected the batch of x, 1, got 2"),
         (lambda: layer(x[0], projected), "context: expected the batch of x, 1, got 2"),
-        (lambda: layer(x, projected, x), "value_context: expected none beside a projected context, got some"),
+        (lambda: layer(x, projected, x), "value_context: expected none with a projected context, got some"),
         (lambda: other(x, projected), r"context: expected heads and widths .*\(6, 2\).*, got .*\(2, 2\)"),
         (lambda: fused(x, projected), "context: expected none, since qkv_proj projects x alone"),
         (lambda: fused.project_context(x), "context: expected none, since qkv_proj projects x alone"),
@@ -319,7 +319,7 @@ def test_autocast_keeps_the_scores_wide():
     x = 3 * inputs()[0].float()
     with torch.autocast("cpu", torch.bfloat16):
         y, weights = layer(x, return_weights=True)
-        q, k = (layer._split(projection(x), 6) for projection in (layer.q_proj, layer.k_proj))
+        q, k = (layer._split_heads(projection(x), 6) for projection in (layer.q_proj, layer.k_proj))
         lse = [hw.attend(q, k, k, scale=2.0, return_lse=True, backend=name)[1] for name in ("fused", "reference")]
     assert y.dtype == weights.dtype == q.dtype == torch.bfloat16
     exact = plain_attention(q.double(), k.double(), k.double(), scale=2.0)
@@ -409,7 +409,7 @@ X = torch.zeros(2, 5, 12)
             {"context": X},
             "context: expected none, since qkv_proj projects x alone, .* separate_proj",
         ),
-        ({}, {"value_context": X}, "context: expected a tensor beside value_context, got none"),
+        ({}, {"value_context": X}, "context: expected a tensor with value_context, got none"),
         (
             {},
             {"context": X, "value_context": X[:, :4]},
@@ -420,9 +420,9 @@ X = torch.zeros(2, 5, 12)
         ({}, {"cache": {}}, r"cache: expected a headwise Cache, such as DynamicCache\(\), got dict"),
         ({}, {"lengths": [5]}, r"lengths: expected one for each of 2 sequences, got 1"),
         ({}, {"lengths": [6, 5]}, r"lengths: expected numbers from 0 to 5, the tokens, got \[6, 5\]"),
-        ({}, {"lengths": [5, 5], "context": X}, r"lengths: expected a StaticCache beside them, got none; mask=padding"),
+        ({}, {"lengths": [5, 5], "context": X}, r"lengths: expected a StaticCache with them, got none; mask=padding"),
         ({}, {"positions": torch.arange(4)}, r"positions: expected shape \(5,\) or \(2, 5\), got \(1, 4\)"),
-        ({}, {"context": X, "positions": torch.arange(5)}, "positions: expected none beside a context"),
+        ({}, {"context": X, "positions": torch.arange(5)}, "positions: expected none with a context"),
         ({}, {"offsets": [0, 5]}, r"offsets: expected x of shape \(tokens, 12\), .*, got x of shape \(2, 5, 12\)"),
         (
             {},
@@ -432,7 +432,7 @@ X = torch.zeros(2, 5, 12)
         (
             {"position_bias": hw.ALiBi()},
             {"cache": hw.DynamicCache(), "positions": torch.arange(5)},
-            "positions: expected none beside a cache, where cached keys are placed anew in every call, got some",
+            "positions: expected none with a cache, where cached keys get new positions in every call, got some",
         ),
         (
             {"position_bias": hw.ALiBi()},
@@ -454,10 +454,10 @@ def test_what_does_not_go_together(options, arguments, message):
         ({"offsets": [0, 4, 3, 5]}, r"offsets: expected numbers that rise from 0 to 5, the tokens, got \[0, 4, 3, 5\]"),
         (
             {"offsets": [0, 5], "return_weights": True},
-            "return_weights: expected False beside packed sequences, got True",
+            "return_weights: expected False with packed sequences, got True",
         ),
-        ({"offsets": [0, 5], "bias": torch.ones(5, 5)}, "bias: expected none beside packed sequences, got shape"),
-        ({"offsets": [0, 2, 5], "gate": torch.ones(5, 6)}, r"gate: expected shape \(6,\) or \(2, 6\) beside packed"),
+        ({"offsets": [0, 5], "bias": torch.ones(5, 5)}, "bias: expected none with packed sequences, got shape"),
+        ({"offsets": [0, 2, 5], "gate": torch.ones(5, 6)}, r"gate: expected shape \(6,\) or \(2, 6\) with packed"),
         ({"offsets": [0, 5], "gate": [1.0] * 6}, "gate: expected a float tensor, got list"),
         (
             {"offsets": [0, 2, 5], "mask": hw.padding([1, 2, 3])},
@@ -514,11 +514,11 @@ def test_nested_cross_attention_is_that_of_each_sequence():
     ("call", "message"),
     [
         ({"cache": hw.DynamicCache()}, "cache: expected self-attention, one sequence a row, got packed sequences"),
-        ({"lengths": [1, 2]}, "lengths: expected a StaticCache beside them, got none"),
-        ({"offsets": [0, 1, 5]}, "offsets: expected none beside a nested x, which has its own, got some"),
+        ({"lengths": [1, 2]}, "lengths: expected a StaticCache with them, got none"),
+        ({"offsets": [0, 1, 5]}, "offsets: expected none with a nested x, which has its own, got some"),
         ({"context": X}, r"context: expected a jagged nested tensor, like x, got shape \(2, 5, 12\)"),
         ({"context": "text"}, "context: expected a jagged nested tensor, like x, got str"),
-        ({"value_context": jagged(2, 3)}, "context: expected a tensor beside value_context, got none"),
+        ({"value_context": jagged(2, 3)}, "context: expected a tensor with value_context, got none"),
         (
             {"context": jagged(2, 3), "value_context": jagged(3, 2)},
             r"value_context: expected sequences of lengths \[2, 3\] like context, got \[3, 2\]",

@@ -1,36 +1,75 @@
-"""What layers of attention share: parameters of the scores, heads cut from a width, checks of what a call is given."""
+"""Base class of the attention layers: parameters of the scores, the call of `attend`, caches and checks."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from headwise.attention.attend import backend_named
+from headwise.attention.attend import attend, backend_named
 from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
 from headwise.attention.backends.blockwise.backend import Blockwise
 from headwise.attention.caches.base import Cache
 from headwise.attention.caches.static import StaticCache
 from headwise.attention.masks.base import Mask
 from headwise.attention.position_bias import PositionBias
+from headwise.attention.prepare import AttentionInputs, prepare_qkv
 from headwise.attention.problem import mask_and_bias
 from headwise.attention.rotary import Rotary
 from headwise.checks import positions_argument
 from headwise.errors import InputError
+from headwise.nn.call import LayerCall
 from headwise.nn.options import QKNorm, Scores
 from headwise.shapes import Float, Int
 
-KINDS: dict[str, tuple[type, str]] = {
+OPTION_TYPES: dict[str, tuple[type, str]] = {
     "rotary": (Rotary, "a Rotary, such as Rotary(theta=10_000)"),
     "position_bias": (PositionBias, "ALiBi() or a RelativeBias"),
     "scores": (Scores, "a Scores, such as Scores(softcap=30.0)"),
     "qk_norm": (QKNorm, "a QKNorm, such as QKNorm('rms')"),
     "mask": (Mask, "a headwise Mask, such as causal()"),
 }
-"""What an option must be, where a layer has it."""
+"""Type of each option that a layer may have, and its description in error messages."""
+
+INPUT_PROJECTIONS = ("qkv_proj", "q_proj", "q_down")
+"""Names of the projections that x goes into, of which each layer has one."""
+
+
+class ScoreParameters(NamedTuple):
+    """Values for one call of everything that `Scores` describes, as `attend` takes them.
+
+    Attributes:
+        scale: factor of the scores, one number or one per score map.
+        softcap: bound of the scores; None without one.
+        sinks: logit of each score map's sink; None without sinks.
+        talking_heads: matrices that mix the heads before and after the softmax; None without them.
+    """
+
+    scale: float | Float[Tensor, " maps"]
+    softcap: float | None
+    sinks: Float[Tensor, " maps"] | None
+    talking_heads: tuple[Float[Tensor, "heads heads"], Float[Tensor, "heads heads"]] | None
+
+    def of_maps(self, maps: slice) -> "ScoreParameters":
+        """Return the values of some of the score maps; heads must not talk to each other."""
+        scale = self.scale[maps] if isinstance(self.scale, Tensor) else self.scale
+        return ScoreParameters(scale, self.softcap, None if self.sinks is None else self.sinks[maps], None)
 
 
 class AttentionLayer(nn.Module):
-    """A layer that attends; its subclasses say from what."""
+    """Base class of the attention layers.
+
+    Attributes:
+        rotary: rotation of queries and keys by position.
+        position_bias: addition to the scores by distance.
+        scores: scale, softcap, sinks, temperature and talking heads.
+        mask: mask of every call.
+        dropout: probability of dropping an attention weight in training.
+        backend: backend of `attend`; None for the fastest.
+        sinks: learned logit of each head's attention sink.
+        temperature: learned divisor of each head's scores.
+        talking_before: learned matrix that mixes the heads' scores before the softmax.
+        talking_after: learned matrix that mixes the heads' weights after the softmax.
+    """
 
     rotary: Rotary | None
     position_bias: PositionBias | None
@@ -44,82 +83,138 @@ class AttentionLayer(nn.Module):
     talking_before: nn.Parameter | None
     talking_after: nn.Parameter | None
 
-    # -- scores -----------------------------------------------------------------------------------------------
+    # -- parameters of the scores -----------------------------------------------------------------------------
 
-    def _register_scores(self, heads: int, **factory: Any) -> None:
-        """The learned parameters of `scores`, None where there is none."""
-        for name, shape in (self.scores or Scores()).learned(heads).items():
+    def _register_score_parameters(self, maps: int, **factory: Any) -> None:
+        """Register the learned parameters that `scores` asks for, and None for the others.
+
+        Args:
+            maps: number of score maps of the layer.
+            **factory: device and dtype of the parameters.
+        """
+        for name, shape in (self.scores or Scores()).parameter_shapes(maps).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)) if shape else None)
 
-    def _reset_scores(self) -> None:
-        """The parameters of `scores` as if they were not there."""
-        for parameter, start in (
+    def _reset_score_parameters(self) -> None:
+        """Set the learned parameters of the scores to the values at which they change nothing; sinks to 0."""
+        for parameter, initialise in (
             (self.sinks, nn.init.zeros_),
             (self.temperature, nn.init.ones_),
             (self.talking_before, nn.init.eye_),
             (self.talking_after, nn.init.eye_),
         ):
             if parameter is not None:
-                start(parameter)
+                initialise(parameter)
 
-    def _score_options(self, head_dim: int, heads: slice = slice(None)) -> dict[str, Any]:
-        """What `attend` must be told of the scores of `heads`, some of those that the parameters count."""
+    def _score_parameters(self, head_dim: int) -> ScoreParameters:
+        """Return scale, softcap, sinks and talking heads for one call.
+
+        Args:
+            head_dim: width of the queries and keys, from which the default scale follows.
+        """
         scores = self.scores or Scores()
         scale = head_dim**-0.5 if scores.scale is None else scores.scale
-        talking = None
+        talking_heads = None
         if self.talking_before is not None and self.talking_after is not None:
-            talking = (self.talking_before[heads, heads], self.talking_after[heads, heads])
-        return {
-            "scale": scale if self.temperature is None else scale / self.temperature[heads],
-            "softcap": scores.softcap,
-            "sinks": None if self.sinks is None else self.sinks[heads],
-            "talking_heads": talking,
-            "dropout": self.dropout if self.training else 0.0,
-            "backend": self.backend,
-        }
+            talking_heads = (self.talking_before, self.talking_after)
+        return ScoreParameters(
+            scale if self.temperature is None else scale / self.temperature, scores.softcap, self.sinks, talking_heads
+        )
 
-    # -- shapes -----------------------------------------------------------------------------------------------
+    # -- steps of a call --------------------------------------------------------------------------------------
 
-    def _split(
+    def _split_heads(
         self, projected: Float[Tensor, "batch length width"], heads: int
     ) -> Float[Tensor, "batch {heads} length head_width"]:
-        """The width cut into heads, and the heads brought before the length; a view, no copy."""
+        """Return a view in which the width is split into heads, and the heads axis precedes the length."""
         return projected.view(*projected.shape[:-1], heads, projected.shape[-1] // heads).transpose(1, 2)
 
-    def _mask_and_bias(self, mask: Any, bias: Any, cache: Cache | None) -> tuple[Mask | None, Tensor | None]:
-        """What the call says of the scores, with the masks of layer and cache."""
-        mask, bias = mask_and_bias(mask, bias)
-        for more in (cache and cache.mask, self.mask):
-            if more is not None:
-                mask = more if mask is None else more & mask
-        return mask, bias
+    def _prepare(
+        self,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch kv_heads new key_dim"],
+        v: Float[Tensor, "batch value_heads new value_dim"] | None,
+        call: LayerCall,
+        rotary: Rotary | None,
+    ) -> AttentionInputs:
+        """Return queries and keys rotated by position, and keys and values preceded by those of the cache.
 
-    def _input_parameter(self) -> Tensor | None:
-        """A parameter of the projection that x goes into, which inputs are to be like; None where none is of floats."""
-        first = next(module for name, module in self.named_children() if name in ("qkv_proj", "q_proj", "q_down"))
-        return next((each for each in first.parameters() if each.is_floating_point()), None)
+        Args:
+            q: queries.
+            k: keys of this call.
+            v: values of this call; None if they are part of the keys, as in latent attention.
+            call: options of the call.
+            rotary: rotation; None leaves queries and keys unrotated.
+        """
+        return prepare_qkv(
+            q,
+            k,
+            v,
+            rotary=rotary,
+            positions=call.positions,
+            cache=call.cache,
+            lengths=call.lengths,
+            full_capacity=call.needs_full_capacity,
+            offsets=call.offsets,
+        )
+
+    def _call_attend(
+        self, inputs: AttentionInputs, call: LayerCall, parameters: ScoreParameters
+    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
+        """Return the output of each head, gated, and its weights; None for weights that the call does not want."""
+        attended = attend(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            mask=call.mask,
+            bias=call.bias,
+            scale=parameters.scale,
+            softcap=parameters.softcap,
+            sinks=parameters.sinks,
+            talking_heads=parameters.talking_heads,
+            gate=call.gate,
+            dropout=self.dropout if self.training else 0.0,
+            return_weights=call.return_weights,
+            backend=self.backend,
+            **inputs.mask_positions,
+        )
+        if isinstance(attended, tuple):
+            heads, weights = attended
+            return heads, weights
+        return attended, None
+
+    def _commit(self, inputs: AttentionInputs, call: LayerCall) -> None:
+        """Make the cache hold the tokens of this call; the last step, so that a failed call leaves the cache as is."""
+        if call.cache is not None and inputs.cache_update is not None:
+            call.cache.commit(inputs.cache_update)
 
     # -- cache ------------------------------------------------------------------------------------------------
 
     @property
-    def _kept_sizes(self) -> list[tuple[int, int]]:
-        """Heads and width of each tensor that a cache keeps."""
+    def _cached_sizes(self) -> list[tuple[int, int]]:
+        """Number of heads and width of each tensor that a cache of this layer holds."""
         raise NotImplementedError
 
     def static_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> StaticCache:
-        """An empty cache that fits this layer, with room for `capacity` tokens of each sequence.
+        """Return an empty `StaticCache` that fits this layer.
 
-        Its dtype is that of the parameters unless given; under autocast what is kept has autocast's.
+        Args:
+            batch: number of sequences.
+            capacity: number of tokens that each sequence has room for.
+            dtype: dtype of the cached tensors; by default that of the layer's parameters. Under autocast, pass the
+                dtype of autocast.
         """
         like = self._input_parameter()
-        like = torch.empty(0, device=next(self.parameters()).device) if like is None else like
-        return StaticCache(batch, capacity, self._kept_sizes, device=like.device, dtype=dtype or like.dtype)
+        if like is None:  # quantised projections hold no parameters, and compute float32 on their device
+            device = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device("cpu"))
+            like = torch.empty(0, device=device, dtype=torch.float32)
+        return StaticCache(batch, capacity, self._cached_sizes, device=like.device, dtype=dtype or like.dtype)
 
     # -- checks -----------------------------------------------------------------------------------------------
 
-    def _check_kinds(self) -> None:
-        """Kinds of the options, and that the backend exists."""
-        for name, (kind, expected) in KINDS.items():
+    def _check_option_types(self) -> None:
+        """Raise `InputError` for an option of the wrong type and for a backend that does not exist."""
+        for name, (kind, expected) in OPTION_TYPES.items():
             option = getattr(self, name, None)
             if option is not None and (not isinstance(option, kind) or isinstance(option, Tensor | type)):
                 raise InputError(name, expected=expected, got=type(option).__name__)
@@ -127,7 +222,7 @@ class AttentionLayer(nn.Module):
             backend_named(self.backend)
 
     def _check_input(self, name: str, tensor: Any, width: int) -> None:
-        """Rank, width, device and dtype of an input."""
+        """Raise `InputError` unless an input tensor has 2 or 3 axes, this width, and the layer's device and dtype."""
         if not isinstance(tensor, Tensor) or tensor.is_nested:
             got = "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InputError(name, expected="a tensor", got=got)
@@ -137,48 +232,74 @@ class AttentionLayer(nn.Module):
             raise InputError(name, expected=f"width {width} on the last axis", got=tuple(tensor.shape))
         check_like_layer(name, tensor, self)
 
-    def _positions(
-        self, x: Tensor, positions: Any, cache: Any, lengths: Any, *, cross: bool = False, packed: bool = False
-    ) -> Int[Tensor, "#batch queries"] | None:
-        """The positions with a batch axis, once what is said of places fits together."""
-        if cache is not None and not isinstance(cache, Cache):
+    def _input_parameter(self) -> Tensor | None:
+        """Return a parameter of the projection that x goes into, or None if it has no float parameter."""
+        projection = next(module for name, module in self.named_children() if name in INPUT_PROJECTIONS)
+        return next((parameter for parameter in projection.parameters() if parameter.is_floating_point()), None)
+
+    def _mask_and_bias(self, mask: Any, bias: Any, cache: Cache | None) -> tuple[Mask | None, Tensor | None]:
+        """Return the masks of the layer, the cache and the call as one mask, and the bias of the call."""
+        mask, bias = mask_and_bias(mask, bias)
+        for other in (cache and cache.mask, self.mask):
+            if other is not None:
+                mask = other if mask is None else other & mask
+        return mask, bias
+
+    def _check_cache(self, cache: Any, lengths: Any, *, cross: bool = False, packed: bool = False) -> None:
+        """Raise `InputError` for a cache that the call cannot use, and for lengths without a cache.
+
+        Args:
+            cache: argument of the caller.
+            lengths: argument of the caller.
+            cross: True if the call attends to a context.
+            packed: True if x holds packed sequences.
+        """
+        if cache is None:
+            if lengths is not None:
+                remedy = "mask=padding(lengths) hides padding"
+                raise InputError("lengths", expected="a StaticCache with them", got="none", remedy=remedy)
+            return
+        if not isinstance(cache, Cache):
             raise InputError("cache", expected="a headwise Cache, such as DynamicCache()", got=type(cache).__name__)
-        if cache is not None and (cross or packed):
+        if cross or packed:
             got = "a context" if cross else "packed sequences"
             raise InputError("cache", expected="self-attention, one sequence a row", got=got)
-        if lengths is not None and cache is None:
-            remedy = "mask=padding(lengths) leaves padding out"
-            raise InputError("lengths", expected="a StaticCache beside them", got="none", remedy=remedy)
+
+    def _checked_positions(
+        self, x: Float[Tensor, "batch queries embed"], positions: Any, cache: Cache | None, *, cross: bool = False
+    ) -> Int[Tensor, "#batch queries"] | None:
+        """Return the positions that the caller passed with a batch axis, or None without positions.
+
+        Raises:
+            InputError: positions of the wrong shape, with a context, or with a cache whose keys get new positions
+                in every call.
+        """
         if positions is None:
             return None
         if cross:
-            raise InputError("positions", expected="none beside a context, which has positions too", got="some")
+            raise InputError("positions", expected="none with a context, which has positions too", got="some")
         if cache is not None and (
             self.position_bias is not None or (self.rotary is not None and self.rotary.depends_on_length)
         ):
-            expected = "none beside a cache, where cached keys are placed anew in every call"
+            expected = "none with a cache, where cached keys get new positions in every call"
             raise InputError("positions", expected=expected, got="some")
         return positions_argument("positions", positions, batch=x.shape[0], length=x.shape[1], device=x.device)
 
 
 def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
-    """Raise `InputError` unless the device and dtype are those of the layer's parameters, or autocast makes them so."""
+    """Raise `InputError` unless device and dtype are those of the layer's parameters, or autocast converts the dtype.
+
+    Args:
+        name: name of the argument, for the error.
+        tensor: input of the layer.
+        layer: layer whose parameters the tensor must match; nothing is checked if it has none, as when quantised.
+    """
     parameter = layer._input_parameter() if isinstance(layer, AttentionLayer) else next(layer.parameters(), None)
     if parameter is None:
-        return  # quantised away; the projections know what they take
+        return
     if tensor.device != parameter.device:
         raise InputError(name, expected=f"a tensor on {parameter.device} like the layer", got=tensor.device)
-    cast = autocast_dtype(tensor.device) is not None and {tensor.dtype, parameter.dtype} <= AUTOCAST_DTYPES
-    if tensor.dtype != parameter.dtype and not cast:
+    converted = autocast_dtype(tensor.device) is not None and {tensor.dtype, parameter.dtype} <= AUTOCAST_DTYPES
+    if tensor.dtype != parameter.dtype and not converted:
         expected = f"{parameter.dtype} like the layer"
         raise InputError(name, expected=expected, got=tensor.dtype, remedy="cast one to the other")
-
-
-def needs_full_capacity(cache: Cache | None, mask: Mask | None, bias: Tensor | None, *, return_weights: bool) -> bool:
-    """Whether a call has or wants a tensor with an axis of keys, which is to be as long as its cache has room.
-
-    It is asked only where a cache could show less.
-    """
-    if not isinstance(cache, StaticCache) or not cache.can_omit_empty_slots:
-        return True
-    return return_weights or bias is not None or (mask is not None and mask.natural_grid().keys > 0)

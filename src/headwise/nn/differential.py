@@ -1,24 +1,26 @@
-"""Differential attention: a head's weights are the difference of two maps, so that what both attend to cancels.
+"""Differential attention: each head subtracts a second attention map from its first, which cancels common noise.
 
 q, k (batch, 2 * heads, length, head_dim)    the first maps of all heads, then the second maps
-    | A1 V - lambda A2 V: two calls of `attend`, over the same values
+    | A1 V - lambda A2 V: two calls of `attend` with the same values
 (batch, heads, queries, value_dim)
     | RMS norm of each head, times 1 - lambda_init
-    | gate, output projection, as in every layer
+    | gate and output projection as in every layer
 (batch, queries, out)
 """
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from headwise.attention.masks.base import Mask
 from headwise.attention.prepare import AttentionInputs
 from headwise.attention.problem import gate_factor
 from headwise.checks import finite_number, whole_number
 from headwise.errors import InputError
+from headwise.nn.base import ScoreParameters
+from headwise.nn.call import LayerCall
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import Scores
 from headwise.nn.projections import apply_norm
@@ -28,26 +30,39 @@ from headwise.shapes import Float
 class DifferentialAttention(MultiHeadAttention):
     """Differential attention (Ye et al. 2024, Differential Transformer, section 2.1).
 
-    A head gives `(1 - lambda_init) * RMSNorm((A1 - lambda A2) V)`, where A1 and A2 are softmaxes of two maps of scores
-    and `lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init`, one number for the layer.
+    Each head computes two softmax maps A1 and A2 of the same keys and values, and its output is
 
-    Queries lie as the first maps of all heads, then the second maps of all heads, `2 * num_heads * head_dim` wide in
-    all, and so do keys, learned sinks and temperatures. That is the order of DiffLlama in transformers, whose two
-    halves of value heads are here the two halves of each value: row `(half, kv_head, feature)` of its value
-    projection is row `(kv_head, half, feature)` of this one, and every other weight is the same.
+        (1 - lambda_init) * RMSNorm((A1 - lambda A2) V)
+        lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
 
-    With dropout, each map leaves out weights of its own. A gate multiplies after the norm, which would undo it.
+    with one lambda for the layer. `return_weights` returns A1 - lambda A2, which has both signs. Each map has its own
+    dropout. A gate multiplies after the norm, which would undo it.
+
+    Queries hold the first maps of all heads, then the second maps of all heads, and are `2 * num_heads * head_dim`
+    wide. Keys, learned sinks and temperatures have the same order. That is also the order of DiffLlama in
+    transformers, except for the values: row `(half, kv_head, feature)` of its value projection is row
+    `(kv_head, half, feature)` here.
+
+    Example:
+        >>> layer = DifferentialAttention(512, num_heads=4, depth=3, mask=causal())
+        >>> layer(torch.randn(2, 10, 512)).shape
+        torch.Size([2, 10, 512])
 
     Args:
-        embed_dim: width of the input.
-        num_heads: heads; each has two maps, so a model of as many parameters has half as many as usual.
-        lambda_init: share of the second map at first, 0 or more and less than 1; default 0.8.
-        depth: in place of `lambda_init`, the layer's place in its model, counted from 0:
-            `lambda_init = 0.8 - 0.6 exp(-0.3 depth)`.
+        embed_dim: width of x.
+        num_heads: number of heads. Each has two maps, so a layer with as many parameters as usual has half as many
+            heads.
+        lambda_init: initial share of the second map, in [0, 1). Default 0.8.
+        depth: index of the layer in its model, from 0. It sets `lambda_init = 0.8 - 0.6 exp(-0.3 depth)`.
         norm_eps: added under the root of the norm.
-        norm_weight: whether the norm multiplies by a learned weight, `(value_dim,)`, one for all heads.
-        **options: those of `MultiHeadAttention`. Here `head_dim` is `embed_dim / num_heads / 2` unless given, and
-            `value_dim` is `2 * head_dim`. Talking heads are not to be had.
+        norm_weight: True if the norm multiplies by a learned weight `(value_dim,)`, shared by all heads.
+        **options: options of `MultiHeadAttention`. Here `head_dim` is `embed_dim / num_heads / 2` by default,
+            `value_dim` is `2 * head_dim`, and talking heads are refused.
+
+    Attributes:
+        lambda_q1: learned vector of the first exponent, `(head_dim,)`; likewise `lambda_k1`.
+        lambda_q2: learned vector of the second exponent, `(head_dim,)`; likewise `lambda_k2`.
+        head_norm: RMS norm of each head's output.
 
     Raises:
         InputError: as `MultiHeadAttention`; a lambda_init outside its range, both it and a depth, talking heads.
@@ -73,10 +88,10 @@ class DifferentialAttention(MultiHeadAttention):
     ):
         scores = options.get("scores")
         if isinstance(scores, Scores) and scores.talking_heads:
-            expected = "no talking heads, since the two maps of a head are attended to one by one"
+            expected = "no talking heads, since the two maps of a head are computed separately"
             raise InputError("scores", expected=expected, got="talking_heads=True")
         super().__init__(embed_dim, num_heads, **options)
-        self.lambda_init = _lambda_init(lambda_init, depth)
+        self.lambda_init = _checked_lambda_init(lambda_init, depth)
         factory: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
             self.register_parameter(name, nn.Parameter(torch.empty(self.head_dim, **factory)))
@@ -85,59 +100,64 @@ class DifferentialAttention(MultiHeadAttention):
         self._reset_lambdas()
 
     def reset_parameters(self) -> None:
-        """As in `MultiHeadAttention`; what makes up lambda normal, with standard deviation 0.1 (Ye et al. 2024)."""
+        """Initialise as `MultiHeadAttention` does, and lambda vectors with standard deviation 0.1 (Ye et al. 2024)."""
         super().reset_parameters()
         self._reset_lambdas()
 
     def _reset_lambdas(self) -> None:
+        """Draw the four lambda vectors from a normal distribution of standard deviation 0.1."""
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("lambda_"):
                 nn.init.normal_(parameter, std=0.1)
 
-    def second_share(self) -> Float[Tensor, ""]:
-        """lambda, what the second map is multiplied by; in float32 at least."""
+    def lambda_value(self) -> Float[Tensor, ""]:
+        """Return lambda, the current factor of the second map, a scalar in float32 or wider."""
         wide = torch.promote_types(self.lambda_q1.dtype, torch.float32)
         first = (self.lambda_q1.to(wide) * self.lambda_k1.to(wide)).sum().exp()
         second = (self.lambda_q2.to(wide) * self.lambda_k2.to(wide)).sum().exp()
         return first - second + self.lambda_init
 
     def _attend(
-        self,
-        inputs: AttentionInputs,
-        *,
-        mask: Mask | None,
-        bias: Tensor | None,
-        gate: Tensor | None,
-        return_weights: bool,
-    ) -> tuple[Tensor, ...]:
-        """Each head's output, and the difference of its two maps, which has both signs, where weights are asked for."""
-        maps = self._maps(inputs)
-        bias = self._with_position_bias(maps[0][1], bias)
-        factor = None if gate is None else gate_factor(gate, maps[0][1].q)
-        first, second = (
-            self._attend_map(heads, one, mask=mask, bias=bias, gate=None, return_weights=return_weights)
-            for heads, one in maps
-        )
-        share = self.second_share()
-        heads, *weights = (one - share.to(one.dtype) * other for one, other in zip(first, second, strict=True))
-        heads = apply_norm(self.head_norm, heads) * (1 - self.lambda_init)
-        return (heads if factor is None else heads * factor, *weights)
+        self, inputs: AttentionInputs, call: LayerCall
+    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
+        """Return the normalised output of each head, and the difference of its two maps if the call wants weights."""
+        (first_inputs, first_parameters), (second_inputs, second_parameters) = self._score_maps(inputs)
+        call = self._with_position_bias(first_inputs, call)
+        factor = None if call.gate is None else gate_factor(call.gate, first_inputs.q)
+        ungated = replace(call, gate=None)
+        first, first_weights = self._call_attend(first_inputs, ungated, first_parameters)
+        second, second_weights = self._call_attend(second_inputs, ungated, second_parameters)
 
-    def _maps(self, inputs: AttentionInputs) -> list[tuple[slice, AttentionInputs]]:
-        """Queries and keys of each map, over the same values, with the heads they are."""
-        queries = [slice(start, start + self.num_heads) for start in (0, self.num_heads)]
-        keys = [slice(start, start + self.num_kv_heads) for start in (0, self.num_kv_heads)]
-        return [
-            (heads, inputs._replace(q=inputs.q[:, heads], k=inputs.k[:, kv_heads]))
-            for heads, kv_heads in zip(queries, keys, strict=True)
-        ]
+        lambda_ = self.lambda_value()
+        heads = first - lambda_.to(first.dtype) * second
+        weights = None
+        if first_weights is not None and second_weights is not None:
+            weights = first_weights - lambda_.to(first_weights.dtype) * second_weights
+        heads = apply_norm(self.head_norm, heads) * (1 - self.lambda_init)
+        return heads if factor is None else heads * factor, weights
+
+    def _score_maps(self, inputs: AttentionInputs) -> list[tuple[AttentionInputs, ScoreParameters]]:
+        """Return queries, keys and score parameters of the first map and of the second; both have the same values."""
+        parameters = self._score_parameters(self.head_dim)
+        maps = []
+        for index in range(2):
+            heads = slice(index * self.num_heads, (index + 1) * self.num_heads)
+            kv_heads = slice(index * self.num_kv_heads, (index + 1) * self.num_kv_heads)
+            one_map = inputs._replace(q=inputs.q[:, heads], k=inputs.k[:, kv_heads])
+            maps.append((one_map, parameters.of_maps(heads)))
+        return maps
 
     def extra_repr(self) -> str:
+        """Return the sizes and options, for `repr`."""
         return f"{super().extra_repr()}, lambda_init={self.lambda_init:g}"
 
 
-def _lambda_init(lambda_init: float | None, depth: int | None) -> float:
-    """The share given, or the one of the depth."""
+def _checked_lambda_init(lambda_init: float | None, depth: int | None) -> float:
+    """Return the initial share of the second map: the argument, 0.8 by default, or the value for the depth.
+
+    Raises:
+        InputError: both arguments, a share outside [0, 1), a negative depth.
+    """
     if depth is not None:
         if lambda_init is not None:
             raise InputError("lambda_init", expected="one of lambda_init and depth", got="both")

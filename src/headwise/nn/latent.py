@@ -1,13 +1,13 @@
-"""Multi-head latent attention: keys and values of all heads are read from one narrow latent, which is all that is kept.
+"""Multi-head latent attention: keys and values of all heads are computed from one narrow latent per token.
 
 x (batch, length, embed)
     | q_proj, or q_down, q_norm, q_up         | kv_down
 (batch, heads, queries, head_dim + rotary_dim)  (batch, 1, keys, kv_rank + rotary_dim)
-    | rotary, on the last rotary_dim            | kv_norm, on the latent; rotary, on the key that all heads share
+    | rotary, on the last rotary_dim            | kv_norm on the latent; rotary on the key that all heads share
     |                                           +--- cache: (batch, 1, length, rotary_dim + kv_rank)
     |
-    |  expanded: kv_up makes keys and values of every head from the latents, and each head attends to its own
-    |  absorbed: kv_up is multiplied into queries and outputs, and all heads attend to the latents themselves
+    |  expanded: kv_up computes keys and values of each head from the latents, and attention runs over those
+    |  absorbed: kv_up is multiplied into queries and outputs, and attention runs over the latents themselves
     |
 (batch, heads, queries, value_dim)
     | out_proj
@@ -21,51 +21,64 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.attention.attend import attend
 from headwise.attention.backends.blockwise.backend import Blockwise
 from headwise.attention.caches.base import Cache
 from headwise.attention.masks.base import Mask
-from headwise.attention.prepare import prepare_qkv
+from headwise.attention.prepare import AttentionInputs
 from headwise.attention.rotary import Rotary
 from headwise.checks import finite_number, probability, whole_number
 from headwise.errors import InputError
-from headwise.nn.base import AttentionLayer, needs_full_capacity
+from headwise.nn import layout
+from headwise.nn.base import AttentionLayer
+from headwise.nn.call import LayerCall
 from headwise.nn.options import Scores
 from headwise.nn.projections import apply_norm, is_plain_linear, reset_linear
 from headwise.shapes import Bool, Float, Int
 
 INTERLEAVED = Rotary(interleaved=True)
-"""Pairs of neighbouring features, as DeepSeek turns them."""
+"""Rotation of pairs of neighbouring features, as in DeepSeek's models."""
 
 
 class LatentAttention(AttentionLayer):
     """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1); self-attention.
 
-    Weights lie as in DeepSeek's models: queries as `[head_dim | rotary_dim]` for each head, `kv_down` as
-    `[kv_rank | rotary_dim]`, `kv_up` as `[head_dim | value_dim]` for each head. `q_up` and `kv_up` have no bias.
+    Each token has one latent of width `kv_rank` and one rotated key of width `rotary_dim`, both shared by all heads,
+    and a cache holds nothing else. With c_j the latent of token j, head h attends with
 
-    Both forms take what was put in the place of `kv_up`, such as a LoRA adapter, as long as it is linear.
+        k_j = [W_uk,h c_j, rotated key of j]    v_j = W_uv,h c_j
+
+    Weights have the order of DeepSeek's models: queries `[head_dim | rotary_dim]` per head, `kv_down`
+    `[kv_rank | rotary_dim]`, `kv_up` `[head_dim | value_dim]` per head. `q_up` and `kv_up` have no bias. A linear
+    module in place of `kv_up`, such as a LoRA adapter, works in both forms of `forward`.
+
+    Example:
+        >>> layer = LatentAttention(512, num_heads=8, kv_rank=64, head_dim=32, rotary_dim=16, mask=causal())
+        >>> layer(torch.randn(2, 10, 512)).shape
+        torch.Size([2, 10, 512])
 
     Args:
-        embed_dim: width of the input.
-        num_heads: heads.
-        kv_rank: width of the latent that keys and values are made from.
-        q_rank: width of the latent that queries are made from; None projects them from x.
-        head_dim: width of a head's queries and keys without position.
-        rotary_dim: width of the part with position; one key of this width serves all heads.
-        value_dim: width of a head's values; default `head_dim`.
-        out_dim: width of the output; default `embed_dim`.
-        bias: whether the projections that x goes into add a bias.
-        out_bias: whether the output projection does; default `bias`.
-        rotary: turns the part with position; None leaves it as it is.
-        scores: see `Scores`; the scale is `(head_dim + rotary_dim) ** -0.5` unless given.
+        embed_dim: width of x.
+        num_heads: number of heads.
+        kv_rank: width of the latent that keys and values are computed from.
+        q_rank: width of the latent that queries are computed from; None projects them from x.
+        head_dim: width of the part of a head's queries and keys that is not rotated.
+        rotary_dim: width of the part that is rotated; all heads share one such key.
+        value_dim: width of a head's values. Default `head_dim`.
+        out_dim: width of the output. Default `embed_dim`.
+        bias: True for projections of x with a bias.
+        out_bias: True for an output projection with a bias. Default `bias`.
+        rotary: rotation by position; None rotates nothing.
+        scores: scale, softcap, sinks, temperature and talking heads, see `Scores`. The default scale is
+            `(head_dim + rotary_dim) ** -0.5`.
         norm_eps: added under the root of the norms of the latents.
-        mask: a `Mask` that always holds; a mask given to `forward` is added to it with `&`.
-        dropout: probability of leaving out an attention weight, in training only.
-        backend: see `attend`.
+        mask: `Mask` of every call; a mask passed to `forward` is combined with it by `&`.
+        dropout: probability of dropping an attention weight, in training only.
+        backend: backend of `attend`; None selects the fastest.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
-        InputError: sizes that are not positive, options of another kind.
+        InputError: sizes that are not positive, options of the wrong type.
     """
 
     def __init__(
@@ -105,7 +118,7 @@ class LatentAttention(AttentionLayer):
         self.mask = mask
         self.dropout = probability("dropout", dropout)
         self.backend = backend
-        self._check_kinds()
+        self._check_option_types()
         self._check_rotary()
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -122,18 +135,19 @@ class LatentAttention(AttentionLayer):
         self.kv_up = nn.Linear(kv_rank, self.num_heads * (self.head_dim + self.value_dim), bias=False, **factory)
         out_bias = bias if out_bias is None else out_bias
         self.out_proj = nn.Linear(self.num_heads * self.value_dim, self.out_dim, bias=out_bias, **factory)
-        self._register_scores(num_heads, **factory)
+        self._register_score_parameters(num_heads, **factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights of projections uniform after Glorot and Bengio 2010, biases zero, norms and options as if absent."""
+        """Initialise weights uniformly after Glorot and Bengio 2010, biases with 0, norms and options to do nothing."""
         for name, module in self.named_children():
             if isinstance(module, nn.Linear):
-                widths = (self.kv_rank, self.rotary_dim) if name == "kv_down" else (module.out_features,)
-                reset_linear(module, widths)
+                reset_linear(module, (self.kv_rank, self.rotary_dim) if name == "kv_down" else (module.out_features,))
             elif isinstance(module, nn.RMSNorm):
                 module.reset_parameters()
-        self._reset_scores()
+        self._reset_score_parameters()
+
+    # -- from x to the output ---------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -151,92 +165,101 @@ class LatentAttention(AttentionLayer):
         Float[Tensor, "*batch queries out"]
         | tuple[Float[Tensor, "*batch queries out"], Float[Tensor, "*batch heads queries keys"]]
     ):
-        """Attend from `x` to itself, and to what the cache has seen.
+        """Attend from each token of x to the tokens of x and of the cache.
 
         Args:
             x: `(batch, queries, embed_dim)`, or `(queries, embed_dim)` for one sequence.
-            mask: see `attend`; it joins the layer's own.
-            bias: see `attend`.
-            gate: multiplies each head's output before the output projection: `(heads,)`, `(batch, heads)` or
+            mask: keys that each query may attend to, see `attend`; combined with the layer's own mask.
+            bias: added to the scores, see `attend`.
+            gate: factor of each head's output before the output projection: `(heads,)`, `(batch, heads)` or
                 `(batch, heads, queries)`.
-            positions: where the tokens stand, `(queries,)` or `(batch, queries)`, for the rotation; masks keep to
-                the order of the tokens.
-            cache: what the layer has seen before x; x is added to it. It keeps latents, not keys and values.
-            lengths: `(batch,)`, how many tokens of each sequence are real, the first ones; with a `StaticCache`.
-            absorbed: True attends to the latents, with nothing per head made of them (section 2.1.2); False makes
-                each head's keys and values first. The results differ by rounding. None takes the one of fewer
-                multiplications: as a rule True for a few tokens after many, and False for many at once.
-            return_weights: also return every head's weights, before dropout.
+            positions: positions of the tokens for the rotation, `(queries,)` or `(batch, queries)`. Masks follow the
+                order of the tokens instead. By default tokens stand in order.
+            cache: latents and rotated keys of earlier tokens, to which those of x are appended.
+            lengths: number of real tokens at the start of each sequence, `(batch,)`; only those enter the
+                `StaticCache` that must be passed with them.
+            absorbed: True attends to the latents and computes no keys or values per head (section 2.1.2). False
+                computes keys and values of each head first. The results differ by rounding. None selects the form
+                with fewer multiplications: usually True for a few queries and many keys, False otherwise.
+            return_weights: True to return the attention weights too, before dropout.
 
         Returns:
-            `(batch, queries, out_dim)`; with `return_weights`, that and `(batch, heads, queries, keys)`. Without
-            the batch axis where `x` came without.
+            Output `(batch, queries, out_dim)`. With `return_weights` a tuple of the output and the weights
+            `(batch, heads, queries, keys)`. Without the batch axis if x has none.
 
         Raises:
-            InputError: inputs that do not fit the layer or each other; `absorbed=True` where a `kv_up` put in this
-                one's place has a bias.
+            InputError: inputs that do not fit the layer or each other; `absorbed=True` with a `kv_up` that has a bias.
         """
         self._check_input("x", x, self.embed_dim)
-        batched = x.ndim == 3
-        x = x if batched else x.unsqueeze(0)
-        positions = self._positions(x, positions, cache, lengths)
-        rotary = self.rotary and replace(self.rotary, width=self.rotary.width or self.rotary_dim)
+        layout_of_x = layout.Batch() if x.ndim == 3 else layout.SingleRow()
+        x = x if x.ndim == 3 else x.unsqueeze(0)
+        self._check_cache(cache, lengths)
+        positions = self._checked_positions(x, positions, cache)
         mask, bias = self._mask_and_bias(mask, bias, cache)
-        full_capacity = needs_full_capacity(cache, mask, bias, return_weights=return_weights)
-        where: dict[str, Any] = {"positions": positions, "cache": cache, "lengths": lengths}
-        inputs = prepare_qkv(
-            self._queries(x), self._latents(x), None, rotary=rotary, full_capacity=full_capacity, **where
-        )
-        options = {"mask": mask, "bias": bias, "gate": gate, "return_weights": return_weights, **inputs.mask_positions}
-        options |= self._score_options(self.head_dim + self.rotary_dim)
-        if self._absorbed(absorbed, queries=inputs.q.shape[2], keys=inputs.k.shape[2]):
-            heads, *weights = self._attend_absorbed(inputs.q, inputs.k, **options)
-        else:
-            heads, *weights = self._attend_expanded(inputs.q, inputs.k, **options)
-        if cache is not None and inputs.cache_update is not None:
-            cache.commit(inputs.cache_update)
+        call = LayerCall(mask, bias, gate, positions, cache, lengths, offsets=None, return_weights=return_weights)
 
-        y = self.out_proj(heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
-        results = [result if batched else result.squeeze(0) for result in (y, *weights)]
-        return tuple(results) if return_weights else results[0]
+        q, latents = self._queries(x), self._latents(x)
+        # q (batch, heads, queries, rotary_dim + head_dim), latents (batch, 1, keys, rotary_dim + kv_rank)
+        rotary = self.rotary and replace(self.rotary, width=self.rotary.width or self.rotary_dim)
+        prepared = self._prepare(q, latents, None, call, rotary)
+        # the same, rotated by position; latents begin with the cached tokens
+        if self._is_absorbed(absorbed, queries=prepared.q.shape[2], keys=prepared.k.shape[2]):
+            heads, weights = self._attend_absorbed(prepared, call)
+        else:
+            heads, weights = self._attend_expanded(prepared, call)
+        # heads (batch, heads, queries, value_dim), weights (batch, heads, queries, keys) or None
+        y = self.out_proj(heads.transpose(1, 2).flatten(2))
+        # y (batch, queries, out_dim)
+        self._commit(prepared, call)
+        return layout_of_x.restore(y, weights)
 
     def _queries(self, x: Float[Tensor, "batch queries embed"]) -> Float[Tensor, "batch heads queries width"]:
-        """Each head's query, the part with position first, where the rotation is."""
+        """Return the queries of each head, with the part to be rotated first, where `Rotary` rotates."""
         q = self.q_proj(x) if self.q_rank is None else self.q_up(apply_norm(self.q_norm, self.q_down(x)))
-        content, turned = torch.split(self._split(q, self.num_heads), [self.head_dim, self.rotary_dim], dim=-1)
-        return torch.cat((turned, content), dim=-1)
+        content, rotated = torch.split(self._split_heads(q, self.num_heads), [self.head_dim, self.rotary_dim], dim=-1)
+        return torch.cat((rotated, content), dim=-1)
 
     def _latents(self, x: Float[Tensor, "batch new embed"]) -> Float[Tensor, "batch 1 new width"]:
-        """The shared key, and after it the latent: all that is to be kept of x."""
-        latent, turned = torch.split(self.kv_down(x), [self.kv_rank, self.rotary_dim], dim=-1)
-        return torch.cat((turned, apply_norm(self.kv_norm, latent).to(turned.dtype)), dim=-1).unsqueeze(1)
+        """Return the key that all heads share, to be rotated, followed by the latent: all that a cache holds of x."""
+        latent, rotated = torch.split(self.kv_down(x), [self.kv_rank, self.rotary_dim], dim=-1)
+        return torch.cat((rotated, apply_norm(self.kv_norm, latent).to(rotated.dtype)), dim=-1).unsqueeze(1)
 
     # -- the two forms ----------------------------------------------------------------------------------------
 
     def _attend_expanded(
-        self, q: Float[Tensor, "batch heads queries width"], kept: Float[Tensor, "batch 1 keys kept"], **options: Any
-    ) -> tuple[Tensor, ...]:
-        """Each head attends to keys and values of its own (equations 9 to 11 and 16 to 19)."""
-        turned, latent = torch.split(kept, [self.rotary_dim, self.kv_rank], dim=-1)
-        expanded = self._split(self.kv_up(latent.squeeze(1)), self.num_heads)
+        self, inputs: AttentionInputs, call: LayerCall
+    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
+        """Return head outputs and weights, from keys and values of each head (equations 9 to 11 and 16 to 19)."""
+        rotated, latent = torch.split(inputs.k, [self.rotary_dim, self.kv_rank], dim=-1)
+        expanded = self._split_heads(self.kv_up(latent.squeeze(1)), self.num_heads)
         content, v = torch.split(expanded, [self.head_dim, self.value_dim], dim=-1)
-        k = torch.cat((turned.to(content.dtype).expand(-1, self.num_heads, -1, -1), content), dim=-1)
-        attended = attend(q, k, v, **options)
-        return attended if isinstance(attended, tuple) else (attended,)
+        k = torch.cat((rotated.to(content.dtype).expand(-1, self.num_heads, -1, -1), content), dim=-1)
+        parameters = self._score_parameters(self.head_dim + self.rotary_dim)
+        return self._call_attend(inputs._replace(k=k, v=v), call, parameters)
 
     def _attend_absorbed(
-        self, q: Float[Tensor, "batch heads queries width"], kept: Float[Tensor, "batch 1 keys kept"], **options: Any
-    ) -> tuple[Tensor, ...]:
-        """All heads attend to the latents: q . (K c) = (q K) . c, and sum_j A_j (V c_j) = V (sum_j A_j c_j)."""
-        turned, content = torch.split(q, [self.rotary_dim, self.head_dim], dim=-1)
-        keys_up, values_up = torch.split(self._up_matrix(kept), [self.head_dim, self.value_dim], dim=1)
-        in_latents = torch.cat((turned, (content @ keys_up).to(turned.dtype)), dim=-1)
-        attended = attend(in_latents, kept, kept[..., self.rotary_dim :], **options)
-        heads, *weights = attended if isinstance(attended, tuple) else (attended,)
-        return heads @ values_up.mT, *weights
+        self, inputs: AttentionInputs, call: LayerCall
+    ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
+        """Return head outputs and weights, from the latents c alone, as if they were keys and values.
 
-    def _up_matrix(self, like: Tensor) -> Float[Tensor, "heads head_dim_value_dim kv_rank"]:
-        """The matrix of `kv_up`. What is not plain, adapted or parametrised say, is asked what it does to a basis."""
+        q . (K c) = (q K) . c and sum_j A_j (V c_j) = V sum_j A_j c_j, with K and V the two parts of `kv_up`.
+        """
+        rotated, content = torch.split(inputs.q, [self.rotary_dim, self.head_dim], dim=-1)
+        keys_up, values_up = torch.split(self._kv_up_matrices(inputs.k), [self.head_dim, self.value_dim], dim=1)
+        q = torch.cat((rotated, (content @ keys_up).to(rotated.dtype)), dim=-1)
+        latent_inputs = inputs._replace(q=q, v=inputs.k[..., self.rotary_dim :])
+        parameters = self._score_parameters(self.head_dim + self.rotary_dim)
+        latent_outputs, weights = self._call_attend(latent_inputs, call, parameters)
+        return latent_outputs @ values_up.mT, weights
+
+    def _kv_up_matrices(self, like: Tensor) -> Float[Tensor, "heads head_dim_value_dim kv_rank"]:
+        """Return the matrix of `kv_up` for each head.
+
+        A module that is not a plain `nn.Linear`, such as an adapter, is applied to the unit vectors.
+
+        Args:
+            like: tensor with the dtype and device of the unit vectors.
+        """
         matrix: Tensor
         if is_plain_linear(self.kv_up):
             matrix = self.kv_up.weight
@@ -244,29 +267,38 @@ class LatentAttention(AttentionLayer):
             matrix = self.kv_up(torch.eye(self.kv_rank, dtype=like.dtype, device=like.device)).mT
         return matrix.reshape(self.num_heads, self.head_dim + self.value_dim, self.kv_rank)
 
-    def _absorbed(self, asked: bool | None, *, queries: int, keys: int) -> bool:
-        """Whether to attend to the latents: as asked, or where that takes fewer multiplications."""
-        if asked is not None and not isinstance(asked, bool):
-            raise InputError("absorbed", expected="True, False or None", got=repr(asked))
+    def _is_absorbed(self, absorbed: bool | None, *, queries: int, keys: int) -> bool:
+        """Return True if attention runs over the latents: as the caller wants, or if that multiplies less.
+
+        Args:
+            absorbed: argument of the caller; None for the form with fewer multiplications.
+            queries: number of queries.
+            keys: number of keys, cached ones included.
+
+        Raises:
+            InputError: an argument that is not a bool or None, or True with a `kv_up` that has a bias.
+        """
+        if absorbed is not None and not isinstance(absorbed, bool):
+            raise InputError("absorbed", expected="True, False or None", got=repr(absorbed))
         if any(getattr(module, "bias", None) is not None for module in self.kv_up.modules()):
-            if asked:
+            if absorbed:
                 raise InputError("absorbed", expected="False, since kv_up has a bias", got="True")
             return False
-        if asked is not None:
-            return asked
+        if absorbed is not None:
+            return absorbed
         per_token = self.kv_rank * (self.head_dim + self.value_dim)
         expanded = keys * per_token + queries * keys * (self.rotary_dim + self.head_dim + self.value_dim)
         return queries * per_token + queries * keys * (self.rotary_dim + 2 * self.kv_rank) < expanded
 
-    # -- what may be asked for --------------------------------------------------------------------------------
+    # -- cache and checks -------------------------------------------------------------------------------------
 
     @property
-    def _kept_sizes(self) -> list[tuple[int, int]]:
-        """One head: the rotated key, then the latent."""
+    def _cached_sizes(self) -> list[tuple[int, int]]:
+        """Number of heads and width of the one cached tensor: the rotated key, then the latent."""
         return [(1, self.rotary_dim + self.kv_rank)]
 
     def _check_rotary(self) -> None:
-        """The rotation fits the part with position."""
+        """Raise `InputError` unless the rotation fits `rotary_dim`."""
         if self.rotary is None:
             return
         if self.rotary.width is None and self.rotary_dim % 2:
@@ -277,6 +309,7 @@ class LatentAttention(AttentionLayer):
             raise InputError("Rotary(width)", expected=expected, got=self.rotary.width)
 
     def extra_repr(self) -> str:
+        """Return the sizes and options, for `repr`."""
         sizes: dict[str, Any] = {"num_heads": self.num_heads, "kv_rank": self.kv_rank}
         if self.q_rank is not None:
             sizes["q_rank"] = self.q_rank

@@ -40,7 +40,7 @@ class Scores:
         for name in ("sinks", "temperature", "talking_heads"):
             flag(f"Scores({name})", getattr(self, name))
 
-    def learned(self, heads: int) -> dict[str, tuple[int, ...] | None]:
+    def parameter_shapes(self, heads: int) -> dict[str, tuple[int, ...] | None]:
         """The layer's parameters for this, by name, with their shapes; None for one that is not wanted."""
         matrix = (heads, heads) if self.talking_heads else None
         return {

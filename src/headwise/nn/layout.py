@@ -1,0 +1,155 @@
+"""Layouts of the sequences in a layer's input, and the way of its output back to them.
+
+The layer itself computes with `(batch, length, width)` alone:
+
+    one sequence per row      x is used as it is, with a batch axis of 1 if it has none
+    packed or nested          all tokens end to end in one row, with the offsets of the sequences
+    padded on the right       packed where that saves work; otherwise the padding is masked
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.attention import packed
+from headwise.attention.masks.factories import padding
+from headwise.checks import has_readable_values
+from headwise.errors import InputError
+from headwise.nn.call import LayerCall
+from headwise.shapes import Float
+
+
+class Layout(ABC):
+    """Layout of the sequences in x, to which the output returns."""
+
+    @abstractmethod
+    def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Tensor:
+        """Return the output in the layout of x."""
+
+    def restore_weights(self, weights: Float[Tensor, "batch heads queries keys"]) -> Tensor:
+        """Return the attention weights in the layout of x."""
+        return weights
+
+    def restore(
+        self, y: Float[Tensor, "batch queries out"], weights: Float[Tensor, "batch heads queries keys"] | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return what `forward` returns: the output, or output and weights if there are weights."""
+        y = self.restore_output(y)
+        return y if weights is None else (y, self.restore_weights(weights))
+
+
+@dataclass(frozen=True)
+class Batch(Layout):
+    """One sequence per row, `(batch, length, width)`."""
+
+    def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Float[Tensor, "batch queries out"]:
+        return y
+
+
+@dataclass(frozen=True)
+class SingleRow(Layout):
+    """One sequence, or packed sequences end to end, without a batch axis: `(length, width)`."""
+
+    def restore_output(self, y: Float[Tensor, "1 queries out"]) -> Float[Tensor, "queries out"]:
+        return y.squeeze(0)
+
+    def restore_weights(self, weights: Float[Tensor, "1 heads queries keys"]) -> Float[Tensor, "heads queries keys"]:
+        return weights.squeeze(0)
+
+
+@dataclass(frozen=True)
+class Nested(Layout):
+    """Sequences of a jagged nested tensor.
+
+    Attributes:
+        offsets: start of each sequence among all tokens, then the number of tokens.
+    """
+
+    offsets: Tensor
+
+    def restore_output(self, y: Float[Tensor, "1 tokens out"]) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(y.squeeze(0), self.offsets)
+
+
+@dataclass(frozen=True)
+class MaskedPadding(Layout):
+    """Batch padded on the right whose padding was masked; output and weights of padding are set to 0.
+
+    Attributes:
+        padded: lengths of the sequences.
+    """
+
+    padded: packed.PaddedBatch
+
+    def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Float[Tensor, "batch queries out"]:
+        return y.masked_fill(~self.padded.is_real[..., None], 0.0)
+
+    def restore_weights(
+        self, weights: Float[Tensor, "batch heads queries keys"]
+    ) -> Float[Tensor, "batch heads queries keys"]:
+        return weights.masked_fill(~self.padded.is_real[:, None, :, None], 0.0)
+
+
+@dataclass(frozen=True)
+class PackedPadding(Layout):
+    """Batch padded on the right whose real tokens were packed; the output of padding is 0.
+
+    Attributes:
+        padded: lengths of the sequences.
+    """
+
+    padded: packed.PaddedBatch
+
+    def restore_output(self, y: Float[Tensor, "1 tokens out"]) -> Float[Tensor, "batch queries out"]:
+        return self.padded.unpack(y.squeeze(0))
+
+
+def unpack_padded(
+    x: Float[Tensor, "batch queries embed"], padded: packed.PaddedBatch, call: LayerCall
+) -> tuple[Float[Tensor, "rows length embed"], LayerCall, Layout]:
+    """Return the input, the call and the layout for a batch that is padded on the right.
+
+    The real tokens are packed if that saves work and the call allows it. Otherwise the padding is masked, and its
+    inputs are replaced by 0: a weight of 0 would not stop NaN and infinity from reaching other tokens.
+    """
+    if padded.should_pack and _can_be_packed(call):
+        offsets = padded.offsets
+        positions = call.positions
+        if positions is not None:
+            positions = positions.expand(x.shape[:2])[padded.is_real][None]
+        return (
+            padded.pack(x)[None],
+            replace(call, positions=positions, offsets=(offsets, offsets)),
+            PackedPadding(padded),
+        )
+    if not (has_readable_values(padded.lengths) and bool(padded.is_real.all())):
+        x = x.masked_fill(~padded.is_real[..., None], 0.0)
+    is_real = padding(padded.lengths)
+    return x, replace(call, mask=is_real if call.mask is None else is_real & call.mask), MaskedPadding(padded)
+
+
+def _can_be_packed(call: LayerCall) -> bool:
+    """Return True if nothing in the call has an axis of queries or keys, which packing would cut differently."""
+    if call.mask is not None:
+        extent = call.mask.natural_grid()
+        if extent.queries or extent.keys:
+            return False
+    return call.bias is None and not call.return_weights and (call.gate is None or call.gate.ndim < 3)
+
+
+def unpack_nested(
+    x: Tensor, context: Any, value_context: Any, offsets: Any, context_offsets: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tokens `(tokens, width)` of jagged nested inputs and the offsets of their sequences, by input name.
+
+    Raises:
+        InputError: offsets in addition to a nested x, or inputs that are not jagged tensors of matching lengths.
+    """
+    for name, value in (("offsets", offsets), ("context_offsets", context_offsets)):
+        if value is not None:
+            raise InputError(name, expected="none with a nested x, which has its own", got="some")
+    inputs = {"x": x, "context": context, "value_context": value_context}
+    return packed.from_nested({name: tensor for name, tensor in inputs.items() if tensor is not None})

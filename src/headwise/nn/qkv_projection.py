@@ -1,0 +1,283 @@
+"""Queries, keys and values of all heads, projected from x and from a context."""
+
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from headwise.checks import whole_number
+from headwise.errors import InputError
+from headwise.nn.base import AttentionLayer
+from headwise.nn.options import QKNorm
+from headwise.nn.projections import apply_norm
+from headwise.shapes import Float
+
+
+class ProjectedContext(NamedTuple):
+    """Keys and values of a context, computed once by `project_context` for many calls of the same layer.
+
+    Attributes:
+        k: keys, normalised if the layer has a `qk_norm`.
+        v: values.
+    """
+
+    k: Float[Tensor, "batch kv_heads keys head_dim"]
+    v: Float[Tensor, "batch kv_heads keys value_dim"]
+
+
+class LayerInputs(NamedTuple):
+    """Checked input tensors of one call, all with a batch axis.
+
+    Attributes:
+        x: source of the queries.
+        context: source of the keys, or keys and values themselves; x in self-attention.
+        value_context: source of the values; None with a projected context.
+    """
+
+    x: Float[Tensor, "batch queries embed"]
+    context: Float[Tensor, "batch keys context"] | ProjectedContext
+    value_context: Float[Tensor, "batch keys value_context"] | None
+
+    @property
+    def num_keys(self) -> int:
+        """Number of tokens in the context."""
+        return self.context.k.shape[2] if isinstance(self.context, ProjectedContext) else self.context.shape[1]
+
+
+class QKVProjection(AttentionLayer):
+    """Attention layer that projects queries from x, and keys and values from x or from a context.
+
+    Attributes:
+        maps: score maps per head, each with its own queries and keys; more than 1 only in derived layers.
+        embed_dim: width of x.
+        num_heads: number of query heads.
+        num_kv_heads: number of key/value heads.
+        head_dim: width of a head's queries and keys.
+        value_dim: width of a head's values.
+        context_dim: width of the context of the keys.
+        value_context_dim: width of the context of the values.
+        out_dim: width of the output.
+        fused_qkv: True if `qkv_proj` takes the place of `q_proj`, `k_proj` and `v_proj`.
+        qk_norm: normalisation of queries and keys, by `q_norm` and `k_norm`.
+    """
+
+    maps: ClassVar[int] = 1
+
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    context_dim: int
+    value_context_dim: int
+    out_dim: int
+    fused_qkv: bool
+    qk_norm: QKNorm | None
+
+    def _set_sizes(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None,
+        head_dim: int | None,
+        value_dim: int | None,
+        context_dim: int | None,
+        value_context_dim: int | None,
+        out_dim: int | None,
+    ) -> None:
+        """Check the sizes of the constructor and store them, with the default in place of each None.
+
+        Raises:
+            InputError: a size that is not positive, or heads that do not divide what they share.
+        """
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        sizes |= {"value_dim": value_dim, "context_dim": context_dim, "value_context_dim": value_context_dim}
+        for name, size in (sizes | {"out_dim": out_dim}).items():
+            if size is not None:
+                whole_number(name, size, least=1)
+        if head_dim is None and embed_dim % (self.maps * num_heads):
+            per_map = "" if self.maps == 1 else f" / {self.maps} = {embed_dim / self.maps:g}"
+            expected = f"a number that divides embed_dim {embed_dim}{per_map}"
+            raise InputError("num_heads", expected=expected, got=num_heads, remedy="or give head_dim")
+        if num_kv_heads is not None and num_heads % num_kv_heads:
+            raise InputError("num_kv_heads", expected=f"a number that divides num_heads {num_heads}", got=num_kv_heads)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_dim = head_dim or embed_dim // (self.maps * num_heads)
+        self.value_dim = value_dim or self.maps * self.head_dim
+        self.context_dim = context_dim or embed_dim
+        self.value_context_dim = value_context_dim or self.context_dim
+        self.out_dim = out_dim or embed_dim
+
+    def _make_projections(self, bias: bool, **factory: Any) -> None:
+        """Create the projections of queries, keys and values, and the norms of queries and keys.
+
+        Args:
+            bias: True for projections with a bias.
+            **factory: device and dtype of the parameters.
+        """
+        queries, keys, values = self.qkv_widths
+        if self.fused_qkv:
+            self.qkv_proj = nn.Linear(self.embed_dim, queries + keys + values, bias=bias, **factory)
+        else:
+            self.q_proj = nn.Linear(self.embed_dim, queries, bias=bias, **factory)
+            self.k_proj = nn.Linear(self.context_dim, keys, bias=bias, **factory)
+            self.v_proj = nn.Linear(self.value_context_dim, values, bias=bias, **factory)
+        norm, head_dim = self.qk_norm, self.head_dim
+        self.q_norm = norm.module(self.maps * self.num_heads, head_dim, **factory) if norm else None
+        self.k_norm = norm.module(self.maps * self.num_kv_heads, head_dim, **factory) if norm else None
+
+    @property
+    def qkv_widths(self) -> tuple[int, int, int]:
+        """Widths of the projected queries, keys and values, all heads side by side."""
+        return (
+            self.maps * self.num_heads * self.head_dim,
+            self.maps * self.num_kv_heads * self.head_dim,
+            self.num_kv_heads * self.value_dim,
+        )
+
+    def project_context(
+        self,
+        context: Float[Tensor, "*batch keys context"],
+        value_context: Float[Tensor, "*batch keys value_context"] | None = None,
+    ) -> ProjectedContext:
+        """Return the keys and values of a context that many calls attend to.
+
+        A decoder attends to the same encoder output in every step. `layer(x, layer.project_context(context))` equals
+        `layer(x, context)`, and the projection is computed once.
+
+        Args:
+            context: `(batch, keys, context_dim)` or `(keys, context_dim)`.
+            value_context: `(batch, keys, value_context_dim)`, the source of the values; by default the context.
+
+        Raises:
+            InputError: inputs that do not fit the layer; a layer with `fused_qkv`, which projects x alone.
+        """
+        context, value_context = self._checked_contexts(context, value_context)
+        k, v = self.k_proj(context), self.v_proj(value_context)
+        return ProjectedContext(self._key_heads(k), self._split_heads(v, self.num_kv_heads))
+
+    def _project(
+        self, inputs: LayerInputs
+    ) -> tuple[
+        Float[Tensor, "batch maps_heads queries head_dim"],
+        Float[Tensor, "batch maps_kv_heads keys head_dim"],
+        Float[Tensor, "batch kv_heads keys value_dim"],
+    ]:
+        """Return queries, keys and values, projected, split into heads and normalised."""
+        if isinstance(inputs.context, ProjectedContext):
+            return self._query_heads(self.q_proj(inputs.x)), inputs.context.k, inputs.context.v
+        if self.fused_qkv:
+            q, k, v = self.qkv_proj(inputs.x).split(self.qkv_widths, dim=-1)
+        else:
+            q, k, v = self.q_proj(inputs.x), self.k_proj(inputs.context), self.v_proj(inputs.value_context)
+        return self._query_heads(q), self._key_heads(k), self._split_heads(v, self.num_kv_heads)
+
+    def _query_heads(
+        self, projected: Float[Tensor, "batch queries width"]
+    ) -> Float[Tensor, "batch maps_heads queries head_dim"]:
+        """Return the projected queries split into heads and normalised."""
+        return self._normalised_heads(projected, self.maps * self.num_heads, self.q_norm)
+
+    def _key_heads(
+        self, projected: Float[Tensor, "batch keys width"]
+    ) -> Float[Tensor, "batch maps_kv_heads keys head_dim"]:
+        """Return the projected keys split into heads and normalised."""
+        return self._normalised_heads(projected, self.maps * self.num_kv_heads, self.k_norm)
+
+    def _normalised_heads(
+        self, projected: Float[Tensor, "batch length width"], heads: int, norm: nn.Module | None
+    ) -> Float[Tensor, "batch {heads} length head_dim"]:
+        """Return projected queries or keys split into heads, and normalised per head or over all heads together."""
+        if self.qk_norm is None or norm is None:
+            return self._split_heads(projected, heads)
+        if self.qk_norm.over == "heads":
+            return self._split_heads(apply_norm(norm, projected), heads)
+        return apply_norm(norm, self._split_heads(projected, heads))
+
+    # -- checks -----------------------------------------------------------------------------------------------
+
+    def _checked_inputs(self, x: Any, context: Any, value_context: Any) -> LayerInputs:
+        """Return the inputs of a call with a batch axis; x takes the place of a missing context.
+
+        Raises:
+            InputError: inputs that do not fit the layer or each other.
+        """
+        if isinstance(context, ProjectedContext):
+            return LayerInputs(self._checked_x_for(context, x, value_context), context, None)
+        self._check_input("x", x, self.embed_dim)
+        if context is None:
+            if value_context is not None:
+                raise InputError("context", expected="a tensor with value_context", got="none")
+            for name, width in (("context", self.context_dim), ("value_context", self.value_context_dim)):
+                if width != self.embed_dim:
+                    raise InputError(name, expected=f"a tensor of width {width}, the layer's", got="none")
+            x = _with_batch(x)
+            return LayerInputs(x, x, x)
+        contexts = self._checked_contexts(context, value_context)
+        if context.shape[:-2] != x.shape[:-2]:
+            expected = f"the batch of x, {tuple(x.shape[:-2])}"
+            raise InputError("context", expected=expected, got=tuple(context.shape[:-2]))
+        return LayerInputs(_with_batch(x), *contexts)
+
+    def _checked_contexts(
+        self, context: Any, value_context: Any
+    ) -> tuple[Float[Tensor, "batch keys context"], Float[Tensor, "batch keys value_context"]]:
+        """Return the sources of keys and of values with a batch axis.
+
+        Raises:
+            InputError: contexts that do not fit the layer or each other.
+        """
+        self._check_takes_context()
+        self._check_input("context", context, self.context_dim)
+        if value_context is None:
+            if self.value_context_dim != self.context_dim:
+                expected = f"a tensor of width {self.value_context_dim}, the layer's"
+                raise InputError("value_context", expected=expected, got="none")
+            return _with_batch(context), _with_batch(context)
+        self._check_input("value_context", value_context, self.value_context_dim)
+        if value_context.shape[:-1] != context.shape[:-1]:
+            expected = f"batch and length {tuple(context.shape[:-1])} like context"
+            raise InputError("value_context", expected=expected, got=tuple(value_context.shape[:-1]))
+        return _with_batch(context), _with_batch(value_context)
+
+    def _check_takes_context(self) -> None:
+        """Raise `InputError` if the layer has `fused_qkv`, because `qkv_proj` projects x alone."""
+        if self.fused_qkv:
+            raise InputError(
+                "context",
+                expected="none, since qkv_proj projects x alone",
+                got="some",
+                remedy="separate_projections(layer) gives a layer that takes one",
+            )
+
+    def _checked_x_for(
+        self, context: ProjectedContext, x: Any, value_context: Any
+    ) -> Float[Tensor, "batch queries embed"]:
+        """Return x with a batch axis, for a call with a projected context.
+
+        Raises:
+            InputError: a context of another layer or batch, or a value context in addition.
+        """
+        self._check_takes_context()
+        self._check_input("x", x, self.embed_dim)
+        if value_context is not None:
+            raise InputError("value_context", expected="none with a projected context", got="some")
+        sizes = [(tensor.shape[1], tensor.shape[3]) for tensor in context]
+        if sizes != self._cached_sizes:
+            expected = f"heads and widths {self._cached_sizes}, as project_context of this layer makes them"
+            raise InputError("context", expected=expected, got=sizes)
+        batched = _with_batch(x)
+        if len(context.k) != len(batched):
+            raise InputError("context", expected=f"the batch of x, {len(batched)}", got=len(context.k))
+        return batched
+
+    @property
+    def _cached_sizes(self) -> list[tuple[int, int]]:
+        """Number of heads and width of the keys, and of the values."""
+        return [(self.maps * self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.value_dim)]
+
+
+def _with_batch(tensor: Float[Tensor, "*batch length width"]) -> Float[Tensor, "batch length width"]:
+    """Return the tensor with a batch axis of 1 in front, if it has none."""
+    return tensor if tensor.ndim == 3 else tensor.unsqueeze(0)
