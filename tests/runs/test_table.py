@@ -1,0 +1,148 @@
+"""Tables of results: estimates from samples, DataFrames, files, and heatmaps."""
+
+import json
+import math
+import statistics
+
+import pytest
+import torch
+
+import headwise as hw
+import tiny
+from headwise.runs.rows import NO_ESTIMATE, MeanEstimate, head_estimates
+from headwise.statistics.moments import RunningMoments
+from profile_runs import texts, values
+
+pytestmark = pytest.mark.usefixtures("as_user")
+
+
+@pytest.fixture(scope="module")
+def profile():
+    """A profile of the tiny decoder."""
+    return hw.profile(tiny.model("decoder"), texts())
+
+
+def test_an_estimate_is_the_mean_with_its_standard_error():
+    samples = [0.5, -1.25, 3.0, 0.75, 2.5]
+    estimate = MeanEstimate.of([samples[0], math.nan, *samples[1:]])
+    assert estimate.value == pytest.approx(statistics.mean(samples), rel=1e-15)
+    assert estimate.sem == pytest.approx(statistics.stdev(samples) / math.sqrt(5), rel=1e-15)
+    assert estimate.n == 5
+
+
+def test_an_estimate_of_one_sample_has_no_error_and_of_none_no_value():
+    value, sem, n = MeanEstimate.of([2.5, math.nan])
+    assert (value, n) == (2.5, 1)
+    assert math.isnan(sem)
+    assert MeanEstimate.of([math.nan]) is NO_ESTIMATE
+    assert MeanEstimate.of([]) is NO_ESTIMATE
+
+
+def test_running_moments_become_an_estimate_per_head():
+    samples = torch.randn(7, 3, dtype=torch.float64)
+    samples[2, 1] = math.nan
+    samples[1:, 2] = math.nan
+    for head, estimate in enumerate(head_estimates(RunningMoments.from_values(samples))):
+        expected = MeanEstimate.of(samples[:, head].tolist())
+        assert estimate == pytest.approx(expected, rel=1e-12, nan_ok=True)
+
+
+def test_tables_have_a_row_per_head(profile):
+    table, errors = profile.table(), profile.sem()
+    assert list(table.columns) == ["layer", "head", "kv_head", "module", "kind", "role", *profile.statistics]
+    assert list(errors.columns) == list(table.columns)
+    assert len(table) == len(errors) == 12
+    for row, head in enumerate(profile.heads):
+        assert table["entropy"][row] == head.statistics["entropy"].value
+        assert errors["entropy"][row] == head.statistics["entropy"].sem
+        assert table["role"][row] == head.role
+
+
+def test_a_saved_table_is_loaded_unchanged(profile, tmp_path):
+    from pyarrow import parquet
+
+    folder = tmp_path / "new" / "folder"
+    profile.save(folder)
+    loaded = hw.load_profile(folder)
+    assert values(loaded) == values(profile)
+    assert [head.identifiers for head in loaded.heads] == [head.identifiers for head in profile.heads]
+    assert loaded.metadata == profile.metadata
+    assert [path.name for path in folder.iterdir()] == ["profile.parquet"]
+    schema = parquet.read_schema(folder / "profile.parquet")
+    assert schema.names[:6] == ["layer", "head", "kv_head", "module", "kind", "role"]
+    assert schema.names[6:9] == ["entropy", "entropy_sem", "entropy_n"]
+    metadata = json.loads(schema.metadata[b"headwise"])
+    assert set(metadata) == {"format", "model", "data", "versions", "settings", "measured"}
+    assert metadata["versions"]["torch"] == torch.__version__
+    with pytest.raises(hw.InputError, match="^out: expected a folder without profile.parquet, got .*; --force .force"):
+        profile.save(folder)
+    profile.save(folder, force=True)
+
+
+def test_a_folder_without_a_table(tmp_path):
+    sentence = "^profile: expected a folder with a readable profile.parquet, got No such file or directory: '.*'$"
+    with pytest.raises(hw.InputError, match=sentence):
+        hw.load_profile(tmp_path)
+    with pytest.raises(hw.InputError, match=sentence):
+        hw.load_profile(tmp_path / "none")
+    (tmp_path / "file").touch()
+    with pytest.raises(hw.InputError, match="^profile: .* got Not a directory"):
+        hw.load_profile(tmp_path / "file")
+
+
+@pytest.fixture
+def saved(profile, tmp_path):
+    """The path of a saved profile, and its content as a pyarrow table."""
+    from pyarrow import parquet
+
+    profile.save(tmp_path)
+    path = tmp_path / "profile.parquet"
+    return path, parquet.read_table(path)
+
+
+def test_a_file_without_metadata_is_of_an_older_version(saved):
+    from pyarrow import parquet
+
+    path, table = saved
+    for metadata in (None, {b"headwise": b'{"format": 1}'}, {b"headwise": b"[]"}, {b"pandas": b"{}"}):
+        parquet.write_table(table.replace_schema_metadata(metadata), path)
+        sentence = "^profile: expected a file .* with the metadata of its run, got a file without it, as older versions"
+        with pytest.raises(hw.InputError, match=sentence):
+            hw.load_profile(path.parent)
+
+
+def test_a_damaged_file_is_refused(saved, profile):
+    from pyarrow import parquet
+
+    path, table = saved
+    data = path.read_bytes()
+    damaged = [
+        lambda: path.write_bytes(b""),
+        lambda: path.write_bytes(b"not a table"),
+        lambda: path.write_bytes(data[: len(data) // 2]),
+        lambda: parquet.write_table(table.replace_schema_metadata({b"headwise": b"["}), path),
+        lambda: parquet.write_table(table.drop_columns(["kv_head"]), path),
+        lambda: parquet.write_table(table.drop_columns(["entropy_n"]), path),
+    ]
+    for write in damaged:
+        write()
+        with pytest.raises(hw.InputError, match="^profile: expected a profile.parquet as headwise writes it, got unr"):
+            hw.load_profile(path.parent)
+    path.write_bytes(data)
+    assert values(hw.load_profile(path.parent)) == values(profile)
+
+
+def test_a_heatmap_has_a_cell_per_head(profile):
+    figure = profile.plot("first")
+    image = figure.axes[0].images[0].get_array()
+    assert image.shape == (2, 6)
+    for head in profile.heads:
+        assert image[head.layer, head.head] == pytest.approx(head.statistics["first"].value)
+    with pytest.raises(hw.InputError, match="^statistic: expected one of entropy, .*, got 'attention'$"):
+        profile.plot("attention")
+
+
+def test_a_head_by_layer_and_number(profile):
+    assert profile.head(1, 3).name == "1.3"
+    with pytest.raises(hw.InputError, match="^head: expected a .layer, head. of this profile, got .2, 0.$"):
+        profile.head(2, 0)
