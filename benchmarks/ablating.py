@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from benchmarks.command import arguments
+from benchmarks.command_line import arguments
 from benchmarks.measure import Ratio, Row, report, show
 from benchmarks.peers import FEW_ROUNDS
 from benchmarks.regime import Regime

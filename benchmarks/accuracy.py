@@ -13,10 +13,10 @@ from collections import Counter
 
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
-from tests.oracles import distance, plain_attention, plain_errors
-from tests.strategies import problems
 
 import headwise as hw
+from tests.oracles import distance, plain_attention, plain_errors
+from tests.strategies import problems
 
 
 def measure(dtype: torch.dtype, number: int) -> Counter:

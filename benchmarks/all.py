@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.command import arguments, require
-from benchmarks.promises import HEADERS, judged, table
+from benchmarks.command_line import arguments, require
+from benchmarks.targets import HEADERS, judged, table
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from benchmarks.command import arguments
+from benchmarks.command_line import arguments
 from benchmarks.contestants import Contestant, linear_parameters, load, our_layer, our_parameters
 from benchmarks.library_peers import llama_layer, llama_parameters
 from benchmarks.measure import Call, interleaved, report

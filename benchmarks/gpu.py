@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import headwise as hw
 from benchmarks import oracle
-from benchmarks.command import arguments
+from benchmarks.command_line import arguments
 from benchmarks.measure import Call, Ratio, Row, interleaved, report, show
 from benchmarks.oracle import ROWS, WrongError
 from benchmarks.regime import Regime

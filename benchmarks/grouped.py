@@ -10,7 +10,7 @@ definition in float64.
 from collections.abc import Sequence
 from itertools import product
 
-from benchmarks.command import arguments
+from benchmarks.command_line import arguments
 from benchmarks.measure import report
 from benchmarks.peers import Comparison
 from benchmarks.regime import Regime, both

@@ -12,7 +12,7 @@ the same rounds; the work of causal attention is that of the scores that are not
 from collections.abc import Sequence
 from itertools import product
 
-from benchmarks.command import arguments
+from benchmarks.command_line import arguments
 from benchmarks.measure import report
 from benchmarks.peers import FLEX, Comparison
 from benchmarks.regime import Regime, both

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.command import Options
+from benchmarks.command_line import Options
 from benchmarks.regime import Regime
 
 LEAST = 0.02

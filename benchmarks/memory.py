@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from itertools import product
 from statistics import median
 
-from benchmarks.alone import BLOCKWISE, attention, check
-from benchmarks.command import Options, arguments
+from benchmarks.attention_only import BLOCKWISE, attention, check
+from benchmarks.command_line import Options, arguments
 from benchmarks.contestants import ours
 from benchmarks.measure import Ratio, Row, report, show
 from benchmarks.oracle import YARDSTICK
-from benchmarks.peak import TOLD, UNTOLD, measured, peak
+from benchmarks.peak_memory import TOLD, UNTOLD, measured, peak
 from benchmarks.peers import PEERS, TORCH_LAYER, Comparison, checked
 from benchmarks.regime import Regime
 

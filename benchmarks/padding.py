@@ -13,7 +13,7 @@ what is no padding. Ours is told the lengths, `layer(x, lengths=...)`; as `mask=
 from collections.abc import Sequence
 from itertools import product
 
-from benchmarks.command import arguments
+from benchmarks.command_line import arguments
 from benchmarks.contestants import ours_masked
 from benchmarks.measure import report
 from benchmarks.peers import Comparison

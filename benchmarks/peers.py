@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks import jax_peers, library_peers, oracle, torch_peers
-from benchmarks.command import Options
+from benchmarks.command_line import Options
 from benchmarks.contestants import Contestant, LeftOutError, Peer, ours
 from benchmarks.measure import Call, Ratio, Row, gemm, gemm_flops, interleaved, show
 from benchmarks.oracle import YARDSTICK, WrongError

@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.command import require
+from benchmarks.command_line import require
 from benchmarks.measure import Row
-from benchmarks.promises import HEADERS, table
+from benchmarks.targets import HEADERS, table
 from benchmarks.watching import MEMORY
 
 ROOT = Path(__file__).parent.parent

@@ -1,4 +1,4 @@
-"""What it costs to watch every head of a model: time and memory, against those who ask for the matrices.
+"""What it costs to watch every head of a model: time and memory, against those who ask for the weight_statistics.
 
 Regime: SmolLM2-135M-Instruct (30 layers of 9 heads on 3, 576 wide), float32, one text of 2,048 and of 8,192 tokens (the
 documents of this project), no gradients and no cache; all statistics of `hw.watch`. Time: of the watched forward over
@@ -31,16 +31,16 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from benchmarks import matrices
-from benchmarks.command import Options, arguments, require
+from benchmarks import weight_statistics
+from benchmarks.command_line import Options, arguments, require
 from benchmarks.contestants import LeftOutError
-from benchmarks.matrices import Found, Text
 from benchmarks.measure import Call, Ratio, Row, interleaved, report, show
 from benchmarks.oracle import WrongError
-from benchmarks.peak import TOLD, UNTOLD, measured
-from benchmarks.peak import peak as peak_of
+from benchmarks.peak_memory import TOLD, UNTOLD, measured
+from benchmarks.peak_memory import peak as peak_of
 from benchmarks.peers import FEW_ROUNDS
 from benchmarks.regime import Regime
+from benchmarks.weight_statistics import Found, Text
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.problem import Problem
 from headwise.data.models import load
@@ -163,7 +163,7 @@ def ours(of: Subject) -> Way:
     def run(length: int) -> Found:
         with hw.watch(of.model, special=of.special) as heads:
             of.model(input_ids=of.tokens[None, :length], use_cache=False)
-        return matrices.of_layers(
+        return weight_statistics.of_layers(
             [{name: each.value for name, each in record.statistics.items()} for record in heads.records]
         )
 
@@ -191,8 +191,8 @@ def _of_matrices(of: Subject, length: int, weights: Sequence[Tensor], out: Seque
     found = []
     for layer, returned, written in zip(weights, out, of.written, strict=True):
         by_head = returned.reshape(length, layer.shape[0], -1).transpose(0, 1)
-        found.append(matrices.statistics(layer, by_head, text, written))
-    return matrices.of_layers(found)
+        found.append(weight_statistics.statistics(layer, by_head, text, written))
+    return weight_statistics.of_layers(found)
 
 
 def eager(of: Subject) -> Way:
@@ -249,14 +249,14 @@ WAYS: dict[str, Callable[[Subject], Way]] = {PLAIN: plain, OURS: ours, EAGER: ea
 
 
 def exact(of: Subject, length: int) -> Found:
-    """The statistics in float64 of the eager matrices."""
+    """The statistics in float64 of the eager weight_statistics."""
     weights, out = _matrices(of, length)
     text = of.text(length)
     found = []
     for layer, returned, written in zip(weights, out, of.written, strict=True):
         by_head = returned[0].double().unflatten(-1, (layer.shape[1], -1)).transpose(0, 1)
-        found.append(matrices.statistics(layer[0].double(), by_head, text, written.double()))
-    return matrices.of_layers(found)
+        found.append(weight_statistics.statistics(layer[0].double(), by_head, text, written.double()))
+    return weight_statistics.of_layers(found)
 
 
 def checked(of: Subject, names: Sequence[str], length: int) -> tuple[dict[str, Way], dict[str, str]]:
@@ -266,7 +266,7 @@ def checked(of: Subject, names: Sequence[str], length: int) -> tuple[dict[str, W
         try:
             way = WAYS[name](of)
             if name != PLAIN:
-                matrices.check(way(length), right)
+                weight_statistics.check(way(length), right)
         except WrongError as reason:
             if name == OURS:
                 raise SystemExit(f"watched, {length} tokens: {reason}") from reason
@@ -306,7 +306,7 @@ def check_call(regime: Regime) -> None:
     weights = (q @ k.mT / regime.head_dim**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
     found = {name: values[0] for name, values in run().means().items()}
     try:
-        matrices.check(found, matrices.statistics(weights, weights @ v, Text(tokens)))
+        weight_statistics.check(found, weight_statistics.statistics(weights, weights @ v, Text(tokens)))
     except WrongError as reason:
         raise SystemExit(f"{regime.name}, one call: {reason}") from reason
 

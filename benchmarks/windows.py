@@ -16,8 +16,8 @@ from dataclasses import replace
 from itertools import product
 
 from benchmarks import oracle
-from benchmarks.alone import ATTEND, SDPA, attention, check
-from benchmarks.command import Options, arguments
+from benchmarks.attention_only import ATTEND, SDPA, attention, check
+from benchmarks.command_line import Options, arguments
 from benchmarks.contestants import ours
 from benchmarks.measure import Call, Ratio, Row, interleaved, report, show
 from benchmarks.oracle import WrongError

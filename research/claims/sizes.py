@@ -1,23 +1,26 @@
-"""How much is measured: tiny to try the code, the default, and more."""
+"""How much is measured: tiny (a test of the code), default, and full."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Size:
-    """The numbers on which the time depends.
+    """Amounts of training, data and timing.
 
     Attributes:
-        steps: of each training.
-        seeds: trainings of each setting, after the search for a learning rate.
-        trials: learning rates that are tried for each setting.
-        heads: numbers of heads that are compared, where the width allows.
-        held_out: batches to judge by.
-        rounds: of timing.
-        width: of the layers that are timed; their (batch, length) are `lengths`.
-        sequences: of which the heads of real models are compared, and tokens of each.
-        models: real ones.
-        drawn: random sets of heads that are removed, of each number.
+        name: tiny, default or full.
+        steps: number of steps of each training.
+        seeds: number of trainings of each setting, after the search for a learning rate.
+        trials: number of learning rates that are tried for each setting.
+        heads: numbers of heads that are compared, as far as the width allows.
+        held_out: number of held-out batches.
+        rounds: number of samples of each timing.
+        width: of the layers that are timed.
+        lengths: pairs of batch and length of the layers that are timed.
+        sequences: number of sequences for the real models.
+        tokens: number of tokens of each of these sequences.
+        models: names of the real models.
+        drawn: number of random sets of heads that are removed, for each size of the set.
         large: whether the larger models are trained too.
     """
 

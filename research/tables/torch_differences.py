@@ -88,7 +88,7 @@ def row_hidden(row: int = 3) -> Tensor:
     return mask
 
 
-# -- rows without a key -------------------------------------------------------------------------------------------
+# -- rows without a key -----------------------------------------------------------------------------------------------
 
 EMPTY = "A query without a key takes nothing: its heads give 0, its weights are 0, the output is `out_proj.bias`."
 
@@ -123,7 +123,7 @@ def _(cls):
         return nans(block(tokens(), src_mask=row_hidden()))
 
 
-# -- the causal hint ----------------------------------------------------------------------------------------------
+# -- the causal hint --------------------------------------------------------------------------------------------------
 
 
 def changed_by_the_hint(layer: nn.MultiheadAttention, query: Tensor, key: Tensor, mask: Tensor) -> str:
@@ -179,7 +179,7 @@ def _(cls):
     return told(lambda: made(cls)(x, x, x, is_causal=True))
 
 
-# -- what stands in place of a parameter --------------------------------------------------------------------------
+# -- what stands in place of a parameter ------------------------------------------------------------------------------
 
 
 @difference(
@@ -238,7 +238,7 @@ def _(cls):
     return f"the layer's `forward` ran {len(ran)} times"
 
 
-# -- dropout ------------------------------------------------------------------------------------------------------
+# -- dropout ----------------------------------------------------------------------------------------------------------
 
 
 @difference(
@@ -260,7 +260,7 @@ def _(cls):
     return told(lambda: made(cls, dropout=1.0)(x, x, x))
 
 
-# -- mistakes -----------------------------------------------------------------------------------------------------
+# -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 @difference("An `attn_mask` of the wrong shape", TOLD_BETTER, "")
@@ -306,7 +306,7 @@ def _(cls):
     return f"a warning: {said[0].message}" if said else "no warning"
 
 
-# -- the document -------------------------------------------------------------------------------------------------
+# -- the document -----------------------------------------------------------------------------------------------------
 
 
 def cell(text: str) -> str:

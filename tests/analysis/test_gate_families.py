@@ -11,11 +11,11 @@ from itertools import chain
 import pytest
 import torch
 import torch.nn.functional as F
-from research.census.builder import build
-from research.census.inputs import attempts, takes_padding
 from torch import Tensor, nn
 
 import headwise as hw
+from research.census.builder import build
+from research.census.inputs import attempts, takes_padding
 
 BUDGET = 1e-12
 

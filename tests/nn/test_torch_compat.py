@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from research.tables.torch_differences import DIFFERENCES
 from torch import nn
 
 import headwise as hw
 from headwise.nn.torch_compat import MultiheadAttention
 from oracles import plain_attention
+from research.tables.torch_differences import DIFFERENCES
 
 BATCH, HEADS, HEAD_DIM, QUERIES, KEYS, KDIM, VDIM = 3, 2, 7, 5, 11, 13, 17
 EMBED = HEADS * HEAD_DIM

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+import headwise as hw
+from headwise.statistics.moments import RunningMoments
+from oracles import statistics_of
 from research.census import compare, reference
 from research.census import report as make_census
 from research.census.builder import build, tiny_config
 from research.census.inputs import attempts
 from research.census.judge import Verdict, judge
-
-import headwise as hw
-from headwise.statistics.moments import RunningMoments
-from oracles import statistics_of
 
 TOKENS = torch.randint(0, 5, (2, 7), generator=torch.Generator().manual_seed(3))
 REAL = torch.arange(7) >= torch.tensor([[0], [2]])

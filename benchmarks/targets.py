@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.ablating import WHOLE
-from benchmarks.alone import SDPA
+from benchmarks.attention_only import SDPA
 from benchmarks.decoding import STEPS
 from benchmarks.measure import Row
 from benchmarks.memory import SIZES

@@ -1,9 +1,11 @@
-"""The task of several relations: at each place, name the token 1, 2, 3 and 4 places before, each in a slot of its own.
+"""A task of several relations: at each position, name the tokens 1, 2, 3 and 4 positions before, each in its own slot.
 
-One layer of attention without a residual path; then one linear map a slot, or an MLP and these maps. Why a single head
-cannot do more than one slot with linear maps is written down in docs/reports/claims.md, and holds exactly where
-queries and keys know the place of a token alone ("places"); "tokens" is ordinary attention, whose queries and keys
-are made of the tokens; "mlp" is that with an MLP, which may tell unequal mixtures apart.
+The model is one attention layer without a residual path and one linear map for each slot. There are three kinds:
+
+- "places": queries and keys depend on the position alone. A single head cannot serve more than one slot then; the
+  proof is in docs/reports/claims.md.
+- "tokens": ordinary attention, in which queries and keys are computed from the tokens.
+- "mlp": ordinary attention followed by an MLP, which can distinguish mixtures that a linear map cannot.
 """
 
 import torch
@@ -19,10 +21,10 @@ KINDS = ("places", "tokens", "mlp")
 
 
 class Relations(nn.Module):
-    """Embedding, attention with rotary positions, and the read-out of each slot.
+    """Embedding, one attention layer with rotary positions, and a linear map for each slot.
 
     Args:
-        setting: the heads.
+        setting: number and size of the heads.
         kind: one of `KINDS`.
     """
 
@@ -39,12 +41,12 @@ class Relations(nn.Module):
         self.slots = nn.Linear(WIDTH, OFFSETS * SYMBOLS)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits, `(batch, length, slots, symbols)`."""
+        """Return logits, `(batch, length, slots, symbols)`."""
         x = self.embed_tokens(input_ids)
         if self.place is None:
             y = self.self_attn(x)
         else:
-            same = self.place.expand_as(x)  # what turns it is the place
+            same = self.place.expand_as(x)  # only the rotation distinguishes positions
             y = self.self_attn(same, same, x)
         if self.mlp is not None:
             y = y + self.mlp(y)
@@ -52,13 +54,13 @@ class Relations(nn.Module):
 
 
 def answers(ids: Tensor) -> Tensor:
-    """What is to be said from place `OFFSETS` on: `(batch, places, slots)`."""
+    """Return the right symbol of each slot, for positions from `OFFSETS` on: `(batch, positions, slots)`."""
     length = ids.shape[1]
     return torch.stack([ids[:, OFFSETS - offset : length - offset] for offset in range(1, OFFSETS + 1)], -1)
 
 
 def relations_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """-ln p of the tokens asked for, the mean over places and slots: `(batch,)`."""
+    """Return the cross-entropy of each sequence in nats, averaged over positions and slots: `(batch,)`."""
     ids = batch["input_ids"]
     logits = model(ids)[:, OFFSETS:]
     losses = F.cross_entropy(logits.flatten(0, 2), answers(ids).flatten(), reduction="none")
@@ -67,7 +69,7 @@ def relations_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, batches: Batches) -> list[float]:
-    """The share of right answers in each slot."""
+    """Return the share of right answers in each slot."""
     right = [
         (model(batch["input_ids"])[:, OFFSETS:].argmax(-1) == answers(batch["input_ids"])).double().mean((0, 1))
         for batch in batches
@@ -77,11 +79,11 @@ def accuracy(model: nn.Module, batches: Batches) -> list[float]:
 
 @torch.no_grad()
 def weights(model: Relations, ids: Tensor) -> list[list[float]]:
-    """The mean weight of each head on each of the offsets: `heads` lists of one number an offset."""
+    """Return the mean attention weight of each head on the tokens 1 to `OFFSETS` positions before: one list a head."""
     x = model.embed_tokens(ids)
-    given = (x,) if model.place is None else (model.place.expand_as(x), model.place.expand_as(x), x)
-    _, found = model.self_attn(*given, return_weights=True)
+    inputs = (x,) if model.place is None else (model.place.expand_as(x), model.place.expand_as(x), x)
+    _, attention = model.self_attn(*inputs, return_weights=True)
     length = ids.shape[1]
     rows = torch.arange(OFFSETS, length)
-    means = [found[:, :, rows, rows - offset].double().mean((0, 2)) for offset in range(1, OFFSETS + 1)]
+    means = [attention[:, :, rows, rows - offset].double().mean((0, 2)) for offset in range(1, OFFSETS + 1)]
     return torch.stack(means, -1).tolist()

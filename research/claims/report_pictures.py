@@ -1,4 +1,4 @@
-"""The pictures of docs/reports/claims.md, from what was measured."""
+"""Pictures of docs/reports/claims.md."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -9,15 +9,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from research.claims.compared import Layer, Study, costs, gaps
-from research.claims.spread import Estimate
+from research.claims.estimates import Estimate
+from research.claims.study_results import Layer, Study, gaps, time_ratios
 
 DPI = 110
 COLUMNS = 3
 
 
 def panels(number: int, width: float = 3.4, height: float = 2.6) -> tuple[Figure, list[Axes]]:
-    """A figure of so many axes, three a row; what is over is blank."""
+    """Return a figure with a number of axes, three in a row, and these axes."""
     rows, columns = -(-number // COLUMNS), min(number, COLUMNS)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -27,7 +27,7 @@ def panels(number: int, width: float = 3.4, height: float = 2.6) -> tuple[Figure
 
 
 def by_heads(axes: Axes, numbers: Sequence[int], **labels: str) -> None:
-    """Heads along the bottom, doubling."""
+    """Label the x-axis with numbers of heads on a logarithmic scale."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(numbers, [str(number) for number in numbers])
     axes.minorticks_off()
@@ -35,21 +35,27 @@ def by_heads(axes: Axes, numbers: Sequence[int], **labels: str) -> None:
 
 
 def line(axes: Axes, values: Mapping[int, Sequence[float]], label: str | None = None) -> None:
-    """Means over seeds with standard errors, and each seed as a point."""
-    found = {number: Estimate.of(each) for number, each in values.items()}
-    means, errors = [each.mean for each in found.values()], [each.error for each in found.values()]
-    shown = axes.errorbar(list(found), means, yerr=errors, marker="o", markersize=3, capsize=2, label=label)
+    """Plot means over seeds with standard errors, and each seed as a point.
+
+    Args:
+        axes: where to plot.
+        values: one value for each seed, by number of heads.
+        label: for the legend.
+    """
+    estimates = {number: Estimate.of(of_seeds) for number, of_seeds in values.items()}
+    means, errors = [each.mean for each in estimates.values()], [each.error for each in estimates.values()]
+    shown = axes.errorbar(list(estimates), means, yerr=errors, marker="o", markersize=3, capsize=2, label=label)
     for number, each in values.items():
         axes.plot([number] * len(each), each, ".", color=shown.lines[0].get_color(), alpha=0.4, markersize=4)
 
 
 def of_seeds(values: Mapping[int, Mapping[int, float]]) -> dict[int, list[float]]:
-    """Without their seeds."""
+    """Return the values of all seeds as a list, by number of heads."""
     return {number: list(each.values()) for number, each in values.items()}
 
 
 def losses(studies: Sequence[Study], path: Path) -> None:
-    """Held-out loss against heads, a panel a setting."""
+    """Plot the held-out loss against the number of heads, one panel for each setting."""
     figure, axes = panels(len(studies))
     for each, study in zip(axes, studies, strict=True):
         line(each, of_seeds(study.values()))
@@ -59,7 +65,7 @@ def losses(studies: Sequence[Study], path: Path) -> None:
 
 
 def heads_apart(small: Sequence[Layer], real: Mapping[str, Sequence[Layer]], path: Path) -> None:
-    """Distances by layer: trained, untrained, and untrained and as sharp."""
+    """Plot the distances between heads by layer: trained, untrained, and untrained but equally sharp."""
     figure, axes = panels(1 + len(real), 3.6, 3.0)
     groups = {"trained here, 8 heads": [each for each in small if each.heads == 8], **real}
     for each, (title, layers) in zip(axes, groups.items(), strict=True):
@@ -76,11 +82,11 @@ def heads_apart(small: Sequence[Layer], real: Mapping[str, Sequence[Layer]], pat
 
 
 def times(regimes: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Time against that of one head, fused and as a list."""
+    """Plot the time relative to the fused layer with one head, for the fused layer and for a list of heads."""
     figure, axes = panels(2, 4.2, 3.2)
     for each, what in zip(axes, ("forward", "training"), strict=True):
         for name, style in (("fused", "-"), ("list", "--")):
-            found = [cost for cost in costs(regimes, f"{name} {{n}}", "fused 1") if cost.what == what]
+            found = [ratio for ratio in time_ratios(regimes, f"{name} {{n}}", "fused 1") if ratio.what == what]
             for place, regime in enumerate(dict.fromkeys(cost.regime for cost in found)):
                 some = [cost for cost in found if cost.regime == regime]
                 heads, medians = [cost.heads for cost in some], [cost.median for cost in some]
@@ -96,7 +102,7 @@ def times(regimes: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def slots(studies: Sequence[Study], path: Path) -> None:
-    """Right answers in each slot of the task of several relations."""
+    """Plot the share of right answers in each slot of the task of several relations."""
     figure, axes = panels(len(studies))
     for each, study in zip(axes, studies, strict=True):
         for slot in range(len(study.runs[study.heads[0]][0]["accuracy"])):
@@ -110,7 +116,7 @@ def slots(studies: Sequence[Study], path: Path) -> None:
 
 
 def gap(study: Study, path: Path) -> None:
-    """The gap of small data, and the two losses that it is between."""
+    """Plot the generalisation gap of the study on little data, and the two losses it is the difference of."""
     figure, axes = panels(2, 4.2, 3.0)
     line(axes[0], of_seeds(gaps(study)))
     by_heads(axes[0], study.heads, ylabel="held-out less training loss, nats")
@@ -122,7 +128,7 @@ def gap(study: Study, path: Path) -> None:
 
 
 def removed(study: Study, path: Path) -> None:
-    """The loss without some share of the heads."""
+    """Plot the loss against the share of heads that are removed."""
     figure, axes = panels(2, 4.2, 3.0)
     for heads, runs in study.runs.items():
         total = runs[0]["removed"]["heads"]
@@ -140,5 +146,5 @@ def removed(study: Study, path: Path) -> None:
 
 
 def mean_of(given: float | Sequence[float]) -> float:
-    """Of one number or several."""
+    """Return the mean of one number or of several."""
     return given if isinstance(given, float | int) else sum(given) / len(given)

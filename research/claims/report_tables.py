@@ -1,0 +1,261 @@
+"""Tables of docs/reports/claims.md: one function for the section of each claim."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from research.claims.corpora import SYMBOLS
+from research.claims.estimates import Estimate
+from research.claims.report_text import EXAMPLE, MIXES, ONE_HEAD
+from research.claims.result_files import FEW_DATA, MAIN, RANKED, Results
+from research.claims.study_results import (
+    Study,
+    cost_of_all,
+    cost_of_half,
+    gaps,
+    is_good,
+    is_good_in_pairs,
+    share_of_half,
+    time_ratios,
+)
+from research.claims.verdicts import GOOD
+from research.markdown import markdown_table, picture
+
+
+def over_seeds(study: Study, name: str) -> dict[int, Estimate]:
+    """Return the mean of a measured value over seeds, by number of heads."""
+    return {heads: Estimate.of(list(by_seed.values())) for heads, by_seed in study.values(name).items()}
+
+
+# -- one section a claim ----------------------------------------------------------------------------------------------
+
+
+def distances(results: Results) -> list[str]:
+    """Write the distances between heads, trained and untrained."""
+    rows = [
+        (layer.model, layer.heads or "all", layer.layer, layer.trained, layer.untrained, layer.as_sharp)
+        for layer in results.layers
+    ]
+    headers = ("model", "heads", "layer", "trained", "untrained", "untrained, equally sharp")
+    lines = ["Models trained here, means over seeds:", "", *markdown_table(headers, rows)]
+    rows = []
+    for saved in results.real.values():
+        layers = results.layers_by_real_model[saved["title"]]
+        means = (
+            Estimate.of([getattr(layer, name).mean for layer in layers])
+            for name in ("trained", "untrained", "as_sharp")
+        )
+        signs = [layer.over_as_sharp.sign for layer in layers]
+        above, below = signs.count(1), signs.count(-1)
+        rows.append((saved["title"], len(layers), *(f"{mean.mean:.3f}" for mean in means), above, below))
+    headers = ("model", "layers", "trained", "untrained", "equally sharp", "layers above equally sharp", "below")
+    sequences = {f"{saved['sequences']} sequences of {saved['tokens']} tokens" for saved in results.real.values()}
+    lines += [f"Real models, means over layers; {' and '.join(sequences)}, two untrained models each:", ""]
+    return lines + markdown_table(headers, rows) + picture("claims-distances", "Distances between heads by layer")
+
+
+def loss_table(studies: Sequence[Study]) -> list[str]:
+    """Write the held-out loss of every setting, and which numbers of heads differ significantly."""
+    heads = sorted({number for study in studies for number in study.heads})
+    rows = []
+    for study in studies:
+        losses = study.losses()
+        cells = [str(losses[number]) if number in losses else "" for number in heads]
+        seeds = losses[study.heads[0]].number
+        rows.append((study.title, seeds, *cells, f"{study.margin:.3f}", ", ".join(map(str, study.not_worse))))
+    return markdown_table(
+        ("setting", "seeds", *map(str, heads), "significant difference", "not significantly worse than the best"), rows
+    )
+
+
+def relations(results: Results) -> list[str]:
+    """Write the argument that one head serves one slot, and the results of the task of several relations."""
+    rows = []
+    for study in results.studies.values():
+        for heads, runs in study.runs.items() if "accuracy" in study.runs[study.heads[0]][0] else ():
+            slots = [Estimate.of([run["accuracy"][slot] for run in runs]) for slot in range(len(runs[0]["accuracy"]))]
+            cells = [f"{share.mean:.3f}" for share in slots]
+            largest = max(share.error for share in slots)
+            rows.append((study.saved["task"], heads, study.losses()[heads], *cells, f"{largest:.3f}"))
+    headers = ("model", "heads", "loss", "1 before", "2 before", "3 before", "4 before", "largest standard error")
+    lines = ["### Four relations at once", "", *ONE_HEAD, "", example(), "", *markdown_table(headers, rows)]
+    lines += picture("claims-relations", "Right answers in each slot, against heads")
+    study = results.studies["relations-places"]
+    rows = []
+    for heads in (number for number in study.heads if number <= 4):
+        for head, weights in enumerate(study.runs[heads][0]["weights"]):
+            rows.append((heads, head, *(f"{weight:.2f}" for weight in weights)))
+    lines += ["Attention weights of the heads with weights by position alone, first seed:", ""]
+    return lines + markdown_table(("heads", "head", "1 before", "2 before", "3 before", "4 before"), rows)
+
+
+def example() -> str:
+    """Return the paragraph on how often two heads are right, counted over all words of four symbols."""
+    shares = right_of_all()
+    heads = " and ".join(f"({', '.join(f'{weight:.2f}' for weight in head)})" for head in EXAMPLE)
+    mixes = ", ".join(f"{a:+.2f} and {b:+.2f}" for a, b in MIXES)
+    percent = ", ".join(f"{100 * share:.1f} %" for share in shares)
+    return (
+        "The argument requires a slot to be always right. Fewer heads can be right nearly always. Take two heads with "
+        f"the weights {heads} on the four positions, read out with the factors {mixes}. They name the right symbol "
+        f"of the four slots in {percent} of all words of {SYMBOLS} symbols (counted when this page is written). They "
+        "fail only where the right symbol occurs more than once. So accuracy need not fall by one slot for each missing head."
+    )
+
+
+def right_of_all() -> list[float]:
+    """Return the share of all words on which the two heads of the example are right, by slot."""
+    words = torch.cartesian_prod(*[torch.arange(SYMBOLS)] * len(MIXES))  # (words, positions)
+    weights = torch.tensor(MIXES) @ torch.tensor(EXAMPLE)  # (slots, positions)
+    shares = []
+    for slot, of_slot in enumerate(weights):
+        logits = torch.zeros(len(words), SYMBOLS).index_put_(
+            (torch.arange(len(words))[:, None], words), of_slot.expand(len(words), -1), accumulate=True
+        )
+        of_right = logits.gather(1, words[:, slot, None])
+        right = (logits >= of_right - 1e-6).sum(1) == 1  # no other symbol has a logit as large
+        shares.append(right.double().mean().item())
+    return shares
+
+
+def ranks(results: Results) -> list[str]:
+    """Write the ranks of scores and weights, by head_dim."""
+    rows = []
+    for study in (results.studies[name] for name in RANKED):
+        for heads, runs in study.runs.items():
+            means = [Estimate.of([run["ranks"][name] for run in runs]) for name in runs[0]["ranks"]]
+            rows.append((study.title, heads, study.saved["width"] // heads, *(f"{mean.mean:.1f}" for mean in means)))
+    headers = ("setting", "heads", "head_dim", "rank of the scores", "99 % of the scores", "99 % of the weights")
+    words = (
+        "More heads at equal width make each head narrower. The scores of a head, a matrix of all queries and all keys "
+        "before mask and softmax, have at most rank head_dim (Bhojanapalli et al. 2020, who therefore fix head_dim). "
+        "The table shows means over layers, heads, sequences and seeds. The last two columns count the singular "
+        "values that carry 99 % of the sum of squares of the scores and of the weights:"
+    )
+    return ["### The rank of the scores", "", words, "", *markdown_table(headers, rows)]
+
+
+def timing(results: Results) -> list[str]:
+    """Write the times of more heads, and of a list of heads, as ratios."""
+    rows = []
+    fused = time_ratios(results.clock, "fused {n}", "fused 1")
+    for one, other in zip(fused, time_ratios(results.clock, "list {n}", "fused {n}"), strict=True):
+        cells = (f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" for ratio in (one, other))
+        rows.append((one.regime, one.what, one.heads, *cells))
+    headers = ("regime", "pass", "heads", "fused, relative to one head", "list of heads, relative to fused")
+    rounds = len(next(iter(results.clock[0]["seconds"].values())))
+    words = (
+        f"Width {results.clock[0]['width']}, float32, causal. Each cell is the median and the quartiles of the ratios "
+        f"of pairs measured in the same round, over {rounds} rounds:"
+    )
+    return [words, "", *markdown_table(headers, rows), *picture("claims-times", "Time against the number of heads")]
+
+
+def small(results: Results) -> list[str]:
+    """Write the generalisation gap of the study on little data."""
+    study = results.studies[FEW_DATA]
+    gap, train = gaps(study), over_seeds(study, "train_loss")
+    rows = [
+        (heads, study.runs[heads][0]["rate"], train[heads], loss, Estimate.of(list(gap[heads].values())))
+        for heads, loss in study.losses().items()
+    ]
+    batches, steps = study.saved["training"]["batches"], study.saved["steps"]
+    words = f"{batches} batches, each used about {steps / batches:.0f} times; {len(study.runs[study.heads[0]])} seeds:"
+    headers = ("heads", "learning rate", "training loss", "held-out loss", "gap")
+    return [words, "", *markdown_table(headers, rows), *picture("claims-gap", "The gap against heads")]
+
+
+def without(results: Results) -> list[str]:
+    """Write the loss without half of the heads, and without all of them."""
+    study = results.studies[MAIN]
+    rows = []
+    for heads, runs in study.runs.items():
+        increases = [Estimate.of(list(cost_of_half(study, how)[heads].values())) for how in ("random", "least")]
+        total = runs[0]["removed"]["heads"]
+        parts = [Estimate.of(list(share_of_half(study, how)[heads].values())) for how in ("random", "least")]
+        every = Estimate.of(list(cost_of_all(study)[heads].values()))
+        whole = Estimate.of([run["removed"]["whole"] for run in runs])
+        rows.append((heads, total, whole, every, *increases, *parts))
+    halves = ("random half", "least important half", "random half / all", "least important half / all")
+    headers = ("heads", "in all layers", "loss of the whole model", "all", *halves)
+    draws = len(next(iter(study.runs[study.heads[0]][0]["removed"]["random"].values())))
+    words = (
+        f"{study.title}: the increase of the held-out loss without some heads. A random half is the mean of {draws} "
+        "draws from all layers. Importance is the mean absolute derivative of the loss with respect to a head's gate "
+        "(Michel et al. 2019) on training data:"
+    )
+    return [
+        words,
+        "",
+        *markdown_table(headers, rows),
+        *picture("claims-removed", "Loss against the share of heads removed"),
+    ]
+
+
+def turns(results: Results) -> list[str]:
+    """Write the number of heads with the lowest loss, and how much worse the largest number is."""
+    rows = []
+    for study in results.settings:
+        losses, most = study.losses(), study.heads[-1]
+        above = losses[most].mean - losses[study.best].mean
+        worse = "yes" if study.is_worse(most) else "no"
+        head_dim = study.saved["width"] // most
+        rows.append((study.title, study.best, most, head_dim, f"{above:.3f}", f"{study.margin:.3f}", worse))
+    headers = (
+        "setting",
+        "lowest mean loss at",
+        "largest number",
+        "head_dim",
+        "above the best by",
+        "significant difference",
+        "worse",
+    )
+    return [*markdown_table(headers, rows), *picture("claims-losses", "Held-out loss against heads in every setting")]
+
+
+def good(results: Results) -> list[str]:
+    """Write in how many settings each number of heads is good."""
+    every = sorted({heads for study in results.settings for heads in study.heads})
+    rows = []
+    for heads in every:
+        studies = [study for study in results.settings if heads in study.heads]
+        by_means, by_pairs = (sum(test(study, heads) for study in studies) for test in (is_good, is_good_in_pairs))
+        rows.append((heads, len(studies), by_means, by_pairs, sum(heads in study.not_worse for study in studies)))
+    headers = ("heads", "settings", "within one standard error", "the same, seed by seed", "not significantly worse")
+    lines = markdown_table(headers, rows)
+    rows = [
+        (study.title, study.best, *("yes" if test(study, GOOD) else "no" for test in (is_good, is_good_in_pairs)))
+        for study in results.settings
+    ]
+    return lines + markdown_table(
+        ("setting", "lowest mean loss at", f"{GOOD} within one standard error", "seed by seed"), rows
+    )
+
+
+def machine(results: Results) -> list[str]:
+    """Write the dates, the machines and the sizes of the trainings."""
+    runs = [
+        f"{what}: {_environment(results.about[name])}." for what, name in (("Timings", "clock"), ("Trainings", MAIN))
+    ]
+    rows = []
+    for study in results.studies.values():
+        saved = study.saved
+        sizes = f"{next(iter(saved['parameters'].values())):,.0f}", f"{saved['held out']:,}"
+        rows.append((study.title, saved["steps"], saved["training"]["tokens a batch"], saved["trials"], *sizes))
+    headers = ("study", "steps", "tokens a step", "learning rates tried", "parameters", "held-out tokens")
+    return [
+        "## How it was measured",
+        "",
+        *(line for text in runs for line in (text, "")),
+        *markdown_table(headers, rows),
+    ]
+
+
+def _environment(about: Mapping[str, Any]) -> str:
+    """Return the date, the machine and the versions in words."""
+    processes, threads = about["processes"], about["threads"]
+    work = f"{processes} process{'es' * (processes > 1)} of {threads} thread{'s' * (threads > 1)}"
+    machine = f"{about['cpu']}, {about['cores']} cores, {about['gpu'] or 'no GPU'}"
+    versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
+    return f"{about['date']}, {machine}, {work}; {versions}; size {about['size']}"

@@ -1,0 +1,111 @@
+"""Each script on tiny sizes: it runs, prints JSON, and rejects wrong results before timing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import (
+    ablating,
+    attention_only,
+    command_line,
+    decoding,
+    gpu,
+    layer,
+    peak_memory,
+    watching,
+    weight_statistics,
+    windows,
+)
+from benchmarks.measure import Row
+from benchmarks.oracle import WrongError
+from benchmarks.regime import Regime
+
+SCRIPTS = [layer, windows, decoding, watching, ablating, gpu]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_a_script_runs_and_says_it_in_json_last(script, capsys, monkeypatch):
+    # An interpreter of its own takes seconds to start.
+    monkeypatch.setattr(watching, "measured", lambda _, name, regime: watching.child(name, regime))
+    results = script.main(["--tiny", "--peers", "torch", "--rounds", "1", "--only", "forward"])
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == results
+    assert f"benchmarks.{last['benchmark']}" == script.__name__
+    assert last["rows"]
+    assert all(Row.read(row).ratio.median > 0 for row in last["rows"])
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("name", [attention_only.ATTEND, attention_only.BLOCKWISE])
+def test_attention_alone_is_checked_before_it_is_measured(name, training, monkeypatch):
+    regime = Regime(1, 64, 30, 5, "window", training=training)
+    attention_only.check(name, regime)
+    right = attention_only.attention
+
+    def wrong(asked, regime):
+        run, inputs = right(asked, regime)
+        return (lambda: [*run()[:-1], run()[-1] * 1.1]) if asked == name else run, inputs
+
+    monkeypatch.setattr(attention_only, "attention", wrong)
+    with pytest.raises(SystemExit, match=f"{name}, attention alone: .* is off by"):
+        attention_only.check(name, regime)
+
+
+def test_the_peak_of_a_run_is_what_it_holds_at_once():
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("Linux alone tells the peak")
+    megabytes = peak_memory.peak(lambda: torch.ones(64, 1024, 1024).sum()) / 2**20
+    assert 240 < megabytes < 300
+
+
+def test_what_is_watched_wrongly_is_not_timed(monkeypatch):
+    right = watching.ours
+
+    def wrong(of):
+        way = right(of)
+        return lambda length: {**(found := way(length)), "distance": found["distance"] * 1.001}
+
+    of = watching.subject(watching.TINY)
+    with torch.no_grad():
+        ways, left_out = watching.checked(of, list(watching.WAYS)[:3], 40)
+        assert (list(ways), left_out) == (list(watching.WAYS)[:3], {})
+        monkeypatch.setitem(watching.WAYS, watching.OURS, wrong)
+        with pytest.raises(SystemExit, match="watched, 40 tokens: distance is off by 1.0e-03 of its size in 12 heads"):
+            watching.checked(of, [watching.OURS], 40)
+
+
+def test_other_losses_than_those_of_whole_forwards_are_not_timed():
+    model, batch = ablating.subject(ablating.TINY)
+    heads = [(1, 2)]
+    found = {name: way(model, batch, heads, 24)[1] for name, way in ablating.WAYS.items()}
+    ablating.require_same(found)
+    found["ours"] = ablating.ours(model, batch, [(1, 3)], 24)[1]
+    with pytest.raises(SystemExit, match="ours: losses differ from those of whole forwards by"):
+        ablating.require_same(found)
+
+
+def test_a_peer_that_measures_something_else_is_left_out_by_name(monkeypatch, capsys):
+    right = watching.eager
+    monkeypatch.setitem(watching.WAYS, watching.EAGER, lambda of: lambda length: right(of)(length - 1))
+    with torch.no_grad():
+        ways, left_out = watching.checked(watching.subject(watching.TINY), [watching.PLAIN, watching.EAGER], 40)
+    assert (list(ways), list(left_out)) == ([watching.PLAIN], [watching.EAGER])
+    assert f"LEFT OUT  {watching.EAGER}: " in capsys.readouterr().out
+
+
+def test_statistics_of_a_matrix_that_are_not_there_or_too_many_are_refused():
+    weights = torch.eye(5, dtype=torch.float64).expand(2, 5, 5)
+    found = weight_statistics.statistics(weights, weights, weight_statistics.Text(torch.tensor([7, 8, 7, 9, 8])))
+    weight_statistics.check(found, found)
+    assert found["self"].tolist() == [1, 1]
+    assert found["received"].tolist() == pytest.approx([1 / 3, 1 / 3])  # the third key, which three rows see
+    assert found["entropy"].tolist() == found["previous"].tolist() == found["duplicate"].tolist() == [0, 0]
+    with pytest.raises(WrongError, match=r"measured \['confidence'.* where \['confidence'"):
+        weight_statistics.check({**found, "special": found["self"]}, found)
+
+
+def test_a_missing_peer_is_one_sentence():
+    with pytest.raises(SystemExit, match=r'not_there: not installed, .*; pip install "headwise\[bench\]"'):
+        command_line.require("torch", "not_there")

@@ -1,0 +1,118 @@
+"""The targets, the regimes that each target covers, and when it counts as met."""
+
+from dataclasses import replace
+
+import pytest
+from benchmark_examples import line, results, row
+
+from benchmarks import (
+    ablating,
+    attention_only,
+    memory,
+    oracle,
+    peers,
+    targets,
+    watching,
+    windows,
+)
+from benchmarks import report as make_benchmarks
+from benchmarks.regime import Regime
+
+
+def test_the_targets_are_those_that_were_set():
+    assert [(claim.target, claim.at_most) for claim in targets.CLAIMS] == [
+        (1.0, False),  # fastest peer, float32, forward
+        (1.0, False),  # and training
+        (1.4, False),  # nn.MultiheadAttention, float32, full
+        (2.5, False),  # and causal
+        (2.0, False),  # SDPA block, bfloat16, forward
+        (1.5, False),  # and training
+        (0.85, False),  # share of the GEMM rate, float32
+        (0.60, False),  # and bfloat16
+        (15.0, False),  # window, forward
+        (10.0, False),  # and training
+        (3.0, False),  # padded, nn.MultiheadAttention
+        (1.5, False),  # and the SDPA block
+        (1.3, False),  # decoding
+        (9.0, True),  # growth
+        (2.0, True),  # memory
+        (1.4, True),  # watching at 2,048
+        (1.6, True),  # and at 8,192
+        (3.0, False),  # output_attentions=True
+        (1.0, True),  # 300 MB
+        (1.0, True),  # 1 GB
+        (1.8, False),  # every head removed
+    ]
+
+
+def test_a_claim_is_judged_by_its_worst_regime_and_a_miss_is_marked():
+    longer = Regime(1, 4096, 512, 8)
+    text = make_benchmarks.document([results(row(1.6), row(1.3, longer))])
+    cells = line(text, "float32, 1,024 and more, forward, full")
+    assert cells[1:4] == ["at least 1.4", "1.30", "1.20 to 1.40"]
+    assert cells[4:] == ["(1, 4096, 512, 8) full float32 forward", "1 of 2", "**missed**"]
+    text = make_benchmarks.document([results(row(1.6), row(1.4, longer))])
+    assert line(text, "float32, 1,024 and more, forward, full")[-2:] == ["2 of 2", "met"]
+    assert line(text, "decoding step")[-1] == "not measured"
+
+
+@pytest.mark.parametrize("part", [{"only": "1024"}, {"quick": True}])
+def test_what_was_measured_in_part_is_not_called_met(part):
+    found = results(row(1.6)) | part
+    assert (
+        line(make_benchmarks.document([found]), "float32, 1,024 and more, forward, full")[-1]
+        == "met in part of the regimes"
+    )
+    assert "A part of the regimes, not all." in make_benchmarks.document([found])
+    assert (
+        line(make_benchmarks.document([results(row(1.3)) | part]), "1,024 and more, forward, full")[-1] == "**missed**"
+    )
+
+
+def test_growth_and_memory_may_not_exceed_their_targets():
+    regime = Regime(1, 8192, 512, 8, "window", training=True)
+    longer = replace(regime, length=32768)
+    for median, verdict in ((1.9, "met"), (2.1, "**missed**")):
+        text = make_benchmarks.document([results(row(median, regime, memory.SIZES), benchmark="memory")])
+        assert line(text, "peak extra memory of blockwise")[-1] == verdict
+    text = make_benchmarks.document([results(row(9.5, longer, windows.GROWTH), benchmark="windows")])
+    assert line(text, "cost growth")[-1] == "**missed**"
+
+
+TRAINING, NARROW = {"training": True}, {"dtype": "bfloat16"}
+
+LONG_WINDOW = {"mask": "window", "length": 8192}
+
+
+@pytest.mark.parametrize(
+    ("says", "benchmark", "against", "covered", "other"),
+    [
+        ("fastest peer, float32, every regime, forward", "padding", peers.FASTEST, {}, NARROW),
+        ("fastest peer, float32, every regime, training", "layer", peers.FASTEST, TRAINING, {"training": False}),
+        ("1,024 and more, forward, full", "layer", peers.TORCH_LAYER, {}, {"length": 512}),
+        ("1,024 and more, forward, causal", "layer", peers.TORCH_LAYER, {"mask": "causal"}, {"mask": "full"}),
+        ("bfloat16, 1,024 and more, forward", "layer", oracle.YARDSTICK, NARROW, {"length": 128}),
+        ("bfloat16, 1,024 and more, training", "grouped", oracle.YARDSTICK, NARROW | TRAINING, {"training": False}),
+        ("1,024, float32", "layer", peers.GEMM, {}, {"length": 4096}),
+        ("1,024, bfloat16", "layer", peers.GEMM, NARROW, {"mask": "causal"}),
+        ("with that mask, forward", "windows", attention_only.SDPA, LONG_WINDOW, {"length": 4096}),
+        ("with that mask, training", "windows", attention_only.SDPA, LONG_WINDOW | TRAINING, {"mask": "heads"}),
+        ("`key_padding_mask`", "padding", peers.TORCH_LAYER, {"mask": "padding"}, TRAINING),
+        ("the SDPA block with a mask", "padding", oracle.YARDSTICK, {"mask": "padding"}, TRAINING),
+        ("decoding step", "decoding", "LlamaAttention, DynamicCache", {"length": 4160}, {"length": 104}),
+        ("cost growth", "windows", windows.GROWTH, {"length": 32768}, {"length": 512}),
+        ("peak extra memory of blockwise", "memory", memory.SIZES, {"length": 8192}, {"length": 256}),
+        ("2,048 tokens, over its plain", "watching", watching.PLAIN, {"length": 2048}, {"length": 8192}),
+        ("8,192 tokens, over its plain", "watching", watching.PLAIN, {"length": 8192}, {"length": 2048}),
+        ("statistics from it", "watching", watching.EAGER, {"length": 2048}, {"length": 1024}),
+        ("over 300 MB", "watching", watching.MODEL_EXTRA, {"length": 8192}, {"length": 2048}),
+        ("over 1 GB", "watching", watching.CALL_EXTRA, {"length": 32768}, {"length": 8192}),
+        ("every head of SmolLM2", "ablating", ablating.WHOLE, {"batch": 16}, {"batch": 4}),
+    ],
+)
+def test_a_claim_covers_its_regimes_and_no_others(says, benchmark, against, covered, other):
+    (claim,) = [claim for claim in targets.CLAIMS if says in claim.says]
+    regime = replace(Regime(2, 1024, 512, 8), **covered)
+    assert claim.covers(benchmark, row(1.0, regime, against))
+    assert not claim.covers(benchmark, row(1.0, regime, "somebody else"))
+    assert not claim.covers(benchmark, row(1.0, replace(regime, **other), against))
