@@ -100,7 +100,8 @@ def example() -> str:
         "The argument requires a slot to be always right. Fewer heads can be right nearly always. Take two heads with "
         f"the weights {heads} on the four positions, read out with the factors {mixes}. They name the right symbol "
         f"of the four slots in {percent} of all words of {SYMBOLS} symbols (counted when this page is written). They "
-        "fail only where the right symbol occurs more than once. So accuracy need not fall by one slot for each missing head."
+        "fail only where the right symbol occurs more than once. So accuracy need not fall by one slot for each "
+        "missing head."
     )
 
 
