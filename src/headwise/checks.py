@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,11 +58,24 @@ def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, ".
 
 
 def whole_numbers(argument: str, values: Any, *, dimensions: tuple[int, ...], shape: str) -> Int[Tensor, "..."]:
-    """The values as a tensor of int64 of its own, which no later change of the caller's reaches."""
+    """Return whole numbers as an int64 tensor that shares no memory with the argument; raise `InputError` for others.
+
+    Numbers in a list stay readable under `torch.device("meta")`: they become a tensor on the CPU there.
+
+    Args:
+        argument: name of the argument, for the error.
+        values: a tensor, or anything that torch makes one of.
+        dimensions: numbers of dimensions that are allowed.
+        shape: description of the allowed shapes, for the error.
+    """
     try:
         tensor = torch.as_tensor(values)
+        if tensor.is_meta and not isinstance(values, Tensor):
+            tensor = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise InputError(argument, expected=f"whole numbers, {shape}", got=repr(values)) from None
+    if isinstance(values, Sequence) and not tensor.numel():
+        tensor = tensor.long()  # torch makes an empty list float
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or tensor.ndim not in dimensions:
         got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
         raise InputError(argument, expected=f"whole numbers, {shape}", got=got)

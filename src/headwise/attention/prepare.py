@@ -131,9 +131,12 @@ def _rotated_by_length(rotary: Rotary, inputs: AttentionInputs, offsets: packed.
 
     Packed sequences are separate texts; otherwise the longest sequence of the batch decides.
     """
-    texts = [(slice(None), slice(None))]
-    if offsets is not None:
+    if offsets is None:
+        texts = [(slice(None), slice(None))]
+    else:
         texts = list(zip(*map(packed.sequence_slices, offsets), strict=True))
+    if not texts:
+        return inputs
     rotated = []
     for queries, keys in texts:
         query_positions, key_positions = inputs.query_positions[:, queries], inputs.key_positions[:, keys]

@@ -82,18 +82,27 @@ class Mask(ABC):
         """Return the mask drawn with ■ (attends) and ·, one drawing for each sequence and head that differ.
 
         The default grid has the sizes that the mask prescribes, and 6 queries and keys where it prescribes none.
+
+        Raises:
+            InputError: parts of the mask that fit no common grid, or tensors without values, on the meta device.
         """
         if grid is None:
             own = self.natural_grid()
             keys = own.keys or own.queries or 6
             grid = Grid(own.batch or 1, own.heads or 1, own.queries or keys, keys, own.device)
-        drawings = self.block(grid).flatten(0, 1).tolist()
+        block = self.block(grid)
+        if block.is_meta:
+            raise InputError("mask", expected="a mask with values", got="tensors on meta")
+        drawings = block.flatten(0, 1).tolist()
         return "\n\n".join(
             "\n".join(" ".join("■" if attends else "·" for attends in row) for row in drawing) for drawing in drawings
         )
 
     def __str__(self) -> str:
-        return self.picture()
+        try:
+            return self.picture()
+        except InputError:
+            return repr(self)
 
     def __and__(self, other: "Mask") -> "Mask":
         return And(self, other) if isinstance(other, Mask) else NotImplemented

@@ -60,7 +60,8 @@ class PerHead(Mask):
         """Return the number of heads, and for the other axes the largest size that a head's mask prescribes."""
         grids = [mask.natural_grid() for mask in self.masks]
         batch, queries, keys = (max(getattr(grid, axis) for grid in grids) for axis in ("batch", "queries", "keys"))
-        return Grid(batch, len(self.masks), queries, keys)
+        device = next((grid.device for grid in grids if grid.device.type != "cpu"), torch.device("cpu"))
+        return Grid(batch, len(self.masks), queries, keys, device)
 
     def __repr__(self) -> str:
         return f"per_head({list(self.masks)})"

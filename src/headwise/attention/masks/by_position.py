@@ -9,6 +9,9 @@ from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import Coverage, Grid
 from headwise.shapes import Bool, Int
 
+MAX_DISTANCE = 2**62
+"""Bound above every position and distance: a larger number limits nothing, and would overflow int64 arithmetic."""
+
 
 @dataclass(frozen=True)
 class Band(Mask):
@@ -33,10 +36,10 @@ class Band(Mask):
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
         """Return whether each key `j` is within the band of each query row `i`."""
         distance_back = grid.query_position(i) - grid.key_position(j)
-        inside = distance_back >= -self.ahead * self.dilation
+        inside = distance_back >= -min(self.ahead * self.dilation, MAX_DISTANCE)
         if self.width is not None:
-            inside = inside & (distance_back < self.width * self.dilation)
-        return inside if self.dilation == 1 else inside & (distance_back % self.dilation == 0)
+            inside = inside & (distance_back < min(self.width * self.dilation, MAX_DISTANCE))
+        return inside if self.dilation == 1 else inside & (distance_back % min(self.dilation, MAX_DISTANCE) == 0)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return whether none, all or some of the keys of a block are within the band of its queries."""
@@ -74,7 +77,7 @@ class Prefix(Mask):
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
         """Return whether each key `j` is among the first `length`."""
-        return grid.key_position(j) < self.length
+        return grid.key_position(j) < min(self.length, MAX_DISTANCE)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return whether none, all or some of the keys of a block are among the first `length`."""
@@ -102,7 +105,8 @@ class Chunked(Mask):
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
         """Return whether each query row `i` and key `j` are in the same chunk."""
-        return grid.query_position(i) // self.size == grid.key_position(j) // self.size
+        size = min(self.size, MAX_DISTANCE)
+        return grid.query_position(i) // size == grid.key_position(j) // size
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
         """Return whether none, all or some of the pairs of a block are in the same chunk."""

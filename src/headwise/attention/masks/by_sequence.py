@@ -78,13 +78,14 @@ class Padding(Mask):
         return Padding(self.lengths[index : index + 1], self.side, self.bounded)
 
     def natural_grid(self) -> Grid:
-        """Return the number of sequences, and the largest length as the number of keys."""
-        return Grid(len(self.lengths), 0, 0, self._shortest_and_longest[1])
+        """Return the number of sequences, and the largest length as the number of keys, or 1 if it is not readable."""
+        keys = self._shortest_and_longest[1] if has_readable_values(self.lengths) else 1
+        return Grid(len(self.lengths), 0, 0, keys, _drawing_device(self.lengths))
 
     def __repr__(self) -> str:
         if not self.bounded:
-            return f"prefix({self.lengths.tolist()})"
-        return f"padding({self.lengths.tolist()}, side={self.side!r})"
+            return f"prefix({_shown(self.lengths)})"
+        return f"padding({_shown(self.lengths)}, side={self.side!r})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -148,7 +149,18 @@ class Segments(Mask):
 
     def natural_grid(self) -> Grid:
         """Return the number of keys, and that of sequences where they differ."""
-        return Grid(self.ids.shape[0] if self.ids.shape[0] > 1 else 0, 0, 0, self.ids.shape[1])
+        batch, keys = self.ids.shape
+        return Grid(batch if batch > 1 else 0, 0, 0, keys, _drawing_device(self.ids))
 
     def __repr__(self) -> str:
-        return f"segments({self.ids.tolist()})"
+        return f"segments({_shown(self.ids)})"
+
+
+def _drawing_device(values: Int[Tensor, "..."]) -> torch.device:
+    """Return the device on which a mask with these values can be evaluated: meta for values on meta, else the CPU."""
+    return values.device if values.is_meta else torch.device("cpu")
+
+
+def _shown(values: Int[Tensor, "..."]) -> str:
+    """Return the values for a `repr`, or the shape of a tensor whose values are not readable."""
+    return str(values.tolist()) if has_readable_values(values) else f"<{' x '.join(map(str, values.shape))}>"
