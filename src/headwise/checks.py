@@ -25,6 +25,9 @@ def whole_number(argument: str, value: Any, *, least: int) -> int:
 
 def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> float:
     """A float that is neither NaN nor infinite, and more than `above`."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        remedy = "its gradient would be lost: pass float(value)"
+        raise InputError(argument, expected="a number", got="a tensor that requires grad", remedy=remedy)
     number = _as_float(value)
     if not above < number < math.inf:
         more = "" if above == -math.inf else f" above {above:g}"

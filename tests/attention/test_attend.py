@@ -150,6 +150,36 @@ def test_gradient_of_a_bias(backend):
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+SCALES = {
+    "zero": 0.0,
+    "minus zero": -0.0,
+    "negative": -0.3,
+    "zero in float32": 1e-60,
+    "per head": torch.tensor([0.0, -0.7, 0.5]),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", [None, hw.causal(), hw.window(3)], ids=str)
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_scale_of_zero_or_below(scale, mask, dtype, backend):
+    q, k, v = (torch.randn(2, 3, 7, 5).to(dtype).requires_grad_() for _ in range(3))
+    allowed = None if mask is None else mask.block(Grid(2, 3, 7, 7)).expand(2, 3, 7, 7)
+    sinks = torch.tensor([-1.0, 0.0, 2.0])
+    for options in ({}, {"sinks": sinks}):
+        exact = plain_attention(q.double(), k.double(), v.double(), allowed, scale=SCALES[scale], **options)
+        out = hw.attend(q, k, v, mask=mask, scale=SCALES[scale], backend=backend, **options)
+        with_lse, lse = hw.attend(q, k, v, mask=mask, scale=SCALES[scale], backend=backend, return_lse=True, **options)
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        assert distance(out, exact.out) < tolerance
+        assert distance(with_lse, exact.out) < tolerance
+        assert distance(lse, exact.lse) < 1e-5
+        ours = torch.autograd.grad(out.sum(), (q, k, v))
+        for got, wanted in zip(ours, torch.autograd.grad(exact.out.sum(), (q, k, v)), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=4 * tolerance)
+
+
 # -- conventions ------------------------------------------------------------------------------------------------
 
 
@@ -455,6 +485,10 @@ MISTAKES = {
         r"mask: .* got \(1, 1, 2, 11\); a padding mask \(batch, keys\) goes in as mask\[:, None, None, :\]",
     ),
     "softcap": ((Q, K, K, {"softcap": 0.0}), "softcap: expected a finite number above 0, got 0.0"),
+    "softcap with a gradient": (
+        (Q, K, K, {"softcap": torch.tensor(3.0, requires_grad=True)}),
+        r"softcap: expected a number, got a tensor that requires grad; its gradient would be lost: pass float\(value\)",
+    ),
     "sinks": (
         (Q, K, K, {"sinks": zeros(3)}),
         r"sinks: expected one number for each of 6 heads, got shape \(3,\)",
@@ -497,3 +531,15 @@ def test_a_row_without_a_key_or_a_sink_is_empty(backend):
     assert not out.any()
     assert lse[0].tolist() == [[-torch.inf] * 3, [0.5] * 3]
     assert torch.autograd.grad(out.sum() + lse[:, 1].sum(), q)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("keys", [3, 0])
+def test_gradients_are_finite_with_a_sink_of_minus_infinity_and_an_empty_row(keys, backend):
+    q, k, v = (torch.randn(1, 2, n, 5, requires_grad=True) for n in (3, keys, keys))
+    sinks = torch.tensor([-torch.inf, 0.5], requires_grad=True)
+    mask = torch.arange(keys)[None] < torch.arange(3)[:, None]  # the first row is empty
+    out, lse = hw.attend(q, k, v, mask=mask, sinks=sinks, return_lse=True, backend=backend)
+    loss = out.square().sum() + lse[lse > -torch.inf].sum()
+    for gradient in torch.autograd.grad(loss, (q, k, v, sinks)):
+        assert gradient.isfinite().all()

@@ -1,7 +1,8 @@
-"""`attend`: the one function under every layer. Check once, ask the backends `why_not`, run one, gate."""
+"""`attend`: attention of several heads on the fastest backend, with `why_not` and `explain` for its choice."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from headwise.attention.backends import fused, reference
 from headwise.attention.backends.blockwise import backend as blockwise
 from headwise.attention.backends.blockwise.backend import Blockwise
 from headwise.attention.masks.base import Mask
+from headwise.attention.nonfinite import run_contained
 from headwise.attention.problem import Answer, Backend, Problem
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int
@@ -22,8 +24,8 @@ interception_hook: ContextVar[Callable[[Problem, Callable[[Problem], Answer]], A
 )
 """Hook that answers attention problems in place of the chosen backend while a model is intercepted; otherwise None."""
 
-BACKENDS: dict[str, Backend] = {each.name: each for each in (fused, blockwise, reference)}
-"""Every backend by name."""
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (fused, blockwise, reference)}
+"""All backends, by name."""
 
 
 def attend(
@@ -45,44 +47,58 @@ def attend(
     return_weights: bool = False,
     backend: str | Blockwise | None = None,
 ) -> Float[Tensor, "batch heads queries value_dim"] | tuple[Tensor, ...]:
-    """Scaled dot-product attention of several heads (Vaswani et al. 2017, equation 1).
+    """Compute scaled dot-product attention of several heads (Vaswani et al. 2017, equation 1).
+
+    The output of a head is `softmax(scale * q k^T + bias) v` over the keys that the mask allows. Memory grows with
+    length, not with its square, unless you ask for the weights. The output has the dtype of q; scores are accumulated
+    in float32 at least. Keys and values that a mask hides do not change a row, not even if they are NaN or infinite
+    (on CPU, outside of `torch.compile`).
 
     Args:
         q: queries `(batch, heads, queries, head_dim)`.
-        k: keys `(batch, kv_heads, keys, head_dim)`; `kv_heads` divides `heads`, and consecutive query heads
-            share one (Ainslie et al. 2023, grouped-query attention). They are not repeated in memory, except by
-            torch itself with dropout or a bias that learns, on CPU.
+        k: keys `(batch, kv_heads, keys, head_dim)`. `kv_heads` divides `heads`, and consecutive query heads share a
+            key/value head (Ainslie et al. 2023, grouped-query attention). Keys are not repeated in memory, except by
+            torch itself with dropout, or with a bias that requires grad, on CPU.
         v: values `(batch, kv_heads, keys, value_dim)`.
-        mask: who attends to whom: a `Mask`, or a boolean tensor, True = attends, of shape `(queries, keys)`
-            or one that broadcasts to `(batch, heads, queries, keys)`. A float tensor is taken as `bias`.
-            A row that may attend to nothing gives output 0, weights 0 and log-sum-exp -inf.
-        bias: added to the scaled and capped scores; same shapes. -inf is what may not be attended to; a row of large
-            finite numbers alone is not empty, and torch's kernel on CPU gets its gradient wrong.
-        scale: multiplies the scores before anything else; `head_dim ** -0.5` unless given. A tensor `(heads,)` is
-            a scale, or inverse temperature, of each head's own.
-        softcap: c keeps the scaled scores between -c and c, as c tanh(score / c) (Gemma Team 2024, section 2).
-        sinks: `(heads,)`, a logit of each head's own that takes its share of the softmax and gives nothing
-            (gpt-oss); the weights of a row then add up to less than 1, and its log-sum-exp counts the sink.
-        talking_heads: `(before, after)`, each `(heads, heads)`: scores become `before @ scores` over the heads ahead
-            of bias and mask, and weights `after @ weights` (Shazeer et al. 2020). Row h says what head h takes.
-        query_positions: where queries stand, for masks: `(queries,)` or `(batch, queries)`, whole numbers; -1 is a
-            query that is not there, whose row is empty. Unless given, the last query stands at the last key.
-        key_positions: where keys stand, `(keys,)` or `(batch, keys)`; -1 is a key that is not there.
-        gate: multiplies each head's output: `(heads,)`, `(batch, heads)` or `(batch, heads, queries)`.
-        dropout: probability with which a weight is left out and the rest scaled up. It acts whenever it is
-            above 0 and touches only `out`: `lse` and `weights` are those of attention without it.
-        return_lse: also return the log-sum-exp of each row's scores, `(batch, heads, queries)`, nats,
-            float32 at least; differentiable.
-        return_weights: also return the weights `(batch, heads, queries, keys)`. The matrix exists then.
-        backend: "fused", "blockwise" or "reference", or `Blockwise(rows=128)`; None takes the faster of the first two,
-            as `explain` tells. One asked for never falls back to another.
+        mask: keys that each query may attend to: a `Mask`, or a boolean tensor in which True means "attends". Its shape
+            is `(queries, keys)`, or four axes that broadcast to `(batch, heads, queries, keys)`. A float tensor is
+            used as `bias`. A row without a visible key has output 0, weights 0 and log-sum-exp -inf.
+        bias: float tensor that is added to the scores after scale and softcap, in the same shapes as a mask. A key with
+            a bias of -inf is hidden. A row of large finite negative numbers is not empty, and torch's kernel on CPU
+            computes a wrong gradient for it.
+        scale: factor of the scores; by default `head_dim ** -0.5`. A tensor `(heads,)` has one factor for each head.
+        softcap: limit c that keeps the scaled scores between -c and c, as `c * tanh(score / c)` (Gemma Team 2024,
+            section 2).
+        sinks: `(heads,)`, one logit for each head that takes part in the softmax without a value (gpt-oss). The
+            weights of a row then sum to less than 1, and the log-sum-exp includes the sink.
+        talking_heads: two matrices `(heads, heads)`, before and after the softmax (Shazeer et al. 2020). Scores become
+            `before @ scores` over the heads, before bias and mask; weights become `after @ weights`. Row h has the
+            coefficients of head h.
+        query_positions: positions of the queries for the mask, `(queries,)` or `(batch, queries)`, integers. -1 marks a
+            query that does not exist, whose row is empty. By default the last query is aligned with the last key.
+        key_positions: positions of the keys, `(keys,)` or `(batch, keys)`; -1 marks a key that does not exist. Pass
+            both positions or neither.
+        gate: factor of each head's output: `(heads,)`, `(batch, heads)` or `(batch, heads, queries)`.
+        dropout: probability with which a weight is dropped; the others are scaled up. It is applied whenever it is
+            above 0, and only to the output: log-sum-exp and weights are those without dropout.
+        return_lse: also return the log-sum-exp of each row's scores, `(batch, heads, queries)`, in nats, in float32 at
+            least. It is differentiable.
+        return_weights: also return the weights `(batch, heads, queries, keys)`, which takes memory for the matrix.
+        backend: "fused", "blockwise", "reference", or `Blockwise(rows=128)`. By default the faster one of "fused" and
+            "blockwise" is chosen; `explain` returns the choice. A backend that you name is never replaced by another.
 
     Returns:
-        `out (batch, heads, queries, value_dim)`; with `return_lse` or `return_weights` a tuple of `out` and
-        what was asked for, in that order.
+        The output `(batch, heads, queries, value_dim)`. With `return_lse` or `return_weights`, a tuple of the output,
+        the log-sum-exp and the weights, as far as they are asked for, in this order.
 
     Raises:
-        InputError: arguments that do not fit together, or a backend that cannot do them (see `why_not`).
+        InputError: the arguments do not fit together, or the backend cannot compute them (see `why_not`).
+
+    Example:
+        >>> q = torch.randn(2, 8, 100, 64)
+        >>> k, v = torch.randn(2, 2, 2, 100, 64)  # two key/value heads, shared by eight query heads
+        >>> hw.attend(q, k, v, mask=hw.causal() & hw.window(32)).shape
+        torch.Size([2, 8, 100, 64])
     """
     q, k, v = _cast(q, k, v)
     problem = Problem.checked(
@@ -103,9 +119,10 @@ def attend(
         return_weights=return_weights,
     )
     choice = _choice(problem, backend)
+    run = partial(run_contained, run=choice.run)
     hook = None if torch.compiler.is_compiling() else interception_hook.get()
     with without_autocast(problem.q.device):
-        answer = choice.run(problem) if hook is None else hook(problem, choice.run)
+        answer = run(problem) if hook is None else hook(problem, run)
     out = answer.out if problem.gate is None else answer.out * problem.gate
     extras = [extra for extra in (answer.lse, answer.weights) if extra is not None]
     return (out, *extras) if extras else out
@@ -118,9 +135,21 @@ def why_not(
     v: Float[Tensor, "batch kv_heads keys value_dim"],
     **options: Any,
 ) -> str | None:
-    """None when `backend` can do `attend(q, k, v, **options, backend=backend)`, otherwise why not, in one sentence.
+    """Return the reason that a backend cannot compute `attend(q, k, v, **options)`, in one sentence; None if it can.
 
-    Raises `InputError` for a backend that does not exist and for arguments that no backend could take.
+    Args:
+        backend: "fused", "blockwise", "reference" or a `Blockwise`.
+        q: queries, as in `attend`.
+        k: keys, as in `attend`.
+        v: values, as in `attend`.
+        **options: further arguments of `attend`, such as `mask` or `return_lse`.
+
+    Raises:
+        InputError: there is no such backend, or no backend could compute these arguments.
+
+    Example:
+        >>> hw.why_not("fused", q, k, v, softcap=30.0)
+        "torch's fused operators have no softcap"
     """
     return backend_named(backend).why_not(Problem.checked(*_cast(q, k, v), **options))
 
@@ -133,33 +162,52 @@ def explain(
     backend: str | Blockwise | None = None,
     **options: Any,
 ) -> Choice:
-    """Which backend `attend(q, k, v, **options)` takes, and why; print it, or read its fields.
+    """Return the backend that `attend(q, k, v, **options)` would use, and the reason; print it to read it.
 
-    The costs that are compared are in scores that torch's fused kernel computes in the same time.
+    Costs are in scores: the unit is the time in which torch's fused kernel computes one score.
+
+    Args:
+        q: queries, as in `attend`.
+        k: keys, as in `attend`.
+        v: values, as in `attend`.
+        backend: the backend to explain; by default the fastest.
+        **options: further arguments of `attend`, such as `mask` or `return_lse`.
+
+    Returns:
+        A `Choice` with `backend` (its name), `because` (the reason) and `candidates` (refusals or costs).
 
     Raises:
-        InputError: what `attend` would raise.
+        InputError: the same as `attend` would raise.
+
+    Example:
+        >>> print(hw.explain(q, k, v, mask=hw.window(64)))  # q, k, v of 8 heads, 1,024 tokens, head_dim 16
+        fused      8,388,608 scores, at a cost of 8,388,608
+        blockwise  1,507,328 scores, at a cost of 3,067,085
+        blockwise: it is expected to take 1/2.7 of the kernel's time
     """
     return _choice(Problem.checked(*_cast(q, k, v), **options), backend)
 
 
 def _choice(problem: Problem, backend: str | Blockwise | None) -> Choice:
-    """The backend asked for, or the fastest."""
+    """Return the choice of the named backend, or of the fastest if `backend` is None."""
     return choose_fastest(problem) if backend is None else choose_named(backend_named(backend), problem)
 
 
 def _cast(*tensors: Any) -> tuple[Any, ...]:
-    """The tensors as autocast would hand them to torch's own attention; what is no tensor is refused later."""
+    """Return q, k and v in the dtype that autocast would cast them to; anything else is returned unchanged."""
     dtype = autocast_dtype(tensors[0].device) if isinstance(tensors[0], Tensor) else None
     if dtype is None:
         return tensors
-    return tuple(
-        each.to(dtype) if isinstance(each, Tensor) and each.dtype in AUTOCAST_DTYPES else each for each in tensors
-    )
+    casts = [isinstance(tensor, Tensor) and tensor.dtype in AUTOCAST_DTYPES for tensor in tensors]
+    return tuple(tensor.to(dtype) if cast else tensor for tensor, cast in zip(tensors, casts, strict=True))
 
 
 def backend_named(backend: str | Blockwise) -> Backend:
-    """The backend of that name, or one that is given itself; `InputError` where there is none."""
+    """Return the backend of a name, or a `Blockwise` unchanged.
+
+    Raises:
+        InputError: there is no such backend.
+    """
     if isinstance(backend, Blockwise):
         return backend
     if not isinstance(backend, str) or backend not in BACKENDS:

@@ -88,3 +88,50 @@ def test_blocks_are_at_most_twice_as_far_off_as_the_kernel(spread, keys, causal)
     kernel = results(lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=causal), torch.bfloat16)
     for ours, theirs, right in zip(blocks, kernel, exact, strict=True):
         assert (ours - right).norm() <= 2 * (theirs - right).norm()
+
+
+def offset_keys(size: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys whose scores all lie near `size`, some nats apart."""
+    q, k = torch.randn(1, 3, 257, 64), torch.randn(1, 3, 1031, 64)
+    q[..., 0], k[..., 0] = 8.0, size
+    return q.to(dtype), k.to(dtype)
+
+
+@pytest.mark.parametrize("mask", [None, hw.causal()], ids=str)
+@pytest.mark.parametrize("factor", [3.0, 90.0, 1e3, 1e6, 1e12])
+def test_scores_of_any_magnitude_are_as_near_as_those_of_the_kernel(factor, mask):
+    """At 90 scores are about 36,000, where one bfloat16 shift left more than exp2 can represent."""
+    q, k, v = (torch.randn(1, 3, n, 64) for n in (257, 1031, 1031))
+    q, k, v = (q * factor).bfloat16(), (k * factor).bfloat16(), v.bfloat16()
+    require_as_near_as_the_kernel(q, k, v, mask)
+
+
+@pytest.mark.parametrize("size", [100.0, 3e3, 2e4, 1e6, -2e4])
+def test_scores_that_share_an_offset_are_as_near_as_those_of_the_kernel(size):
+    q, k = offset_keys(size, torch.bfloat16)
+    require_as_near_as_the_kernel(q, k, torch.randn(1, 3, 1031, 64).bfloat16(), None)
+
+
+def require_as_near_as_the_kernel(q, k, v, mask) -> None:
+    """Check that output and gradients are finite and at most twice as far from float64 as those of torch's kernel."""
+    upstream = torch.randn(q.shape).bfloat16()
+
+    def results(backend, dtype):
+        inputs = [tensor.to(dtype).requires_grad_() for tensor in (q, k, v)]
+        out = hw.attend(*inputs, mask=mask, backend=backend)
+        return [out, *torch.autograd.grad(out, inputs, upstream.to(dtype))]
+
+    exact, ours = results("reference", torch.float64), results("blockwise", torch.bfloat16)
+    for got, kernel, right in zip(ours, results("fused", torch.bfloat16), exact, strict=True):
+        assert got.isfinite().all()
+        # Half a unit in the last place of the largest number is credited to the kernel: it may be right by luck.
+        rounding = torch.finfo(torch.bfloat16).eps / 2 * right.abs().max()
+        assert (got - right).abs().max() <= 2 * max((kernel - right).abs().max(), rounding)
+
+
+def test_a_call_with_large_scores_uses_blocks_by_default_and_is_right():
+    q, k, v = (torch.randn(1, 4, 2048, 64) for _ in range(3))
+    q, k, v = (q * 90).bfloat16(), (k * 90).bfloat16(), v.bfloat16()
+    assert hw.explain(q, k, v).backend == "blockwise"
+    exact = hw.attend(q.double(), k.double(), v.double(), backend="reference")
+    assert (hw.attend(q, k, v) - exact).abs().max() < 0.05

@@ -113,8 +113,14 @@ def _with_lse(
 
 
 def uses_is_causal(problem: Problem) -> bool:
-    """Whether the causal flag says the mask. The kernels align it top-left, which is the same only in a square."""
-    return problem.mask == causal() and problem.bias is None and problem.grid.queries == problem.grid.keys
+    """Return True if torch's causal flag replaces the mask: for a causal mask over as many queries as keys.
+
+    The flag aligns the first query with the first key, which is the same only then. On CPU the kernel multiplies scores
+    by the scale after it has set hidden ones to -inf, so a scale that is not positive in float32 would give NaN.
+    """
+    is_positive = isinstance(problem.scale, Tensor) or problem.scale > torch.finfo(torch.float32).tiny
+    is_square = problem.grid.queries == problem.grid.keys
+    return problem.mask == causal() and problem.bias is None and is_square and is_positive
 
 
 def keeps_matrix(problem: Problem) -> bool:
@@ -275,7 +281,7 @@ def _nothing_to_attend(problem: Problem) -> Answer:
     zeros = q[..., :0].sum(-1, keepdim=True) + k[..., :0].sum() + v[..., :0].sum()
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=problem.score_dtype, device=q.device)
     if problem.sinks is not None:
-        lse = torch.logaddexp(lse, problem.sinks)
+        lse = reference.logaddexp(lse, problem.sinks)
     return Answer(
         zeros.expand(-1, -1, -1, v.shape[-1]).clone(),
         lse if problem.return_lse else None,

@@ -68,7 +68,7 @@ def log_sum_exp(
 ) -> Float[Tensor, "batch heads rows"]:
     """`log sum exp` of each row, its head's sink logit among them; -inf in a row without a key or a sink."""
     lse = scores.logsumexp(-1)
-    return lse if sinks is None else _logaddexp(lse, sinks)
+    return lse if sinks is None else logaddexp(lse, sinks)
 
 
 def with_sinks(
@@ -80,12 +80,12 @@ def with_sinks(
 
     A sink adds to the sum that a row is divided by, and nothing to the row: exp(lse) / (exp(lse) + exp(sink)).
     """
-    total = _logaddexp(lse, sinks)
+    total = logaddexp(lse, sinks)
     share = torch.sigmoid(lse.masked_fill(total == -torch.inf, 0.0) - sinks)
     return out * share[..., None], total
 
 
-def _logaddexp(
+def logaddexp(
     lse: Float[Tensor, "batch heads rows"], sinks: Float[Tensor, "heads 1"]
 ) -> Float[Tensor, "batch heads rows"]:
     """`log(exp lse + exp sinks)`; -inf, and not NaN in the gradient, where both are."""
@@ -100,6 +100,8 @@ def attention_weights(
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None].expand(*scores.shape[:-1], 1)], dim=-1)
     empty = scores.amax(-1, keepdim=True) == -torch.inf if scores.shape[-1] else scores[..., :1] == 0.0
+    if sinks is not None:
+        scores = scores.masked_fill(empty, 0.0)  # softmax of -inf alone would give the sink a gradient of NaN
     weights = torch.softmax(scores, -1).masked_fill(empty, 0.0)
     return weights if sinks is None else weights[..., :-1]
 

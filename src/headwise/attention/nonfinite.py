@@ -1,0 +1,85 @@
+"""Containment of NaN and infinity: a key or value that a query may not attend to does not change the query's output.
+
+Every kernel multiplies hidden values by a weight of 0, and 0 times NaN or infinity is NaN. So one bad token in the
+padding, or in the future of a causal mask, would spread to all rows. Here the result is checked with one sum, and only
+if that is not finite, the call is computed again without the bad numbers. Rows that may attend to them keep theirs.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headwise.attention.problem import Answer, Problem
+from headwise.attention.uniform_attention import uniform_output
+from headwise.checks import has_readable_values
+from headwise.shapes import Bool, Float
+
+
+def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
+    """Compute a problem such that non-finite keys and values affect only the rows that may attend to them.
+
+    Nothing is checked while compiling or tracing, under `vmap`, or on other devices than a CPU, where reading a sum
+    would wait for the device: there a hidden NaN or infinity can reach every row.
+
+    Args:
+        problem: the attention problem.
+        run: function that computes a problem with the same mask and sizes on the chosen backend.
+    """
+    result = run(problem)
+    if not _may_have_leaked(problem, result):
+        return result
+    bad_keys = ~problem.k.isfinite().all(-1, keepdim=True)
+    bad_values = ~problem.v.isfinite()
+    if not (bad_keys.any() or bad_values.any()):
+        return result
+    cleaned = replace(problem, k=problem.k.masked_fill(bad_keys, 0.0), v=problem.v.masked_fill(bad_values, 0.0))
+    clean = run(cleaned)
+    sees_bad_value, sees_bad_key = _visible_to_rows(problem, bad_keys, bad_values)
+    lse = None
+    if result.lse is not None and clean.lse is not None:
+        lse = _combine(result.lse, clean.lse, sees_bad_key)
+    return Answer(_combine(result.out, clean.out, sees_bad_value), lse, result.weights)
+
+
+def _may_have_leaked(problem: Problem, result: Answer) -> bool:
+    """Return True if the mask hides keys, and the output or a tensor that the backward pass reads is not finite."""
+    if problem.mask is None and problem.bias is None:
+        return False
+    if problem.q.device.type != "cpu" or not has_readable_values(result.out) or torch._C._is_tracing():
+        return False
+    tensors = [result.out]
+    if result.out.requires_grad:
+        tensors += [problem.k, problem.v]  # the gradients multiply 0 with these too
+    # A sum of finite numbers may overflow; then the keys and values are found to be finite.
+    return not all(math.isfinite(tensor.detach().sum()) for tensor in tensors)
+
+
+@torch.no_grad()
+def _visible_to_rows(
+    problem: Problem,
+    bad_keys: Bool[Tensor, "batch kv_heads keys 1"],
+    bad_values: Bool[Tensor, "batch kv_heads keys value_dim"],
+) -> tuple[Bool[Tensor, "batch #heads queries value_dim"], Bool[Tensor, "batch #heads queries"]]:
+    """Return True at outputs, and at rows, that may attend to a bad key or, in the same feature, to a bad value.
+
+    Uniform attention over indicators of bad numbers is positive exactly there.
+    """
+    dtype = problem.score_dtype
+    indicators = torch.cat([bad_values | bad_keys, bad_keys], -1).to(dtype)
+    shares = uniform_output(
+        replace(problem, q=problem.q.to(dtype), k=torch.zeros_like(problem.k, dtype=dtype), v=indicators)
+    )
+    visible = shares > 0
+    if problem.talking is not None:
+        visible = visible.any(1, keepdim=True)  # every head reads the keys of all heads
+    return visible[..., :-1], visible[..., -1]
+
+
+def _combine(
+    result: Float[Tensor, "*axes"], clean: Float[Tensor, "*axes"], visible: Bool[Tensor, "..."]
+) -> Float[Tensor, "*axes"]:
+    """Return `clean` with the values of `result` where a bad number is visible; the gradient is that of `clean`."""
+    return clean + torch.where(visible, (result - clean).detach(), 0.0)

@@ -1,0 +1,112 @@
+"""NaN and infinity in keys and values change only the rows that may attend to them."""
+
+import pytest
+import torch
+
+import headwise as hw
+from oracles import distance
+
+BACKENDS = ("fused", "blockwise", "reference", None)
+LENGTH, BAD = 193, 101
+ROWS, KEYS = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
+MASKS = {
+    "causal": (hw.causal(), KEYS <= ROWS),
+    "window": (hw.window(9), (KEYS <= ROWS) & (KEYS > ROWS - 9)),
+    "both sides": (hw.window(9, ahead=2), (KEYS <= ROWS + 2) & (KEYS > ROWS - 9)),
+    "padding": (hw.padding([BAD]), (KEYS < BAD).expand(LENGTH, -1)),
+    "causal, padded": (hw.causal() & hw.padding([BAD]), (KEYS <= ROWS) & (KEYS < BAD)),
+    "boolean tensor": (KEYS <= ROWS, KEYS <= ROWS),
+    "bias": (torch.where(KEYS <= ROWS, 0.0, -torch.inf), KEYS <= ROWS),
+}
+"""Each mask, and True where a row may attend to a key."""
+
+
+def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Random queries, keys and values with two query heads for each of two key/value heads."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(1, heads, LENGTH, 11, generator=generator).to(dtype) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_hidden_key_or_value_changes_nothing(mask, bad, dtype, backend):
+    given, visible = MASKS[mask]
+    sees_bad = visible[:, BAD]
+    for place in (1, 2):
+        inputs = tensors(dtype)
+        expected = hw.attend(*inputs, mask=given, backend="reference")
+        inputs[place][:, 1, BAD, 3] = bad
+        out, lse = hw.attend(*inputs, mask=given, return_lse=True, backend=backend)
+        alone = hw.attend(*inputs, mask=given, backend=backend)
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        for got in (out, alone):
+            assert distance(got[:, :2], expected[:, :2].double()) < tolerance  # heads with other keys
+            assert distance(got[:, 2:, ~sees_bad], expected[:, 2:, ~sees_bad].double()) < tolerance
+            if place == 2:  # a value has no part in the weights, so its other features stay
+                assert not got[:, 2:, sees_bad, 3].isfinite().any()
+                assert got[:, 2:, sees_bad, 4:].isfinite().all()
+        assert lse[:, 2:, ~sees_bad].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", [1, 2], ids=["key", "value"])
+def test_nan_in_a_visible_key_is_not_removed(place, backend):
+    inputs = tensors(torch.float32)
+    inputs[place][:, 1, BAD] = torch.nan
+    out = hw.attend(*inputs, mask=hw.causal(), backend=backend)
+    assert out[:, 2:, BAD:].isnan().all()
+    assert out[:, 2:, :BAD].isfinite().all()
+    assert out[:, :2].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", ["padding", "causal, padded"])
+def test_gradients_do_not_read_hidden_keys_and_values(mask, backend):
+    given, _ = MASKS[mask]
+    inputs = tensors(torch.float32)
+    upstream = torch.randn(1, 4, LENGTH, 11)
+
+    def gradients(*inputs):
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        return torch.autograd.grad(hw.attend(*leaves, mask=given, backend=backend), leaves, upstream)
+
+    expected = gradients(*inputs)
+    for tensor in inputs[1:]:
+        tensor[:, :, BAD:] = torch.nan
+    for got, wanted in zip(gradients(*inputs), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["fused", "reference"])
+def test_gradients_of_earlier_rows_do_not_read_future_keys(backend):
+    """The kernel skips future keys in the forward pass, so that only the gradient would be NaN."""
+    q, k, v = tensors(torch.float32)
+    k[:, :, BAD:] = torch.nan
+    q.requires_grad_()
+    out = hw.attend(q, k, v, mask=hw.causal(), backend=backend)
+    (got,) = torch.autograd.grad(out[:, :, :BAD].sum(), q)
+    short = [tensor.detach()[:, :, :BAD] for tensor in (q, k, v)]
+    short[0].requires_grad_()
+    (wanted,) = torch.autograd.grad(hw.attend(*short, mask=hw.causal(), backend="reference").sum(), short[0])
+    torch.testing.assert_close(got[:, :, :BAD], wanted, rtol=0, atol=1e-5)
+
+
+def test_talking_heads_spread_a_bad_key_to_all_heads_but_not_to_earlier_rows():
+    q, k, v = tensors(torch.float32)
+    talking = (torch.rand(4, 4) + 0.1, torch.rand(4, 4) + 0.1)
+    expected = hw.attend(q, k, v, mask=hw.causal(), talking_heads=talking, backend="reference")
+    k[:, 0, BAD] = torch.nan
+    out = hw.attend(q, k, v, mask=hw.causal(), talking_heads=talking, backend="reference")
+    assert out[:, :, BAD:].isnan().all()
+    torch.testing.assert_close(out[:, :, :BAD], expected[:, :, :BAD])
+
+
+def test_a_layer_ignores_nan_in_padding():
+    layer = hw.MultiHeadAttention(24, 3, mask=hw.causal())
+    x = torch.randn(2, 13, 24)
+    lengths = torch.tensor([13, 6])
+    expected = layer(x, lengths=lengths)
+    x[1, 6:] = torch.nan
+    torch.testing.assert_close(layer(x, lengths=lengths)[1, :6], expected[1, :6])
