@@ -239,7 +239,7 @@ def _divided_by_sums(
     if grad_lse is not None:
         delta = delta - grad_lse[..., None]
     upstream = torch.zeros_like(out) if grad_out is None else torch.div(grad_out, sums, out=torch.empty_like(out))
-    return upstream, (delta / sums).to(out.dtype)
+    return upstream, delta / sums
 
 
 def _times(
