@@ -83,6 +83,54 @@ def test_nothing_is_computed_for_padding():
     assert seen == [(1, 21, 24), (4, 11, 24)]
 
 
+BAD = {"nan": float("nan"), "infinity": float("inf")}
+
+
+@pytest.mark.usefixtures("_packing")
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("backend", ["fused", "blockwise", "reference"])
+@pytest.mark.parametrize("options", LAYERS)
+def test_non_finite_numbers_in_padding_reach_nothing(options, backend, bad):
+    layer = hw.MultiHeadAttention(24, 6, backend=backend, **LAYERS[options])
+    clean = torch.randn(4, 11, 24)
+    is_padding = torch.arange(11) >= torch.tensor(LENGTHS)[:, None]
+    x = clean.masked_fill(is_padding[..., None], BAD[bad]).requires_grad_()
+    clean = clean.masked_fill(is_padding[..., None], 0.0).requires_grad_()
+    y, expected = layer(x, lengths=LENGTHS), layer(clean, lengths=LENGTHS)
+    assert torch.equal(y, expected)
+    gradients = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+    wanted = torch.autograd.grad(expected.square().sum(), [clean, *layer.parameters()])
+    for got, exact in zip(gradients, wanted, strict=True):
+        assert torch.equal(got, exact)
+    assert not gradients[0][is_padding].any()
+
+
+@pytest.mark.parametrize("call", ["a bias", "a matrix", "weights", "gates of queries"])
+def test_non_finite_numbers_in_padding_reach_nothing_of_a_call_that_is_not_packed(call):
+    layer = hw.MultiHeadAttention(24, 6)
+    x = torch.randn(4, 11, 24)
+    x[torch.arange(11) >= torch.tensor(LENGTHS)[:, None]] = float("nan")
+    result = layer(x, lengths=LENGTHS, **CALLS[call])
+    for tensor in result if isinstance(result, tuple) else (result,):
+        assert tensor.isfinite().all()
+
+
+def test_a_batch_of_no_sequences():
+    layer, lengths = hw.MultiHeadAttention(24, 6), torch.zeros(0, dtype=torch.int64)
+    assert layer(torch.randn(0, 5, 24), lengths=lengths).shape == (0, 5, 24)
+    y, weights = layer(torch.randn(0, 5, 24), lengths=lengths, return_weights=True)
+    assert (y.shape, weights.shape) == ((0, 5, 24), (0, 6, 5, 5))
+
+
+def test_sequences_of_no_tokens():
+    layer = hw.MultiHeadAttention(24, 6)
+    assert layer(torch.randn(2, 0, 24), lengths=[0, 0]).shape == (2, 0, 24)
+    with torch.no_grad():
+        cache = layer.static_cache(2, 3)
+        assert layer(torch.randn(2, 0, 24), lengths=[0, 0], cache=cache).shape == (2, 0, 24)
+    assert not layer(torch.randn(2, 3, 24), lengths=[0, 0]).any()
+
+
 def test_one_sequence_without_a_batch_is_refused():
     layer = hw.MultiHeadAttention(24, 6)
     with pytest.raises(hw.InputError, match=r"lengths: expected x of shape \(batch, queries, width\), got \(5, 24\)"):

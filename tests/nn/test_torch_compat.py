@@ -256,6 +256,20 @@ def test_half_precision(dtype):
         torch.testing.assert_close(got, wanted, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"kdim": KDIM}], ids=str)
+def test_an_input_bias_may_have_another_dtype_than_the_weights(options, dtype):
+    layers = pair(batch_first=True, **options)
+    x = torch.randn(BATCH, QUERIES, EMBED, dtype=torch.float64)
+    key = torch.randn(BATCH, QUERIES, KDIM, dtype=torch.float64) if "kdim" in options else x
+    results = []
+    for layer in layers:
+        layer.in_proj_bias.data = layer.in_proj_bias.data.to(dtype)
+        results.append(layer(x, key, x))
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, **EXACT)
+
+
 def test_autocast():
     ours, theirs = pair(dtype=torch.float32)
     x = torch.randn(QUERIES, BATCH, EMBED)

@@ -259,3 +259,27 @@ def test_dropout():
     many = layer(x.expand(4000, -1, -1))  # the mean over dropped weights is the output without
     deviation = many.std(0) / 4000**0.5
     assert ((many.mean(0) - expected[0]).abs() < 5 * deviation).all()
+
+
+@pytest.mark.usefixtures("as_user")  # sizes are tensors while tracing
+@pytest.mark.filterwarnings("ignore:.*is deprecated", "ignore:Converting a tensor", "ignore:Iterating over a tensor")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_traced_layer_computes_the_same(name):
+    layer = hw.MultiHeadAttention(EMBED, 6, **copy.deepcopy(OPTIONS[name])).double()
+    traced = torch.jit.trace(layer, x_of(BATCH, LENGTH))
+    x = x_of(BATCH, LENGTH)
+    torch.testing.assert_close(traced(x), layer(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+@pytest.mark.parametrize("scores", [None, hw.Scores(sinks=True)], ids=["no parameters", "sinks"])
+def test_a_dynamically_quantised_layer_decodes_with_a_static_cache(scores):
+    layer = hw.MultiHeadAttention(EMBED, 6, mask=hw.causal(), scores=scores).eval()
+    quantised = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear})
+    x = torch.randn(BATCH, LENGTH, EMBED)
+    cache = quantised.static_cache(BATCH, LENGTH)
+    assert cache.tensors[0].dtype == torch.float32
+    with torch.no_grad():
+        y = torch.cat([quantised(token, cache=cache) for token in x.split(1, dim=1)], dim=1)
+        torch.testing.assert_close(y, layer(x), rtol=0, atol=0.1)

@@ -65,7 +65,7 @@ class PaddedBatch(NamedTuple):
     def unpack(self, tokens: Float[Tensor, "tokens width"]) -> Float[Tensor, "batch queries width"]:
         """The tokens in their places, and 0 where there is padding."""
         room = tokens.new_zeros(self.is_real.numel(), tokens.shape[-1])
-        return room.index_copy(0, self._places, tokens).view(*self.is_real.shape, -1)
+        return room.index_copy(0, self._places, tokens).view(*self.is_real.shape, tokens.shape[-1])
 
     @property
     def _places(self) -> Int[Tensor, " tokens"]:

@@ -146,11 +146,9 @@ def _key_minus_query(
     """How far after the query each key stands; negative before it."""
     position_ids("query_positions", query_positions)
     position_ids("key_positions", key_positions, device=query_positions.device)
-    batches = {query_positions.shape[0], key_positions.shape[0]} - {1}
-    if len(batches) > 1:
-        raise InputError(
-            "key_positions",
-            expected=f"batch {query_positions.shape[0]} like query_positions, or 1",
-            got=f"batch {key_positions.shape[0]}",
-        )
+    query_batch, key_batch = query_positions.shape[0], key_positions.shape[0]
+    # Compared one by one: torch.jit.trace makes sizes tensors, which a set would never find equal.
+    if query_batch != key_batch and 1 not in (query_batch, key_batch):
+        expected = f"batch {query_batch} like query_positions, or 1"
+        raise InputError("key_positions", expected=expected, got=f"batch {key_batch}")
     return key_positions[:, None, :] - query_positions[:, :, None]

@@ -138,10 +138,13 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Each parameter is read once: under a parametrization, reading computes it.
         """
-        packed, bias = self.in_proj_weight, self.in_proj_bias
+        packed: Tensor | None = self.in_proj_weight
+        bias: Tensor | None = self.in_proj_bias
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed.chunk(3)
+        if bias is not None:
+            bias = bias.to(weights[0].dtype)  # torch's layer also adds a bias of another dtype
         if packed is not None and query is key and key is value:
             return F.linear(query, packed, bias).chunk(3, dim=-1)
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed.chunk(3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
         inputs = (query, key, value)
         return tuple(F.linear(x, weight, add) for x, weight, add in zip(inputs, weights, biases, strict=True))
