@@ -45,7 +45,7 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.problem import Problem
 from headwise.data.models import load
 from headwise.statistics.attend_observed import attend_observed
-from headwise.statistics.registry import Tally
+from headwise.statistics.tally import Tally
 
 PLAIN, OURS = "plain forward", "ours"
 EAGER, BERTVIZ, LENS = "`output_attentions=True`", "BertViz", "TransformerLens"

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from headwise.analysis.roles import ROLES
-from headwise.analysis.view import View
+from headwise.analysis.view_result import View
 from headwise.attention.masks import factories
 from headwise.show.terminal import print_view
 from headwise.statistics.registry import STATISTICS

@@ -8,9 +8,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 import headwise as hw
+import tiny
 from headwise.analysis.view import view
 from headwise.data.models import PACKAGED
-from headwise.statistics import registry
+from headwise.statistics import row_blocks
 from oracles import statistics_of
 
 
@@ -85,7 +86,7 @@ def test_pieces_of_a_word_are_one_word(minilm, monkeypatch):
     assert seen.tokens > len(seen.words)
     for head in seen.heads:
         torch.testing.assert_close(head.picture.sum(-1), torch.ones(len(seen.words)))
-    monkeypatch.setattr(registry, "WEIGHTS_BYTES", 1)  # as many blocks as there are words
+    monkeypatch.setattr(row_blocks, "ROW_BLOCK_BYTES", 1)  # one row at a time, so that words span blocks
     for head, again in zip(seen.heads, view(minilm.model, minilm.tokenizer, text).heads, strict=True):
         torch.testing.assert_close(again.picture, head.picture)
         torch.testing.assert_close(again.top_weights, head.top_weights)
@@ -193,8 +194,16 @@ class TestInputs:
         [
             ({"text": None}, "text: expected a string, got NoneType"),
             ({"text": "caf\udce9"}, "text: expected text that can be written as UTF-8"),
-            ({"model": torch.nn.Linear(2, 2)}, "model: expected a transformers model, got Linear"),
-            ({"model": hw.MultiHeadAttention(4, 2)}, "model: expected a transformers model, got MultiHeadAttention"),
+            ({"model": "minilm"}, "model: expected a transformers model, got str"),
+            ({"model": torch.nn.Linear(2, 2)}, "model: expected a model in evaluation mode, got training"),
+            (
+                {"model": torch.nn.Linear(2, 2).eval()},
+                r"model: expected a model that takes these tokens, got RuntimeError \(",
+            ),
+            (
+                {"model": torch.nn.Embedding(60000, 2).eval()},
+                "model: expected attention in a way that can be seen, got none in Embedding",
+            ),
             ({"tokenizer": None}, "tokenizer: expected a transformers tokenizer, got NoneType"),
         ],
     )
@@ -293,8 +302,119 @@ def test_words_of_smollm2(smollm2_tokenizer):
     assert word_of == sorted(word_of)
 
 
-def test_a_model_that_does_not_ask_the_interface_is_refused_by_name(minilm):
-    config = transformers.BloomConfig(vocab_size=minilm.tokenizer.vocab_size, hidden_size=24, n_layer=1, n_head=6)
-    model = transformers.AutoModel.from_config(config).eval()
-    with pytest.raises(hw.InputError, match="^model: expected attention that goes .*, got none in BloomModel"):
-        view(model, minilm.tokenizer, "bloom")
+BERT = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 37}
+RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+GPT = {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64}
+OWN_SOFTMAX = {
+    "bloom": transformers.BloomConfig(vocab_size=97, hidden_size=48, n_layer=2, n_head=6),
+    "gptj": transformers.GPTJConfig(**GPT, rotary_dim=4),
+    "mpt": transformers.MptConfig(vocab_size=97, d_model=48, n_layers=2, n_heads=6),
+    "deberta-v2": transformers.DebertaV2Config(**BERT, **RELATIVE),
+    "mpnet": transformers.MPNetConfig(**BERT),
+    "xlnet": transformers.XLNetConfig(vocab_size=97, d_model=48, n_layer=2, n_head=6, d_inner=37),
+}
+
+
+def require_view_of(seen, attentions):
+    """Compare a view's pictures and entropies with the weights of a text in which every token is one word."""
+    assert [(head.layer, head.head) for head in seen.heads] == [
+        (x, y) for x in range(len(attentions)) for y in range(6)
+    ]
+    for head in seen.heads:
+        weights = attentions[head.layer][0, head.head]
+        torch.testing.assert_close(head.picture, weights, rtol=1e-4, atol=1e-6)
+        assert head.means["entropy"] == pytest.approx(torch.special.entr(weights).sum(-1).mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", OWN_SOFTMAX)
+def test_a_model_that_computes_its_own_softmax(name):
+    tokenizer = tiny.tokenizer("encoder")
+    torch.manual_seed(0)
+    model = tiny.with_distinct_heads(transformers.AutoModel.from_config(OWN_SOFTMAX[name]))
+    (text,) = tiny.texts(17)
+    seen = view(model, tokenizer, text)
+    with torch.no_grad():
+        require_view_of(seen, model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions)
+
+
+class Plain(torch.nn.Module):
+    """A plain encoder of torch over token ids."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(97, 24)
+        layer = torch.nn.TransformerEncoderLayer(24, 6, 37, batch_first=True, dropout=0.0)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens):
+        return self.encoder(self.embedding(tokens))
+
+
+class Named(Plain):
+    """The same encoder with an argument named as in `transformers`."""
+
+    def forward(self, input_ids):
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize("kind", [Plain, Named])
+def test_a_plain_module_with_a_tokenizer(kind):
+    torch.manual_seed(0)
+    model, tokenizer = tiny.with_distinct_heads(kind()), tiny.tokenizer("encoder")
+    (text,) = tiny.texts(17)
+    seen = view(model, tokenizer, text)
+    attentions = []
+    with torch.no_grad():
+        x = model.embedding(tokenizer(text, return_tensors="pt")["input_ids"])
+        for layer in model.encoder.layers:
+            attentions.append(layer.self_attn(x, x, x, average_attn_weights=False)[1])
+            x = layer(x)
+    require_view_of(seen, attentions)
+
+
+def test_attention_over_something_else_than_the_tokens_is_refused_by_name():
+    class Folded(Plain):
+        def forward(self, tokens):
+            return self.encoder(self.embedding(tokens).view(2, -1, 24))
+
+    (text,) = tiny.texts(16)  # and two special tokens
+    expected = "^model: expected self-attention over the 18 tokens of the text, got"
+    with pytest.raises(hw.InputError, match=f"{expected} a batch of 2 with 9 queries and 9 keys in encoder"):
+        view(Folded().eval(), tiny.tokenizer("encoder"), text)
+    cross = transformers.BertConfig(**BERT, is_decoder=True, add_cross_attention=True)
+    with pytest.raises(hw.InputError, match=f"{expected} 18 queries and 5 keys in encoder"):
+        view(Crossed(cross).eval(), tiny.tokenizer("encoder"), text)
+
+
+class Crossed(transformers.BertModel):
+    """BERT that also attends to five vectors of its own."""
+
+    def forward(self, input_ids, **options):
+        return super().forward(input_ids, encoder_hidden_states=torch.ones(1, 5, 48), **options)
+
+
+def test_eager_attention_whose_weights_are_not_those_of_its_output_is_refused_by_name(minilm, monkeypatch):
+    from transformers.models.bert import modeling_bert
+
+    eager = modeling_bert.eager_attention_forward
+
+    def odd(*args, **kwargs):
+        out, weights = eager(*args, **kwargs)
+        return out, weights.roll(1, -1)
+
+    monkeypatch.setattr(modeling_bert, "eager_attention_forward", odd)
+    model = transformers.AutoModel.from_pretrained(minilm.model.config._name_or_path, attn_implementation="eager")
+    with pytest.raises(hw.InputError, match=r"^model: .* got an output that differs by .*% in encoder.layer.0"):
+        view(model.eval(), minilm.tokenizer, "weights of something else")
+
+
+def test_a_view_leaves_no_trace_and_runs_inside_a_watch(minilm):
+    with hw.watch(minilm.model) as heads:
+        first = view(minilm.model, minilm.tokenizer, "seen twice")
+    second = view(minilm.model, minilm.tokenizer, "seen twice")
+    for head, again in zip(first.heads, second.heads, strict=True):
+        torch.testing.assert_close(head.picture, again.picture, rtol=0, atol=0)
+    for row, head in zip(heads.rows(), second.heads, strict=True):
+        assert row["entropy"] == pytest.approx(head.means["entropy"], rel=1e-6)
+        assert row["output_norm"] > 0
+    assert not any(module._forward_hooks for module in minilm.model.modules())

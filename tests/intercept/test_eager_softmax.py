@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from test_observe import PADDED, TOKENS
 from test_watch import require_statistics
 from torch import nn
 
 import headwise as hw
+from tiny import PADDED, TOKENS
 
 GPT = {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64}
 BERT = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 37}

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from test_observe import TOKENS, tiny
 from torch import nn
 
 import headwise as hw
 from headwise.intercept.output_projection import gram_of, output_projection
+from tiny import TOKENS, family
 
 PLACES = {
     "bert": "encoder.layer.{}.attention.output.dense",
@@ -20,7 +20,7 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 @torch.no_grad()
 def test_what_a_head_writes_is_measured(name):
-    model, inputs = tiny(name, "eager" if "softcap" in name else "sdpa"), {}
+    model, inputs = family(name, "eager" if "softcap" in name else "sdpa"), {}
 
     def keep(place):
         return lambda module, given: inputs.update({place: given[0]})

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_observe import TOKENS, tiny
 from torch import nn
 
 import headwise as hw
 from headwise.intercept.replay import Replay
 from headwise.intercept.survey import survey
+from tiny import TOKENS, family
 
 FAMILIES = ("bert", "gpt2", "llama", "t5 encoder")
 
@@ -15,7 +15,7 @@ FAMILIES = ("bert", "gpt2", "llama", "t5 encoder")
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_a_run_that_takes_over_what_is_below_a_gate(name):
-    model = tiny(name, "sdpa").double()
+    model = family(name, "sdpa").double()
 
     def run():
         return model(input_ids=TOKENS).last_hidden_state

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from test_observe import PADDED, TOKENS, configs, tiny
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 import headwise as hw
 from oracles import statistics_of
+from tiny import PADDED, TOKENS, configs, family
 
 SDPA = F.scaled_dot_product_attention
 
@@ -46,8 +46,8 @@ def test_a_model_of_transformers(name, implementation, padding):
     if name in ("gemma2, softcap", "gpt-oss, sinks"):
         implementation = "eager"  # transformers has no other for these
     inputs = {"input_ids": TOKENS, "attention_mask": PADDED[padding]}
-    weights = tiny(name, "eager")(**inputs, output_attentions=True).attentions
-    model = tiny(name, implementation)
+    weights = family(name, "eager")(**inputs, output_attentions=True).attentions
+    model = family(name, implementation)
     plain = model(**inputs).last_hidden_state
     with hw.watch(model) as heads:
         output = model(**inputs).last_hidden_state
@@ -155,7 +155,7 @@ def test_our_own_layer():
 
 @torch.no_grad()
 def test_the_table_is_the_rows():
-    model = tiny("bert", "sdpa")
+    model = family("bert", "sdpa")
     with hw.watch(model, special=[3, 5]) as heads:
         model(TOKENS)
     table = heads.table()
@@ -183,7 +183,7 @@ def test_self_and_cross_attention_are_told_apart():
 
 @torch.no_grad()
 def test_sequences_count_alike_however_they_come():
-    model = tiny("llama", "sdpa")
+    model = family("llama", "sdpa")
     with hw.watch(model) as at_once:
         model(TOKENS)
     with hw.watch(model) as one_by_one:
@@ -205,7 +205,7 @@ def everything_in_place() -> tuple:
 
 def test_all_is_put_back_also_by_an_exception_and_when_nested():
     before = everything_in_place()
-    model, other = tiny("llama", "sdpa"), tiny("bert", "sdpa")
+    model, other = family("llama", "sdpa"), family("bert", "sdpa")
     with hw.watch(model) as outer:
         with hw.watch(model) as inner:
             model(TOKENS)
@@ -226,7 +226,7 @@ def test_all_is_put_back_also_by_a_key():
     def key(*_):
         raise KeyboardInterrupt
 
-    before, model = everything_in_place(), tiny("llama", "sdpa")
+    before, model = everything_in_place(), family("llama", "sdpa")
     hook = model.layers[1].mlp.register_forward_pre_hook(key)
     with pytest.raises(KeyboardInterrupt), hw.watch(model) as outer, hw.watch(model):
         model(TOKENS)
@@ -240,7 +240,7 @@ def test_all_is_put_back_also_by_a_key():
 
 @torch.no_grad()
 def test_every_thread_is_watched():
-    model = tiny("llama", "sdpa")
+    model = family("llama", "sdpa")
     with hw.watch(model) as heads:
         threads = [threading.Thread(target=torch.no_grad()(model), args=(TOKENS,)) for _ in range(3)]
         for thread in threads:
@@ -251,7 +251,7 @@ def test_every_thread_is_watched():
 
 
 def test_gradients_are_those_of_the_model():
-    model = tiny("llama", "sdpa")
+    model = family("llama", "sdpa")
     parameter = model.layers[0].self_attn.q_proj.weight
     (plain,) = torch.autograd.grad(model(TOKENS).last_hidden_state.square().sum(), parameter)
     with hw.watch(model):

@@ -1,6 +1,5 @@
 """Statistics against their definitions, entry by entry."""
 
-import itertools
 import math
 
 import pytest
@@ -11,8 +10,12 @@ from headwise.attention.backends.blockwise import plan as block_plan
 from headwise.attention.backends.blockwise import tiles
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.problem import Problem
+from headwise.statistics import row_blocks
 from headwise.statistics.attend_observed import attend_observed
-from headwise.statistics.registry import STATISTICS, MeanOfRows, Statistic, Tally, blocks
+from headwise.statistics.registry import STATISTICS
+from headwise.statistics.row_blocks import row_blocks_of_problem
+from headwise.statistics.statistic import MeanOfRows, Statistic
+from headwise.statistics.tally import Tally
 from oracles import distance, plain_attention, statistics_of
 
 BATCH, HEADS, QUERIES, KEYS = 2, 3, 17, 19
@@ -37,10 +40,8 @@ def problem(mask=None, queries=QUERIES, kv_heads=HEADS, **options) -> Problem:
 def whole_rows(stated: Problem, known: CallContext | None = None, gram=None) -> Tally:
     """From whole rows of every head, some at a time."""
     tally = Tally(gram)
-    queries = stated.grid.queries
-    cuts = sorted({0, queries // 2, queries})
-    for rows in blocks(stated, known, [range(*cut) for cut in itertools.pairwise(cuts)]):
-        tally.add(rows)
+    for row_block in row_blocks_of_problem(stated, known):
+        tally.add(row_block)
     return tally
 
 
@@ -60,6 +61,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(block_plan, "rows_of", lambda *_: 7)
     monkeypatch.setattr(block_plan, "COLUMNS", 4)
     monkeypatch.setattr(tiles, "TILE_BYTES", 2**10)
+    monkeypatch.setattr(row_blocks, "ROW_BLOCK_BYTES", 4 * 4 * BATCH * HEADS * KEYS)  # 4 rows
 
 
 def exact(stated: Problem):
@@ -128,9 +130,8 @@ def test_whatever_changes_the_weights_is_honoured(options, way):
 def test_merged_halves_give_the_whole():
     stated = problem(MASKS["left padding"])
     whole = whole_rows(stated, CallContext(TOKENS)).means()
-    ranges = [range(0, 3), range(3, 4), range(4, 17)]
-    parts = list(blocks(stated, CallContext(TOKENS), ranges))
-    assert [part.rows for part in parts] == ranges
+    parts = list(row_blocks_of_problem(stated, CallContext(TOKENS)))
+    assert [part.rows for part in parts] == [range(0, 4), range(4, 8), range(8, 12), range(12, 16), range(16, 17)]
     merged = Tally()
     for some in (parts[:1], parts[1:]):
         tally = Tally()

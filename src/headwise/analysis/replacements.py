@@ -15,8 +15,9 @@ from headwise.analysis.recording import Means, Outputs, Reader
 from headwise.data.batches import call_model, device_of, evaluation_mode, iterate_batches, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
+from headwise.intercept.call_stack import call_stack
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import Call, HeadOutput, exclusive
+from headwise.intercept.interceptor import Call, HeadOutput
 from headwise.shapes import Float
 
 
@@ -103,7 +104,7 @@ class Resample(Replacement):
 def _run(model: nn.Module, dataset: Texts | Iterable[Any], reader: Reader) -> int:
     """Run the model over batches for a reader, whom alone it concerns. How many there were."""
     number = 0
-    with evaluation_mode(model), torch.no_grad(), exclusive(reader), intercepted(model, reader):
+    with evaluation_mode(model), torch.no_grad(), call_stack.exclusive_to(reader), intercepted(model, reader):
         for number, batch in enumerate(iterate_batches(dataset), 1):  # noqa: B007
             call_model(model, to_device(batch, device_of(model)))
     return number

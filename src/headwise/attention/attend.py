@@ -1,7 +1,6 @@
 """`attend`: attention of several heads on the fastest backend, with `why_not` and `explain` for its choice."""
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,7 @@ from headwise.attention.problem import Answer, Backend, Problem
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int
 
-interception_hook: ContextVar[Callable[[Problem, Callable[[Problem], Answer]], Answer] | None] = ContextVar(
-    "interception_hook", default=None
-)
+interception_hook: Callable[[Problem, Callable[[Problem], Answer]], Answer] | None = None
 """Hook that answers attention problems in place of the chosen backend while a model is intercepted; otherwise None."""
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (fused, blockwise, reference)}
@@ -120,7 +117,7 @@ def attend(
     )
     choice = _choice(problem, backend)
     run = partial(run_contained, run=choice.run)
-    hook = None if torch.compiler.is_compiling() else interception_hook.get()
+    hook = None if torch.compiler.is_compiling() else interception_hook
     with without_autocast(problem.q.device):
         answer = run(problem) if hook is None else hook(problem, run)
     out = answer.out if problem.gate is None else answer.out * problem.gate

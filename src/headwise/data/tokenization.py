@@ -74,7 +74,8 @@ def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encode
     added_by_tokenizer = encoding.pop("special_tokens_mask")[0].tolist()
     spans = encoding.pop("offset_mapping")[0].tolist() if tokenizer.is_fast else None
     ids = encoding["input_ids"][0].tolist()
-    _check_ids(ids, limit, model.get_input_embeddings().num_embeddings)
+    has_embeddings = hasattr(model, "get_input_embeddings")  # not of a plain module
+    _check_ids(ids, limit, model.get_input_embeddings().num_embeddings if has_embeddings else None)
     special_ids = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}  # an unknown word is still a word
     is_special = [bool(added) or token in special_ids for added, token in zip(added_by_tokenizer, ids, strict=True)]
     if spans is None:
@@ -106,7 +107,7 @@ def text_model(model: Any) -> nn.Module:
 
 def max_input_tokens(model: Any, tokenizer: Any) -> int | None:
     """Return the largest number of tokens that a model and its tokenizer accept; None if there is no limit."""
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if positions is not None:
         for module in model.modules():
             # Position tables that start after the padding index (RoBERTa) hold that many fewer positions.
@@ -128,7 +129,7 @@ def _check_text(text: Any) -> None:
         raise InputError("text", expected="text that can be written as UTF-8", got="bytes of another encoding")
 
 
-def _check_ids(ids: list[int], limit: int | None, vocabulary: int) -> None:
+def _check_ids(ids: list[int], limit: int | None, vocabulary: int | None) -> None:
     """Raise an `InputError` for no tokens, more tokens than the limit, or ids outside the model's vocabulary."""
     if not ids:
         raise InputError("text", expected="at least one token", got="a text that the tokenizer drops whole")
@@ -139,7 +140,7 @@ def _check_ids(ids: list[int], limit: int | None, vocabulary: int) -> None:
             got=len(ids),
             remedy="--truncate (truncate=True) cuts it there",
         )
-    if max(ids) >= vocabulary:
+    if vocabulary is not None and max(ids) >= vocabulary:
         raise InputError("tokenizer", expected=f"ids below {vocabulary}, the model's vocabulary", got=max(ids))
 
 

@@ -1,81 +1,98 @@
-"""Attention calls of a Hugging Face `transformers` model, seen where the library dispatches them.
+"""Interception of attention calls of Hugging Face `transformers`, where the library dispatches them.
 
-Every model of `transformers` 5 asks `AttentionInterface.get_interface` for its attention function at each
-call. Inside `observe` that method hands out the same function, wrapped: the model runs as it did, under its
-own implementation's name, and each call is passed on as a `Problem`.
+Every model of `transformers` 5 gets its attention function from `AttentionInterface.get_interface` at each call. While
+a model is intercepted that method returns the same function, wrapped. The model keeps its implementation's name, which
+some models read.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal
-from headwise.attention.problem import Problem
+from headwise.attention.masks.grid import Grid
+from headwise.attention.problem import Answer, Problem
+from headwise.attention.uniform_attention import uniform_output
 from headwise.errors import InputError
-from headwise.shapes import Float
+from headwise.intercept.additive_masks import fill_hidden_rows_as_torch, hides_all_keys, with_infinite
+from headwise.intercept.call_handlers import handlers_of_call
+from headwise.intercept.call_stack import call_stack
+from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
 
 READABLE = ("sdpa", "eager")
-"""The implementations whose masks are tensors, so that a call can be read."""
+"""The implementations whose masks are tensors, so that a call can be stated as a `Problem`."""
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """One call of attention inside a model."""
+def intercepting_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `AttentionInterface.get_interface` such that the functions it returns are intercepted."""
 
-    layer: int
-    path: str
-    problem: Problem
-    out: Float[Tensor, "batch queries heads value_dim"]
-
-
-@contextmanager
-def observe(model: nn.Module, on_call: Callable[[AttentionCall], None]) -> Iterator[None]:
-    """Within the context, call `on_call` after each attention call of `model`, in the order they run.
-
-    Layers are numbered as the model numbers them, or in the order of the calls where it does not. The
-    dispatch is put back when the context ends, also by an exception. Raises `InputError` inside the context
-    when the model uses an attention implementation whose masks cannot be read.
-    """
-    from transformers.modeling_utils import AttentionInterface
-
-    paths = {id(module): path for path, module in model.named_modules()}
-    seen: set[int] = set()
-    dispatch = AttentionInterface.get_interface
-
-    def observed_dispatch(interface: Any, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(dispatch)
+    def get_interface(interface: Any, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
         attention = dispatch(interface, implementation, default)
 
         @wraps(attention)
-        def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if id(module) not in paths:
-                return attention(module, *args, **kwargs)
-            require_readable(implementation)
-            result = attention(module, *args, **kwargs)
-            layer = getattr(module, "layer_idx", None)
-            if layer is None or layer in seen:
-                layer = max(seen, default=-1) + 1
-            seen.add(layer)
-            problem = read_call(implementation, module, *args, **kwargs)
-            on_call(AttentionCall(layer, paths[id(module)], problem, result[0]))
-            return result
+        def attention_or_intercepted(*args: Any, **kwargs: Any) -> Any:
+            if call_stack.intercepts:
+                return _intercepted_call(implementation, attention, args, kwargs)
+            return attention(*args, **kwargs)
 
-        return observed
+        return attention_or_intercepted
 
-    AttentionInterface.get_interface = observed_dispatch
-    try:
-        yield
-    finally:
-        AttentionInterface.get_interface = dispatch
+    return get_interface
 
 
-def require_readable(implementation: str) -> None:
-    """Raise `InputError` for an attention implementation whose masks cannot be read."""
+def _intercepted_call(
+    implementation: str, attention: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Compute an attention call of `transformers`, observed and changed by the interceptors.
+
+    Returns:
+        what the attention function returns: the output `(batch, queries, heads, value_dim)`, the weights or None, and
+        possibly more.
+    """
+    module, (q, k, v), mask, options = _split_arguments(*args, **kwargs)
+    handlers = handlers_of_call(Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device), k.shape[1], v.shape[3])
+    others: list[Any] = [None]  # what the function returns in addition to the output
+
+    def read_problem() -> Problem:
+        _require_readable(implementation)
+        return _problem_of(
+            implementation, module, *widest_dtype_under_autocast(q, k, v), attention_mask=mask, **options
+        )
+
+    def compute() -> Answer:
+        out, *others[:] = attention(*args, **kwargs)
+        return Answer(out.transpose(1, 2), None, None)
+
+    def as_torch(out: Tensor) -> Tensor:
+        return fill_hidden_rows_as_torch(out, v, mask)
+
+    out = None
+    if handlers.observations and implementation == "eager" and not options.get("dropout"):
+        with call_stack.paused():
+            answer = compute()
+        if others[0] is not None:
+            out = answer.out
+            handlers.observe_weights(_zeros_in_hidden_rows(others[0], mask), out, v)
+    if out is None:
+        out = handlers.answer(read_problem, compute).out
+        out = as_torch(out) if handlers.observations else out
+    out = handlers.changed(out, lambda: as_torch(uniform_output(read_problem())))
+    return out.transpose(1, 2).contiguous(), *others
+
+
+def _split_arguments(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
+) -> tuple[nn.Module, tuple[Tensor, Tensor, Tensor], Tensor | None, dict[str, Any]]:
+    """Return module, `(q, k, v)`, mask and other options of a call, however they were passed."""
+    return module, (query, key, value), attention_mask, options
+
+
+def _require_readable(implementation: str) -> None:
+    """Raise `InputError` for an attention implementation whose masks are not tensors."""
     if implementation not in READABLE:
         raise InputError(
             "model",
@@ -85,7 +102,7 @@ def require_readable(implementation: str) -> None:
         )
 
 
-def read_call(
+def _problem_of(
     implementation: str,
     module: nn.Module,
     query: Tensor,
@@ -100,7 +117,7 @@ def read_call(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> Problem:
-    """The call in our terms."""
+    """Return the `Problem` that a call of an attention function with these arguments poses."""
     queries = query.shape[2]
     mask: Mask | Tensor | None = attention_mask
     bias = position_bias
@@ -116,37 +133,8 @@ def read_call(
     return Problem.checked(query, key, value, mask=mask, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux)
 
 
-FAR = 1e4
-"""How much less than another an additive mask must give a key to hide it: no score makes up for it."""
-
-
-def with_infinite(added: Tensor) -> Tensor:
-    """What is added to scores, with -inf where it hides a key."""
-    hidden = (added <= added.amax(-1, keepdim=True) - FAR) | hides_all(added)
-    return added.masked_fill(hidden, -torch.inf)
-
-
-def hides_all(added: Tensor) -> Tensor:
-    """Which rows of an additive mask hide every key.
-
-    The smallest number of a dtype stands for that, also after another was added to it.
-    """
-    return added.amax(-1, keepdim=True) <= torch.finfo(added.dtype).min / 2
-
-
-def even_where_all_is_hidden(
-    out: Float[Tensor, "batch heads queries value_dim"],
-    v: Float[Tensor, "batch kv_heads keys value_dim"],
-    mask: Tensor | None = None,
-) -> Float[Tensor, "batch heads queries value_dim"]:
-    """The output as torch's own attention gives it, where ours gives 0.
-
-    A finite mask that hides every key of a row leaves none before another: each gets the same weight. Some models read
-    such rows.
-    """
+def _zeros_in_hidden_rows(weights: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the weights of an eager function with 0 in rows whose keys are all hidden, where softmax is uniform."""
     if mask is None or not mask.is_floating_point():
-        return out
-    rows = hides_all(mask) & (mask.amax(-1, keepdim=True) > -torch.inf)
-    if not bool(rows.any()):
-        return out
-    return torch.where(rows, v.mean(-2, keepdim=True).repeat_interleave(out.shape[1] // v.shape[1], 1), out)
+        return weights
+    return weights.masked_fill(hides_all_keys(mask), 0.0)

@@ -1,45 +1,53 @@
-"""Where the output of heads is projected: found by name and width, in a module that attends or beside it."""
+"""The linear layer that projects the heads' output, found by its name and width."""
 
 import torch
 from torch import Tensor, nn
 
 from headwise.shapes import Float
 
-OUTPUT = ("o_proj", "out_proj", "out", "c_proj", "o", "dense", "out_lin", "wo", "to_out", "proj", "output")
-"""What the output projection is called: by Llama, torch, ours, GPT-2, T5, BERT, DistilBERT, others."""
+PROJECTION_NAMES = ("o_proj", "out_proj", "out", "c_proj", "o", "dense", "out_lin", "wo", "to_out", "proj", "output")
+"""Names of output projections in Llama, torch, headwise, GPT-2, T5, BERT, DistilBERT and others."""
 
 
 def output_projection(model: nn.Module, path: str, width: int) -> nn.Module | None:
-    """The linear layer that takes the `width` features of all heads of the module at `path`; None where none is found.
+    """Return the linear layer that projects the output of all heads of an attention module; None if none is found.
 
-    It is a child of that module, or, as in BERT, of a neighbour called output.
+    It is a child of that module, of its parent, or, as in BERT, of the parent's child `output`.
+
+    Args:
+        model: the model.
+        path: path of the attention module.
+        width: input features of the layer, heads times value_dim.
     """
     module = model.get_submodule(path)
-    beside = model.get_submodule(path.rpartition(".")[0]) if path else module
-    for owner in (module, getattr(beside, "output", None), beside):
-        for name in OUTPUT:
-            found = getattr(owner, name, None)
-            found = found[0] if isinstance(found, nn.Sequential | nn.ModuleList) and len(found) else found
-            if isinstance(found, nn.Module) and weight_of(found, width) is not None:
-                return found
+    parent = model.get_submodule(path.rpartition(".")[0]) if path else module
+    for owner in (module, getattr(parent, "output", None), parent):
+        for name in PROJECTION_NAMES:
+            child = getattr(owner, name, None)
+            child = child[0] if isinstance(child, nn.Sequential | nn.ModuleList) and len(child) else child
+            if isinstance(child, nn.Module) and weight_of(child, width) is not None:
+                return child
     return None
 
 
 def weight_of(projection: nn.Module, width: int) -> Float[Tensor, "out width"] | None:
-    """Its weight, outputs first; None where it is no linear layer of that many inputs."""
+    """Return a linear layer's weight, output features first; None for other modules and other input widths."""
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         return None
-    if type(projection).__name__ == "Conv1D":  # transformers' keeps inputs first
+    if type(projection).__name__ == "Conv1D":  # of transformers, whose weight has input features first
         weight = weight.mT
     return weight if weight.shape[1] == width else None
 
 
 @torch.no_grad()
 def gram_of(projection: nn.Module, heads: int, value_dim: int) -> Float[Tensor, "heads value_dim value_dim"]:
-    """`W_h^T W_h` of each head's slice `W_h (out, value_dim)`: `o^T (W_h^T W_h) o` is the square of what o writes."""
+    """Return `W_h^T W_h` for each head's slice `W_h (out, value_dim)` of the output projection.
+
+    For a head's output `o`, `o^T (W_h^T W_h) o` is the squared norm of its projection.
+    """
     weight = weight_of(projection, heads * value_dim)
     assert weight is not None
     slices = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).unflatten(1, (heads, value_dim))  # type: ignore[no-untyped-call]
-    of_heads: Tensor = slices.permute(1, 0, 2)
-    return of_heads.mT @ of_heads
+    by_head: Tensor = slices.permute(1, 0, 2)
+    return by_head.mT @ by_head

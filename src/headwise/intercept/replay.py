@@ -1,9 +1,8 @@
-"""What does not change between two runs of a model is computed once: the layers below the first head that is gated.
+"""Reuse of module outputs between two runs of a model on the same inputs, up to the first gated head.
 
-A run is kept, module by module. Another run on the same inputs takes from it what every module gave that had ended
-before attention began in the first module that is gated: until there both runs are the same. What is kept are the
-outputs of modules that hold one place of attention or none, inside of modules that hold several: the layers, embeddings
-and norms of a transformer. The rest of the model, its Python included, runs as ever.
+Both runs are the same until attention begins in the first gated module. Modules that ended before then return their
+recorded outputs in the second run: layers, embeddings and norms, that is modules that contain at most one site, inside
+of modules that contain several. The rest of the model runs as usual.
 """
 
 from collections import Counter
@@ -20,101 +19,111 @@ from headwise.intercept.swap_forward import swap_forward
 
 
 @dataclass
-class _Ended:
-    """A call of a module: what it gave, when it had ended, and the versions of the tensors it gave."""
+class _RecordedCall:
+    """A recorded call of a module.
+
+    Attributes:
+        output: what the module returned.
+        end: number of recorded calls that had ended, this one included.
+        versions: torch's version counter of each tensor in the output.
+    """
 
     output: Any
-    time: int
+    end: int
     versions: list[int]
 
     @property
-    def is_as_it_was(self) -> bool:
-        """Whether nobody has written into what it gave."""
+    def is_unmodified(self) -> bool:
+        """True if nobody wrote into the output's tensors afterwards."""
         return self.versions == _versions(self.output)
 
 
 class Replay:
-    """A run of a model that is kept, and what is taken from it.
+    """A recorded run of a model, whose module outputs other runs on the same inputs reuse.
 
     Args:
-        model: which must do the same when it is given the same: in evaluation mode, and without a cache in its inputs.
-        sites: the paths of the modules that attend.
+        model: a deterministic model: in evaluation mode, and without a cache in its inputs.
+        sites: paths of the modules that attend.
     """
 
     def __init__(self, model: nn.Module, sites: Collection[str]) -> None:
         self._modules = dict(model.named_modules())
-        self._kept = _between(self._modules, sites)
+        self._recorded_paths = _modules_to_record(self._modules, sites)
         self._sites = sites
-        self._ended: dict[tuple[str, int], _Ended] = {}
-        self._began: dict[str, int] = {}
-        self._time = 0
+        self._calls: dict[tuple[str, int], _RecordedCall] = {}
+        self._attention_start: dict[str, int] = {}  # number of recorded calls that had ended before a site attended
+        self._ended = 0
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Within the context the model runs once, on new inputs, and is kept."""
-        self._ended, self._began, self._time = {}, {}, 0
-        calls: Counter[str] = Counter()
+        """Record the model's one run within the context, in place of an earlier recording."""
+        self._calls, self._attention_start, self._ended = {}, {}, 0
+        counts: Counter[str] = Counter()
 
-        def keeper(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def kept(*args: Any, **kwargs: Any) -> Any:
-                number, calls[path] = calls[path], calls[path] + 1
+        def recording_forward(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def record(*args: Any, **kwargs: Any) -> Any:
+                index, counts[path] = counts[path], counts[path] + 1
                 output = forward(*args, **kwargs)
-                self._time += 1
-                self._ended[path, number] = _Ended(output, self._time, _versions(output))
+                self._ended += 1
+                self._calls[path, index] = _RecordedCall(output, self._ended, _versions(output))
                 return output
 
-            return kept
+            return record
 
-        def noter(path: str) -> Callable[..., None]:
-            def begins(*_: Any) -> None:
-                self._began.setdefault(path, self._time)
+        def start_hook(path: str) -> Callable[..., None]:
+            def note_start(*_: Any) -> None:
+                self._attention_start.setdefault(path, self._ended)
 
-            return begins
+            return note_start
 
-        hooks = [self._modules[path].register_forward_pre_hook(noter(path)) for path in self._sites]
+        hooks = [self._modules[path].register_forward_pre_hook(start_hook(path)) for path in self._sites]
         try:
             with ExitStack() as stack:
-                for path in self._kept:
-                    stack.enter_context(swap_forward(self._modules[path], keeper(path, self._modules[path].forward)))
+                for path in self._recorded_paths:
+                    module = self._modules[path]
+                    stack.enter_context(swap_forward(module, recording_forward(path, module.forward)))
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
-        last = max(self._began.values(), default=0)
-        self._ended = {call: ended for call, ended in self._ended.items() if ended.time <= last and ended.is_as_it_was}
+        last = max(self._attention_start.values(), default=0)
+        self._calls = {key: call for key, call in self._calls.items() if call.end <= last and call.is_unmodified}
 
     @contextmanager
     def until(self, gated: Collection[str]) -> Iterator[None]:
-        """Within the context a run takes what was kept, until attention begins in one of these modules."""
-        first = min((self._began[path] for path in gated if path in self._began), default=self._time)
-        calls: Counter[str] = Counter()
+        """Reuse the recorded outputs in runs within the context, until attention begins in one of the gated modules."""
+        first = min(
+            (self._attention_start[path] for path in gated if path in self._attention_start), default=self._ended
+        )
+        counts: Counter[str] = Counter()
 
-        def taker(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def taken(*args: Any, **kwargs: Any) -> Any:
-                number, calls[path] = calls[path], calls[path] + 1
-                ended = self._ended.get((path, number))
-                return forward(*args, **kwargs) if ended is None or ended.time > first else ended.output
+        def reusing_forward(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def reuse(*args: Any, **kwargs: Any) -> Any:
+                index, counts[path] = counts[path], counts[path] + 1
+                call = self._calls.get((path, index))
+                return forward(*args, **kwargs) if call is None or call.end > first else call.output
 
-            return taken
+            return reuse
 
         with ExitStack() as stack:
-            for path in {path for (path, _), ended in self._ended.items() if ended.time <= first}:
-                stack.enter_context(swap_forward(self._modules[path], taker(path, self._modules[path].forward)))
+            for path in {path for (path, _), call in self._calls.items() if call.end <= first}:
+                module = self._modules[path]
+                stack.enter_context(swap_forward(module, reusing_forward(path, module.forward)))
             yield
 
 
-def _between(modules: dict[str, nn.Module], sites: Collection[str]) -> list[str]:
-    """The outermost modules that hold one site at most, inside of modules that hold several."""
-    number = {path: sum(path == site or is_inside(site, path) for site in sites) for path in modules}
-    found: list[str] = []
+def _modules_to_record(modules: dict[str, nn.Module], sites: Collection[str]) -> list[str]:
+    """Return the paths of the outermost modules with at most one site, inside of modules that contain several."""
+    site_counts = {path: sum(path == site or is_inside(site, path) for site in sites) for path in modules}
+    paths: list[str] = []
     for path, module in modules.items():
-        if number[path] > 1 or not path or any(is_inside(path, other) for other in found):
+        if site_counts[path] > 1 or not path or any(is_inside(path, other) for other in paths):
             continue
         if not isinstance(module, nn.ModuleList | nn.ModuleDict):  # which are never called
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def _versions(output: Any) -> list[int]:
-    """How often each tensor was written into."""
-    return [each._version for each in pytree.tree_leaves(output) if isinstance(each, Tensor)]
+    """Return torch's version counter, the number of in-place writes, of each tensor in a module's output."""
+    return [leaf._version for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]

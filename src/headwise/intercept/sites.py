@@ -1,4 +1,4 @@
-"""Where a model was seen to attend, and numbers of the heads that stand there."""
+"""Sites where a model attends, as recorded while it runs, and labels of their heads."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +11,7 @@ from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, Interceptor, Site
 from headwise.intercept.layer_index import innermost_attention_modules, is_related, layer_numbers
 from headwise.statistics.moments import RunningMoments
-from headwise.statistics.registry import Tally
+from headwise.statistics.tally import Tally
 
 
 @dataclass
@@ -122,7 +122,11 @@ class SiteRegistry(Interceptor):
             names = ", ".join(self.unread) or type(self._modules[""]).__name__
             raise InputError("model", expected="attention in a way that can be seen", got=f"none in {names}")
 
-    def warn_of_unread(self) -> None:
-        """Warn of the modules whose attention was not intercepted, from the caller of the context that ends."""
+    def warn_of_unread(self, stacklevel: int = 4) -> None:
+        """Warn of the modules whose attention was not intercepted.
+
+        Args:
+            stacklevel: frame that the warning names; by default the caller of a context manager that ends with it.
+        """
         if self.unread:
-            warnings.warn(f"attention of these modules was not seen: {', '.join(self.unread)}", stacklevel=4)
+            warnings.warn(f"attention of these modules was not seen: {', '.join(self.unread)}", stacklevel=stacklevel)

@@ -1,4 +1,4 @@
-"""Where a model attends, found by running it once."""
+"""Finding the sites where a model attends, by running it once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,27 +6,26 @@ from typing import Any
 from torch import nn
 
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import Call, Observation
+from headwise.intercept.interceptor import Call
 from headwise.intercept.sites import SiteRegistry
 
 
 class _Survey(SiteRegistry):
-    """A visitor that looks at nothing and changes nothing."""
+    """Interceptor that records the sites of all calls, and observes and changes none."""
 
-    def observe(self, call: Call) -> Observation | None:
-        """See `Interceptor`."""
+    def observe(self, call: Call) -> None:
+        """Record the call's site."""
         self.register(call)
-        return None
 
 
 def survey(model: nn.Module, run: Callable[[], Any]) -> SiteRegistry:
-    """The places where the model attends while it is run.
+    """Return the sites at which `model` attends during one call of `run`.
 
     Raises:
-        InputError: it attends nowhere that can be seen.
+        InputError: no attention was intercepted, or the model did not run.
     """
-    seen = _Survey(model)
-    with intercepted(model, seen):
+    registry = _Survey(model)
+    with intercepted(model, registry):
         run()
-    seen.require_attention()
-    return seen
+    registry.require_attention()
+    return registry

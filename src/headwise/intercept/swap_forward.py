@@ -1,4 +1,4 @@
-"""Another forward in the place of a module's own."""
+"""Temporary replacement of a module's `forward`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,13 +9,13 @@ from torch import nn
 
 @contextmanager
 def swap_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within the context the module has another forward; then its own again, also one that the instance has."""
-    own = vars(module).get("forward")
+    """Replace the `forward` of one module object within the context, and restore its own afterwards."""
+    instance_forward = vars(module).get("forward")  # None where the class has the only one
     module.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if instance_forward is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = instance_forward

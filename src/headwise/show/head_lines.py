@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from headwise.analysis.view import View
+from headwise.analysis.view_result import View
 from headwise.errors import require
 from headwise.show.html import COLOURS
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.roles import ROLES
-from headwise.analysis.view import HeadView, View
+from headwise.analysis.view_result import HeadView, View
 from headwise.errors import require
 
 COLOURS = dict(

@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.analysis.roles import MIXED, ROLES, Role
-from headwise.analysis.view import HeadView, View
+from headwise.analysis.view_result import HeadView, View
 
 PIPE_WIDTH = 140
 """Columns of the output where no terminal says how many it has."""

@@ -1,4 +1,4 @@
-"""Attention whose rows are shown on the way: the answer, at about the cost of the answer alone."""
+"""Attention whose weights pass through an observer while they are computed."""
 
 from collections.abc import Callable
 
@@ -10,25 +10,31 @@ from headwise.attention.backends.blockwise import backend as blockwise
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer
 from headwise.attention.problem import Answer, Problem
-from headwise.statistics.registry import blocks
+from headwise.statistics.row_blocks import row_blocks_of_problem
 
 
 def attend_observed(
     problem: Problem,
     observer: Observer,
     call_context: CallContext | None = None,
-    otherwise: Callable[[Problem], Answer] = reference.run,
+    compute: Callable[[Problem], Answer] = reference.run,
 ) -> Answer:
-    """The answer to a problem, every row of which has been shown once.
+    """Return the answer to a problem, with each of its row blocks passed to `observer` once.
 
-    Rows are shown while blocks compute them, from scores in float32 at least. Where blocks cannot do the problem, the
-    rows are computed beside the answer, which is then `otherwise`'s.
+    Row blocks are observed while blockwise attention computes them, from scores in float32 at least, at about the cost
+    of the answer alone. For problems that blockwise attention cannot solve, the row blocks are computed separately.
+
+    Args:
+        problem: the attention call.
+        observer: function that receives each row block.
+        call_context: tokens and padding of the call.
+        compute: function that answers problems that blockwise attention cannot solve.
     """
-    holds_something = 0 not in (*problem.q.shape, *problem.k.shape)
-    if blockwise.why_not(problem) is None and not problem.return_weights and holds_something:
+    is_empty = 0 in (*problem.q.shape, *problem.k.shape)
+    if blockwise.why_not(problem) is None and not problem.return_weights and not is_empty:
         with without_autocast(problem.q.device):
             return blockwise.run(problem, observer=observer, call_context=call_context)
     with torch.no_grad(), without_autocast(problem.q.device):
-        for rows in blocks(problem, call_context):
-            observer(rows)
-    return otherwise(problem)
+        for row_block in row_blocks_of_problem(problem, call_context):
+            observer(row_block)
+    return compute(problem)

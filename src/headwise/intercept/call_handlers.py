@@ -1,0 +1,163 @@
+"""Answer of one intercepted attention call: its rows go to the observers, its output through the changes."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.attention.autocast import without_autocast
+from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.attention.masks.grid import Grid
+from headwise.attention.problem import Answer, Problem
+from headwise.attention.uniform_attention import uniform_output
+from headwise.intercept.call_stack import call_stack
+from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, Site
+from headwise.intercept.layer_index import layer_number_of
+from headwise.intercept.module_call import ModuleCall, tokens_and_padding
+from headwise.shapes import Float
+from headwise.statistics.attend_observed import attend_observed
+from headwise.statistics.row_blocks import row_blocks_of_problem, row_blocks_of_weights
+
+
+class CallHandlers(NamedTuple):
+    """Observations and changes that all interceptors of a model asked for in one attention call.
+
+    Attributes:
+        observations: how the call is observed.
+        changes: functions that change its output, that of the innermost context last.
+    """
+
+    observations: list[Observation]
+    changes: list[Change]
+
+    def answer(self, read_problem: Callable[[], Problem], compute: Callable[[], Answer]) -> Answer:
+        """Return the answer of the call, with every row block passed to the observers.
+
+        Args:
+            read_problem: function that states the call as a `Problem`; called only if there are observers.
+            compute: the model's own function, which answers where there is no observer or one with a check.
+        """
+        with call_stack.paused():
+            if not self.observations:
+                return compute()
+            problem = read_problem()
+            with _outside_torch_modes(problem.q):
+                if self._has_check:
+                    answer = compute()
+                    with torch.no_grad(), without_autocast(problem.q.device):
+                        self._observe_checked(row_blocks_of_problem(problem, self._call_context, True), answer.out)
+                else:
+                    answer = attend_observed(problem, self._observe, self._call_context, lambda _: compute())
+        self._end()
+        return answer
+
+    def observe_weights(
+        self,
+        weights: Float[Tensor, "batch heads queries keys"],
+        out: Float[Tensor, "batch heads queries value_dim"],
+        values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
+    ) -> None:
+        """Pass the row blocks of weights that the model computed itself to the observers.
+
+        Args:
+            weights: the weights.
+            out: output that the model computed.
+            values: the values, for observers with a check; None if `out` is known to be the product of both.
+        """
+        if not self.observations:
+            return
+        weights, out = weights.detach(), out.detach()
+        with call_stack.paused(), torch.no_grad(), _outside_torch_modes(weights):
+            if self._has_check and values is not None:
+                self._observe_checked(row_blocks_of_weights(weights, out, self._call_context, values.detach()), out)
+            else:
+                for row_block in row_blocks_of_weights(weights, out, self._call_context):
+                    self._observe(row_block)
+        self._end()
+
+    def changed(
+        self,
+        out: Float[Tensor, "batch heads queries value_dim"],
+        uniform_output: Callable[[], Float[Tensor, "batch heads queries value_dim"]],
+    ) -> Float[Tensor, "batch heads queries value_dim"]:
+        """Return the head outputs after all changes."""
+        with call_stack.paused():
+            for change in self.changes:
+                out = change(HeadOutput(out, uniform_output))
+        return out
+
+    @property
+    def _call_context(self) -> CallContext:
+        return self.observations[0].call_context
+
+    @property
+    def _has_check(self) -> bool:
+        return any(observation.check is not None for observation in self.observations)
+
+    def _observe(self, row_block: RowBlock) -> None:
+        for observation in self.observations:
+            observation.observer(row_block.with_call_context(observation.call_context))
+
+    def _observe_checked(
+        self, row_blocks: Iterable[RowBlock], out: Float[Tensor, "batch heads queries value_dim"]
+    ) -> None:
+        for row_block in row_blocks:
+            for observation in self.observations:
+                if observation.check is not None:
+                    observation.check(row_block, out[:, :, row_block.rows.start : row_block.rows.stop])
+            self._observe(row_block)
+
+    def _end(self) -> None:
+        for observation in self.observations:
+            observation.on_end()
+
+
+def handlers_of_call(
+    grid: Grid, kv_heads: int, value_dim: int | None, module_calls: Sequence[ModuleCall] | None = None
+) -> CallHandlers:
+    """Return what each interceptor wants done with an attention call of these sizes.
+
+    Args:
+        grid: size of the scores.
+        kv_heads: number of key/value heads.
+        value_dim: features of a value.
+        module_calls: the module calls in which the call happened; by default those running in this thread.
+    """
+    module_calls = call_stack.module_calls if module_calls is None else module_calls
+    handlers = CallHandlers([], [])
+    innermost: dict[int, ModuleCall] = {}  # the innermost module call of each interceptor
+    for module_call in reversed(module_calls):  # within a module, the innermost context's comes first
+        if call_stack.only_interceptor in (None, module_call.interceptor):
+            innermost.setdefault(id(module_call.interceptor), module_call)
+    for module_call in innermost.values():
+        interceptor = module_call.interceptor
+        nested = [other for other in module_calls if other.interceptor is interceptor]
+        site = Site(module_call.path, module_call.is_cross_attention)
+        index = nested[0].call_counts[site]
+        nested[0].call_counts[site] += 1
+        layer, inputs = layer_number_of(module_call.module), tokens_and_padding(nested)
+        call = Call(site, layer, index, grid, kv_heads, value_dim, *inputs)
+        observation, change = interceptor.observe(call), interceptor.change(call)
+        handlers.observations.extend([] if observation is None else [observation])
+        handlers.changes.extend([] if change is None else [change])
+    return handlers
+
+
+def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
+    """Return the answer to a problem of `headwise.attend`, observed and changed if an intercepted model poses it."""
+    if not call_stack.intercepts:
+        return run(problem)
+    handlers = handlers_of_call(problem.grid, problem.k.shape[1], problem.v.shape[-1])
+    answer = handlers.answer(lambda: problem, lambda: run(problem))
+    return answer._replace(out=handlers.changed(answer.out, lambda: uniform_output(problem)))
+
+
+def _outside_torch_modes(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which torch's modes do not see the thousands of small operations of an observation.
+
+    For tensor subclasses, which work by torch's function protocol, the context does nothing.
+    """
+    return torch._C.DisableTorchFunction() if type(tensor) is Tensor else nullcontext()

@@ -1,0 +1,68 @@
+"""State of interception in each thread: running modules of intercepted models, and how calls in them are handled."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.overrides import TorchFunctionMode
+
+from headwise.intercept.interceptor import Interceptor
+from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.pending_softmax import PendingSoftmax
+
+
+class CallStack(threading.local):
+    """This thread's running calls of intercepted modules, with all other state of interception.
+
+    Attributes:
+        module_calls: the running calls, outermost first.
+        pending_softmaxes: softmaxes in attention modules whose product with the values has not come yet.
+        torch_mode: mode that intercepts torch's functions in this thread; None while no intercepted module runs.
+        is_paused: True while an attention call is being answered, so that calls made for that are not intercepted.
+        in_torch_attention: True inside `F.multi_head_attention_forward`, where torch turns modes off.
+        only_interceptor: the one interceptor that calls are reported to; None for all.
+    """
+
+    def __init__(self) -> None:
+        self.module_calls: list[ModuleCall] = []
+        self.pending_softmaxes: list[PendingSoftmax] = []
+        self.torch_mode: TorchFunctionMode | None = None
+        self.is_paused = False
+        self.in_torch_attention = False
+        self.only_interceptor: Interceptor | None = None
+
+    @property
+    def intercepts(self) -> bool:
+        """True if attention calls in this thread belong to an intercepted model."""
+        return bool(self.module_calls) and not self.is_paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not intercept attention calls within the context."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    @contextmanager
+    def torch_attention(self) -> Iterator[None]:
+        """Mark the context as a call of `F.multi_head_attention_forward`."""
+        self.in_torch_attention = True
+        try:
+            yield
+        finally:
+            self.in_torch_attention = False
+
+    @contextmanager
+    def exclusive_to(self, interceptor: Interceptor) -> Iterator[None]:
+        """Report attention calls within the context to this interceptor only, not to those of surrounding contexts."""
+        before, self.only_interceptor = self.only_interceptor, interceptor
+        try:
+            yield
+        finally:
+            self.only_interceptor = before
+
+
+call_stack = CallStack()
+"""State of interception; each thread has its own."""

@@ -1,0 +1,64 @@
+"""Result of `watch`: the statistics of every head of a model."""
+
+from typing import Any
+
+from torch import nn
+
+from headwise.errors import require
+from headwise.intercept.interceptor import Site
+from headwise.intercept.sites import SiteRegistry
+from headwise.statistics.weight_capture import CapturedWeights
+
+
+class Heads(SiteRegistry):
+    """Statistics of every head of a watched model, after it has run.
+
+    Each sequence has the same weight in the means, and further calls of the model add to them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._captured: dict[Site, CapturedWeights] = {}
+
+    def set_captured(self, site: Site, captured: CapturedWeights) -> None:
+        """Store the captured weights of a site's last call."""
+        self._captured[site] = captured
+
+    @property
+    def details(self) -> dict[str, CapturedWeights]:
+        """Captured weights of the last call of each module, by its path.
+
+        The key is `"path, cross"` for the cross-attention of a module that computes self-attention too.
+        """
+        details = {}
+        for record in self.records:
+            path, cross = record.site
+            has_both = Site(path, not cross) in self._records
+            if record.site in self._captured:
+                details[f"{path}, cross" if has_both and cross else path] = self._captured[record.site]
+        return details
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one dict per head: layer, head, kv_head, module, kind, and the mean of every statistic over sequences.
+
+        Raises:
+            InputError: the model did not run, or no attention was intercepted.
+        """
+        self.require_attention()
+        means = {
+            record.site: {name: moments.value.tolist() for name, moments in record.statistics.items()}
+            for record in self.records
+        }
+        return [
+            {**labels, **{name: by_head[labels["head"]] for name, by_head in means[record.site].items()}}
+            for record, labels in self.head_labels()
+        ]
+
+    def table(self) -> Any:
+        """Return `rows` as a pandas DataFrame.
+
+        Raises:
+            InputError: the model did not run, or no attention was intercepted.
+            MissingExtra: pandas is not installed.
+        """
+        return require("pandas", purpose="a table", extra="tables").DataFrame(self.rows())

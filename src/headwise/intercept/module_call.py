@@ -1,0 +1,68 @@
+"""Running calls of the modules of an intercepted model, and what their arguments say about the attention inside."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from headwise.intercept.interceptor import Interceptor, Site
+
+CONTEXT_ARGUMENTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context")
+"""Names of the arguments that make a module attend to something else than its own input."""
+
+NON_TOKEN_ARGUMENTS = ("pixel_values", "input_features", "input_values")
+"""Names of the arguments of modules that read images or sound, although the model around them reads tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleCall:
+    """One running call of a module of an intercepted model.
+
+    Attributes:
+        interceptor: the model's interceptor; with several, each has a `ModuleCall` of its own.
+        path: path of the module in the model.
+        module: the module.
+        arguments: arguments of the call, by name.
+        call_counts: number of attention calls so far inside this call, by site.
+    """
+
+    interceptor: Interceptor
+    path: str
+    module: nn.Module
+    arguments: dict[str, Any]
+    call_counts: Counter[Site] = field(default_factory=Counter)
+
+    @property
+    def is_cross_attention(self) -> bool:
+        """True if an argument makes the module attend to something else than its own input."""
+        own_input = next(iter(self.arguments.values()), None)
+        contexts = map(self.arguments.get, CONTEXT_ARGUMENTS)
+        return any(context is not None and context is not own_input for context in contexts)
+
+    @property
+    def is_attention(self) -> bool:
+        """True if the module's class name or the end of its path contains "attention" or "attn"."""
+        class_name = type(self.module).__name__.lower()
+        return "attention" in class_name or "attn" in class_name or self.path.lower().endswith(("attention", "attn"))
+
+
+def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | None, Tensor | None]:
+    """Return token ids and padding mask of the innermost module that reads tokens, so a decoder has its own.
+
+    Args:
+        module_calls: nested calls of one model's modules, outermost first.
+    """
+    padding = None
+    for module_call in reversed(module_calls):
+        arguments = module_call.arguments
+        tokens, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        if padding is None and isinstance(mask, Tensor) and mask.ndim == 2:
+            padding = mask
+        if isinstance(tokens, Tensor):
+            return tokens, padding
+        names = {name for name, value in arguments.items() if value is not None}
+        if names.intersection(NON_TOKEN_ARGUMENTS) or names >= {"inputs_embeds", "encoder_hidden_states"}:
+            break
+    return None, padding

@@ -1,0 +1,61 @@
+"""Softmaxes in attention modules whose results have not been multiplied with the values yet."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headwise.intercept.additive_masks import hides_all_keys, with_infinite
+from headwise.intercept.module_call import ModuleCall
+from headwise.shapes import Float
+
+HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead", "num_heads_per_partition")
+"""Names under which modules store their number of heads."""
+
+
+@dataclass(eq=False)
+class PendingSoftmax:
+    """Attention weights that a module computed itself and has not multiplied with the values yet.
+
+    Attributes:
+        weights: the weights by head; None where it is unknown which axis is the heads'.
+        tensor: tensor of the model that holds the weights now: the softmax's result, or what followed from it.
+        module_calls: the running module calls at the softmax, outermost first.
+        scores: argument of the softmax.
+        zeroed: True where the module filled weights with zeros; None where it did not.
+    """
+
+    weights: Float[Tensor, "batch heads queries keys"] | None
+    tensor: Tensor
+    module_calls: list[ModuleCall]
+    scores: Tensor
+    zeroed: Tensor | None = None
+
+    def fill(self, result: Tensor, mask: Tensor, value: Tensor | float) -> None:
+        """Follow a `masked_fill` of the weights, which wrote `value` where `mask` is True and returned `result`."""
+        self.tensor, self.weights = result, weights_by_head(result, self.module_calls[-1].module)
+        if not bool(value):
+            self.zeroed = mask if self.zeroed is None else self.zeroed | mask
+
+    def uniform_weights(self) -> Tensor:
+        """Return uniform attention over each row's visible keys, in the shape of `tensor`.
+
+        Keys that were filled with zeros are not visible. A row whose scores are all hidden by a finite number sees all
+        keys, as in torch's softmax.
+        """
+        hidden = with_infinite(self.scores) == -torch.inf
+        hidden = hidden & ~(hides_all_keys(self.scores) & (self.scores.amax(-1, keepdim=True) > -torch.inf))
+        hidden = hidden.reshape(self.tensor.shape)
+        visible = (hidden if self.zeroed is None else hidden | self.zeroed).logical_not().to(self.tensor.dtype)
+        return visible / visible.sum(-1, keepdim=True).clamp(min=1)
+
+
+def weights_by_head(result: Tensor, module: nn.Module) -> Float[Tensor, "batch heads queries keys"] | None:
+    """Return a softmax's result with an axis of heads; None where it is unknown which axis that is."""
+    counts = [getattr(module, name, None) for name in HEAD_COUNTS]
+    heads = [count for count in counts if isinstance(count, int) and count > 0]
+    if result.ndim == 4:
+        return result if not heads or result.shape[1] in heads else None
+    if result.ndim != 3 or not heads or len(result) % heads[0]:
+        return None
+    return result.view(-1, heads[0], *result.shape[1:])

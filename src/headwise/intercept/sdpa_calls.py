@@ -1,0 +1,88 @@
+"""Interception of calls of torch's `scaled_dot_product_attention`."""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.attention.autocast import autocast_dtype
+from headwise.attention.masks.base import Mask
+from headwise.attention.masks.factories import causal
+from headwise.attention.masks.grid import Grid
+from headwise.attention.problem import Answer, Problem, mask_and_bias
+from headwise.attention.uniform_attention import uniform_output
+from headwise.intercept.additive_masks import fill_hidden_rows_as_torch, with_infinite
+from headwise.intercept.call_handlers import handlers_of_call
+from headwise.intercept.call_stack import call_stack
+from headwise.shapes import Float
+
+SDPA = F.scaled_dot_product_attention
+"""Torch's own function, also while another one replaces it."""
+
+
+def intercepted_sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute `scaled_dot_product_attention`, observed and changed if an intercepted model calls it."""
+    if not call_stack.intercepts:
+        return SDPA(query, key, value, *args, **kwargs)
+    q, k, v = map(_by_head, (query, key, value))
+    handlers = handlers_of_call(Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device), k.shape[1], v.shape[3])
+    options = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+
+    @cache
+    def read_problem() -> Problem:
+        return _problem_of(query, key, value, **options)
+
+    def compute() -> Answer:
+        return Answer(_by_head(SDPA(query, key, value, *args, **kwargs)), None, None)
+
+    def as_torch(out: Tensor) -> Tensor:
+        return fill_hidden_rows_as_torch(out, v, options.get("attn_mask")) if query.ndim == 4 else out
+
+    out = handlers.answer(read_problem, compute).out
+    out = as_torch(out) if handlers.observations else out
+    out = handlers.changed(out, lambda: as_torch(uniform_output(read_problem())))
+    return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _by_head(tensor: Tensor) -> Float[Tensor, "batch heads length width"]:
+    """Return a tensor of SDPA with four axes: heads are the third axis from the end, or there is one head."""
+    return tensor[:, None] if tensor.ndim == 3 else tensor.reshape(-1, *tensor.shape[-3:])
+
+
+def _problem_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Problem:
+    """Return the `Problem` that a call of SDPA with these arguments poses."""
+    q, k, v = widest_dtype_under_autocast(_by_head(query), _by_head(key), _by_head(value))
+    mask: Mask | Tensor | None = attn_mask
+    if attn_mask is not None and query.ndim == 3 and attn_mask.ndim == 3:
+        mask = attn_mask[:, None]
+    elif attn_mask is not None and attn_mask.ndim > 4:
+        mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).reshape(-1, *attn_mask.shape[-3:])
+    mask, bias = mask_and_bias(mask, None)
+    bias = None if bias is None else with_infinite(bias)
+    positions: dict[str, Any] = {}
+    if is_causal:
+        mask = causal() if mask is None else causal() & mask
+        if q.shape[2] != k.shape[2]:  # torch aligns the first query with the first key
+            of_queries, of_keys = (torch.arange(tensor.shape[2], device=q.device) for tensor in (q, k))
+            positions = {"query_positions": of_queries, "key_positions": of_keys}
+    return Problem.checked(q, k, v, mask=mask, bias=bias, scale=scale, dropout=dropout_p, **positions)
+
+
+def widest_dtype_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tensors in the widest dtype among them under autocast, which allows mixed ones; else unchanged."""
+    if autocast_dtype(q.device) is None:
+        return q, k, v
+    widest = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    return q.to(widest), k.to(widest), v.to(widest)

@@ -1,0 +1,93 @@
+"""Row blocks of whole rows: of a problem, computed from its scores, or of weights that exist already."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.attention.backends.blockwise.tiles import LOG2_E, full_width_tile
+from headwise.attention.backends.reference import attention_weights, grouped_matmul, masked_scores, mix_heads
+from headwise.attention.masks.grid import Grid
+from headwise.attention.problem import Problem
+from headwise.shapes import Bool, Float
+
+ROW_BLOCK_BYTES = 2**24
+"""Largest size of the weights of one row block over all heads and keys; large enough for products at full speed."""
+
+
+def row_blocks_of_problem(
+    problem: Problem, call_context: CallContext | None = None, with_output: bool = False
+) -> Iterator[RowBlock]:
+    """Yield the weights of a problem, some query rows of all heads at a time, so the whole matrix never exists.
+
+    Args:
+        problem: the attention call.
+        call_context: its tokens and padding.
+        with_output: compute each row's output too, the weights times the values.
+    """
+    grid = problem.grid
+    for rows in _row_ranges(grid):
+        scores = masked_scores(problem, rows)
+        weights = attention_weights(scores, problem.sinks)
+        if problem.talking is not None:
+            weights = mix_heads(weights, problem.talking.after)
+        out = grouped_matmul(weights, problem.v.to(weights.dtype)) if with_output else None
+        yield _row_block(weights, scores > -torch.inf, grid, rows, call_context or CallContext(), out)
+
+
+def row_blocks_of_weights(
+    weights: Float[Tensor, "batch heads queries keys"],
+    out: Float[Tensor, "batch heads queries value_dim"],
+    call_context: CallContext,
+    values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
+) -> Iterator[RowBlock]:
+    """Yield existing weights, some query rows of all heads at a time. Keys of weight 0 count as hidden.
+
+    Args:
+        weights: the weights.
+        out: output of each row.
+        call_context: tokens and padding of the call.
+        values: the values, with which each row's output is computed instead of taken from `out`.
+    """
+    batch, heads, queries, keys = weights.shape
+    grid = Grid(batch, heads, queries, keys, weights.device)
+    for rows in _row_ranges(grid):
+        selected = slice(rows.start, rows.stop)
+        block = weights[:, :, selected].to(torch.promote_types(weights.dtype, torch.float32))
+        block_out = out[:, :, selected] if values is None else grouped_matmul(block, values.to(block.dtype))
+        yield _row_block(block, block > 0, grid, rows, call_context, block_out)
+
+
+def _row_ranges(grid: Grid) -> Iterator[range]:
+    """Yield ranges of the query rows, each with at most `ROW_BLOCK_BYTES` of float32 weights, or a single row."""
+    step = max(1, ROW_BLOCK_BYTES // (4 * max(1, grid.batch * grid.heads * grid.keys)))
+    for start in range(0, grid.queries, step):
+        yield range(start, min(start + step, grid.queries))
+
+
+def _row_block(
+    weights: Float[Tensor, "batch heads rows keys"],
+    is_visible: Bool[Tensor, "#batch #heads rows keys"],
+    grid: Grid,
+    rows: range,
+    call_context: CallContext,
+    out: Float[Tensor, "batch heads rows value_dim"] | None,
+) -> RowBlock:
+    """Return the row block of these weights over all keys."""
+    powers = weights.flatten(0, 1)
+    tile = full_width_tile(grid, rows, is_visible)
+    power_score_sum = torch.special.xlogy(powers, powers).sum(-1, keepdim=True) * LOG2_E
+    return RowBlock(
+        tile=tile,
+        grid=grid,
+        call_context=call_context,
+        visibility=call_context.visibility(tile, grid),
+        powers=powers,
+        power_score_sum=power_score_sum,
+        power_sum=powers.sum(-1, keepdim=True),
+        normalizer=torch.ones_like(power_score_sum),
+        largest_power=powers.amax(-1, keepdim=True),
+        out=None if out is None else out.to(weights.dtype).flatten(0, 1),
+    )

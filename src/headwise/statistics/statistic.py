@@ -1,0 +1,56 @@
+"""Kinds of statistics: descriptions of how row blocks of one attention call add up to one number per head."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.attention.backends.blockwise.visibility import TileVisibility
+from headwise.shapes import Bool, Float
+
+Sums = tuple[Float[Tensor, "batch heads *more"], ...]
+RowValues = Float[Tensor, "batch heads rows"]
+CountedRows = Bool[Tensor, "*#batch_heads rows"]
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A statistic that each row block contributes sums to, and whose value is computed from the merged sums.
+
+    Attributes:
+        name: name of the statistic.
+        unit: "nats", "tokens", "share" or "norm".
+        contribute: function that returns a row block's sums, tensors `(batch, heads, ...)` of the same shapes for all
+            blocks of a call; None if the call lacks something, such as token ids.
+        value: function that returns each head's value `(batch, heads)` from the merged sums; NaN without any row.
+        merge: function that merges two sums into one.
+        start: number that does not change a sum that it is merged with.
+    """
+
+    name: str
+    unit: str
+    contribute: Callable[[RowBlock], Sums | None]
+    value: Callable[..., Float[Tensor, "batch heads"]]
+    merge: Callable[[Tensor, Tensor], Tensor] = torch.add
+    start: float = 0.0
+
+
+@dataclass(frozen=True)
+class MeanOfRows:
+    """A statistic that has a value in each query row, and whose value for a head is the mean over its rows.
+
+    Attributes:
+        name: name of the statistic.
+        unit: "nats", "tokens", "share" or "norm".
+        measure: function that returns the value of each row of a row block; None if the call lacks something, such as
+            token ids.
+        counted: function that returns True for the rows of a tile in which the statistic has a meaning; None for all.
+            Padding and rows without a visible key never count.
+    """
+
+    name: str
+    unit: str
+    measure: Callable[[RowBlock], RowValues | None]
+    counted: Callable[[TileVisibility], CountedRows | None] = lambda _: None

@@ -1,0 +1,107 @@
+"""Sums of every statistic over the row blocks of one attention call."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.attention.backends.blockwise.visibility import TileVisibility
+from headwise.shapes import Bool, Float
+from headwise.statistics.registry import STATISTICS
+from headwise.statistics.statistic import MeanOfRows, Statistic, Sums
+
+
+@dataclass
+class Tally:
+    """Sums of every statistic over the rows of one call. The tallies of two parts of its rows merge.
+
+    Attributes:
+        gram: `W_h^T W_h` of each head's slice of the output projection, for `written_norm`; None if unknown.
+        mean_names: names of the means of rows that have a value in this call.
+        row_sums: for each of these, the sum of its values and the number of rows.
+        other_sums: sums of each other statistic, by name.
+    """
+
+    gram: Float[Tensor, "heads value_dim value_dim"] | None = None
+    mean_names: tuple[str, ...] = ()
+    row_sums: Float[Tensor, "sum_and_count means batch heads"] | None = None
+    other_sums: dict[str, Sums] = field(default_factory=dict)
+
+    def add(self, row_block: RowBlock) -> None:
+        """Add the rows of one row block."""
+        if self.gram is not None:
+            row_block = replace(row_block, gram=self.gram)
+        grid, (sequences, heads) = row_block.grid, row_block.sequences_and_heads
+        names, sums = _sums_of_means(row_block)
+        if self.row_sums is None:
+            self.mean_names, self.row_sums = names, sums.new_zeros(*sums.shape[:2], grid.batch, grid.heads)
+        self.row_sums[:, :, sequences, heads] += sums
+        for statistic in _other_statistics():
+            contribution = statistic.contribute(row_block)
+            if contribution is None:
+                continue
+            if statistic.name not in self.other_sums:
+                self.other_sums[statistic.name] = tuple(
+                    part.new_full((grid.batch, grid.heads, *part.shape[2:]), statistic.start) for part in contribution
+                )
+            for total, part in zip(self.other_sums[statistic.name], contribution, strict=True):
+                total[sequences, heads] = statistic.merge(total[sequences, heads], part)
+
+    def merge(self, other: "Tally") -> None:
+        """Add the tally of other rows of the same call."""
+        if other.row_sums is None:
+            return
+        self.mean_names = other.mean_names
+        self.row_sums = other.row_sums if self.row_sums is None else self.row_sums + other.row_sums
+        for statistic in _other_statistics():
+            name = statistic.name
+            if name in self.other_sums and name in other.other_sums:
+                self.other_sums[name] = tuple(map(statistic.merge, self.other_sums[name], other.other_sums[name]))
+            elif name in other.other_sums:
+                self.other_sums[name] = other.other_sums[name]
+
+    def means(self) -> dict[str, Float[Tensor, "batch heads"]]:
+        """Return the value of every statistic for each sequence and head, by name; NaN where no row counted."""
+        if self.row_sums is None:
+            return {}
+        values = dict(zip(self.mean_names, self.row_sums[0] / self.row_sums[1], strict=True))
+        for statistic in _other_statistics():
+            if statistic.name in self.other_sums:
+                values[statistic.name] = statistic.value(*self.other_sums[statistic.name])
+        return {name: values[name] for name in STATISTICS if name in values}
+
+    def counts(self) -> dict[str, Float[Tensor, "batch heads"]]:
+        """Return the number of rows that counted for each mean of rows, by name."""
+        return {} if self.row_sums is None else dict(zip(self.mean_names, self.row_sums[1], strict=True))
+
+
+def _other_statistics() -> Iterator[Statistic]:
+    """Yield the statistics that are not means of rows."""
+    return (statistic for statistic in STATISTICS.values() if isinstance(statistic, Statistic))
+
+
+def _sums_of_means(row_block: RowBlock) -> tuple[tuple[str, ...], Float[Tensor, "sum_and_count means batch heads"]]:
+    """Return the names of the means of rows that a row block has values for, with their sums and row counts.
+
+    All means are summed at once: a few operations for each would cost as much as the attention products. Sums are in
+    float64, since thousands of rows in float32 would lose the digits in which heads differ.
+    """
+    measured = {each.name: each.measure(row_block) for each in STATISTICS.values() if isinstance(each, MeanOfRows)}
+    values = {name: value for name, value in measured.items() if value is not None}
+    counted = _counted_rows(row_block.visibility, tuple(values))
+    sums = torch.stack(list(values.values())).double().masked_fill_(~counted, 0.0).sum(-1)
+    return tuple(values), torch.stack([sums, counted.sum(-1).double().expand_as(sums)])
+
+
+def _counted_rows(visibility: TileVisibility, names: tuple[str, ...]) -> Bool[Tensor, "means #batch #heads rows"]:
+    """Return True for the rows of a tile that count for each of these means of rows; cached with the visibility."""
+
+    def compute() -> Tensor:
+        counted_rows, statistics = visibility.counted_rows, [STATISTICS[name] for name in names]
+        has_value = [each.counted(visibility) for each in statistics if isinstance(each, MeanOfRows)]
+        counted = [counted_rows if rows is None else counted_rows & rows for rows in has_value]
+        return torch.stack(torch.broadcast_tensors(*counted))  # type: ignore[no-untyped-call]
+
+    return visibility.cached(names, compute)
