@@ -1,10 +1,10 @@
-"""Every benchmark, one after the other, each in an interpreter of its own; what a full run finds is kept.
+"""Run every benchmark in its own process, one after the other, and save the results of a full run.
 
     python -m benchmarks.all [--quick] [--rounds N] [--tiny] [--peers torch]
 
-A full run leaves each script's results in `benchmarks/results/`, from which `benchmarks/report.py` writes the
-document. The one of the GPU is run where there is one, and its last results stay. The last line is one of JSON: each
-claim, its target, the worst median and whether it is met.
+A full run saves the results of each script in `benchmarks/results/`, from which `benchmarks.report` writes the report.
+The GPU benchmark runs only on a machine with a GPU; elsewhere its last results stay. The last line is JSON: each
+target with its bound, the worst median and whether it is met.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.command_line import arguments, require
-from benchmarks.targets import HEADERS, judged, table
+from benchmarks.targets import HEADERS, rows_by_target, table
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -24,7 +24,7 @@ SCRIPTS = ("layer", "windows", "padding", "grouped", "decoding", "memory", "watc
 
 
 def run(script: str, given: Sequence[str]) -> dict | None:
-    """What a script found, its output shown as it comes; None where it failed."""
+    """Run a script, show its output as it comes, and return its results; None if it failed."""
     process = subprocess.Popen(
         [sys.executable, "-m", f"benchmarks.{script}", *given], cwd=HERE.parent, stdout=subprocess.PIPE, text=True
     )
@@ -37,7 +37,7 @@ def run(script: str, given: Sequence[str]) -> dict | None:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """All scripts, the table of claims, and a line of JSON last; status 1 if a script failed."""
+    """Run all scripts, and print the table of targets and a line of JSON; exit with status 1 if a script failed."""
     given = sys.argv[1:] if given is None else given
     options = arguments(__doc__, given)
     require("tabulate")
@@ -56,16 +56,16 @@ def main(given: Sequence[str] | None = None) -> None:
             RESULTS.mkdir(exist_ok=True)
             (RESULTS / f"{script}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(tabulate(table(found), headers=HEADERS, tablefmt="github", disable_numparse=True))
-    claims = [
+    by_target = [
         {
-            "claim": claim.says,
-            "target": claim.target,
-            "worst": claim.worst(rows).ratio.median if rows else None,
-            "met": all(map(claim.met, rows)) if rows else None,
+            "target": target.description,
+            "bound": target.bound,
+            "worst": target.worst(rows).ratio.median if rows else None,
+            "met": all(map(target.met, rows)) if rows else None,
         }
-        for claim, rows in judged(found)
+        for target, rows in rows_by_target(found)
     ]
-    print(json.dumps({"benchmark": "all", "failed": failed, "claims": claims}))
+    print(json.dumps({"benchmark": "all", "failed": failed, "targets": by_target}))
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

@@ -1,4 +1,4 @@
-"""Write docs/reports/benchmarks.md from what the last full run of the benchmarks left in benchmarks/results/.
+"""Write docs/reports/benchmarks.md from the results of the last full run, in benchmarks/results/.
 
 python -m benchmarks.report
 """
@@ -24,19 +24,26 @@ TITLES = {
     "ablating": "Removing heads, one at a time",
     "gpu": "On a GPU",
 }
-"""In the order of the document."""
+"""Title of the section of each script, in the order of the document."""
 INTRODUCTION = """\
-Written by `benchmarks/report.py` from what `make bench` measured. Each ratio is of a pair taken in the same round,
-theirs over ours, so above 1 ours is faster: the median over the rounds, and in brackets the lowest and the highest.
-Shares of a rate, growth, extra memory over sizes or a limit, and a watched forward over a plain one are ours over the
-other. Everything that is timed was first compared with the definition in float64, gradients too. A regime is (batch,
-length, embed, heads), its mask, its dtype, and what is done; the scripts say the rest."""
+Speed and memory of headwise compared with other implementations. This report is written by `benchmarks/report.py` from
+the results of `make bench`.
+
+**Ratios.** Each ratio is the time (or memory) of the other implementation divided by that of headwise, both measured in
+the same round. Above 1, headwise is better. A cell shows the median over all rounds and, in brackets, the lowest and
+the highest ratio. Four kinds of ratio are headwise divided by the other: shares of a rate, growth, extra memory, and a
+watched forward pass relative to a plain one.
+
+**Regimes.** A regime is (batch, length, embed, heads), a mask, a dtype, and forward or training. The docstring of each
+script states the rest.
+
+**Checks.** Everything that is timed is first compared with the definition in float64, gradients included."""
 
 
 def load(folder: Path) -> list[dict]:
-    """What each script found last."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
-    return sorted(found, key=lambda each: list(TITLES).index(each["benchmark"]))
+    """Return the saved results of each script, in the order of the document."""
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+    return sorted(results, key=lambda each: list(TITLES).index(each["benchmark"]))
 
 
 def _markdown(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
@@ -46,16 +53,16 @@ def _markdown(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
 
 
 def where(results: dict) -> str:
-    """On what, with what, and when; and whether it is a part."""
+    """Return date, machine, rounds and versions of a run as text, and whether it left out regimes."""
     machine, versions = results["machine"], results["versions"]
     device = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores, {machine['capability']}"
-    part = "" if results.get("only") == "" and not results["quick"] else " A part of the regimes, not all."
+    part = "" if results.get("only") == "" and not results["quick"] else " Some regimes only."
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     return f"{results['date']}, {device}, {machine['threads']} threads, {results['rounds']} rounds; {packages}.{part}"
 
 
 def _units(row: Row, benchmark: str) -> tuple[str, str]:
-    """Ours and theirs as they are measured."""
+    """Return both measurements of a row with their units."""
     if benchmark == "memory" or row.against in MEMORY:
         return tuple(f"{each / 1e6:.1f} MB" for each in (row.ours, row.theirs))
     if row.against == "GEMM rate":
@@ -64,29 +71,30 @@ def _units(row: Row, benchmark: str) -> tuple[str, str]:
 
 
 def section(results: dict) -> list[str]:
-    """Every figure of a script, and what was left out."""
+    """Return the section of a script: every row, and what was left out."""
     name = results["benchmark"]
     lines = [f"## {TITLES[name]}", "", f"`benchmarks/{name}.py`: {where(results)}", ""]
     rows = []
     for row in map(Row.read, results["rows"]):
         ratio = f"{row.ratio.median:.2f} ({row.ratio.lowest:.2f} to {row.ratio.highest:.2f})"
         rows.append((row.regime.name, f"{row.against} {row.note}".strip(), ratio, *_units(row, name)))
-    lines += [_markdown(rows, ("regime", "against", "ratio", "ours", "the other")), ""]
+    lines += [_markdown(rows, ("regime", "compared with", "ratio", "headwise", "the other")), ""]
     if results["left_out"]:
-        lines += ["Left out:", "", *(f"- {who}: {why}" for who, why in results["left_out"].items()), ""]
+        lines += ["Left out:", "", *(f"- {what}: {reason}" for what, reason in results["left_out"].items()), ""]
     return lines
 
 
 def document(results: Sequence[dict]) -> str:
-    """The whole text."""
+    """Return the text of the report."""
     lines = [
         "# Benchmarks",
         "",
         INTRODUCTION,
         "",
-        "## Claims",
+        "## Targets",
         "",
-        "The worst median of all regimes that a claim covers, where that is, and in how many of them it holds.",
+        "Each target covers one or more regimes. The table shows the worst median among them, the regime in which it",
+        "was measured, and the number of regimes that meet the target.",
         "",
         _markdown(table(results), HEADERS),
         "",
@@ -97,13 +105,14 @@ def document(results: Sequence[dict]) -> str:
         lines += [
             f"## {TITLES['gpu']}",
             "",
-            "Nothing has run on a GPU yet; `python -m benchmarks.gpu` is what would.",
+            "Nothing has run on a GPU yet. `python -m benchmarks.gpu` runs these benchmarks.",
             "",
         ]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def main() -> None:
+    """Write the report."""
     require("tabulate")
     text = document(load(ROOT / "benchmarks" / "results"))
     (ROOT / "docs" / "reports" / "benchmarks.md").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is promised, and which figures say whether it holds."""
+"""Targets for speed and memory, and the rows of results that each target covers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,21 +15,27 @@ from benchmarks.windows import GROWTH, SHORT_AND_LONG
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A promise: every figure that it covers is `target` at least, or at most."""
+class Target:
+    """A bound on the median ratio of every row that the target covers.
 
-    says: str
-    target: float
+    Attributes:
+        description: of the comparison, for the report.
+        bound: smallest accepted ratio, or the largest one if `at_most`.
+        covers: returns whether a row belongs to the target, given the name of its benchmark and the row.
+        at_most: whether the bound is an upper one.
+    """
+
+    description: str
+    bound: float
     covers: Callable[[str, Row], bool]
-    """Given the name of a benchmark and one of its rows."""
     at_most: bool = False
 
     def met(self, row: Row) -> bool:
-        """Whether a figure is as promised."""
-        return row.ratio.median <= self.target if self.at_most else row.ratio.median >= self.target
+        """Return whether the median ratio of a row is within the bound."""
+        return row.ratio.median <= self.bound if self.at_most else row.ratio.median >= self.bound
 
     def worst(self, rows: Sequence[Row]) -> Row:
-        """The figure that is furthest from the promise, or nearest to breaking it."""
+        """Return the row with the worst median ratio."""
         return (max if self.at_most else min)(rows, key=lambda row: row.ratio.median)
 
 
@@ -93,52 +99,52 @@ def _watched(against: str, length: int) -> Callable[[str, Row], bool]:
     return lambda name, row: (name, row.against, row.regime.length) == ("watching", against, length)
 
 
-CLAIMS = (
-    Claim("against the fastest peer, float32, every regime, forward", 1.0, _fastest(training=False)),
-    Claim("against the fastest peer, float32, every regime, training", 1.0, _fastest(training=True)),
-    Claim(f"against `{TORCH_LAYER}`, float32, 1,024 and more, forward, full", 1.4, _torch_layer("full")),
-    Claim(f"against `{TORCH_LAYER}`, float32, 1,024 and more, forward, causal", 2.5, _torch_layer("causal")),
-    Claim(f"against the {YARDSTICK}, bfloat16, 1,024 and more, forward", 2.0, _sdpa_block(training=False)),
-    Claim(f"against the {YARDSTICK}, bfloat16, 1,024 and more, training", 1.5, _sdpa_block(training=True)),
-    Claim("share of the GEMM rate, whole layer, forward, full, 1,024, float32", 0.85, _share("float32")),
-    Claim("share of the GEMM rate, whole layer, forward, full, 1,024, bfloat16", 0.60, _share("bfloat16")),
-    Claim(
+TARGETS = (
+    Target("against the fastest peer, float32, every regime, forward", 1.0, _fastest(training=False)),
+    Target("against the fastest peer, float32, every regime, training", 1.0, _fastest(training=True)),
+    Target(f"against `{TORCH_LAYER}`, float32, 1,024 and more, forward, full", 1.4, _torch_layer("full")),
+    Target(f"against `{TORCH_LAYER}`, float32, 1,024 and more, forward, causal", 2.5, _torch_layer("causal")),
+    Target(f"against the {YARDSTICK}, bfloat16, 1,024 and more, forward", 2.0, _sdpa_block(training=False)),
+    Target(f"against the {YARDSTICK}, bfloat16, 1,024 and more, training", 1.5, _sdpa_block(training=True)),
+    Target("share of the GEMM rate, whole layer, forward, full, 1,024, float32", 0.85, _share("float32")),
+    Target("share of the GEMM rate, whole layer, forward, full, 1,024, bfloat16", 0.60, _share("bfloat16")),
+    Target(
         f"attention alone, window 256 at 8,192, against {SDPA} with that mask, forward", 15.0, _window(training=False)
     ),
-    Claim(
+    Target(
         f"attention alone, window 256 at 8,192, against {SDPA} with that mask, training", 10.0, _window(training=True)
     ),
-    Claim(f"padded batch, forward, against `{TORCH_LAYER}` with `key_padding_mask`", 3.0, _padded(TORCH_LAYER)),
-    Claim(f"padded batch, forward, against the {YARDSTICK} with a mask", 1.5, _padded(YARDSTICK)),
-    Claim(f"decoding step, 4,096 keys, against `{LLAMA}` with its cache", 1.3, _decoded),
-    Claim(
+    Target(f"padded batch, forward, against `{TORCH_LAYER}` with `key_padding_mask`", 3.0, _padded(TORCH_LAYER)),
+    Target(f"padded batch, forward, against the {YARDSTICK} with a mask", 1.5, _padded(YARDSTICK)),
+    Target(f"decoding step, 4,096 keys, against `{LLAMA}` with its cache", 1.3, _decoded),
+    Target(
         "cost growth from 4,096 to 32,768 tokens with window 256",
         9.0,
         lambda _, row: (row.against, row.regime.length) == (GROWTH, SHORT_AND_LONG[1]),
         at_most=True,
     ),
-    Claim(
+    Target(
         "peak extra memory of blockwise forward with backward at 8,192, over inputs and outputs",
         2.0,
         lambda name, row: name == "memory" and row.against == SIZES and row.regime.length == 8192,
         at_most=True,
     ),
-    Claim("SmolLM2 watched, 2,048 tokens, over its plain forward", 1.4, _watched(PLAIN, 2048), at_most=True),
-    Claim("SmolLM2 watched, 8,192 tokens, over its plain forward", 1.6, _watched(PLAIN, 8192), at_most=True),
-    Claim(f"SmolLM2 watched, 2,048 tokens, against {EAGER} and statistics from it", 3.0, _watched(EAGER, 2048)),
-    Claim(
+    Target("SmolLM2 watched, 2,048 tokens, over its plain forward", 1.4, _watched(PLAIN, 2048), at_most=True),
+    Target("SmolLM2 watched, 8,192 tokens, over its plain forward", 1.6, _watched(PLAIN, 8192), at_most=True),
+    Target(f"SmolLM2 watched, 2,048 tokens, against {EAGER} and statistics from it", 3.0, _watched(EAGER, 2048)),
+    Target(
         "peak extra memory of watching SmolLM2, 8,192 tokens, over 300 MB",
         1.0,
         _watched(MODEL_EXTRA, 8192),
         at_most=True,
     ),
-    Claim(
+    Target(
         "peak extra memory of one attention call with statistics, 32,768 tokens, 8 heads of 64, over 1 GB",
         1.0,
         _watched(CALL_EXTRA, 32768),
         at_most=True,
     ),
-    Claim(
+    Target(
         "every head of SmolLM2 removed, one at a time, 16 sequences of 256 tokens, against whole forwards",
         1.8,
         lambda name, row: (name, row.against, row.regime.batch) == ("ablating", WHOLE, 16),
@@ -146,34 +152,33 @@ CLAIMS = (
 )
 
 
-def judged(results: Sequence[dict]) -> list[tuple[Claim, list[Row]]]:
-    """Each claim with the rows it covers; none where nothing was measured."""
+def rows_by_target(results: Sequence[dict]) -> list[tuple[Target, list[Row]]]:
+    """Return each target with the rows it covers, which are none if nothing was measured."""
     rows = [(each["benchmark"], Row.read(row)) for each in results for row in each["rows"]]
-    return [(claim, [row for name, row in rows if claim.covers(name, row)]) for claim in CLAIMS]
+    return [(target, [row for name, row in rows if target.covers(name, row)]) for target in TARGETS]
 
 
-def in_part(claim: Claim, results: Sequence[dict]) -> bool:
-    """Whether a run that left regimes out, or does not say that it did not, is among those a claim is judged by."""
+def is_partial(target: Target, results: Sequence[dict]) -> bool:
+    """Return whether a target covers rows of a run that left out regimes."""
     parts = [each for each in results if each["quick"] or each.get("only") != ""]
-    return any(claim.covers(each["benchmark"], Row.read(row)) for each in parts for row in each["rows"])
+    return any(target.covers(each["benchmark"], Row.read(row)) for each in parts for row in each["rows"])
 
 
-HEADERS = ("claim", "target", "worst median", "spread", "where", "regimes", "")
+HEADERS = ("target", "bound", "worst median", "spread", "regime", "regimes met", "")
 
 
 def table(results: Sequence[dict]) -> list[tuple[str, ...]]:
-    """A line a claim, under `HEADERS`."""
+    """Return one row for each target, with the columns `HEADERS`."""
     lines = []
-    for claim, rows in judged(results):
-        target = f"{'at most' if claim.at_most else 'at least'} {claim.target:g}"
+    for target, rows in rows_by_target(results):
+        bound = f"{'at most' if target.at_most else 'at least'} {target.bound:g}"
         if not rows:
-            lines.append((claim.says, target, "", "", "", "", "not measured"))
+            lines.append((target.description, bound, "", "", "", "", "not measured"))
             continue
-        worst, met = claim.worst(rows), sum(map(claim.met, rows))
+        worst, met = target.worst(rows), sum(map(target.met, rows))
         spread = f"{worst.ratio.lowest:.2f} to {worst.ratio.highest:.2f}"
         where = f"{worst.regime.name} {worst.note}".strip()
-        verdict = (
-            "**missed**" if met < len(rows) else "met in part of the regimes" if in_part(claim, results) else "met"
-        )
-        lines.append((claim.says, target, f"{worst.ratio.median:.2f}", spread, where, f"{met} of {len(rows)}", verdict))
+        verdict = "**missed**" if met < len(rows) else "met in some regimes" if is_partial(target, results) else "met"
+        figures = (f"{worst.ratio.median:.2f}", spread, where, f"{met} of {len(rows)}")
+        lines.append((target.description, bound, *figures, verdict))
     return lines

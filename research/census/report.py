@@ -1,4 +1,4 @@
-"""Write docs/reports/census.md from what the last full census left in research/census/results.json.
+"""Write docs/reports/census.md from research/census/results.json.
 
 python -m research.census.report
 """
@@ -10,31 +10,33 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 OUTCOMES = {
     "right": "every statistic of every head is within 1e-5 of the definition",
-    "partly seen": "what was seen is right; the warning names the modules that were not",
+    "partly seen": "the observed heads are right; a warning names the modules that were not observed",
     "refused": "`watch` raises an `InputError` that names the modules",
-    "silent": "attention ran that was neither seen nor named",
-    "wrong": "a statistic is not what the definition gives",
-    "no attention": "no module of the model computes any",
-    "not built": "no tiny random model of it, for the reason below",
+    "silent": "attention ran that was neither observed nor named",
+    "wrong": "a statistic differs from the definition",
+    "no attention": "no module of the model computes attention",
+    "not built": "a tiny random model could not be built; the reason is below",
 }
-"""In the order of the document."""
+"""Meaning of each outcome, in the order of the document."""
 INTRODUCTION = """\
-Written by `research/census/report.py` from what `make census` found.
-Every model type that `transformers` knows is built
-tiny, of random weights, and run under `hw.watch` with two sequences, one of them padded on the left and then on the
-right where the model takes a mask: under the implementation of attention that it has by default, and under "eager".
-Every statistic of every head is compared with its definition in float64, applied to the weights that eager attention
-computes of the same weights and inputs, recorded without headwise. The error is absolute for shares, and relative to
-1 plus the number for the rest; all runs are in float32."""
-OWN = """\
-These compute other weights by default than under "eager": causality, or rows without a key, are taken otherwise. Under
-the default they are compared with the definition of torch's attention, in float64, from its arguments."""
+This report shows for which model types of `transformers` the statistics of `hw.watch` are right. It is written by
+`research/census/report.py` from the results of `make census`.
+
+Every model type is built with tiny sizes and random weights. It runs under `hw.watch` with two sequences. If the model
+accepts a mask, one sequence is padded, first on the left and then on the right. Each model runs with its default
+attention implementation and with "eager". Every statistic of every head is compared with its definition in float64,
+computed from the attention weights of eager attention, which are recorded without headwise. All runs are in float32.
+The error is absolute for shares, and relative to 1 plus the number for other statistics."""
+OTHER_WEIGHTS = """\
+The default implementation of these types computes other weights than "eager", because it treats causality or rows
+without a key differently. Under the default they are compared with the definition of torch's attention in float64,
+computed from its arguments."""
 MISSING = {
-    "not checked": "What the heads put out passes through something else before the projection, or is not whole there.",
+    "not checked": "The head outputs pass through another module before the output projection, or are split there.",
     "not measured": "`watch` does not find the output projection, or the product with the values.",
 }
 REASONS = ("partly seen", "refused", "silent", "wrong", "not built")
-"""Outcomes of which the reason of each type is told."""
+"""Outcomes for which the report states the reason of each model type."""
 
 
 def _markdown(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
@@ -44,7 +46,7 @@ def _markdown(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
 
 
 def counts(verdicts: Sequence[dict]) -> str:
-    """How many types have which outcome."""
+    """Return the table of the number of model types with each outcome."""
     number = {name: sum(each["outcome"] == name for each in verdicts) for name in OUTCOMES}
     return _markdown(
         [(name, str(number[name]), meaning) for name, meaning in OUTCOMES.items()], ("outcome", "types", "")
@@ -52,41 +54,41 @@ def counts(verdicts: Sequence[dict]) -> str:
 
 
 def reasons(verdicts: Sequence[dict]) -> list[str]:
-    """Why each type that is not right is not."""
+    """Return the reasons of all types that are not right, one section for each outcome."""
     lines = []
     for outcome in REASONS:
-        found = [each for each in verdicts if each["outcome"] == outcome]
-        if found:
+        of_outcome = [verdict for verdict in verdicts if verdict["outcome"] == outcome]
+        if of_outcome:
             lines += [
                 f"### {outcome.capitalize()}",
                 "",
-                *(f"- `{each['model_type']}`: {_plain(each)}" for each in found),
+                *(f"- `{verdict['model_type']}`: {_plain(verdict)}" for verdict in of_outcome),
                 "",
             ]
     return lines
 
 
 def _plain(verdict: dict) -> str:
-    """A reason as text, of which nothing is markup."""
+    """Return the reason of a verdict as one line of text, with markup escaped."""
     return " ".join(verdict["reason"].split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def notes(verdicts: Sequence[dict]) -> list[str]:
-    """What the comparison rests on, where it is not the rule."""
-    own = _noted(verdicts, "not eager's")
+    """Return the sections that list types which are compared differently, or not in every statistic."""
+    other_weights = _noted(verdicts, "not eager's")
     lines = []
-    if own:
-        lines += ["### Another implementation than eager's", "", OWN, "", ", ".join(own), ""]
+    if other_weights:
+        lines += ["### Other weights than eager attention", "", OTHER_WEIGHTS, "", ", ".join(other_weights), ""]
     for name in ("output_norm", "written_norm"):
         for what in ("not checked", "not measured"):
-            found = _noted(verdicts, f"{what}:", name)
-            if found:
-                lines += [f"### `{name}` {what}", "", MISSING[what], "", ", ".join(found), ""]
+            model_types = _noted(verdicts, f"{what}:", name)
+            if model_types:
+                lines += [f"### `{name}` {what}", "", MISSING[what], "", ", ".join(model_types), ""]
     return lines
 
 
 def _noted(verdicts: Sequence[dict], *parts: str) -> list[str]:
-    """The types with a note that has all these parts."""
+    """Return the model types with a note that contains all these parts."""
     return [
         f"`{each['model_type']}`"
         for each in verdicts
@@ -95,7 +97,7 @@ def _noted(verdicts: Sequence[dict], *parts: str) -> list[str]:
 
 
 def types(verdicts: Sequence[dict]) -> str:
-    """Every type that was built, by name."""
+    """Return the table of every model type with attention that was built."""
     rows = []
     for each in verdicts:
         if each["outcome"] in ("not built", "no attention"):
@@ -103,14 +105,14 @@ def types(verdicts: Sequence[dict]) -> str:
         worst = f"{each['worst']:.0e}" if each["sites"] else ""
         routes = ", ".join(each["routes"]).replace("multi_head_attention_forward", "multi-head")
         rows.append((each["model_type"], routes, str(each["sites"]), str(each["heads"]), each["outcome"], worst))
-    return _markdown(rows, ("model type", "attention is called by", "sites", "heads", "outcome", "worst error"))
+    return _markdown(rows, ("model type", "attention is computed by", "sites", "heads", "outcome", "worst error"))
 
 
 def document(results: dict) -> str:
-    """The whole text."""
+    """Return the text of the report."""
     verdicts = sorted(results["verdicts"], key=lambda each: each["model_type"].lower())
     packages = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    silent = [each for each in verdicts if each["outcome"] == "no attention"]
+    without_attention = [verdict for verdict in verdicts if verdict["outcome"] == "no attention"]
     lines = [
         "# Census of models",
         "",
@@ -126,12 +128,13 @@ def document(results: dict) -> str:
         *notes(verdicts),
         "### No attention",
         "",
-        ", ".join(f"`{each['model_type']}`" for each in silent),
+        ", ".join(f"`{each['model_type']}`" for each in without_attention),
         "",
         "## Every type",
         "",
-        '"interface" is the attention interface of transformers, "sdpa" `scaled_dot_product_attention`, "multi-head"',
-        '`F.multi_head_attention_forward`, "softmax" a module that writes its attention itself.',
+        "The second column names how the model computes attention: the attention interface of transformers",
+        '("interface"), `scaled_dot_product_attention` ("sdpa"), `F.multi_head_attention_forward` ("multi-head"), or',
+        'its own code around a softmax ("softmax").',
         "",
         types(verdicts),
         "",
@@ -140,6 +143,7 @@ def document(results: dict) -> str:
 
 
 def main() -> None:
+    """Write the report."""
     results = json.loads((ROOT / "research" / "census" / "results.json").read_text(encoding="utf-8"))
     (ROOT / "docs" / "reports" / "census.md").write_text(document(results), encoding="utf-8")
 

@@ -3,69 +3,61 @@
 python -m research.findings.report
 """
 
-import math
 import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+import scipy.stats
+
 import headwise as hw
 from headwise.runs.rows import MeanEstimate
 from headwise.show.scores import SURE, errors
+from research.markdown import markdown_table, picture
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "research" / "findings" / "results"
 PICTURES = ROOT / "docs" / "pictures"
 MOST = 10
-"""Heads in a table."""
+"""Number of heads in a table."""
 SMALL = 0.01
-"""Nats, or cosine distance, that count as little here."""
+"""Effect in nats, or cosine distance, that counts as small."""
 
 INTRODUCTION = """\
-Written by `research/findings/report.py` from the tables that `make findings` measured.
-Every number is a mean over sequences
-with its standard error, of the same data for all heads; a difference is taken sequence by sequence first. What is said
-is said of these models on this data: topics of the reference of Python's language, which come with Python. A head is
-`layer.head`, zero-based; it is removed by a gate of zero on what it gives before the output projection, unless
-something else is said."""
+The importance of the heads of two real models. This report is written by `research/findings/report.py` from the
+results of `make findings`. Every number is a mean over sequences with its standard error, on the same data for all
+heads. Differences are taken sequence by sequence. The conclusions hold for these models on this data: topics of the
+language reference that comes with Python. A head is written `layer.head`, both from 0. Unless stated otherwise, a head
+is removed by multiplying its output, before the output projection, by 0."""
 
 
 # -- how numbers are written ------------------------------------------------------------------------------------------
 
 
 def with_error(measured: MeanEstimate, digits: int = 3) -> str:
-    """`mean ± standard error`."""
+    """Return `mean ± standard error` as text."""
     return f"{measured.value:.{digits}f} ± {measured.sem:.{digits}f}"
 
 
-def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table, with an empty line after it."""
-    lines = [headers, ["---"] * len(headers), *rows]
-    return [*(f"| {' | '.join(line)} |" for line in lines), ""]
-
-
 def data_of(table: hw.Ablation | hw.SetAblation) -> str:
-    """What it was measured on."""
+    """Return the number of sequences and tokens, and the versions, as text."""
     measured, versions = table.metadata["measured"], table.metadata["versions"]
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     return f"{measured['sequences']} sequences, {measured['tokens']:,} tokens; {packages}"
 
 
-def chance(number: int, degrees: int) -> float:
-    """How many of so many means of nothing lie above `SURE` standard errors, by Student's t with these degrees."""
-    steps = 20_000  # of the density from SURE on, in u = 1 / (1 + x)
-    log = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi)
-    top = 1 / (1 + SURE)
-    total = 0.0
-    for step in range(steps):
-        u = top * (step + 0.5) / steps
-        x = 1 / u - 1
-        total += math.exp(log - (degrees + 1) / 2 * math.log1p(x * x / degrees)) / u**2
-    return number * total * top / steps
+def expected_by_chance(number: int, degrees: int) -> float:
+    """Return how many of `number` means of pure noise would be above `SURE` standard errors, by Student's t.
+
+    Args:
+        number: of means.
+        degrees: degrees of freedom of each mean.
+    """
+    return number * float(scipy.stats.t.sf(SURE, degrees))
 
 
-def dearest(ablation: hw.Ablation) -> list:
-    """The rows, the largest cost first."""
+def by_effect(ablation: hw.Ablation) -> list:
+    """Return the rows in order of the ablation effect, the largest first."""
     return sorted(ablation.rows, key=lambda row: -row.statistics["cost"].value)
 
 
@@ -73,72 +65,71 @@ def dearest(ablation: hw.Ablation) -> list:
 
 
 def smollm2() -> list[str]:
-    """What its heads cost, what gradients foretell, and what the heads that copy do."""
+    """Write the section on SmolLM2: ablation effects, first-order predictions, and the induction heads."""
     folder = RESULTS / "smollm2"
     ablation, importance = hw.Ablation.load(folder), hw.Importance.load(folder)
     profile = hw.load_profile(folder)
-    costs = {row.name: row.statistics["cost"] for row in ablation.rows}
-    dear = [name for name, cost in costs.items() if errors(cost) >= SURE]
-    gain = [name for name, cost in costs.items() if errors(cost) <= -SURE]
-    little = [name for name, cost in costs.items() if cost.value + SURE * cost.sem < SMALL]
+    effects = {row.name: row.statistics["cost"] for row in ablation.rows}
+    harmful = [name for name, effect in effects.items() if errors(effect) >= SURE]
+    helpful = [name for name, effect in effects.items() if errors(effect) <= -SURE]
+    small = [name for name, effect in effects.items() if effect.value + SURE * effect.sem < SMALL]
     lines = [
-        f"## {ablation.metadata['model']['name']}, {len(costs)} heads",
+        f"## {ablation.metadata['model']['name']}, {len(effects)} heads",
         "",
-        f"Next-token loss, nats a token: {with_error(ablation.baseline)} of the whole model ({data_of(ablation)}).",
+        f"Next-token loss of the whole model: {with_error(ablation.baseline)} nats a token ({data_of(ablation)}). The "
+        "effect of a head is the increase of this loss when that head alone is removed.",
         "",
-        "### Which heads matter, and how many can go one by one",
+        "### Which heads matter",
         "",
-        f"The {MOST} heads that cost most alone:",
+        f"The {MOST} heads with the largest effect:",
         "",
     ]
     rows = []
-    for row in dearest(ablation)[:MOST]:
-        head, foretold = profile.head(row.layer, row.head), importance.head(row.layer, row.head)
-        cost = row.statistics["cost"]
-        numbers = (with_error(cost), f"{errors(cost):+.1f}", with_error(foretold.statistics["first_order"]))
+    for row in by_effect(ablation)[:MOST]:
+        head, predicted = profile.head(row.layer, row.head), importance.head(row.layer, row.head)
+        effect = row.statistics["cost"]
+        numbers = (with_error(effect), f"{errors(effect):+.1f}", with_error(predicted.statistics["first_order"]))
         rows.append((row.name, head.role, *numbers))
-    lines += markdown(("head", "role", "cost", "in standard errors", "foretold to first order"), rows)
-    above = chance(len(costs), ablation.baseline.n - 1)
+    lines += markdown_table(("head", "role", "effect", "in standard errors", "first-order prediction"), rows)
+    by_chance = expected_by_chance(len(effects), ablation.baseline.n - 1)
     lines += [
-        f"Of {len(costs)} heads, {len(dear)} cost {SURE:g} standard errors or more, where about {above:.0f} would by "
-        f"chance if none cost anything; without {len(gain)} the loss is lower by as much, where chance again gives "
-        f"about {above:.0f}. For {len(little)} heads, one at a time, cost and {SURE:g} standard errors stay below "
-        f"{SMALL:g} nats. The mean over all heads is {statistics.fmean(each.value for each in costs.values()):.4f}; "
-        f"the {MOST} dearest have {100 * _share(costs):.0f} % of the sum of all costs above zero. That each of many "
-        "heads can go does not say that they can go together.",
+        f"Of {len(effects)} heads, {len(harmful)} have an effect of {SURE:g} standard errors or more. By chance alone, "
+        f"if no head had an effect, about {by_chance:.0f} would. Removing {len(helpful)} heads lowers the loss by "
+        f"{SURE:g} standard errors or more; chance would again give about {by_chance:.0f}. For {len(small)} heads "
+        f"the effect plus {SURE:g} standard errors is below {SMALL:g} nats. The mean effect of all heads "
+        f"is {_mean(list(effects.values())):.4f} nats. The {MOST} largest effects are {100 * _share(effects):.0f} % of "
+        "the sum of all positive effects. Each of these heads was removed alone; removing many at once can cost more.",
         "",
-        "![What each head costs](../pictures/findings-cost.png)",
-        "",
+        *picture("findings-cost", "Ablation effect of each head"),
         *agreement(importance, ablation),
-        *copies(folder, profile),
+        *induction_heads(folder, profile),
     ]
     return lines
 
 
-def _share(costs: dict[str, MeanEstimate]) -> float:
-    positive = sorted((cost.value for cost in costs.values() if cost.value > 0), reverse=True)
+def _share(effects: dict[str, MeanEstimate]) -> float:
+    positive = sorted((effect.value for effect in effects.values() if effect.value > 0), reverse=True)
     return sum(positive[:MOST]) / sum(positive)
 
 
 def agreement(importance: hw.Importance, ablation: hw.Ablation) -> list[str]:
-    """The gradient of the gate against what was measured."""
-    found = hw.agreement(importance, ablation)
+    """Write how well the gradient of the gate predicts the measured ablation effects."""
+    first_order = hw.agreement(importance, ablation)
     absolute = hw.agreement(importance, ablation, ("gradient", "cost"))
     first = {f"{layer}.{head}" for layer, head in importance.ranking()[:MOST]}
-    both = first & {row.name for row in dearest(ablation)[:MOST]}
+    in_both = first & {row.name for row in by_effect(ablation)[:MOST]}
     return [
-        "### What the gradient of the gate foretells",
+        "### What the gradient of the gate predicts",
         "",
-        "One backward pass gives all heads at once: removing a head changes the loss by minus the derivative in its "
-        "gate, to first order. Against the measured cost of all heads: "
-        f"Spearman {found.spearman:.2f}, Pearson {found.pearson:.2f}. The prediction is "
-        f"{_mean(found.predicted):.4f} nats in the mean over heads, the measured cost {_mean(found.measured):.4f}: "
-        "what lies between is not of first order. The mean absolute derivative of Michel, Levy and "
-        f"Neubig (2019), which has no sign: Spearman {absolute.spearman:.2f}, Pearson {absolute.pearson:.2f}; "
-        f"{len(both)} of its first {MOST} heads are among the {MOST} that cost most.",
+        "To first order, removing a head changes the loss by minus the derivative with respect to its gate. One "
+        "backward pass predicts all heads at once. The correlation with the measured effects is "
+        f"{first_order.spearman:.2f} (Spearman) and {first_order.pearson:.2f} (Pearson). The mean over heads is "
+        f"{_mean(first_order.predicted):.4f} nats predicted and {_mean(first_order.measured):.4f} nats measured; the "
+        "difference is of higher order. The mean absolute derivative (Michel, Levy and Neubig 2019) has no sign. Its "
+        f"correlation is {absolute.spearman:.2f} (Spearman) and {absolute.pearson:.2f} (Pearson), and "
+        f"{len(in_both)} of its first {MOST} heads are among the {MOST} with the largest effect.",
         "",
-        "![First order prediction against measured cost](../pictures/findings-first-order.png)",
-        "",
+        *picture("findings-first-order", "First-order prediction against measured ablation effect"),
     ]
 
 
@@ -146,8 +137,8 @@ def _mean(values: Sequence[MeanEstimate]) -> float:
     return statistics.fmean(each.value for each in values)
 
 
-def copies(folder: Path, profile: hw.Profile) -> list[str]:
-    """The loss without the induction heads, against as many others."""
+def induction_heads(folder: Path, profile: hw.Profile) -> list[str]:
+    """Write the loss without the induction heads, compared with random sets of other heads."""
     heads = profile.roles()["induction"]
     shares = (
         f"{layer}.{head} ({profile.head(layer, head).statistics['induction_random'].value:.2f})"
@@ -156,37 +147,38 @@ def copies(folder: Path, profile: hw.Profile) -> list[str]:
     lines = [
         "### The induction heads",
         "",
-        f"On random tokens that repeat (25 of them, 4 times, 10 samples; Olsson et al. 2022) {len(heads)} heads give "
-        f"half of their attention or more to what followed an earlier copy: {', '.join(shares)}. The loss of those "
-        "tokens that come after one that was there before, and the loss on the text, without these heads and without "
-        "as many others: drawn from all other heads, and drawn layer by layer as these stand, 20 sets of each. Of the "
-        "controls: the mean of the sets, and the lowest and highest set.",
+        "Random tokens are repeated (25 of them, 4 times, 10 samples; Olsson et al. 2022). On these sequences "
+        f"{len(heads)} heads give at least half of their attention to the token after an earlier copy: "
+        f"{', '.join(shares)}. The table shows the loss without these heads, on the repeated tokens and on the text. "
+        "The controls are random sets of as many other heads: 20 sets drawn from all other heads, and 20 sets with as "
+        "many heads in each layer. Of the controls the table shows the mean and, in brackets, the lowest and the "
+        "highest set.",
         "",
     ]
     rows = []
     measured = (
-        ("repeated-zero", "random tokens that repeat", "0"),
-        ("repeated-mean", "random tokens that repeat", "their mean on the text"),
+        ("repeated-zero", "repeated random tokens", "0"),
+        ("repeated-mean", "repeated random tokens", "their mean on the text"),
         ("text-zero", "the text", "0"),
     )
-    for name, on, how in measured:
-        found = hw.SetAblation.load(folder / name)
-        cost = {row.name: row.statistics["cost"] for row in found.rows}
-        controls = (_range(cost, kind) for kind in ("anywhere", "same layers"))
-        rows.append((on, how, with_error(found.baseline), with_error(cost["induction"]), *controls))
+    for name, data, replacement in measured:
+        ablation = hw.SetAblation.load(folder / name)
+        effects = {row.name: row.statistics["cost"] for row in ablation.rows}
+        controls = (_range(effects, kind) for kind in ("anywhere", "same layers"))
+        rows.append((data, replacement, with_error(ablation.baseline), with_error(effects["induction"]), *controls))
     headers = (
         "loss on",
-        "heads become",
-        "whole model",
-        "cost of the induction heads",
-        "of others",
-        "of others in the same layers",
+        "outputs are replaced by",
+        "loss of the whole model",
+        "effect of the induction heads",
+        "effect of other heads",
+        "effect of other heads in the same layers",
     )
-    return lines + markdown(headers, rows)
+    return lines + markdown_table(headers, rows)
 
 
-def _range(costs: dict[str, MeanEstimate], kind: str) -> str:
-    values = [cost.value for name, cost in costs.items() if name.startswith(kind)]
+def _range(effects: dict[str, MeanEstimate], kind: str) -> str:
+    values = [effect.value for name, effect in effects.items() if name.startswith(kind)]
     return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
@@ -194,61 +186,62 @@ def _range(costs: dict[str, MeanEstimate], kind: str) -> str:
 
 
 def minilm() -> list[str]:
-    """What its heads do to the embeddings of sentences, and the head of the previous token."""
+    """Write the section on MiniLM: the effect of its heads on sentence embeddings, and the previous-token head."""
     folder = RESULTS / "minilm"
     ablation, profile = hw.Ablation.load(folder), hw.load_profile(folder)
     order = hw.Ablation.load(folder / "order")
     distances = {row.name: row.statistics["cost"] for row in ablation.rows}
-    little = [name for name, each in distances.items() if each.value + SURE * each.sem < SMALL]
+    small = [name for name, distance in distances.items() if distance.value + SURE * distance.sem < SMALL]
     lines = [
         f"## {ablation.metadata['model']['name']}, {len(distances)} heads",
         "",
-        "How far the embedding of a sentence is from the whole model's when a head is removed: 1 - cosine "
-        f"({data_of(ablation)}). It is never below 0, so its standard error tells heads apart from each other and not "
-        "from nothing; and its derivative in a gate is 0 at the whole model, so that gradients say nothing here.",
+        "The effect of a head is the distance, 1 - cosine, between the embeddings of a sentence with and without it "
+        f"({data_of(ablation)}). A distance cannot be negative. So its standard error can show that two heads differ, "
+        "but not that a head has an effect. Its derivative with respect to a gate is 0 for the whole model, so "
+        "gradients predict nothing here.",
         "",
     ]
     rows = [
         (row.name, profile.head(row.layer, row.head).role, with_error(row.statistics["cost"], 4))
-        for row in dearest(ablation)[:MOST]
+        for row in by_effect(ablation)[:MOST]
     ]
-    lines += markdown(("head", "role", "distance"), rows)
+    lines += markdown_table(("head", "role", "distance"), rows)
     by_layer = []
     for layer in sorted({row.layer for row in ablation.rows}):
         values = [row.statistics["cost"].value for row in ablation.rows if row.layer == layer]
         by_layer.append((str(layer), f"{statistics.median(values):.4f}", f"{max(values):.4f}"))
     lines += [
-        f"For {len(little)} of {len(distances)} heads, one at a time, distance and {SURE:g} standard errors stay below "
-        f"{SMALL:g}. By layer:",
+        f"For {len(small)} of {len(distances)} heads the distance plus {SURE:g} standard errors is below {SMALL:g}. By "
+        "layer:",
         "",
-        *markdown(("layer", "median distance", "largest"), by_layer),
-        *previous(ablation, order, profile),
+        *markdown_table(("layer", "median distance", "largest distance"), by_layer),
+        *previous_token_head(ablation, order, profile),
     ]
     return lines
 
 
-def previous(ablation: hw.Ablation, order: hw.Ablation, profile: hw.Profile) -> list[str]:
-    """The head that attends to the token before: what it does to embeddings, and to what word order does to them."""
+def previous_token_head(ablation: hw.Ablation, order: hw.Ablation, profile: hw.Profile) -> list[str]:
+    """Write the effect of the previous-token head on embeddings, and on their sensitivity to word order."""
     (layer, head), *others = profile.roles()["previous token"]
     share = profile.head(layer, head).statistics["previous"]
-    rank = [row.name for row in dearest(ablation)].index(f"{layer}.{head}") + 1
+    rank = [row.name for row in by_effect(ablation)].index(f"{layer}.{head}") + 1
     changes = sorted((row.statistics["cost"].value, row.name) for row in order.rows)
     place = [name for _, name in changes].index(f"{layer}.{head}") + 1
-    beside = [row.statistics["cost"].value for row in order.rows if row.layer == layer and row.head != head]
+    same_layer = [row.statistics["cost"].value for row in order.rows if row.layer == layer and row.head != head]
     more = "" if not others else f" ({len(others)} more have that role)"
     lowest = ", ".join(f"{name} ({change:+.4f})" for change, name in changes[:3])
     return [
         "### The previous-token head",
         "",
-        f"Head {layer}.{head} gives {with_error(share, 4)} of its attention to the token before{more}. Without it "
-        f"embeddings move by {with_error(ablation.head(layer, head).statistics['cost'], 4)}, which is the {_th(rank)} "
-        f"most of {len(ablation.rows)} heads.",
+        f"Head {layer}.{head} gives {with_error(share, 4)} of its attention to the previous token{more}. Its effect on "
+        f"the embeddings is {with_error(ablation.head(layer, head).statistics['cost'], 4)}, the {_th(rank)} largest of "
+        f"{len(ablation.rows)} heads.",
         "",
-        "Who knows which token came before may know the order of words. The same sentences with their tokens shuffled "
-        f"are {with_error(order.baseline, 4)} away from themselves in the whole model. Without head {layer}.{head} "
-        f"that changes by {with_error(order.head(layer, head).statistics['cost'], 4)}, the {_th(place)} lowest change "
-        f"of {len(order.rows)} heads; without another head of its layer, by {min(beside):+.4f} to {max(beside):+.4f}. "
-        f"The lowest: {lowest}.",
+        "A head that attends to the previous token could encode word order. In the whole model, the distance between "
+        f"a sentence and the same sentence with shuffled tokens is {with_error(order.baseline, 4)}. Removing head "
+        f"{layer}.{head} changes this distance by {with_error(order.head(layer, head).statistics['cost'], 4)}, the "
+        f"{_th(place)} lowest change of {len(order.rows)} heads. Removing another head of its layer changes it by "
+        f"{min(same_layer):+.4f} to {max(same_layer):+.4f}. The lowest changes: {lowest}.",
         "",
     ]
 
@@ -259,7 +252,7 @@ def _th(rank: int) -> str:
 
 
 def draw() -> None:
-    """The pictures."""
+    """Draw the pictures of the report."""
     folder = RESULTS / "smollm2"
     ablation, importance = hw.Ablation.load(folder), hw.Importance.load(folder)
     ablation.plot("cost").savefig(PICTURES / "findings-cost.png", dpi=110)
@@ -267,13 +260,14 @@ def draw() -> None:
 
 
 def document() -> str:
-    """The whole text, its paragraphs wrapped."""
+    """Return the text of the report, with wrapped paragraphs."""
     lines = ["# Findings", "", INTRODUCTION, "", *smollm2(), *minilm()]
     wrapped = (line if line.startswith(("|", "#", "!")) else textwrap.fill(line, 120) for line in lines)
     return "\n".join(wrapped).rstrip() + "\n"
 
 
 def main() -> None:
+    """Write the report and its pictures."""
     (ROOT / "docs" / "reports" / "findings.md").write_text(document(), encoding="utf-8")
     draw()
 
