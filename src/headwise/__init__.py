@@ -41,7 +41,8 @@ from headwise.statistics.weight_capture import WeightCapture
 
 if TYPE_CHECKING:
     from headwise.analysis import replacements
-    from headwise.analysis.ablate import Ablation, SetAblation, ablate
+    from headwise.analysis.ablate import ablate
+    from headwise.analysis.ablation_result import Ablation, SetAblation
     from headwise.analysis.attribution import Attribution, logit_attribution
     from headwise.analysis.compare import compare
     from headwise.analysis.gate import gate
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
     from headwise.analysis.patching import Patching, activation_patching, patch_together
     from headwise.analysis.profile import Profile, load_profile, profile
     from headwise.analysis.recording import record_outputs
-    from headwise.analysis.redundancy import Redundancy, redundancy
+    from headwise.analysis.redundancy.redundancy import redundancy
+    from headwise.analysis.redundancy.result import Redundancy
     from headwise.analysis.view import view
     from headwise.data.random_repeats import random_repeats
     from headwise.data.texts import Texts
@@ -64,7 +66,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Ablation": "headwise.analysis.ablate",
+    "Ablation": "headwise.analysis.ablation_result",
     "Agreement": "headwise.analysis.importance.agreement",
     "Attribution": "headwise.analysis.attribution",
     "EmbeddingDistance": "headwise.analysis.losses",
@@ -73,8 +75,8 @@ _LAZY = {
     "Patching": "headwise.analysis.patching",
     "Profile": "headwise.analysis.profile",
     "Recipe": "headwise.studies.training",
-    "Redundancy": "headwise.analysis.redundancy",
-    "SetAblation": "headwise.analysis.ablate",
+    "Redundancy": "headwise.analysis.redundancy.result",
+    "SetAblation": "headwise.analysis.ablation_result",
     "Setting": "headwise.studies.space",
     "Space": "headwise.studies.space",
     "Study": "headwise.studies.conclusions",
@@ -92,7 +94,7 @@ _LAZY = {
     "profile": "headwise.analysis.profile",
     "random_repeats": "headwise.data.random_repeats",
     "record_outputs": "headwise.analysis.recording",
-    "redundancy": "headwise.analysis.redundancy",
+    "redundancy": "headwise.analysis.redundancy.redundancy",
     "replacements": "headwise.analysis",
     "study": "headwise.studies.study",
     "study_texts": "headwise.studies.text_study",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
@@ -48,6 +48,13 @@ def flag(argument: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InputError(argument, expected="True or False", got=repr(value))
     return value
+
+
+def require_module(model: Any) -> nn.Module:
+    """Return `model` if it is a torch module, and raise `InputError` otherwise."""
+    if not isinstance(model, nn.Module):
+        raise InputError("model", expected="a torch module", got=type(model).__name__)
+    return model
 
 
 def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, "..."]:

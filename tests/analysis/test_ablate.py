@@ -107,7 +107,7 @@ def test_a_loss_that_wants_to_see_the_whole_model_first():
     loss, wanted = hw.EmbeddingDistance(), []
     with torch.no_grad():
         for batch in data:
-            loss.starts(model, batch)
+            loss.prepare(model, batch)
             with hw.gate(model, {(1, 3): 0.0}):
                 wanted += loss(model, batch).tolist()
     same(found.head(1, 3).statistics["cost"], wanted)
@@ -251,10 +251,10 @@ def test_what_cannot_be_ablated():
             model, texts(), loss, units={"a": [(0, 6)]}
         ),
         "units: expected heads in 'a', got none": lambda: hw.ablate(model, texts(), loss, units={"a": []}),
-        r"loss: expected one number an example, .* of shape \(1,\), got torch.float64 of shape": lambda: hw.ablate(
+        r"loss: expected one number per example, .* of shape \(1,\), got torch.float64 of shape": lambda: hw.ablate(
             model, texts(), lambda model, batch: loss(model, batch).mean()
         ),
-        r"loss: expected one number an example, a float tensor of shape \(1,\), got NoneType": lambda: hw.ablate(
+        r"loss: expected one number per example, a float tensor of shape \(1,\), got NoneType": lambda: hw.ablate(
             model, texts(), lambda model, batch: model(**batch) and None
         ),
         "model: expected attention in a way that can be seen, got none in Linear": lambda: hw.ablate(

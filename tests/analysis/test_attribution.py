@@ -128,7 +128,7 @@ def test_what_the_logit_loses_without_what_a_head_of_the_last_layer_wrote(name):
     found = logit_attribution(model, CLEAN[:1], answer=7)
     with torch.no_grad(), hw.record_outputs(model) as run:
         hidden = model.base_model(CLEAN[:1]).last_hidden_state[0, -1]
-    ((path, _), (out,)) = list(run.of.items())[-1]
+    ((path, _), (out,)) = list(run.by_site.items())[-1]
     module = model.get_submodule(path)
     width = out.shape[1] * out.shape[3]
     projection = [part for part in module.children() if getattr(part, "in_features", 0) == width][-1]

@@ -8,7 +8,7 @@ from torch import nn
 
 import headwise as hw
 import tiny
-from headwise.analysis import losses
+from headwise.analysis import losses, token_cross_entropy
 
 IDS = torch.randint(5, 97, (3, 17), generator=torch.Generator().manual_seed(1))
 REAL = torch.ones_like(IDS)
@@ -29,8 +29,8 @@ def next_token(model, ids, real):
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_next_token_loss_without_all_logits(bias, monkeypatch):
-    monkeypatch.setattr(losses, "ROWS", 7)
-    monkeypatch.setattr(losses, "WORDS", 11)
+    monkeypatch.setattr(token_cross_entropy, "POSITIONS_PER_TILE", 7)
+    monkeypatch.setattr(token_cross_entropy, "TOKENS_PER_TILE", 11)
     model = tiny.model("decoder", top="ForCausalLM").double()
     if bias:
         model.lm_head = nn.Linear(48, 97).double()
@@ -105,9 +105,9 @@ def test_masked_token_loss():
 @torch.no_grad()
 def test_embedding_distance():
     model, loss = tiny.model("encoder").double(), hw.EmbeddingDistance()
-    with pytest.raises(hw.InputError, match=r"loss: expected starts\(model, batch\) before the first loss, got none"):
+    with pytest.raises(hw.InputError, match=r"loss: expected prepare\(model, batch\) before the first loss, got none"):
         loss(model, BATCH)
-    loss.starts(model, BATCH)
+    loss.prepare(model, BATCH)
     assert loss(model, BATCH).abs().max() < 1e-12
 
     def embedding():
@@ -123,15 +123,15 @@ def test_embedding_distance():
 
 
 def test_what_cannot_be_a_loss(as_user):
-    with pytest.raises(hw.InputError, match="model: expected one that gives logits, got BaseModelOutput"):
+    with pytest.raises(hw.InputError, match="model: expected one that returns logits, got BaseModelOutput"):
         hw.next_token_loss(tiny.model("decoder"), BATCH)
     with pytest.raises(hw.InputError, match=r"loss: expected batches with input_ids \(batch, length\), got pixels"):
         hw.next_token_loss(tiny.model("decoder", top="ForCausalLM"), {"pixels": IDS})
     with pytest.raises(
         hw.InputError, match="loss: expected one of next-token, masked-token, embedding, got 'perplexity'"
     ):
-        losses.loss_named("perplexity", None)
+        losses.loss_by_name("perplexity", None)
     with pytest.raises(hw.InputError, match="loss: expected a tokenizer with a mask token, got one without"):
-        losses.loss_named("masked-token", tiny.tokenizer("decoder"))
+        losses.loss_by_name("masked-token", tiny.tokenizer("decoder"))
     with pytest.raises(hw.InputError, match="share: expected a probability"):
         hw.MaskedTokenLoss(1, share=1.5)

@@ -184,7 +184,7 @@ REFUSED = {
     "names": (
         ({"input_ids": CLEAN}, {"input_ids": CORRUPTED, "attention_mask": PADDED["left"][0]}),
         {},
-        "corrupted: expected what clean has, input_ids, got input_ids, attention_mask",
+        "corrupted: expected the arguments of clean, input_ids, got input_ids, attention_mask",
     ),
     "padding": (
         tuple(
@@ -192,7 +192,7 @@ REFUSED = {
             for ids, side in ((CLEAN, "left"), (CORRUPTED, "right"))
         ),
         {},
-        "corrupted: expected the padding of clean, got another attention_mask; pair prompts of as many tokens",
+        "corrupted: expected the padding of clean, got another attention_mask; pair prompts with the same",
     ),
     "direction": (
         (CLEAN, CORRUPTED),
@@ -202,14 +202,18 @@ REFUSED = {
     "number of answers": (
         (CLEAN, CORRUPTED),
         {"answer": [7, 11]},
-        "answer: expected one number, or 3, one a prompt, got 2",
+        "answer: expected one number, or 3, one per prompt, got 2",
     ),
     "no number": (
         (CLEAN, CORRUPTED),
         {"answer": "w7"},
         "answer: expected whole numbers, one for all prompts, or (batch,), got 'w7'",
     ),
-    "no wrong answer": ((CLEAN, CORRUPTED), {"wrong": None}, "wrong: expected the ids that the answers are held"),
+    "no wrong answer": (
+        (CLEAN, CORRUPTED),
+        {"wrong": None},
+        "wrong: expected the ids that the answers are compared",
+    ),
     "no such word": ((CLEAN, CORRUPTED), {"wrong": 97}, "wrong: expected ids from 0 to 96, got 97"),
     "no such token": (
         (CLEAN, CORRUPTED),
@@ -236,7 +240,7 @@ def test_what_is_refused(why):
 
 def test_a_model_without_logits_is_refused():
     with pytest.raises(
-        hw.InputError, match="^model: expected one that gives logits .batch, length, vocabulary.*, got Ll"
+        hw.InputError, match="^model: expected one that returns logits .batch, length, vocabulary.*, got Ll"
     ):
         activation_patching(tiny.model("decoder"), CLEAN, CORRUPTED, **ASKED)
 

@@ -10,9 +10,10 @@ from torch import nn
 
 import headwise as hw
 import tiny
-from headwise.analysis import redundancy as redundancy_module
 from headwise.analysis.losses import next_token_loss
-from headwise.analysis.redundancy import clusters_of, redundancy
+from headwise.analysis.redundancy import comparison, weight_distance
+from headwise.analysis.redundancy.clusters import find_clusters
+from headwise.analysis.redundancy.redundancy import redundancy
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -61,7 +62,7 @@ def by_definition(kind, model, mask):
         weights.append([each[0] for each in eager(**alone, output_attentions=True).attentions])
     with hw.record_outputs(model) as run:
         model(input_ids=IDS, attention_mask=mask)
-    outs = [out[0].transpose(1, 2)[mask.bool()] for out in run.of.values()]  # (tokens, heads, value_dim)
+    outs = [out[0].transpose(1, 2)[mask.bool()] for out in run.by_site.values()]  # (tokens, heads, value_dim)
     written = [torch.einsum("thd,hdw->thw", out, projection(model, kind, layer)) for layer, out in enumerate(outs)]
     outs, written = (torch.cat(each, 1) for each in (outs, written))
     found = {name: torch.full((12, 12), math.nan, dtype=torch.float64) for name in MEASURES}
@@ -104,7 +105,7 @@ def test_measures_are_those_of_the_definition_over_all_tokens(kind, mask):
 
 def test_tokens_are_taken_some_at_a_time(monkeypatch):
     whole = redundancy(models("decoder"), batches(REAL, 5), pairs="all")
-    monkeypatch.setattr(redundancy_module, "TOKENS", 3)
+    monkeypatch.setattr(comparison, "TOKENS_AT_ONCE", 3)
     require_same(
         redundancy(models("decoder"), batches(REAL, 3, 2), pairs="all"), {n: getattr(whole, n) for n in MEASURES}
     )
@@ -116,9 +117,9 @@ def test_heads_that_are_shown_in_several_tiles(monkeypatch):
     ids = torch.randint(5, 97, (2, 100), generator=torch.Generator().manual_seed(5))
     whole = redundancy(models("decoder"), [ids])
     shapes = []
-    add = redundancy_module._Distances.add
+    add = weight_distance.WeightDistances.add
     monkeypatch.setattr(
-        redundancy_module._Distances, "add", lambda self, rows: shapes.append(rows.tile.shape) or add(self, rows)
+        weight_distance.WeightDistances, "add", lambda self, rows: shapes.append(rows.tile.shape) or add(self, rows)
     )
     monkeypatch.setattr(tiles, "TILE_BYTES", 1)
     parts = redundancy(models("decoder"), [ids])
@@ -167,7 +168,7 @@ def test_a_head_and_its_copy(kind, one, other):
     assert found.cka[6 + one, 6 + other] == pytest.approx(1.0, abs=1e-9)
     assert found.distance[6 + one, 6 + other] == pytest.approx(0.0, abs=1e-7)
     assert found.clusters == (((1, one), (1, other)),)
-    assert found.cover == ()
+    assert found.cluster_costs == ()
 
 
 def test_the_copy_of_a_head_that_writes_elsewhere():
@@ -194,15 +195,15 @@ def test_clusters_are_of_complete_linkage():
     alike(1, 2, 0.92)
     alike(0, 2, 0.5)  # so the chain 0-1-2 is no cluster
     alike(3, 4, 0.91)
-    assert clusters_of(near, 0.9) == [[0, 1], [3, 4]]
-    assert clusters_of(near, 0.93) == [[0, 1]]
+    assert find_clusters(near, 0.9) == [[0, 1], [3, 4]]
+    assert find_clusters(near, 0.93) == [[0, 1]]
     alike(0, 2, 0.9)
-    assert clusters_of(near, 0.9) == [[0, 1, 2], [3, 4]]
-    assert clusters_of(near, 0.99) == []
+    assert find_clusters(near, 0.9) == [[0, 1, 2], [3, 4]]
+    assert find_clusters(near, 0.99) == []
     alike(1, 2, math.nan)
-    assert clusters_of(near, 0.9) == [[0, 1], [3, 4]]
+    assert find_clusters(near, 0.9) == [[0, 1], [3, 4]]
     before = near.clone()
-    clusters_of(near, 0.9)
+    find_clusters(near, 0.9)
     assert torch.equal(near.nan_to_num(7), before.nan_to_num(7))
 
 
@@ -231,7 +232,7 @@ def test_whether_heads_of_a_cluster_cover_for_each_other(saturates):
     data = [{"x": torch.rand(3, 5, 8) + 0.5}, {"x": torch.rand(2, 7, 8) + 0.5}]
     found = redundancy(model, data, threshold=0.999, loss=loss_of)
     assert found.clusters == (((0, 0), (0, 2)),)
-    (cover,) = found.cover
+    (cover,) = found.cluster_costs
     assert cover.heads == ((0, 0), (0, 2))
 
     def costs(heads):
@@ -263,7 +264,7 @@ def test_the_cover_of_a_decoders_cluster():
         for heads in ([3], [5], [3, 5]):
             with hw.gate(causal, {(1, head): 0.0 for head in heads}):
                 costs.append(loss() - whole)
-    (cover,) = found.cover
+    (cover,) = found.cluster_costs
     assert [each.value for each in (*cover.alone, cover.together)] == pytest.approx(costs, rel=1e-4)
     assert cover.ratio == pytest.approx(costs[2] / (costs[0] + costs[1]), rel=1e-4)
 
@@ -278,6 +279,21 @@ def test_encoder_and_decoder_read_other_tokens():
     for a, one in enumerate(where):
         for b, other in enumerate(where):
             assert bool(found.cka[a, b].isnan()) == (one != other)
+
+
+def test_a_module_that_attends_several_times_is_compared_call_by_call():
+    """ALBERT's layers share one attention module, which reads the same tokens in every layer."""
+    sizes = {"hidden_size": 24, "embedding_size": 12, "num_attention_heads": 3, "intermediate_size": 8}
+    config = transformers.AlbertConfig(vocab_size=97, num_hidden_layers=3, **sizes)
+    model = transformers.AlbertModel(config).double().eval()
+    with hw.record_outputs(model) as run:
+        model(input_ids=IDS)
+    (calls,) = run.by_site.values()
+    outs = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in calls])  # (tokens of all calls, heads, value_dim)
+    expected = torch.stack([torch.stack([aligned(outs[:, a], outs[:, b]) for b in range(3)]) for a in range(3)])
+    for pairs in ("layer", "all"):
+        found = redundancy(model, [IDS], pairs=pairs)
+        torch.testing.assert_close(found.cka, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_table_and_a_picture():

@@ -295,7 +295,9 @@ def test_what_a_gate_runs_the_model_for_is_nobody_elses():
         found = projected(model, projection)
     torch.testing.assert_close(found[:, :, 2], mean[2].expand(2, 13, 10), **BUDGET)
     assert [record.statistics["entropy"].count.tolist() for record in heads.records] == [[2.0] * 6] * 2
-    assert {site: len(calls) for site, calls in run.of.items()} == {(f"layers.{i}.self_attn", False): 1 for i in (0, 1)}
+    assert {site: len(calls) for site, calls in run.by_site.items()} == {
+        (f"layers.{i}.self_attn", False): 1 for i in (0, 1)
+    }
 
 
 # -- another run ------------------------------------------------------------------------------------------------------
@@ -340,16 +342,16 @@ def test_a_record_is_what_the_projections_are_given():
     with hw.record_outputs(model) as run:
         model(OTHERS)
         given = [projected(model, f"layers.{number}.self_attn.o_proj") for number in range(2)]
-    assert [path for path, _ in run.of] == ["layers.0.self_attn", "layers.1.self_attn"]
-    for (out,), expected in zip(run.of.values(), given, strict=True):  # of the last run alone
+    assert [path for path, _ in run.by_site] == ["layers.0.self_attn", "layers.1.self_attn"]
+    for (out,), expected in zip(run.by_site.values(), given, strict=True):  # of the last run alone
         assert torch.equal(out.transpose(1, 2), expected)
     for layers in ([1], ["layers.1.self_attn"]):
         with hw.record_outputs(model, layers=layers) as run:
             model(TOKENS)
-        assert list(run.of) == [("layers.1.self_attn", False)]
+        assert list(run.by_site) == [("layers.1.self_attn", False)]
     with hw.gate(model, {(1, 2): 0.0}), hw.record_outputs(model) as run:
         model(TOKENS)
-    assert run.of["layers.1.self_attn", False][0][:, 2].abs().max() == 0
+    assert run.by_site["layers.1.self_attn", False][0][:, 2].abs().max() == 0
 
 
 @torch.no_grad()
@@ -359,7 +361,7 @@ def test_a_record_of_generation_keeps_the_last_run_of_each_module():
     model = spread(transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=97, **sizes)))
     with hw.record_outputs(model) as run:
         model.generate(TOKENS, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    sizes = {path: [tuple(each.shape) for each in calls] for (path, _), calls in run.of.items()}
+    sizes = {path: [tuple(each.shape) for each in calls] for (path, _), calls in run.by_site.items()}
     assert sizes == {
         "encoder.block.0.layer.0.SelfAttention": [(2, 6, 13, 7)],
         "decoder.block.0.layer.0.SelfAttention": [(2, 6, 1, 7)],
@@ -428,7 +430,7 @@ def run_of(model, tokens, **options):
 
 
 def test_what_cannot_stand_there(as_user):
-    sizes = r"^run: expected \(batch, heads, queries, value_dim\) = \(2, 6, 13, 10\) in layers.1.self_attn, as here, "
+    sizes = r"^run: expected \(batch, heads, queries, value_dim\) = \(2, 6, 13, 10\) in layers.1.self_attn, "
     sizes += r"or a batch of 1, got "
     refused(sizes + r"\(2, 6, 11, 10\)$", lambda model: replacements.resample(OTHERS[:, :11]))
     refused(sizes + r"\(2, 6, 1, 10\)$", lambda model: replacements.resample(OTHERS[:, :1]))
@@ -443,7 +445,7 @@ def test_what_cannot_stand_there(as_user):
     refused("^dataset: expected batches: tensors, or mappings of them", lambda model: replacements.mean(["words"]))
     refused("^dataset: expected batches: tensors, or mappings of them", lambda model: replacements.resample("words"))
     with pytest.raises(
-        hw.InputError, match=r"^run: expected what record_outputs\(model\) gives, got Tensor; with hw.record_outputs"
+        hw.InputError, match=r"^run: expected a run of record_outputs\(model\), got Tensor; with hw.record_outputs"
     ):
         replacements.patch(TOKENS)
 

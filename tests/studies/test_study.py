@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.analysis.losses import losses_of
+from headwise.analysis.losses import loss_per_example
 from headwise.studies import budget as budget_module
 from headwise.studies import scheduler as scheduler_module
 from headwise.studies import training as of_training
@@ -149,8 +149,8 @@ def test_each_training_is_what_it_says(whole):
         options = {"steps": STEPS, "rate": run["rate"], "seed": run["seed"]}
         of_training.train(model, DATA, hw.next_token_loss, **options)
         with torch.no_grad():
-            by_hand = [losses_of(hw.next_token_loss, model.eval(), batch) for batch in HELD_OUT]
-            in_training = [losses_of(hw.next_token_loss, model, batch) for batch in DATA[:3]]
+            by_hand = [loss_per_example(hw.next_token_loss, model.eval(), batch) for batch in HELD_OUT]
+            in_training = [loss_per_example(hw.next_token_loss, model, batch) for batch in DATA[:3]]
         assert run["loss"] == pytest.approx(torch.cat(by_hand).mean().item(), rel=1e-6)
         assert run["train_loss"] == pytest.approx(torch.cat(in_training).mean().item(), rel=1e-6)
 
@@ -487,7 +487,7 @@ def test_a_budget_that_ends_before_anything_was_timed(clock):
         ),
         (
             {"loss": lambda model, batch: hw.next_token_loss(model, batch).mean()},
-            "loss: expected one number an example, a float tensor of shape (2,), got torch.float32 of shape ()",
+            "loss: expected one number per example, a float tensor of shape (2,), got torch.float32 of shape ()",
         ),
     ],
 )

@@ -1,79 +1,77 @@
-"""Losses of a model, one number an example: next token, masked token, distance of sentence embeddings.
+"""Losses of a model with one value per example: next token, masked token, distance of sentence embeddings.
 
-A loss is any callable `(model, batch) -> tensor (batch,)`, the batch a mapping of the model's arguments on its device.
-One that first wants to see the whole model, before any head of it is gated, has a method `starts(model, batch)`, which
-is called once a batch.
+A loss is any callable `(model, batch) -> tensor (batch,)`; the batch is a mapping of the model's arguments, on the
+model's device. A loss that needs results of the unchanged model has a method `prepare(model, batch)`, which is called
+once per batch before any head is gated.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.analysis.token_cross_entropy import token_cross_entropy
 from headwise.checks import probability
 from headwise.data.batches import call_model, count_sequences_and_tokens
 from headwise.errors import InputError
-from headwise.intercept.install import has_foreign_hooks
-from headwise.intercept.swap_forward import swap_forward
 from headwise.shapes import Bool, Float, Int
 
 Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
-"""`(model, batch) -> (batch,)`."""
-
-ROWS, WORDS = 1024, 512
-"""Positions and words whose logits are in memory at a time: a tile that stays in cache."""
+"""Function `(model, batch) -> (batch,)`."""
 
 
 def prepare_loss(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
-    """Let a loss see the whole model, if it wants to."""
-    if hasattr(loss, "starts"):
-        loss.starts(model, batch)
+    """Call `loss.prepare(model, batch)` on the unchanged model, if the loss has this method."""
+    if hasattr(loss, "prepare"):
+        loss.prepare(model, batch)
 
 
-def losses_of(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-    """The loss of each example. `InputError` where it gives something else."""
-    found, examples = loss(model, batch), count_sequences_and_tokens(batch)[0]
-    if not isinstance(found, Tensor) or found.shape != (examples,) or not found.is_floating_point():
-        got = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        expected = f"one number an example, a float tensor of shape {(examples,)}"
+def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
+    """Return the loss of each example of a batch.
+
+    Raises:
+        InputError: the loss does not return one floating-point number per example.
+    """
+    losses, examples = loss(model, batch), count_sequences_and_tokens(batch)[0]
+    if not isinstance(losses, Tensor) or losses.shape != (examples,) or not losses.is_floating_point():
+        got = f"{losses.dtype} of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        expected = f"one number per example, a float tensor of shape {(examples,)}"
         raise InputError("loss", expected=expected, got=got)
-    return found
+    return losses
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-    """The mean over tokens of -ln p(token given those before it), nats, of a causal model.
+    """Return each sequence's mean of -ln p(token | earlier tokens) over its tokens, in nats, for a causal model.
 
-    Where the logits are just what the output embedding gives, they are never all in memory.
+    The logits of all positions are not kept in memory at once if they are the output embedding's product alone.
 
     Args:
-        model: gives `logits (batch, length, vocabulary)`, or is such a tensor's function.
-        batch: with `input_ids`, and `attention_mask` where some of it is padding.
+        model: returns logits `(batch, length, vocabulary)`, or an object with `logits` of that shape.
+        batch: arguments of the model: `input_ids` and, if some tokens are padding, `attention_mask`.
 
     Raises:
         InputError: a batch without tokens, or a model without logits.
     """
-    ids, real = _tokens(batch)
-    counted = real[:, 1:] & real[:, :-1]
-    losses = _losses(model, _without_cache(model, batch), (slice(None), slice(None, -1)), ids[:, 1:])
-    return _mean(losses, counted)
+    ids, is_real = _tokens(batch)
+    is_counted = is_real[:, 1:] & is_real[:, :-1]
+    losses = token_cross_entropy(model, _with_cache_disabled(model, batch), slice(None, -1), ids[:, 1:])
+    return _mean_over_tokens(losses, is_counted)
 
 
 class MaskedTokenLoss:
-    """The mean over some tokens of -ln p(token given the text with these masked), nats, of a masked language model.
+    """Each sequence's mean of -ln p(token | text with masked tokens) over its masked tokens, in nats.
 
-    The same tokens are masked whenever the same batch comes (Devlin et al. 2019, section 3.1, without its random
-    words).
+    For masked language models. The same tokens of a sequence are masked each time it occurs (Devlin et al. 2019,
+    section 3.1, without its random words).
 
     Args:
-        mask_id: the id of the tokenizer's mask token.
-        special: ids that are not masked, such as `tokenizer.all_special_ids`.
-        share: of the tokens of each sequence that are masked, at least one.
-        seed: of the choice.
+        mask_id: id of the tokenizer's mask token.
+        special: ids that are never masked, such as `tokenizer.all_special_ids`.
+        share: share of each sequence's tokens that are masked; at least one token.
+        seed: seed of the choice.
     """
 
     def __init__(self, mask_id: int, *, special: Any = (), share: float = 0.15, seed: int = 0) -> None:
@@ -81,59 +79,63 @@ class MaskedTokenLoss:
         self.share, self.seed = probability("share", share), seed
 
     def reseeded(self, seed: int) -> "MaskedTokenLoss":
-        """The same with other tokens masked: in training, others each time that a sequence comes."""
+        """Return the same loss with another choice of masked tokens, as for the next epoch of a training."""
         return MaskedTokenLoss(self.mask_id, special=self.special.tolist(), share=self.share, seed=seed)
 
     def __call__(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-        """One loss a sequence; NaN where it has no token that may be masked."""
-        ids, real = _tokens(batch)
-        chosen = self._chosen(ids, real)
-        masked = {**batch, "input_ids": ids.masked_fill(chosen, self.mask_id)}
-        return _mean(_losses(model, masked, (slice(None), slice(None)), ids), chosen)
+        """Return one loss per sequence; NaN for a sequence without tokens that can be masked."""
+        ids, is_real = _tokens(batch)
+        is_masked = self._choose(ids, is_real)
+        masked = {**batch, "input_ids": ids.masked_fill(is_masked, self.mask_id)}
+        return _mean_over_tokens(token_cross_entropy(model, masked, slice(None), ids), is_masked)
 
-    def _chosen(
-        self, ids: Int[Tensor, "batch length"], real: Bool[Tensor, "batch length"]
+    def _choose(
+        self, ids: Int[Tensor, "batch length"], is_real: Bool[Tensor, "batch length"]
     ) -> Bool[Tensor, "batch length"]:
-        """Which tokens are masked: those of least chance, drawn from the tokens themselves."""
-        may = real & ~torch.isin(ids, self.special.to(ids.device))
-        chance = torch.empty(ids.shape)
+        """Return True at the tokens that are masked: those with the smallest random numbers, seeded by the tokens."""
+        can_mask = is_real & ~torch.isin(ids, self.special.to(ids.device))
+        draws = torch.empty(ids.shape)
         for row, sequence in enumerate(ids.tolist()):
             generator = torch.Generator().manual_seed(hash((self.seed, *sequence)) % 2**63)
-            chance[row] = torch.rand(ids.shape[1], generator=generator)
-        chance = chance.to(ids.device).masked_fill(~may, 2.0)
-        number = (may.sum(1, keepdim=True) * self.share).ceil().long()
-        rank = chance.argsort(1).argsort(1)
-        return (rank < number) & may
+            draws[row] = torch.rand(ids.shape[1], generator=generator)
+        draws = draws.to(ids.device).masked_fill(~can_mask, 2.0)
+        count = (can_mask.sum(1, keepdim=True) * self.share).ceil().long()
+        rank = draws.argsort(1).argsort(1)
+        return (rank < count) & can_mask
 
 
 class EmbeddingDistance:
-    """How far the embedding of each sentence is from the one of the whole model: 1 - cosine, 0 to 2.
+    """Distance of each sentence's embedding to its embedding in the unchanged model: 1 - cosine, from 0 to 2.
 
-    The embedding is the mean of the last hidden state over tokens that are no padding (Reimers and Gurevych 2019,
-    section 3). Nothing but the model says what is right, so it needs no labels; at the whole model it is 0.
+    The embedding is the mean of the last hidden state over tokens that are not padding (Reimers and Gurevych 2019,
+    section 3). The unchanged model is the reference, so no labels are needed; its own distance is 0.
     """
 
     def __init__(self) -> None:
-        self._whole: Tensor | None = None
+        self._reference: Tensor | None = None
 
-    def starts(self, model: nn.Module, batch: dict[str, Any]) -> None:
-        """Keep the embeddings of the whole model."""
+    def prepare(self, model: nn.Module, batch: dict[str, Any]) -> None:
+        """Store the embeddings of the unchanged model."""
         with torch.no_grad():
-            self._whole = _embeddings(model, batch)
+            self._reference = _sentence_embeddings(model, batch)
 
     def __call__(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-        """One distance a sentence."""
-        if self._whole is None:
-            raise InputError("loss", expected="starts(model, batch) before the first loss", got="none")
-        return 1.0 - F.cosine_similarity(_embeddings(model, batch), self._whole, dim=-1)
+        """Return one distance per sentence of the batch that was passed to `prepare` last."""
+        if self._reference is None:
+            raise InputError("loss", expected="prepare(model, batch) before the first loss", got="none")
+        return 1.0 - F.cosine_similarity(_sentence_embeddings(model, batch), self._reference, dim=-1)
 
 
 LOSSES = {"next-token": "causal", "masked-token": "masked", "embedding": None}
-"""The losses of the command line, and what must stand on top of a model for each."""
+"""Losses of the command line, with the language-model head that each needs: causal, masked, or none."""
 
 
-def loss_named(name: str, tokenizer: Any) -> Any:
-    """A loss by its name in `LOSSES`, with what it needs of a tokenizer."""
+def loss_by_name(name: str, tokenizer: Any) -> Any:
+    """Return the loss with this name of the command line, one of `LOSSES`.
+
+    Raises:
+        InputError: no such loss; "masked-token" with a tokenizer that has no mask token.
+    """
     if name == "next-token":
         return next_token_loss
     if name == "embedding":
@@ -145,109 +147,35 @@ def loss_named(name: str, tokenizer: Any) -> Any:
     return MaskedTokenLoss(tokenizer.mask_token_id, special=tokenizer.all_special_ids)
 
 
-def _embeddings(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, "batch width"]:
-    given = call_model(model, batch)
-    hidden = getattr(given, "last_hidden_state", given)
+def _sentence_embeddings(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, "batch width"]:
+    """Return each sequence's mean of the model's last hidden state over tokens that are not padding."""
+    output = call_model(model, batch)
+    hidden = getattr(output, "last_hidden_state", output)
     if not isinstance(hidden, Tensor) or hidden.ndim != 3:
-        raise InputError("model", expected="one that gives a last_hidden_state", got=type(given).__name__)
-    real = batch.get("attention_mask")
-    weights = torch.ones(hidden.shape[:2], device=hidden.device) if real is None else real
+        raise InputError("model", expected="one that returns a last_hidden_state", got=type(output).__name__)
+    mask = batch.get("attention_mask")
+    weights = torch.ones(hidden.shape[:2], device=hidden.device) if mask is None else mask
     weights = weights[..., None].to(hidden.dtype)
     return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1.0)
 
 
 def _tokens(batch: dict[str, Any]) -> tuple[Int[Tensor, "batch length"], Bool[Tensor, "batch length"]]:
-    """Ids, and which of them are no padding."""
+    """Return the token ids of a batch, and True at those that are not padding."""
     ids = batch.get("input_ids", batch.get(""))
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         raise InputError("loss", expected="batches with input_ids (batch, length)", got=", ".join(batch) or "none")
-    real = batch.get("attention_mask")
-    return ids.long(), torch.ones_like(ids, dtype=torch.bool) if real is None else real.bool()
+    mask = batch.get("attention_mask")
+    return ids.long(), torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
 
 
-def _without_cache(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch, and where a model may keep keys and values for a next call, that there is none."""
-    may = "use_cache" in inspect.signature(model.forward).parameters
-    return {"use_cache": False, **batch} if may else batch
+def _with_cache_disabled(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch with `use_cache=False`, if the model has this argument and the batch does not set it."""
+    has_argument = "use_cache" in inspect.signature(model.forward).parameters
+    return {"use_cache": False, **batch} if has_argument else batch
 
 
-def _mean(losses: Float[Tensor, "batch length"], counted: Bool[Tensor, "batch length"]) -> Float[Tensor, " batch"]:
-    """Over the tokens that count; NaN of none."""
-    return losses.where(counted, 0.0).sum(1) / counted.sum(1)
-
-
-# -- logits that need not all be there --------------------------------------------------------------------------------
-
-
-def _losses(
-    model: nn.Module, batch: dict[str, Any], which: tuple[slice, slice], targets: Int[Tensor, "batch length"]
-) -> Float[Tensor, "batch length"]:
-    """-ln p of each target, by the logits at the positions `which`."""
-    head = _output_embedding(model)
-    if head is not None:
-        with _left_to_us(head) as given:
-            logits = _logits(call_model(model, batch))
-        if given and logits is given[1]:  # nothing came after the output embedding
-            hidden = given[0][which]
-            return _tiled(hidden.flatten(0, 1), head, targets.flatten()).view(targets.shape)
-        _more_follows.add(model)
-    logits = _logits(call_model(model, batch))[which]
-    losses = F.cross_entropy(_wide(logits.flatten(0, 1)), targets.flatten(), reduction="none")
-    return losses.view(targets.shape)
-
-
-_more_follows: "WeakSet[nn.Module]" = WeakSet()
-"""Models that do more to their logits, such as capping them: their heads are not left to us again."""
-
-
-def _output_embedding(model: Any) -> nn.Linear | None:
-    """The linear layer that gives a model of `transformers` its logits."""
-    if model in _more_follows or not hasattr(model, "get_output_embeddings"):
-        return None
-    head = model.get_output_embeddings()
-    plain = type(head) is nn.Linear and not has_foreign_hooks(head)
-    return head if plain and not hasattr(head, "_hf_hook") else None  # by which it is moved between devices
-
-
-@contextmanager
-def _left_to_us(head: nn.Linear) -> Iterator[list[Tensor]]:
-    """Within the context the layer computes nothing: it keeps what it was given, and gives something of that shape."""
-    given: list[Tensor] = []
-
-    def forward(hidden: Tensor) -> Tensor:
-        given[:] = [hidden, torch.empty(*hidden.shape[:-1], head.out_features, device="meta", dtype=hidden.dtype)]
-        return given[1]
-
-    with swap_forward(head, forward):
-        yield given
-
-
-def _tiled(
-    hidden: Float[Tensor, "rows width"], head: nn.Linear, targets: Int[Tensor, " rows"]
-) -> Float[Tensor, " rows"]:
-    """-ln softmax(hidden W^T + b)[target] of each row, some words at a time: their log-sum-exps add up to the whole."""
-    weights = torch.split(head.weight, WORDS)
-    biases = [None] * len(weights) if head.bias is None else torch.split(head.bias, WORDS)
-    words = list(zip(weights, biases, strict=True))
-    found = []
-    for rows, wanted in zip(torch.split(hidden, ROWS), torch.split(targets, ROWS), strict=True):
-        parts = [_wide(F.linear(rows, weight, bias)).logsumexp(-1) for weight, bias in words]
-        of_target = _wide(rows * head.weight[wanted]).sum(-1)
-        if head.bias is not None:
-            of_target = of_target + _wide(head.bias[wanted])
-        found.append(torch.stack(parts).logsumexp(0) - of_target)
-    return torch.cat(found)
-
-
-def _wide(logits: Tensor) -> Tensor:
-    """In float32 at least."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _logits(given: Any) -> Float[Tensor, "batch length vocabulary"]:
-    """Of what a model gave."""
-    logits = getattr(given, "logits", given)
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
-        remedy = "AutoModelForCausalLM gives them"
-        raise InputError("model", expected="one that gives logits", got=type(given).__name__, remedy=remedy)
-    return logits
+def _mean_over_tokens(
+    losses: Float[Tensor, "batch length"], is_counted: Bool[Tensor, "batch length"]
+) -> Float[Tensor, " batch"]:
+    """Return each sequence's mean loss over its counted tokens; NaN for a sequence without any."""
+    return losses.where(is_counted, 0.0).sum(1) / is_counted.sum(1)

@@ -1,10 +1,10 @@
-"""`activation_patching`: which heads carry what makes a model answer one prompt and not another like it.
+"""Activation patching: heads that carry the difference between a model's answers to two similar prompts.
 
-The prompts of a pair differ in what decides the answer. What a head gave in one run is put into the other, one head at
-a time (Vig et al. 2020; Meng et al. 2022; Wang et al. 2022). Put from the clean run into the corrupted one
-("denoise"), it shows the heads that are enough to bring the answer back; the other way ("noise"), those without which
-it is lost. These are not the same heads: of two that do the same, both are enough and neither is needed (Heimersheim
-and Nanda 2024, section 3).
+The prompts of a pair differ in what decides the answer. The output of a head in one run is put into the other run, one
+head at a time (Vig et al. 2020; Meng et al. 2022; Wang et al. 2022). Patching from the clean run into the corrupted one
+("denoise") finds heads that are sufficient to restore the answer. Patching the other way ("noise") finds heads that are
+necessary for it. The two differ: of two heads with the same function, each is sufficient and neither is necessary
+(Heimersheim and Nanda 2024, section 3).
 """
 
 import math
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.gate import Gated, Gates
-from headwise.analysis.prompts import Question, Recorded, one_batch
-from headwise.analysis.recording import require_module
+from headwise.analysis.gate_interceptor import GateInterceptor, HeadGate
+from headwise.analysis.prompts import AnswerTokens, one_batch
+from headwise.analysis.recording import RecordedRun
 from headwise.analysis.replacements import patch
+from headwise.checks import require_module
 from headwise.data.batches import evaluation_mode
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
@@ -30,12 +31,12 @@ from headwise.runs.table import HeadTable
 
 DIRECTIONS = ("denoise", "noise")
 
-Place = tuple[int | str, int]
-"""A head: its layer, by number or by the path of the module that attends, and its number there."""
+LayerHead = tuple[int | str, int]
+"""A head: its layer's number, or the path of its attention module, and its index in the layer."""
 
 
 class Patching(HeadTable[HeadRow]):
-    """What each head's output does to the answer in another run: `recovered`, a share, and `difference` of logits."""
+    """Effect of patching each head: `recovered` share of the logit difference, and the logit `difference` itself."""
 
     NAME = "patching"
     ROW_TYPE = HeadRow
@@ -48,49 +49,56 @@ def activation_patching(
     *,
     answer: Any,
     wrong: Any,
-    heads: Collection[Place] | None = None,
+    heads: Collection[LayerHead] | None = None,
     at: Any = -1,
     direction: str = "denoise",
     progress: bool = False,
 ) -> Patching:
-    """Put the output of each head, one at a time, from one run into another, and see what becomes of the answer.
+    """Put each head's output of one run into another run, and measure how much of the logit difference it recovers.
 
-    With d the logit of the answer less that of the wrong token, a head has, of every pair of prompts,
+    With d the logit of the right answer minus that of the wrong one, each pair of prompts has
 
-        difference  d, patched
+        difference  d_patched
         recovered   (d_patched - d_corrupted) / (d_clean - d_corrupted)
 
-    whose means and standard errors over the pairs are the table. `recovered` is 0 where the model answers as in the
-    corrupted run and 1 where it answers as in the clean one, whichever the direction; a pair of equal differences has
-    none. The model runs in evaluation mode, without gradients, once a head and twice more, and what both runs gave is
-    in memory.
+    and the table has their means and standard errors over pairs (Wang et al. 2022; Heimersheim and Nanda 2024).
+    `recovered` is 0 if the model answers as in the corrupted run and 1 if it answers as in the clean run, in both
+    directions. It is NaN for a pair whose runs have the same difference; the mean leaves such pairs out. `difference`
+    is in units of the logits, nats of log-odds.
+
+        table = hw.activation_patching(model, clean, corrupted, answer=mary, wrong=john)
+        table.head(9, 9).statistics["recovered"]        # value, sem, n
+
+    The model runs in evaluation mode, without gradients: once per prompt batch, and once per head. The head outputs of
+    one run and the layer outputs of the other are kept in memory.
 
     Args:
-        model: gives `logits (batch, length, vocabulary)`, and is one that `watch` can see into.
-        clean: prompts that the model answers rightly, as it takes them.
-        corrupted: the same number of others, of the same lengths and padding.
-        answer: ids of the right tokens, `(batch,)`, or one for all.
-        wrong: ids of the tokens that the corrupted prompts ask for, likewise.
-        heads: which are put, `(layer, head)`, zero-based; all by default. A layer is its number, or the path of the
-            module that attends.
-        at: which of a prompt's tokens the answer follows, padding (by `attention_mask`) not counted: a number, or one
-            a prompt. The last by default.
-        direction: "denoise", from the clean run into the corrupted one, or "noise", the other way.
-        progress: show a bar on standard error.
+        model: any module that `watch` supports and that returns logits `(batch, length, vocabulary)`.
+        clean: prompts that the model answers correctly: a tensor or a mapping of the model's arguments.
+        corrupted: as many prompts, with the same shapes and the same padding.
+        answer: token ids of the right answers, `(batch,)`, or one for all.
+        wrong: token ids of the answers that the corrupted prompts ask for, in the same form.
+        heads: heads to patch, `(layer, head)`, zero-based; all by default. A layer is its number or the path of its
+            attention module.
+        at: index of the prompt's token that the answer follows, without padding (by `attention_mask`): one number, or
+            one per prompt. The last token by default.
+        direction: "denoise" patches from the clean run into the corrupted one; "noise" patches the other way.
+        progress: show a progress bar on standard error.
 
     Raises:
-        InputError: no such head, token or direction; prompts that are not of one shape; a model without logits, or that
-            `watch` refuses.
-        MissingExtra: a bar, and rich is not installed.
+        InputError: a head, token or direction does not exist; the prompts differ in shape or padding; the model returns
+            no logits, or is not supported by `watch`.
+        MissingExtra: rich is not installed and `progress` is set.
     """
-    with _paired(model, clean, corrupted, Question.of(answer, wrong, at), direction) as pair:
-        chosen = pair.places(heads)
+    tokens = AnswerTokens.from_arguments(answer, wrong, at)
+    with _prompt_pair(model, clean, corrupted, tokens, direction) as pair:
+        labels = pair.labels_of(heads)
         rows = []
-        with progress_bar("patching", len(chosen), "heads", shown=progress) as advance:
-            for place in chosen:
-                rows.append(HeadRow(**place, statistics=pair.patched([place])))
+        with progress_bar("patching", len(labels), "heads", shown=progress) as advance:
+            for head_labels in labels:
+                rows.append(HeadRow(**head_labels, statistics=pair.measure_patched([head_labels])))
                 advance(1, False)
-        settings = run_settings(model, None, None, direction=direction, heads=len(chosen))
+        settings = run_settings(model, None, None, direction=direction, heads=len(labels))
         return Patching(tuple(rows), {**settings, "measured": pair.measured})
 
 
@@ -98,100 +106,116 @@ def patch_together(
     model: nn.Module,
     clean: Tensor | Mapping[str, Any],
     corrupted: Tensor | Mapping[str, Any],
-    heads: Collection[Place],
+    heads: Collection[LayerHead],
     *,
     answer: Any,
     wrong: Any,
     at: Any = -1,
     direction: str = "denoise",
 ) -> dict[str, MeanEstimate]:
-    """What `activation_patching` measures, of some heads put at once: `recovered` and `difference`.
+    """Put the outputs of several heads of one run into another run at once, and return `recovered` and `difference`.
 
-    The arguments, and what is refused, are those of `activation_patching`.
+    Definitions, arguments and errors are those of `activation_patching`.
+
+        hw.patch_together(model, clean, corrupted, [(9, 9), (9, 6)], answer=mary, wrong=john)["recovered"].value
     """
-    with _paired(model, clean, corrupted, Question.of(answer, wrong, at), direction) as pair:
-        return pair.patched(pair.places(heads))
+    tokens = AnswerTokens.from_arguments(answer, wrong, at)
+    with _prompt_pair(model, clean, corrupted, tokens, direction) as pair:
+        return pair.measure_patched(pair.labels_of(heads))
 
 
 @contextmanager
-def _paired(model: Any, clean: Any, corrupted: Any, question: Question, direction: str) -> Iterator["_Pair"]:
-    """Both runs. Within the context the model is in evaluation mode, and no gradients are kept."""
+def _prompt_pair(
+    model: Any, clean: Any, corrupted: Any, tokens: AnswerTokens, direction: str
+) -> Iterator["_PromptPair"]:
+    """Run the clean and the corrupted prompts; patched runs follow while the context is active.
+
+    In the context the model is in evaluation mode, without gradients.
+    """
     require_module(model)
     if direction not in DIRECTIONS:
         raise InputError("direction", expected=" or ".join(map(repr, DIRECTIONS)), got=repr(direction))
-    if question.wrong is None:
-        raise InputError("wrong", expected="the ids that the answers are held against", got=None)
+    if tokens.wrong is None:
+        raise InputError("wrong", expected="the ids that the answers are compared with", got=None)
     clean, corrupted = one_batch(model, clean), one_batch(model, corrupted)
-    _require_alike(clean, corrupted)
+    _require_same_layout(clean, corrupted)
     with evaluation_mode(model), torch.no_grad():
-        pair = _Pair(model, question, clean, corrupted, direction)
-        with intercepted(model, pair.gates):
+        pair = _PromptPair(model, tokens, clean, corrupted, direction)
+        with intercepted(model, pair.gate_interceptor):
             yield pair
 
 
-class _Pair:
-    """A clean and a corrupted run, and what becomes of one that is given heads of the other.
+class _PromptPair:
+    """A clean and a corrupted run of a model, and runs on one prompt batch with head outputs of the other.
 
     Attributes:
-        gates: what gives them.
+        gate_interceptor: puts the recorded head outputs into a run.
     """
 
     def __init__(
-        self, model: nn.Module, question: Question, clean: dict[str, Any], corrupted: dict[str, Any], direction: str
+        self, model: nn.Module, tokens: AnswerTokens, clean: dict[str, Any], corrupted: dict[str, Any], direction: str
     ) -> None:
-        self._model, self._question, self.gates = model, question, Gates({})
-        giver, self._taker = (clean, corrupted) if direction == "denoise" else (corrupted, clean)
-        self._run = Recorded(model)
-        with intercepted(model, self._run):
-            given = question.difference(model, giver)
-        self._run.require_attention()
-        self._replay = Replay(model, [record.site.path for record in self._run.records])
+        self._model, self._tokens, self.gate_interceptor = model, tokens, GateInterceptor({})
+        source, self._destination = (clean, corrupted) if direction == "denoise" else (corrupted, clean)
+        self._source_run = RecordedRun(model)
+        with intercepted(model, self._source_run):
+            source_difference = tokens.logit_difference(model, source)
+        self._source_run.require_attention()
+        self._replay = Replay(model, [record.site.path for record in self._source_run.records])
         with self._replay.keeping():
-            taken = question.difference(model, self._taker)
-        self._clean, self._corrupted = (given, taken) if direction == "denoise" else (taken, given)
+            difference = tokens.logit_difference(model, self._destination)
+        differences = (source_difference, difference)
+        self._clean, self._corrupted = differences if direction == "denoise" else differences[::-1]
 
-    def places(self, heads: Iterable[Place] | None) -> list[dict[str, Any]]:
-        """What the heads are in words, in the order of the model. `InputError` where one is not there."""
-        places = [place for _, place in self._run.head_labels()]
+    def labels_of(self, heads: Iterable[LayerHead] | None) -> list[dict[str, Any]]:
+        """Return the labels of the given heads, or of all (None), in the order of the model.
+
+        Raises:
+            InputError: a head does not exist.
+        """
+        all_labels = [labels for _, labels in self._source_run.head_labels()]
         if heads is None:
-            return places
-        names = [{(place["layer"], place["head"]), (place["module"], place["head"])} for place in places]
+            return all_labels
+        names = [{(labels["layer"], labels["head"]), (labels["module"], labels["head"])} for labels in all_labels]
         wanted = [tuple(head) if isinstance(head, list) else head for head in heads]
         for head in wanted:
-            if not any(head in each for each in names):
+            if not any(head in names_of_head for names_of_head in names):
                 raise InputError("heads", expected="each a (layer, head) of this model", got=head)
-        return [place for place, each in zip(places, names, strict=True) if not each.isdisjoint(wanted)]
+        pairs = zip(all_labels, names, strict=True)
+        return [labels for labels, names_of_head in pairs if not names_of_head.isdisjoint(wanted)]
 
-    def patched(self, places: Iterable[Mapping[str, Any]]) -> dict[str, MeanEstimate]:
-        """The statistics where these heads are put."""
-        self.gates.of = {}
-        for place in places:
-            self.gates.of.setdefault(place["module"], []).append(Gated(place["head"], patch(self._run)))
-        with self._replay.until(self.gates.of):
-            difference = self._question.difference(self._model, self._taker)
+    def measure_patched(self, labels: Iterable[Mapping[str, Any]]) -> dict[str, MeanEstimate]:
+        """Run the model with the outputs of these heads patched, and return `recovered` and `difference`."""
+        gates: dict[str, list[HeadGate]] = {}
+        for head_labels in labels:
+            gates.setdefault(head_labels["module"], []).append(HeadGate(head_labels["head"], patch(self._source_run)))
+        self.gate_interceptor.gates = gates
+        with self._replay.until(gates):
+            difference = self._tokens.logit_difference(self._model, self._destination)
         gap = (self._clean - self._corrupted).double()
         recovered = ((difference - self._corrupted) / gap).masked_fill(gap == 0, math.nan)
         return {"recovered": MeanEstimate.of(recovered.tolist()), "difference": MeanEstimate.of(difference.tolist())}
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What both runs answer as they are."""
+        """Number of prompt pairs, and the mean logit difference of the clean and of the corrupted run."""
         clean, corrupted = self._clean.mean().item(), self._corrupted.mean().item()
         return {"sequences": len(self._clean), "clean": clean, "corrupted": corrupted}
 
 
-def _require_alike(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
-    """Refuse prompts whose tokens do not stand at the same places."""
+def _require_same_layout(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
+    """Raise `InputError` unless both batches have the same arguments, with the same shapes and padding."""
     if clean.keys() != corrupted.keys():
         names = ", ".join(clean) or "a tensor"
-        raise InputError("corrupted", expected=f"what clean has, {names}", got=", ".join(corrupted) or "a tensor")
-    for name, one in clean.items():
-        other = corrupted[name]
-        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        expected = f"the arguments of clean, {names}"
+        raise InputError("corrupted", expected=expected, got=", ".join(corrupted) or "a tensor")
+    for name, clean_value in clean.items():
+        corrupted_value = corrupted[name]
+        if not isinstance(clean_value, Tensor) or not isinstance(corrupted_value, Tensor):
             continue
-        if one.shape != other.shape:
-            expected = f"{name or 'tokens'} of shape {tuple(one.shape)}, as in clean"
-            raise InputError("corrupted", expected=expected, got=tuple(other.shape))
-        if name.endswith("attention_mask") and not torch.equal(one.bool(), other.bool()):
-            remedy = "pair prompts of as many tokens"
+        if clean_value.shape != corrupted_value.shape:
+            expected = f"{name or 'tokens'} of shape {tuple(clean_value.shape)}, as in clean"
+            raise InputError("corrupted", expected=expected, got=tuple(corrupted_value.shape))
+        if name.endswith("attention_mask") and not torch.equal(clean_value.bool(), corrupted_value.bool()):
+            remedy = "pair prompts with the same number of tokens"
             raise InputError("corrupted", expected="the padding of clean", got=f"another {name}", remedy=remedy)

@@ -1,4 +1,4 @@
-"""Prompts and what a model answers at one token of each: logits of the right token and of a wrong one."""
+"""Prompts and a model's answers: the logit of the right token and of a wrong one, at one position of each prompt."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,37 +7,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.recording import Outputs
 from headwise.checks import whole_numbers
 from headwise.data.batches import call_model, device_of, iterate_batches, to_device
 from headwise.errors import InputError
-from headwise.intercept.interceptor import Call, Change
-from headwise.intercept.sites import SiteRegistry
 from headwise.shapes import Bool, Float, Int
 
-ONE_OR_EACH = "one for all prompts, or (batch,)"
+ONE_OR_PER_PROMPT = "one for all prompts, or (batch,)"
 
 
-class Recorded(SiteRegistry, Outputs):
-    """A visitor that keeps what every head gave in a run, and where that was."""
+class AnswerTokens(NamedTuple):
+    """Token ids of the right and the wrong answer to each prompt, and the position after which they are read.
 
-    def __init__(self, model: nn.Module) -> None:
-        SiteRegistry.__init__(self, model)
-        Outputs.__init__(self)
-
-    def change(self, call: Call) -> Change | None:
-        """See `Interceptor`."""
-        self.register(call)
-        return super().change(call)
-
-
-class Question(NamedTuple):
-    """What is asked of each prompt, or of all.
+    Each is one number for all prompts, or one per prompt.
 
     Attributes:
-        answer: the id of the right token.
-        wrong: of the one it is held against; None for the logit of the answer alone.
-        at: which of a prompt's tokens the answer follows, padding not counted: 0 the first, -1 the last.
+        answer: token id of the right answer.
+        wrong: token id that it is compared with; None for the logit of the right answer alone.
+        at: index of the prompt's token that the answer follows, without padding: 0 the first, -1 the last.
     """
 
     answer: Int[Tensor, "*prompts"]
@@ -45,91 +31,114 @@ class Question(NamedTuple):
     at: Int[Tensor, "*prompts"]
 
     @classmethod
-    def of(cls, answer: Any, wrong: Any, at: Any) -> "Question":
-        """From what a caller gave. `InputError` where these are no whole numbers."""
+    def from_arguments(cls, answer: Any, wrong: Any, at: Any) -> "AnswerTokens":
+        """Return the answer tokens that a caller passed as numbers, lists or tensors.
+
+        Raises:
+            InputError: an argument is not whole numbers, or has more than one axis.
+        """
         answer, at = (
-            whole_numbers(name, given, dimensions=(0, 1), shape=ONE_OR_EACH)
-            for name, given in (("answer", answer), ("at", at))
+            whole_numbers(name, value, dimensions=(0, 1), shape=ONE_OR_PER_PROMPT)
+            for name, value in (("answer", answer), ("at", at))
         )
         if wrong is not None:
-            wrong = whole_numbers("wrong", wrong, dimensions=(0, 1), shape=ONE_OR_EACH)
+            wrong = whole_numbers("wrong", wrong, dimensions=(0, 1), shape=ONE_OR_PER_PROMPT)
         return cls(answer, wrong, at)
 
-    def place(self, batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> Int[Tensor, " prompts"]:
-        """Where in a batch the token stands that the answer follows. `InputError` where a prompt has none there."""
-        real = _real(batch, like)
-        at, numbers = _each("at", self.at, real), real.sum(1)
-        number = torch.where(at < 0, at + numbers, at)
-        if bool(((number < 0) | (number >= numbers)).any()):
-            shortest = int(numbers.min())
+    def positions(self, batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> Int[Tensor, " prompts"]:
+        """Return the index, along the length of `like`, of the token that each prompt's answer follows.
+
+        Raises:
+            InputError: a prompt has fewer tokens.
+        """
+        is_real = _real_tokens(batch, like)
+        at, lengths = _per_prompt("at", self.at, is_real), is_real.sum(1)
+        index = torch.where(at < 0, at + lengths, at)
+        if bool(((index < 0) | (index >= lengths)).any()):
+            shortest = int(lengths.min())
             expected = f"from {-shortest} to {shortest - 1}, the tokens of the shortest prompt"
             raise InputError("at", expected=expected, got=self.at.tolist())
-        return (real & (real.cumsum(1) - 1 == number[:, None])).int().argmax(1)
+        return (is_real & (is_real.cumsum(1) - 1 == index[:, None])).int().argmax(1)
 
-    def ids(self, prompts: Tensor, vocabulary: int) -> tuple[Int[Tensor, " prompts"], Int[Tensor, " prompts"] | None]:
-        """Of each prompt the right token and the wrong one. `InputError` where they are not in the vocabulary."""
-        found = []
-        for name, given in (("answer", self.answer), ("wrong", self.wrong)):
-            if given is not None and not bool(((given >= 0) & (given < vocabulary)).all()):
-                raise InputError(name, expected=f"ids from 0 to {vocabulary - 1}", got=given.tolist())
-            found.append(None if given is None else _each(name, given, prompts))
-        answer, wrong = found
+    def ids_per_prompt(
+        self, prompts: Tensor, vocabulary: int
+    ) -> tuple[Int[Tensor, " prompts"], Int[Tensor, " prompts"] | None]:
+        """Return the right and the wrong token id of each prompt.
+
+        Args:
+            prompts: any tensor with one row per prompt.
+            vocabulary: number of tokens of the model.
+
+        Raises:
+            InputError: an id that is not in the vocabulary; another number of ids than prompts.
+        """
+        ids = []
+        for name, value in (("answer", self.answer), ("wrong", self.wrong)):
+            if value is not None and not bool(((value >= 0) & (value < vocabulary)).all()):
+                raise InputError(name, expected=f"ids from 0 to {vocabulary - 1}", got=value.tolist())
+            ids.append(None if value is None else _per_prompt(name, value, prompts))
+        answer, wrong = ids
         assert answer is not None
         return answer, wrong
 
-    def difference(self, model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, " prompts"]:
-        """What the model answers: the logit of the right token less that of the wrong one.
+    def logit_difference(self, model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, " prompts"]:
+        """Run the model and return each prompt's logit of the right token minus that of the wrong one, if there is one.
 
-        Where an output embedding gives the logits, they are those of one token a prompt.
+        In a model with an output embedding, the logits of one position per prompt are computed, and no others.
         """
-        with self._only_there(model, batch) as places:
-            logits = call_model(model, batch)
-        logits = getattr(logits, "logits", logits)
+        with self._output_embedding_restricted(model, batch) as restricted_to:
+            output = call_model(model, batch)
+        logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or logits.ndim != 3:
-            remedy = "AutoModelForCausalLM gives them"
-            expected = "one that gives logits (batch, length, vocabulary)"
+            expected = "one that returns logits (batch, length, vocabulary)"
+            remedy = "load it with AutoModelForCausalLM"
             raise InputError("model", expected=expected, got=type(model).__name__, remedy=remedy)
         prompts = torch.arange(len(logits), device=logits.device)
-        of_place = logits[:, 0] if places else logits[prompts, self.place(batch, logits)]
-        of_place = of_place.to(torch.promote_types(logits.dtype, torch.float32))
-        answer, wrong = self.ids(prompts, logits.shape[-1])
-        found = of_place[prompts, answer]
-        return found if wrong is None else found - of_place[prompts, wrong]
+        answer_logits = logits[:, 0] if restricted_to else logits[prompts, self.positions(batch, logits)]
+        answer_logits = answer_logits.to(torch.promote_types(logits.dtype, torch.float32))
+        answer, wrong = self.ids_per_prompt(prompts, logits.shape[-1])
+        right = answer_logits[prompts, answer]
+        return right if wrong is None else right - answer_logits[prompts, wrong]
 
     @contextmanager
-    def _only_there(self, model: Any, batch: Mapping[str, Any]) -> Iterator[list[Tensor]]:
-        """Within the context the output embedding is given nothing but the tokens that answers follow: their places."""
-        places: list[Tensor] = []
+    def _output_embedding_restricted(self, model: Any, batch: Mapping[str, Any]) -> Iterator[list[Tensor]]:
+        """Restrict the input of the output embedding to the answers' positions while the context is active.
 
-        def chosen(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            if not given or not isinstance(given[0], Tensor) or given[0].ndim != 3:
+        Yields:
+            A list of the tensor of these positions; empty if the output embedding was not restricted.
+        """
+        restricted_to: list[Tensor] = []
+
+        def select_positions(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            if not args or not isinstance(args[0], Tensor) or args[0].ndim != 3:
                 return None
-            places[:] = [self.place(batch, given[0])]
-            prompts = torch.arange(len(given[0]), device=given[0].device)
-            return given[0][prompts, places[0]][:, None], *given[1:]
+            hidden = args[0]
+            restricted_to[:] = [self.positions(batch, hidden)]
+            prompts = torch.arange(len(hidden), device=hidden.device)
+            return hidden[prompts, restricted_to[0]][:, None], *args[1:]
 
         embedding = output_embedding(model)
-        hook = None if embedding is None else embedding.register_forward_pre_hook(chosen)
+        hook = None if embedding is None else embedding.register_forward_pre_hook(select_positions)
         try:
-            yield places
+            yield restricted_to
         finally:
             if hook is not None:
                 hook.remove()
 
 
 def output_embedding(model: Any) -> nn.Module | None:
-    """The module that gives a model of `transformers` its logits; None where it names none."""
-    found = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return found if isinstance(found, nn.Module) else None
+    """Return the module that computes the logits of a `transformers` model; None for a model that names none."""
+    embedding = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return embedding if isinstance(embedding, nn.Module) else None
 
 
-def one_batch(model: nn.Module, given: Any) -> dict[str, Any]:
-    """A batch as arguments by name, on the model's device. `InputError` where it is none."""
-    return next(to_device(batch, device_of(model)) for batch in iterate_batches([given]))
+def one_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """Return a batch as named arguments on the model's device; raise `InputError` if it is not a batch."""
+    return next(to_device(arguments, device_of(model)) for arguments in iterate_batches([batch]))
 
 
-def _real(batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> Bool[Tensor, "prompts length"]:
-    """Which tokens are no padding."""
+def _real_tokens(batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> Bool[Tensor, "prompts length"]:
+    """Return True at the tokens of a batch that are not padding; those of the decoder in an encoder-decoder."""
     name = "decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask"
     mask = batch.get(name)
     if isinstance(mask, Tensor) and mask.shape == like.shape[:2]:
@@ -137,8 +146,8 @@ def _real(batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> 
     return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
 
 
-def _each(name: str, given: Int[Tensor, "*prompts"], like: Tensor) -> Int[Tensor, " prompts"]:
-    """A number for each prompt, of which `like` has one a row."""
-    if given.ndim and given.shape != (len(like),):
-        raise InputError(name, expected=f"one number, or {len(like)}, one a prompt", got=len(given))
-    return given.to(like.device).expand(len(like))
+def _per_prompt(name: str, numbers: Int[Tensor, "*prompts"], like: Tensor) -> Int[Tensor, " prompts"]:
+    """Return one number per prompt, with as many prompts as `like` has rows."""
+    if numbers.ndim and numbers.shape != (len(like),):
+        raise InputError(name, expected=f"one number, or {len(like)}, one per prompt", got=len(numbers))
+    return numbers.to(like.device).expand(len(like))

@@ -1,8 +1,8 @@
-"""What may be put in the place of a head's output: zero, a mean, even attention, that of another run.
+"""Replacements for the output of a head: zero, its mean, uniform attention, its output on another input.
 
-Leave-one-out is `zero` (Michel, Levy and Neubig 2019, section 3.2). `mean` and `resample` leave the rest of the model
-inputs of the kind that it knows (Chan et al. 2022, "Causal scrubbing"); `patch` is activation patching (Vig et al.
-2020; Meng et al. 2022).
+Leave-one-out ablation is `zero` (Michel, Levy and Neubig 2019, section 3.2). `mean` and `resample` keep the input of
+later layers close to what they were trained on (Chan et al. 2022, "Causal scrubbing"). `patch` is activation patching
+(Vig et al. 2020; Meng et al. 2022).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.recording import Means, Outputs, Reader
+from headwise.analysis.mean_outputs import MeanOutputs
+from headwise.analysis.recording import OutputReader, RecordedOutputs
 from headwise.data.batches import call_model, device_of, evaluation_mode, iterate_batches, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -21,144 +22,168 @@ from headwise.intercept.interceptor import Call, HeadOutput
 from headwise.shapes import Float
 
 
+def zero() -> "Replacement":
+    """Return the replacement of a head's output by zeros.
+
+    Unlike a gate of 0, it also removes infinite and NaN outputs.
+    """
+    return Zero()
+
+
+def uniform() -> "Replacement":
+    """Return the replacement of a head's attention by uniform attention over the visible keys.
+
+    Each query gets the mean of the values of all keys that the mask lets it attend to.
+    """
+    return Uniform()
+
+
+def mean(dataset: Texts | Iterable[Any]) -> "Replacement":
+    """Return the replacement of a head's output by its mean over all tokens of a data set that are not padding.
+
+    The model runs over the data once, when a gate with this replacement is entered: in evaluation mode, without
+    gradients, and unaffected by other active gates. A module that attends several times in a run has one mean per call.
+
+    Args:
+        dataset: `Texts`, or an iterable of batches, each a tensor or a mapping of the model's arguments.
+
+    Raises:
+        InputError: when the gate is entered, for data that cannot be used.
+    """
+    return Mean(dataset)
+
+
+def resample(batch: Tensor | Mapping[str, Any]) -> "Replacement":
+    """Return the replacement of a head's output by its output on another batch.
+
+    The model runs on `batch` once, when a gate with this replacement is entered: in evaluation mode, without gradients,
+    and unaffected by other active gates.
+
+    Args:
+        batch: a tensor, or a mapping of the model's arguments. It has the shape of the gated input, or a batch size
+            of 1.
+
+    Raises:
+        InputError: when the gate is entered or the model runs, for a batch that cannot be used.
+    """
+    return Resample(batch)
+
+
+def patch(run: RecordedOutputs) -> "Replacement":
+    """Return the replacement of a head's output by its output in a run recorded with `record_outputs`.
+
+    Args:
+        run: outputs of the same model on inputs of the same shape, or with a batch size of 1.
+
+    Raises:
+        InputError: `run` is not a recorded run; when the model runs, for a run whose sizes do not fit.
+    """
+    if not isinstance(run, RecordedOutputs):
+        remedy = "with hw.record_outputs(model) as run: model(...)"
+        raise InputError("run", expected="a run of record_outputs(model)", got=type(run).__name__, remedy=remedy)
+    return Patch(run)
+
+
 class Replacement:
-    """What stands in the place of the output of heads. One object may serve any number of heads and models."""
+    """Base class of values that take the place of a head's output; one object can serve several heads and models."""
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """What serves heads of these modules, once all is known that the model must be run for."""
+        """Return a replacement for heads of these modules, after the runs of the model that it needs."""
         return self
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """What stands there, for all heads of a call."""
+        """Return the tensor that takes the place of the outputs of all heads of an attention call."""
         raise NotImplementedError
 
 
 class Zero(Replacement):
-    """See `zero`."""
+    """Replacement by zeros, as returned by `zero`."""
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """See `Replacement`."""
+        """Return zeros, one per head."""
         return attended.out.new_zeros(1, call.grid.heads, 1, 1)
 
 
 class Uniform(Replacement):
-    """See `uniform`."""
+    """Replacement by the output under uniform attention, as returned by `uniform`."""
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """See `Replacement`."""
+        """Return each query's mean of the values of its visible keys."""
         return attended.uniform_output()
 
 
 class Mean(Replacement):
-    """See `mean`."""
+    """Replacement by the mean output over a data set, as returned by `mean`.
 
-    def __init__(self, dataset: Texts | Iterable[Any], means: Means | None = None) -> None:
+    Attributes:
+        dataset: `Texts` or batches.
+        means: mean outputs of the model's heads; None before `prepare`.
+    """
+
+    def __init__(self, dataset: Texts | Iterable[Any], means: MeanOutputs | None = None) -> None:
         self.dataset, self.means = dataset, means
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """See `Replacement`."""
+        """Run the model over the data set and return a replacement with the mean outputs of these modules' heads."""
         if self.means is not None and self.means.modules is not None and set(modules) <= set(self.means.modules):
             return self
-        means = Means(set(modules))
+        means = MeanOutputs(set(modules))
         dataset = self.dataset.within(model) if isinstance(self.dataset, Texts) else self.dataset
-        if not _run(model, dataset, means):
+        if not _run_batches(model, dataset, means):
             raise InputError("dataset", expected="at least one batch", got="none")
         return Mean(self.dataset, means)
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """See `Replacement`."""
+        """Return the mean output of each head in calls with the index of this one."""
         assert self.means is not None
-        return self.means.call(call.site, call.index)[None, :, None, :]
+        return self.means.mean_of_call(call.site, call.index)[None, :, None, :]
 
 
 class Patch(Replacement):
-    """See `patch`."""
+    """Replacement by the outputs of a recorded run, as returned by `patch`.
 
-    def __init__(self, run: Outputs) -> None:
+    Attributes:
+        run: the recorded outputs.
+    """
+
+    def __init__(self, run: RecordedOutputs) -> None:
         self.run = run
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """See `Replacement`."""
-        found, here = self.run.call(call.site, call.index), attended.out.shape
-        fits = found.shape[0] in (1, here[0]) and found.shape[1:] == here[1:]
-        if not fits:
-            shape, path = tuple(here), call.site.path
-            expected = f"(batch, heads, queries, value_dim) = {shape} in {path}, as here, or a batch of 1"
-            raise InputError("run", expected=expected, got=tuple(found.shape))
-        return found
+        """Return the recorded outputs of the same call.
+
+        Raises:
+            InputError: the recorded call has another shape.
+        """
+        recorded, shape = self.run.output_of_call(call.site, call.index), attended.out.shape
+        if recorded.shape[0] not in (1, shape[0]) or recorded.shape[1:] != shape[1:]:
+            expected = f"(batch, heads, queries, value_dim) = {tuple(shape)} in {call.site.path}, or a batch of 1"
+            raise InputError("run", expected=expected, got=tuple(recorded.shape))
+        return recorded
 
 
 class Resample(Replacement):
-    """See `resample`."""
+    """Replacement by the outputs on another batch, as returned by `resample`.
+
+    Attributes:
+        batch: a tensor, or a mapping of the model's arguments.
+    """
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """See `Replacement`."""
-        outputs = Outputs(set(modules))
-        _run(model, [self.batch], outputs)
+        """Run the model on the batch and return a replacement by the outputs of these modules' heads."""
+        outputs = RecordedOutputs(set(modules))
+        _run_batches(model, [self.batch], outputs)
         return Patch(outputs)
 
 
-def _run(model: nn.Module, dataset: Texts | Iterable[Any], reader: Reader) -> int:
-    """Run the model over batches for a reader, whom alone it concerns. How many there were."""
-    number = 0
+def _run_batches(model: nn.Module, dataset: Texts | Iterable[Any], reader: OutputReader) -> int:
+    """Run the model over a data set with `reader` as its only active interceptor, and return the number of batches."""
+    count = 0
     with evaluation_mode(model), torch.no_grad(), call_stack.exclusive_to(reader), intercepted(model, reader):
-        for number, batch in enumerate(iterate_batches(dataset), 1):  # noqa: B007
+        for batch in iterate_batches(dataset):
             call_model(model, to_device(batch, device_of(model)))
-    return number
-
-
-def zero() -> Replacement:
-    """Nothing, in the place of a head's output: as a gate of 0, and also where that output is infinite or NaN."""
-    return Zero()
-
-
-def uniform() -> Replacement:
-    """The mean of the values that each query may see: the head, if it gave them all the same weight."""
-    return Uniform()
-
-
-def mean(dataset: Texts | Iterable[Any]) -> Replacement:
-    """The mean of the head's output over a data set, over all tokens that are no padding.
-
-    A module that attends several times in a run has a mean for each.
-
-    The model runs over the data once when a gate with it is entered, in evaluation mode, without gradients, and
-    without what other contexts would see or change of it.
-
-    Args:
-        dataset: `Texts`, or batches as the model takes them.
-
-    Raises:
-        InputError: when the gate is entered, of data that cannot be used.
-    """
-    return Mean(dataset)
-
-
-def resample(batch: Tensor | Mapping[str, Any]) -> Replacement:
-    """The head's output on another batch, on which the model runs when a gate with it is entered, as for `mean`.
-
-    Args:
-        batch: as the model takes it, of the batch and length of the run in which it is put, or of a batch of 1.
-
-    Raises:
-        InputError: when the gate is entered or the model runs, of a batch that cannot be used.
-    """
-    return Resample(batch)
-
-
-def patch(run: Outputs) -> Replacement:
-    """The head's output in another run, as `record_outputs` kept it.
-
-    Args:
-        run: of the same model, on inputs of the same batch and length, or of a batch of 1.
-
-    Raises:
-        InputError: what is no such run; when the model runs, one whose sizes do not fit.
-    """
-    if not isinstance(run, Outputs):
-        remedy = "with hw.record_outputs(model) as run: model(...)"
-        raise InputError("run", expected="what record_outputs(model) gives", got=type(run).__name__, remedy=remedy)
-    return Patch(run)
+            count += 1
+    return count

@@ -15,7 +15,7 @@ from headwise.analysis.ablate import ablate as without
 from headwise.analysis.compare import compare as line_up
 from headwise.analysis.importance.importance import METHODS
 from headwise.analysis.importance.importance import importance as score
-from headwise.analysis.losses import LOSSES, EmbeddingDistance, loss_named
+from headwise.analysis.losses import LOSSES, EmbeddingDistance, loss_by_name
 from headwise.analysis.profile import load_profile
 from headwise.analysis.profile import profile as measure
 from headwise.analysis.replacements import Replacement, mean, uniform, zero
@@ -216,7 +216,7 @@ def _with_loss(
     if name not in LOSSES:
         raise InputError("loss", expected=f"one of {', '.join(LOSSES)}", got=repr(name))
     loaded = load(model, LOSSES[name])
-    return loaded, Texts(data, loaded.tokenizer, *options), loss_named(name, loaded.tokenizer)
+    return loaded, Texts(data, loaded.tokenizer, *options), loss_by_name(name, loaded.tokenizer)
 
 
 def _replacement(name: str, texts: Texts) -> Replacement:

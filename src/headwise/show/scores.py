@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from headwise.analysis.ablate import Ablation, SetAblation
+from headwise.analysis.ablation_result import Ablation, SetAblation
 from headwise.analysis.losses import EmbeddingDistance
 from headwise.runs.rows import MeanEstimate
 from headwise.runs.table import Table

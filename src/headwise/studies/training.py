@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.analysis.losses import Loss, losses_of
+from headwise.analysis.losses import Loss, loss_per_example
 from headwise.checks import finite_number, probability, whole_number
 from headwise.data.batches import device_of, evaluation_mode, to_device
 
@@ -131,7 +131,7 @@ def train(
                 group["lr"] = rate * recipe.rate(step, steps)
             batch = to_device(batches[next(order)], device)
             optimizer.zero_grad(set_to_none=True)
-            mean = losses_of(_of_step(loss, step), model, batch).mean()
+            mean = loss_per_example(_of_step(loss, step), model, batch).mean()
             mean.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
             optimizer.step()
@@ -150,7 +150,7 @@ def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> float:
     total, number, device = 0.0, 0, device_of(model)
     with evaluation_mode(model), torch.no_grad():
         for batch in batches:
-            losses = losses_of(loss, model, to_device(batch, device)).double()
+            losses = loss_per_example(loss, model, to_device(batch, device)).double()
             total, number = total + losses.sum().item(), number + len(losses)
     return total / number
 

@@ -183,7 +183,7 @@ def test_integrated_gradients_add_up_to_the_cost_of_all_heads(name):
 
 
 def test_the_nodes_integrate_polynomials():
-    nodes = Integrated(steps=4).nodes()
+    nodes = Integrated(steps=4).gate_values_and_weights()
     for power in range(8):
         assert sum(weight * value**power for value, weight in nodes) == pytest.approx(1 / (power + 1), rel=1e-12)
 
@@ -294,7 +294,7 @@ def test_the_loss_first_sees_the_whole_model():
     model = tiny.model("encoder").double()
     found = importance(model, [{"input_ids": IDS}], EmbeddingDistance(), "integrated", steps=32)
     distance = EmbeddingDistance()
-    distance.starts(model, {"input_ids": IDS})
+    distance.prepare(model, {"input_ids": IDS})
     cost = losses_at(model, {"input_ids": IDS}, {0: 0.0, 1: 0.0}, distance).mean()
     assert sum(head.statistics["integrated"].value for head in found.heads) == pytest.approx(float(cost), rel=1e-3)
 
@@ -557,20 +557,23 @@ class Towers(nn.Module):
         ("^seeds: expected at least one, got none", {"method": "hard_concrete", "seeds": []}),
         ("^seeds: expected a whole number of 0 or more, got 'a'", {"method": "hard_concrete", "seeds": "a"}),
         ("^normalise: expected True or False, got 1", {"normalise": 1}),
-        ("^normalise: expected False where numbers are prob", {"method": "hard_concrete", "normalise": True}),
+        ("^normalise: expected False for statistics that are prob", {"method": "hard_concrete", "normalise": True}),
         ("^loss: expected a function of model and batch, got str", {"loss": "nll"}),
-        (r"^loss: expected one number an example, .* of shape \(5,\), got torch.float\d+ of shape \(\)", {"loss": one}),
-        ("^loss: expected one number an example, .*, got float", {"loss": lambda model, batch: 1.0}),
-        ("^loss: expected one that keeps gradients, got a tensor without; method=", {"loss": detached}),
+        (
+            r"^loss: expected one number per example, .* shape \(5,\), got torch.float\d+ of shape \(\)",
+            {"loss": one},
+        ),
+        ("^loss: expected one number per example, .*, got float", {"loss": lambda model, batch: 1.0}),
+        ("^loss: expected one that records gradients, got a tensor without; use method=", {"loss": detached}),
         ("^loss: expected one whose derivatives are finite, got .* in encoder.layer.0", {"loss": infinite}),
         ("^loss: expected one that calls the model", {"loss": elsewhere}),
-        ("^loss: expected one with a slope at the whole model, got Embedding", {"loss": EmbeddingDistance()}),
+        ("^loss: expected one with a slope at the unchanged model, got Embedding", {"loss": EmbeddingDistance()}),
         ("^dataset: expected at least one batch, got none", {"dataset": []}),
-        ("^dataset: expected at least one batch, each", {"dataset": [], "method": "hard_concrete"}),
-        ("got an iterator, which is read once; a list", {"dataset": iter(data()), "method": "hard_concrete"}),
+        ("^dataset: expected at least one batch in every pass", {"dataset": [], "method": "hard_concrete"}),
+        ("got an iterator, which can be read once; a list", {"dataset": iter(data()), "method": "hard_concrete"}),
         ("^dataset: expected batches: tensors, or mappings", {"dataset": [3]}),
         ("^model: expected attention in a way that can be seen, got none in Embedding", {"model": nn.Embedding(97, 3)}),
-        ("^model: expected one that keeps gradients, got none kept in inner.first; method=", {"model": Towers()}),
+        ("^model: expected one that records gradients, got none in inner.first; use method=", {"model": Towers()}),
     ],
 )
 def test_what_cannot_be_used_is_refused(sentence, arguments):

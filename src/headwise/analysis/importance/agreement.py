@@ -1,29 +1,31 @@
-"""Whether a prediction of what heads cost agrees with what was measured, head by head: correlation, picture."""
+"""Agreement between predicted and measured importance of heads: correlations and a scatter plot."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import correlation
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import InputError, require
-from headwise.runs.rows import MeanEstimate
+from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.table import HeadTable, require_statistic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NAMED = 5
-"""How many heads have their names in the picture: those of which most was measured."""
+LABELLED_HEADS = 5
+"""Number of heads that are labelled in the plot: those with the largest measured values."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two numbers of each head.
+    """Predicted and measured value of each head, with their correlations.
 
     Attributes:
-        names: of the two.
-        heads: `layer.head`, of those that have both.
-        predicted, measured: of each of them.
+        names: names of the predicted and the measured statistic.
+        heads: name of each head that has both values, "layer.head".
+        predicted: predicted value of each of these heads.
+        measured: measured value of each of these heads.
     """
 
     names: tuple[str, str]
@@ -33,31 +35,46 @@ class Agreement:
 
     @property
     def pearson(self) -> float:
-        """The correlation of the two; NaN of fewer than two heads, or where one is the same for all."""
-        return _correlation(*self._values)
+        """Pearson correlation of predicted and measured values; NaN for fewer than two heads, or constant values."""
+        x, y = self._values
+        return math.nan if self._is_constant else correlation(x, y)
 
     @property
     def spearman(self) -> float:
-        """The correlation of their ranks; heads that tie have the mean of theirs."""
-        return _correlation(*(_ranks(values) for values in self._values))
+        """Spearman correlation: that of the ranks, where equal values share the mean of their ranks.
+
+        NaN for fewer than two heads, or constant values.
+
+        Raises:
+            MissingExtra: scipy is not installed.
+        """
+        scipy_stats = require("scipy.stats", purpose="a Spearman correlation", extra="tables")
+        return math.nan if self._is_constant else float(scipy_stats.spearmanr(*self._values).statistic)
 
     @property
     def _values(self) -> tuple[list[float], list[float]]:
-        return [each.value for each in self.predicted], [each.value for each in self.measured]
+        """Predicted and measured values."""
+        return [estimate.value for estimate in self.predicted], [estimate.value for estimate in self.measured]
+
+    @property
+    def _is_constant(self) -> bool:
+        """True if the predicted or the measured values are all equal, as for one head."""
+        return any(len(set(values)) < 2 for values in self._values)
 
     def plot(self) -> "Figure":
-        """A matplotlib figure: a point a head with its standard errors, and the line where the two are the same.
+        """Return a matplotlib scatter plot: one point per head with standard errors, and the line of equal values.
 
         Raises:
-            MissingExtra: matplotlib is not installed.
+            MissingExtra: matplotlib or scipy is not installed.
         """
         matplotlib_figure = require("matplotlib.figure", purpose="drawing heads", extra="plot")
         figure: Figure = matplotlib_figure.Figure(figsize=(5.2, 4.8), layout="constrained")
         axes = figure.subplots()
-        (x, y), (x_error, y_error) = self._values, (_errors(each) for each in (self.predicted, self.measured))
+        x, y = self._values
+        x_error, y_error = (_error_bars(estimates) for estimates in (self.predicted, self.measured))
         axes.errorbar(x, y, xerr=x_error, yerr=y_error, fmt="o", markersize=3, elinewidth=0.6, alpha=0.7)
         axes.axline((0.0, 0.0), slope=1.0, linewidth=0.6, color="0.5", linestyle="--")
-        for index in sorted(range(len(y)), key=lambda index: -abs(y[index]))[:NAMED]:
+        for index in sorted(range(len(y)), key=lambda index: -abs(y[index]))[:LABELLED_HEADS]:
             axes.annotate(self.heads[index], (x[index], y[index]), (3, 3), textcoords="offset points", fontsize=7)
         title = f"{len(y)} heads: Spearman {self.spearman:.2f}, Pearson {self.pearson:.2f}"
         axes.set(title=title, xlabel=self.names[0], ylabel=self.names[1])
@@ -67,16 +84,20 @@ class Agreement:
 def agreement(
     predicted: HeadTable[Any], measured: HeadTable[Any], statistics: tuple[str, str] | None = None
 ) -> Agreement:
-    """Hold a prediction against what was measured, of the heads that both tables have.
+    """Pair a predicted with a measured statistic for every head that both tables have.
+
+        scores = hw.importance(model, texts, hw.next_token_loss)
+        effects = hw.ablate(model, texts, hw.next_token_loss)
+        hw.agreement(scores, effects).spearman
 
     Args:
-        predicted: such as `importance(model, dataset, loss)`.
-        measured: such as `ablate(model, dataset, loss)`.
-        statistics: a name of each; by default the first order prediction, or else the first, and what is measured
-            first.
+        predicted: a table of heads, such as `importance(model, dataset, loss)`.
+        measured: a table of heads, such as `ablate(model, dataset, loss)`.
+        statistics: names of the predicted and the measured statistic. By default `first_order`, if `predicted` has it,
+            or else its first statistic; and the first statistic of `measured`.
 
     Raises:
-        InputError: a statistic that a table does not have; no head that both have.
+        InputError: a table does not have the statistic; no head has a value in both tables.
     """
     if not predicted.rows or not measured.rows:
         raise InputError("predicted", expected="tables of heads", got="an empty one")
@@ -85,34 +106,24 @@ def agreement(
         statistics = (first, measured.statistics[0])
     require_statistic(statistics[0], predicted.statistics)
     require_statistic(statistics[1], measured.statistics)
-    there = {_key(head): head.statistics[statistics[1]] for head in measured.heads}
+    measured_value = {_site_and_head(row): row.statistics[statistics[1]] for row in measured.heads}
     pairs = [
-        (head.name, head.statistics[statistics[0]], there[_key(head)])
-        for head in predicted.heads
-        if _key(head) in there
+        (row.name, row.statistics[statistics[0]], measured_value[_site_and_head(row)])
+        for row in predicted.heads
+        if _site_and_head(row) in measured_value
     ]
-    pairs = [pair for pair in pairs if not any(math.isnan(each.value) for each in pair[1:])]
+    pairs = [pair for pair in pairs if not any(math.isnan(estimate.value) for estimate in pair[1:])]
     if not pairs:
         raise InputError("predicted", expected="heads that were measured too", got="none")
-    names, x, y = zip(*pairs, strict=True)
-    return Agreement(statistics, names, x, y)
+    names, predicted_values, measured_values = zip(*pairs, strict=True)
+    return Agreement(statistics, names, predicted_values, measured_values)
 
 
-def _key(head: Any) -> tuple[str, int, str]:
-    return head.module, head.head, head.kind
+def _site_and_head(row: HeadRow) -> tuple[str, int, str]:
+    """Return the module path, head index and kind, which identify a head in tables of the same model."""
+    return row.module, row.head, row.kind
 
 
-def _errors(measured: Sequence[MeanEstimate]) -> list[float]:
-    return [0.0 if math.isnan(each.sem) else each.sem for each in measured]
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    """From 0; those that tie have their mean."""
-    return [sum(other < each for other in values) + (sum(other == each for other in values) - 1) / 2 for each in values]
-
-
-def _correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    mean_x, mean_y = math.fsum(x) / len(x), math.fsum(y) / len(y)
-    products = math.fsum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    spread = math.sqrt(math.fsum((a - mean_x) ** 2 for a in x) * math.fsum((b - mean_y) ** 2 for b in y))
-    return products / spread if spread else math.nan
+def _error_bars(estimates: Sequence[MeanEstimate]) -> list[float]:
+    """Return the standard errors, 0 where they are unknown."""
+    return [0.0 if math.isnan(estimate.sem) else estimate.sem for estimate in estimates]

@@ -1,7 +1,7 @@
-"""How much a loss depends on heads by its derivatives in their gates: of all heads in one backward pass.
+"""Importance of heads by the derivatives of a loss with respect to their gates, all heads in one backward pass.
 
-Examples do not mix in a model, so that one pass gives the derivatives of every example of a batch: each has gates of
-its own.
+Examples of a batch do not influence each other, so one backward pass gives the derivatives of every example: each has
+gates of its own.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from headwise.analysis.importance.gate_parameters import Factors, Make, Work, factors, gate_dtype
+from headwise.analysis.importance.gate_gradients import (
+    CreateGates,
+    GateTensors,
+    ImportanceTask,
+    differentiable_gates,
+    gate_dtype,
+)
 from headwise.analysis.losses import EmbeddingDistance
 from headwise.checks import whole_number
 from headwise.errors import InputError
@@ -25,138 +31,162 @@ from headwise.statistics.moments import RunningMoments
 
 @dataclass
 class GradientProgress(SiteProgress):
-    """How far a process is, and of how many examples there was a loss."""
+    """Progress of a gradient method in one process: statistics of all sites, and the examples that have a loss.
+
+    Attributes:
+        counted: number of examples whose loss is not NaN.
+    """
 
     counted: int = 0
 
 
 @dataclass(frozen=True)
-class Differentiated:
-    """What the methods that differentiate have in common."""
+class GradientMethod:
+    """Base class of importance methods that differentiate a loss with respect to gates."""
 
-    at_the_whole: ClassVar[bool] = True
-    """Whether the derivative is taken where every gate is 1, and nowhere else."""
+    only_at_one: ClassVar[bool] = True
+    """True if the derivative is taken only where all gates are 1, in the unchanged model."""
 
-    def nodes(self) -> list[tuple[float, float]]:
-        """Values of the gate of all heads, and how much the derivative at each of them counts."""
+    def gate_values_and_weights(self) -> list[tuple[float, float]]:
+        """Return the values of all gates at which derivatives are taken, each with its weight in their sum."""
         return [(1.0, 1.0)]
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """Of each example, by name; 0 of a derivative of 0."""
+        """Return the statistics of each example and head, by name; all are 0 where the derivative is 0."""
         raise NotImplementedError
 
-    def measure(self, work: Work) -> tuple[list[HeadRow], dict[str, Any]]:
-        """See `Method`."""
-        if self.at_the_whole and isinstance(work.loss, EmbeddingDistance):
-            got, remedy = "EmbeddingDistance, which is least there", 'method="ablation" and "integrated" take it'
-            raise InputError("loss", expected="one with a slope at the whole model", got=got, remedy=remedy)
-        before, state = work.run.load_progress(), GradientProgress()
-        with factors(work.model) as gates:
+    def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
+        """Return every head's statistics over the data set, and a summary of the data."""
+        if self.only_at_one and isinstance(task.loss, EmbeddingDistance):
+            got, remedy = "EmbeddingDistance, which is minimal there", 'use method="ablation" or "integrated"'
+            raise InputError("loss", expected="one with a slope at the unchanged model", got=got, remedy=remedy)
+        before, progress = task.run.load_progress(), GradientProgress()
+        with differentiable_gates(task.model) as gates:
             gates.merge(before.records)
-            state.records, state.counted = gates.records, before.counted
+            progress.records, progress.counted = gates.records, before.counted
 
-            def read(batch: dict[str, Any]) -> None:
-                found, examples = self._gradients(work, gates, batch)
-                state.counted += examples
-                state.records = gates.records
-                for record in state.records:
-                    if (gradient := found.get(record.site)) is not None:
-                        statistics = self.statistics(gradient)
-                        record.merge({name: RunningMoments.from_values(each) for name, each in statistics.items()})
+            def read_batch(batch: dict[str, Any]) -> None:
+                gradients, counted = self._gradients(task, gates, batch)
+                progress.counted += counted
+                progress.records = gates.records
+                for record in progress.records:
+                    if (gradient := gradients.get(record.site)) is not None:
+                        statistics = self.statistics(gradient).items()
+                        record.merge({name: RunningMoments.from_values(values) for name, values in statistics})
 
-            run_pass(work.dataset, read, work.run, before, state, shown=work.shown)
-        return self._heads(work, state), state.summary
+            run_pass(task.dataset, read_batch, task.run, before, progress, shown=task.show_progress)
+        return self._rows(task, progress), progress.summary
 
     def _gradients(
-        self, work: Work, gates: Factors, batch: dict[str, Any]
+        self, task: ImportanceTask, gates: GateTensors, batch: dict[str, Any]
     ) -> tuple[dict[Site, Float[Tensor, "examples heads"]], int]:
-        """The derivative of each example's loss, NaN where it has none, and how many have one."""
-        batch, examples = work.begin(gates, batch)
-        total: dict[Site, Tensor] = {}
+        """Return the weighted sum of each example's derivatives, NaN without a loss, and how many examples have one."""
+        batch, examples = task.start_batch(gates, batch)
+        sums: dict[Site, Tensor] = {}
         counted = 0
-        for value, weight in self.nodes():
-            losses = work.losses(gates, _filled(examples, value), batch)
-            there = ~losses.isnan()
-            counted = int(there.sum())
-            if not gates.of:
+        for value, weight in self.gate_values_and_weights():
+            losses = task.gated_losses(gates, _constant_gates(examples, value), batch)
+            has_loss = ~losses.isnan()
+            counted = int(has_loss.sum())
+            if not gates.by_site:
                 continue
-            gradients = torch.autograd.grad(losses[there].sum(), list(gates.of.values()), materialize_grads=True)
-            for site, gradient in zip(gates.of, gradients, strict=True):
-                if not bool(gradient[there].isfinite().all()):
+            gradients = torch.autograd.grad(
+                losses[has_loss].sum(), list(gates.by_site.values()), materialize_grads=True
+            )
+            for site, gradient in zip(gates.by_site, gradients, strict=True):
+                if not bool(gradient[has_loss].isfinite().all()):
                     got = f"an infinite or undefined one in {site.path}"
                     raise InputError("loss", expected="one whose derivatives are finite", got=got)
-                each = gradient.double().masked_fill(~there[:, None], torch.nan).cpu() * weight
-                total[site] = total.get(site, torch.zeros_like(each)) + each
-        return total, counted
+                weighted = gradient.double().masked_fill(~has_loss[:, None], torch.nan).cpu() * weight
+                sums[site] = sums.get(site, torch.zeros_like(weighted)) + weighted
+        return sums, counted
 
-    def _heads(self, work: Work, state: GradientProgress) -> list[HeadRow]:
-        """Of all processes. A head that did not run for an example has a derivative of 0 there."""
-        seen, counted = SiteRegistry(work.model), 0
-        for records, number in gather_from_ranks((state.records, state.counted)):
-            seen.merge(records)
-            counted += number
-        measured = {}
-        for record in seen.records:
+    def _rows(self, task: ImportanceTask, progress: GradientProgress) -> list[HeadRow]:
+        """Return every head's row from the progress of all processes.
+
+        A head that did not run for an example has derivative 0 for it.
+        """
+        registry, counted = SiteRegistry(task.model), 0
+        for records, of_rank in gather_from_ranks((progress.records, progress.counted)):
+            registry.merge(records)
+            counted += of_rank
+        estimates = {}
+        for record in registry.records:
             zeros = torch.zeros(1, record.heads, dtype=torch.float64)
-            for name, each in self.statistics(zeros).items():
-                rest = counted - record.statistics[name].count if name in record.statistics else zeros[0] + counted
-                record.merge({name: RunningMoments(rest, each[0].abs(), zeros[0])})
-            measured[id(record)] = {name: head_estimates(spread) for name, spread in record.statistics.items()}
+            for name, of_zero in self.statistics(zeros).items():
+                measured = record.statistics.get(name)
+                missing = zeros[0] + counted if measured is None else counted - measured.count
+                record.merge({name: RunningMoments(missing, of_zero[0].abs(), zeros[0])})
+            estimates[record.site] = {name: head_estimates(moments) for name, moments in record.statistics.items()}
         return [
-            HeadRow(**where, statistics={name: of[where["head"]] for name, of in measured[id(record)].items()})
-            for record, where in seen.head_labels()
+            HeadRow(
+                **labels,
+                statistics={name: heads[labels["head"]] for name, heads in estimates[record.site].items()},
+            )
+            for record, labels in registry.head_labels()
         ]
 
 
-def _filled(examples: int, value: float) -> Make:
-    """Gates that have this value, for each example its own."""
+def _constant_gates(examples: int, value: float) -> CreateGates:
+    """Return a function that creates gates with this value, separate ones for each example."""
 
-    def make(call: Call, out: Tensor) -> Float[Tensor, "examples heads"]:
+    def create(call: Call, out: Tensor) -> Float[Tensor, "examples heads"]:
         size = (examples, call.grid.heads)
         return torch.full(size, value, dtype=gate_dtype(out), device=out.device, requires_grad=True)
 
-    return make
+    return create
 
 
 @dataclass(frozen=True)
-class Gradient(Differentiated):
-    """E |dL/dg| (Michel, Levy and Neubig 2019, equation 5), and E[-dL/dg], which predicts what removal costs."""
+class Gradient(GradientMethod):
+    """Mean absolute derivative E |dL/dg|, and E[-dL/dg], the ablation effect to first order.
+
+    The first is equation 5 of Michel, Levy and Neubig (2019).
+    """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """See `Differentiated`."""
+        """Return the absolute derivative as `gradient` and the negative derivative as `first_order`."""
         return {"gradient": gradient.abs(), "first_order": -gradient}
 
 
 @dataclass(frozen=True)
-class Square(Differentiated):
-    """E (dL/dg)^2, the empirical Fisher information of the gate (Theis et al. 2018; Molchanov et al. 2019)."""
+class Square(GradientMethod):
+    """Mean squared derivative E (dL/dg)^2: the empirical Fisher information of the gate.
+
+    Sources: Theis et al. 2018; Molchanov et al. 2019.
+    """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """See `Differentiated`."""
+        """Return the squared derivative as `square`."""
         return {"square": gradient**2}
 
 
 @dataclass(frozen=True)
-class Integrated(Differentiated):
-    """-int_0^1 dL/dg da, a the gate of all heads (Sundararajan, Taly and Yan 2017): each head's part of L(0) - L(1).
+class Integrated(GradientMethod):
+    """Integrated gradients, -int_0^1 dL/dg da with a the value of all gates: each head's part of L(0) - L(1).
+
+    Source: Sundararajan, Taly and Yan 2017.
 
     Attributes:
-        steps: at how many values of the gate the derivative is taken, those of Gauss and Legendre.
+        steps: number of points of the Gauss-Legendre quadrature.
     """
 
     steps: int = 16
-    at_the_whole: ClassVar[bool] = False
+    only_at_one: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         whole_number("steps", self.steps, least=1)
 
-    def nodes(self) -> list[tuple[float, float]]:
-        """See `Differentiated`; by the eigenvalues of the Jacobi matrix (Golub and Welsch 1969)."""
+    def gate_values_and_weights(self) -> list[tuple[float, float]]:
+        """Return points and weights of Gauss-Legendre quadrature on [0, 1].
+
+        The points are eigenvalues of the Jacobi matrix (Golub and Welsch 1969).
+        """
         order = torch.arange(1, self.steps, dtype=torch.float64)
-        beside = order / (4 * order**2 - 1).sqrt()
-        values, vectors = torch.linalg.eigh(torch.diag(beside, 1) + torch.diag(beside, -1))
-        return list(zip(((values + 1) / 2).tolist(), (vectors[0] ** 2).tolist(), strict=True))
+        off_diagonal = order / (4 * order**2 - 1).sqrt()
+        points, vectors = torch.linalg.eigh(torch.diag(off_diagonal, 1) + torch.diag(off_diagonal, -1))
+        return list(zip(((points + 1) / 2).tolist(), (vectors[0] ** 2).tolist(), strict=True))
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """See `Differentiated`."""
+        """Return the negative integral as `integrated`."""
         return {"integrated": -gradient}

@@ -1,8 +1,8 @@
-"""Gates that are learned: which heads a model keeps open where every open head costs something.
+"""Importance of heads by learned gates: heads that a model keeps open if every open head has a cost.
 
-A gate is 0 with some probability, 1 with another, and in between otherwise, so that how many are open has a gradient:
-the hard concrete distribution (Louizos, Welling and Kingma 2018, section 2.2), for heads as Voita et al. 2019, section
-5.2, have it. The model itself stays what it is.
+A hard concrete gate is 0 with some probability, 1 with another, and between otherwise. The expected number of open
+gates is therefore differentiable (Louizos, Welling and Kingma 2018, section 2.2; for heads Voita et al. 2019, section
+5.2). The model itself is not changed.
 """
 
 import math
@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.analysis.importance.gate_parameters import Factors, Work, factors, gate_dtype
+from headwise.analysis.importance.gate_gradients import (
+    GateTensors,
+    ImportanceTask,
+    differentiable_gates,
+    gate_dtype,
+)
 from headwise.checks import finite_number, whole_number
 from headwise.data.batches import iterate_batches
 from headwise.errors import InputError
@@ -26,22 +31,22 @@ from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.shapes import Float
 
 LOW, HIGH = -0.1, 1.1
-"""To where a gate is stretched, before what is below 0 or above 1 is cut."""
+"""Range to which a gate is stretched before it is clipped to [0, 1]."""
 
-FIRST = 2.0
-"""The logarithm of alpha where learning begins: nearly always open."""
+INITIAL_LOG_ALPHA = 2.0
+"""Logarithm of alpha before learning: the gate is nearly always open."""
 
 
 @dataclass(frozen=True)
 class HardConcrete:
-    """Gates learned by Adam: the loss, and `sparsity` times the number of heads expected to be open, are least.
+    """Gates learned with Adam, which minimise the loss plus `sparsity` times the expected number of open gates.
 
     Attributes:
-        sparsity: what an open head costs, in the units of the loss.
-        epochs: how often the data is read.
-        learning_rate: of Adam.
-        temperature: of the distribution; Voita et al. have 0.33.
-        seeds: of the noise: one, or several, each a fit of its own.
+        sparsity: cost of an open gate, in units of the loss.
+        epochs: number of passes over the data.
+        learning_rate: learning rate of Adam.
+        temperature: temperature of the distribution; Voita et al. use 0.33.
+        seeds: seeds of the noise: one, or several, each of which is a separate fit.
     """
 
     sparsity: float = 0.01
@@ -61,94 +66,105 @@ class HardConcrete:
         if not self.seeds:
             raise InputError("seeds", expected="at least one", got="none")
 
-    def open(self, log_alpha: Tensor) -> Tensor:
-        """The probability that a gate is not 0 (Louizos et al. 2018, equation 12)."""
+    def open_probability(self, log_alpha: Tensor) -> Tensor:
+        """Return the probability that a gate is not 0 (Louizos et al. 2018, equation 12)."""
         return torch.sigmoid(log_alpha - self.temperature * math.log(-LOW / HIGH))
 
-    def gate(self, log_alpha: Tensor) -> Tensor:
-        """The gate without noise (equation 13)."""
+    def gate_without_noise(self, log_alpha: Tensor) -> Tensor:
+        """Return the deterministic gate of evaluation (Louizos et al. 2018, equation 13)."""
         return (torch.sigmoid(log_alpha) * (HIGH - LOW) + LOW).clamp(0.0, 1.0)
 
     def sample(self, log_alpha: Tensor, noise: Float[Tensor, "examples heads"]) -> Float[Tensor, "examples heads"]:
-        """Gates of noise that is even between 0 and 1 (equations 10 and 11)."""
+        """Return gates for noise that is uniform between 0 and 1 (Louizos et al. 2018, equations 10 and 11)."""
         stretched = torch.sigmoid((torch.logit(noise, 1e-6) + log_alpha) / self.temperature) * (HIGH - LOW) + LOW
         return stretched.clamp(0.0, 1.0)
 
-    def measure(self, work: Work) -> tuple[list[HeadRow], dict[str, Any]]:
-        """See `Method`."""
+    def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
+        """Fit the gates with each seed; return every head's `open` and `gate` over fits, and a summary of the data."""
         assert isinstance(self.seeds, list)
-        fits = [_Fit(self, work, seed) for seed in self.seeds]
-        with progress_bar("gates", None, "batches", shown=work.shown and rank_and_world_size()[0] == 0) as advance:
+        fits = [_GateFit(self, task, seed) for seed in self.seeds]
+        is_shown = task.show_progress and rank_and_world_size()[0] == 0
+        with progress_bar("gates", None, "batches", shown=is_shown) as advance:
             for fit in fits:
                 fit.learn(advance)
-        heads = []
-        for record, where in fits[0].seen.head_labels():
-            found = torch.stack([fit.log_alpha[record.site].detach()[where["head"]] for fit in fits])
-            statistics = {"open": self.open(found), "gate": self.gate(found)}
-            measured = {name: MeanEstimate.of(each.tolist()) for name, each in statistics.items()}
-            heads.append(HeadRow(**where, statistics=measured))
-        return heads, fits[0].data.summary
+        rows = []
+        for record, labels in fits[0].registry.head_labels():
+            log_alpha = torch.stack([fit.log_alpha[record.site].detach()[labels["head"]] for fit in fits])
+            values = {"open": self.open_probability(log_alpha), "gate": self.gate_without_noise(log_alpha)}
+            statistics = {name: MeanEstimate.of(of_fits.tolist()) for name, of_fits in values.items()}
+            rows.append(HeadRow(**labels, statistics=statistics))
+        return rows, fits[0].data.summary
 
 
-class _Fit:
-    """Gates that are learned once."""
+class _GateFit:
+    """One fit of the gates of all heads.
 
-    def __init__(self, method: HardConcrete, work: Work, seed: int) -> None:
-        self.method, self.work, self.seen, self.data = method, work, SiteRegistry(work.model), SiteProgress()
+    Attributes:
+        method: options of the fit.
+        task: model, data and loss.
+        registry: sites of the model, after `learn`.
+        data: number of sequences and tokens, after `learn`.
+        log_alpha: the learned parameter of each head's gate, by site.
+    """
+
+    def __init__(self, method: HardConcrete, task: ImportanceTask, seed: int) -> None:
+        self.method, self.task = method, task
+        self.registry, self.data = SiteRegistry(task.model), SiteProgress()
         self.log_alpha: dict[Site, Float[Tensor, " heads"]] = {}
         self._noise = torch.Generator().manual_seed(seed)
         self._adam: torch.optim.Adam | None = None
 
     def learn(self, advance: Callable[[int, bool], None]) -> None:
-        """Read the data as often as it is asked for, and tell of every batch."""
-        with factors(self.work.model) as gates:
+        """Learn the gates in several passes over the data, and call `advance` after each batch."""
+        with differentiable_gates(self.task.model) as gates:
             for epoch in range(self.method.epochs):
-                number = 0
-                for batch in iterate_batches(self.work.dataset):
-                    number += 1
+                batches = 0
+                for batch in iterate_batches(self.task.dataset):
+                    batches += 1
                     if epoch == 0:
                         self.data.count_batch(batch)
                     self._step(gates, batch)
                     advance(1, False)
-                if not number:
+                if not batches:
                     raise InputError(
                         "dataset",
-                        expected="at least one batch, each time it is read",
-                        got="none" if epoch == 0 else "an iterator, which is read once",
+                        expected="at least one batch in every pass",
+                        got="none" if epoch == 0 else "an iterator, which can be read once",
                         remedy="a list of batches can be read again",
                     )
-            self.seen.merge(gates.records)
+            self.registry.merge(gates.records)
 
-    def _step(self, gates: Factors, batch: dict[str, Any]) -> None:
-        batch, examples = self.work.begin(gates, batch)
+    def _step(self, gates: GateTensors, batch: dict[str, Any]) -> None:
+        """Take one step of Adam on a batch, if an example of it has a loss and a gate."""
+        batch, examples = self.task.start_batch(gates, batch)
 
-        def make(call: Call, out: Tensor) -> Float[Tensor, "#examples heads"]:
-            site, heads = call.site, call.grid.heads
-            if site not in self.log_alpha:
-                self.log_alpha[site] = torch.full((heads,), FIRST, device=out.device, requires_grad=True)
-            # Of a module that does not attend example by example, all examples have the same gates.
+        def create(call: Call, out: Tensor) -> Float[Tensor, "#examples heads"]:
+            heads = call.grid.heads
+            if call.site not in self.log_alpha:
+                log_alpha = torch.full((heads,), INITIAL_LOG_ALPHA, device=out.device, requires_grad=True)
+                self.log_alpha[call.site] = log_alpha
+            # In a module that does not attend example by example, all examples share their gates.
             rows = examples if out.shape[0] == examples else 1
             noise = torch.rand(rows, heads, generator=self._noise).to(out.device)
-            return self.method.sample(self.log_alpha[site], noise).to(gate_dtype(out))
+            return self.method.sample(self.log_alpha[call.site], noise).to(gate_dtype(out))
 
-        losses = self.work.losses(gates, make, batch)
-        there = ~losses.isnan()
-        if not self.log_alpha or not bool(there.any()):
+        losses = self.task.gated_losses(gates, create, batch)
+        has_loss = ~losses.isnan()
+        if not self.log_alpha or not bool(has_loss.any()):
             return
-        gates_of = list(self.log_alpha.values())
-        opened = sum(self.method.open(each).sum().to(losses) for each in gates_of)
-        gradients = torch.autograd.grad(
-            losses[there].mean() + self.method.sparsity * opened, gates_of, materialize_grads=True
-        )
-        for each, gradient in zip(gates_of, gradients, strict=True):
-            each.grad = gradient
-        self._optimizer(gates_of).step()
+        parameters = list(self.log_alpha.values())
+        expected_open = sum(self.method.open_probability(log_alpha).sum().to(losses) for log_alpha in parameters)
+        objective = losses[has_loss].mean() + self.method.sparsity * expected_open
+        gradients = torch.autograd.grad(objective, parameters, materialize_grads=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._optimizer(parameters).step()
 
-    def _optimizer(self, gates: list[Tensor]) -> torch.optim.Adam:
-        """Adam over all gates that were met so far."""
+    def _optimizer(self, parameters: list[Tensor]) -> torch.optim.Adam:
+        """Return Adam over all parameters, of which new ones may have been added since the last step."""
         if self._adam is None:
-            self._adam = torch.optim.Adam(gates, lr=self.method.learning_rate)
+            self._adam = torch.optim.Adam(parameters, lr=self.method.learning_rate)
         known = sum(len(group["params"]) for group in self._adam.param_groups)
-        if gates[known:]:
-            self._adam.add_param_group({"params": gates[known:]})
+        if parameters[known:]:
+            self._adam.add_param_group({"params": parameters[known:]})
         return self._adam

@@ -1,8 +1,4 @@
-"""`importance`: how much a loss depends on each head, by its gradient in the gates or by gates that are learned.
-
-A gate, which is 1, multiplies what a head gives before the output projection. The derivative of the loss in it, one
-backward pass for all heads, stands for what it would cost to remove them one by one; `ablate` measures that.
-"""
+"""Importance of heads: how much a loss depends on each head, by gradients, learned gates or ablation."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,12 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 
 from headwise.analysis.ablate import ablate
-from headwise.analysis.importance.gate_parameters import Work
+from headwise.analysis.importance.gate_gradients import ImportanceTask
 from headwise.analysis.importance.gradients import Gradient, GradientProgress, Integrated, Square
 from headwise.analysis.importance.hard_concrete import HardConcrete
 from headwise.analysis.losses import Loss
-from headwise.analysis.recording import require_module
-from headwise.checks import flag
+from headwise.checks import flag, require_module
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.runs.checkpoint import CheckpointedRun
@@ -30,39 +25,39 @@ from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.table import HeadTable
 
 PER_LAYER = "_per_layer"
-"""What is added to a statistic's name where it is divided by its l2 norm over the heads of each layer."""
+"""Suffix of a statistic's name if it is divided by its l2 norm over the heads of each layer."""
 
 
 class Importance(HeadTable[HeadRow]):
-    """How important every head is; see `importance`."""
+    """Importance of each head; the columns are the statistics of the method, the first of which ranks the heads."""
 
     NAME = "importance"
     ROW_TYPE = HeadRow
 
     def ranking(self) -> list[tuple[int, int]]:
-        """Every `(layer, head)`, the most important first, by the first statistic; those without a value come last."""
+        """Return every `(layer, head)` by descending first statistic; heads without a value come last."""
         first = self.statistics[0]
         values = {(head.layer, head.head): head.statistics[first].value for head in self.heads}
         return sorted(values, key=lambda head: math.inf if math.isnan(values[head]) else -values[head])
 
 
 @runtime_checkable
-class Method(Protocol):
-    """A way to tell how important heads are: a frozen dataclass whose fields are its options."""
+class ImportanceMethod(Protocol):
+    """A measure of importance: a frozen dataclass whose fields are its options."""
 
-    def measure(self, work: Work) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Every head with its statistics, the more important the greater the first, and what data that took."""
+    def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
+        """Return every head's statistics, the first of which is larger for more important heads, and a data summary."""
 
 
 @dataclass(frozen=True)
-class Ablated:
-    """What the loss is more without the head, measured by `ablate` (Michel et al. 2019, section 3.2)."""
+class AblationMethod:
+    """Ablation effect of each head, measured with `ablate` (Michel, Levy and Neubig 2019, section 3.2)."""
 
-    def measure(self, work: Work) -> tuple[list[HeadRow], dict[str, Any]]:
-        """See `Method`."""
-        found = ablate(work.model, work.dataset, work.loss, progress=work.shown)
-        heads = [HeadRow(**row.identifiers, statistics={"ablation": row.statistics["cost"]}) for row in found.rows]
-        return heads, found.metadata["measured"]
+    def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
+        """Return every head's ablation effect as `ablation`, and a summary of the data."""
+        table = ablate(task.model, task.dataset, task.loss, progress=task.show_progress)
+        rows = [HeadRow(**row.identifiers, statistics={"ablation": row.statistics["cost"]}) for row in table.rows]
+        return rows, table.metadata["measured"]
 
 
 METHODS: dict[str, type[Any]] = {
@@ -70,9 +65,9 @@ METHODS: dict[str, type[Any]] = {
     "square": Square,
     "integrated": Integrated,
     "hard_concrete": HardConcrete,
-    "ablation": Ablated,
+    "ablation": AblationMethod,
 }
-"""By name; another one is another entry."""
+"""Importance methods by name; a new method is a new entry."""
 
 
 def importance(
@@ -88,62 +83,67 @@ def importance(
     title: str | None = None,
     **options: Any,
 ) -> Importance:
-    """How important every head is to a loss: the mean over examples of what a method finds, and its standard error.
+    """Measure how much a loss depends on each head: mean and standard error over examples.
 
-    | method          | columns                   | which are                                                          |
+    With g the gate of a head, 1 in the unchanged model, and L the loss of an example:
+
+    | method          | columns                   | definition                                                         |
     | --------------- | ------------------------- | ------------------------------------------------------------------ |
-    | "gradient"      | `gradient`, `first_order` | E abs(dL/dg) and E[-dL/dg], g the gate of a head; the second is    |
-    |                 |                           | what removing it costs, if the loss were straight                  |
-    | "square"        | `square`                  | E (dL/dg)^2                                                        |
-    | "integrated"    | `integrated`              | -dL/dg on the way of all gates from 0 to 1: over all heads, it     |
-    |                 |                           | adds up to what removing all of them costs; option `steps`         |
-    | "ablation"      | `ablation`                | the loss without the head, less that of the whole model: `ablate`  |
-    | "hard_concrete" | `open`, `gate`            | gates that are learned: the probability that one is open, and what |
-    |                 |                           | it is without noise, over fits in place of examples; options       |
-    |                 |                           | `sparsity`, `epochs`, `learning_rate`, `temperature`, `seeds`      |
+    | "gradient"      | `gradient`, `first_order` | E abs(dL/dg) (Michel, Levy and Neubig 2019, equation 5), and       |
+    |                 |                           | E[-dL/dg], the ablation effect if the loss were linear in g        |
+    | "square"        | `square`                  | E (dL/dg)^2, the empirical Fisher information (Theis et al. 2018)  |
+    | "integrated"    | `integrated`              | -dL/dg, integrated over the value of all gates from 0 to 1; its    |
+    |                 |                           | sum over heads is the effect of removing all heads (Sundararajan,  |
+    |                 |                           | Taly and Yan 2017); option `steps`                                 |
+    | "ablation"      | `ablation`                | the loss without the head minus the loss with it, as by `ablate`   |
+    | "hard_concrete" | `open`, `gate`            | learned gates (Louizos, Welling and Kingma 2018; Voita et al.      |
+    |                 |                           | 2019): probability that the gate is open, and its value without    |
+    |                 |                           | noise; mean and error are over fits. Options `sparsity`, `epochs`, |
+    |                 |                           | `learning_rate`, `temperature`, `seeds`                            |
 
-    They are in units of the loss, but for `square`, in its square, and for gates, 0 to 1. Sources: Michel, Levy and
-    Neubig 2019; Theis et al. 2018; Sundararajan, Taly and Yan 2017; Louizos, Welling and Kingma 2018 and Voita et al.
-    2019.
+    Units are those of the loss; for `square`, its square; `open` and `gate` are from 0 to 1. All methods but "ablation"
+    and "hard_concrete" need one backward pass per batch ("integrated": one per step) for all heads together.
 
-    The model runs in evaluation mode, its parameters are held, and it is left as it was. Where torch.distributed is
-    initialized, the processes share the batches among them, but for "hard_concrete", and each returns all.
+        scores = hw.importance(model, texts, hw.next_token_loss)
+        scores.ranking()                                    # [(29, 4), ...], the most important head first
+        hw.agreement(scores, hw.ablate(model, texts, hw.next_token_loss)).spearman
+
+    The model runs in evaluation mode with frozen parameters, and is unchanged afterwards. If torch.distributed is
+    initialized, the processes share the batches, except for "hard_concrete", and each returns the whole table.
 
     Args:
-        model: any module that `watch` can see into.
-        dataset: `Texts`, or batches as the model takes them: mappings of its arguments, or tensors, in the same order
-            each time. Where a model does not attend example by example, batches of one example.
-        loss: `(model, batch) -> (batch,)`, one number an example, which do not depend on each other; see
-            `next_token_loss` and others. Examples whose loss is NaN do not count.
-        method: one of these.
-        normalise: divide by the l2 norm over the heads of each layer, as Michel et al. do; the names then end in
-            `_per_layer`.
-        out: a folder for the table. A run that was stopped goes on there when it is called again with the same
-            arguments, but for "hard_concrete", which begins again.
-        force: replace another run in that folder.
-        progress: show a bar on standard error.
-        title: the model's name, to show.
-        options: of the method.
+        model: any module that `watch` supports.
+        dataset: `Texts`, or an iterable of batches, each a tensor or a mapping of the model's arguments, in the same
+            order each time. If a module does not attend example by example, batches need one example.
+        loss: function `(model, batch) -> (batch,)` whose values do not depend on other examples, such as
+            `next_token_loss`. Examples whose loss is NaN do not count.
+        method: one of the methods of the table.
+        normalise: divide each statistic by its l2 norm over the heads of a layer, as Michel et al. do; the columns'
+            names then end in `_per_layer`.
+        out: folder for the table. An interrupted run resumes when it is started again with the same arguments, except
+            for "hard_concrete", which starts again.
+        force: replace the results of another run in that folder.
+        progress: show a progress bar on standard error.
+        title: name of the model in the results.
+        options: options of the method.
 
     Raises:
-        InputError: a method or an option that there is not; data or a folder that cannot be used; no batch; a loss that
-            is not one number an example, or without finite gradients; a model that `watch` refuses, of which nothing
-            was seen, or whose modules attend in other batches than the data's.
-        MissingExtra: what `out`, `progress` or the data needs is not installed.
+        InputError: an unknown method or option; `dataset` or `out` cannot be used; there is no batch; the loss is not
+            one number per example, or has no finite gradients; no attention of the model is intercepted, or a module
+            attends with another batch size than the data's.
+        MissingExtra: a package that `out`, `progress` or the data set needs is not installed.
     """
     require_module(model)
-    chosen = _method(method, options)
+    chosen = _create_method(method, options)
     if not callable(loss):
         raise InputError("loss", expected="a function of model and batch", got=type(loss).__name__)
     if flag("normalise", normalise) and isinstance(chosen, HardConcrete):
-        raise InputError("normalise", expected="False where numbers are probabilities", got=True)
-    texts = None
-    if isinstance(dataset, Texts):
-        dataset = texts = dataset.within(model)
+        raise InputError("normalise", expected="False for statistics that are probabilities", got=True)
+    dataset = dataset.within(model) if isinstance(dataset, Texts) else dataset
     rank, processes = rank_and_world_size()
     settings = run_settings(
         model,
-        texts,
+        dataset if isinstance(dataset, Texts) else None,
         title,
         method={"name": method, **asdict(chosen)},
         loss=getattr(loss, "__qualname__", type(loss).__qualname__),
@@ -155,18 +155,18 @@ def importance(
     finished = broadcast_from_rank0(run.finished_table)
     if finished is not None:
         return require_same_data(finished, dataset, run)
-    heads, data = chosen.measure(Work(model, dataset, loss, run, progress))
-    heads = list(_per_layer(heads)) if normalise else heads
-    found = Importance(tuple(heads), {**settings, "measured": data})
-    broadcast_from_rank0(lambda: run.finish(found))
-    return found
+    rows, measured = chosen.measure(ImportanceTask(model, dataset, loss, run, progress))
+    rows = list(_normalised_per_layer(rows)) if normalise else rows
+    result = Importance(tuple(rows), {**settings, "measured": measured})
+    broadcast_from_rank0(lambda: run.finish(result))
+    return result
 
 
-def _method(name: str, options: Mapping[str, Any]) -> Any:
-    """The method of that name with these options."""
+def _create_method(name: str, options: Mapping[str, Any]) -> Any:
+    """Return the importance method with this name and these options; raise `InputError` for unknown ones."""
     if name not in METHODS:
         raise InputError("method", expected=f"one of {', '.join(METHODS)}", got=repr(name))
-    known = [each.name for each in fields(METHODS[name])]
+    known = [option.name for option in fields(METHODS[name])]
     for option, value in options.items():
         if option not in known:
             expected = f"{' or '.join(known) or 'no option'} with method={name!r}"
@@ -174,19 +174,19 @@ def _method(name: str, options: Mapping[str, Any]) -> Any:
     return METHODS[name](**options)
 
 
-def _per_layer(heads: Iterable[HeadRow]) -> Iterator[HeadRow]:
-    """Each statistic, and its error, divided by its l2 norm over the heads of a layer; a layer of zeros stays one."""
-    for _, layer in groupby(heads, key=lambda head: head.layer):
-        of_layer = list(layer)
+def _normalised_per_layer(rows: Iterable[HeadRow]) -> Iterator[HeadRow]:
+    """Yield the rows with each statistic and its error divided by the statistic's l2 norm over the heads of a layer.
+
+    Statistics that are 0 in a whole layer stay 0.
+    """
+    for _, rows_of_layer in groupby(rows, key=lambda row: row.layer):
+        layer = list(rows_of_layer)
         norms = {
-            name: math.hypot(*(head.statistics[name].value for head in of_layer)) or 1.0
-            for name in of_layer[0].statistics
+            name: math.hypot(*(row.statistics[name].value for row in layer)) or 1.0 for name in layer[0].statistics
         }
-        for head in of_layer:
-            yield replace(
-                head,
-                statistics={
-                    name + PER_LAYER: MeanEstimate(each.value / norms[name], each.sem / norms[name], each.n)
-                    for name, each in head.statistics.items()
-                },
-            )
+        for row in layer:
+            statistics = {
+                name + PER_LAYER: MeanEstimate(estimate.value / norms[name], estimate.sem / norms[name], estimate.n)
+                for name, estimate in row.statistics.items()
+            }
+            yield replace(row, statistics=statistics)

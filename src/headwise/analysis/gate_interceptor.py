@@ -1,0 +1,168 @@
+"""Interceptor that applies gates and replacements to the output of heads."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.replacements import Replacement
+from headwise.errors import InputError
+from headwise.intercept.interceptor import Call, Change, HeadOutput, Interceptor, Site
+from headwise.intercept.layer_index import layer_numbers
+from headwise.shapes import Bool, Float
+
+GateValue = float | Tensor | Replacement
+"""Factor of a head's output, or what takes its place."""
+
+
+class HeadGate(NamedTuple):
+    """Value of the gate of one head or key/value group of a module, or of all its heads.
+
+    Attributes:
+        head: zero-based index of the head or group; None for all heads.
+        value: factor of the output, or the replacement of the output.
+    """
+
+    head: int | None
+    value: GateValue
+
+
+class GateInterceptor(Interceptor):
+    """Interceptor that replaces or multiplies the outputs of gated heads.
+
+    Attributes:
+        gates: gates of each module, by the module's path. It may be replaced between two runs of the model.
+    """
+
+    def __init__(
+        self, gates: Mapping[str, list[HeadGate]], *, groups: bool = False, positions: Tensor | None = None
+    ) -> None:
+        self.gates, self._groups, self._positions = gates, groups, positions
+        self._ran = False
+        self._first_calls: dict[Site, Call] = {}
+        self._unreadable: set[str] = set()
+
+    def on_module_call(self, path: str) -> None:
+        """Note that the model ran."""
+        self._ran = True
+
+    def on_unreadable(self, path: str) -> None:
+        """Note that the module at `path` computed something like attention that cannot be changed."""
+        self._unreadable.add(path)
+
+    def change(self, call: Call) -> Change | None:
+        """Return the function that applies the gates of the call's module; None for a module without gates."""
+        self._first_calls.setdefault(call.site, call)
+        gates = self.gates.get(call.site.path)
+        return None if not gates else lambda attended: self._apply(gates, attended, call)
+
+    def _apply(self, gates: list[HeadGate], attended: HeadOutput, call: Call) -> Tensor:
+        """Return the head outputs after all replacements, and then all factors, at the gated positions."""
+        out = attended.out
+        for head, value in gates:
+            if isinstance(value, Replacement):
+                start, stop = self._head_range(head, call)
+                new = value.output(attended, call)[:, start:stop].to(out)
+                out = out.slice_scatter(new.expand_as(out[:, start:stop]), 1, start, stop)
+        for head, value in gates:
+            if not isinstance(value, Replacement):
+                out = out * self._factors(head, value, out, call)
+        if self._positions is not None:
+            out = torch.where(_gated_queries(self._positions, call)[:, None, :, None], out, attended.out)
+        return out
+
+    def _count(self, call: Call) -> int:
+        """Return the number of heads of a call, or of key/value groups if gates are given by group."""
+        return call.kv_heads if self._groups else call.grid.heads
+
+    def _head_range(self, head: int | None, call: Call) -> tuple[int, int]:
+        """Return the first head that a gate applies to, and the one after the last."""
+        count = self._count(call)
+        if head is None:
+            return 0, call.grid.heads
+        if not 0 <= head < count:
+            kind = "key/value group" if self._groups else "head"
+            raise InputError(kind, expected=f"one of 0 to {count - 1} in {call.site.path}", got=head)
+        size = call.grid.heads // count
+        return head * size, (head + 1) * size
+
+    def _factors(
+        self, head: int | None, value: float | Tensor, out: Tensor, call: Call
+    ) -> Float[Tensor, "#batch heads #queries 1"]:
+        """Return the factor of every head's output: the gate's value at its heads, and 1 elsewhere."""
+        start, stop = self._head_range(head, call)
+        batch, count, queries = call.grid.batch, self._count(call), call.grid.queries
+        value = value.to(out) if isinstance(value, Tensor) else out.new_full((), value)
+        factors = _with_batch_and_query_axes(value, head)
+        allowed_sizes = (1, batch), (1, count if head is None else 1), (1, queries)
+        if any(size not in allowed for size, allowed in zip(factors.shape, allowed_sizes, strict=True)):
+            shapes = f"of shape {(count,)}, {(batch, count)} or {(batch, count, queries)}"
+            shapes = shapes if head is None else f"that broadcasts to (batch, queries) = {(batch, queries)}"
+            raise InputError("value", expected=f"a number, or a tensor {shapes}", got=f"shape {tuple(value.shape)}")
+        factors = factors.repeat_interleave((stop - start) // factors.shape[1], 1)
+        ones = factors.new_ones(len(factors), call.grid.heads, factors.shape[2])
+        return ones.slice_scatter(factors, 1, start, stop)[..., None]
+
+    @property
+    def partly_gated(self) -> list[str]:
+        """Paths of gated modules that also computed something like attention which could not be changed."""
+        return sorted(self._unreadable.intersection(self.gates))
+
+    def require_intercepted(self, model: nn.Module, path_of_layer: Mapping[int, str]) -> None:
+        """Check, after the model ran, that every gated module attended and that layer numbers named the right modules.
+
+        Args:
+            model: the gated model.
+            path_of_layer: path of the module that each layer number was taken to mean.
+
+        Raises:
+            InputError: a gated module computed no attention that was intercepted; a layer number is another module's.
+        """
+        if not self._ran:
+            return
+        intercepted_paths = {site.path for site in self._first_calls}
+        for path in self.gates:
+            if path not in intercepted_paths:
+                raise InputError("values", expected="modules in which attention is seen", got=f"none in {path}")
+        order = {path: index for index, (path, _) in enumerate(model.named_modules())}
+        sites = sorted(self._first_calls, key=lambda site: (order[site.path], site.cross))
+        numbers = layer_numbers([self._first_calls[site].layer for site in sites])
+        for number, site in zip(numbers, sites, strict=True):
+            if path_of_layer.get(number, site.path) != site.path:
+                got = f"{path_of_layer[number]}, where the model ran {site.path}"
+                remedy = "name modules by their paths, as watch(model) lists them"
+                raise InputError("layer", expected=f"the module of layer {number}", got=got, remedy=remedy)
+
+
+def _with_batch_and_query_axes(value: Tensor, head: int | None) -> Float[Tensor, "#batch #heads #queries"]:
+    """Return a gate's value with three axes: from `(batch, queries)` for one head, from `(batch, heads, queries)` else.
+
+    Missing leading axes of one head's value are added in front. A value of all heads may miss the batch axis if it has
+    one axis, and may miss the query axis.
+    """
+    if head is not None:
+        return value[(None,) * (2 - value.ndim)][:, None]
+    value = value[None] if value.ndim < 2 else value
+    return value[(..., *(None,) * (3 - value.ndim))]
+
+
+def _gated_queries(positions: Tensor, call: Call) -> Bool[Tensor, "#batch queries"]:
+    """Return True at the queries of a call that are gated: given as a boolean tensor, or by their indices.
+
+    Raises:
+        InputError: a boolean tensor of another shape; an index out of range.
+    """
+    batch, queries = call.grid.batch, call.grid.queries
+    positions = positions.to(call.grid.device)
+    if positions.dtype == torch.bool:
+        is_gated = positions[(None,) * (2 - positions.ndim)]
+        if is_gated.shape[0] not in (1, batch) or is_gated.shape[1] != queries:
+            expected = f"shape {(queries,)} or {(batch, queries)}"
+            raise InputError("positions", expected=expected, got=tuple(positions.shape))
+        return is_gated
+    if not ((-queries <= positions) & (positions < queries)).all():
+        raise InputError("positions", expected=f"from {-queries} to {queries - 1}", got=positions.tolist())
+    is_gated = torch.zeros(1, queries, dtype=torch.bool, device=call.grid.device)
+    is_gated[:, positions] = True
+    return is_gated

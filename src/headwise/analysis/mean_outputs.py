@@ -1,0 +1,45 @@
+"""Mean output of each head over the tokens of a data set."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from headwise.analysis.recording import OutputReader
+from headwise.errors import InputError
+from headwise.intercept.interceptor import Call, Site
+from headwise.shapes import Float
+
+
+class MeanOutputs(OutputReader):
+    """Mean output of each head over tokens that are not padding, for each attention call of a model's run.
+
+    The sums are in float64.
+    """
+
+    def __init__(self, modules: Collection[str] | None = None) -> None:
+        super().__init__(modules)
+        self._sums: dict[tuple[Site, int], tuple[Float[Tensor, "heads value_dim"], float]] = {}
+
+    def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
+        """Add the head outputs of one attention call to the sums."""
+        batch, _, queries, _ = out.shape
+        out, tokens = out.detach(), float(batch * queries)
+        if call.padding is not None and call.padding.shape == (batch, queries):
+            is_real = call.padding.bool()
+            out, tokens = out.masked_fill(~is_real[:, None, :, None], 0.0), float(is_real.sum())
+        total, key = out.sum((0, 2), dtype=torch.float64), (call.site, call.index)
+        earlier_total, earlier_tokens = self._sums.get(key, (torch.zeros_like(total), 0.0))
+        self._sums[key] = earlier_total + total, earlier_tokens + tokens
+
+    def mean_of_call(self, site: Site, index: int) -> Float[Tensor, "heads value_dim"]:
+        """Return the mean head outputs of the call with this index at a site.
+
+        Raises:
+            InputError: the site made fewer calls on the data set.
+        """
+        if (site, index) not in self._sums:
+            expected = f"batches in which {site.path} attends {index + 1} times"
+            raise InputError("dataset", expected=expected, got="none")
+        total, tokens = self._sums[site, index]
+        return total / max(tokens, 1.0)

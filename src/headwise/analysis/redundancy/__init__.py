@@ -1,0 +1,1 @@
+"""Redundancy of heads: similarity of their outputs and attention weights, clusters, and the cost of clusters."""

@@ -1,0 +1,163 @@
+"""Interceptor that compares heads with each other while a model runs."""
+
+from collections.abc import Callable
+from itertools import combinations_with_replacement
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.redundancy.output_products import OutputProducts, TokenOutputs
+from headwise.analysis.redundancy.weight_distance import WeightDistances
+from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, Site
+from headwise.intercept.output_projection import output_projection, weight_of
+from headwise.intercept.sites import SiteRegistry
+from headwise.shapes import Bool, Float
+
+TOKENS_AT_ONCE = 256
+"""Number of tokens whose written vectors are in memory at a time."""
+
+SMALLEST_NORM = 1e-30
+"""Norm below which a vector is treated as 0, without a direction."""
+
+
+class HeadComparison(SiteRegistry):
+    """Compares the outputs and attention weights of a model's heads, of each site or of all sites with the same tokens.
+
+    Args:
+        model: the model that is intercepted.
+        across_layers: compare the outputs of heads of different sites too.
+    """
+
+    def __init__(self, model: nn.Module, across_layers: bool) -> None:
+        super().__init__(model)
+        self._across_layers = across_layers
+        self._weight_distances: dict[Site, WeightDistances] = {}
+        self._products: dict[tuple[Site, Site], OutputProducts] = {}
+        self._projection_slices: dict[Site, Float[Tensor, "heads value_dim width"] | None] = {}
+        self._pending_outputs: dict[Any, list[tuple[Call, Tensor]]] = {}
+        self._call_contexts: dict[int, tuple[CallContext, Tensor | None]] = {}
+
+    def on_model_call(self) -> None:
+        """Release what was kept of the last call of the model."""
+        self._pending_outputs, self._call_contexts = {}, {}
+
+    def observe(self, call: Call) -> Observation | None:
+        """Return the observation that adds the call's attention weights to the distances of its site's heads."""
+        heads = self.register(call).heads
+        distances = self._weight_distances.setdefault(call.site, WeightDistances(heads, call.grid.device))
+        is_real = _real_queries(call)
+        # Calls with the same padding share a context, which caches the keys that are visible. The padding is kept with
+        # it, so that its id is not reused.
+        call_context, _ = self._call_contexts.setdefault(
+            id(call.padding) if is_real is not None else 0, (CallContext(is_real=is_real), call.padding)
+        )
+        return Observation(distances.add, call_context, distances.finish_call)
+
+    def change(self, call: Call) -> Change | None:
+        """Return a function that compares the head outputs of the call and returns them unchanged."""
+
+        def compare_and_return(attended: HeadOutput) -> Tensor:
+            self._compare_or_keep(call, attended.out)
+            return attended.out
+
+        return compare_and_return
+
+    def _compare_or_keep(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
+        """Compare the heads of a call with each other, or keep their outputs until all layers have run."""
+        is_real, of_tokens = _real_queries(call), out.detach().transpose(1, 2)
+        of_tokens = of_tokens.flatten(0, 1) if is_real is None else of_tokens[is_real]
+        of_tokens = of_tokens.to(torch.promote_types(out.dtype, torch.float32))
+        if not self._across_layers:
+            self._compare([(call, of_tokens)])
+            return
+        # A module that attends to the same tokens several times is compared call by call.
+        index, same_tokens = 0, (id(call.tokens), *out.shape[::2])
+        while any(other.site == call.site for other, _ in self._pending_outputs.get((*same_tokens, index), ())):
+            index += 1
+        self._pending_outputs.setdefault((*same_tokens, index), []).append((call, of_tokens))
+
+    def finish_batch(self) -> None:
+        """Compare the outputs that were kept during a call of the model."""
+        for outputs in self._pending_outputs.values():
+            self._compare(outputs)
+        self._pending_outputs = {}
+
+    def _compare(self, outputs: list[tuple[Call, Tensor]]) -> None:
+        """Add the products of the outputs `(tokens, heads, value_dim)` of every two calls on the same tokens."""
+        order = list(self._records)
+        outputs = sorted(outputs, key=lambda call_and_out: order.index(call_and_out[0].site))
+        calls = [call for call, _ in outputs]
+        for parts in zip(*(torch.split(out, TOKENS_AT_ONCE) for _, out in outputs), strict=True):
+            of_sites = [
+                (call.site, TokenOutputs(part, self._written_directions(call, part)))
+                for call, part in zip(calls, parts, strict=True)
+            ]
+            for (site, first), (other_site, second) in combinations_with_replacement(of_sites, 2):
+                if (site, other_site) not in self._products:
+                    self._products[site, other_site] = OutputProducts(first, second)
+                self._products[site, other_site].add(first, second)
+
+    def _written_directions(
+        self, call: Call, out: Float[Tensor, "tokens heads value_dim"]
+    ) -> Float[Tensor, "heads tokens width"]:
+        """Return unit vectors of the head outputs after the heads' slices of the output projection, if it is found."""
+        heads, value_dim = out.shape[1:]
+        if call.site not in self._projection_slices:
+            projection = output_projection(self._modules[""], call.site.path, heads * value_dim)
+            weight = None if projection is None else weight_of(projection, heads * value_dim)
+            slices = None if weight is None else weight.detach().view(-1, heads, value_dim).permute(1, 2, 0)
+            self._projection_slices[call.site] = slices
+        slices, written = self._projection_slices[call.site], out.transpose(0, 1)
+        written = written if slices is None else written @ slices.to(out.dtype)
+        return nn.functional.normalize(written, dim=-1, eps=SMALLEST_NORM)
+
+    def cosine(self) -> Float[Tensor, "heads heads"]:
+        """Return the mean cosine of what every two heads write; NaN for pairs that were not compared."""
+        return self._fill(lambda site, other: self._products[site, other].mean_cosine)
+
+    def cka(self) -> Float[Tensor, "heads heads"]:
+        """Return the linear centred kernel alignment of every two heads; NaN for pairs that were not compared."""
+        own = {
+            site: products.squared_covariance.diagonal()
+            for (site, other), products in self._products.items()
+            if site == other
+        }
+        return self._fill(
+            lambda site, other: (
+                self._products[site, other].squared_covariance / (own[site][:, None] * own[other]).sqrt()
+            )
+        )
+
+    def distance(self) -> Float[Tensor, "heads heads"]:
+        """Return the mean Jensen-Shannon distance of every two heads of a site; NaN for all other pairs."""
+        matrix, columns = self._empty_matrix()
+        for site, distances in self._weight_distances.items():
+            matrix[columns[site], columns[site]] = distances.mean.cpu()
+        return matrix
+
+    def _fill(self, of_sites: Callable[[Site, Site], Tensor]) -> Float[Tensor, "heads heads"]:
+        """Return the symmetric matrix of all heads with the parts that `of_sites` returns for every two sites."""
+        matrix, columns = self._empty_matrix()
+        for site, other in self._products:
+            part = of_sites(site, other)
+            matrix[columns[site], columns[other]] = part.cpu()
+            matrix[columns[other], columns[site]] = part.mT.cpu()
+        return matrix
+
+    def _empty_matrix(self) -> tuple[Float[Tensor, "heads heads"], dict[Site, slice]]:
+        """Return a matrix of NaN, heads in the order of the model, and the columns of each site's heads."""
+        columns, start = {}, 0
+        for record in self.records:
+            columns[record.site] = slice(start, start + record.heads)
+            start += record.heads
+        return torch.full((start, start), torch.nan, dtype=torch.float64), columns
+
+
+def _real_queries(call: Call) -> Bool[Tensor, "batch queries"] | None:
+    """Return True at the queries of a call that are not padding; None if there is no mask of the queries' shape."""
+    padding = call.padding
+    if padding is None or padding.shape != (call.grid.batch, call.grid.queries):
+        return None
+    return padding.bool()

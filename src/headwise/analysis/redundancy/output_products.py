@@ -1,0 +1,67 @@
+"""Sums over tokens from which the similarity of head outputs follows: cross-covariance and cosine."""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.shapes import Float
+
+
+class TokenOutputs(NamedTuple):
+    """Outputs of a site's heads at some tokens.
+
+    Attributes:
+        out: head outputs, before the output projection.
+        directions: unit vectors of what each head writes into the residual stream; 0 where it writes nothing.
+    """
+
+    out: Float[Tensor, "tokens heads value_dim"]
+    directions: Float[Tensor, "heads tokens width"]
+
+
+class OutputProducts:
+    """Products of the outputs of two sites' heads, summed over tokens that arrive in parts.
+
+    The cross-covariance is updated part by part (Chan, Golub and LeVeque 1983), so that no token is kept.
+    """
+
+    def __init__(self, first: TokenOutputs, second: TokenOutputs) -> None:
+        self._tokens, self._shape = 0, (*first.out.shape[1:], *second.out.shape[1:])
+        zeros = partial(torch.zeros, dtype=torch.float64, device=first.out.device)
+        self._means = [zeros(outputs.out.shape[1:].numel()) for outputs in (first, second)]
+        self._covariance = zeros(len(self._means[0]), len(self._means[1]))
+        self._cosine_sums, self._cosine_counts = zeros(2, first.out.shape[1], second.out.shape[1])
+
+    def add(self, first: TokenOutputs, second: TokenOutputs) -> None:
+        """Add the outputs of both sites at the same tokens."""
+        flat = [outputs.out.flatten(1) for outputs in (first, second)]
+        means = [outputs.mean(0) for outputs in flat]
+        tokens, total = len(flat[0]), self._tokens + len(flat[0])
+        differences = [mean - before for mean, before in zip(means, self._means, strict=True)]
+        self._covariance += (flat[0] - means[0]).mT @ (flat[1] - means[1])
+        self._covariance += torch.outer(*differences) * (self._tokens * tokens / total)
+        self._means = [
+            before + difference * (tokens / total) for before, difference in zip(self._means, differences, strict=True)
+        ]
+        self._tokens = total
+        if first.directions.shape[-1] == second.directions.shape[-1]:
+            self._cosine_sums += first.directions.flatten(1) @ second.directions.flatten(1).mT
+            writes = [(outputs.directions != 0).any(-1).to(outputs.out.dtype) for outputs in (first, second)]
+            self._cosine_counts += writes[0] @ writes[1].mT
+
+    @property
+    def mean_cosine(self) -> Float[Tensor, "first_heads second_heads"]:
+        """Mean cosine of what two heads write, over the tokens at which both write something."""
+        cosines: Tensor = self._cosine_sums / self._cosine_counts
+        return cosines
+
+    @property
+    def squared_covariance(self) -> Float[Tensor, "first_heads second_heads"]:
+        """Squared Frobenius norm of the cross-covariance of every two heads' outputs, times a constant.
+
+        The constant is the square of the number of tokens, the same for all heads.
+        """
+        norms: Tensor = self._covariance.view(self._shape).square().sum((1, 3))
+        return norms

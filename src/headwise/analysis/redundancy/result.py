@@ -1,0 +1,111 @@
+"""Result of a redundancy analysis: similarity of every two heads, clusters, and the cost of removing clusters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from headwise.errors import InputError, require
+from headwise.runs.rows import MeanEstimate
+from headwise.shapes import Float
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MEASURES = ("cosine", "cka", "distance")
+
+
+class ClusterCost(NamedTuple):
+    """Ablation effect of a cluster's heads, each alone and all together.
+
+    Attributes:
+        heads: `(layer, head)` of each head.
+        alone: increase of the loss without each head.
+        together: increase of the loss without all of them.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    alone: tuple[MeanEstimate, ...]
+    together: MeanEstimate
+
+    @property
+    def ratio(self) -> float:
+        """Effect of the cluster divided by the sum of its heads' effects; NaN if that sum is 0.
+
+        A ratio above 1 means that heads of the cluster compensate for the loss of one of them.
+        """
+        total = sum(effect.value for effect in self.alone)
+        return self.together.value / total if total else float("nan")
+
+
+@dataclass(frozen=True, eq=False)
+class Redundancy:
+    """Similarity of every two heads of a model, and clusters of similar heads.
+
+    The matrices have heads in the order of the model along both axes, and NaN for pairs that were not compared.
+
+    Attributes:
+        heads: labels of each head: layer, head, kv_head, module, kind ("self" or "cross").
+        cosine: mean cosine of what two heads write into the residual stream, -1 to 1.
+        cka: linear centred kernel alignment of two heads' outputs, 0 to 1.
+        distance: mean Jensen-Shannon distance of two heads' attention weights, 0 to sqrt(ln 2). NaN for heads of
+            different layers, and for heads of one layer whose masks differ so much that they are computed separately.
+        clusters: sets of at least two heads `(layer, head)`, all pairs of which have a `cka` of the threshold or more.
+        cluster_costs: ablation effects of each cluster; empty without a loss.
+        metadata: model, data, versions and settings.
+    """
+
+    heads: tuple[Mapping[str, Any], ...]
+    cosine: Float[Tensor, "heads heads"]
+    cka: Float[Tensor, "heads heads"]
+    distance: Float[Tensor, "heads heads"]
+    clusters: tuple[tuple[tuple[int, int], ...], ...]
+    cluster_costs: tuple[ClusterCost, ...]
+    metadata: Mapping[str, Any]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Name of each head, "layer.head", zero-based."""
+        return tuple(f"{head['layer']}.{head['head']}" for head in self.heads)
+
+    def table(self) -> Any:
+        """Return a pandas DataFrame with one row per compared pair of heads: `a`, `b`, `cosine`, `cka`, `distance`.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+        """
+        pandas = require("pandas", purpose="a table", extra="tables")
+        names, matrices = self.names, {name: getattr(self, name) for name in MEASURES}
+        return pandas.DataFrame(
+            [
+                {"a": names[a], "b": names[b], **{name: matrix[a, b].item() for name, matrix in matrices.items()}}
+                for a, b in combinations(range(len(names)), 2)
+                if not all(matrix[a, b].isnan() for matrix in matrices.values())
+            ],
+            columns=["a", "b", *MEASURES],
+        )
+
+    def plot(self, measure: str = "cka") -> "Figure":
+        """Return a matplotlib figure of one measure as a matrix of heads by heads; pairs without a value are blank.
+
+        Raises:
+            InputError: `measure` is not "cosine", "cka" or "distance".
+            MissingExtra: matplotlib is not installed.
+        """
+        if measure not in MEASURES:
+            raise InputError("measure", expected=f"one of {', '.join(MEASURES)}", got=repr(measure))
+        matplotlib_figure = require("matplotlib.figure", purpose="drawing heads", extra="plot")
+        side, layers = len(self.heads), [head["layer"] for head in self.heads]
+        size = (2.0 + 0.06 * side, 1.4 + 0.06 * side)
+        figure: Figure = matplotlib_figure.Figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        image = axes.imshow(getattr(self, measure).tolist())
+        first_heads = [index for index in range(side) if not index or layers[index] != layers[index - 1]]
+        axes.set_xticks(first_heads, [str(layers[index]) for index in first_heads])
+        axes.set_yticks(first_heads, [str(layers[index]) for index in first_heads])
+        axes.set(title=f"{measure}, {self.metadata['model']['name']}", xlabel="layer", ylabel="layer")
+        axes.tick_params(labelsize=7)
+        figure.colorbar(image)
+        return figure

@@ -1,0 +1,76 @@
+"""Jensen-Shannon distance between the attention weights of two heads, without the whole attention matrix."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.shapes import Bool, Float
+
+
+class _HeadRows(NamedTuple):
+    """Attention weights of some heads in the rows of one tile.
+
+    Attributes:
+        heads: the heads.
+        weights: their attention weights.
+        counted: True at rows that count: not padding, and with at least one visible key.
+    """
+
+    heads: slice
+    weights: Float[Tensor, "batch heads rows columns"]
+    counted: Bool[Tensor, "batch heads rows"]
+
+    def from_head(self, index: int) -> "_HeadRows":
+        """Return the rows of all heads but the first `index` ones."""
+        heads = slice(self.heads.start + index, self.heads.stop)
+        return _HeadRows(heads, self.weights[:, index:], self.counted[:, index:])
+
+
+class WeightDistances:
+    """Mean Jensen-Shannon distance, over rows, between the attention weights of every two heads of a site.
+
+    A tile may hold the weights of some heads only. Tiles of the same rows are kept until tiles of other rows arrive.
+    """
+
+    def __init__(self, heads: int, device: torch.device) -> None:
+        self._sums, self._counts = torch.zeros(2, heads, heads, dtype=torch.float64, device=device)
+        self._current_rows: Any = None
+        self._tiles: list[_HeadRows] = []
+
+    def add(self, rows: RowBlock) -> None:
+        """Compare the heads of a row block with each other, and with heads of earlier blocks of the same rows."""
+        tile = rows.tile
+        current_rows = (tile.block.rows, tuple(tile.block.spans), tile.sequences.start, tile.sequences.stop)
+        if current_rows != self._current_rows:
+            self._current_rows, self._tiles = current_rows, []
+        new = _HeadRows(tile.heads, rows.weights, rows.visibility.counted_rows.expand(tile.shape))
+        for index in range(new.weights.shape[1]):
+            for earlier in self._tiles:
+                self._compare(new, index, earlier)
+            self._compare(new, index, new.from_head(index + 1))
+        self._tiles.append(new)
+
+    def finish_call(self) -> None:
+        """Release the tiles of an attention call whose rows have all arrived."""
+        self._current_rows, self._tiles = None, []
+
+    def _compare(self, rows: _HeadRows, index: int, others: _HeadRows) -> None:
+        """Add the distances between one head and other heads, over the rows that count for both."""
+        p, q = rows.weights[:, index, None], others.weights
+        # With p = m (1 + t) and q = m (1 - t), numbers that are nearly equal are not subtracted.
+        total = p + q
+        limit = 1.0 - torch.finfo(total.dtype).eps
+        t = ((p - q) / total).nan_to_num_(0.0).clamp_(-limit, limit)
+        divergence = ((1 + t) * t.log1p() + (1 - t) * t.neg().log1p()).mul_(total).sum(-1) / 4
+        counted = rows.counted[:, index, None] & others.counted
+        pairs = rows.heads.start + index, others.heads
+        self._sums[pairs] += divergence.clamp_(min=0.0).sqrt_().masked_fill_(~counted, 0.0).double().sum((0, 2))
+        self._counts[pairs] += counted.sum((0, 2))
+
+    @property
+    def mean(self) -> Float[Tensor, "heads heads"]:
+        """Mean distance of every two heads, in the square root of nats; NaN for heads without common rows."""
+        distances: Tensor = (self._sums + self._sums.mT) / (self._counts + self._counts.mT)
+        return distances.fill_diagonal_(0.0)

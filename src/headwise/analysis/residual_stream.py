@@ -1,0 +1,180 @@
+"""End of a model's residual stream: the sum that the final norm and the output embedding turn into logits."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.prompts import AnswerTokens, output_embedding
+from headwise.errors import InputError
+from headwise.intercept.output_projection import weight_of
+from headwise.shapes import Float, Int
+
+TOLERANCE = 0.02
+"""Largest relative difference that is attributed to rounding, in any dtype: bfloat16 has 8 bits."""
+
+REMEDY = "ablate or patch heads instead"
+
+
+def not_direct_error(model: nn.Module) -> InputError:
+    """Return the error for a model in which heads do not write directly into the input of the final norm."""
+    expected = "one whose output embedding reads, through a final norm, the sum that heads write into"
+    return InputError("model", expected=expected, got=type(model).__name__, remedy=REMEDY)
+
+
+class StreamEnd(NamedTuple):
+    """Residual stream before the final norm, at the tokens that answers follow, and its linear effect on the logits.
+
+    Attributes:
+        model: the model.
+        length: number of positions of the stream.
+        positions: position of each prompt's token that the answer follows.
+        before_norm: input of the final norm at these tokens.
+        direction: vector whose product with a summand of `before_norm` is what the summand adds to the logit.
+        logit: logit of the right answer, minus that of the wrong answer if there is one.
+    """
+
+    model: nn.Module
+    length: int
+    positions: Int[Tensor, " prompts"]
+    before_norm: Float[Tensor, "prompts width"]
+    direction: Float[Tensor, "prompts width"]
+    logit: Float[Tensor, " prompts"]
+
+    def at_positions(
+        self, head_outputs: Float[Tensor, "batch heads queries value_dim"]
+    ) -> Float[Tensor, "prompts heads value_dim"]:
+        """Return head outputs at the tokens that answers follow; raise `InputError` if they are of other sequences."""
+        if (len(head_outputs), head_outputs.shape[2]) != (len(self.positions), self.length):
+            raise not_direct_error(self.model)
+        prompts = torch.arange(len(head_outputs), device=head_outputs.device)
+        return head_outputs[prompts, :, self.positions].to(self.before_norm.dtype)
+
+
+class _ModuleCall(NamedTuple):
+    """A module, its first argument and its output in one call."""
+
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+
+
+class ResidualStream:
+    """Follows a run of a model to find the final norm: the module whose output the output embedding reads.
+
+    Raises:
+        InputError: the model does not name its output embedding.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        embedding = output_embedding(model)
+        if embedding is None:
+            expected = "one that names its output embedding (get_output_embeddings)"
+            raise InputError("model", expected=expected, got=type(model).__name__)
+        self._model, self._embedding = model, embedding
+        self._last_call: _ModuleCall | None = None
+        self._final_call: _ModuleCall | None = None
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the one run of the model that is made while the context is active."""
+        self._last_call = self._final_call = None
+        hooks = [module.register_forward_hook(self._note_call) for module in self._model.modules()]
+        hooks.append(self._embedding.register_forward_pre_hook(self._note_embedding_input))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Store a finished call, unless its output is that of the last call: dropout may return its input."""
+        if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
+            return
+        if self._last_call is None or not _is_same_memory(output, self._last_call.output):
+            self._last_call = _ModuleCall(module, args[0], output)
+
+    def _note_embedding_input(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """Store the last call as that of the final norm, if the output embedding reads its output."""
+        if self._last_call is not None and args and _is_same_memory(args[0], self._last_call.output):
+            self._final_call = self._last_call
+
+    def final_norm_call(self) -> _ModuleCall:
+        """Return the call of the final norm in the run that was followed; raise `InputError` if none was found."""
+        call = self._final_call
+        if call is None or call.input.shape != call.output.shape or call.output.ndim != 3:
+            raise not_direct_error(self._model)
+        return call
+
+    def end(self, tokens: AnswerTokens, batch: Mapping[str, Any]) -> StreamEnd:
+        """Return the end of the stream in the run that was followed, at the tokens that answers follow.
+
+        Raises:
+            InputError: the module before the output embedding is not a norm, or there is none; a token does not exist.
+        """
+        norm, before, after = self.final_norm_call()
+        length, like = after.shape[1], after
+        positions = tokens.positions(batch, after)
+        prompts = torch.arange(len(positions), device=positions.device)
+        dtype = torch.promote_types(after.dtype, torch.float32)
+        before, after = (stream[prompts, positions].to(dtype) for stream in (before, after))
+        embedding = weight_of(self._embedding, like.shape[-1])
+        if embedding is None:
+            raise not_direct_error(self._model)
+        answer, wrong = tokens.ids_per_prompt(positions, len(embedding))
+        bias = getattr(self._embedding, "bias", None)
+        bias = embedding.new_zeros(len(embedding)) if bias is None else bias
+        unembedding, answer_bias = embedding[answer].to(dtype), bias[answer].to(dtype)
+        if wrong is not None:
+            unembedding, answer_bias = unembedding - embedding[wrong], answer_bias - bias[wrong]
+        direction = _direction_before_norm(self._model, norm, before, after, unembedding, like=like)
+        return StreamEnd(self._model, length, positions, before, direction, (unembedding * after).sum(-1) + answer_bias)
+
+
+def _direction_before_norm(
+    model: nn.Module,
+    norm: nn.Module,
+    before: Float[Tensor, "prompts width"],
+    after: Float[Tensor, "prompts width"],
+    unembedding: Float[Tensor, "prompts width"],
+    *,
+    like: Tensor,
+) -> Float[Tensor, "prompts width"]:
+    """Return the direction before a norm that becomes `unembedding` after it, with the norm's scale held constant.
+
+    The norm is probed with three inputs. Zeros give its bias. Numbers whose mean is 0 give its weight, up to a factor.
+    Equal numbers show whether it subtracts the mean. The scale at each token follows from its input and output.
+
+    Args:
+        model: named in the error.
+        norm: the module.
+        before: its input at each prompt's token.
+        after: its output at each prompt's token.
+        unembedding: direction in the output.
+        like: tensor with the width, dtype and device of the norm's input.
+
+    Raises:
+        InputError: the module does not compute `weight * scale * (x - mean) + bias` with or without the mean.
+    """
+    signs = torch.ones(like.shape[-1], dtype=like.dtype, device=like.device)
+    signs[1::2] = -1.0
+    if len(signs) % 2:
+        signs[-3:] = torch.tensor([1.0, 1.0, -2.0])
+    probes = torch.stack([torch.zeros_like(signs), torch.ones_like(signs), signs])[:, None]
+    bias, of_equal, weight = norm(probes)[:, 0].to(before.dtype)
+    weight = (weight - bias) / signs
+    subtracts_mean = bool((of_equal - bias).norm() < TOLERANCE * weight.norm())
+    unscaled = weight * (before - before.mean(-1, keepdim=True) if subtracts_mean else before)
+    scale = ((after - bias) * unscaled).sum(-1, keepdim=True) / (unscaled * unscaled).sum(-1, keepdim=True)
+    error = (after - bias - scale * unscaled).norm(dim=-1)
+    if not bool((error < TOLERANCE * (after - bias).norm(dim=-1)).all()):
+        raise not_direct_error(model)
+    direction: Tensor = unembedding * weight * scale
+    return direction - direction.mean(-1, keepdim=True) if subtracts_mean else direction
+
+
+def _is_same_memory(one: Any, other: Tensor) -> bool:
+    """Return True if `one` is a tensor of the same shape at the same address as `other`."""
+    return isinstance(one, Tensor) and one.shape == other.shape and one.data_ptr() == other.data_ptr()

@@ -1,0 +1,113 @@
+"""Cross-entropy of tokens under a model, without all of its logits in memory at once."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.data.batches import call_model
+from headwise.errors import InputError
+from headwise.intercept.install import has_foreign_hooks
+from headwise.intercept.swap_forward import swap_forward
+from headwise.shapes import Float, Int
+
+POSITIONS_PER_TILE, TOKENS_PER_TILE = 1024, 512
+"""Size of the logits that are in memory at a time; they stay in cache."""
+
+
+def token_cross_entropy(
+    model: nn.Module, batch: dict[str, Any], positions: slice, targets: Int[Tensor, "batch length"]
+) -> Float[Tensor, "batch length"]:
+    """Return -ln p(target), in nats, at the given positions of a model's output.
+
+    If the logits are exactly the output of the model's output embedding, they are computed tile by tile from its input,
+    and never all in memory.
+
+    Args:
+        model: returns logits `(batch, length, vocabulary)`, or an object with `logits` of that shape.
+        batch: the model's arguments.
+        positions: output positions, one for each target of a sequence.
+        targets: token ids.
+
+    Raises:
+        InputError: the model returns no logits.
+    """
+    embedding = _linear_output_embedding(model)
+    if embedding is not None:
+        with _skipped(embedding) as skipped:
+            logits = _logits(call_model(model, batch))
+        if skipped and logits is skipped[1]:  # the model did nothing to the output of its output embedding
+            hidden = skipped[0][:, positions]
+            return _tiled_cross_entropy(hidden.flatten(0, 1), embedding, targets.flatten()).view(targets.shape)
+        _models_with_processed_logits.add(model)
+    logits = _logits(call_model(model, batch))[:, positions]
+    losses = F.cross_entropy(_at_least_float32(logits.flatten(0, 1)), targets.flatten(), reduction="none")
+    return losses.view(targets.shape)
+
+
+_models_with_processed_logits: "WeakSet[nn.Module]" = WeakSet()
+"""Models that process the output of their output embedding, such as by capping it; its computation is not skipped."""
+
+
+def _linear_output_embedding(model: Any) -> nn.Linear | None:
+    """Return the linear output embedding of a `transformers` model, if its computation can be skipped; else None."""
+    if model in _models_with_processed_logits or not hasattr(model, "get_output_embeddings"):
+        return None
+    embedding = model.get_output_embeddings()
+    is_plain = type(embedding) is nn.Linear and not has_foreign_hooks(embedding)
+    # A model with `_hf_hook` moves weights between devices while it runs.
+    return embedding if is_plain and not hasattr(embedding, "_hf_hook") else None
+
+
+@contextmanager
+def _skipped(embedding: nn.Linear) -> Iterator[list[Tensor]]:
+    """Skip the computation of a layer while the context is active, and yield a list of its input and a placeholder.
+
+    The placeholder is a tensor on the meta device, which the layer returns instead of its output. The list is empty
+    until the layer is called.
+    """
+    input_and_placeholder: list[Tensor] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        shape = (*hidden.shape[:-1], embedding.out_features)
+        input_and_placeholder[:] = [hidden, torch.empty(*shape, device="meta", dtype=hidden.dtype)]
+        return input_and_placeholder[1]
+
+    with swap_forward(embedding, forward):
+        yield input_and_placeholder
+
+
+def _tiled_cross_entropy(
+    hidden: Float[Tensor, "rows width"], embedding: nn.Linear, targets: Int[Tensor, " rows"]
+) -> Float[Tensor, " rows"]:
+    """Return -ln softmax(hidden W^T + b)[target] of each row, from the log-sum-exp of some tokens' logits at a time."""
+    weights = torch.split(embedding.weight, TOKENS_PER_TILE)
+    biases = [None] * len(weights) if embedding.bias is None else torch.split(embedding.bias, TOKENS_PER_TILE)
+    token_tiles = list(zip(weights, biases, strict=True))
+    losses = []
+    row_tiles = zip(torch.split(hidden, POSITIONS_PER_TILE), torch.split(targets, POSITIONS_PER_TILE), strict=True)
+    for rows, row_targets in row_tiles:
+        parts = [_at_least_float32(F.linear(rows, weight, bias)).logsumexp(-1) for weight, bias in token_tiles]
+        target_logits = _at_least_float32(rows * embedding.weight[row_targets]).sum(-1)
+        if embedding.bias is not None:
+            target_logits = target_logits + _at_least_float32(embedding.bias[row_targets])
+        losses.append(torch.stack(parts).logsumexp(0) - target_logits)
+    return torch.cat(losses)
+
+
+def _at_least_float32(logits: Tensor) -> Tensor:
+    """Return the logits in float32, or in float64 if they are in float64."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _logits(output: Any) -> Float[Tensor, "batch length vocabulary"]:
+    """Return the logits in a model's output; raise `InputError` if there are none."""
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        remedy = "load it with AutoModelForCausalLM or AutoModelForMaskedLM"
+        raise InputError("model", expected="one that returns logits", got=type(output).__name__, remedy=remedy)
+    return logits
