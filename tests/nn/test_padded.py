@@ -115,8 +115,9 @@ def test_non_finite_numbers_in_padding_reach_nothing_of_a_call_that_is_not_packe
         assert tensor.isfinite().all()
 
 
-def test_a_batch_of_no_sequences():
-    layer, lengths = hw.MultiHeadAttention(24, 6), torch.zeros(0, dtype=torch.int64)
+@pytest.mark.parametrize("lengths", [[], torch.zeros(0, dtype=torch.int64)], ids=["list", "tensor"])
+def test_a_batch_of_no_sequences(lengths):
+    layer = hw.MultiHeadAttention(24, 6)
     assert layer(torch.randn(0, 5, 24), lengths=lengths).shape == (0, 5, 24)
     y, weights = layer(torch.randn(0, 5, 24), lengths=lengths, return_weights=True)
     assert (y.shape, weights.shape) == ((0, 5, 24), (0, 6, 5, 5))

@@ -711,7 +711,7 @@ def test_mistakes_with_a_nested_tensor():
         layer(x, X, X)
     with pytest.raises(hw.InputError, match=r"^key: expected a tensor, got a nested tensor"):
         layer(X, x, x)
-    with pytest.raises(hw.InputError, match=r"^query: expected a tensor beside a mask, got a nested tensor; its"):
+    with pytest.raises(hw.InputError, match=r"^query: expected a tensor with a mask, got a nested tensor; its"):
         layer(x, x, x, key_padding_mask=torch.zeros(2, 5))
     with pytest.raises(hw.InputError, match=r"^query: expected a strided .*batch_first=True, got .*batch_first=False"):
         MultiheadAttention(12, 6)(x, x, x)

@@ -1,4 +1,4 @@
-"""Options of the layer that belong together, each a small object that says what it is."""
+"""Options of the attention layers: `Scores`, `QKNorm` and the kinds of output gate."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,19 +11,23 @@ from headwise.errors import InputError
 
 @dataclass(frozen=True)
 class Scores:
-    """What happens to the scores between the product of queries and keys and the softmax.
+    """Options of the attention scores, between the product of queries and keys and the softmax.
+
+    Example:
+        >>> layer = MultiHeadAttention(512, num_heads=8, scores=Scores(softcap=30.0, sinks=True), backend="blockwise")
 
     Args:
-        scale: multiplies them; default `head_dim ** -0.5`.
-        softcap: c keeps them between -c and c, as c tanh(score / c) (Gemma Team 2024, section 2).
-        sinks: a learned logit for each head that takes its share of the softmax and gives nothing (gpt-oss); 0 at
-            first.
-        temperature: a learned number for each head that its scores are divided by; 1 at first.
-        talking_heads: learned matrices that mix the heads' scores before the softmax and their weights after it
-            (Shazeer et al. 2020); the identity at first.
+        scale: factor of the scores. Default `head_dim ** -0.5`.
+        softcap: c bounds the scaled scores to (-c, c), as c tanh(score / c) (Gemma Team 2024, section 2).
+        sinks: True for a learned logit per head that takes part in the softmax and has no value, an attention sink
+            (gpt-oss). It is 0 initially.
+        temperature: True for a learned number per head that divides its scores. It is 1 initially.
+        talking_heads: True for learned matrices that mix the scores of the heads before the softmax and their weights
+            after it (Shazeer et al. 2020). They are the identity initially.
 
     Raises:
-        InputError: a scale or softcap that is no finite number, a softcap of 0 or less, no True or False elsewhere.
+        InputError: a scale or softcap that is not finite, a softcap of 0 or less, other values than True and False
+            for the rest.
     """
 
     scale: float | None = None
@@ -41,7 +45,11 @@ class Scores:
             flag(f"Scores({name})", getattr(self, name))
 
     def parameter_shapes(self, heads: int) -> dict[str, tuple[int, ...] | None]:
-        """The layer's parameters for this, by name, with their shapes; None for one that is not wanted."""
+        """Return the shape of each learned parameter by its name in the layer; None for one that is switched off.
+
+        Args:
+            heads: number of score maps: one per head, or two in differential attention.
+        """
         matrix = (heads, heads) if self.talking_heads else None
         return {
             "sinks": (heads,) if self.sinks else None,
@@ -55,10 +63,13 @@ class Scores:
 class QKNorm:
     """Normalisation of queries and keys before the rotation (Henry et al. 2020; Dehghani et al. 2023).
 
+    Example:
+        >>> layer = MultiHeadAttention(512, num_heads=8, qk_norm=QKNorm("rms"))
+
     Args:
         kind: "rms" divides by the root mean square (Zhang and Sennrich 2019), "layer" also subtracts the mean.
-        over: "head" normalises each head by itself, with one weight for all of them (Qwen3); "heads" all of them
-            side by side (OLMo 2).
+        over: "head" normalises each head separately, with one weight for all heads (Qwen3). "heads" normalises all
+            heads together, side by side (OLMo 2).
         eps: added under the root.
 
     Raises:
@@ -77,11 +88,17 @@ class QKNorm:
         finite_number("QKNorm(eps)", self.eps, above=0.0)
 
     def module(self, heads: int, head_dim: int, **factory: Any) -> nn.RMSNorm | nn.LayerNorm:
-        """The normalisation of so many heads of this width."""
+        """Create the norm for the queries, or the keys, of a layer.
+
+        Args:
+            heads: number of heads of the queries or keys.
+            head_dim: width of each.
+            **factory: device and dtype of the weight.
+        """
         width = head_dim if self.over == "head" else heads * head_dim
         norm = nn.RMSNorm if self.kind == "rms" else nn.LayerNorm
         return norm(width, eps=self.eps, **factory)
 
 
 OutputGate = Literal["head", "element"]
-"""Whether a gated output has one gate for each head, or one for each element of it."""
+"""Kind of output gate: one factor per head, or one per element of a head's output."""

@@ -1,10 +1,10 @@
-"""A stand-in for `torch.nn.MultiheadAttention`: replace the import, and `attend` computes.
+"""Drop-in replacement for `torch.nn.MultiheadAttention` that computes with `attend`.
 
     from headwise.compat import MultiheadAttention
 
-It derives from torch's layer. The constructor, the parameters, their names and how they begin are therefore torch's,
-and what asks `isinstance(layer, nn.MultiheadAttention)` is told the truth. Only `forward` is ours. Where the two
-differ, and why, is measured in docs/reports/torch-differences.md.
+The class derives from torch's layer and replaces only `forward`. Constructor, parameters, their names and their
+initialisation are torch's, and `isinstance(layer, nn.MultiheadAttention)` is True. docs/reports/torch-differences.md
+lists every case in which the results differ, and why.
 """
 
 from typing import Any
@@ -22,24 +22,30 @@ from headwise.shapes import Float
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` with a `forward` of ours: the same arguments, results and state dict.
+    """Replacement for `torch.nn.MultiheadAttention` with the same arguments, results and state dict.
 
-    In a boolean mask True means *ignored*, as in torch's layer and unlike in the rest of headwise. What differs is
-    where a query has no key left: its heads give 0 and its weights are 0, where torch gives NaN. The weights are those
-    before dropout. `out_proj` is called, so that whatever stands in its place (a low-rank adapter, a hook) acts.
+    In a boolean mask True means *ignored*, as in torch's layer and unlike in the rest of headwise. Three things
+    differ. The output of a query that may attend to nothing is `out_proj.bias`, and its weights are 0, where torch
+    returns NaN. The weights are those before dropout. `out_proj` is called as a module, so an adapter or a hook in its
+    place has an effect.
+
+    Example:
+        >>> layer = MultiheadAttention(512, num_heads=8, batch_first=True)
+        >>> x = torch.randn(2, 10, 512)
+        >>> y, weights = layer(x, x, x)
 
     Args:
         embed_dim: width of the queries and of the output.
-        num_heads: heads, each `embed_dim / num_heads` wide.
-        dropout: probability of leaving out an attention weight, in training only.
-        bias: whether the input and output projections add a bias.
-        add_bias_kv: append a key and a value that are learned.
-        add_zero_attn: append a key and a value of zeros.
-        kdim: width of the keys; default `embed_dim`.
-        vdim: width of the values; default `embed_dim`.
-        batch_first: whether inputs are `(batch, length, width)`; otherwise they are `(length, batch, width)`.
-        device: where the parameters are made.
-        dtype: what they are.
+        num_heads: number of heads, each `embed_dim / num_heads` wide.
+        dropout: probability of dropping an attention weight, in training only.
+        bias: True for input and output projections with a bias.
+        add_bias_kv: True to append a learned key and a learned value to the sequence.
+        add_zero_attn: True to append a key and a value of zeros to the sequence.
+        kdim: width of the keys' input. Default `embed_dim`.
+        vdim: width of the values' input. Default `embed_dim`.
+        batch_first: True for inputs `(batch, length, width)`, False for `(length, batch, width)`.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         ValueError, AssertionError: sizes that torch's constructor refuses.
@@ -62,9 +68,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        # In evaluation nn.TransformerEncoderLayer computes attention itself from our parameters and calls no forward,
-        # unless a module in it has a hook, which only a call can run.
-        self.register_forward_pre_hook(_wants_to_be_called)
+        # In evaluation, nn.TransformerEncoderLayer computes attention itself from the parameters and does not call
+        # `forward`, unless a module inside has a hook.
+        self.register_forward_pre_hook(_do_nothing)
 
     def forward(
         self,
@@ -77,26 +83,26 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from `query` to `key`.
+        """Attend from each token of `query` to the tokens of `key`.
 
         Args:
             query: `(batch, queries, embed_dim)` with `batch_first`, `(queries, batch, embed_dim)` without, or
                 `(queries, embed_dim)` for one sequence.
             key: likewise, `(batch, keys, kdim)`.
             value: likewise, `(batch, keys, vdim)`.
-            key_padding_mask: `(batch, keys)`, or `(keys,)` for one sequence: boolean, True = ignored, or float, added
+            key_padding_mask: `(batch, keys)`, or `(keys,)` for one sequence. Boolean, True = ignored, or float, added
                 to the scores.
-            need_weights: also return the weights. The matrix exists then.
-            attn_mask: `(queries, keys)` or `(batch * num_heads, queries, keys)`: boolean, True = ignored, or float,
+            need_weights: True to return the attention weights too; the score matrix is stored then.
+            attn_mask: `(queries, keys)` or `(batch * num_heads, queries, keys)`. Boolean, True = ignored, or float,
                 added to the scores.
-            average_attn_weights: the weights averaged over the heads, or those of every head.
-            is_causal: says that `attn_mask` is the causal mask, which must be given all the same. Without a padding
-                mask and weights, the kernel's own causal mask is taken instead.
+            average_attn_weights: True for weights averaged over the heads, False for those of each head.
+            is_causal: True if `attn_mask` is the causal mask, which must be passed all the same. If there is no
+                padding mask and no weights are needed, the kernel's own causal mask replaces it.
 
         Returns:
-            The output, shaped as `query`, and the weights before dropout: `(batch, queries, keys)`, or
-            `(batch, num_heads, queries, keys)` when not averaged, without the batch axis where `query` came without.
-            Keys that the layer appends come last. None in place of the weights that are not needed.
+            Output, shaped as `query`, and the weights before dropout: `(batch, queries, keys)` if averaged, otherwise
+            `(batch, num_heads, queries, keys)`, without the batch axis if `query` has none. Appended keys come last.
+            None in place of weights that are not needed.
 
         Raises:
             InputError: inputs and masks that do not fit the layer or each other.
@@ -107,8 +113,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._check_inputs(query, key, value)
         self._check_masks(query, key, key_padding_mask, attn_mask, is_causal)
 
-        q, k, v = (self._split(each) for each in self._project(query, key, value))
-        k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
+        q, k, v = (self._split_heads(projected) for projected in self._project(query, key, value))
+        # q (batch, heads, queries, head_dim), k and v (batch, heads, keys, head_dim)
+        k, v = self._append_learned(k, self.bias_k), self._append_learned(v, self.bias_v)
         mask, bias = self._mask_and_bias(q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
         attended = attend(
             q,
@@ -119,12 +126,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             dropout=self.dropout if self.training else 0.0,
             return_weights=need_weights,
         )
-        heads, *weights = attended if isinstance(attended, tuple) else (attended,)  # (batch, heads, queries, head_dim)
-        y: Tensor = self.out_proj(self._join(heads, batched=query.ndim == 3))
+        heads, *weights = attended if isinstance(attended, tuple) else (attended,)
+        # heads (batch, heads, queries, head_dim), weights[0] (batch, heads, queries, keys)
+        y: Tensor = self.out_proj(self._join_heads(heads, batched=query.ndim == 3))
         if not need_weights:
             return y, None
-        shown = weights[0].mean(1) if average_attn_weights else weights[0]
-        return y, shown if query.ndim == 3 else shown.squeeze(0)
+        returned = weights[0].mean(1) if average_attn_weights else weights[0]
+        return y, returned if query.ndim == 3 else returned.squeeze(0)
 
     # -- projections and heads ------------------------------------------------------------------------------------
 
@@ -134,9 +142,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         key: Float[Tensor, "*keys kdim"],
         value: Float[Tensor, "*keys vdim"],
     ) -> tuple[Tensor, ...]:
-        """The three inputs projected to `embed_dim`, otherwise shaped as they came.
+        """Return queries, keys and values, projected to `embed_dim`, with the other axes of their inputs.
 
-        Each parameter is read once: under a parametrization, reading computes it.
+        Each parameter is read once, because a parametrization computes it at every read.
         """
         packed: Tensor | None = self.in_proj_weight
         bias: Tensor | None = self.in_proj_bias
@@ -149,32 +157,37 @@ class MultiheadAttention(nn.MultiheadAttention):
         inputs = (query, key, value)
         return tuple(F.linear(x, weight, add) for x, weight, add in zip(inputs, weights, biases, strict=True))
 
-    def _split(self, projected: Float[Tensor, "*any embed"]) -> Float[Tensor, "batch heads length head_dim"]:
-        """The width cut into heads, from whichever order of axes the inputs have; a view, no copy."""
+    def _split_heads(self, projected: Float[Tensor, "*any embed"]) -> Float[Tensor, "batch heads length head_dim"]:
+        """Return a view with the width split into heads, from inputs with or without a batch axis, in either order."""
         heads = projected.view(*projected.shape[:-1], self.num_heads, self.head_dim)
         if heads.ndim == 3:
             return heads.transpose(0, 1).unsqueeze(0)
         return heads.transpose(1, 2) if self.batch_first else heads.permute(1, 2, 0, 3)
 
-    def _join(
+    def _join_heads(
         self, heads: Float[Tensor, "batch heads queries head_dim"], *, batched: bool
     ) -> Float[Tensor, "*any embed"]:
-        """Heads side by side, in the order of axes that `_split` took them from."""
+        """Return the heads side by side on the last axis, with the other axes in the order of the inputs."""
         if not batched:
             return heads.squeeze(0).transpose(0, 1).flatten(1)
         return (heads.transpose(1, 2) if self.batch_first else heads.permute(2, 0, 1, 3)).flatten(2)
 
-    def _append(
+    def _append_learned(
         self, heads: Float[Tensor, "batch heads keys head_dim"], learned: Float[Tensor, "1 1 embed"] | None
     ) -> Float[Tensor, "batch heads more_keys head_dim"]:
-        """The keys, or values, and after them the learned one and the one of zeros, where the layer has them."""
+        """Return keys or values with the learned token of `add_bias_kv` and the zeros of `add_zero_attn` appended.
+
+        Args:
+            heads: keys or values of all heads.
+            learned: learned key or value; None without `add_bias_kv`.
+        """
         batch, num_heads, _, head_dim = heads.shape
-        more = []
+        appended = []
         if learned is not None:
-            more.append(learned.view(1, num_heads, 1, head_dim).expand(batch, -1, -1, -1))
+            appended.append(learned.view(1, num_heads, 1, head_dim).expand(batch, -1, -1, -1))
         if self.add_zero_attn:
-            more.append(heads.new_zeros(batch, num_heads, 1, head_dim))
-        return torch.cat([heads, *more], dim=2) if more else heads
+            appended.append(heads.new_zeros(batch, num_heads, 1, head_dim))
+        return torch.cat([heads, *appended], dim=2) if appended else heads
 
     # -- masks ----------------------------------------------------------------------------------------------------
 
@@ -186,20 +199,22 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> tuple[Mask | None, Float[Tensor, "#batch #heads #queries keys"] | None]:
-        """The masks as `attend` takes them. Both as numbers to add: a boolean mask would be looked into, and that
-        waits for a GPU and is forbidden under `vmap`. Every query sees the keys that the layer appends.
+        """Return the masks of the call as arguments of `attend`: the causal mask, or the sum of both as a bias.
+
+        They become a bias because `attend` reads the values of boolean masks, which waits for a GPU and is forbidden
+        under `vmap`. Appended keys are visible to all queries.
         """
         batch, heads, queries, _ = q.shape
-        square = queries == k.shape[2]  # the flag of torch's kernels is aligned top-left, and knows no appended keys
-        # A rule asks for lengths, and so would fix those of an exported graph.
+        square = queries == k.shape[2]  # the flag of torch's kernels is aligned top-left and ignores appended keys
+        # In an exported graph, `causal()` would fix the lengths.
         if is_causal and key_padding_mask is None and square and not torch.compiler.is_exporting():
             return causal(), None
         bias: Tensor | None = None
         if attn_mask is not None:
-            added = _as_added(attn_mask, q.dtype)
-            bias = added if added.ndim == 2 else added.view(batch, heads, queries, added.shape[-1])
+            bias = _as_bias(attn_mask, q.dtype)
+            bias = bias if bias.ndim == 2 else bias.view(batch, heads, queries, bias.shape[-1])
         if key_padding_mask is not None:
-            padding = _as_added(key_padding_mask, q.dtype)[..., None, None, :]  # (batch, 1, 1, keys), or (1, 1, keys)
+            padding = _as_bias(key_padding_mask, q.dtype)[..., None, None, :]  # (batch, 1, 1, keys), or (1, 1, keys)
             bias = padding if bias is None else bias + padding
         if bias is None:
             return None, None
@@ -209,24 +224,24 @@ class MultiheadAttention(nn.MultiheadAttention):
     # -- nested input ---------------------------------------------------------------------------------------------
 
     def _attend_nested(self, x: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-        """Self-attention of sequences of several lengths, which nn.TransformerEncoder makes of padded ones.
+        """Return output and weights of self-attention over a nested tensor, which `nn.TransformerEncoder` passes.
 
-        The weights come padded with zeros, as torch's do.
+        The output is nested; the weights are padded with zeros, as torch's are.
         """
         lengths = [len(sequence) for sequence in x.unbind()]
         padded = x.to_padded_tensor(0.0)  # (batch, length, embed)
         position = torch.arange(padded.shape[1], device=padded.device)
-        beyond = position >= torch.tensor(lengths, device=padded.device)[:, None]  # (batch, length)
-        y, weights = self.forward(padded, padded, padded, beyond, need_weights, None, average)
+        is_padding = position >= torch.tensor(lengths, device=padded.device)[:, None]  # (batch, length)
+        y, weights = self.forward(padded, padded, padded, is_padding, need_weights, None, average)
         if weights is not None:
-            weights = weights.masked_fill(beyond[:, :, None] if average else beyond[:, None, :, None], 0.0)
+            weights = weights.masked_fill(is_padding[:, :, None] if average else is_padding[:, None, :, None], 0.0)
         rows = [row[:length] for row, length in zip(y, lengths, strict=True)]
         return torch.nested.as_nested_tensor(rows), weights
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def _check_nested(self, query: Tensor, key: Any, value: Any, *masks: Any) -> None:
-        """Nested tensors go where they go in torch's layer: batch first, to themselves, without a mask."""
+        """Raise `InputError` unless a nested query attends to itself, batch first and without a mask, as in torch."""
         if query.layout is not torch.strided or not self.batch_first:
             raise InputError(
                 "query",
@@ -237,11 +252,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise InputError("key", expected="query itself, and value too, when query is nested", got="another object")
         if any(mask is not None and mask is not False for mask in masks):
             raise InputError(
-                "query", expected="a tensor beside a mask", got="a nested tensor", remedy="its lengths are its mask"
+                "query", expected="a tensor with a mask", got="a nested tensor", remedy="its lengths are its mask"
             )
 
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
-        """Ranks, widths, dtypes, devices, and lengths that fit each other."""
+        """Raise `InputError` unless axes, widths, dtypes, devices and lengths fit the layer and each other."""
         widths = (self.embed_dim, self.kdim, self.vdim)
         for name, tensor, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
             _check_tensor(name, tensor, width, query, batch_first=self.batch_first)
@@ -254,7 +269,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise InputError("value", expected=expected, got=tuple(value.shape[:-1]))
 
     def _check_masks(self, query: Tensor, key: Tensor, key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:
-        """Dtypes, devices and shapes of the masks, and that the causal one is there."""
+        """Raise `InputError` for masks of the wrong dtype, device or shape, or for `is_causal` without a mask."""
         (batch, queries), (_, keys) = self._batch_and_length(query), self._batch_and_length(key)
         if key_padding_mask is not None:
             _check_mask("key_padding_mask", key_padding_mask, query, (batch, keys) if query.ndim == 3 else (keys,))
@@ -264,31 +279,31 @@ class MultiheadAttention(nn.MultiheadAttention):
         elif is_causal:
             raise InputError(
                 "attn_mask",
-                expected=f"the causal mask ({queries}, {keys}) that is_causal=True speaks of",
+                expected=f"the causal mask ({queries}, {keys}) that is_causal=True refers to",
                 got="none",
                 remedy="nn.Transformer.generate_square_subsequent_mask makes it",
             )
 
     def _batch_and_length(self, x: Tensor) -> tuple[int, int]:
-        """Both sizes, from whichever order of axes `x` has; a batch of 1 where it has none."""
+        """Return batch size and length of an input in either order of axes; batch size 1 without a batch axis."""
         if x.ndim == 2:
             return 1, x.shape[0]
         return (x.shape[0], x.shape[1]) if self.batch_first else (x.shape[1], x.shape[0])
 
 
-def _wants_to_be_called(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """A hook that does nothing: that it is there is what it is for."""
+def _do_nothing(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Hook without effect; its presence makes `nn.TransformerEncoderLayer` call the layer."""
 
 
-def _as_added(mask: Tensor, dtype: torch.dtype) -> Float[Tensor, "..."]:
-    """A mask as torch's layer takes it, in numbers to add to the scores."""
+def _as_bias(mask: Tensor, dtype: torch.dtype) -> Float[Tensor, "..."]:
+    """Return a mask of torch's layer as a bias of the scores; True becomes -inf, and a float mask stays as it is."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
 
 
 def _check_tensor(name: str, tensor: Any, width: int, query: Any, *, batch_first: bool) -> None:
-    """Rank, that of the query, and width."""
+    """Raise `InputError` unless an input is a tensor of this width with as many axes as the query."""
     if not isinstance(tensor, Tensor) or tensor.is_nested:
         got = "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise InputError(name, expected="a tensor", got=got)
@@ -303,7 +318,7 @@ def _check_tensor(name: str, tensor: Any, width: int, query: Any, *, batch_first
 
 
 def _check_mask(name: str, mask: Any, query: Tensor, *shapes: tuple[int, ...]) -> None:
-    """Boolean or float, on the query's device, of one of the shapes."""
+    """Raise `InputError` unless a mask is boolean or float, on the query's device, and of one of the shapes."""
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(
