@@ -17,53 +17,61 @@ from headwise.compat import MultiheadAttention
 REPORT = Path(__file__).parent.parent.parent / "docs" / "reports" / "torch-differences.md"
 
 BATCH, LENGTH, EMBED, HEADS = 2, 5, 12, 2
-BY_DESIGN, TORCH_IS_WRONG, TOLD_BETTER = "by design", "torch is wrong", "the same refusal, told with sizes"
+BY_DESIGN, TORCH_IS_WRONG = "by design", "torch is wrong"
+CLEARER_ERROR = "same error, with sizes in the message"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A case, why the two differ in it, and what a layer class does there, in words."""
+    """Case in which torch's layer and the replacement behave differently.
+
+    Attributes:
+        name: title of the row in the table.
+        kind: by design, a mistake of torch, or a clearer error.
+        reason: why the two differ.
+        behaviour: runs the case with a layer class and describes the result.
+    """
 
     name: str
     kind: str
     reason: str
-    seen: Callable[[type[nn.MultiheadAttention]], str]
+    behaviour: Callable[[type[nn.MultiheadAttention]], str]
 
 
 DIFFERENCES: list[Difference] = []
 
 
 def difference(name: str, kind: str, reason: str) -> Callable:
-    """Enter a function, which says what a layer class does, into the table."""
+    """Return a decorator that adds a row to the table; the function runs the case and describes the result."""
 
-    def enter(seen: Callable[[type[nn.MultiheadAttention]], str]) -> Callable:
-        DIFFERENCES.append(Difference(name, kind, reason, seen))
-        return seen
+    def add_row(behaviour: Callable[[type[nn.MultiheadAttention]], str]) -> Callable:
+        DIFFERENCES.append(Difference(name, kind, reason, behaviour))
+        return behaviour
 
-    return enter
+    return add_row
 
 
-def made(cls: type[nn.MultiheadAttention], **options: Any) -> nn.MultiheadAttention:
-    """A layer of the class, from one seed."""
+def build(cls: type[nn.MultiheadAttention], **options: Any) -> nn.MultiheadAttention:
+    """Return a layer of the class, always with the same parameters."""
     torch.manual_seed(0)
     return cls(EMBED, HEADS, **({"batch_first": True} | options))
 
 
 def tokens() -> Tensor:
-    """One input, always the same."""
+    """Return an input, always the same."""
     return torch.randn(BATCH, LENGTH, EMBED, generator=torch.Generator().manual_seed(1))
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """The module in evaluation, without gradients: where torch has its fast path."""
+    """Put the module in evaluation mode and switch gradients off, where torch has its fast path."""
     module.eval()
     with torch.no_grad():
         yield
 
 
-def told(call: Callable[[], object]) -> str:
-    """The error that a call raises, as its user reads it."""
+def error_text(call: Callable[[], object]) -> str:
+    """Return type and message of the error that a call raises, or "no error"."""
     try:
         call()
     except Exception as error:
@@ -71,18 +79,18 @@ def told(call: Callable[[], object]) -> str:
     return "no error"
 
 
-def nans(tensor: Tensor) -> str:
-    """How many of the numbers are NaN."""
+def count_nans(tensor: Tensor) -> str:
+    """Return the number of NaNs in a tensor, in words."""
     return f"{int(tensor.isnan().sum())} of {tensor.numel()} numbers NaN"
 
 
 def causal() -> Tensor:
-    """The causal mask that torch makes."""
+    """Return the causal mask of `nn.Transformer`."""
     return nn.Transformer.generate_square_subsequent_mask(LENGTH)
 
 
-def row_hidden(row: int = 3) -> Tensor:
-    """A mask, True = ignored, in which one query has no key left."""
+def mask_without_keys(row: int = 3) -> Tensor:
+    """Return a mask, True = ignored, in which one query may attend to no key."""
     mask = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
     mask[row] = True
     return mask
@@ -90,44 +98,44 @@ def row_hidden(row: int = 3) -> Tensor:
 
 # -- rows without a key -----------------------------------------------------------------------------------------------
 
-EMPTY = "A query without a key takes nothing: its heads give 0, its weights are 0, the output is `out_proj.bias`."
+EMPTY = "The heads of a query without a key have output 0 and weights 0, so the output is `out_proj.bias`."
 
 
 @difference("A query without a key, with weights", TORCH_IS_WRONG, EMPTY)
 def _(cls):
     x = tokens()
-    y, weights = made(cls)(x, x, x, attn_mask=row_hidden())
-    return f"output: {nans(y)}; weights: {nans(weights)}"
+    y, weights = build(cls)(x, x, x, attn_mask=mask_without_keys())
+    return f"output: {count_nans(y)}; weights: {count_nans(weights)}"
 
 
 @difference("The same, gradients of the parameters", TORCH_IS_WRONG, EMPTY)
 def _(cls):
-    layer, x = made(cls), tokens()
-    y, _ = layer(x, x, x, attn_mask=row_hidden())
+    layer, x = build(cls), tokens()
+    y, _ = layer(x, x, x, attn_mask=mask_without_keys())
     y[:, :3].sum().backward()  # of rows that do have keys
-    return nans(torch.cat([parameter.grad.flatten() for parameter in layer.parameters()]))
+    return count_nans(torch.cat([parameter.grad.flatten() for parameter in layer.parameters()]))
 
 
 @difference("The same in evaluation, without weights", TORCH_IS_WRONG, EMPTY)
 def _(cls):
-    layer, x = made(cls), tokens()
+    layer, x = build(cls), tokens()
     with evaluating(layer):
-        return nans(layer(x, x, x, attn_mask=row_hidden(), need_weights=False)[0])
+        return count_nans(layer(x, x, x, attn_mask=mask_without_keys(), need_weights=False)[0])
 
 
 @difference("The same through `nn.TransformerEncoderLayer`, in evaluation", TORCH_IS_WRONG, EMPTY)
 def _(cls):
     block = nn.TransformerEncoderLayer(EMBED, HEADS, batch_first=True)
-    block.self_attn = made(cls)
+    block.self_attn = build(cls)
     with evaluating(block):
-        return nans(block(tokens(), src_mask=row_hidden()))
+        return count_nans(block(tokens(), src_mask=mask_without_keys()))
 
 
 # -- the causal hint --------------------------------------------------------------------------------------------------
 
 
 def changed_by_the_hint(layer: nn.MultiheadAttention, query: Tensor, key: Tensor, mask: Tensor) -> str:
-    """How far the output with `is_causal=True` is from the one with the mask alone."""
+    """Return in words how much `is_causal=True` changes the output for the same mask."""
     without, with_hint = (
         layer(query, key, key, attn_mask=mask, is_causal=hint, need_weights=False)[0] for hint in (False, True)
     )
@@ -138,33 +146,33 @@ def changed_by_the_hint(layer: nn.MultiheadAttention, query: Tensor, key: Tensor
 @difference(
     "`is_causal=True` and the causal mask, with `add_bias_kv`",
     TORCH_IS_WRONG,
-    "It drops the mask for its kernel's flag, which hides the appended key. Ours keeps the mask there.",
+    "It replaces the mask by its kernel's causal flag, which hides the appended key. Ours keeps the mask.",
 )
 def _(cls):
     x = tokens()
-    return changed_by_the_hint(made(cls, add_bias_kv=True), x, x, causal())
+    return changed_by_the_hint(build(cls, add_bias_kv=True), x, x, causal())
 
 
 @difference(
     "`is_causal=True`, 1 query at the end of 5 keys, mask of zeros",
     TORCH_IS_WRONG,
-    "The kernel's flag is aligned top-left, so the query, though the last, sees the first key alone. "
-    "Ours takes the flag only where there are as many queries as keys.",
+    "The kernel's flag is aligned top-left, so the last query sees only the first key. "
+    "Ours uses the flag only if there are as many queries as keys.",
 )
 def _(cls):
     x = tokens()
-    return changed_by_the_hint(made(cls), x[:, -1:], x, torch.zeros(1, LENGTH))
+    return changed_by_the_hint(build(cls), x[:, -1:], x, torch.zeros(1, LENGTH))
 
 
 @difference(
     "`is_causal=True` without a mask, in evaluation",
     TORCH_IS_WRONG,
-    "Its fast path forgets the hint, and every query sees the future.",
+    "Its fast path ignores the hint, and every query sees later tokens.",
 )
 def _(cls):
-    layer, x = made(cls), tokens()
+    layer, x = build(cls), tokens()
     with evaluating(layer):
-        y = told(lambda: layer(x, x, x, is_causal=True))
+        y = error_text(lambda: layer(x, x, x, is_causal=True))
         if y != "no error":
             return y
         future = x.clone()
@@ -173,10 +181,10 @@ def _(cls):
         return f"no error; the first output moves by {moved.abs().max():.2f} when the last token does"
 
 
-@difference("The same in training", TOLD_BETTER, "`InputError` is a `ValueError`.")
+@difference("The same in training", CLEARER_ERROR, "`InputError` is a `ValueError`.")
 def _(cls):
     x = tokens()
-    return told(lambda: made(cls)(x, x, x, is_causal=True))
+    return error_text(lambda: build(cls)(x, x, x, is_causal=True))
 
 
 # -- what stands in place of a parameter ------------------------------------------------------------------------------
@@ -185,10 +193,10 @@ def _(cls):
 @difference(
     "A hook on `out_proj`, one call in training and one in evaluation",
     TORCH_IS_WRONG,
-    "It reads `out_proj.weight` and does not call the module; ours does.",
+    "It reads `out_proj.weight` and does not call the module. Ours calls it.",
 )
 def _(cls):
-    layer, x, ran = made(cls), tokens(), []
+    layer, x, ran = build(cls), tokens(), []
     layer.out_proj.register_forward_hook(lambda *_: ran.append(1))
     layer(x, x, x)
     with evaluating(layer):
@@ -197,7 +205,7 @@ def _(cls):
 
 
 class Adapter(nn.Linear):
-    """A linear map whose forward adds something to what its weight says."""
+    """Linear map whose forward adds 1, as an adapter adds a correction."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 1.0
@@ -206,10 +214,10 @@ class Adapter(nn.Linear):
 @difference(
     "An adapter that adds 1 in place of `out_proj`",
     TORCH_IS_WRONG,
-    "The same: it ignores a low-rank adapter there, without an error.",
+    "For the same reason it ignores a low-rank adapter there, without an error.",
 )
 def _(cls):
-    layer, x = made(cls), tokens()
+    layer, x = build(cls), tokens()
     before, _ = layer(x, x, x)
     adapter = Adapter(EMBED, EMBED)
     adapter.load_state_dict(layer.out_proj.state_dict())
@@ -220,8 +228,8 @@ def _(cls):
 @difference(
     "`nn.TransformerEncoderLayer` in evaluation without gradients",
     BY_DESIGN,
-    "There torch computes the whole block in one operator that calls no layer. "
-    "Ours carries a hook that does nothing, which is one of torch's own conditions for calling the layer.",
+    "Torch computes the whole block in one operator that calls no layer. "
+    "Ours has a hook that does nothing, because torch calls a layer that has hooks.",
 )
 def _(cls):
     block = nn.TransformerEncoderLayer(EMBED, HEADS, batch_first=True)
@@ -232,7 +240,7 @@ def _(cls):
             ran.append(1)
             return super().forward(*inputs, **options)
 
-    block.self_attn = made(Counted)
+    block.self_attn = build(Counted)
     with evaluating(block):
         block(tokens())
     return f"the layer's `forward` ran {len(ran)} times"
@@ -244,86 +252,85 @@ def _(cls):
 @difference(
     "Weights in training, `dropout=0.5`",
     BY_DESIGN,
-    "Ours are those before dropout: where each query looks, not which weights were left out of this step. "
-    "Their expected value is the same.",
+    "Ours are the weights before dropout, which show where each query attends. The expected value is the same.",
 )
 def _(cls):
     x = tokens()
-    _, weights = made(cls, dropout=0.5)(x, x, x)
+    _, weights = build(cls, dropout=0.5)(x, x, x)
     sums = weights.sum(-1)
     return f"rows add up to {sums.min():.2f} to {sums.max():.2f}; {int((weights == 0).sum())} weights are 0"
 
 
-@difference("`dropout=1.0` in training", BY_DESIGN, "A layer that leaves out every weight computes nothing.")
+@difference("`dropout=1.0` in training", BY_DESIGN, "A layer that drops every weight computes nothing.")
 def _(cls):
     x = tokens()
-    return told(lambda: made(cls, dropout=1.0)(x, x, x))
+    return error_text(lambda: build(cls, dropout=1.0)(x, x, x))
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
-@difference("An `attn_mask` of the wrong shape", TOLD_BETTER, "")
+@difference("An `attn_mask` of the wrong shape", CLEARER_ERROR, "")
 def _(cls):
     x = tokens()
-    return told(lambda: made(cls)(x, x, x, attn_mask=torch.zeros(LENGTH, 7)))
+    return error_text(lambda: build(cls)(x, x, x, attn_mask=torch.zeros(LENGTH, 7)))
 
 
-@difference("A `key_padding_mask` of the wrong shape", TOLD_BETTER, "")
+@difference("A `key_padding_mask` of the wrong shape", CLEARER_ERROR, "")
 def _(cls):
     x = tokens()
-    return told(lambda: made(cls)(x, x, x, key_padding_mask=torch.zeros(LENGTH, BATCH)))
+    return error_text(lambda: build(cls)(x, x, x, key_padding_mask=torch.zeros(LENGTH, BATCH)))
 
 
-@difference("Inputs of the wrong width", TOLD_BETTER, "")
+@difference("Inputs of the wrong width", CLEARER_ERROR, "")
 def _(cls):
     x = tokens()
-    return told(lambda: made(cls)(x[..., :7], x, x))
+    return error_text(lambda: build(cls)(x[..., :7], x, x))
 
 
-@difference("Inputs of the wrong dtype", TOLD_BETTER, "")
+@difference("Inputs of the wrong dtype", CLEARER_ERROR, "")
 def _(cls):
     x = tokens().double()
-    return told(lambda: made(cls)(x, x, x))
+    return error_text(lambda: build(cls)(x, x, x))
 
 
-@difference("Keys of another batch", TOLD_BETTER, "")
+@difference("Keys of another batch", CLEARER_ERROR, "")
 def _(cls):
     x = tokens()
-    return told(lambda: made(cls)(x, x[:1], x[:1]))
+    return error_text(lambda: build(cls)(x, x[:1], x[:1]))
 
 
 @difference(
     "A boolean padding mask beside a float `attn_mask`",
     BY_DESIGN,
-    "Each means what it means alone.",
+    "Each mask has the meaning that it has alone.",
 )
 def _(cls):
     x = tokens()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made(cls)(x, x, x, torch.zeros(BATCH, LENGTH, dtype=torch.bool), attn_mask=causal())
-    return f"a warning: {said[0].message}" if said else "no warning"
+        build(cls)(x, x, x, torch.zeros(BATCH, LENGTH, dtype=torch.bool), attn_mask=causal())
+    return f"a warning: {caught[0].message}" if caught else "no warning"
 
 
 # -- the document -----------------------------------------------------------------------------------------------------
 
 
 def cell(text: str) -> str:
-    """Text that ends no cell of a table."""
+    """Return text with escaped vertical bars, for a cell of a table."""
     return text.replace("|", "\\|")
 
 
 def table() -> list[str]:
-    """A row for each difference that this torch shows; one that is gone is named on the error stream."""
-    lines = ["| case | torch | headwise | |", "| --- | --- | --- | --- |"]
-    for each in DIFFERENCES:
-        theirs, ours = each.seen(nn.MultiheadAttention), each.seen(MultiheadAttention)
+    """Return the table: a row per difference; one that this torch no longer shows goes to the error stream."""
+    lines = ["| case | torch | headwise | reason |", "| --- | --- | --- | --- |"]
+    for case in DIFFERENCES:
+        theirs, ours = case.behaviour(nn.MultiheadAttention), case.behaviour(MultiheadAttention)
         if theirs == ours:
-            print(f"no longer a difference: {each.name} ({ours})", file=sys.stderr)
+            print(f"no longer a difference: {case.name} ({ours})", file=sys.stderr)
             continue
-        why = f"{each.kind[0].upper()}{each.kind[1:]}. {each.reason}".strip()
-        lines.append(f"| {' | '.join(map(cell, (each.name, theirs, ours, why)))} |")
+        why = f"{case.kind[0].upper()}{case.kind[1:]}. {case.reason}".strip()
+        lines.append(f"| {' | '.join(map(cell, (case.name, theirs, ours, why)))} |")
     return lines
 
 
@@ -333,7 +340,7 @@ def document() -> str:
     lines = [
         "# Differences from `torch.nn.MultiheadAttention`",
         "",
-        "How to use the replacement is described in [the stand-in](../stand-in.md).",
+        "[The replacement for torch's layer](../stand-in.md) describes how to use it.",
         "",
         f"Run on {datetime.date.today().isoformat()} with torch {version} on CPU, by",
         f"`research/tables/torch_differences.py`: batch {BATCH}, length {LENGTH}, width {EMBED}, {HEADS} heads.",

@@ -1,4 +1,4 @@
-"""The stand-in against torch's own layer, and where the two must differ against attention written out by hand."""
+"""`headwise.compat.MultiheadAttention` against torch's own layer; where they differ, against a plain implementation."""
 
 import copy
 import inspect
@@ -348,9 +348,9 @@ def test_appended_keys_are_seen_beside_the_causal_hint():
 
 
 @pytest.mark.usefixtures("as_user")
-@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda each: each.name)
+@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda difference: difference.name)
 def test_the_document_lists_what_differs(difference):
-    assert difference.seen(nn.MultiheadAttention) != difference.seen(MultiheadAttention)
+    assert difference.behaviour(nn.MultiheadAttention) != difference.behaviour(MultiheadAttention)
     assert f"| {difference.name} |" in (DOCS / "reports" / "torch-differences.md").read_text(encoding="utf-8")
 
 
