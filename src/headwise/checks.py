@@ -1,4 +1,4 @@
-"""What an argument must be: each check returns the value, or raises `InputError` in one sentence."""
+"""Checks of arguments: each returns the value in the form the caller needs, or raises `InputError`."""
 
 import math
 import operator
@@ -13,7 +13,7 @@ from headwise.shapes import Float, Int
 
 
 def whole_number(argument: str, value: Any, *, least: int) -> int:
-    """An int of at least `least`; True and False are not numbers."""
+    """Return an integer of at least `least`; True and False are refused."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -24,7 +24,7 @@ def whole_number(argument: str, value: Any, *, least: int) -> int:
 
 
 def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> float:
-    """A float that is neither NaN nor infinite, and more than `above`."""
+    """Return a number as a float that is finite and greater than `above`; a tensor that requires grad is refused."""
     if isinstance(value, Tensor) and value.requires_grad:
         remedy = "its gradient would be lost: pass float(value)"
         raise InputError(argument, expected="a number", got="a tensor that requires grad", remedy=remedy)
@@ -36,7 +36,7 @@ def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> flo
 
 
 def probability(argument: str, value: Any) -> float:
-    """A float of 0 or more and less than 1."""
+    """Return a probability as a float of 0 or more and less than 1."""
     number = _as_float(value)
     if not 0.0 <= number < 1.0:
         raise InputError(argument, expected="a probability of 0 or more and less than 1", got=repr(value))
@@ -44,7 +44,7 @@ def probability(argument: str, value: Any) -> float:
 
 
 def flag(argument: str, value: Any) -> bool:
-    """True or False, and nothing that merely counts as one of them."""
+    """Return a bool unchanged; other values that could count as true or false are refused."""
     if not isinstance(value, bool):
         raise InputError(argument, expected="True or False", got=repr(value))
     return value
@@ -58,7 +58,7 @@ def require_module(model: Any) -> nn.Module:
 
 
 def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, "..."]:
-    """A real float tensor on the device of `like`."""
+    """Return a tensor of floating-point numbers on the device of `like` unchanged."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise InputError(argument, expected="a float tensor", got=got)
@@ -100,7 +100,7 @@ def position_ids(
     length: int | None = None,
     device: torch.device | None = None,
 ) -> Int[Tensor, "_ _"]:
-    """A tensor of whole numbers `(batch, length)`, or one row for the whole batch; any size that is not given."""
+    """Return a tensor of positions `(batch, length)` or `(1, length)` unchanged; sizes left as None may be anything."""
     expected = "a tensor of whole numbers (batch, length)"
     if not isinstance(value, Tensor):
         raise InputError(argument, expected=expected, got=type(value).__name__)
@@ -116,7 +116,7 @@ def position_ids(
 def positions_argument(
     argument: str, values: Any, *, batch: int, length: int, device: torch.device
 ) -> Int[Tensor, "#batch length"]:
-    """Positions as a user may give them, `(length,)` or `(batch, length)`, with the batch axis."""
+    """Return positions passed as `(length,)` or `(batch, length)`, as an integer tensor with a batch axis."""
     tensor = whole_numbers(argument, values, dimensions=(1, 2), shape="(length,) or (batch, length)")
     tensor = tensor[None] if tensor.ndim == 1 else tensor
     if tensor.shape[0] not in (1, batch) or tensor.shape[1] != length:
@@ -134,7 +134,7 @@ def has_readable_values(tensor: Tensor) -> bool:
 
 
 def _as_float(value: Any) -> float:
-    """The value as a float; NaN, which no check lets pass, where it is none."""
+    """Return the value as a float, or NaN, which all checks refuse, if it is not a number."""
     try:
         return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):

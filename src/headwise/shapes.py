@@ -1,8 +1,8 @@
-"""Shapes in signatures: `Float[Tensor, "batch heads length head_dim"]`.
+"""Type annotations for tensors with shapes: `Float[Tensor, "batch heads length head_dim"]`.
 
-The names follow jaxtyping, so its notation is all there is to learn: `#n` is n or 1, `*batch` is any number
-of axes, `_` is anything. At run time they are `typing.Annotated` and cost nothing; the test-suite puts
-jaxtyping itself in this module's place and checks every call.
+The notation is that of jaxtyping: `#n` is n or 1, `*batch` is any number of axes, `_` is any size. At run time the
+annotations are `typing.Annotated` and cost nothing. The test suite replaces this module by jaxtyping and checks the
+shapes of every call.
 """
 
 from typing import Annotated as Bool

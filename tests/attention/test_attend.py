@@ -450,7 +450,7 @@ MISTAKES = {
     "mask type": ((Q, K, K, {"mask": "causal"}), "mask: expected a headwise Mask, .*, got str"),
     "two biases": (
         (Q, K, K, {"mask": zeros(5, 11), "bias": zeros(5, 11)}),
-        "mask: expected a boolean tensor or a Mask beside bias=, got a second tensor to add, of torch.float32",
+        "mask: expected a boolean tensor or a Mask together with bias=, got a second tensor to add, of torch.float32",
     ),
     "mask device": (
         (Q, K, K, {"mask": zeros(5, 11, dtype=torch.bool, device="meta")}),

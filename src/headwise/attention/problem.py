@@ -1,4 +1,4 @@
-"""One attention problem, checked once, in the form every backend takes."""
+"""`Problem`: the arguments of one attention call, checked and in the form that every backend reads."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -15,11 +15,11 @@ from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What queries, keys and values may be."""
+"""Dtypes of queries, keys and values that attention supports."""
 
 
 class Answer(NamedTuple):
-    """What a backend returns; `lse` and `weights` where the problem asks for them."""
+    """Result of one attention problem: the output, and log-sum-exp and weights, which are None unless asked for."""
 
     out: Float[Tensor, "batch heads queries value_dim"]
     lse: Float[Tensor, "batch heads queries"] | None
@@ -27,7 +27,7 @@ class Answer(NamedTuple):
 
 
 class TalkingHeads(NamedTuple):
-    """What heads take from each other, row h for head h, `before` the softmax and `after` it."""
+    """Two matrices that mix heads, `before` and `after` the softmax; row h has the coefficients of head h."""
 
     before: Float[Tensor, "heads heads"]
     after: Float[Tensor, "heads heads"]
@@ -35,10 +35,25 @@ class TalkingHeads(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Queries, keys and values, and everything that decides the output. Made by `Problem.checked`.
+    """Tensors and options of one attention call, which decide its result; create it with `Problem.checked`.
 
-    The mask is None where it would allow everything; the grid is what it is laid over. What is added to scores or
-    multiplies them has the dtype of the scores.
+    Tensors that are added to scores or multiply them have the dtype of the scores.
+
+    Attributes:
+        q: queries.
+        k: keys.
+        v: values.
+        mask: keys that each query may attend to; None if the mask hides nothing.
+        bias: tensor that is added to the scores; None without.
+        scale: factor of the scores.
+        softcap: limit of the scaled scores; None without.
+        sinks: sink logit of each head; None without.
+        talking: matrices that mix heads; None without.
+        grid: sizes of the score matrix, and positions of queries and keys.
+        gate: factor of the output, which `attend` applies and backends ignore; None without.
+        dropout: probability with which a weight is dropped.
+        return_lse: True if the log-sum-exp is asked for.
+        return_weights: True if the weights are asked for.
     """
 
     q: Float[Tensor, "batch heads queries head_dim"]
@@ -58,7 +73,7 @@ class Problem:
 
     @property
     def score_dtype(self) -> torch.dtype:
-        """The dtype of the scores."""
+        """Dtype in which scores are accumulated: that of q, but float32 at least."""
         return score_dtype(self.q)
 
     @staticmethod
@@ -80,7 +95,11 @@ class Problem:
         return_lse: bool = False,
         return_weights: bool = False,
     ) -> "Problem":
-        """The problem these arguments state, or `InputError` for the first that does not fit."""
+        """Check the arguments of `attend` and return them as a `Problem`.
+
+        Raises:
+            InputError: an argument is unusable or does not fit the others; the first one found is named.
+        """
         _check_tensors(q, k, v)
         mask, bias = mask_and_bias(mask, bias)
         positions = _positions(query_positions, key_positions, q, k)
@@ -118,31 +137,34 @@ class Problem:
 
 @runtime_checkable
 class Backend(Protocol):
-    """What computes an answer: a module of this shape, or an object."""
+    """Interface of an attention backend, which a module or an object implements."""
 
     @property
     def name(self) -> str:
-        """What it is asked for by."""
+        """Name of the backend, as passed to `attend(backend=...)`."""
 
     def why_not(self, problem: Problem) -> str | None:
-        """None when it can do this problem, otherwise why not, in one sentence."""
+        """Return the reason that the backend cannot compute a problem, in one sentence; None if it can."""
 
     def run(self, problem: Problem) -> Answer:
-        """The answer; called only where `why_not` says None."""
+        """Compute a problem for which `why_not` returns None."""
 
 
 def score_dtype(q: Tensor) -> torch.dtype:
-    """Scores are kept in float32 at least, whatever q is."""
+    """Return the dtype in which the scores of queries `q` are accumulated: that of q, but float32 at least."""
     return torch.promote_types(q.dtype, torch.float32)
 
 
 def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _ _ _"] | None]:
-    """What a user may pass as `mask=` and `bias=`, told apart: a rule, and a tensor to add to the scores."""
+    """Return a user's `mask=` and `bias=` as a `Mask` and a four-axis tensor to add to the scores, each or None.
+
+    A boolean tensor becomes a mask, and a float tensor passed as mask becomes the bias.
+    """
     if isinstance(mask, Tensor) and mask.is_floating_point():
         if bias is not None:
             raise InputError(
                 "mask",
-                expected="a boolean tensor or a Mask beside bias=",
+                expected="a boolean tensor or a Mask together with bias=",
                 got=f"a second tensor to add, of {mask.dtype}",
                 remedy="pass the sum of the two as bias=",
             )
@@ -162,9 +184,9 @@ def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _
 
 
 def _allows_all(mask: Mask, grid: Grid) -> bool:
-    """Whether the mask is known to forbid nothing, without reading more than one matrix.
+    """Return True if a mask is known to hide nothing; a mask of more values than one score matrix is not read.
 
-    While compiling, lengths may be symbols, which no range takes.
+    While compiling the result is False: lengths may be symbols, which `range` does not accept.
     """
     if (
         torch.compiler.is_compiling()
@@ -178,7 +200,7 @@ def _allows_all(mask: Mask, grid: Grid) -> bool:
 def _positions(
     of_queries: Any, of_keys: Any, q: Tensor, k: Tensor
 ) -> tuple[Int[Tensor, "#batch queries"] | None, Int[Tensor, "#batch keys"] | None]:
-    """Both as `(batch or 1, length)`, or neither."""
+    """Return positions of queries and keys as `(batch or 1, length)`, or None for both."""
     if of_queries is None and of_keys is None:
         return None, None
     if of_queries is None or of_keys is None:
@@ -191,7 +213,7 @@ def _positions(
 
 
 def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
-    """The two matrices in the dtype of the scores."""
+    """Return the matrices of talking heads in the dtype of the scores, after checking their shapes."""
     heads = q.shape[1]
     if not isinstance(matrices, tuple | list) or len(matrices) != 2:
         got = type(matrices).__name__
@@ -204,7 +226,7 @@ def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
 
 
 def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
-    """The values in the dtype of the scores."""
+    """Return a tensor of one number for each head in the dtype of the scores, after checking its shape."""
     tensor = float_tensor(name, values, like=q)
     if tensor.shape != q.shape[1:2]:
         got = f"shape {tuple(tensor.shape)}"
@@ -213,7 +235,7 @@ def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
 
 
 def gate_factor(gate: Any, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]:
-    """The gate in a shape that multiplies `(batch, heads, queries, value_dim)`."""
+    """Return a gate in the dtype of q and with axes that broadcast to `(batch, heads, queries, value_dim)`."""
     factor = float_tensor("gate", gate, like=q)
     batch, heads, queries, _ = q.shape
     forms = ((heads,), (batch, heads), (batch, heads, queries))
@@ -229,7 +251,7 @@ def gate_factor(gate: Any, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"
 
 
 def _check_tensors(q: Any, k: Any, v: Any) -> None:
-    """Ranks, dtypes, devices and sizes of the three tensors."""
+    """Check ranks, dtypes, devices and sizes of q, k and v."""
     for name, tensor in {"q": q, "k": k, "v": v}.items():
         if not isinstance(tensor, Tensor) or tensor.is_nested:
             got = "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__

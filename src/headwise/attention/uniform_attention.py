@@ -1,6 +1,6 @@
-"""Even attention: each query gives all keys that it may see the same weight, so a head gives the mean of their values.
+"""Uniform attention: every visible key has the same weight, so a head's output is the mean of the visible values.
 
-What a head would do if it could not choose: a gate puts it in the place of a head's own output.
+As a replacement of a head's output it shows what the head would compute if it could not choose between keys.
 """
 
 from dataclasses import replace
@@ -15,11 +15,11 @@ from headwise.shapes import Float
 
 
 def uniform_output(problem: Problem) -> Float[Tensor, "batch heads queries value_dim"]:
-    """The output of a problem whose scores are all alike; what forbids keys, by a mask or by -inf, still does."""
+    """Return the output under uniform attention over the keys that the mask, or a bias of -inf, does not hide."""
     bias = problem.bias
     if bias is not None:
         bias = torch.zeros_like(bias).masked_fill(bias == -torch.inf, -torch.inf)
-    alike = replace(
+    uniform = replace(
         problem,
         q=torch.zeros_like(problem.q),
         bias=bias,
@@ -33,4 +33,4 @@ def uniform_output(problem: Problem) -> Float[Tensor, "batch heads queries value
         return_weights=False,
     )
     with without_autocast(problem.q.device):
-        return choose_fastest(alike).run(alike).out
+        return choose_fastest(uniform).run(uniform).out

@@ -1,16 +1,15 @@
-"""torch's fused attention, and the operators under it where the log-sum-exp is wanted.
+"""The fused backend: torch's attention kernels, and the operator under them if the log-sum-exp is needed.
 
-The output comes from `scaled_dot_product_attention`, which picks its own kernel for the device. It keeps the
-fused kernel, and so memory linear in length, except with dropout on CPU and with a bias that learns: there
-torch itself computes the whole matrix. A mask other than plain causal is handed over as a tensor of
-queries x keys. Its second derivative is not implemented by torch; `backend="reference"` has one.
+The output comes from `scaled_dot_product_attention`, which chooses a kernel for the device. Memory is linear in length,
+except with dropout on CPU and with a bias that requires grad: there torch computes the whole matrix. A mask other than
+plain causal is passed as a tensor of queries x keys. Torch does not implement the second derivative;
+`backend="reference"` has one.
 
-One query row of grouped heads goes as the rows of one head, so that keys are read once for the group. On CPU one row
-of bfloat16 goes twice: the kernel there multiplies a matrix by one vector number by number, and by two as matrices.
+One query row of grouped heads is passed as the rows of one head, so that keys are read once for the group. On CPU, one
+row of bfloat16 is passed twice: the kernel is slow for products with one vector, and fast for those with two.
 
-On CPU the log-sum-exp is taken from the flash operator, which returns it but cannot differentiate it;
-`_FlashWithLse` adds that gradient. Where weights are asked for, so is the matrix that kernels avoid, and the answer
-is the reference's.
+On CPU the log-sum-exp comes from the flash operator, which returns it but cannot differentiate it; `_FlashWithLse` adds
+that gradient. If weights are asked for, the matrix that kernels avoid is needed, and the reference computes the result.
 """
 
 from typing import Any
@@ -31,7 +30,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def why_not(problem: Problem) -> str | None:
-    """The reason torch's kernels cannot do this problem, in one sentence, or None."""
+    """Return the reason that torch's kernels cannot compute a problem, in one sentence; None if they can."""
     if problem.softcap is not None:
         return "torch's fused operators have no softcap"
     if problem.talking is not None:
@@ -39,23 +38,23 @@ def why_not(problem: Problem) -> str | None:
     if _needs_lse(problem):
         if problem.q.device.type != "cpu":
             return f"torch's operators are read for the log-sum-exp on cpu only, and q is on {problem.q.device}"
-        if _learns_bias(problem):
+        if _bias_needs_grad(problem):
             return "torch's operator has no gradient of the log-sum-exp for a bias, and bias requires one"
     return None
 
 
 def run(problem: Problem) -> Answer:
-    """The answer from torch's kernels; `why_not` has been asked before."""
+    """Compute attention with torch's kernels; `why_not` must have returned None for the problem."""
     if problem.return_weights:
-        return reference.run(problem)  # the matrix that the kernels avoid is asked for
+        return reference.run(problem)  # the caller asks for the matrix that kernels avoid
     q, k, v, scale = problem.q, problem.k, problem.v, problem.scale
     if 0 in (*q.shape, *k.shape, *v.shape):
-        return _nothing_to_attend(problem)
+        return _empty_result(problem)
     if isinstance(scale, Tensor):
-        # The kernels take one scale for all heads, so q carries theirs, in float32 so that no score is rounded.
-        wide = problem.score_dtype
-        q, k, v, scale = q.to(wide) * scale, k.to(wide), v.to(wide), 1.0
-    # The kernels take one width for keys and values, and read rows of unit stride. Zeros change no product.
+        # The kernels have one scale for all heads, so q is multiplied, in float32 so that no score is rounded.
+        dtype = problem.score_dtype
+        q, k, v, scale = q.to(dtype) * scale, k.to(dtype), v.to(dtype), 1.0
+    # The kernels need equal widths of keys and values, and rows of unit stride. Zeros change no product.
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (_widen(tensor, width) for tensor in (q, k, v))
     attn_mask, is_causal = _attn_mask(problem)
@@ -80,7 +79,7 @@ def run(problem: Problem) -> Answer:
 def _without_lse(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, dropout: float
 ) -> Float[Tensor, "batch heads queries width"]:
-    """Torch's attention."""
+    """Return the output of torch's attention."""
     if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return _without_lse(q.repeat(1, 1, 2, 1), k, v, attn_mask, False, scale, dropout)[:, :, :1]
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # while compiling, != may be a symbol
@@ -88,7 +87,7 @@ def _without_lse(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=is_causal, scale=scale, **grouped
     )
     if torch.compiler.is_exporting() and attn_mask is not None:
-        # Other runtimes know no rows without a key.
+        # Other runtimes return NaN for rows without a key.
         hidden = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
         out = out.masked_fill(hidden.all(-1, keepdim=True), 0.0)
     return out
@@ -97,17 +96,17 @@ def _without_lse(
 def _with_lse(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads queries"]]:
-    """The operator under torch's attention, which tells the log-sum-exp, in float32 at least.
+    """Return output and log-sum-exp from the operator under torch's attention, computed in float32 at least.
 
-    In half precision its exponentials are off by up to 6e-5, which a log-sum-exp near 0 cannot hide; on CPU float32
-    takes no longer.
+    In half precision its exponentials have errors of up to 6e-5, which show in a log-sum-exp near 0. On CPU float32 is
+    as fast.
     """
     q, k, v = (tensor.to(problem.score_dtype) for tensor in (q, k, v))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, torch.zeros((), dtype=problem.score_dtype), -torch.inf)
     out, lse = _FlashWithLse.apply(q, k, v, attn_mask, is_causal, scale)  # type: ignore[no-untyped-call]
     if attn_mask is not None:
-        # The operator says 0 for a row without a key.
+        # The operator returns 0 for a row without a key.
         lse = lse.masked_fill((attn_mask == -torch.inf).all(-1), -torch.inf)
     return out, lse
 
@@ -124,29 +123,31 @@ def uses_is_causal(problem: Problem) -> bool:
 
 
 def keeps_matrix(problem: Problem) -> bool:
-    """Whether torch has no fused kernel for this on CPU, and makes the whole matrix itself."""
-    return problem.dropout > 0 or _learns_bias(problem)
+    """Return True if torch has no fused kernel for a problem on CPU, and computes the whole matrix."""
+    return problem.dropout > 0 or _bias_needs_grad(problem)
 
 
 def _needs_lse(problem: Problem) -> bool:
-    """Whether the log-sum-exp is wanted, or is the way to the sinks: on CPU, in a program that stays in torch."""
-    here = problem.q.device.type == "cpu" and not torch.compiler.is_exporting()
-    return problem.return_lse or (problem.sinks is not None and here and not _learns_bias(problem))
+    """Return True if the log-sum-exp is asked for, or if sinks are computed from it: on CPU, unless exporting."""
+    sinks_from_lse = (
+        problem.q.device.type == "cpu" and not torch.compiler.is_exporting() and not _bias_needs_grad(problem)
+    )
+    return problem.return_lse or (problem.sinks is not None and sinks_from_lse)
 
 
-def _learns_bias(problem: Problem) -> bool:
-    """Whether a gradient of the bias may be asked for."""
+def _bias_needs_grad(problem: Problem) -> bool:
+    """Return True if the bias may need a gradient."""
     return problem.bias is not None and problem.bias.requires_grad and torch.is_grad_enabled()
 
 
 def _with_sink_key(
     problem: Problem, k: Tensor, v: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Keys, values and mask with one key more, of score 0 and value 0, to whose score the sink is added."""
+    """Return keys, values and mask with an additional key of score 0 and value 0, to whose score the sink is added."""
     assert problem.sinks is not None
     dtype, grid = k.dtype if k.device.type != "cpu" else problem.score_dtype, problem.grid
     if attn_mask is None:
-        mask = None if problem.mask is None else problem.mask.block(grid)  # what the causal flag said
+        mask = None if problem.mask is None else problem.mask.block(grid)  # the causal flag stood for it
         attn_mask = k.new_ones(1, 1, 1, grid.keys, dtype=torch.bool) if mask is None else mask
     if attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, torch.zeros((), dtype=dtype, device=k.device), -torch.inf)
@@ -167,7 +168,7 @@ class _FlashWithLse(torch.autograd.Function):
         dS_ij = A_ij (dO_i . v_j - delta_i + g_i)
 
     The operator computes delta itself from dO and O. One more column, which holds 1 in dO, -g in O and 0 in
-    q, k and v, turns its delta into delta - g and leaves every other product as it was.
+    q, k and v, turns its delta into delta - g and leaves every other product unchanged.
     """
 
     generate_vmap_rule = True
@@ -202,7 +203,7 @@ class _FlashWithLse(torch.autograd.Function):
 
 
 class _FlashWithLseBackward(torch.autograd.Function):
-    """The gradient, as a function of its own, so that a second derivative meets a refusal and never a zero."""
+    """The backward pass as a function of its own, so that a second derivative raises an error instead of being 0."""
 
     generate_vmap_rule = True
 
@@ -230,7 +231,7 @@ class _FlashWithLseBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass  # nothing is needed to refuse
+        """Save nothing, since there is no second derivative."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -242,21 +243,21 @@ class _FlashWithLseBackward(torch.autograd.Function):
 def _attn_mask(
     problem: Problem,
 ) -> tuple[Bool[Tensor, "#batch #heads queries keys"] | Float[Tensor, "#batch #heads #queries #keys"] | None, bool]:
-    """Mask and bias in SDPA's terms: a boolean mask, or a tensor to add to the scores, or the causal flag."""
+    """Return mask and bias as torch expects them: a boolean mask or a tensor to add (or None), and the causal flag."""
     mask, bias, grid = problem.mask, problem.bias, problem.grid
     if uses_is_causal(problem):
         return None, True
     if bias is None:
         return None if mask is None else mask.block(grid), False
     if grid.device.type != "cpu":
-        bias = bias.to(problem.q.dtype)  # elsewhere the kernels want one dtype
+        bias = bias.to(problem.q.dtype)  # other kernels need the dtype of q
     return bias if mask is None else bias.masked_fill(~mask.block(grid), -torch.inf), False
 
 
 def _as_rows(
     q: Float[Tensor, "batch heads queries width"], kv_heads: int, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Queries and mask, where there is one query row of grouped heads as rows: `(batch, kv_heads, group, width)`."""
+    """Return queries and mask; one query row of grouped heads becomes the rows of one head for each key/value head."""
     batch, heads, queries, width = q.shape
     if queries != 1 or heads == kv_heads:
         return q, attn_mask
@@ -266,16 +267,16 @@ def _as_rows(
 
 
 def _widen(tensor: Float[Tensor, "*axes have"], width: int) -> Float[Tensor, "*axes want"]:
-    """The tensor with zeros appended up to `width`, its last axis of unit stride; untouched where it is."""
+    """Return a tensor with its last axis padded with zeros to `width` and of unit stride; not copied if it is so."""
     if tensor.shape[-1] < width:
-        tensor = F.pad(tensor, (0, width - tensor.shape[-1]))  # which may keep a layout of channels last
+        tensor = F.pad(tensor, (0, width - tensor.shape[-1]))  # may keep a channels-last layout
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _nothing_to_attend(problem: Problem) -> Answer:
-    """The answer where a batch, a length or the heads are 0 (the operators stop the process there): zeros.
+def _empty_result(problem: Problem) -> Answer:
+    """Return the zeros that are the result for an axis of length 0, for which torch's operator would crash the process.
 
-    They still lead back to q, k and v.
+    The zeros depend on q, k and v, so that these get gradients.
     """
     q, k, v = problem.q, problem.k, problem.v
     zeros = q[..., :0].sum(-1, keepdim=True) + k[..., :0].sum() + v[..., :0].sum()

@@ -1,4 +1,4 @@
-"""The reference: attention with the whole matrix in memory. It is the specification, not a fall-back.
+"""The reference backend: attention with the whole matrix in memory. It specifies the results of all backends.
 
 Vaswani et al. 2017, equation 1, for every head h with key/value head h // (heads / kv_heads):
 
@@ -11,7 +11,7 @@ Vaswani et al. 2017, equation 1, for every head h with key/value head h // (head
            = after @ A                     over the heads, with talking heads
     out    = A v
 
-Run it in float64 to know the right answer.
+Run it in float64 to get the exact result. It is never used unless it is asked for by name.
 """
 
 import torch
@@ -24,18 +24,18 @@ name = "reference"
 
 
 def why_not(problem: Problem) -> str | None:
-    """None: the reference does every problem that can be stated."""
+    """Return None, since the reference can compute every problem."""
     return None
 
 
 def run(problem: Problem) -> Answer:
-    """The answer by definition, differentiable in every tensor."""
+    """Compute attention by its definition; the result is differentiable in every tensor, any number of times."""
     scores = masked_scores(problem)
     weights = attention_weights(scores, problem.sinks)
-    kept = torch.dropout(weights, problem.dropout, train=True) if problem.dropout > 0 else weights
+    used_weights = torch.dropout(weights, problem.dropout, train=True) if problem.dropout > 0 else weights
     if problem.talking is not None:
-        weights, kept = (mix_heads(each, problem.talking.after) for each in (weights, kept))
-    out = grouped_matmul(kept, problem.v.to(scores.dtype))
+        weights, used_weights = (mix_heads(each, problem.talking.after) for each in (weights, used_weights))
+    out = grouped_matmul(used_weights, problem.v.to(scores.dtype))
     dtype = problem.q.dtype
     return Answer(
         out.to(dtype),
@@ -45,7 +45,7 @@ def run(problem: Problem) -> Answer:
 
 
 def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, "batch heads rows keys"]:
-    """`scale q k^T + bias`, -inf where the mask forbids, for some query rows or all; float32 at least."""
+    """Return the scores of some query rows, or all, with -inf where mask or bias hides a key, in float32 at least."""
     part = slice(None) if rows is None else slice(rows.start, rows.stop)
     dtype = problem.score_dtype
     scores = grouped_matmul(problem.q[:, :, part].to(dtype), problem.k.to(dtype).mT) * problem.scale
@@ -57,8 +57,8 @@ def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, 
     if problem.bias is not None:
         bias = problem.bias if problem.bias.shape[2] == 1 else problem.bias[:, :, part]
         scores = scores + bias
-        # Filling what a bias has hidden already stops the gradient there: those of softmax and logsumexp are NaN in
-        # a row without a key.
+        # These scores are -inf already; filling them stops their gradient, which softmax and logsumexp make NaN in a
+        # row without a key.
         hidden = bias == -torch.inf if hidden is None else hidden | (bias == -torch.inf)
     return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
@@ -66,7 +66,7 @@ def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, 
 def log_sum_exp(
     scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
 ) -> Float[Tensor, "batch heads rows"]:
-    """`log sum exp` of each row, its head's sink logit among them; -inf in a row without a key or a sink."""
+    """Return the log-sum-exp of each row with its head's sink logit; -inf in a row without a visible key or a sink."""
     lse = scores.logsumexp(-1)
     return lse if sinks is None else logaddexp(lse, sinks)
 
@@ -76,9 +76,9 @@ def with_sinks(
     lse: Float[Tensor, "batch heads rows"],
     sinks: Float[Tensor, "heads 1"],
 ) -> tuple[Float[Tensor, "batch heads rows value_dim"], Float[Tensor, "batch heads rows"]]:
-    """Output and log-sum-exp with sinks, from those without, for a backend that has no sinks of its own.
+    """Return output and log-sum-exp with sinks, given those without, for a backend that has no sinks of its own.
 
-    A sink adds to the sum that a row is divided by, and nothing to the row: exp(lse) / (exp(lse) + exp(sink)).
+    A sink only adds to the divisor of a row, so the output is multiplied by exp(lse) / (exp(lse) + exp(sink)).
     """
     total = logaddexp(lse, sinks)
     share = torch.sigmoid(lse.masked_fill(total == -torch.inf, 0.0) - sinks)
@@ -88,7 +88,7 @@ def with_sinks(
 def logaddexp(
     lse: Float[Tensor, "batch heads rows"], sinks: Float[Tensor, "heads 1"]
 ) -> Float[Tensor, "batch heads rows"]:
-    """`log(exp lse + exp sinks)`; -inf, and not NaN in the gradient, where both are."""
+    """Return `log(exp lse + exp sinks)`; where both are -inf the result is -inf and the gradient 0 instead of NaN."""
     neither = (lse == -torch.inf) & (sinks == -torch.inf)
     return torch.logaddexp(lse.masked_fill(neither, 0.0), sinks).masked_fill(neither, -torch.inf)
 
@@ -96,7 +96,7 @@ def logaddexp(
 def attention_weights(
     scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
 ) -> Float[Tensor, "batch heads rows keys"]:
-    """`softmax(scores)`, where a sink takes its share; 0 in a row without a key."""
+    """Return the softmax of the scores and their head's sink, without the sink's weight; 0 in a row without a key."""
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None].expand(*scores.shape[:-1], 1)], dim=-1)
     empty = scores.amax(-1, keepdim=True) == -torch.inf if scores.shape[-1] else scores[..., :1] == 0.0
@@ -109,16 +109,16 @@ def attention_weights(
 def mix_heads(
     scores: Float[Tensor, "batch heads rows keys"], matrix: Float[Tensor, "heads heads"]
 ) -> Float[Tensor, "batch heads rows keys"]:
-    """Each head a sum over all heads, by its row of the matrix."""
+    """Return scores in which each head is a weighted sum over all heads, with weights from its row of the matrix."""
     return torch.einsum("hg,bgij->bhij", matrix, scores)
 
 
 def grouped_matmul(
     left: Float[Tensor, "batch heads rows inner"], right: Float[Tensor, "batch kv_heads inner columns"]
 ) -> Float[Tensor, "batch heads rows columns"]:
-    """`left @ right`, each head with its group's key/value head, which is not repeated.
+    """Return `left @ right` of each head with the key/value head of its group, which is not repeated in memory.
 
-    The heads of a group are consecutive, so their rows are put one under the other and multiplied at once.
+    The heads of a group are consecutive, so their rows are stacked and multiplied at once.
     """
     batch, heads, rows, inner = left.shape
     kv_heads, columns = right.shape[1], right.shape[3]
