@@ -1,4 +1,4 @@
-"""What is kept of the weights themselves, on demand, without the matrix: rows, columns, strongest keys, a picture."""
+"""Capture of attention weights without the whole matrix: some rows, some columns, strongest keys, a pooled picture."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ from headwise.checks import whole_number
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
-LARGEST = 128
-"""The most rows and columns of a picture."""
+LARGEST_PICTURE = 128
+"""Largest number of rows and columns of a picture."""
 
 
 @dataclass(frozen=True)
 class WeightCapture:
-    """What to keep of the weights of a call.
+    """Choice of attention weights to keep of a call.
 
     Args:
-        rows: these query rows, whole, by number; a negative one counts from the end.
-        columns: these keys, of every row.
-        top: so many of the strongest keys of every row.
-        picture: each head's weights, pooled to so many rows and columns at most; 128 is the most.
+        rows: query rows to keep whole, by index; negative indices count from the end.
+        columns: keys to keep in every row, by index.
+        top: number of strongest keys to keep of every row.
+        picture: largest number of rows and columns of each head's pooled weights, up to 128; 0 for no picture.
 
     Raises:
-        InputError: a number that is none, or too large a picture.
+        InputError: an index or number that is not a whole number, or a picture that is too large.
     """
 
     rows: Any = ()
@@ -37,24 +37,24 @@ class WeightCapture:
     picture: Any = 0
 
     def __post_init__(self) -> None:
-        for name, numbers in (("rows", self.rows), ("columns", self.columns)):
-            if not isinstance(numbers, Sequence) or any(isinstance(n, bool) or not isinstance(n, int) for n in numbers):
-                raise InputError(name, expected="a sequence of whole numbers", got=repr(numbers))
+        for name, indices in (("rows", self.rows), ("columns", self.columns)):
+            if not isinstance(indices, Sequence) or any(isinstance(i, bool) or not isinstance(i, int) for i in indices):
+                raise InputError(name, expected="a sequence of whole numbers", got=repr(indices))
         whole_number("top", self.top, least=0)
-        if whole_number("picture", self.picture, least=0) > LARGEST:
-            raise InputError("picture", expected=f"a side of {LARGEST} or less", got=self.picture)
+        if whole_number("picture", self.picture, least=0) > LARGEST_PICTURE:
+            raise InputError("picture", expected=f"a side of {LARGEST_PICTURE} or less", got=self.picture)
 
 
 class CapturedWeights:
-    """What was kept of one call; None where it was not asked for.
+    """Attention weights that were kept of one call; what the `WeightCapture` did not choose is None.
 
     Attributes:
         rows: the chosen rows, `(batch, heads, chosen, keys)`.
         columns: the chosen columns, `(batch, heads, queries, chosen)`.
-        top_keys: the strongest keys of every row, strongest first, `(batch, heads, queries, top)`; -1 where a row sees
-            fewer.
-        top_weights: their weights; 0 where there is none.
-        picture: the mean weight in every cell of a grid laid over the matrix, `(batch, heads, side, side)`.
+        top_keys: indices of every row's strongest keys, strongest first, `(batch, heads, queries, top)`; -1 in rows
+            that see fewer keys.
+        top_weights: weights of these keys; 0 where there is no key.
+        picture: mean weight in each cell of a grid over the matrix, `(batch, heads, picture rows, picture columns)`.
     """
 
     rows: Float[Tensor, "batch heads chosen keys"] | None = None
@@ -63,58 +63,62 @@ class CapturedWeights:
     top_weights: Float[Tensor, "batch heads queries top"] | None = None
     picture: Float[Tensor, "batch heads side side"] | None = None
 
-    def __init__(self, detail: WeightCapture, grid: Grid) -> None:
-        """`add` fills it, from some rows at a time."""
-        self._chosen_rows = _within("rows", detail.rows, grid.queries)
-        self._chosen_columns = _within("columns", detail.columns, grid.keys)
-        heads, device = (grid.batch, grid.heads), grid.device
-        if detail.rows:
-            self.rows = torch.zeros(*heads, len(detail.rows), grid.keys, device=device)
-        if detail.columns:
-            self.columns = torch.zeros(*heads, grid.queries, len(detail.columns), device=device)
-        if detail.top:
-            shape = (*heads, grid.queries, min(detail.top, grid.keys))
+    def __init__(self, capture: WeightCapture, grid: Grid) -> None:
+        """Allocate the chosen weights of a call of this size; `add` fills them.
+
+        Raises:
+            InputError: a row or column index outside the call.
+        """
+        self._row_indices = _nonnegative("rows", capture.rows, grid.queries)
+        self._column_indices = _nonnegative("columns", capture.columns, grid.keys)
+        batch_and_heads, device = (grid.batch, grid.heads), grid.device
+        if capture.rows:
+            self.rows = torch.zeros(*batch_and_heads, len(capture.rows), grid.keys, device=device)
+        if capture.columns:
+            self.columns = torch.zeros(*batch_and_heads, grid.queries, len(capture.columns), device=device)
+        if capture.top:
+            shape = (*batch_and_heads, grid.queries, min(capture.top, grid.keys))
             self.top_keys = torch.full(shape, -1, device=device)
             self.top_weights = torch.zeros(shape, device=device)
-        if detail.picture:
-            sides = min(detail.picture, grid.queries), min(detail.picture, grid.keys)
-            self.picture = torch.zeros(*heads, *sides, device=device)
+        if capture.picture:
+            sides = min(capture.picture, grid.queries), min(capture.picture, grid.keys)
+            self.picture = torch.zeros(*batch_and_heads, *sides, device=device)
 
-    def add(self, rows: RowBlock) -> None:
-        """Take in some rows."""
-        weights, index, columns = rows.weights.float(), rows.rows, rows.visibility.key_indices
-        of_call = rows.sequences_and_heads
+    def add(self, row_block: RowBlock) -> None:
+        """Keep the chosen weights of one row block."""
+        weights, rows, keys = row_block.weights.float(), row_block.rows, row_block.visibility.key_indices
+        part = row_block.sequences_and_heads
         if self.rows is not None:
-            for place, row in enumerate(self._chosen_rows):
-                if row in index:
-                    self.rows[(*of_call, place)][..., columns] = weights[:, :, row - index.start]
+            for place, row in enumerate(self._row_indices):
+                if row in rows:
+                    self.rows[(*part, place)][..., keys] = weights[:, :, row - rows.start]
         if self.columns is not None:
-            for place, column in enumerate(self._chosen_columns):
-                here = weights[..., columns == column]
-                if here.shape[-1]:
-                    self.columns[(*of_call, slice(index.start, index.stop), place)] = here[..., 0]
+            for place, column in enumerate(self._column_indices):
+                of_column = weights[..., keys == column]
+                if of_column.shape[-1]:
+                    self.columns[(*part, slice(rows.start, rows.stop), place)] = of_column[..., 0]
         if self.top_keys is not None and self.top_weights is not None:
-            top = weights.topk(min(self.top_keys.shape[-1], len(columns)), dim=-1)
-            where = (*of_call, slice(index.start, index.stop), slice(0, top.values.shape[-1]))
+            top = weights.topk(min(self.top_keys.shape[-1], len(keys)), dim=-1)
+            where = (*part, slice(rows.start, rows.stop), slice(0, top.values.shape[-1]))
             self.top_weights[where] = top.values
-            self.top_keys[where] = columns[top.indices].masked_fill(top.values == 0, -1)
+            self.top_keys[where] = keys[top.indices].masked_fill(top.values == 0, -1)
         if self.picture is not None:
-            of_rows = torch.arange(index.start, index.stop, device=columns.device)
-            down = _pooling(of_rows, rows.grid.queries, self.picture.shape[2])
-            across = _pooling(columns, rows.grid.keys, self.picture.shape[3])
-            self.picture[of_call] += down.mT @ (weights @ across)
+            row_indices = torch.arange(rows.start, rows.stop, device=keys.device)
+            pool_rows = _pooling_matrix(row_indices, row_block.grid.queries, self.picture.shape[2])
+            pool_keys = _pooling_matrix(keys, row_block.grid.keys, self.picture.shape[3])
+            self.picture[part] += pool_rows.mT @ (weights @ pool_keys)
 
 
-def _pooling(numbers: Int[Tensor, " some"], length: int, side: int) -> Float[Tensor, "some side"]:
-    """What takes values at these of `length` places to the mean of each of `side` parts of nearly the same size."""
-    part = torch.arange(length, device=numbers.device) * side // length
+def _pooling_matrix(indices: Int[Tensor, " chosen"], length: int, side: int) -> Float[Tensor, "chosen side"]:
+    """Return the matrix that sums values at some of `length` indices into the means of `side` nearly equal parts."""
+    part = torch.arange(length, device=indices.device) * side // length
     sizes = torch.bincount(part, minlength=side).float()
-    return torch.nn.functional.one_hot(part[numbers], side).float() / sizes
+    return torch.nn.functional.one_hot(part[indices], side).float() / sizes
 
 
-def _within(name: str, numbers: Sequence[int], length: int) -> list[int]:
-    """The numbers of a call that is so long, counted from its start."""
-    for number in numbers:
-        if not -length <= number < length:
-            raise InputError(name, expected=f"numbers from {-length} to {length - 1}", got=number)
-    return [number % length for number in numbers]
+def _nonnegative(name: str, indices: Sequence[int], length: int) -> list[int]:
+    """Return indices counted from the start of an axis; `InputError` for one outside of it."""
+    for index in indices:
+        if not -length <= index < length:
+            raise InputError(name, expected=f"numbers from {-length} to {length - 1}", got=index)
+    return [index % length for index in indices]
