@@ -25,7 +25,8 @@ from headwise.attention.masks.factories import (
     window,
 )
 from headwise.attention.position_bias import ALiBi, PositionBias, RelativeBias
-from headwise.attention.rotary import DynamicNTK, LinearScaling, Llama3, Rotary, YaRN
+from headwise.attention.rotary import Rotary
+from headwise.attention.rotary_scaling import DynamicNTK, LinearScaling, Llama3, YaRN
 from headwise.convert.fused_qkv import fuse_projections, separate_projections
 from headwise.convert.linear import from_heads, from_projections, to_heads, to_projections
 from headwise.convert.torch import from_torch, to_torch

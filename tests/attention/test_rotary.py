@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.attention.rotary import DynamicNTK, LinearScaling, Llama3, Rotary, Scaling, YaRN
+from headwise.attention.rotary import Rotary
+from headwise.attention.rotary_scaling import DynamicNTK, LinearScaling, Llama3, Scaling, YaRN
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 3, 7, 22
 EXACT = {"rtol": 0, "atol": 1e-12}
@@ -337,7 +338,8 @@ def in_its_own_process(code):
 def test_it_compiles_to_one_graph_for_all_lengths():
     in_its_own_process("""
 import torch
-from headwise.attention.rotary import *
+from headwise.attention.rotary import Rotary
+from headwise.attention.rotary_scaling import DynamicNTK, LinearScaling, Llama3, YaRN
 def inputs(length):
     return torch.randn(2, 3, length, 12), torch.arange(length)[None]
 for scaling in (None, LinearScaling(2.0), DynamicNTK(2.0, 8), YaRN(4.0, 64), Llama3(8.0, 32)):
@@ -356,7 +358,8 @@ print("same")
 def test_it_exports_with_a_free_length():
     in_its_own_process("""
 import torch
-from headwise.attention.rotary import *
+from headwise.attention.rotary import Rotary
+from headwise.attention.rotary_scaling import DynamicNTK, LinearScaling, Llama3, YaRN
 class Turn(torch.nn.Module):
     def __init__(self, rotary):
         super().__init__()
@@ -383,7 +386,7 @@ print("same")
     [
         (lambda: Rotary(theta=1.0), r"Rotary\(theta\): expected a finite number above 1, got 1.0"),
         (lambda: Rotary(theta=float("nan")), r"Rotary\(theta\): expected a finite number above 1, got nan"),
-        (lambda: Rotary(width=7), r"Rotary\(width\): expected an even number, since pairs are turned, got 7"),
+        (lambda: Rotary(width=7), r"Rotary\(width\): expected an even number, since pairs are rotated, got 7"),
         (lambda: Rotary(width=0), r"Rotary\(width\): expected a whole number of 2 or more, got 0"),
         (lambda: Rotary(interleaved=1), r"Rotary\(interleaved\): expected True or False, got 1"),
         (lambda: Rotary(scaling=2.0), r"Rotary\(scaling\): expected a Scaling, such as YaRN\(...\), got 2.0"),

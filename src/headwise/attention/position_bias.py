@@ -1,4 +1,4 @@
-"""Positions as an addition to the scores: a number for each head, and for each distance of query and key."""
+"""Position biases: numbers added to the scores for each head and each distance between query and key."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from headwise.attention.rotary import most_precise_dtype
+from headwise.attention.rotary_scaling import most_precise_dtype
 from headwise.checks import flag, position_ids, whole_number
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
@@ -15,7 +15,7 @@ from headwise.shapes import Float, Int
 
 @runtime_checkable
 class PositionBias(Protocol):
-    """What is added to the scaled scores for where query and key stand."""
+    """Addition to the scaled scores that depends on the positions of query and key."""
 
     def values(
         self,
@@ -24,28 +24,31 @@ class PositionBias(Protocol):
         key_positions: Int[Tensor, "#batch keys"],
         dtype: torch.dtype,
     ) -> Float[Tensor, "#batch heads queries keys"]:
-        """The addition to each score, in `dtype`. A token that stands nowhere may have any position, such as -1."""
+        """Return the addition to each score, `(batch, heads, queries, keys)` or with a batch of 1, in `dtype`.
+
+        Padding and empty slots of a cache may have any position, such as -1.
+        """
 
 
 @dataclass(frozen=True)
 class ALiBi:
-    """Attention with linear biases: minus a slope of the head's own times the distance (Press et al. 2022, section 3).
+    """Attention with linear biases: minus the distance times a slope of each head (Press et al. 2022, section 3).
 
-    The distance is taken without its sign, so keys after the query are as far as those before it.
+    The distance has no sign: a key after the query gets the same bias as one equally far before it.
     """
 
     def slopes(
         self, heads: int, *, dtype: torch.dtype = torch.float64, device: torch.device | None = None
     ) -> Float[Tensor, " heads"]:
-        """2^(-8i / heads) for head i = 1, 2, ..., where `heads` is a power of two.
+        """Return the slope of each head: 2^(-8i / heads) for head i = 1, 2, ... if `heads` is a power of two.
 
-        Otherwise those of the next power below, and for the heads left over every other one of the next power
-        above, beginning with its first (the authors' rule, which BLOOM follows).
+        Otherwise the first heads have the slopes of the next lower power of two, and the remaining ones every other
+        slope of the next higher power, from its first on (the authors' rule, which BLOOM follows).
         """
-        whole = 2 ** (whole_number("heads", heads, least=1).bit_length() - 1)
-        powers = torch.arange(1, whole + 1, dtype=dtype, device=device) / whole
-        between = (torch.arange(heads - whole, dtype=dtype, device=device) + 0.5) / whole
-        return 2.0 ** (-8 * torch.cat((powers, between)))
+        power = 2 ** (whole_number("heads", heads, least=1).bit_length() - 1)
+        exponents = torch.arange(1, power + 1, dtype=dtype, device=device) / power
+        remaining = (torch.arange(heads - power, dtype=dtype, device=device) + 0.5) / power
+        return 2.0 ** (-8 * torch.cat((exponents, remaining)))
 
     def values(
         self,
@@ -54,29 +57,35 @@ class ALiBi:
         key_positions: Int[Tensor, "#batch keys"],
         dtype: torch.dtype,
     ) -> Float[Tensor, "#batch heads queries keys"]:
-        wide = torch.promote_types(dtype, torch.float32)  # bfloat16 knows only every other number above 256
+        """Return minus the slope of each head times the distance of query and key, in `dtype`."""
+        # bfloat16 represents only every other whole number above 256.
+        compute_dtype = torch.promote_types(dtype, torch.float32)
         distances = _key_minus_query(query_positions, key_positions).abs()[:, None]  # (batch, 1, queries, keys)
-        slopes = self.slopes(heads, dtype=wide, device=distances.device)[:, None, None]
+        slopes = self.slopes(heads, dtype=compute_dtype, device=distances.device)[:, None, None]
         return (-slopes * distances).to(dtype)
 
 
 class RelativeBias(nn.Module):
-    """A learned number for each head and each bucket of distances (Raffel et al. 2020, T5, section 2.1).
+    """Learned bias for each head and each bucket of distances (Raffel et al. 2020, T5, section 2.1).
 
-    Half the buckets of a direction hold one distance each, from 0 on; the other half are wider and wider, by equal
-    ratios, up to `max_distance`, and the last holds everything beyond. Layers may share one: give it to each.
+    Half the buckets of a direction contain one distance each, from 0 on. The widths of the other half grow
+    geometrically up to `max_distance`, and the last one contains all larger distances. Several layers may share one
+    `RelativeBias`: pass the same object to each.
 
     Args:
-        num_heads: heads.
-        num_buckets: buckets; with `bidirectional` half of them for keys after the query.
-        max_distance: tokens from which on all distances are in the last bucket.
-        bidirectional: whether keys after the query have buckets of their own; otherwise they are at distance 0.
-        device: where the table is.
-        dtype: what it is made of.
+        num_heads: number of query heads.
+        num_buckets: number of buckets; with `bidirectional`, half of them are for keys after the query.
+        max_distance: number of tokens from which on all distances are in the last bucket.
+        bidirectional: whether keys after the query have separate buckets; otherwise they count as distance 0.
+        device: of the table.
+        dtype: of the table.
+
+    Attributes:
+        weight: table of biases, `(num_buckets, num_heads)`.
 
     Raises:
-        InputError: sizes that are not positive, buckets too few to share out, a `max_distance` within the buckets
-            of one distance each.
+        InputError: sizes that are not positive, too few or an odd number of buckets, a `max_distance` that the
+            buckets of one distance each already reach.
     """
 
     def __init__(
@@ -96,13 +105,13 @@ class RelativeBias(nn.Module):
         if num_buckets % directions:
             raise InputError("num_buckets", expected="an even number, half for each direction", got=num_buckets)
         self._per_direction = num_buckets // directions
-        self._single = self._per_direction // 2  # this many hold one distance each
-        self.max_distance = whole_number("max_distance", max_distance, least=self._single + 1)
+        self._exact = self._per_direction // 2  # number of buckets of one distance each
+        self.max_distance = whole_number("max_distance", max_distance, least=self._exact + 1)
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The table uniform after Glorot and Bengio 2010."""
+        """Draw the table from the uniform distribution of Glorot and Bengio 2010."""
         nn.init.xavier_uniform_(self.weight)
 
     def values(
@@ -112,28 +121,33 @@ class RelativeBias(nn.Module):
         key_positions: Int[Tensor, "#batch keys"],
         dtype: torch.dtype,
     ) -> Float[Tensor, "#batch heads queries keys"]:
+        """Return the learned bias of each head for the bucket of each query-key distance, in `dtype`.
+
+        Raises:
+            InputError: another number of heads than `num_heads`.
+        """
         if heads != self.num_heads:
             raise InputError("heads", expected=f"the {self.num_heads} of this RelativeBias", got=heads)
-        # Buckets are worked out for each distance, of which there are few, and not for each query and key.
-        far = self.max_distance
-        distances = torch.arange(-far, far + 1, device=self.weight.device)
-        of_distance = self.weight[self.buckets(distances)].t()  # (heads, distances)
-        index = _key_minus_query(query_positions, key_positions).clamp(-far, far) + far
-        # Cast last: the gradient of a bucket is a sum over all its queries and keys.
-        return of_distance[:, index].transpose(0, 1).to(dtype)
+        # Buckets are computed once for each distance: there are far fewer distances than query-key pairs.
+        limit = self.max_distance
+        distances = torch.arange(-limit, limit + 1, device=self.weight.device)
+        bias_by_distance = self.weight[self.buckets(distances)].t()  # (heads, distances)
+        index = _key_minus_query(query_positions, key_positions).clamp(-limit, limit) + limit
+        # Cast last: the gradient of a bucket is a sum over all its query-key pairs.
+        return bias_by_distance[:, index].transpose(0, 1).to(dtype)
 
     def buckets(self, distances: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-        """The bucket of each distance, position of the key minus position of the query."""
+        """Return the index of the bucket of each distance, the position of the key minus that of the query."""
         size = distances.abs() if self.bidirectional else (-distances).clamp(min=0)
-        ratio = size.clamp(min=self._single).to(most_precise_dtype(size.device)) / self._single
-        wide = self._per_direction - self._single
-        # A distance at the edge of two buckets is in the farther one, on whichever side of it the logarithm is rounded.
-        steps = wide * ratio.log() / math.log(self.max_distance / self._single) + 1e-9
-        bucket = torch.where(size < self._single, size, self._single + steps.long()).clamp(max=self._per_direction - 1)
+        ratio = size.clamp(min=self._exact).to(most_precise_dtype(size.device)) / self._exact
+        logarithmic = self._per_direction - self._exact
+        # A distance at the edge of two buckets belongs to the farther one, however the logarithm is rounded.
+        steps = logarithmic * ratio.log() / math.log(self.max_distance / self._exact) + 1e-9
+        bucket = torch.where(size < self._exact, size, self._exact + steps.long()).clamp(max=self._per_direction - 1)
         return bucket + (distances > 0) * self._per_direction if self.bidirectional else bucket
 
     def extra_repr(self) -> str:
-        """The sizes, for `repr`."""
+        """Return the sizes for `repr`."""
         return (
             f"num_heads={self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}, "
             f"bidirectional={self.bidirectional}"
@@ -143,7 +157,7 @@ class RelativeBias(nn.Module):
 def _key_minus_query(
     query_positions: Int[Tensor, "#batch queries"], key_positions: Int[Tensor, "#batch keys"]
 ) -> Int[Tensor, "#batch queries keys"]:
-    """How far after the query each key stands; negative before it."""
+    """Return the position of each key minus that of each query: negative for keys before the query."""
     position_ids("query_positions", query_positions)
     position_ids("key_positions", key_positions, device=query_positions.device)
     query_batch, key_batch = query_positions.shape[0], key_positions.shape[0]

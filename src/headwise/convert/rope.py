@@ -3,7 +3,8 @@
 import math
 from typing import Any
 
-from headwise.attention.rotary import DynamicNTK, LinearScaling, Llama3, Rotary, Scaling, YaRN
+from headwise.attention.rotary import Rotary
+from headwise.attention.rotary_scaling import DynamicNTK, LinearScaling, Llama3, Scaling, YaRN
 from headwise.errors import InputError
 
 
