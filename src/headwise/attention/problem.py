@@ -76,6 +76,11 @@ class Problem:
         """Dtype in which scores are accumulated: that of q, but float32 at least."""
         return score_dtype(self.q)
 
+    @property
+    def scale_is_positive(self) -> bool:
+        """True if the scale is one number for all heads that is positive in float32, in which kernels read it."""
+        return not isinstance(self.scale, Tensor) and self.scale > torch.finfo(torch.float32).tiny
+
     @staticmethod
     def checked(
         q: Tensor,

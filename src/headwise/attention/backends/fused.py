@@ -117,7 +117,7 @@ def uses_is_causal(problem: Problem) -> bool:
     The flag aligns the first query with the first key, which is the same only then. On CPU the kernel multiplies scores
     by the scale after it has set hidden ones to -inf, so a scale that is not positive in float32 would give NaN.
     """
-    is_positive = isinstance(problem.scale, Tensor) or problem.scale > torch.finfo(torch.float32).tiny
+    is_positive = isinstance(problem.scale, Tensor) or problem.scale_is_positive  # a tensor multiplies q instead
     is_square = problem.grid.queries == problem.grid.keys
     return problem.mask == causal() and problem.bias is None and is_square and is_positive
 

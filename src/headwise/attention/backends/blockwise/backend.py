@@ -132,7 +132,6 @@ def uses_bfloat16_scores(problem: Problem) -> bool:
         or problem.sinks is not None
         or problem.return_lse
         or problem.dropout > 0
-        or isinstance(problem.scale, Tensor)
-        or problem.scale <= 0.0
+        or not problem.scale_is_positive
     )
     return problem.q.dtype == torch.bfloat16 and not needs_exact_scores
