@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.analysis.losses import Loss
-from headwise.studies.model import Shape, Transformer
+from headwise.studies.budget import StudyBudget
+from headwise.studies.model import Transformer
+from headwise.studies.model_shape import ModelShape
+from headwise.studies.optuna_storage import OptunaOptions
 from headwise.studies.space import Setting, Space
 from headwise.studies.study import study
-from headwise.studies.training import build
+from headwise.studies.training import Recipe, build_seeded
 from research.claims import corpora
 from research.claims.corpora import Batches
 from research.claims.environment import available_cores, describe_environment
@@ -107,13 +110,11 @@ def run(task: Task, size: Size, out: Path) -> None:
         settings,
         held_out=held_out,
         loss=task.loss,
-        steps=size.steps,
-        trials=size.trials,
-        seeds=size.seeds + task.more_seeds,
-        rates=task.rates,
-        keep=keep,
+        budget=StudyBudget(steps=size.steps, trials=size.trials, seeds=size.seeds + task.more_seeds),
+        recipe=Recipe(rates=task.rates),
+        on_trained=keep,
         out=folder,
-        name=task.name,
+        optuna=OptunaOptions(name=task.name),
     )
     runs: dict[str, list[dict[str, Any]]] = {}
     for trained in sorted(result.metadata["runs"], key=lambda trained: trained["seed"]):
@@ -146,10 +147,10 @@ def run(task: Task, size: Size, out: Path) -> None:
 # -- the tasks --------------------------------------------------------------------------------------------------------
 
 
-def _shape(vocabulary: int, width: int, depth: int, *, causal: bool = True) -> Shape:
+def _shape(vocabulary: int, width: int, depth: int, *, causal: bool = True) -> ModelShape:
     """Return a shape with about 12 width^2 parameters a block; the MLP is then 2.7 times as wide as the model."""
     parameters = vocabulary * width + 12 * depth * width**2 + width * (2 * depth + 1)
-    return Shape(vocabulary, width, depth, parameters, causal=causal)
+    return ModelShape(vocabulary, width, depth, parameters, causal=causal)
 
 
 def _text(
@@ -228,7 +229,7 @@ def _measure(make: Any, batches: Any, loss: Loss, size: Size, width: int, *, mea
         compared_on = held_out[:COMPARED_ON]
         measures: dict[str, Any] = {"ranks": ranks(model.eval(), compared_on[0]["input_ids"])}
         if setting.num_heads in ((2, 4, 8, 16) if measure_all else (8,)):
-            untrained = build(lambda: make(setting), seed)
+            untrained = build_seeded(lambda: make(setting), seed)
             measures |= compare_with_untrained(model, untrained.eval(), compared_on)
         if measure_all:
             measures["removed"] = removals(model, training[:REMOVED_ON], held_out[:REMOVED_ON], loss, size.drawn)

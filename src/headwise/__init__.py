@@ -58,9 +58,12 @@ if TYPE_CHECKING:
     from headwise.analysis.view import view
     from headwise.data.random_repeats import random_repeats
     from headwise.data.texts import Texts
-    from headwise.studies.conclusions import Study
+    from headwise.studies.budget import StudyBudget
+    from headwise.studies.corpus import TextOptions
+    from headwise.studies.optuna_storage import OptunaOptions
     from headwise.studies.space import Setting, Space
     from headwise.studies.study import study
+    from headwise.studies.study_result import Study
     from headwise.studies.text_study import study_texts
     from headwise.studies.training import Recipe
 
@@ -73,6 +76,7 @@ _LAZY = {
     "EmbeddingDistance": "headwise.analysis.losses",
     "Importance": "headwise.analysis.importance.importance",
     "MaskedTokenLoss": "headwise.analysis.losses",
+    "OptunaOptions": "headwise.studies.optuna_storage",
     "Patching": "headwise.analysis.patching",
     "Profile": "headwise.analysis.profile",
     "Recipe": "headwise.studies.training",
@@ -80,7 +84,9 @@ _LAZY = {
     "SetAblation": "headwise.analysis.ablation_result",
     "Setting": "headwise.studies.space",
     "Space": "headwise.studies.space",
-    "Study": "headwise.studies.conclusions",
+    "Study": "headwise.studies.study_result",
+    "StudyBudget": "headwise.studies.budget",
+    "TextOptions": "headwise.studies.corpus",
     "Texts": "headwise.data.texts",
     "ablate": "headwise.analysis.ablate",
     "activation_patching": "headwise.analysis.patching",
@@ -139,6 +145,7 @@ __all__ = [
     "MaskedTokenLoss",
     "MissingExtra",
     "MultiHeadAttention",
+    "OptunaOptions",
     "Patching",
     "PositionBias",
     "Profile",
@@ -155,6 +162,8 @@ __all__ = [
     "Space",
     "StaticCache",
     "Study",
+    "StudyBudget",
+    "TextOptions",
     "Texts",
     "WeightCapture",
     "YaRN",

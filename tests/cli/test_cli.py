@@ -1,4 +1,4 @@
-"""The command as a user types it."""
+"""The command `headwise view`, and mistakes on the command line."""
 
 import io
 import os
@@ -20,7 +20,7 @@ def headwise(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess
 
 @pytest.fixture
 def here(monkeypatch, capfdbinary, as_user):
-    """The command line in this process, which has imported and loaded much already: the same results."""
+    """The command line in this process: faster than a process of its own, with the same results."""
 
     def run(*arguments: str, stdin: bytes = b"") -> SimpleNamespace:
         monkeypatch.setattr(sys, "argv", ["headwise", *arguments])
@@ -82,9 +82,9 @@ MISTAKES = pytest.mark.parametrize(
     [
         (["view", ""], b"", "text: expected at least one word, got an empty text"),
         (["view", "-"], b"", "text: expected at least one word, got an empty text"),
-        (["view", "-"], b"caf\xe9", "text: expected UTF-8 in standard input, got another byte at offset 3"),
-        (["view", "@missing.txt"], b"", "text: expected a file 'missing.txt' that can be read, got No such file or"),
-        (["view", "@{folder}"], b"", "that can be read, got Is a directory"),
+        (["view", "-"], b"caf\xe9", "text: expected UTF-8 in standard input, got a byte that is not UTF-8 at offset 3"),
+        (["view", "@missing.txt"], b"", "text: expected a readable file 'missing.txt', got No such file or"),
+        (["view", "@{folder}"], b"", "got Is a directory"),
         (
             ["view", "word " * 600],
             b"",
@@ -95,12 +95,12 @@ MISTAKES = pytest.mark.parametrize(
         (
             ["view", "hi", "--html", "{folder}/no/page.html"],
             b"",
-            "html: expected a file in a folder that exists and can be",
+            "html: expected a file in an existing, writable folder",
         ),
         (
             ["view", "hi", "--html", "{folder}"],
             b"",
-            "html: expected a file in a folder that exists and can be",
+            "html: expected a file in an existing, writable folder",
         ),
         (["view", "caf\udce9"], b"", "text: expected text that can be written as UTF-8, got bytes of another encoding"),
         (["view", "\u200b\u00a0"], b"", "text: expected at least one word, got an empty text"),

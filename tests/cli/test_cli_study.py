@@ -1,4 +1,4 @@
-"""`headwise study` as a user types it, and what it leaves for the other commands."""
+"""The command `headwise study`: its output, its files, resuming, and mistakes."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ import pytest
 
 import headwise as hw
 from headwise.cli import app as cli
-from headwise.studies import trial_store
+from headwise.studies import optuna_storage
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "slept", "day"]
 SIZES = ("--heads", "1,2", "--params", "20k", "--embed-dim", 16, "--layers", 1, "--context", 16, "--vocabulary", 300)
@@ -53,7 +53,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(texts, tmp_path_factory):
-    """A study, and what was printed; shapes are not checked, as they are not for users."""
+    """Folder, standard output and standard error of a study, run with shape checks off, as for users."""
     jaxtyping.config.update("jaxtyping_disable", True)
     out = tmp_path_factory.mktemp("study") / "out"
     status, printed, err = call("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
@@ -62,7 +62,7 @@ def made(texts, tmp_path_factory):
     return out, printed, err
 
 
-def test_the_table_and_what_to_take(made):
+def test_it_prints_the_table_and_the_recommendation(made):
     out, printed, err = made
     found = hw.Study.load(out)
     lines = printed.splitlines()
@@ -83,7 +83,7 @@ def test_the_table_and_what_to_take(made):
     assert "study" in err
 
 
-def test_what_is_written(made):
+def test_it_writes_table_plot_database_and_models(made):
     out, _, _ = made
     assert {path.name for path in out.iterdir()} == {
         *("study.parquet", "study.png", "study.db", "models"),
@@ -95,10 +95,10 @@ def test_what_is_written(made):
 
 
 @pytest.mark.usefixtures("as_user")
-def test_it_goes_on_and_prints_the_same(made, texts, monkeypatch):
+def test_a_finished_study_prints_the_same_again_without_training(made, texts, monkeypatch):
     out, printed, _ = made
-    monkeypatch.setattr("headwise.studies.scheduler.train", None)
-    monkeypatch.setattr("headwise.studies.budget.train", None)
+    monkeypatch.setattr("headwise.studies.objective.train", None)
+    monkeypatch.setattr("headwise.studies.plan.train", None)
     before = {path: path.read_bytes() for path in (out / "models").rglob("*") if path.is_file()}
     again = call("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
     assert again[:2] == (0, printed)
@@ -106,22 +106,22 @@ def test_it_goes_on_and_prints_the_same(made, texts, monkeypatch):
 
 
 @pytest.mark.usefixtures("as_user")
-def test_another_study_in_the_folder(made, texts):
+def test_a_folder_with_another_study_is_refused(made, texts):
     out, _, _ = made
     arguments = ("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".db"}
     for name, more in {"seed": ("--seed", 1), "steps": ("--tokens", 2000), "space": ("--heads", "1,4")}.items():
         status, printed, err = call(*arguments, *more)
-        expected = f"a study that was begun with the same {name}"
+        expected = f"a study that was started with the same {name}"
         assert (status, printed) == (2, "")
         assert err.splitlines()[-1] == (
-            f"headwise: out: expected {expected}, got another; --force (force=True) begins again"
+            f"headwise: out: expected {expected}, got another; --force (force=True) starts again"
         )
     assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.usefixtures("as_user")
-def test_the_other_commands_run_on_a_model_of_it(made, texts, tmp_path):
+def test_other_commands_run_on_a_saved_model(made, texts, tmp_path):
     model = ("--model", made[0] / "models" / "2x8-seed-1")
     data = ("--data", texts / "few.txt", "--documents", "cut", "--context", 16)
     assert call("profile", *model, *data, "--out", tmp_path / "p", "--no-repeats")[0] == 0
@@ -138,15 +138,15 @@ def test_the_other_commands_run_on_a_model_of_it(made, texts, tmp_path):
 
 @pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize("task", ["mlm", "classify"])
-def test_other_tasks(task, texts, tmp_path):
+def test_masked_language_models_and_classifiers(task, texts, tmp_path):
     data = texts / ("labels.jsonl" if task == "classify" else "text.txt")
     status, printed, err = call(
         *("study", "--task", task, "--data", data, "--out", tmp_path / "out", *SIZES),
         *("--tokens", 640, "--trials", 1, "--seeds", 1, "--heads", "2", "--kv-heads", "1,2", "--baseline", "2"),
     )
     assert status == 0, err
-    assert "2x8 (in use)" in printed
-    assert "undecided: of one seed there is no spread; two or more (--seeds, seeds=) can decide" in printed
+    assert "2x8 (baseline)" in printed
+    assert "undecided: one seed shows no variation; use two or more (--seeds, seeds=)" in printed
     assert {path.name for path in (tmp_path / "out" / "models").iterdir()} == {"2x8-seed-1", "2x8-kv1-seed-1"}
     found = hw.Study.load(tmp_path / "out")
     assert found.baseline == hw.Setting(2, 8, 2)
@@ -161,7 +161,7 @@ def test_other_tasks(task, texts, tmp_path):
 
 
 @pytest.mark.usefixtures("as_user")
-def test_a_budget_by_the_clock_and_a_tokenizer_of_another_model(made, texts, tmp_path):
+def test_a_time_limit_and_the_tokenizer_of_another_model(made, texts, tmp_path):
     model = made[0] / "models" / "1x16-seed-1"
     sizes = ("--heads", "1", "--params", "20k", "--embed-dim", 16, "--layers", 1, "--context", 16)
     status, printed, err = call(
@@ -172,7 +172,7 @@ def test_a_budget_by_the_clock_and_a_tokenizer_of_another_model(made, texts, tmp
     assert "nothing to compare: fewer than two settings were trained to the end" in printed
 
 
-AMOUNT, TIME = "expected an amount such as 1.5M or 300k, got", "expected an amount such as 30m, 90s or 2h, got"
+AMOUNT, TIME = "expected an amount such as 1.5M or 300k, got", "expected a time such as 30m, 90s or 2h, got"
 BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
 
 
@@ -183,7 +183,7 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
         (["--data", "{texts}/empty.txt"], "data: expected at least one document, got no text in {texts}/empty.txt"),
         (
             ["--data", "{texts}/tiny.txt"],
-            "data: expected text of at least 160 tokens: 10 sequences of 16, one held out, "
+            "data: expected text of at least 160 tokens, for 10 sequences of 16 with one held out, "
             "got # tokens in {texts}/tiny.txt",
         ),
         (["--data", "{texts}/binary.txt"], "data: expected text in {texts}/binary.txt, got a binary file"),
@@ -194,8 +194,8 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
         (["--out", "{texts}/file"], "out: expected a folder that can be created and written, got '{texts}/file'"),
         (
             ["--heads", "3,5"],
-            "space: expected a setting that can exist, got num_heads 3, which does not divide embed_dim 16; "
-            "num_heads 5, which does not divide embed_dim 16",
+            "space: expected at least one valid setting, got none: 3 heads do not divide embed_dim 16; "
+            "5 heads do not divide embed_dim 16",
         ),
         (["--heads", "a"], "Invalid value for '--heads': expected numbers such as 1,2,4, got 'a'"),
         (["--heads", "1,,2"], "Invalid value for '--heads': expected numbers such as 1,2,4, got '1,,2'"),
@@ -208,7 +208,7 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
         (["--task", "foo"], "task: expected one of lm, mlm, classify, got 'foo'"),
         (
             ["--task", "classify"],
-            "data: expected JSON lines or parquet, with a column 'label', got {texts}/text.txt",
+            "data: expected JSON lines or Parquet with a column 'label', got {texts}/text.txt",
         ),
         (["--params", "10"], "params: expected at least #,### for 1x16 at this width and depth, got 10"),
         (
@@ -218,14 +218,14 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
         (["--baseline", "3x"], f"{BASELINE} '3x'"),
         (
             ["--baseline", "3"],
-            "baseline: expected a setting that can exist, got num_heads 3, which does not divide embed_dim 16",
+            "baseline: expected a valid setting, got '3': 3 heads do not divide embed_dim 16",
         ),
         (
             ["--tokenizer", "{texts}"],
             "model: expected a folder with a config.json (Hugging Face format), got '{texts}'",
         ),
         (["--device", "abacus"], "device: expected a device that torch can use, got 'abacus'"),
-        (["--vocabulary", "9"], "vocabulary: expected at least 259, the bytes and special tokens, got 9"),
+        (["--vocabulary", "9"], "vocabulary: expected at least 259, for bytes and special tokens, got 9"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_2(more, sentence, texts, tmp_path):
@@ -240,7 +240,7 @@ def test_a_mistake_is_one_sentence_and_status_2(more, sentence, texts, tmp_path)
 
 
 @pytest.mark.usefixtures("as_user")
-def test_a_mistake_leaves_the_models_of_before(made, texts):
+def test_a_mistake_with_force_keeps_the_old_models(made, texts):
     models = made[0] / "models"
     before = {path: path.read_bytes() for path in models.rglob("*") if path.is_file()}
     arguments = ("study", "--data", texts / "text.txt", "--out", made[0], *SIZES, *SHORT, "--force")
@@ -249,24 +249,22 @@ def test_a_mistake_leaves_the_models_of_before(made, texts):
 
 
 @pytest.mark.usefixtures("as_user")
-def test_a_budget_that_is_too_small(texts, tmp_path):
+def test_a_time_limit_that_is_too_short_is_refused(texts, tmp_path):
     options = ("--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, "--seeds", 50)
     status, out, err = call("study", *options, "--budget", "2s")
     assert (status, out) == (2, "")
     last = err.splitlines()[-1]
-    remedy = "fewer settings, seeds or parameters take less"
+    remedy = "fewer settings or seeds, or smaller models, need less time"
     expected = r"(more|at least \d+ s) for trainings of 20 steps of 2 settings"
     assert re.fullmatch(rf"headwise: budget: expected {expected}, got 2 s; {remedy}", last), err
 
 
 @pytest.mark.usefixtures("as_user")
-def test_a_database_that_is_none(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(trial_store.time, "sleep", lambda _seconds: None)
+def test_an_unusable_database_is_refused(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(optuna_storage.time, "sleep", lambda _seconds: None)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "study.db").write_bytes(b"not a database, and longer than the header of one: " * 9)
     status, out, err = call("study", "--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, *SHORT)
     assert (status, out) == (2, "")
     url = f"sqlite:///{tmp_path}/out/study.db"
-    assert err == (
-        f"headwise: storage: expected a database at {url!r}, got none that can be used: file is not a database\n"
-    )
+    assert err == (f"headwise: storage: expected a usable database, got {url!r}: file is not a database\n")

@@ -1,4 +1,4 @@
-"""What can be told from losses over seeds: the margin, the frontier, the recommendation."""
+"""Conclusions from losses over seeds: significant differences, Pareto frontier, recommendation."""
 
 import math
 import re
@@ -9,8 +9,9 @@ import scipy.stats
 
 import headwise as hw
 from headwise.runs.rows import MeanEstimate
-from headwise.studies.conclusions import SettingRow, beats, collected, margin
-from headwise.studies.trial_store import Done, Job
+from headwise.studies.conclusions import dominates, significant_difference
+from headwise.studies.study_result import SettingRow, collect_results
+from headwise.studies.trial_store import FinishedTrial, TrialKey
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -18,14 +19,14 @@ ONE, TWO, FOUR, SHARED = hw.Setting(1, 16, 1), hw.Setting(2, 8, 2), hw.Setting(4
 
 
 def by_definition(table):
-    """Tukey's range test of the rows of a table with columns as blocks."""
+    """Smallest significant difference of Tukey's range test: rows are settings, columns are blocks."""
     table = np.asarray(table, dtype=np.float64)
     k, n = table.shape
-    whole = np.sum((table - table.mean()) ** 2)
+    total = np.sum((table - table.mean()) ** 2)
     rows = n * np.sum((table.mean(1) - table.mean()) ** 2)
     columns = k * np.sum((table.mean(0) - table.mean()) ** 2)
     degrees = (k - 1) * (n - 1)
-    error = (whole - rows - columns) / degrees
+    error = (total - rows - columns) / degrees
     return scipy.stats.studentized_range.ppf(0.95, k, degrees) * math.sqrt(error / n)
 
 
@@ -36,35 +37,37 @@ def losses_of(table, seeds=None):
 
 
 @pytest.mark.parametrize(("settings", "seeds"), [(2, 2), (3, 5), (4, 3)])
-def test_the_margin_is_that_of_tukeys_range_test(settings, seeds):
+def test_the_significant_difference_is_that_of_tukeys_range_test(settings, seeds):
     table = np.random.default_rng(7).normal(3.0, 0.1, (settings, seeds))
-    assert margin(losses_of(table)) == pytest.approx(by_definition(table), rel=1e-7)
+    assert significant_difference(losses_of(table)) == pytest.approx(by_definition(table), rel=1e-7)
 
 
-def test_the_margin_of_a_table_worked_out_by_hand():
-    """Residuals are all 0.25 or -0.25: squares 0.25, 1 degree; of 2 groups, q is sqrt(2) times Student's t, 12.7062."""
-    got = margin(losses_of([[1.0, 2.0], [1.5, 1.5]]))
-    assert got == pytest.approx(math.sqrt(2) * 12.706204736 * math.sqrt(0.25 / 2), rel=1e-6)
+def test_the_significant_difference_of_a_table_calculated_by_hand():
+    """All residuals are ±0.25: squares 0.25, 1 degree; for 2 groups, q is sqrt(2) times Student's t, 12.7062."""
+    difference = significant_difference(losses_of([[1.0, 2.0], [1.5, 1.5]]))
+    assert difference == pytest.approx(math.sqrt(2) * 12.706204736 * math.sqrt(0.25 / 2), rel=1e-6)
 
 
-def test_what_a_seed_does_to_all_is_taken_out():
+def test_effects_of_a_seed_on_all_settings_are_removed():
     table = np.random.default_rng(3).normal(3.0, 0.1, (3, 4))
     moved = table + np.array([0.0, 10.0, -2.0, 0.5])
-    assert margin(losses_of(moved)) == pytest.approx(margin(losses_of(table)), rel=1e-9)
+    assert significant_difference(losses_of(moved)) == pytest.approx(significant_difference(losses_of(table)), rel=1e-9)
     apart = table + np.array([[1.0], [5.0], [-2.0]])
-    assert margin(losses_of(apart)) == pytest.approx(margin(losses_of(table)), rel=1e-9)
-    assert margin(losses_of(3 * table)) == pytest.approx(3 * margin(losses_of(table)), rel=1e-9)
+    assert significant_difference(losses_of(apart)) == pytest.approx(significant_difference(losses_of(table)), rel=1e-9)
+    assert significant_difference(losses_of(3 * table)) == pytest.approx(
+        3 * significant_difference(losses_of(table)), rel=1e-9
+    )
 
 
-def test_seeds_that_one_lacks_are_left_out():
+def test_only_seeds_that_all_settings_have_are_compared():
     table = np.random.default_rng(3).normal(3.0, 0.1, (3, 4))
     losses = losses_of(table, (1, 2, 3, 4))
     del losses[TWO][2], losses[FOUR][2]
-    assert margin(losses) == pytest.approx(by_definition(table[:, [0, 2, 3]]), rel=1e-7)
+    assert significant_difference(losses) == pytest.approx(by_definition(table[:, [0, 2, 3]]), rel=1e-7)
     losses[SHARED] = {}
-    assert margin(losses) == pytest.approx(by_definition(table[:, [0, 2, 3]]), rel=1e-7)
+    assert significant_difference(losses) == pytest.approx(by_definition(table[:, [0, 2, 3]]), rel=1e-7)
     losses[SHARED] = {1: 3.0, 3: math.inf}
-    assert margin(losses) == pytest.approx(by_definition(table[:, [0, 2, 3]]), rel=1e-7)
+    assert significant_difference(losses) == pytest.approx(by_definition(table[:, [0, 2, 3]]), rel=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -76,19 +79,19 @@ def test_seeds_that_one_lacks_are_left_out():
         {ONE: {1: 2.0, 2: 3.0}, TWO: {3: 1.0, 1: 2.0}},
     ],
 )
-def test_nothing_can_be_told(losses):
-    assert math.isnan(margin(losses))
+def test_with_fewer_than_two_settings_or_seeds_nothing_can_be_tested(losses):
+    assert math.isnan(significant_difference(losses))
 
 
-def test_identical_losses_leave_no_margin():
-    assert margin(losses_of([[1.0, 2.0], [1.0, 2.0]])) == 0.0
+def test_identical_losses_have_a_significant_difference_of_0():
+    assert significant_difference(losses_of([[1.0, 2.0], [1.0, 2.0]])) == 0.0
 
 
 # -- the frontier -----------------------------------------------------------------------------------------------------
 
 
 def row(setting=ONE, **values):
-    """Of means alone, or with their standard errors."""
+    """A row from means, or from pairs of mean and standard error."""
     pairs = {name: each if isinstance(each, tuple) else (each, 0.0) for name, each in values.items()}
     statistics = {name: MeanEstimate(*pair, 3) for name, pair in pairs.items()}
     return SettingRow(**vars(setting), statistics=statistics)
@@ -105,24 +108,24 @@ def row(setting=ONE, **values):
         ({"loss": 1.0, "decode_tokens_s": 30.0}, {"loss": 0.5, "decode_tokens_s": 40.0}, (False, True)),
         ({"loss": 1.0, "cache_bytes": 64.0}, {"loss": 1.0, "cache_bytes": 128.0}, (True, False)),
         ({"loss": 1.0, "train_loss": 9.0, "rate": 1.0}, {"loss": 1.0, "train_loss": 1.0, "rate": 0.1}, (False, False)),
-        # Times within two standard errors of their difference, sqrt(0.3^2 + 0.4^2), are as good.
+        # Times that differ by less than two standard errors, 2 sqrt(0.3^2 + 0.4^2), are equal.
         ({"loss": 1.0, "step_ms": (5.9, 0.3)}, {"loss": 2.0, "step_ms": (5.0, 0.4)}, (True, False)),
         ({"loss": 1.0, "step_ms": (6.1, 0.3)}, {"loss": 2.0, "step_ms": (5.0, 0.4)}, (False, False)),
         ({"loss": 1.0, "step_ms": (5.0, 0.3)}, {"loss": 1.0, "step_ms": (5.9, 0.4)}, (False, False)),
         ({"loss": 1.0, "step_ms": (5.0, 0.3)}, {"loss": 1.0, "step_ms": (6.1, 0.4)}, (True, False)),
-        # Losses are not: nobody measured them by the clock.
+        # Losses are not measured by the clock: any difference counts.
         ({"loss": (1.0, 0.5), "step_ms": 5.0}, {"loss": (1.1, 0.5), "step_ms": 5.0}, (True, False)),
         ({"loss": 1.0, "step_ms": (5.0, math.nan)}, {"loss": 1.0, "step_ms": 5.1}, (True, False)),
         ({"loss": 1.0, "step_ms": 5.0}, {"loss": math.inf, "step_ms": 5.0}, (True, False)),
     ],
 )
-def test_which_of_two_beats_the_other(one, other, expected):
+def test_a_setting_dominates_if_it_is_as_good_in_all_and_better_in_one(one, other, expected):
     one, other = row(**one), row(**other)
-    assert (beats(one, other), beats(other, one)) == expected
+    assert (dominates(one.statistics, other.statistics), dominates(other.statistics, one.statistics)) == expected
 
 
 def test_the_frontier():
-    """Least loss; quickest; least cache; and one that another is better than in all."""
+    """Lowest loss, shortest step and smallest cache are on the frontier; a dominated setting is not."""
     table = {
         ONE: {"loss": 3.0, "step_ms": 9.0, "decode_tokens_s": 200.0, "cache_bytes": 64.0},
         TWO: {"loss": 3.2, "step_ms": 8.0, "decode_tokens_s": 200.0, "cache_bytes": 64.0},
@@ -133,29 +136,29 @@ def test_the_frontier():
     assert hw.Study(rows, {"runs": [], "baseline": None}).frontier == (ONE, TWO, SHARED)
 
 
-# -- what to take -----------------------------------------------------------------------------------------------------
+# -- recommendation --------------------------------------------------------------------------------------------------
 
 
 def study_of(table, baseline=None, step_ms=None, seeds=None):
-    """Made as a study makes it: from trials that are done, searches among them."""
+    """A study made from finished trials, as `hw.study` makes it, with a learning-rate trial per setting."""
     times = step_ms or {}
-    done = []
+    trials = []
     for setting, losses in losses_of(table, seeds).items():
-        done.append(Done(Job(setting, False, 0), 3e-3, 9.0, False, {"seconds": 1.0}))
+        trials.append(FinishedTrial(TrialKey(setting, False, 0), 3e-3, 9.0, False, {"seconds": 1.0}))
         for seed, loss in losses.items():
             if not math.isnan(loss):
                 measured = {"train_loss": loss - 0.1, "step_ms": times.get(setting, 5.0), "seconds": 1.5}
-                done.append(Done(Job(setting, True, seed), 3e-3, loss, False, measured))
+                trials.append(FinishedTrial(TrialKey(setting, True, seed), 3e-3, loss, False, measured))
     settings = tuple(losses_of(table))
     sizes = {setting.name: 1000 + setting.num_heads for setting in settings}
     metadata = {"model": {"name": "text"}, "settings": {}, "steps": 20, "left_out": []}
-    return collected(done, settings, sizes, metadata, len(table[0]), baseline)
+    return collect_results(trials, settings, sizes, metadata, len(table[0]), baseline)
 
 
 NOISE = np.array([[0.0, 0.01, -0.01], [0.01, -0.01, 0.0], [-0.01, 0.0, 0.01]])
-"""Of mean 0 over seeds, and over settings: residuals as they are."""
+"""Noise with mean 0 over seeds and over settings, so that it equals the residuals."""
 
-TOLD = by_definition(NOISE)
+MARGIN = by_definition(NOISE)
 
 
 def losses(*means):
@@ -163,105 +166,111 @@ def losses(*means):
 
 
 def test_the_rows_are_means_over_seeds():
-    found = study_of([[3.0, 3.2, 3.4], [2.0, 2.0, 2.0]])
-    first, second = found.rows
+    result = study_of([[3.0, 3.2, 3.4], [2.0, 2.0, 2.0]])
+    first, second = result.rows
     assert first.statistics["loss"] == pytest.approx((3.2, 0.2 / math.sqrt(3), 3))
     assert first.statistics["train_loss"] == pytest.approx((3.1, 0.2 / math.sqrt(3), 3))
     assert second.statistics["loss"] == (2.0, 0.0, 3)
     assert first.statistics["parameters"] == (1001.0, 0.0, 3)
     assert first.statistics["rate"].value == 3e-3
-    assert found.losses == {ONE: {1: 3.0, 2: 3.2, 3: 3.4}, TWO: {1: 2.0, 2: 2.0, 3: 2.0}}
-    assert found.metadata["search"][0] == {"setting": "1x16", "rate": 3e-3, "loss": 9.0, "pruned": False}
+    assert result.losses == {ONE: {1: 3.0, 2: 3.2, 3: 3.4}, TWO: {1: 2.0, 2: 2.0, 3: 2.0}}
+    assert result.metadata["search"][0] == {"setting": "1x16", "rate": 3e-3, "loss": 9.0, "pruned": False}
     assert "seconds" not in first.statistics
-    assert found.row(TWO) is second
+    assert result.row(TWO) is second
     with pytest.raises(hw.InputError, match=r"^setting: expected one of 1x16, 2x8, got 4x4$"):
-        found.row(FOUR)
+        result.row(FOUR)
 
 
-def told(study):
-    found = study.recommendation
-    assert found.margin == study.margin or math.isnan(study.margin)
-    return found.setting, found.alike, found.sentence
+def conclusion(study):
+    recommendation = study.recommendation
+    assert recommendation.margin == study.margin or math.isnan(study.margin)
+    return recommendation.setting, recommendation.equivalent, recommendation.sentence
 
 
-def test_one_setting_is_nothing_to_compare():
+def test_with_one_setting_there_is_nothing_to_compare():
     sentence = "nothing to compare: fewer than two settings were trained to the end"
-    assert told(study_of([[3.0, 3.1]])) == (None, (ONE,), sentence)
-    assert told(study_of([[math.nan, math.nan], [3.0, 3.1]])) == (None, (TWO,), sentence)
-    assert told(study_of([[math.nan], [math.nan]])) == (None, (), sentence)
+    assert conclusion(study_of([[3.0, 3.1]])) == (None, (ONE,), sentence)
+    assert conclusion(study_of([[math.nan, math.nan], [3.0, 3.1]])) == (None, (TWO,), sentence)
+    assert conclusion(study_of([[math.nan], [math.nan]])) == (None, (), sentence)
 
 
-def test_one_seed_has_no_spread():
-    sentence = "undecided: of one seed there is no spread; two or more (--seeds, seeds=) can decide"
-    assert told(study_of([[3.0], [2.0], [9.0]])) == (None, (TWO, ONE, FOUR), sentence)
+def test_with_one_seed_the_recommendation_is_undecided():
+    sentence = "undecided: one seed shows no variation; use two or more (--seeds, seeds=)"
+    assert conclusion(study_of([[3.0], [2.0], [9.0]])) == (None, (TWO, ONE, FOUR), sentence)
     assert math.isnan(study_of([[3.0], [2.0]]).recommendation.margin)
 
 
-def test_no_difference():
-    found = study_of(losses(3.002, 3.001, 3.0))
-    assert TOLD > 0.002
-    sentence = f"no difference at this budget: losses are within 0.0020, and {TOLD:.4f} can be told"
-    assert told(found) == (None, (FOUR, TWO, ONE), sentence)
-    assert found.recommendation.margin == pytest.approx(TOLD)
-    assert told(study_of(losses(3.002, 3.001, 3.0), TWO)) == (None, (FOUR, TWO, ONE), sentence)
-
-
-def test_the_best_alone():
-    sentence = f"2x8: the next, 4x4, is 0.5000 behind the best, where {TOLD:.4f} can be told"
-    assert told(study_of(losses(4.0, 3.0, 3.5))) == (TWO, (TWO,), sentence)
-    # A setting in use that is worse is left.
-    assert told(study_of(losses(4.0, 3.0, 3.5), ONE)) == (TWO, (TWO,), sentence)
-
-
-def test_of_several_alike_the_quickest():
-    found = study_of(losses(3.0, 3.001, 3.5), step_ms={ONE: 7.0, TWO: 6.0, FOUR: 1.0})
+def test_without_a_significant_difference_nothing_is_recommended():
+    result = study_of(losses(3.002, 3.001, 3.0))
+    assert MARGIN > 0.002
     sentence = (
-        "2x8, the quickest to train of 1x16, 2x8, which show no difference at this budget: "
-        f"the next, 4x4, is 0.5000 behind the best, where {TOLD:.4f} can be told"
+        "no significant difference at this budget: mean losses differ by up to 0.0020; "
+        f"differences above {MARGIN:.4f} are significant"
     )
-    assert told(found) == (TWO, (ONE, TWO), sentence)
+    assert conclusion(result) == (None, (FOUR, TWO, ONE), sentence)
+    assert result.recommendation.margin == pytest.approx(MARGIN)
+    assert conclusion(study_of(losses(3.002, 3.001, 3.0), TWO)) == (None, (FOUR, TWO, ONE), sentence)
+
+
+def test_a_setting_that_is_significantly_better_is_recommended():
+    sentence = f"2x8: the next, 4x4, is 0.5000 worse than the best; differences above {MARGIN:.4f} are significant"
+    assert conclusion(study_of(losses(4.0, 3.0, 3.5))) == (TWO, (TWO,), sentence)
+    # A baseline that is worse is not kept.
+    assert conclusion(study_of(losses(4.0, 3.0, 3.5), ONE)) == (TWO, (TWO,), sentence)
+
+
+def test_of_several_equivalent_settings_the_fastest_is_recommended():
+    result = study_of(losses(3.0, 3.001, 3.5), step_ms={ONE: 7.0, TWO: 6.0, FOUR: 1.0})
+    sentence = (
+        "2x8, the fastest to train of 1x16, 2x8, which do not differ significantly: "
+        f"the next, 4x4, is 0.5000 worse than the best; differences above {MARGIN:.4f} are significant"
+    )
+    assert conclusion(result) == (TWO, (ONE, TWO), sentence)
     equal = study_of(losses(3.001, 3.0, 3.5))
-    assert equal.recommendation.setting == TWO  # as quick, and of less loss
+    assert equal.recommendation.setting == TWO  # as fast, with a lower loss
 
 
-def test_a_setting_in_use_that_is_among_the_best_is_kept():
-    found = study_of(losses(3.0, 3.001, 3.5), TWO, {ONE: 1.0, TWO: 6.0})
-    sentence = f"no difference at this budget between 2x8, which is in use, and 1x16: {TOLD:.4f} can be told"
-    assert told(found) == (None, (ONE, TWO), sentence)
+def test_a_baseline_among_the_best_is_kept():
+    result = study_of(losses(3.0, 3.001, 3.5), TWO, {ONE: 1.0, TWO: 6.0})
+    sentence = (
+        "no significant difference at this budget between 2x8, the baseline, and 1x16; "
+        f"differences above {MARGIN:.4f} are significant"
+    )
+    assert conclusion(result) == (None, (ONE, TWO), sentence)
     alone = study_of(losses(3.0, 3.3, 3.5), ONE)
-    assert told(alone) == (None, (ONE,), "keep 1x16: no other setting is as good at this budget")
+    assert conclusion(alone) == (None, (ONE,), "keep 1x16: every other setting is significantly worse at this budget")
 
 
-def test_a_setting_that_diverged_is_never_taken():
+def test_a_setting_that_diverged_is_never_recommended():
     table = losses(3.0, 3.001, 3.5)
     table[2][1] = math.inf
-    found = study_of(table, step_ms={FOUR: 0.1, TWO: 4.0})
-    least = by_definition(np.array(table[:2]))
+    result = study_of(table, step_ms={FOUR: 0.1, TWO: 4.0})
+    margin = by_definition(np.array(table[:2]))
     sentence = (
-        "2x8, the quickest to train of 1x16, 2x8, which show no difference at this budget: "
-        f"the next, 4x4, is inf behind the best, where {least:.4f} can be told"
+        "2x8, the fastest to train of 1x16, 2x8, which do not differ significantly: "
+        f"the next, 4x4, is inf worse than the best; differences above {margin:.4f} are significant"
     )
-    assert told(found) == (TWO, (ONE, TWO), sentence)
-    assert found.row(FOUR).statistics["loss"].value == math.inf
+    assert conclusion(result) == (TWO, (ONE, TWO), sentence)
+    assert result.row(FOUR).statistics["loss"].value == math.inf
 
 
-def test_fewer_than_two_that_did_not_diverge():
+def test_undecided_if_fewer_than_two_settings_converged():
     sentence = "undecided: the loss of 2x8 was not finite, and fewer than two settings are left"
-    assert told(study_of([[3.0, 3.1], [math.inf, 3.0]])) == (None, (ONE, TWO), sentence)
+    assert conclusion(study_of([[3.0, 3.1], [math.inf, 3.0]])) == (None, (ONE, TWO), sentence)
 
 
-def test_a_setting_for_which_there_was_no_time(tmp_path):
-    """It has a row, is on no frontier and in no comparison; the table is saved and drawn."""
-    whole = study_of(losses(4.0, 3.0, 3.5))
-    done = [
-        Done(Job(setting, True, seed), 3e-3, loss, False, {"train_loss": 2.0, "step_ms": 5.0})
-        for setting, runs in whole.losses.items()
+def test_a_setting_without_final_trainings_has_an_empty_row(tmp_path):
+    """It is neither on the frontier nor compared; the table can be saved and drawn."""
+    complete = study_of(losses(4.0, 3.0, 3.5))
+    trials = [
+        FinishedTrial(TrialKey(setting, True, seed), 3e-3, loss, False, {"train_loss": 2.0, "step_ms": 5.0})
+        for setting, runs in complete.losses.items()
         for seed, loss in runs.items()
         if setting != FOUR
     ]
     metadata = {"model": {"name": "a text"}, "steps": 10, "left_out": ()}
-    found = collected(done, (ONE, TWO, FOUR), {"1x16": 9, "2x8": 9, "4x4": 9}, metadata, 3, None)
-    found.save(tmp_path)
+    result = collect_results(trials, (ONE, TWO, FOUR), {"1x16": 9, "2x8": 9, "4x4": 9}, metadata, 3, None)
+    result.save(tmp_path)
     again = hw.Study.load(tmp_path)
     assert again.row(FOUR).statistics["loss"].n == 0
     assert math.isnan(again.row(FOUR).statistics["step_ms"].value)
@@ -270,43 +279,43 @@ def test_a_setting_for_which_there_was_no_time(tmp_path):
     assert {text.get_text() for text in again.plot().axes[1].texts} == {"1x16", "2x8"}
 
 
-def test_means_are_those_of_the_seeds_that_all_have():
-    """The last seed is a bad one, and one setting was spared it: that is not to its credit."""
+def test_means_are_over_the_seeds_that_all_settings_have():
+    """A setting without the worst seed has no advantage from that."""
     table = losses_of([[3.0, 3.01, 9.0], [3.5, 3.51, 9.5]])
     del table[TWO][3]
-    done = [
-        Done(Job(setting, True, seed), 3e-3, loss, False, {"step_ms": 5.0})
+    trials = [
+        FinishedTrial(TrialKey(setting, True, seed), 3e-3, loss, False, {"step_ms": 5.0})
         for setting, runs in table.items()
         for seed, loss in runs.items()
     ]
     metadata = {"model": {"name": "a text"}, "steps": 10, "left_out": ()}
-    found = collected(done, (ONE, TWO), {"1x16": 9, "2x8": 9}, metadata, 3, None)
-    assert found.row(TWO).statistics["loss"].value < found.row(ONE).statistics["loss"].value
-    assert found.recommendation.setting == ONE
+    result = collect_results(trials, (ONE, TWO), {"1x16": 9, "2x8": 9}, metadata, 3, None)
+    assert result.row(TWO).statistics["loss"].value < result.row(ONE).statistics["loss"].value
+    assert result.recommendation.setting == ONE
 
 
 @pytest.mark.parametrize("baseline", [None, TWO])
 def test_saved_and_loaded(baseline, tmp_path):
     table = losses(4.0, 3.0, 3.5)
     table[2][1] = math.inf
-    found = study_of(table, baseline)
-    found.save(tmp_path)
+    result = study_of(table, baseline)
+    result.save(tmp_path)
     again = hw.Study.load(tmp_path)
-    assert [each.identifiers for each in again.rows] == [each.identifiers for each in found.rows]
-    for each, other in zip(again.rows, found.rows, strict=True):
+    assert [each.identifiers for each in again.rows] == [each.identifiers for each in result.rows]
+    for each, other in zip(again.rows, result.rows, strict=True):
         assert list(each.statistics) == list(other.statistics)
         for name, measured in each.statistics.items():
             assert measured == pytest.approx(other.statistics[name], nan_ok=True)
-    assert (again.losses, again.margin, again.frontier) == (found.losses, found.margin, found.frontier)
-    assert again.recommendation == found.recommendation
+    assert (again.losses, again.margin, again.frontier) == (result.losses, result.margin, result.frontier)
+    assert again.recommendation == result.recommendation
     assert again.baseline == baseline
-    assert again.metadata == found.metadata
+    assert again.metadata == result.metadata
     sentence = f"out: expected a folder without study.parquet, got {str(tmp_path)!r}; --force (force=True) replaces it"
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-        found.save(tmp_path)
+        result.save(tmp_path)
 
 
-def test_the_picture_has_every_seed_and_setting():
+def test_the_plot_has_every_seed_and_setting():
     figure = study_of(losses(4.0, 3.0, 3.5)).plot()
     by_heads, by_time = figure.axes
     points = [tuple(point) for line in by_heads.lines if line.get_marker() == "." for point in line.get_xydata()]

@@ -9,7 +9,9 @@ import torch
 
 import headwise as hw
 import tiny
-from headwise.studies.corpus import MOST_HELD_OUT, accuracy, class_loss, corpus, make_tokenizer
+from headwise.studies.classification import accuracy, class_loss
+from headwise.studies.corpus import MAX_HELD_OUT, TextOptions, make_corpus
+from headwise.studies.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -35,7 +37,7 @@ def lines(path, rows):
 
 
 def of(task, source, tokenizer, **options):
-    return corpus(task, source, tokenizer, **{"context": CONTEXT, "batch": BATCH} | options)
+    return make_corpus(source, tokenizer, TextOptions(task, **{"context": CONTEXT, "batch": BATCH} | options))
 
 
 def sequences(batches):
@@ -46,7 +48,7 @@ def sequences(batches):
 
 
 def test_a_tokenizer_that_gives_the_text_back(file):
-    made = make_tokenizer(file, "text", 300)
+    made = train_tokenizer(file, "text", 300)
     assert 259 < len(made) <= 300
     ids = made(text())["input_ids"]
     assert made.decode(ids) == text()
@@ -60,25 +62,25 @@ def test_a_tokenizer_that_gives_the_text_back(file):
 
 
 def test_a_tokenizer_made_again_is_the_same(file, tmp_path):
-    one, two = (make_tokenizer(file, "text", 300) for _ in range(2))
+    one, two = (train_tokenizer(file, "text", 300) for _ in range(2))
     assert one.get_vocab() == two.get_vocab()
     assert one.backend_tokenizer.to_str() == two.backend_tokenizer.to_str()
     (tmp_path / "other.txt").write_text("lorem ipsum dolor sit amet " * 40)
-    assert make_tokenizer(tmp_path / "other.txt", "text", 300).get_vocab() != one.get_vocab()
+    assert train_tokenizer(tmp_path / "other.txt", "text", 300).get_vocab() != one.get_vocab()
 
 
 def test_a_tokenizer_of_a_column(tmp_path):
     rows = [{"text": "no " * 50, "body": "yes yes yesterday " * 50} for _ in range(3)]
-    made = make_tokenizer(lines(tmp_path / "a.jsonl", rows), "body", 270)
+    made = train_tokenizer(lines(tmp_path / "a.jsonl", rows), "body", 270)
     assert "yes" in "".join(made.tokenize("yes"))
     assert len(made.tokenize("yes yes")) < len(made.tokenize("no no "))
 
 
 def test_a_vocabulary_that_does_not_hold_the_bytes(file):
-    sentence = "vocabulary: expected at least 259, the bytes and special tokens, got 258"
+    sentence = "vocabulary: expected at least 259, for bytes and special tokens, got 258"
     with pytest.raises(hw.InputError, match=f"^{sentence}$"):
-        make_tokenizer(file, "text", 258)
-    assert len(make_tokenizer(file, "text", 259)) == 259
+        train_tokenizer(file, "text", 258)
+    assert len(train_tokenizer(file, "text", 259)) == 259
 
 
 # -- next and masked tokens -------------------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ def test_a_vocabulary_that_does_not_hold_the_bytes(file):
 
 @pytest.mark.parametrize("task", ["lm", "mlm"])
 def test_all_of_a_text_in_sequences_of_the_context(task, file):
-    tokenizer = make_tokenizer(file, "text", 300)
+    tokenizer = train_tokenizer(file, "text", 300)
     found = of(task, file, tokenizer)
     ids = tokenizer(text())["input_ids"]
     wanted = [tuple(ids[start : start + CONTEXT]) for start in range(0, len(ids) - CONTEXT + 1, CONTEXT)]
@@ -106,7 +108,7 @@ def test_all_of_a_text_in_sequences_of_the_context(task, file):
 
 
 def test_with_one_sequence_a_batch_nothing_is_lost(file):
-    tokenizer = make_tokenizer(file, "text", 300)
+    tokenizer = train_tokenizer(file, "text", 300)
     found = of("lm", file, tokenizer, batch=1)
     ids = tokenizer(text())["input_ids"]
     wanted = [tuple(ids[start : start + CONTEXT]) for start in range(0, len(ids) - CONTEXT + 1, CONTEXT)]
@@ -117,16 +119,16 @@ def test_with_one_sequence_a_batch_nothing_is_lost(file):
 
 def test_no_more_are_held_out_than_can_be_judged_quickly(tmp_path):
     (tmp_path / "long.txt").write_text(text(6000))
-    tokenizer = make_tokenizer(tmp_path / "long.txt", "text", 300)
+    tokenizer = train_tokenizer(tmp_path / "long.txt", "text", 300)
     found = of("lm", tmp_path / "long.txt", tokenizer, context=4, batch=1)
     whole = len(found.training) + len(found.held_out)
-    assert whole > 20 * MOST_HELD_OUT
-    assert MOST_HELD_OUT / 2 < len(found.held_out) <= MOST_HELD_OUT
+    assert whole > 20 * MAX_HELD_OUT
+    assert MAX_HELD_OUT / 2 < len(found.held_out) <= MAX_HELD_OUT
     assert not {*map(id, found.training)} & {*map(id, found.held_out)}
 
 
 def test_what_is_to_be_learned(file):
-    tokenizer = make_tokenizer(file, "text", 300)
+    tokenizer = train_tokenizer(file, "text", 300)
     assert of("lm", file, tokenizer).loss is hw.next_token_loss
     loss = of("mlm", file, tokenizer).loss
     assert isinstance(loss, hw.MaskedTokenLoss)
@@ -135,7 +137,7 @@ def test_what_is_to_be_learned(file):
 
 def test_documents_are_packed_with_a_token_of_end_between(tmp_path):
     path = lines(tmp_path / "a.jsonl", [{"text": "the cat sat " * 40}, {"text": " "}, {"text": "a dog ran " * 50}])
-    tokenizer = make_tokenizer(path, "text", 280)
+    tokenizer = train_tokenizer(path, "text", 280)
     found = of("lm", path, tokenizer, batch=1)
     flat = [token for each in sequences([*found.training, *found.held_out]) for token in each]
     assert flat.count(tokenizer.eos_token_id) == 1
@@ -160,7 +162,7 @@ def labelled(path, labels=NAMES, number=60, **more):
 )
 def test_texts_with_labels(labels, classes, tmp_path):
     path = labelled(tmp_path / "a.jsonl", labels)
-    tokenizer = make_tokenizer(path, "text", 300)
+    tokenizer = train_tokenizer(path, "text", 300)
     found = of("classify", path, tokenizer, batch=2)
     assert found.labels == classes
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -220,7 +222,7 @@ def test_the_share_that_is_right():
 def test_another_column_for_text_and_label(tmp_path):
     rows = [{"body": f"word{n} and more", "kind": n % 2, "text": 3, "label": None} for n in range(20)]
     path = lines(tmp_path / "a.jsonl", rows)
-    found = of("classify", path, make_tokenizer(path, "body", 300), column="body", label="kind")
+    found = of("classify", path, train_tokenizer(path, "body", 300), column="body", label="kind")
     assert found.labels == ("0", "1")
 
 
@@ -239,14 +241,14 @@ def test_no_such_task(file):
 @pytest.mark.parametrize("task", ["lm", "mlm"])
 def test_a_text_that_is_too_short(task, file, tmp_path):
     (tmp_path / "short.txt").write_text("the cat sat on the mat. " * 5)
-    tokenizer = make_tokenizer(file, "text", 300)
+    tokenizer = train_tokenizer(file, "text", 300)
     tokens = 9 * CONTEXT + CONTEXT - 1
     for number in (tokens, CONTEXT - 1):
         (tmp_path / "short.txt").write_text(tokenizer.decode(tokenizer(text())["input_ids"][:number]))
         ids = tokenizer((tmp_path / "short.txt").read_text())["input_ids"]
         kept = len(ids) if len(ids) < CONTEXT else len(ids) // CONTEXT * CONTEXT
         refused(
-            "data: expected text of at least 160 tokens: 10 sequences of 16, one held out, "
+            "data: expected text of at least 160 tokens, for 10 sequences of 16 with one held out, "
             f"got {kept} tokens in {tmp_path / 'short.txt'}",
             *(task, tmp_path / "short.txt", tokenizer),
         )
@@ -256,9 +258,9 @@ def test_a_text_that_is_too_short(task, file, tmp_path):
 def test_no_text(content, file, tmp_path):
     (tmp_path / "empty.txt").write_bytes(content)
     sentence = f"data: expected at least one document, got no text in {tmp_path / 'empty.txt'}"
-    refused(sentence, "lm", tmp_path / "empty.txt", make_tokenizer(file, "text", 300))
+    refused(sentence, "lm", tmp_path / "empty.txt", train_tokenizer(file, "text", 300))
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-        make_tokenizer(tmp_path / "empty.txt", "text", 300)
+        train_tokenizer(tmp_path / "empty.txt", "text", 300)
 
 
 def test_no_text_file(tmp_path):
@@ -266,7 +268,7 @@ def test_no_text_file(tmp_path):
     sentence = f"data: expected text in {tmp_path / 'a.png'}, got a binary file"
     refused(sentence, "lm", tmp_path / "a.png", tiny.tokenizer("decoder"))
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-        make_tokenizer(tmp_path / "a.png", "text", 300)
+        train_tokenizer(tmp_path / "a.png", "text", 300)
 
 
 def test_a_tokenizer_without_a_mask(file):
@@ -276,12 +278,12 @@ def test_a_tokenizer_without_a_mask(file):
 
 
 def test_labels_are_not_in_a_plain_text(file, tmp_path):
-    sentence = f"data: expected JSON lines or parquet, with a column 'label', got {file}"
+    sentence = f"data: expected JSON lines or Parquet with a column 'label', got {file}"
     refused(sentence, "classify", file, tiny.tokenizer("decoder"))
     (tmp_path / "more").mkdir()
     labelled(tmp_path / "more" / "a.jsonl")
     (tmp_path / "more" / "notes.md").write_text("notes")
-    sentence = f"data: expected JSON lines or parquet, with a column 'label', got {tmp_path / 'more' / 'notes.md'}"
+    sentence = f"data: expected JSON lines or Parquet with a column 'label', got {tmp_path / 'more' / 'notes.md'}"
     refused(sentence, "classify", tmp_path / "more", tiny.tokenizer("decoder"))
 
 
@@ -291,7 +293,9 @@ def test_labels_are_not_in_a_plain_text(file, tmp_path):
 )
 def test_too_few_labels_or_texts(labels, number, got, tmp_path):
     path = labelled(tmp_path / "a.jsonl", labels, number)
-    sentence = f"data: expected at least 10 texts, one held out, with two labels or more, got {got} in {path}"
+    sentence = (
+        f"data: expected at least 10 texts, of which one is held out, with at least two labels, got {got} in {path}"
+    )
     refused(sentence, "classify", path, tiny.tokenizer("decoder"))
 
 

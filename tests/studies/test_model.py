@@ -12,8 +12,9 @@ import headwise as hw
 import tiny
 from headwise.attention.caches.dynamic import DynamicCache
 from headwise.studies import export
-from headwise.studies.export import as_transformers, save
-from headwise.studies.model import Shape, Transformer
+from headwise.studies.export import as_transformers, save_model
+from headwise.studies.model import Transformer
+from headwise.studies.model_shape import ModelShape
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -27,7 +28,7 @@ KINDS = {"decoder": {}, "encoder": {"causal": False}, "classifier": {"causal": F
 
 def made(kind, setting=SETTINGS[4], std=0.3):
     torch.manual_seed(3)
-    model = Transformer(Shape(VOCABULARY, WIDTH, LAYERS, SIZE, **KINDS[kind]), setting).eval()
+    model = Transformer(ModelShape(VOCABULARY, WIDTH, LAYERS, SIZE, **KINDS[kind]), setting).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=std)
     return model
@@ -48,7 +49,7 @@ def by_definition(shape, setting, mlp):
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_many_parameters_whatever_the_heads(kind):
     """To within half of what one more unit in every MLP has."""
-    shape = Shape(VOCABULARY, WIDTH, LAYERS, SIZE, **KINDS[kind])
+    shape = ModelShape(VOCABULARY, WIDTH, LAYERS, SIZE, **KINDS[kind])
     for setting in SETTINGS:
         model = Transformer(shape, setting)
         width = model.layers[0].mlp.gate_proj.out_features
@@ -63,18 +64,18 @@ def test_as_many_parameters_whatever_the_heads(kind):
 
 def test_heads_that_leave_nothing():
     setting = hw.Setting(4, 8, 2)
-    least = by_definition(Shape(VOCABULARY, WIDTH, LAYERS, 1), setting, 1)
+    least = by_definition(ModelShape(VOCABULARY, WIDTH, LAYERS, 1), setting, 1)
     assert least == 97 * 12 + 3 * (12 * 32 + 2 * 12 * 16 + 32 * 12 + 36 + 24) + 12
-    assert count(Transformer(Shape(VOCABULARY, WIDTH, LAYERS, least), setting)) == least
+    assert count(Transformer(ModelShape(VOCABULARY, WIDTH, LAYERS, least), setting)) == least
     small = 1_234
     sentence = f"params: expected at least {least:,} for 4x8/2 at this width and depth, got 1,234"
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-        Transformer(Shape(VOCABULARY, WIDTH, LAYERS, small), setting)
+        Transformer(ModelShape(VOCABULARY, WIDTH, LAYERS, small), setting)
 
 
 def test_weights_at_first():
     torch.manual_seed(0)
-    model = Transformer(Shape(499, 48, 2, 80_000, causal=False, classes=3), hw.Setting(4, 12, 4))
+    model = Transformer(ModelShape(499, 48, 2, 80_000, causal=False, classes=3), hw.Setting(4, 12, 4))
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             assert parameter.eq(0.0 if name.endswith("bias") else 1.0).all(), name
@@ -148,7 +149,7 @@ TOPS = {
 def test_hugging_face_gives_the_same_logits(kind, setting, tmp_path):
     model, tokenizer = made(kind, setting), tiny.tokenizer("decoder")
     labels = ("a", "b", "c", "d", "e") if kind == "classifier" else ()
-    save(model, tokenizer, tmp_path, context=13, labels=labels)
+    save_model(model, tokenizer, tmp_path, context=13, labels=labels)
     auto, name = TOPS[kind]
     theirs, found = auto.from_pretrained(tmp_path, output_loading_info=True)
     assert not found["missing_keys"]
@@ -175,14 +176,14 @@ def test_hugging_face_gives_the_same_logits(kind, setting, tmp_path):
 def test_a_model_with_something_besides_is_not_written():
     model = made("decoder")
     model.more = nn.Parameter(torch.zeros(2))
-    sentence = "model: expected a Transformer as it was made, got model.more besides"
+    sentence = "model: expected a Transformer without changes, got additional parameters model.more"
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
         as_transformers(model, tiny.tokenizer("decoder"), context=8)
 
 
 def test_an_encoder_needs_a_transformers_that_knows_it(monkeypatch):
     monkeypatch.setattr(export, "require_transformers", lambda: types.SimpleNamespace(__version__="4.47.1"))
-    sentence = "task: expected lm, or a transformers that knows EuroBERT for an encoder, got transformers 4.47.1"
+    sentence = "task: expected lm, or for an encoder a transformers version with EuroBERT, got transformers 4.47.1"
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
         as_transformers(made("encoder"), tiny.tokenizer("decoder"), context=8)
 
@@ -191,7 +192,7 @@ def test_an_encoder_needs_a_transformers_that_knows_it(monkeypatch):
 @pytest.mark.parametrize("heads", [(1, 2, 4, 8, 16), (3, 6), (1, 2, 3, 4, 6, 12), (5,), (1,)])
 def test_a_width_for_a_size(size, heads):
     """All heads divide it, and the usual width of the MLP makes the size."""
-    shape = Shape.of_size(size, 300, heads)
+    shape = ModelShape.of_size(size, 300, heads)
     assert (shape.vocabulary, shape.parameters, shape.causal, shape.classes) == (300, size, True, None)
     assert all(shape.embed_dim % (2 * number) == 0 for number in heads)
     usual = 300 * shape.embed_dim + 12 * shape.layers * shape.embed_dim**2
@@ -203,8 +204,8 @@ def test_a_width_for_a_size(size, heads):
 
 
 def test_a_width_and_a_depth_that_are_given_stay():
-    shape = Shape.of_size(20_000, 300, (1, 7), embed_dim=16, layers=1, causal=False, classes=2)
-    assert shape == Shape(300, 16, 1, 20_000, causal=False, classes=2)
-    assert Shape.of_size(1_500_000, 300, (2,), layers=5).layers == 5
-    assert Shape.of_size(1_500_000, 300, (2,), embed_dim=50).embed_dim == 50
-    assert Shape.of_size(1_500_000, 300, (7, 11, 13)).embed_dim % 2 == 0  # too many to divide it by all
+    shape = ModelShape.of_size(20_000, 300, (1, 7), embed_dim=16, layers=1, causal=False, classes=2)
+    assert shape == ModelShape(300, 16, 1, 20_000, causal=False, classes=2)
+    assert ModelShape.of_size(1_500_000, 300, (2,), layers=5).layers == 5
+    assert ModelShape.of_size(1_500_000, 300, (2,), embed_dim=50).embed_dim == 50
+    assert ModelShape.of_size(1_500_000, 300, (7, 11, 13)).embed_dim % 2 == 0  # too many to divide it by all

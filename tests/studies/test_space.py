@@ -6,7 +6,7 @@ import re
 import pytest
 
 import headwise as hw
-from headwise.studies.space import HEADS
+from headwise.studies.space import DEFAULT_HEADS
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -54,8 +54,8 @@ def test_the_same_as_by_trying_everything():
 
 
 def test_numbers_of_heads_where_none_are_given():
-    assert HEADS == (1, 2, 4, 8, 16)
-    assert hw.Space(32).heads == HEADS
+    assert DEFAULT_HEADS == (1, 2, 4, 8, 16)
+    assert hw.Space(32).heads == DEFAULT_HEADS
 
 
 def test_numbers_may_be_anything_that_can_be_gone_through():
@@ -70,7 +70,7 @@ def test_numbers_may_be_anything_that_can_be_gone_through():
 )
 def test_the_name_of_a_setting_is_read_back(setting, name):
     assert setting.name == str(setting) == name
-    assert hw.Space(512).read(name) == setting
+    assert hw.Space(512).parse(name) == setting
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_the_name_of_a_setting_is_read_back(setting, name):
 )
 def test_a_setting_as_it_is_written(text, setting):
     """Also one that is not compared."""
-    assert hw.Space(256, (1, 2)).read(text) == setting
+    assert hw.Space(256, (1, 2)).parse(text) == setting
 
 
 WRITTEN = "heads as in 8, 8x64, 8x64/2 or 8/2"
@@ -105,34 +105,34 @@ WRITTEN = "heads as in 8, 8x64, 8x64/2 or 8/2"
         ("0", WRITTEN, "'0'"),
         ("8x0", WRITTEN, "'8x0'"),
         ("8/0", WRITTEN, "'8/0'"),
-        ("3", "a setting that can exist", "num_heads 3, which does not divide embed_dim 256"),
-        ("512", "a setting that can exist", "num_heads 512, which does not divide embed_dim 256"),
-        ("8x63", "a setting that can exist", "8x63, whose width is not even"),
-        ("256", "a setting that can exist", "256x1, whose width is not even"),
-        ("8x64/3", "a setting that can exist", "8x64/3, whose key/value heads do not divide its heads"),
-        ("4/8", "a setting that can exist", "4x64/8, whose key/value heads do not divide its heads"),
-        ("1", "a setting that can exist", "1x256, which 2 ranks cannot share evenly"),
-        ("4/1", "a setting that can exist", "4x64/1, which 2 ranks cannot share evenly"),
+        ("3", "a valid setting", "'3': 3 heads do not divide embed_dim 256"),
+        ("512", "a valid setting", "'512': 512 heads do not divide embed_dim 256"),
+        ("8x63", "a valid setting", "'8x63': 8x63 has an odd head_dim"),
+        ("256", "a valid setting", "'256': 256x1 has an odd head_dim"),
+        ("8x64/3", "a valid setting", "'8x64/3': 8x64/3 has key/value heads that do not divide its query heads"),
+        ("4/8", "a valid setting", "'4/8': 4x64/8 has key/value heads that do not divide its query heads"),
+        ("1", "a valid setting", "'1': 1x256 has heads that 2 ranks cannot share equally"),
+        ("4/1", "a valid setting", "'4/1': 4x64/1 has heads that 2 ranks cannot share equally"),
     ],
 )
 def test_a_setting_that_is_none(text, expected, got):
     with pytest.raises(hw.InputError, match=f"^{re.escape(f'baseline: expected {expected}, got {got}')}$"):
-        hw.Space(256, tensor_parallel=2).read(text)
+        hw.Space(256, tensor_parallel=2).parse(text)
 
 
 def test_what_is_left_out_is_told_once_each():
     space = hw.Space(24, (1, 5, 12, 24, 4), None, (1, 2, 4), 2)
     assert names(24, (1, 5, 12, 24, 4), None, (1, 2, 4), 2) == ["4x6/2", "4x6", "12x2/2", "12x2/4"]
     assert space.left_out() == (
-        "1x24, which 2 ranks cannot share evenly",
-        "1x24/2, whose key/value heads do not divide its heads",
-        "1x24/4, whose key/value heads do not divide its heads",
-        "num_heads 5, which does not divide embed_dim 24",
-        "12x2/1, which 2 ranks cannot share evenly",
-        "24x1/1, whose width is not even",
-        "24x1/2, whose width is not even",
-        "24x1/4, whose width is not even",
-        "4x6/1, which 2 ranks cannot share evenly",
+        "1x24 has heads that 2 ranks cannot share equally",
+        "1x24/2 has key/value heads that do not divide its query heads",
+        "1x24/4 has key/value heads that do not divide its query heads",
+        "5 heads do not divide embed_dim 24",
+        "12x2/1 has heads that 2 ranks cannot share equally",
+        "24x1/1 has an odd head_dim",
+        "24x1/2 has an odd head_dim",
+        "24x1/4 has an odd head_dim",
+        "4x6/1 has heads that 2 ranks cannot share equally",
     )
     assert hw.Space(64).left_out() == ()
 
@@ -140,17 +140,19 @@ def test_what_is_left_out_is_told_once_each():
 @pytest.mark.parametrize(
     ("heads", "got"),
     [
-        ((3,), "num_heads 3, which does not divide embed_dim 10"),
-        ((3, 10), "num_heads 3, which does not divide embed_dim 10; 10x1, whose width is not even"),
+        ((3,), "3 heads do not divide embed_dim 10"),
+        ((3, 10), "3 heads do not divide embed_dim 10; 10x1 has an odd head_dim"),
         (
             (3, 4, 6, 7, 10),
-            "num_heads 3, which does not divide embed_dim 10; num_heads 4, which does not divide embed_dim 10; "
-            "num_heads 6, which does not divide embed_dim 10 and 2 more",
+            "3 heads do not divide embed_dim 10; 4 heads do not divide embed_dim 10; "
+            "6 heads do not divide embed_dim 10 and 2 more",
         ),
     ],
 )
 def test_no_setting_at_all(heads, got):
-    with pytest.raises(hw.InputError, match=f"^{re.escape(f'space: expected a setting that can exist, got {got}')}$"):
+    with pytest.raises(
+        hw.InputError, match=f"^{re.escape(f'space: expected at least one valid setting, got none: {got}')}$"
+    ):
         hw.Space(10, heads).settings()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.studies.training import Recipe, Trained, build, evaluate, shuffled, train
+from headwise.studies.training import Recipe, TrainingResult, batch_order, build_seeded, evaluate, train
 
 pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -50,24 +50,24 @@ class Recording:
 
 
 def trained(seed=0, drawn=0, dropout=0.5, steps=15, **options):
-    loss, model = Recording(), build(lambda: Toy(dropout), drawn)
+    loss, model = Recording(), build_seeded(lambda: Toy(dropout), drawn)
     found = train(model, counting(), loss, steps=steps, rate=3e-2, seed=seed, **options)
     return loss, model, found
 
 
 def test_the_learning_rate_of_each_step():
-    rate = Recipe(warmup=0.3, floor=0.2).rate
+    rate = Recipe(warmup=0.3, floor=0.2).rate_factor
     assert [rate(step, 10) for step in range(3)] == pytest.approx([1 / 4, 2 / 4, 3 / 4])
     assert rate(3, 10) == pytest.approx(1.0)
     assert rate(10, 10) == pytest.approx(0.2)
     cosines = {4: 0.900968867902, 5: 0.623489801859, 6: 0.222520933956, 7: -0.222520933956, 9: -0.900968867902}
     for step, cosine in cosines.items():
         assert rate(step, 10) == pytest.approx(0.2 + 0.8 * (1 + cosine) / 2)
-    flat = Recipe(warmup=0.0, floor=0.0).rate
+    flat = Recipe(warmup=0.0, floor=0.0).rate_factor
     assert [flat(step, 4) for step in range(4)] == pytest.approx([1.0, 0.853553390593, 0.5, 0.146446609407])
-    assert Recipe(warmup=0.0).rate(0, 1) == 1.0
-    assert [Recipe(warmup=0.9, floor=0.5).rate(step, 1) for step in (0,)] == pytest.approx([1 / 1.9])
-    usual = [Recipe().rate(step, 20) for step in range(20)]
+    assert Recipe(warmup=0.0).rate_factor(0, 1) == 1.0
+    assert [Recipe(warmup=0.9, floor=0.5).rate_factor(step, 1) for step in (0,)] == pytest.approx([1 / 1.9])
+    usual = [Recipe().rate_factor(step, 20) for step in range(20)]
     assert usual[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert max(usual) == 1.0
     assert usual[2:] == sorted(usual[2:], reverse=True)
@@ -86,19 +86,19 @@ def test_the_rates_that_the_optimizer_was_given(monkeypatch):
     trained(steps=8, recipe=recipe)
     wanted = [3e-2 * share for share in (1 / 3, 2 / 3, 1.0)]
     assert [pair[0] for pair in given[:3]] == pytest.approx(wanted)
-    assert [pair[0] for pair in given] == pytest.approx([3e-2 * recipe.rate(n, 8) for n in range(8)])
+    assert [pair[0] for pair in given] == pytest.approx([3e-2 * recipe.rate_factor(n, 8) for n in range(8)])
     assert all(pair[0] == pair[1] for pair in given)
 
 
 @pytest.mark.parametrize("number", [1, 7, 23])
 def test_each_batch_once_before_any_comes_again(number):
-    order = shuffled(number, 5)
+    order = batch_order(number, 5)
     rounds = [[next(order) for _ in range(number)] for _ in range(4)]
     assert all(sorted(each) == list(range(number)) for each in rounds)
     if number > 1:
         assert rounds[0] != rounds[1]
         torch.manual_seed(99)
-        again, other = shuffled(number, 5), shuffled(number, 6)
+        again, other = batch_order(number, 5), batch_order(number, 6)
         assert [next(again) for _ in range(4 * number)] == [place for each in rounds for place in each]
         assert [next(other) for _ in range(number)] != rounds[0]
 
@@ -127,8 +127,8 @@ def test_weights_are_drawn_from_the_seed():
     expected = Toy().out.weight.clone()
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    assert torch.equal(build(Toy, 17).out.weight, expected)
-    assert not torch.equal(build(Toy, 18).out.weight, expected)
+    assert torch.equal(build_seeded(Toy, 17).out.weight, expected)
+    assert not torch.equal(build_seeded(Toy, 18).out.weight, expected)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -140,14 +140,14 @@ def test_the_random_state_outside_is_left_alone():
     def fails(model, batch):
         raise RuntimeError("stopped")
 
-    model = build(lambda: Toy(0.5), 0)
+    model = build_seeded(lambda: Toy(0.5), 0)
     with pytest.raises(RuntimeError, match="^stopped$"):
         train(model, counting(), fails, steps=2, rate=1e-3, seed=1)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_training_learns_what_can_be_learned():
-    model = build(Toy, 0)
+    model = build_seeded(Toy, 0)
     before = evaluate(model, counting(), hw.next_token_loss)
     found = train(model, counting(), hw.next_token_loss, steps=60, rate=3e-2, seed=0)
     after = evaluate(model, counting(), hw.next_token_loss)
@@ -162,17 +162,17 @@ def test_what_is_told_of_a_training():
     assert len(found.seconds) == 23
     assert all(training for training, _ in loss.seen)
     steps = []
-    trained(steps=4, after=steps.append)
+    trained(steps=4, after_step=steps.append)
     assert steps == [1, 2, 3, 4]
-    assert Trained(0.0, [100.0, 50.0, 3.0, 1.0, 2.0, 9.0]).step_seconds == 2.5
-    assert Trained(0.0, [7.0, 5.0]).step_seconds == 6.0
+    assert TrainingResult(0.0, [100.0, 50.0, 3.0, 1.0, 2.0, 9.0]).step_seconds == 2.5
+    assert TrainingResult(0.0, [7.0, 5.0]).step_seconds == 6.0
     with pytest.raises(hw.InputError, match="^steps: expected a whole number of 1 or more, got 0$"):
         trained(steps=0)
 
 
 def test_the_first_step_is_that_of_adamw_with_a_clipped_gradient():
     """By the definition of AdamW: the gradient's sign, and decay of what has two axes alone."""
-    model, batches = build(Toy, 0), counting(1)
+    model, batches = build_seeded(Toy, 0), counting(1)
     start = {name: each.detach().clone() for name, each in model.named_parameters()}
     hw.next_token_loss(model, batches[0]).mean().backward()
     norm = torch.stack([each.grad.square().sum() for each in model.parameters()]).sum().sqrt()
@@ -198,7 +198,7 @@ def test_decay_is_of_matrices_alone():
 
 
 def test_evaluation_is_the_mean_over_examples_and_leaves_the_mode():
-    model = build(lambda: Toy(0.5), 0).train()
+    model = build_seeded(lambda: Toy(0.5), 0).train()
     model.norm.eval()
     sizes = (3, 1, 2)
     batches = [{"input_ids": torch.randint(0, 13, (size, 5))} for size in sizes]
@@ -241,7 +241,7 @@ def test_a_masked_token_loss_with_another_seed():
     other = loss.reseeded(7)
     assert (other.mask_id, other.special.tolist(), other.share, other.seed) == (12, [1, 3], 0.4, 7)
     assert loss.seed == 0
-    model, batch = build(Toy, 0), {"input_ids": torch.randint(4, 12, (2, 11))}
+    model, batch = build_seeded(Toy, 0), {"input_ids": torch.randint(4, 12, (2, 11))}
     direct = hw.MaskedTokenLoss(12, special=(3, 1), share=0.4, seed=7)(model, batch)
     assert torch.equal(other(model, batch), direct)
     assert not torch.equal(other(model, batch), loss(model, batch))
@@ -253,6 +253,8 @@ PROBABILITY = "expected a probability of 0 or more and less than 1"
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        ({"rates": (1e-2, 1e-3)}, "rates: expected the smallest learning rate, then the largest, got (0.01, 0.001)"),
+        ({"rates": (0.0, 1e-3)}, "rates: expected a finite number above 0, got 0.0"),
         ({"warmup": 1.0}, f"warmup: {PROBABILITY}, got 1.0"),
         ({"floor": -0.1}, f"floor: {PROBABILITY}, got -0.1"),
         ({"betas": (0.9, 1.0)}, f"betas: {PROBABILITY}, got 1.0"),

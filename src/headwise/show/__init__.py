@@ -1,1 +1,1 @@
-"""Results on a terminal, as a picture, and as a page. Nothing is measured here."""
+"""Results in a terminal, as a figure, and as an HTML page. Nothing is measured here."""

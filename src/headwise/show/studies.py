@@ -1,4 +1,4 @@
-"""A study on a terminal: every setting, what is on the frontier, and what to take."""
+"""Study in a terminal: one line per setting, the Pareto frontier and the recommendation."""
 
 import math
 from collections import Counter
@@ -8,69 +8,81 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from headwise.runs.rows import NO_ESTIMATE, MeanEstimate
-from headwise.studies.conclusions import SettingRow, Study
+from headwise.studies.study_result import SettingRow, Study
 
-FEW = 3
-"""Learning rates; with fewer a setting may have got one that does not suit it."""
+FEW_TRIALS = 3
+"""With fewer learning rates than this, a setting may have been trained with an unsuitable one."""
 
 COLUMNS = {
     "loss": ("loss", 4),
-    "train_loss": ("training", 4),
+    "train_loss": ("training loss", 4),
     "accuracy": ("accuracy", 3),
-    "step_ms": ("ms a step", 1),
-    "decode_tokens_s": ("decoded a second", 0),
-    "cache_bytes": ("cache bytes a token", 0),
+    "step_ms": ("ms per step", 1),
+    "decode_tokens_s": ("decoded tokens/s", 0),
+    "cache_bytes": ("cache bytes/token", 0),
 }
-"""Statistics that have a column of their own, with its head and digits."""
+"""Statistics that are shown, each with the title and the decimals of its column."""
 
 
 def print_study(study: Study, console: Console) -> None:
-    """Print the table, the frontier and the recommendation."""
+    """Print the table of a study, its Pareto frontier and its recommendation."""
     metadata = study.metadata
     seeds = max((row.statistics["loss"].n for row in study.rows), default=0)
     title = (
         f"{metadata['model']['name']}: {len(study.rows)} settings, {_seeds(seeds)}, {metadata['steps']:,} steps each"
     )
     console.print(Text(title, style="bold"), soft_wrap=True)
-    frontier = study.frontier
-    shown = RichTable(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    names = [name for name in COLUMNS if any(name in row.statistics for row in study.rows)]
-    for column in ("heads", *(COLUMNS[name][0] for name in names), "rate", "parameters", ""):
-        shown.add_column(column, justify="right", no_wrap=True)
-    for row in study.rows:
-        there = [_with_error(row.statistics.get(name, NO_ESTIMATE), COLUMNS[name][1]) for name in names]
-        rate, size = row.statistics["rate"].value, row.statistics["parameters"].value
-        mark = "frontier" if row.setting in frontier else ""
-        shown.add_row(_name(study, row), *there, f"{rate:.2g}", f"{size:,.0f}", mark)
     console.print()
-    console.print(shown)
+    console.print(_setting_table(study))
     console.print(
-        "\nloss on what was held out, ± the standard error over seeds; frontier: no other is as good in all and better "
-        "in loss, time of a step, decoding or cache",
+        "\nloss: on held-out data, ± standard error over seeds\n"
+        "frontier: no other setting is as good in loss, time per step, decoding and cache, and better in one of them",
         style="dim",
+        soft_wrap=True,
     )
     if metadata["left_out"]:
         console.print(Text(f"left out: {'; '.join(metadata['left_out'])}", style="dim"), soft_wrap=True)
-    tried = Counter(trial["setting"] for trial in metadata["search"])
-    if tried and (least := min(tried.values())) < FEW:
-        rates = "1 learning rate was" if least == 1 else f"{least} learning rates were"
-        console.print(f"only {rates} tried for {', '.join(s for s in tried if tried[s] == least)}")
-    if short := [row.name for row in study.rows if row.statistics["loss"].n < metadata["seeds"]]:
-        console.print(f"time ran out: fewer than {_seeds(metadata['seeds'])} of {', '.join(short)}")
+    trials = Counter(trial["setting"] for trial in metadata["search"])
+    if trials and (fewest := min(trials.values())) < FEW_TRIALS:
+        rates = "1 learning rate was" if fewest == 1 else f"{fewest} learning rates were"
+        names = ", ".join(name for name, number in trials.items() if number == fewest)
+        console.print(f"only {rates} tried for {names}")
+    if incomplete := [row.name for row in study.rows if row.statistics["loss"].n < metadata["seeds"]]:
+        console.print(
+            f"the time limit ended the study: fewer than {_seeds(metadata['seeds'])} for {', '.join(incomplete)}"
+        )
     console.print()
     console.print(Text(study.recommendation.sentence, style="bold"), soft_wrap=True)
 
 
+def _setting_table(study: Study) -> RichTable:
+    """Return a table with one line per setting and one column per statistic that was measured."""
+    frontier = study.frontier
+    table = RichTable(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    names = [name for name in COLUMNS if any(name in row.statistics for row in study.rows)]
+    for title in ("heads", *(COLUMNS[name][0] for name in names), "learning rate", "parameters", ""):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in study.rows:
+        values = [_with_error(row.statistics.get(name, NO_ESTIMATE), COLUMNS[name][1]) for name in names]
+        rate, parameters = row.statistics["rate"].value, row.statistics["parameters"].value
+        mark = "frontier" if row.setting in frontier else ""
+        table.add_row(_name(study, row), *values, f"{rate:.2g}", f"{parameters:,.0f}", mark)
+    return table
+
+
 def _seeds(number: int) -> str:
+    """Return a number of seeds in words."""
     return "1 seed" if number == 1 else f"{number} seeds"
 
 
 def _name(study: Study, row: SettingRow) -> str:
-    return f"{row.name} (in use)" if row.setting == study.baseline else row.name
+    """Return the name of a setting, marked if it is the baseline."""
+    return f"{row.name} (baseline)" if row.setting == study.baseline else row.name
 
 
-def _with_error(measured: MeanEstimate, digits: int) -> str:
+def _with_error(measured: MeanEstimate, decimals: int) -> str:
+    """Return a mean with its standard error as text; empty if nothing was measured."""
     if math.isnan(measured.value):
         return ""
-    error = "" if math.isnan(measured.sem) or not measured.sem else f" ± {measured.sem:,.{digits}f}"
-    return f"{measured.value:,.{digits}f}{error}"
+    error = "" if math.isnan(measured.sem) or not measured.sem else f" ± {measured.sem:,.{decimals}f}"
+    return f"{measured.value:,.{decimals}f}{error}"

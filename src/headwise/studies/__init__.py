@@ -1,1 +1,1 @@
-"""How many heads, and how wide: trained, compared, told with the spread over seeds."""
+"""Studies of the number of heads: small models with different heads, trained on the same data and compared."""

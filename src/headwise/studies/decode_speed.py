@@ -1,4 +1,4 @@
-"""What heads cost when a decoder writes: tokens a second, and the cache they leave."""
+"""Costs of decoding: tokens per second, and the size of the key/value cache."""
 
 import statistics
 import time
@@ -10,18 +10,18 @@ from headwise.data.batches import device_of, evaluation_mode
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.studies.model import Transformer
 
-WRITTEN = 48
-"""Tokens that are written one by one, and timed."""
+DECODED_TOKENS = 48
+"""Number of tokens that are decoded and timed."""
 
 
-def decoding(model: Transformer, context: int) -> float:
-    """Tokens a second that a model writes after a context, alone in its batch: 1 / the median time of a step."""
+def decode_speed(model: Transformer, context: int) -> float:
+    """Return the tokens per second that a model decodes after a context, at batch size 1: 1 / median step time."""
     device = device_of(model)
     ids = torch.arange(context, device=device)[None] % model.shape.vocabulary
     caches, seconds = model.caches(), []
     with evaluation_mode(model), torch.no_grad():
         model(ids, caches=caches)
-        for _ in range(WRITTEN):
+        for _ in range(DECODED_TOKENS):
             start = time.perf_counter()
             logits = model(ids[:, -1:], caches=caches)
             logits[0, -1, 0].item()  # waits for the device
@@ -29,8 +29,8 @@ def decoding(model: Transformer, context: int) -> float:
     return 1 / statistics.median(seconds)
 
 
-def cache_bytes(model: nn.Module) -> float:
-    """Bytes that all layers keep of a token: its keys and values."""
+def cache_bytes_per_token(model: nn.Module) -> float:
+    """Return the bytes of keys and values that all attention layers together cache for each token."""
     layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
     size = next(model.parameters()).element_size()
     return float(sum(size * layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers))

@@ -1,4 +1,4 @@
-"""Trained models in the format of Hugging Face, for everything that reads it: a Llama, or its encoder, EuroBERT."""
+"""Export of trained models in Hugging Face format: a Llama, or for encoders a EuroBERT."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,36 +8,38 @@ import torch
 
 from headwise.convert.transformers import to_transformers
 from headwise.errors import InputError, require
-from headwise.studies.model import EPS, Transformer
+from headwise.studies.model import NORM_EPS, Transformer
 
-ROOM = 4
-"""How many times the length that a model was trained on its configuration allows: rotary positions end nowhere."""
+POSITIONS_FACTOR = 4
+"""Positions in the saved configuration, as a multiple of the training context; rotary positions have no limit."""
 
 
-def save(model: Transformer, tokenizer: Any, folder: str | Path, *, context: int, labels: Sequence[str] = ()) -> None:
-    """Write weights, configuration and tokenizer into a folder that `transformers` loads, in float32.
+def save_model(
+    model: Transformer, tokenizer: Any, folder: str | Path, *, context: int, labels: Sequence[str] = ()
+) -> None:
+    """Save weights, configuration and tokenizer to a folder that `transformers` loads, in float32.
 
     Args:
-        model: a trained one.
-        tokenizer: of `transformers`.
-        folder: it is made.
-        context: tokens of the sequences that it was trained on.
-        labels: of a classifier's classes.
+        model: a trained model.
+        tokenizer: a `transformers` tokenizer.
+        folder: folder that is created.
+        context: tokens per training sequence.
+        labels: labels of a classifier's classes.
 
     Raises:
-        InputError: an encoder, and a `transformers` that does not know EuroBERT.
+        InputError: the model is an encoder, and this version of `transformers` has no EuroBERT.
         MissingExtra: `transformers` is not installed.
     """
-    theirs = as_transformers(model, tokenizer, context=context)
+    converted = as_transformers(model, tokenizer, context=context)
     if labels:
-        theirs.config.id2label = dict(enumerate(labels))
-        theirs.config.label2id = {label: number for number, label in enumerate(labels)}
-    theirs.save_pretrained(folder)
+        converted.config.id2label = dict(enumerate(labels))
+        converted.config.label2id = {label: number for number, label in enumerate(labels)}
+    converted.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def as_transformers(model: Transformer, tokenizer: Any, *, context: int) -> Any:
-    """The same model as `transformers` has it."""
+    """Return the same model as a `transformers` model, in evaluation mode."""
     transformers = require_transformers()
     shape, setting = model.shape, model.setting
     sizes: dict[str, Any] = {
@@ -48,32 +50,38 @@ def as_transformers(model: Transformer, tokenizer: Any, *, context: int) -> Any:
         "num_attention_heads": setting.num_heads,
         "num_key_value_heads": setting.num_kv_heads,
         "head_dim": setting.head_dim,
-        "rms_norm_eps": EPS,
-        "max_position_embeddings": ROOM * context,
+        "rms_norm_eps": NORM_EPS,
+        "max_position_embeddings": POSITIONS_FACTOR * context,
         "tie_word_embeddings": shape.classes is None,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
     if shape.causal and shape.classes is None:
-        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        converted = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     else:
-        made = _encoder(transformers, sizes, shape.classes, tokenizer.mask_token_id)
+        converted = _encoder(transformers, sizes, shape.classes, tokenizer.mask_token_id)
     with torch.no_grad():
-        for block, theirs in zip(model.layers, made.model.layers, strict=True):
-            to_transformers(block.self_attn, theirs.self_attn)  # type: ignore[arg-type]
-        ours = {name: tensor for name, tensor in model.state_dict().items() if ".self_attn." not in name}
-        ours = {name.removeprefix("top.") if name.startswith("top.") else f"model.{name}": ours[name] for name in ours}
-        left = set(made.load_state_dict(ours, strict=False).unexpected_keys)
-    if left:
-        raise InputError("model", expected="a Transformer as it was made", got=f"{', '.join(sorted(left))} besides")
-    return made.eval()
+        for layer, converted_layer in zip(model.layers, converted.model.layers, strict=True):
+            to_transformers(layer.self_attn, converted_layer.self_attn)  # type: ignore[arg-type]
+        state = {_name(name): tensor for name, tensor in model.state_dict().items() if ".self_attn." not in name}
+        unexpected = set(converted.load_state_dict(state, strict=False).unexpected_keys)
+    if unexpected:
+        got = f"additional parameters {', '.join(sorted(unexpected))}"
+        raise InputError("model", expected="a Transformer without changes", got=got)
+    return converted.eval()
+
+
+def _name(name: str) -> str:
+    """Return the name in `transformers` of a parameter outside the attention."""
+    return name.removeprefix("top.") if name.startswith("top.") else f"model.{name}"
 
 
 def _encoder(transformers: Any, sizes: dict[str, Any], classes: int | None, mask_id: int | None) -> Any:
+    """Return an untrained EuroBERT with a masked-language-model head or a classifier."""
     if not hasattr(transformers, "EuroBertConfig"):
         got = f"transformers {transformers.__version__}"
-        raise InputError("task", expected="lm, or a transformers that knows EuroBERT for an encoder", got=got)
+        raise InputError("task", expected="lm, or for an encoder a transformers version with EuroBERT", got=got)
     sizes |= {"classifier_pooling": "late"} | ({} if mask_id is None else {"mask_token_id": mask_id})
     if classes is None:
         return transformers.EuroBertForMaskedLM(transformers.EuroBertConfig(**sizes))
@@ -81,5 +89,5 @@ def _encoder(transformers: Any, sizes: dict[str, Any], classes: int | None, mask
 
 
 def require_transformers() -> Any:
-    """Import and return `transformers`."""
-    return require("transformers", purpose="a model in the format of Hugging Face", extra="hf")
+    """Import and return the package transformers. `MissingExtra` if it is not installed."""
+    return require("transformers", purpose="a model in Hugging Face format", extra="hf")

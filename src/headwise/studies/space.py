@@ -1,4 +1,4 @@
-"""Heads that attention may be made of: how many, how wide, and how many share keys and values."""
+"""Head settings to compare: number of query heads, head dimension and number of key/value heads."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,27 +8,27 @@ from itertools import product
 from headwise.checks import whole_number
 from headwise.errors import InputError
 
-HEADS = (1, 2, 4, 8, 16)
-"""Numbers of heads that are compared where nobody says otherwise."""
+DEFAULT_HEADS = (1, 2, 4, 8, 16)
+"""Numbers of query heads that are compared by default."""
 
-WRITTEN = re.compile(r"([1-9]\d*)(?:x([1-9]\d*))?(?:/([1-9]\d*))?")
-"""Heads, their width, key/value heads; the last two may be left out."""
+SETTING_PATTERN = re.compile(r"([1-9]\d*)(?:x([1-9]\d*))?(?:/([1-9]\d*))?")
+"""`HEADS[xHEAD_DIM][/KV_HEADS]`, such as 8, 8x64, 8x64/2 or 8/2."""
 
-SHOWN = 3
-"""Settings that cannot exist which a message names."""
+MAX_REASONS = 3
+"""Largest number of invalid settings that an error message lists."""
 
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """The heads of each layer.
+    """The attention heads of every layer of a model: how many there are, and how wide.
 
     Attributes:
-        num_heads: query heads.
-        head_dim: width of a head's queries, keys and values.
-        num_kv_heads: key/value heads, each shared by `num_heads / num_kv_heads` query heads.
+        num_heads: number of query heads.
+        head_dim: number of features of each head's queries, keys and values.
+        num_kv_heads: number of key/value heads; each is shared by `num_heads / num_kv_heads` query heads.
 
     Raises:
-        InputError: numbers that are not positive.
+        InputError: a number is not positive.
     """
 
     num_heads: int
@@ -41,7 +41,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """`heads x width`, and `/ key/value heads` where they are fewer: 8x64, 8x64/2."""
+        """Short name of the setting: `HEADSxHEAD_DIM`, and `/KV_HEADS` if heads share keys: 8x64, 8x64/2."""
         shared = f"/{self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
         return f"{self.num_heads}x{self.head_dim}{shared}"
 
@@ -51,27 +51,32 @@ class Setting:
 
 @dataclass(frozen=True)
 class Space:
-    """Settings to compare: every combination that can exist.
+    """Head settings to compare: every valid combination of the given numbers.
 
     Attributes:
-        embed_dim: width of the model.
+        embed_dim: width of the model. Required by `hw.study`; `hw.study_texts` derives it from the model size.
         heads: numbers of query heads.
-        head_dims: widths of a head; by default `embed_dim / heads`.
+        head_dims: head dimensions; by default `embed_dim / heads`.
         kv_heads: numbers of key/value heads; by default as many as query heads.
-        tensor_parallel: over how many ranks heads are divided: each gets as many as the others.
+        tensor_parallel: number of tensor-parallel ranks, over which the heads must divide equally.
 
     Raises:
-        InputError: numbers that are not positive, or none.
+        InputError: a number is not positive, or a sequence is empty.
+
+    Example:
+        >>> [setting.name for setting in Space(64, heads=(4, 8), kv_heads=(1, 8)).settings()]
+        ['4x16/1', '8x8/1', '8x8']
     """
 
-    embed_dim: int
-    heads: Sequence[int] = HEADS
+    embed_dim: int | None = None
+    heads: Sequence[int] = DEFAULT_HEADS
     head_dims: Sequence[int] | None = None
     kv_heads: Sequence[int] | None = None
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        whole_number("embed_dim", self.embed_dim, least=1)
+        if self.embed_dim is not None:
+            whole_number("embed_dim", self.embed_dim, least=1)
         whole_number("tensor_parallel", self.tensor_parallel, least=1)
         for name in ("heads", "head_dims", "kv_heads"):
             numbers = getattr(self, name)
@@ -82,56 +87,65 @@ class Space:
             object.__setattr__(self, name, tuple(whole_number(name, number, least=1) for number in numbers))
 
     def settings(self) -> tuple[Setting, ...]:
-        """The settings that can exist, by heads, width, key/value heads.
+        """Return the valid settings, ordered by heads, head dimension and key/value heads.
 
         Raises:
-            InputError: there is none.
+            InputError: no combination is valid, or `embed_dim` is None.
         """
-        found = tuple(sorted({setting for setting in self._combinations() if self.why_not(setting) is None}))
-        if not found:
-            refused = self.left_out()
-            more = f" and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""
-            raise InputError("space", expected="a setting that can exist", got=f"{'; '.join(refused[:SHOWN])}{more}")
-        return found
+        valid = tuple(sorted({setting for setting in self._combinations() if self.why_not(setting) is None}))
+        if not valid:
+            reasons = self.left_out()
+            more = f" and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
+            got = f"none: {'; '.join(reasons[:MAX_REASONS])}{more}"
+            raise InputError("space", expected="at least one valid setting", got=got)
+        return valid
 
     def left_out(self) -> tuple[str, ...]:
-        """What cannot exist, and why."""
+        """Return one sentence for each invalid combination, with the reason."""
         reasons = (self.why_not(setting) for setting in self._combinations())
         return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))
 
+    def why_not(self, setting: Setting) -> str | None:
+        """Return the reason why attention cannot have these heads in this space, or None if the setting is valid."""
+        heads, kv_heads = setting.num_heads, setting.num_kv_heads
+        if self._width % heads:  # transformers requires it in a configuration, even when head_dim is set
+            return f"{heads} heads do not divide embed_dim {self.embed_dim}"
+        if setting.head_dim < 2 or setting.head_dim % 2:  # rotary positions rotate pairs of features
+            return f"{setting} has an odd head_dim"
+        if heads % kv_heads:
+            return f"{setting} has key/value heads that do not divide its query heads"
+        if heads % self.tensor_parallel or kv_heads % self.tensor_parallel:
+            return f"{setting} has heads that {self.tensor_parallel} ranks cannot share equally"
+        return None
+
+    def parse(self, text: str) -> Setting:
+        """Return the setting written as `8`, `8x64`, `8x64/2` or `8/2`, with defaults for what is missing.
+
+        Raises:
+            InputError: the text has another form, or the setting is invalid.
+        """
+        match = SETTING_PATTERN.fullmatch(text.strip())
+        if match is None:
+            raise InputError("baseline", expected="heads as in 8, 8x64, 8x64/2 or 8/2", got=repr(text))
+        heads, head_dim, kv_heads = (None if number is None else int(number) for number in match.groups())
+        assert heads is not None
+        setting = self._setting(heads, head_dim, kv_heads)
+        if (reason := self.why_not(setting)) is not None:
+            raise InputError("baseline", expected="a valid setting", got=f"{text.strip()!r}: {reason}")
+        return setting
+
+    @property
+    def _width(self) -> int:
+        """Width of the model. `InputError` if it is not set."""
+        if self.embed_dim is None:
+            raise InputError("embed_dim", expected="the width of the model, as in hw.Space(512)", got=None)
+        return self.embed_dim
+
     def _combinations(self) -> Iterator[Setting]:
+        """Yield every combination of the numbers, valid or not."""
         for heads, head_dim, kv_heads in product(self.heads, self.head_dims or (None,), self.kv_heads or (None,)):
             yield self._setting(heads, head_dim, kv_heads)
 
     def _setting(self, heads: int, head_dim: int | None, kv_heads: int | None) -> Setting:
-        """With what is usual where nothing is said."""
-        return Setting(heads, head_dim or max(1, self.embed_dim // heads), kv_heads or heads)
-
-    def why_not(self, setting: Setting) -> str | None:
-        """Why attention cannot be made of these heads here, in a few words; None where it can."""
-        heads, kv_heads = setting.num_heads, setting.num_kv_heads
-        if self.embed_dim % heads:  # configurations of transformers ask for it, also beside a width of its own
-            return f"num_heads {heads}, which does not divide embed_dim {self.embed_dim}"
-        if setting.head_dim < 2 or setting.head_dim % 2:  # positions turn pairs of features
-            return f"{setting}, whose width is not even"
-        if heads % kv_heads:
-            return f"{setting}, whose key/value heads do not divide its heads"
-        if heads % self.tensor_parallel or kv_heads % self.tensor_parallel:
-            return f"{setting}, which {self.tensor_parallel} ranks cannot share evenly"
-        return None
-
-    def read(self, text: str) -> Setting:
-        """A setting as it is written: `8`, `8x64`, `8x64/2`, `8/2`.
-
-        Raises:
-            InputError: something else, or a setting that cannot exist.
-        """
-        parts = WRITTEN.fullmatch(text.strip())
-        if parts is None:
-            raise InputError("baseline", expected="heads as in 8, 8x64, 8x64/2 or 8/2", got=repr(text))
-        heads, *others = parts.groups()
-        head_dim, kv_heads = (None if each is None else int(each) for each in others)
-        setting = self._setting(int(heads), head_dim, kv_heads)
-        if (reason := self.why_not(setting)) is not None:
-            raise InputError("baseline", expected="a setting that can exist", got=reason)
-        return setting
+        """Return a setting; head_dim defaults to `embed_dim / heads`, key/value heads to the number of heads."""
+        return Setting(heads, head_dim or max(1, self._width // heads), kv_heads or heads)

@@ -1,57 +1,91 @@
-"""A study as a picture: measured elsewhere, only drawn here."""
+"""Plot of a study: loss against number of heads and against training time."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import require
+from headwise.runs.rows import MeanEstimate
+from headwise.studies.space import Setting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from headwise.studies.conclusions import SettingRow, Study
+
+@dataclass(frozen=True, kw_only=True)
+class PlottedSetting:
+    """Losses and training time of one setting, as they are drawn.
+
+    Attributes:
+        setting: heads of the models.
+        loss: mean held-out loss.
+        step_ms: milliseconds per training step.
+        seed_losses: held-out loss of each seed.
+        on_frontier: True if no other setting is better in every respect.
+    """
+
+    setting: Setting
+    loss: MeanEstimate
+    step_ms: MeanEstimate
+    seed_losses: tuple[float, ...]
+    on_frontier: bool
 
 
-def draw(study: "Study") -> "Figure":
-    """A figure of held-out loss against heads, and against the time of a step."""
+def draw_study(points: Sequence[PlottedSetting], title: str, *, one_width: bool) -> "Figure":
+    """Return a matplotlib figure of held-out loss against number of heads (left) and time per step (right).
+
+    Args:
+        points: settings that were trained.
+        title: name of the data.
+        one_width: True if heads x head_dim is the same for all settings; otherwise each head_dim has its own line.
+
+    Raises:
+        MissingExtra: matplotlib is not installed.
+    """
     figure: Figure = require_matplotlib()(figsize=(9.0, 3.8), layout="constrained")
     by_heads, by_time = figure.subplots(1, 2, sharey=True)
-    losses, frontier = study.losses, study.frontier
-    families: dict[tuple[Any, ...], list[SettingRow]] = {}
-    trained = [row for row in study.rows if row.statistics["loss"].n]
-    for row in trained:
-        families.setdefault(_family(study, row), []).append(row)
-    for family, rows in families.items():
-        heads, means = [row.num_heads for row in rows], [row.statistics["loss"].value for row in rows]
-        (line,) = by_heads.plot(heads, means, marker="_", markersize=12, label=family[0])
-        for row in rows:
-            seeds = [loss for loss in losses[row.setting].values() if math.isfinite(loss)]
-            by_heads.plot([row.num_heads] * len(seeds), seeds, ".", color=line.get_color(), alpha=0.6)
-    counts = sorted({row.num_heads for row in trained})
-    by_heads.set_xscale("log", base=2)
-    by_heads.set_xticks(counts, [str(count) for count in counts])
-    by_heads.minorticks_off()
-    by_heads.set(xlabel="heads", ylabel="held-out loss", title=f"{study.metadata['model']['name']}: each seed a point")
-    if len(families) > 1:
-        by_heads.legend(fontsize=8)
-    for row in trained:
-        on = row.setting in frontier
-        step, loss = row.statistics["step_ms"], row.statistics["loss"]
-        error: Any = [0.0 if math.isnan(each.sem) else each.sem for each in (step, loss)]
-        colour = "C0" if on else "0.6"
-        by_time.errorbar(step.value, loss.value, xerr=error[0], yerr=error[1], fmt="o", color=colour, capsize=2)
-        by_time.annotate(row.name, (step.value, loss.value), textcoords="offset points", xytext=(5, 4), fontsize=8)
-    by_time.set(xlabel="time of a step, ms", title="blue: on the frontier; bars: standard errors")
+    _draw_by_heads(by_heads, points, one_width=one_width)
+    by_heads.set(xlabel="heads", ylabel="held-out loss", title=f"{title}: one point per seed")
+    for point in points:
+        x_error, y_error = (
+            0.0 if math.isnan(measured.sem) else measured.sem for measured in (point.step_ms, point.loss)
+        )
+        x, y, colour = point.step_ms.value, point.loss.value, "C0" if point.on_frontier else "0.6"
+        by_time.errorbar(x, y, xerr=x_error, yerr=y_error, fmt="o", color=colour, capsize=2)
+        by_time.annotate(point.setting.name, (x, y), textcoords="offset points", xytext=(5, 4), fontsize=8)
+    by_time.set(xlabel="time per step, ms", title="blue: Pareto frontier; bars: standard errors")
     return figure
 
 
-def _family(study: "Study", row: "SettingRow") -> tuple[Any, ...]:
-    """What stays the same along a line of the picture."""
-    products = {each.num_heads * each.head_dim for each in study.rows}
-    width = f"heads x width = {row.num_heads * row.head_dim}" if len(products) == 1 else f"width {row.head_dim}"
-    shared = "" if row.num_kv_heads == row.num_heads else f", {row.num_kv_heads} key/value heads"
-    return (width + shared,)
+def _draw_by_heads(axes: Any, points: Sequence[PlottedSetting], *, one_width: bool) -> None:
+    """Draw loss against number of heads: a line through the means of each family of settings, a dot per seed."""
+    families: dict[str, list[PlottedSetting]] = {}
+    for point in points:
+        families.setdefault(_family(point.setting, one_width=one_width), []).append(point)
+    for family, members in families.items():
+        heads, means = [point.setting.num_heads for point in members], [point.loss.value for point in members]
+        (line,) = axes.plot(heads, means, marker="_", markersize=12, label=family)
+        for point in members:
+            losses = [loss for loss in point.seed_losses if math.isfinite(loss)]
+            axes.plot([point.setting.num_heads] * len(losses), losses, ".", color=line.get_color(), alpha=0.6)
+    counts = sorted({point.setting.num_heads for point in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    if len(families) > 1:
+        axes.legend(fontsize=8)
+
+
+def _family(setting: Setting, *, one_width: bool) -> str:
+    """Return the label of the line that a setting belongs to."""
+    width = (
+        f"heads x head_dim = {setting.num_heads * setting.head_dim}" if one_width else f"head_dim {setting.head_dim}"
+    )
+    shared = "" if setting.num_kv_heads == setting.num_heads else f", {setting.num_kv_heads} key/value heads"
+    return width + shared
 
 
 def require_matplotlib() -> Any:
-    """Import matplotlib and return its class `Figure`."""
+    """Import matplotlib and return its class `Figure`. `MissingExtra` if it is not installed."""
     return require("matplotlib.figure", purpose="drawing a study", extra="plot").Figure

@@ -1,4 +1,4 @@
-"""How many heads for a text of one's own: small models made of our layer, trained on it and compared."""
+"""The function `study_texts`: compare numbers of heads on a text, with small transformers made of headwise layers."""
 
 import shutil
 from collections.abc import Sequence
@@ -6,123 +6,159 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from headwise.checks import whole_number
+from headwise.errors import InputError, require
+from headwise.runs.distributed import usable_device
 from headwise.runs.files import writable_folder
-from headwise.studies.budget import Measure
-from headwise.studies.conclusions import Study, require_scipy
-from headwise.studies.corpus import accuracy, corpus, make_tokenizer
-from headwise.studies.decode_speed import cache_bytes, decoding
-from headwise.studies.export import require_transformers, save
-from headwise.studies.model import Shape, Transformer
-from headwise.studies.space import HEADS, Setting, Space
-from headwise.studies.study import study
+from headwise.studies.budget import StudyBudget
+from headwise.studies.classification import accuracy
+from headwise.studies.corpus import Corpus, TextOptions, make_corpus
+from headwise.studies.decode_speed import cache_bytes_per_token, decode_speed
+from headwise.studies.definition import Measure, StudyDefinition, TrainedCallback
+from headwise.studies.export import require_transformers, save_model
+from headwise.studies.model import Transformer
+from headwise.studies.model_shape import ModelShape
+from headwise.studies.optuna_storage import OptunaOptions, require_optuna
+from headwise.studies.space import Setting, Space
+from headwise.studies.study import DEFAULT_OPTUNA, run_study, settings_to_compare
 from headwise.studies.study_plot import require_matplotlib
-from headwise.studies.trial_store import require_optuna
+from headwise.studies.study_result import Study
+from headwise.studies.tokenizer import train_tokenizer
+from headwise.studies.training import DEFAULT_RECIPE, Recipe
 
-PARAMETERS, CONTEXT, BATCH, VOCABULARY = 1_500_000, 128, 8, 1024
-"""Of the models, and of what they are trained on, where nobody says otherwise."""
+DEFAULT_PARAMETERS = 1_500_000
+"""Number of parameters of each model by default."""
+
+DEFAULT_SPACE, DEFAULT_TEXT = Space(), TextOptions()
 
 
 def study_texts(
     data: str | Path,
     out: str | Path,
     *,
-    task: str = "lm",
-    heads: Sequence[int] = HEADS,
-    head_dims: Sequence[int] | None = None,
-    kv_heads: Sequence[int] | None = None,
-    tensor_parallel: int = 1,
+    budget: StudyBudget,
+    text: TextOptions = DEFAULT_TEXT,
+    space: Space = DEFAULT_SPACE,
     baseline: str | None = None,
-    params: int = PARAMETERS,
-    embed_dim: int | None = None,
+    params: int = DEFAULT_PARAMETERS,
     layers: int | None = None,
-    context: int = CONTEXT,
-    batch: int = BATCH,
-    vocabulary: int = VOCABULARY,
-    tokenizer: Any = None,
-    tokens: int | None = None,
-    column: str = "text",
-    label: str = "label",
+    recipe: Recipe = DEFAULT_RECIPE,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    optuna: OptunaOptions = DEFAULT_OPTUNA,
+    progress: bool = False,
     force: bool = False,
-    **options: Any,
 ) -> Study:
-    """Train small transformers on a text and compare their heads: the same parameters, the same tokens.
+    """Train small transformers with different heads on a text, at equal size and training length, and compare them.
 
-    What the heads of a model leave of its parameters its MLP gets. Every model that is compared is kept in
-    `out/models/SETTING-seed-N`, in the format of Hugging Face: a Llama, or an encoder of that kind (EuroBERT), which
-    `profile`, `ablate` and `view` run on.
+    All models have the same number of parameters: the MLP uses those that attention does not. Every model that is
+    compared is saved to `out/models/SETTING-seed-N` in Hugging Face format, as a Llama or (encoders) a EuroBERT, on
+    which `profile`, `ablate` and `view` work.
 
     Args:
-        data: a file or folder: text, JSON lines, parquet.
-        out: the folder for the table, the picture, the database and the models.
-        task: "lm", the next token; "mlm", tokens that are masked; "classify", the label of a text.
-        heads: numbers of query heads.
-        head_dims: widths of a head; by default `embed_dim / heads`.
-        kv_heads: numbers of key/value heads; by default as many as query heads.
-        tensor_parallel: over how many ranks heads are divided.
-        baseline: the setting in use, as `8`, `8x64` or `8x64/2`.
-        params: parameters of each model.
-        embed_dim: width of the models; by default what suits `params`.
-        layers: their depth, likewise.
-        context: tokens of a sequence.
-        batch: sequences of a batch.
-        vocabulary: tokens of a tokenizer that is made for the text.
-        tokenizer: one of `transformers` to be used instead.
-        tokens: of each training; set by the budget if not given.
-        column: where the text is, in JSON lines and parquet.
-        label: where its label is.
-        force: begin again where there is a study in `out`.
-        **options: of `study`.
+        data: file or folder: text, JSON lines or Parquet.
+        out: folder for the table, the plot, the database and the models.
+        budget: time limit or training length, learning rates and seeds per setting.
+        text: task, tokenizer, and size of sequences and batches.
+        space: heads to compare; its `embed_dim` is derived from `params` if it is None.
+        baseline: the setting in use, such as `8`, `8x64` or `8x64/2`.
+        params: number of parameters of each model.
+        layers: number of layers; by default derived from `params`.
+        recipe: optimizer, learning-rate schedule and range of learning rates.
+        seed: base seed of weights, batch order and search.
+        device: device to train on; by default torch's default device.
+        optuna: database, name and pruner of the Optuna study.
+        progress: show a progress bar on standard error.
+        force: delete an existing study in `out`, and start again.
 
     Raises:
-        InputError: data that cannot be read or is too little; see `study` and `Space`.
+        InputError: the data cannot be read or is too small; see also `study` and `Space`.
         MissingExtra: transformers, optuna, scipy, pyarrow or matplotlib is not installed.
     """
-    for require in (require_optuna, require_scipy, require_transformers, require_matplotlib):
-        require()  # before anything is read
-    for name, value in (("params", params), ("context", context), ("batch", batch)):
-        whole_number(name, value, least=1)
-    space = Space(embed_dim or 1, heads, head_dims, kv_heads, tensor_parallel)
-    tokenizer = make_tokenizer(data, column, vocabulary) if tokenizer is None else tokenizer
-    found = corpus(task, data, tokenizer, context=context, batch=batch, column=column, label=label)
-    classes = len(found.labels) or None
-    given: Any = {"embed_dim": embed_dim, "layers": layers, "causal": task == "lm", "classes": classes}
-    shape = Shape.of_size(params, len(tokenizer), heads, **given)
+    require_optuna()  # before any data is read
+    require("scipy.stats", purpose="a study", extra="study")
+    require_transformers()
+    require_matplotlib()
+    if not isinstance(budget, StudyBudget):
+        raise InputError("budget", expected="a StudyBudget, such as hw.StudyBudget(seconds=3600)", got=repr(budget))
+    whole_number("params", params, least=1)
+    tokenizer = text.tokenizer
+    if tokenizer is None:
+        tokenizer = train_tokenizer(data, text.column, text.vocabulary)
+    corpus = make_corpus(data, tokenizer, text)
+    shape = ModelShape.of_size(
+        params,
+        len(tokenizer),
+        space.heads,
+        embed_dim=space.embed_dim,
+        layers=layers,
+        causal=text.task == "lm",
+        classes=len(corpus.labels) or None,
+    )
     space = replace(space, embed_dim=shape.embed_dim)
+    setting_in_use = None if baseline is None else space.parse(baseline)
     for setting in space.settings():
-        shape.mlp_dim(setting)  # refused before anything is trained
-    models, others = writable_folder(out) / "models", force
+        shape.mlp_dim(setting)  # raises before anything is trained
+    target = usable_device(torch.get_default_device() if device is None else device)
+    definition = StudyDefinition(
+        build_model=lambda setting: Transformer(shape, setting).to(target),
+        settings=settings_to_compare(space, setting_in_use),
+        training=corpus.training,
+        held_out=corpus.held_out,
+        loss=corpus.loss,
+        recipe=recipe,
+        measures=_measures(text, corpus),
+        on_trained=_model_saver(writable_folder(out) / "models", tokenizer, text.context, corpus.labels, clear=force),
+        seed=seed,
+    )
+    result = run_study(
+        definition,
+        budget.in_steps(text.batch * text.context),
+        title=Path(data).name,
+        baseline=setting_in_use,
+        left_out=space.left_out(),
+        out=out,
+        optuna=optuna,
+        progress=progress,
+        force=force,
+    )
+    result.plot().savefig(Path(out) / "study.png", dpi=120)
+    return result
 
-    def keep(model: nn.Module, setting: Setting, seed: int) -> None:
-        nonlocal others
-        if others:  # of the study that was there
+
+def _measures(text: TextOptions, corpus: Corpus) -> dict[str, Measure]:
+    """Return the additional measurements of a task: accuracy of classifiers, costs of decoding."""
+    if text.task == "classify":
+        return {"accuracy": lambda model: accuracy(model, corpus.held_out)}
+    if text.task == "lm":
+        return {
+            "decode_tokens_s": lambda model: decode_speed(model, text.context),  # type: ignore[arg-type]
+            "cache_bytes": cache_bytes_per_token,
+        }
+    return {}
+
+
+def _model_saver(models: Path, tokenizer: Any, context: int, labels: Sequence[str], *, clear: bool) -> TrainedCallback:
+    """Return a callback that saves each compared model to a folder.
+
+    Args:
+        models: folder with one folder per model.
+        tokenizer: tokenizer saved with each model.
+        context: tokens per training sequence.
+        labels: labels of a classifier.
+        clear: delete the models of an earlier study before the first one is saved.
+    """
+
+    def save(model: nn.Module, setting: Setting, seed: int) -> None:
+        nonlocal clear
+        if clear:
             shutil.rmtree(models, ignore_errors=True)
-            others = False
+            clear = False
         assert isinstance(model, Transformer)
         folder = models / f"{setting.name.replace('/', '-kv')}-seed-{seed}"
-        save(model, tokenizer, folder, context=context, labels=found.labels)
+        save_model(model, tokenizer, folder, context=context, labels=labels)
 
-    measures: dict[str, Measure] = {}
-    if task == "classify":
-        measures = {"accuracy": lambda model: accuracy(model, found.held_out)}
-    if task == "lm":
-        measures = {"decode_tokens_s": lambda model: decoding(model, context), "cache_bytes": cache_bytes}  # type: ignore[arg-type]
-    made = study(
-        lambda setting: Transformer(shape, setting),
-        found.training,
-        space,
-        held_out=found.held_out,
-        loss=found.loss,
-        steps=None if tokens is None else -(-whole_number("tokens", tokens, least=1) // (batch * context)),
-        baseline=None if baseline is None else space.read(baseline),
-        measures=measures,
-        keep=keep,
-        out=out,
-        title=Path(data).name,
-        force=force,
-        **options,
-    )
-    made.plot().savefig(Path(out) / "study.png", dpi=120)
-    return made
+    return save

@@ -1,4 +1,4 @@
-"""One model trained on so many batches, the same for every setting that is compared; and what it cost."""
+"""Training and evaluation of one model of a study: the same batches for every setting, in an order set by the seed."""
 
 import math
 import statistics
@@ -13,29 +13,32 @@ from torch import nn
 from headwise.analysis.losses import Loss, loss_per_example
 from headwise.checks import finite_number, probability, whole_number
 from headwise.data.batches import device_of, evaluation_mode, to_device
+from headwise.errors import InputError
 
 Batches = Sequence[dict[str, Any]]
-"""Batches of a data set, each as the model's arguments by name."""
+"""Batches of a data set, each a dictionary of the model's arguments by name."""
 
-FIRST = 2
-"""Steps whose time says nothing: memory is taken, code is warmed."""
+UNTIMED_STEPS = 2
+"""First steps whose time is ignored: they allocate memory and warm up the code."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained: AdamW (Loshchilov and Hutter 2019), a rate that rises, then falls as a cosine.
+    """Optimizer and learning-rate schedule of a training: AdamW (Loshchilov and Hutter 2019), warmup, cosine decay.
 
     Attributes:
-        warmup: share of the steps over which the rate rises from 0.
-        floor: what is left of it at the end.
-        betas: of the running means of gradients and their squares.
-        weight_decay: of parameters with two axes or more.
-        clip: the largest norm of all gradients together; a larger one is scaled down.
+        rates: smallest and largest peak learning rate among which a study searches.
+        warmup: share of the steps over which the learning rate rises linearly from 0 to its peak.
+        floor: learning rate at the last step, as a share of the peak.
+        betas: decay rates of AdamW's running means of gradients and squared gradients.
+        weight_decay: weight decay of parameters with two axes or more; others are not decayed.
+        clip: largest norm of all gradients together; larger gradients are scaled down.
 
     Raises:
-        InputError: numbers out of range.
+        InputError: a number is out of range.
     """
 
+    rates: tuple[float, float] = (3e-4, 3e-2)
     warmup: float = 0.1
     floor: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -43,6 +46,9 @@ class Recipe:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
+        low, high = (finite_number("rates", rate, above=0.0) for rate in self.rates)
+        if not low < high:
+            raise InputError("rates", expected="the smallest learning rate, then the largest", got=self.rates)
         for name in ("warmup", "floor"):
             probability(name, getattr(self, name))
         for beta in self.betas:
@@ -51,32 +57,32 @@ class Recipe:
         finite_number("clip", self.clip, above=0.0)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW, without decay of what has one axis: norms and biases."""
-        matrices = [each for each in model.parameters() if each.ndim > 1]
-        vectors = [each for each in model.parameters() if each.ndim <= 1]
+        """Return AdamW for a model, without weight decay for parameters with one axis, such as norms and biases."""
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        return torch.optim.AdamW([each for each in groups if each["params"]], betas=self.betas)
+        return torch.optim.AdamW([group for group in groups if group["params"]], betas=self.betas)
 
-    def rate(self, step: int, steps: int) -> float:
-        """The learning rate of a step, counted from 0, as a share of the highest."""
-        rising = self.warmup * steps
-        if step < rising:
-            return (step + 1) / (rising + 1)
-        way = (step - rising) / max(1.0, steps - rising)
-        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * way))
+    def rate_factor(self, step: int, steps: int) -> float:
+        """Return the learning rate at a step, counted from 0, as a share of the peak."""
+        warmup_steps = self.warmup * steps
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        progress = (step - warmup_steps) / max(1.0, steps - warmup_steps)
+        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-RECIPE = Recipe()
-"""The usual one."""
+DEFAULT_RECIPE = Recipe()
+"""Recipe that is used by default."""
 
 
 @dataclass
-class Trained:
-    """What a training came to.
+class TrainingResult:
+    """Training loss and duration of a training.
 
     Attributes:
-        loss: of the last batches, in training.
-        seconds: of each step, without what is measured between them.
+        loss: mean training loss over the last tenth of the steps.
+        seconds: duration of each step, without what happens between steps.
     """
 
     loss: float
@@ -84,15 +90,15 @@ class Trained:
 
     @property
     def step_seconds(self) -> float:
-        """The median of the steps, the first ones apart."""
-        return statistics.median(self.seconds[FIRST:] or self.seconds)
+        """Median seconds per step, without the first steps."""
+        return statistics.median(self.seconds[UNTIMED_STEPS:] or self.seconds)
 
 
-def build(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A model whose weights are drawn from a seed; the random state outside is left alone."""
+def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Return the model that `build` makes after seeding torch, and restore torch's random state."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return make()
+        return build()
 
 
 def train(
@@ -103,24 +109,25 @@ def train(
     steps: int,
     rate: float,
     seed: int,
-    recipe: Recipe = RECIPE,
-    after: Callable[[int], None] = lambda _step: None,
-) -> Trained:
-    """Train a model on `steps` batches, drawn without putting back until all were seen, and again.
+    recipe: Recipe = DEFAULT_RECIPE,
+    after_step: Callable[[int], None] = lambda _step: None,
+) -> TrainingResult:
+    """Train a model in place, on its device, for `steps` batches in an order drawn from the seed.
 
     Args:
-        model: trained in place, on its device.
-        batches: what there is.
-        loss: `(model, batch) -> (batch,)`; their mean is descended. One with `reseeded(seed)` is another at each step.
-        steps: batches.
-        rate: the highest learning rate.
-        seed: of the order of batches and of what is drawn in the model.
-        recipe: all else.
-        after: told after each step how many have been taken.
+        model: model to train.
+        batches: training batches; each is used once before any is used again.
+        loss: `(model, batch) -> (batch,)`, whose mean is minimized. If it has a method `reseeded(seed)`, each step
+            uses `loss.reseeded(step)`, so that a masked-token loss masks other tokens each time.
+        steps: number of optimizer steps.
+        rate: peak learning rate.
+        seed: seed of the batch order, and of random numbers in the model, such as dropout.
+        recipe: optimizer and schedule.
+        after_step: called after each step with the number of steps so far.
     """
     whole_number("steps", steps, least=1)
-    optimizer, device, order = recipe.optimizer(model), device_of(model), shuffled(len(batches), seed)
-    trained, last = Trained(math.nan), max(1, steps // 10)
+    optimizer, device, order = recipe.optimizer(model), device_of(model), batch_order(len(batches), seed)
+    result, averaged_steps = TrainingResult(math.nan), max(1, steps // 10)
     total = 0.0
     model.train()
     with torch.random.fork_rng():
@@ -128,40 +135,41 @@ def train(
         for step in range(steps):
             start = time.perf_counter()
             for group in optimizer.param_groups:
-                group["lr"] = rate * recipe.rate(step, steps)
+                group["lr"] = rate * recipe.rate_factor(step, steps)
             batch = to_device(batches[next(order)], device)
             optimizer.zero_grad(set_to_none=True)
-            mean = loss_per_example(_of_step(loss, step), model, batch).mean()
+            mean = loss_per_example(_loss_at_step(loss, step), model, batch).mean()
             mean.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
             optimizer.step()
-            if step >= steps - last:
-                total += mean.item() / last
+            if step >= steps - averaged_steps:
+                total += mean.item() / averaged_steps
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            trained.seconds.append(time.perf_counter() - start)
-            after(step + 1)
-    trained.loss = total
-    return trained
+            result.seconds.append(time.perf_counter() - start)
+            after_step(step + 1)
+    result.loss = total
+    return result
 
 
 def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> float:
-    """The mean loss over examples; NaN where one is."""
-    total, number, device = 0.0, 0, device_of(model)
+    """Return the mean loss over all examples of some batches, in evaluation mode; NaN if any loss is NaN."""
+    total, examples, device = 0.0, 0, device_of(model)
     with evaluation_mode(model), torch.no_grad():
         for batch in batches:
             losses = loss_per_example(loss, model, to_device(batch, device)).double()
-            total, number = total + losses.sum().item(), number + len(losses)
-    return total / number
+            total, examples = total + losses.sum().item(), examples + len(losses)
+    return total / examples
 
 
-def shuffled(number: int, seed: int) -> Iterator[int]:
-    """Numbers below `number` for ever, each once before any comes again."""
+def batch_order(number: int, seed: int) -> Iterator[int]:
+    """Yield batch indices below `number` forever, in a new random order for each pass over the data."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(number, generator=generator).tolist()
 
 
-def _of_step(loss: Any, step: int) -> Loss:
-    found: Loss = loss.reseeded(step) if hasattr(loss, "reseeded") else loss
-    return found
+def _loss_at_step(loss: Any, step: int) -> Loss:
+    """Return the loss of a training step: reseeded with the step's number if it supports that."""
+    step_loss: Loss = loss.reseeded(step) if hasattr(loss, "reseeded") else loss
+    return step_loss

@@ -9,7 +9,8 @@ from scipy.spatial.distance import jensenshannon
 from torch import nn
 
 import headwise as hw
-from headwise.studies.model import Shape, Transformer
+from headwise.studies.model import Transformer
+from headwise.studies.model_shape import ModelShape
 from research.claims import (
     head_measures,
 )
@@ -18,7 +19,7 @@ from research.claims import (
 def made(heads, seed):
     """Two layers of so many heads, whose weights are far from even."""
     torch.manual_seed(seed)
-    model = Transformer(Shape(13, 16, 2, 6000), hw.Setting(heads, 16 // heads, heads)).eval()
+    model = Transformer(ModelShape(13, 16, 2, 6000), hw.Setting(heads, 16 // heads, heads)).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.4)

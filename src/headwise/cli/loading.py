@@ -1,0 +1,37 @@
+"""Loading models for a command, without messages of the libraries underneath."""
+
+from typing import Any
+
+from headwise.analysis.losses import LOSSES, loss_by_name
+from headwise.data.models import LoadedModel, lm_head_of, load
+from headwise.errors import InputError
+
+
+def load_with_loss(model: str, loss: str | None) -> tuple[LoadedModel, Any]:
+    """Load a model with the output layer that a loss needs, and return both.
+
+    Args:
+        model: name, folder or hub id.
+        loss: name of the loss; None for the one that the model was trained with.
+
+    Raises:
+        InputError: unknown loss, or the model cannot be loaded.
+    """
+    quiet_libraries()
+    if loss is None:
+        trained_head = lm_head_of(model)
+        loss = next(name for name, head in LOSSES.items() if head == trained_head)
+    if loss not in LOSSES:
+        raise InputError("loss", expected=f"one of {', '.join(LOSSES)}", got=repr(loss))
+    loaded = load(model, LOSSES[loss])
+    return loaded, loss_by_name(loss, loaded.tokenizer)
+
+
+def quiet_libraries() -> None:
+    """Turn off warnings and progress bars of transformers, except for converting a GGUF file, which takes minutes."""
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        return  # `load` reports the missing package
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

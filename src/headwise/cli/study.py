@@ -1,0 +1,136 @@
+"""The command `headwise study`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headwise.cli.loading import quiet_libraries
+from headwise.cli.options import Column, Data, Force
+from headwise.cli.quantities import amount, numbers, seconds
+from headwise.data.models import load_tokenizer
+from headwise.show.studies import print_study
+from headwise.show.terminal import make_console
+from headwise.studies.budget import StudyBudget
+from headwise.studies.corpus import TASKS, TextOptions
+from headwise.studies.optuna_storage import OptunaOptions
+from headwise.studies.space import Space
+from headwise.studies.text_study import DEFAULT_TEXT, study_texts
+
+DEFAULT_SECONDS = 30 * 60.0
+"""Time limit of a study if neither --budget nor --tokens is given."""
+
+
+@dataclass(frozen=True)
+class TextStudyFlags:
+    """Options for the task and its data: `hw.TextOptions`."""
+
+    task: Annotated[str, typer.Option(help=f"What the models learn: {', '.join(TASKS)}.")] = DEFAULT_TEXT.task
+    context: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = DEFAULT_TEXT.context
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = DEFAULT_TEXT.batch
+    vocabulary: Annotated[int, typer.Option(min=1, help="Tokens of the tokenizer that is trained on the data.")] = (
+        DEFAULT_TEXT.vocabulary
+    )
+    tokenizer: Annotated[str | None, typer.Option(help="Use the tokenizer of this model instead.")] = None
+    column: Column = DEFAULT_TEXT.column
+    label: Annotated[str, typer.Option(help="Column with the label, for --task classify.")] = DEFAULT_TEXT.label
+
+    def options(self) -> TextOptions:
+        """Return the options, with the tokenizer loaded."""
+        tokenizer = None if self.tokenizer is None else load_tokenizer(self.tokenizer)
+        sizes = (self.context, self.batch)
+        return TextOptions(self.task, *sizes, tokenizer, self.vocabulary, self.column, self.label)
+
+
+@dataclass(frozen=True)
+class SpaceFlags:
+    """Options for the settings to compare and the size of the models: `hw.Space`."""
+
+    heads: Annotated[Any, typer.Option(parser=numbers, metavar="N,N,...", help="Numbers of heads to compare.")] = (
+        "1,2,4,8,16"
+    )
+    head_dim: Annotated[
+        Any, typer.Option(parser=numbers, metavar="N,N,...", help="Head dimensions. Default: embed_dim / heads.")
+    ] = None
+    kv_heads: Annotated[
+        Any, typer.Option(parser=numbers, metavar="N,N,...", help="Key/value heads. Default: as many as heads.")
+    ] = None
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Number of ranks that must be able to share the heads equally.")
+    ] = 1
+    baseline: Annotated[
+        str | None, typer.Option(metavar="HEADS[xDIM][/KV]", help="The setting in use, such as 8, 8x64 or 8x64/2.")
+    ] = None
+    params: Annotated[Any, typer.Option(parser=amount, metavar="N", help="Parameters of each model.")] = "1.5M"
+    embed_dim: Annotated[
+        int | None, typer.Option(min=2, help="Width of the models. Default: derived from --params.")
+    ] = None
+    layers: Annotated[int | None, typer.Option(min=1, help="Number of layers. Default: derived from --params.")] = None
+
+    def space(self) -> Space:
+        """Return the settings to compare."""
+        return Space(self.embed_dim, self.heads, self.head_dim, self.kv_heads, self.tensor_parallel)
+
+
+@dataclass(frozen=True)
+class BudgetFlags:
+    """Options for time, training length, learning rates and seeds: `hw.StudyBudget`."""
+
+    budget: Annotated[
+        Any,
+        typer.Option(
+            parser=seconds, metavar="TIME", help="Time limit, such as 30m or 2h. Default: 30m, or none with --tokens."
+        ),
+    ] = None
+    tokens: Annotated[
+        Any, typer.Option(parser=amount, metavar="N", help="Tokens of each training. Default: as the budget allows.")
+    ] = None
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="Learning rates per setting. Default: as the budget allows.")
+    ] = None
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each setting with its best learning rate.")] = 3
+
+    def limits(self) -> StudyBudget:
+        """Return the budget, by default 30 minutes."""
+        limit = DEFAULT_SECONDS if self.budget is None and self.tokens is None else self.budget
+        return StudyBudget(limit, tokens=self.tokens, trials=self.trials, seeds=self.seeds)
+
+
+def study(
+    data: Data,
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for table, plot, database and models. An interrupted study resumes there."),
+    ],
+    text: TextStudyFlags,
+    space: SpaceFlags,
+    budget: BudgetFlags,
+    seed: Annotated[int, typer.Option(min=0, help="Base seed of weights, batch order and search.")] = 0,
+    storage: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Database that several processes share. Default: an SQLite file in --out."),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the study in the database.")] = "study",
+    device: Annotated[str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1. Default: cpu.")] = None,
+    force: Force = False,
+) -> None:
+    """Find out how many heads suit your data. Trains small models of equal size, and compares their losses."""
+    quiet_libraries()
+    result = study_texts(
+        data,
+        out,
+        budget=budget.limits(),
+        text=text.options(),
+        space=space.space(),
+        baseline=space.baseline,
+        params=space.params,
+        layers=space.layers,
+        seed=seed,
+        device=device,
+        optuna=OptunaOptions(storage, name),
+        progress=True,
+        force=force,
+    )
+    print_study(result, make_console())
+    typer.echo(f"\nwrote {out}")

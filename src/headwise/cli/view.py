@@ -1,0 +1,70 @@
+"""The command `headwise view`."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headwise.analysis.view import view as view_text
+from headwise.cli.loading import quiet_libraries
+from headwise.cli.options import ModelName
+from headwise.data.models import load
+from headwise.errors import InputError
+from headwise.show.html import write_page
+from headwise.show.terminal import make_console, print_view
+
+
+def view(
+    text: Annotated[str, typer.Argument(help="The text. - reads standard input, @FILE reads a file.")],
+    model: ModelName = "minilm",
+    layer: Annotated[list[int] | None, typer.Option(metavar="N", help="Show only this layer. Can be repeated.")] = None,
+    head: Annotated[
+        list[int] | None,
+        typer.Option(metavar="N", help="Show only this head, and what each word attends to. Can be repeated."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write an interactive page to this file. It works offline.")
+    ] = None,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Cut a text that is longer than the model's limit.")
+    ] = False,
+) -> None:
+    """Show what every head does with a text. Prints the role, the statistics and the strongest links of each head."""
+    content = _read_text(text)
+    _require_writable(html)
+    quiet_libraries()
+    loaded = load(model)
+    shown = view_text(loaded.model, loaded.tokenizer, content, title=loaded.title, truncate=truncate)
+    shown = shown.select(layer or (), head or ())
+    print_view(shown, make_console(), detail=bool(head))
+    if html is not None:
+        write_page(shown, html)
+        typer.echo(f"\nwrote {html}")
+
+
+def _read_text(text: str) -> str:
+    """Return the text itself, the content of standard input for `-`, or of the file after `@`."""
+    if text != "-" and not text.startswith("@"):
+        return text
+    name = "standard input" if text == "-" else text[1:]
+    if text == "-" and sys.stdin is None:
+        raise InputError("text", expected="a text on standard input", got="none: it is closed")
+    try:
+        data = sys.stdin.buffer.read() if text == "-" else Path(name).read_bytes()
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        remedy = "to pass a text that starts with @, use - and standard input"
+        raise InputError("text", expected=f"a readable file {name!r}", got=error.strerror, remedy=remedy) from None
+    except UnicodeDecodeError as error:
+        got = f"a byte that is not UTF-8 at offset {error.start}"
+        raise InputError("text", expected=f"UTF-8 in {name}", got=got) from None
+
+
+def _require_writable(html: Path | None) -> None:
+    """Raise `InputError` if the page cannot be written, before the model is loaded."""
+    if html is None:
+        return
+    if html.is_dir() or not html.parent.is_dir() or not os.access(html if html.exists() else html.parent, os.W_OK):
+        raise InputError("html", expected="a file in an existing, writable folder", got=repr(str(html)))

@@ -1,0 +1,73 @@
+"""Definition of a study: what is trained and how it is judged."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from headwise.analysis.losses import Loss
+from headwise.data.batches import digest_of
+from headwise.studies.budget import StudyBudget
+from headwise.studies.space import Setting
+from headwise.studies.training import Batches, Recipe, build_seeded
+
+Measure = Callable[[nn.Module], float]
+"""Function that returns a number for a trained model."""
+
+TrainedCallback = Callable[[nn.Module, Setting, int], None]
+"""`(model, setting, seed)`, called with each trained model that is compared."""
+
+
+@dataclass(frozen=True)
+class StudyDefinition:
+    """Models, data, loss, recipe and seed of a study: everything but its budget that determines the losses.
+
+    Attributes:
+        build_model: returns an untrained model with the heads of a setting.
+        settings: settings to compare, in order.
+        training: batches to train on.
+        held_out: batches to judge trained models by.
+        loss: `(model, batch) -> (batch,)`.
+        recipe: optimizer and learning-rate schedule.
+        measures: additional numbers of each trained model, by name.
+        on_trained: called with each trained model that is compared.
+        seed: base seed of weights, batch order and learning-rate search.
+    """
+
+    build_model: Callable[[Setting], nn.Module]
+    settings: tuple[Setting, ...]
+    training: Batches
+    held_out: Batches
+    loss: Loss
+    recipe: Recipe
+    measures: Mapping[str, Measure]
+    on_trained: TrainedCallback | None
+    seed: int
+
+    def build(self, setting: Setting, seed: int) -> nn.Module:
+        """Return an untrained model of a setting, with weights drawn from a seed."""
+        return build_seeded(lambda: self.build_model(setting), seed)
+
+    def fingerprint(self, budget: StudyBudget) -> dict[str, Any]:
+        """Return what must be equal for a study to be resumed, as plain JSON values by name."""
+        parts = [
+            part for batch in (*self.training, {"": None}, *self.held_out) for item in batch.items() for part in item
+        ]
+        models = [self.build(setting, self.seed).named_parameters() for setting in self.settings]
+        shapes = ((name, tuple(parameter.shape)) for model in models for name, parameter in model)
+        fingerprint: dict[str, Any] = {
+            "space": [setting.name for setting in self.settings],
+            "model": digest_of(shapes),
+            "data": digest_of(parts),
+            "loss": getattr(self.loss, "__name__", type(self.loss).__name__),
+            "steps": budget.steps,
+            "trials": budget.trials,
+            "recipe": asdict(self.recipe),
+            "seed": self.seed,
+            "training batches": len(self.training),
+            "held-out batches": len(self.held_out),
+        }
+        as_read_back: dict[str, Any] = json.loads(json.dumps(fingerprint))
+        return as_read_back

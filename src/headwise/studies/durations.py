@@ -1,0 +1,36 @@
+"""Expected duration of a trial, corrected by the durations of finished ones."""
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from headwise.studies.plan import StudyPlan
+from headwise.studies.trial_store import FinishedTrial, TrialKey
+
+
+class DurationEstimate:
+    """Expected seconds of a trial: the planned seconds times the median slowdown of the most similar finished trials.
+
+    Args:
+        finished: trials that ended; pruned ones are ignored.
+        plan: planned seconds of each trial.
+    """
+
+    def __init__(self, finished: Iterable[FinishedTrial], plan: StudyPlan) -> None:
+        self._plan = plan
+        self._slowdowns: dict[Any, list[float]] = {}
+        for trial in finished:
+            if trial.pruned or not (planned := plan.seconds(trial.key)):
+                continue
+            for group in self._groups(trial.key):
+                self._slowdowns.setdefault(group, []).append(trial.measured["seconds"] / planned)
+
+    def __call__(self, key: TrialKey) -> float:
+        """Return the expected seconds of a trial."""
+        slowdowns = next((self._slowdowns[group] for group in self._groups(key) if group in self._slowdowns), [1.0])
+        return self._plan.seconds(key) * statistics.median(slowdowns)
+
+    @staticmethod
+    def _groups(key: TrialKey) -> tuple[Any, ...]:
+        """Return the groups of similar trials, most similar first: same setting and stage, same stage, all."""
+        return (key.setting, key.final), key.final, None

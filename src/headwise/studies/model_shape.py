@@ -1,0 +1,93 @@
+"""Shape of a study's models: everything but their heads, at a fixed number of parameters."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headwise.errors import InputError
+from headwise.studies.space import Setting
+
+MAX_COMMON_MULTIPLE = 96
+"""Largest common multiple of the numbers of heads to which the width of a model is rounded."""
+
+WIDTH_PER_LAYER = 40
+"""embed_dim / layers of a model of which only the number of parameters is given. GPT-2 small has 64; deeper models have
+less."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Width, depth, vocabulary and number of parameters of a small transformer.
+
+    Attributes:
+        vocabulary: number of tokens.
+        embed_dim: width of the model.
+        layers: number of layers.
+        parameters: intended number of parameters, which the width of the MLP is chosen to match.
+        causal: True for a decoder, False for an encoder.
+        classes: number of classes of a classifier; None for logits over the vocabulary.
+    """
+
+    vocabulary: int
+    embed_dim: int
+    layers: int
+    parameters: int
+    causal: bool = True
+    classes: int | None = None
+
+    def mlp_dim(self, setting: Setting) -> int:
+        """Return the MLP width with which a model with these heads has the intended number of parameters.
+
+        Raises:
+            InputError: the heads leave no parameters for the MLP.
+        """
+        width = round((self.parameters - self._parameters_outside_mlp(setting)) / (3 * self.embed_dim * self.layers))
+        if width < 1:
+            smallest = self._parameters_outside_mlp(setting) + 3 * self.embed_dim * self.layers
+            expected = f"at least {smallest:,} for {setting} at this width and depth"
+            raise InputError("params", expected=expected, got=f"{self.parameters:,}")
+        return width
+
+    def _parameters_outside_mlp(self, setting: Setting) -> int:
+        """Return the number of parameters of embedding, attention, norms and classifier."""
+        attention = 2 * self.embed_dim * setting.head_dim * (setting.num_heads + setting.num_kv_heads)
+        norms = self.embed_dim * (2 * self.layers + 1)
+        top = 0 if self.classes is None else self.embed_dim**2 + self.embed_dim + (self.embed_dim + 1) * self.classes
+        return self.vocabulary * self.embed_dim + self.layers * attention + norms + top
+
+    @staticmethod
+    def of_size(
+        parameters: int,
+        vocabulary: int,
+        heads: Sequence[int],
+        *,
+        embed_dim: int | None = None,
+        layers: int | None = None,
+        **other: Any,
+    ) -> "ModelShape":
+        """Return a shape with a number of parameters, and a width divisible by all numbers of heads where possible.
+
+        With heads of `embed_dim / heads`, a layer has about 12 embed_dim^2 parameters, and its MLP a width of 2.7
+        embed_dim (Shazeer 2020).
+
+        Args:
+            parameters: intended number of parameters.
+            vocabulary: number of tokens.
+            heads: numbers of query heads that are compared.
+            embed_dim: width of the model, if it is given.
+            layers: number of layers, if it is given.
+            other: further attributes of the shape.
+        """
+        common = 2 * math.lcm(*heads)
+        step = common if common <= MAX_COMMON_MULTIPLE else 2
+
+        def shape_with(layers: int) -> ModelShape:
+            width = embed_dim or step * max(1, round(WIDTH_PER_LAYER * layers / step))
+            return ModelShape(vocabulary, width, layers, parameters, **other)
+
+        def deviation(shape: ModelShape) -> float:
+            usual = vocabulary * shape.embed_dim + 12 * shape.layers * shape.embed_dim**2
+            return abs(math.log(usual / parameters))
+
+        return min((shape_with(number) for number in ((layers,) if layers else range(1, 49))), key=deviation)

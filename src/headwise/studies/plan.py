@@ -1,0 +1,136 @@
+"""Plan of a study: how many steps a training has, from steps that were timed and the budget."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from headwise.errors import InputError
+from headwise.studies.budget import StudyBudget
+from headwise.studies.definition import StudyDefinition
+from headwise.studies.training import UNTIMED_STEPS, evaluate, train
+from headwise.studies.trial_store import TrialKey
+
+SEARCH_COST = 0.85
+"""Expected cost of a learning-rate trial, in complete trainings: the pruner stops some of them early."""
+
+MAX_EPOCHS = 4.0
+"""Largest number of passes over the data when the time limit sets the number of steps: up to four passes are nearly as
+good as new data (Muennighoff et al. 2023)."""
+
+MIN_STEPS = 20
+"""Smallest number of steps of a training: with fewer, nothing is learned."""
+
+TIMED_STEPS = 5
+"""Steps that are timed for each setting."""
+
+MARGIN = 0.8
+"""Share of the remaining time that is planned for. The learning-rate search uses time that is left over, and gives way
+when time is short."""
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """Number of steps, durations and model sizes that all processes of a study agree on.
+
+    Attributes:
+        steps: steps of each training.
+        step_seconds: seconds per training step, by setting name; empty without a time limit.
+        judge_seconds: seconds to evaluate a trained model on the held-out batches, by setting name.
+        more_seconds: seconds of the additional measurements of a compared model, by setting name.
+        parameters: number of parameters, by setting name.
+        spec: fingerprint of the study.
+    """
+
+    steps: int
+    step_seconds: dict[str, float]
+    judge_seconds: dict[str, float]
+    more_seconds: dict[str, float]
+    parameters: dict[str, int]
+    spec: dict[str, Any]
+
+    def seconds(self, key: TrialKey) -> float:
+        """Return the planned seconds of a complete trial, including its evaluation; 0 without a time limit."""
+        name = key.setting.name
+        if name not in self.step_seconds:
+            return 0.0
+        more = self.more_seconds[name] if key.final else 0.0
+        return self.steps * self.step_seconds[name] + self.judge_seconds[name] + more
+
+    def packed(self) -> dict[str, Any]:
+        """Return the plan as a dictionary of plain containers."""
+        return asdict(self)
+
+
+def make_plan(
+    definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget, seconds_spent: Callable[[], float]
+) -> StudyPlan:
+    """Time some steps of each setting, and return a plan that fits the budget.
+
+    Args:
+        definition: models and data of the study.
+        spec: fingerprint of the study, stored in the plan.
+        budget: limits of the study; without `seconds` nothing is timed.
+        seconds_spent: returns the seconds that the study has used so far.
+
+    Raises:
+        InputError: the time limit is too short for the trainings.
+    """
+    step_seconds, judge_seconds, more_seconds, parameters = {}, {}, {}, {}
+    for setting in definition.settings:
+        model = definition.build(setting, definition.seed)
+        parameters[setting.name] = sum(parameter.numel() for parameter in model.parameters())
+        if budget.seconds is not None:
+            durations = _timed(model, definition, budget.seconds, seconds_spent)
+            step_seconds[setting.name], judge_seconds[setting.name], more_seconds[setting.name] = durations
+    steps = budget.steps
+    if budget.seconds is not None:
+        trainings = budget.seeds + SEARCH_COST * budget.min_trials
+        fixed = trainings * sum(judge_seconds.values()) + budget.seeds * sum(more_seconds.values())
+        per_step = trainings * sum(step_seconds.values())
+        left, needed = MARGIN * (budget.seconds - seconds_spent()), fixed + (steps or MIN_STEPS) * per_step
+        if left < needed:
+            expected = f"at least {seconds_spent() + needed / MARGIN:.0f} s"
+            raise _too_short(definition, budget.seconds, expected, steps or MIN_STEPS)
+        steps = steps or min(int((left - fixed) / per_step), round(MAX_EPOCHS * len(definition.training)))
+    assert steps is not None
+    return StudyPlan(steps, step_seconds, judge_seconds, more_seconds, parameters, spec)
+
+
+def _too_short(definition: StudyDefinition, seconds: float, expected: str, steps: int) -> InputError:
+    """Return the error for a time limit that does not allow every training."""
+    number = f"{len(definition.settings)} setting{'s' * (len(definition.settings) > 1)}"
+    expected = f"{expected} for trainings of {steps} steps of {number}"
+    remedy = "fewer settings or seeds, or smaller models, need less time"
+    return InputError("budget", expected=expected, got=f"{seconds:g} s", remedy=remedy)
+
+
+def _timed(
+    model: nn.Module, definition: StudyDefinition, limit: float, seconds_spent: Callable[[], float]
+) -> tuple[float, float, float]:
+    """Return the seconds of a training step, of an evaluation and of the additional measurements of a model."""
+
+    def check_time(_step: int) -> None:
+        if seconds_spent() > limit:
+            raise _too_short(definition, limit, "more", MIN_STEPS)
+
+    result = train(
+        model,
+        definition.training,
+        definition.loss,
+        steps=UNTIMED_STEPS + TIMED_STEPS,
+        rate=1e-4,
+        seed=definition.seed,
+        recipe=definition.recipe,
+        after_step=check_time,
+    )
+    start = time.perf_counter()
+    evaluate(model, definition.held_out[:1], definition.loss)
+    judge = (time.perf_counter() - start) * len(definition.held_out)
+    start = time.perf_counter()
+    for measure in definition.measures.values():
+        measure(model)
+    # A compared model is also evaluated on as many training batches.
+    return result.step_seconds, judge, judge + time.perf_counter() - start

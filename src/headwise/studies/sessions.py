@@ -1,0 +1,61 @@
+"""Working sessions of the processes of a study: how long they worked, and how many are working now."""
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from headwise.studies.optuna_storage import HEARTBEAT
+
+PREFIX = "session "
+"""Start of the name of an attribute that stores a session."""
+
+WRITE_INTERVAL = 1.0
+"""Least seconds between two writes of this process's session to the database."""
+
+
+class Sessions:
+    """Working sessions of all processes of a study, each stored as `[start, last sign of life]` in the database.
+
+    Args:
+        study: Optuna study whose user attributes store the sessions.
+    """
+
+    def __init__(self, study: Any) -> None:
+        self._study = study
+        self._attribute, self._start = f"{PREFIX}{uuid.uuid4()}", time.time()
+        self._written = 0.0
+
+    def update(self) -> None:
+        """Record that this process is still working."""
+        if time.time() - self._written > WRITE_INTERVAL:
+            self._written = time.time()
+            self._study.set_user_attr(self._attribute, [self._start, self._written])
+
+    def close(self) -> None:
+        """Record that this process has stopped working."""
+        self._study.set_user_attr(self._attribute, [self._start, time.time(), "left"])
+
+    def seconds_spent(self) -> float:
+        """Return the seconds during which at least one process worked, by the clocks of the processes."""
+        return union_length([(session[0], session[1]) for session in self._all()])
+
+    def active(self) -> int:
+        """Return the number of processes that are working now, including this one."""
+        now = time.time()
+        active = [session for session in self._all() if len(session) == 2 and now - session[1] < 2 * HEARTBEAT]
+        return max(1, len(active))
+
+    def _all(self) -> list[Any]:
+        """Return the sessions of all processes."""
+        return [value for name, value in self._study.user_attrs.items() if name.startswith(PREFIX)]
+
+
+def union_length(intervals: Sequence[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals `(start, end)`."""
+    total, covered_until = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
+    return total

@@ -1,0 +1,34 @@
+"""Progress bar of a study, in seconds of its time limit or in finished trainings."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from headwise.runs.progress import progress_bar
+from headwise.studies.budget import StudyBudget
+from headwise.studies.trial_store import TrialStore
+
+REFRESH_SECONDS = 1.0
+"""Least seconds between two updates: each reads the database."""
+
+
+@contextmanager
+def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> Iterator[Callable[[], None]]:
+    """Show a progress bar within the context, and yield the function that updates it."""
+    limit = budget.seconds
+    total = len(store.settings) * (budget.max_trials + budget.seeds) if limit is None else round(limit)
+    unit, shown_units, last_update = "trainings" if limit is None else "s", 0, -math.inf
+    with progress_bar("study", total, unit, shown=shown) as advance:
+
+        def update() -> None:
+            nonlocal shown_units, last_update
+            if time.monotonic() - last_update < REFRESH_SECONDS:
+                return
+            last_update = time.monotonic()
+            units = len(store.finished()) if limit is None else int(store.sessions.seconds_spent())
+            units = min(units, total)
+            advance(units - shown_units, not shown_units)
+            shown_units = units
+
+        yield update if shown else lambda: None

@@ -1,0 +1,155 @@
+"""Result of a study: a table with one row per setting, and the conclusions from it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from headwise.errors import InputError
+from headwise.runs.rows import MeanEstimate, Row
+from headwise.runs.table import Table
+from headwise.studies.conclusions import Recommendation, dominates, recommend, significant_difference
+from headwise.studies.space import Setting
+from headwise.studies.study_plot import PlottedSetting, draw_study
+from headwise.studies.trial_store import FinishedTrial
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingRow(Row):
+    """Row of a study's table: one setting, with statistics over the models trained with different seeds."""
+
+    num_heads: int
+    head_dim: int
+    num_kv_heads: int
+
+    @property
+    def setting(self) -> Setting:
+        """Setting of the row."""
+        return Setting(self.num_heads, self.head_dim, self.num_kv_heads)
+
+    @property
+    def name(self) -> str:
+        """Short name of the row's setting, such as 8x64/2."""
+        return self.setting.name
+
+
+class Study(Table[SettingRow]):
+    """Results of a study, one row per setting: losses, seconds per step and further numbers, averaged over seeds.
+
+    Losses are in the units of the loss, `step_ms` in milliseconds. `metadata["runs"]` lists every final training, and
+    `metadata["search"]` every learning-rate trial.
+    """
+
+    NAME: ClassVar[str] = "study"
+    ROW_TYPE: ClassVar[type[Any]] = SettingRow
+
+    @property
+    def losses(self) -> dict[Setting, dict[int, float]]:
+        """Held-out loss of each final training, by setting and seed."""
+        losses: dict[Setting, dict[int, float]] = {row.setting: {} for row in self.rows}
+        for run in self.metadata["runs"]:
+            losses[Setting(*run["setting"])][run["seed"]] = run["loss"]
+        return losses
+
+    @property
+    def baseline(self) -> Setting | None:
+        """Setting that is in use, or None."""
+        return None if self.metadata["baseline"] is None else Setting(*self.metadata["baseline"])
+
+    @property
+    def margin(self) -> float:
+        """Smallest significant difference between two mean losses; NaN with fewer than two settings or seeds."""
+        return significant_difference(self.losses)
+
+    @property
+    def frontier(self) -> tuple[Setting, ...]:
+        """Settings on the Pareto frontier of loss, training time, decoding speed and cache size."""
+        rows = [row for row in self.rows if row.statistics["loss"].n]
+        return tuple(
+            row.setting for row in rows if not any(dominates(other.statistics, row.statistics) for other in rows)
+        )
+
+    @property
+    def recommendation(self) -> Recommendation:
+        """Recommended setting, if the variation over seeds allows one, with the reason."""
+        step_ms = {row.setting: row.statistics["step_ms"].value for row in self.rows if "step_ms" in row.statistics}
+        return recommend(self.losses, step_ms, self.baseline)
+
+    def row(self, setting: Setting) -> SettingRow:
+        """Return the row of one setting. `InputError` if it was not compared."""
+        for row in self.rows:
+            if row.setting == setting:
+                return row
+        raise InputError("setting", expected=f"one of {', '.join(row.name for row in self.rows)}", got=str(setting))
+
+    def plot(self) -> "Figure":
+        """Return a matplotlib figure: loss against number of heads, one point per seed, and against time per step.
+
+        Raises:
+            MissingExtra: matplotlib is not installed.
+        """
+        losses, frontier = self.losses, self.frontier
+        points = [
+            PlottedSetting(
+                setting=row.setting,
+                loss=row.statistics["loss"],
+                step_ms=row.statistics["step_ms"],
+                seed_losses=tuple(losses[row.setting].values()),
+                on_frontier=row.setting in frontier,
+            )
+            for row in self.rows
+            if row.statistics["loss"].n
+        ]
+        one_width = len({row.num_heads * row.head_dim for row in self.rows}) == 1
+        return draw_study(points, self.metadata["model"]["name"], one_width=one_width)
+
+
+def collect_results(
+    trials: Sequence[FinishedTrial],
+    settings: Sequence[Setting],
+    parameters: Mapping[str, int],
+    metadata: Mapping[str, Any],
+    seeds: int,
+    baseline: Setting | None,
+) -> Study:
+    """Return the table of a study's finished trials.
+
+    Args:
+        trials: learning-rate trials and final trainings.
+        settings: settings of the rows, in order; one without final trainings has an empty row.
+        parameters: number of parameters of a model, by setting name.
+        metadata: title, fingerprint and number of steps, stored with the table.
+        seeds: number of final trainings that each setting should have.
+        baseline: setting in use.
+    """
+    finals = [trial for trial in trials if trial.key.final]
+    runs = [
+        {
+            "setting": list(vars(trial.key.setting).values()),
+            "seed": trial.key.number,
+            "rate": trial.rate,
+            "loss": trial.loss,
+            **trial.measured,
+        }
+        for trial in finals
+    ]
+    names = [name for name in dict.fromkeys(name for trial in finals for name in trial.measured) if name != "seconds"]
+    rows = []
+    for setting in settings:
+        of_setting = [trial for trial in finals if trial.key.setting == setting]
+        statistics = {"loss": MeanEstimate.of(trial.loss for trial in of_setting)}
+        statistics |= {name: MeanEstimate.of(trial.measured[name] for trial in of_setting) for name in names}
+        statistics |= {
+            "parameters": MeanEstimate(float(parameters[setting.name]), 0.0, len(of_setting)),
+            "rate": MeanEstimate.of({trial.rate for trial in of_setting}),
+        }
+        rows.append(SettingRow(**vars(setting), statistics=statistics))
+    search = [
+        {"setting": trial.key.setting.name, "rate": trial.rate, "loss": trial.loss, "pruned": trial.pruned}
+        for trial in trials
+        if not trial.key.final
+    ]
+    in_use = None if baseline is None else list(vars(baseline).values())
+    return Study(tuple(rows), {**metadata, "seeds": seeds, "baseline": in_use, "runs": runs, "search": search})
