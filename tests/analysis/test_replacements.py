@@ -295,9 +295,8 @@ def test_what_a_gate_runs_the_model_for_is_nobody_elses():
         found = projected(model, projection)
     torch.testing.assert_close(found[:, :, 2], mean[2].expand(2, 13, 10), **BUDGET)
     assert [record.statistics["entropy"].count.tolist() for record in heads.records] == [[2.0] * 6] * 2
-    assert {site: len(calls) for site, calls in run.by_site.items()} == {
-        (f"layers.{i}.self_attn", False): 1 for i in (0, 1)
-    }
+    calls = {site: len(outputs) for site, outputs in run.by_site.items()}
+    assert calls == {(f"layers.{i}.self_attn", False): 1 for i in (0, 1)}
 
 
 # -- another run ------------------------------------------------------------------------------------------------------
