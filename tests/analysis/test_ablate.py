@@ -1,4 +1,4 @@
-"""What heads cost, against gates set one by one; runs that are stopped, and go on."""
+"""Ablation effects, compared with gates that are set one by one; interrupted runs that resume."""
 
 import math
 import statistics as numbers
@@ -15,7 +15,7 @@ from headwise.runs import checkpoint
 pytestmark = pytest.mark.usefixtures("as_user")
 
 TEXTS = tiny.texts(11, 5, 23, 7, 11, 2, 11)
-"""Of 7 sequences; in batches of 2, there are 6 of them."""
+"""Seven sequences; in batches of at most 2 sequences of one length they make 6 batches."""
 
 
 def texts(**options):
@@ -28,7 +28,7 @@ def causal():
 
 @torch.no_grad()
 def by_hand(model, loss, values):
-    """The loss of each sequence of the data with gates: the whole model where there are none."""
+    """Return the loss of each sequence of the data with gates; of the unchanged model without any."""
     found = []
     for batch in texts():
         if values:
@@ -40,13 +40,13 @@ def by_hand(model, loss, values):
 
 
 def same(measured, values):
-    there = [value for value in values if not math.isnan(value)]
-    assert measured.n == len(there)
-    assert measured.value == pytest.approx(numbers.fmean(there), abs=1e-12)
-    assert measured.sem == pytest.approx(numbers.stdev(there) / len(there) ** 0.5, abs=1e-12)
+    present = [value for value in values if not math.isnan(value)]
+    assert measured.n == len(present)
+    assert measured.value == pytest.approx(numbers.fmean(present), abs=1e-12)
+    assert measured.sem == pytest.approx(numbers.stdev(present) / len(present) ** 0.5, abs=1e-12)
 
 
-def test_each_head_alone():
+def test_costs_of_single_heads_are_those_of_gates():
     model = causal()
     found = hw.ablate(model, texts(), hw.next_token_loss)
     whole = by_hand(model, hw.next_token_loss, {})
@@ -71,7 +71,7 @@ REPLACEMENTS = {
 
 
 @pytest.mark.parametrize("replacement", REPLACEMENTS)
-def test_what_takes_the_place_of_a_head(replacement):
+def test_replacements_of_ablated_heads(replacement):
     model = causal()
     found = hw.ablate(model, texts(), hw.next_token_loss, replacement=REPLACEMENTS[replacement]())
     whole = by_hand(model, hw.next_token_loss, {})
@@ -99,7 +99,7 @@ def test_layers_groups_and_sets():
     same(sets.rows[1].statistics["cost"], costs({(0, 3): 0.0, (1, 0): 0.0}))
 
 
-def test_a_loss_that_wants_to_see_the_whole_model_first():
+def test_a_loss_is_prepared_on_the_unchanged_model():
     model = tiny.model("encoder").double()
     data = hw.Texts(TEXTS, tiny.tokenizer("encoder"), batch=2)
     found = hw.ablate(model, data, hw.EmbeddingDistance())
@@ -113,7 +113,7 @@ def test_a_loss_that_wants_to_see_the_whole_model_first():
     same(found.head(1, 3).statistics["cost"], wanted)
 
 
-def test_self_and_cross_attention_of_one_layer_are_two():
+def test_self_and_cross_attention_of_a_layer_are_separate_sites():
     import transformers
 
     sizes = {"d_model": 24, "d_kv": 4, "num_heads": 6, "num_layers": 2, "d_ff": 37, "vocab_size": 97}
@@ -132,16 +132,16 @@ def test_self_and_cross_attention_of_one_layer_are_two():
                 same(row.statistics["cost"], (loss(model, batch) - whole).tolist())
 
 
-def test_what_is_below_a_head_is_not_computed_again():
+def test_layers_below_the_ablated_head_are_computed_once():
     model, ran = causal(), []
     for number, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
     hw.ablate(model, texts(limit=1), hw.next_token_loss)
-    # Found out and whole: both layers. Each head of the first: both. Each head of the second: that alone.
+    # The survey and the unchanged model run both layers, ablations in layer 0 both, and in layer 1 that layer alone.
     assert (ran.count(0), ran.count(1)) == (2 + 6, 2 + 12)
 
 
-# -- runs that are stopped --------------------------------------------------------------------------------------------
+# -- interrupted runs -------------------------------------------------------------------------------------------------
 
 
 class Stopped(Exception):
@@ -160,18 +160,26 @@ def stops_after(runs):
     return next_token_loss, calls
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The bytes of the table of an ablation that was not interrupted."""
+    out = tmp_path_factory.mktemp("uninterrupted")
+    hw.ablate(causal(), texts(), stops_after(1000)[0], out=out)
+    return (out / "ablation.parquet").read_bytes()
+
+
 @pytest.mark.parametrize("runs", [0, 1, 2, 7, 13, 14, 15, 20, 78])
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits(runs, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_to_the_same_bits(runs, uninterrupted, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("os.fsync", lambda file: None)  # 78 checkpoints wait for the disk otherwise
     model, out = causal(), tmp_path / "out"
-    hw.ablate(model, texts(), stops_after(1000)[0], out=tmp_path / "whole")
     with pytest.raises(Stopped):
         hw.ablate(model, texts(), stops_after(runs)[0], out=out)
     loss, calls = stops_after(1000)
     hw.ablate(model, texts(), loss, out=out)
-    kept = 6 * 13 - max(runs - 2, 0)  # a run that finds where it attends comes first, and the whole model of the batch
-    assert kept <= len(calls) <= kept + 3
-    assert (out / "ablation.parquet").read_bytes() == (tmp_path / "whole" / "ablation.parquet").read_bytes()
+    remaining = 6 * 13 - max(runs - 2, 0)  # the survey and the unchanged model of the batch run again
+    assert remaining <= len(calls) <= remaining + 3
+    assert (out / "ablation.parquet").read_bytes() == uninterrupted
     assert {path.name for path in out.iterdir()} == {"ablation.parquet"}
     loss, calls = stops_after(1000)
     again = hw.ablate(model, texts(), loss, out=out)
@@ -179,7 +187,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(runs, tmp_path, monkeyp
     assert again == hw.Ablation.load(out)
 
 
-def test_a_run_goes_on_with_the_same_alone(tmp_path, monkeypatch):
+def test_a_run_resumes_only_with_the_same_arguments_and_data(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
     model = causal()
     with pytest.raises(Stopped):
@@ -238,7 +246,7 @@ def test_the_model_is_left_as_it_was(raises):
     assert all(map(torch.equal, tensors, after))
 
 
-def test_what_cannot_be_ablated():
+def test_arguments_that_are_refused():
     model, loss = causal(), hw.next_token_loss
     refused = {
         "model: expected a torch module, got str": lambda: hw.ablate("m", texts(), loss),

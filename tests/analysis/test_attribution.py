@@ -71,7 +71,7 @@ def parts(kind, model, inputs, words, places):
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("against", [False, True])
 @pytest.mark.parametrize("kind", WRITERS)
-def test_heads_and_all_the_rest_are_the_logit(kind, against, padding):
+def test_parts_of_heads_and_other_modules_sum_to_the_logit(kind, against, padding):
     model, places = causal(kind), torch.tensor([10, 10, 10])
     if kind == "llama":
         model.model.norm = nn.RMSNorm(48, eps=1e-6).double()  # which that of transformers rounds to float32
@@ -119,7 +119,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_the_logit_loses_without_what_a_head_of_the_last_layer_wrote(name):
+def test_part_of_a_head_in_the_last_layer_is_its_effect_on_the_logit(name):
     """By definition: what the logit loses without what a head of the last layer wrote, the norm's scale being kept."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(OTHERS[name]()).double().eval()
@@ -159,7 +159,7 @@ def test_what_the_logit_loses_without_what_a_head_of_the_last_layer_wrote(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shorter_dtypes_give_nearly_the_same(dtype):
+def test_attribution_in_16_bit_dtypes(dtype):
     model = causal("gpt2")
     exact = logit_attribution(model, CLEAN, answer=ANSWER, wrong=WRONG)
     found = logit_attribution(model.to(dtype), CLEAN, answer=ANSWER, wrong=WRONG)
@@ -207,7 +207,7 @@ class Bare(nn.Module):
 
 
 @torch.no_grad()
-def test_what_comes_between_the_norm_and_the_output_embedding_may_hand_it_on():
+def test_modules_after_the_final_norm_may_return_their_input():
     model = Bare(nn.Linear(12, 12)).double().train()
     found = logit_attribution(model, CLEAN, answer=7)
     model.eval()(CLEAN)
@@ -235,7 +235,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_models_in_which_heads_do_not_write_where_logits_are_read(why):
+def test_models_whose_heads_do_not_write_directly_into_the_stream_are_refused(why):
     config, sentence = REFUSED[why]
     model = transformers.AutoModelForCausalLM.from_config(config(), attn_implementation="eager").eval()
     with pytest.raises(hw.InputError) as refused:
@@ -243,7 +243,7 @@ def test_models_in_which_heads_do_not_write_where_logits_are_read(why):
     assert str(refused.value).startswith(sentence)
 
 
-def test_models_that_lack_something():
+def test_models_without_a_needed_part_are_refused():
     with pytest.raises(hw.InputError, match="^model: expected one that names its output embedding .*, got Linear$"):
         logit_attribution(nn.Linear(2, 2), CLEAN, answer=7)
     model = Bare()

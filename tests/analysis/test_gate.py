@@ -173,7 +173,7 @@ TENSORS = {
 @pytest.mark.parametrize("form", TENSORS)
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_a_tensor_multiplies_what_the_projection_is_given(name, form):
+def test_a_tensor_multiplies_the_input_of_the_projection(name, form):
     make, path, projection = MODELS[name]
     model, (head, shape) = make(), TENSORS[form]
     value = torch.randn(shape, dtype=torch.float64)
@@ -270,7 +270,7 @@ def test_gradients_of_the_model_are_those_of_the_model_without_the_head(name):
 
 
 @torch.no_grad()
-def test_gates_are_nested_and_the_inner_one_has_the_last_word():
+def test_an_inner_gate_changes_the_output_of_an_outer_one():
     model, projection = decoder(), "layers.1.self_attn.o_proj"
     with hw.gate(model, {(1, 2): 0.5}), hw.gate(model, {(1, 2): 0.25, (1, 4): 3.0}):
         found = hidden(model)
@@ -289,7 +289,7 @@ def test_gates_are_nested_and_the_inner_one_has_the_last_word():
 
 
 @torch.no_grad()
-def test_contexts_of_a_model_and_of_a_part_of_it_are_nested_in_either_order():
+def test_gates_of_a_model_and_of_a_part_nest_in_either_order():
     model, projection = decoder(), "layers.1.self_attn.o_proj"
     part = model.layers[1]
     for outer, inner in (
@@ -306,7 +306,7 @@ def test_contexts_of_a_model_and_of_a_part_of_it_are_nested_in_either_order():
 
 @pytest.mark.parametrize("outside", ["watch", "gate"])
 @torch.no_grad()
-def test_a_watch_sees_heads_as_they_attend(outside):
+def test_watch_reports_attention_before_gates(outside):
     model = decoder(num_hidden_layers=3)
     without = scaled(model, "layers.1.self_attn.o_proj", ones_but(h2=0.0))
     with hw.watch(model) as plain, hw.watch(without) as after_it:
@@ -327,7 +327,7 @@ def test_a_watch_sees_heads_as_they_attend(outside):
     assert above[0]["entropy"] != pytest.approx(above[1]["entropy"], rel=1e-3)
 
 
-def test_threads_have_gates_of_their_own():
+def test_gates_of_several_threads_are_separate():
     models, found = [decoder(), gptj(), decoder(seed=1)], {}
     gates = [{(1, 2): 0.0}, {(0, 3): 0.5}, {(0, 1): 2.0}]
     expected = []
@@ -374,7 +374,7 @@ def test_generation(cache):
 
 
 @torch.no_grad()
-def test_generation_by_an_encoder_and_a_decoder():
+def test_generation_of_an_encoder_decoder():
     torch.manual_seed(0)
     sizes = {"d_model": 48, "num_layers": 2, "num_heads": 6, "d_kv": 7, "d_ff": 37, "decoder_start_token_id": 0}
     model = spread(transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=97, **sizes)))
@@ -408,7 +408,7 @@ class Mixed(nn.Module):
 
 
 @torch.no_grad()
-def test_autocast_of_what_has_two_dtypes():
+def test_autocast_with_two_dtypes():
     model, q = Mixed(), torch.randn(2, 3, 5, 7)
     with torch.autocast("cpu", torch.bfloat16):
         plain = model(q, q.bfloat16())
@@ -436,7 +436,7 @@ def test_training_with_dropout(implementation):
     assert not torch.equal(hidden(model), found)
 
 
-def test_recomputed_layers_are_gated_while_the_context_lasts():
+def test_recomputed_layers_are_gated_in_the_context():
     model = decoder().train()
     other = scaled(model, "layers.1.self_attn.o_proj", ones_but(h2=0.3))
     hidden(other).square().sum().backward()
@@ -449,7 +449,7 @@ def test_recomputed_layers_are_gated_while_the_context_lasts():
 
 
 @torch.no_grad()
-def test_a_model_inside_of_another():
+def test_gates_on_a_model_inside_another():
     class Around(nn.Module):
         def __init__(self):
             super().__init__()
@@ -526,7 +526,7 @@ ENDS = {
 @pytest.mark.parametrize("make", [encoder, decoder, gptj])
 @pytest.mark.parametrize("how", ENDS)
 @torch.no_grad()
-def test_nothing_is_left_however_the_context_ends(make, how):
+def test_the_model_is_restored_however_the_context_ends(make, how):
     model, (error, hook) = make().train(), ENDS[how]
     first = next(module for path, module in model.named_modules() if path.endswith(("mlp", "intermediate")))
     first.eval()
@@ -549,7 +549,7 @@ def test_nothing_is_left_however_the_context_ends(make, how):
 
 
 @torch.no_grad()
-def test_nothing_is_left_where_a_data_set_ends_in_an_error():
+def test_the_model_is_restored_after_an_error_of_the_data_set():
     def batches():
         yield TOKENS
         raise OSError("the disk is gone")
@@ -611,11 +611,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_values_that_cannot_be(what, as_user):
+def test_values_that_are_refused(what, as_user):
     refused(WRONG[what][1], WRONG[what][0])
 
 
-def test_groups_that_are_not_there(as_user):
+def test_groups_that_are_refused(as_user):
     sentence = "^key/value group: expected one of 0 to 1 in layers.1.self_attn, got 2$"
     refused(sentence, {(1, 2): 0.0}, groups=True)
     refused(r"of shape \(2,\), \(2, 2\) or \(2, 2, 13\), got shape \(6,\)$", {1: torch.ones(6)}, groups=True)
@@ -636,7 +636,7 @@ NOWHERE = {
 
 
 @pytest.mark.parametrize("what", NOWHERE)
-def test_positions_that_cannot_be(what, as_user):
+def test_positions_that_are_refused(what, as_user):
     refused(NOWHERE[what][1], {(1, 2): 0.0}, positions=NOWHERE[what][0])
 
 
@@ -661,7 +661,7 @@ class BlockAttention(Block):
     pass
 
 
-def test_models_that_cannot_be(as_user):
+def test_models_that_are_refused(as_user):
     with pytest.raises(hw.InputError, match="^model: expected a torch module, got str$"), hw.gate("llama", {}):
         pass
     refused(r"^layer: expected a model with modules called attention, got 0", {(0, 0): 0.0}, nn.Linear(2, 2))
@@ -679,7 +679,7 @@ def test_models_that_cannot_be(as_user):
         pass  # it did not run
 
 
-def test_layers_are_numbered_as_they_stand_not_as_they_run():
+def test_layers_are_numbered_in_the_order_of_modules():
     class Backwards(nn.Module):
         def __init__(self):
             super().__init__()
@@ -695,7 +695,7 @@ def test_layers_are_numbered_as_they_stand_not_as_they_run():
         assert torch.equal(model(x), found)
 
 
-def test_attention_that_is_not_all_changed_is_named():
+def test_partly_gated_modules_are_named_in_a_warning():
     class Attention(nn.Module):
         def forward(self, x):
             local = (x @ x.mT)[..., None, :].softmax(-1)  # of five axes

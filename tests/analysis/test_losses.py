@@ -46,7 +46,7 @@ def test_next_token_loss_without_all_logits(bias, monkeypatch):
     torch.testing.assert_close(found, hooked, atol=1e-12, rtol=0)
 
 
-def test_its_gradient_is_that_of_the_logits():
+def test_gradient_of_the_next_token_loss_is_that_of_all_logits():
     model = tiny.model("decoder", top="ForCausalLM").double()
     embeddings = model.get_input_embeddings()(IDS).detach().requires_grad_()
     gradients = []
@@ -59,7 +59,7 @@ def test_its_gradient_is_that_of_the_logits():
     torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-12)
 
 
-def test_what_is_done_to_the_logits_counts():
+def test_processed_logits_are_used():
     sizes = {"vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "head_dim": 8}
     config = transformers.Gemma2Config(**sizes, num_key_value_heads=2, intermediate_size=37)
     config.final_logit_softcapping = 0.3
@@ -72,7 +72,7 @@ def test_what_is_done_to_the_logits_counts():
         assert "forward" not in vars(model.lm_head)
 
 
-def test_a_model_of_ones_own_gives_logits():
+def test_a_model_may_return_logits_as_a_tensor():
     model = nn.Sequential(nn.Embedding(97, 13), nn.Linear(13, 97)).double()
     found = hw.next_token_loss(model, {"": IDS})
     wanted = F.cross_entropy(model(IDS)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten(), reduction="none")
@@ -122,7 +122,7 @@ def test_embedding_distance():
     assert found.min() > 1e-4
 
 
-def test_what_cannot_be_a_loss(as_user):
+def test_losses_that_are_refused(as_user):
     with pytest.raises(hw.InputError, match="model: expected one that returns logits, got BaseModelOutput"):
         hw.next_token_loss(tiny.model("decoder"), BATCH)
     with pytest.raises(hw.InputError, match=r"loss: expected batches with input_ids \(batch, length\), got pixels"):

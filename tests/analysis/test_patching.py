@@ -59,7 +59,7 @@ def require(measured, expected):
 
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_head_is_put_as_by_a_plain_gate(kind, direction):
+def test_patching_equals_a_gate_with_the_recorded_output(kind, direction):
     model, clean, corrupted = causal(kind), {"input_ids": CLEAN}, {"input_ids": CORRUPTED}
     found = activation_patching(model, clean, corrupted, **ASKED, direction=direction)
     assert isinstance(found, Patching)
@@ -74,7 +74,7 @@ def test_a_head_is_put_as_by_a_plain_gate(kind, direction):
 
 
 @pytest.mark.parametrize("direction", ["denoise", "noise"])
-def test_heads_put_together(direction):
+def test_patching_several_heads_together(direction):
     model, clean, corrupted = causal(), {"input_ids": CLEAN}, {"input_ids": CORRUPTED}
     some = [(0, 1), (1, 4), (0, 5)]
     found = patch_together(model, clean, corrupted, some, **ASKED, direction=direction)
@@ -85,7 +85,7 @@ def test_heads_put_together(direction):
     assert none["recovered"].value == (0.0 if direction == "denoise" else 1.0)
 
 
-def test_nothing_is_recovered_of_the_same_run_but_all_of_the_other():
+def test_recovered_is_0_without_a_change_and_1_if_all_heads_are_patched():
     """The last token alone differs, and only what its heads give is put: one layer is all there is."""
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=48, num_hidden_layers=1, num_attention_heads=6, intermediate_size=37
@@ -108,7 +108,7 @@ PADDED = {
 
 
 @pytest.mark.parametrize("side", PADDED)
-def test_the_answer_follows_the_last_token_that_is_no_padding(side):
+def test_the_answer_follows_the_last_real_token(side):
     mask, places = PADDED[side]
     model = causal("gpt2")
     clean, corrupted = ({"input_ids": ids, "attention_mask": mask} for ids in (CLEAN, CORRUPTED))
@@ -122,7 +122,7 @@ def test_the_answer_follows_the_last_token_that_is_no_padding(side):
     require(found.head(1, 2).statistics, by_gates(model, clean, corrupted, [(1, 2)], "denoise", of_each))
 
 
-def test_a_pair_of_equal_differences_has_no_share():
+def test_a_pair_with_equal_differences_is_left_out():
     corrupted = CORRUPTED.clone()
     corrupted[1] = CLEAN[1]
     found = activation_patching(causal(), CLEAN, corrupted, **ASKED, heads=[(0, 3), ("model.layers.1.self_attn", 0)])
@@ -131,7 +131,7 @@ def test_a_pair_of_equal_differences_has_no_share():
         assert (head.statistics["recovered"].n, head.statistics["difference"].n) == (2, 3)
 
 
-def test_one_token_may_stand_for_all():
+def test_one_answer_for_all_prompts():
     model = causal()
     found = activation_patching(model, CLEAN, CORRUPTED, answer=7, wrong=19, heads=[(0, 1)])
     each = activation_patching(model, CLEAN, CORRUPTED, answer=[7] * 3, wrong=[19] * 3, heads=[(0, 1)])
@@ -150,7 +150,7 @@ def test_the_model_is_left_as_it_was(capsys):
     assert "1/1 heads" in capsys.readouterr().err
 
 
-def test_a_model_that_names_no_output_embedding():
+def test_a_model_without_a_named_output_embedding():
     class Plain(torch.nn.Module):
         def __init__(self, inner):
             super().__init__()

@@ -93,7 +93,7 @@ def require_same(found, expected, pairs="all"):
 
 @pytest.mark.parametrize("mask", [REAL, LEFT], ids=["right", "left"])
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_measures_are_those_of_the_definition_over_all_tokens(kind, mask):
+def test_measures_equal_their_definition_over_all_tokens(kind, mask):
     model = models(kind)
     expected = by_definition(kind, model, mask)
     require_same(redundancy(model, batches(mask, 2, 2, 1), pairs="all"), expected)
@@ -103,7 +103,7 @@ def test_measures_are_those_of_the_definition_over_all_tokens(kind, mask):
     assert found.metadata["measured"] == {"sequences": 5, "tokens": 38}
 
 
-def test_tokens_are_taken_some_at_a_time(monkeypatch):
+def test_measures_do_not_depend_on_how_tokens_are_split(monkeypatch):
     whole = redundancy(models("decoder"), batches(REAL, 5), pairs="all")
     monkeypatch.setattr(comparison, "TOKENS_AT_ONCE", 3)
     require_same(
@@ -111,7 +111,7 @@ def test_tokens_are_taken_some_at_a_time(monkeypatch):
     )
 
 
-def test_heads_that_are_shown_in_several_tiles(monkeypatch):
+def test_distance_of_heads_in_different_tiles(monkeypatch):
     from headwise.attention.backends.blockwise import tiles
 
     ids = torch.randint(5, 97, (2, 100), generator=torch.Generator().manual_seed(5))
@@ -128,7 +128,7 @@ def test_heads_that_are_shown_in_several_tiles(monkeypatch):
     assert not parts.distance[:6, :6].isnan().any()
 
 
-def test_heads_whose_rows_are_never_shown_together_are_not_compared():
+def test_heads_whose_rows_are_computed_separately_have_no_distance():
     """Masks so unlike that their heads are computed apart."""
     narrow, wide = hw.causal() & hw.window(8), hw.causal()
 
@@ -171,7 +171,7 @@ def test_a_head_and_its_copy(kind, one, other):
     assert found.cluster_costs == ()
 
 
-def test_the_copy_of_a_head_that_writes_elsewhere():
+def test_a_rotated_copy_of_a_head():
     """Turned and scaled, it is the same to its alignment, but not to the cosine of what is written."""
     model = twin("encoder", 0, 2, 3)
     turn = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64))[0] * 3
@@ -185,7 +185,7 @@ def test_the_copy_of_a_head_that_writes_elsewhere():
     assert found.distance[2, 3] == pytest.approx(0.0, abs=1e-7)
 
 
-def test_clusters_are_of_complete_linkage():
+def test_clusters_are_complete_linkage_clusters():
     near = torch.eye(5)
 
     def alike(a, b, value):
@@ -227,7 +227,7 @@ def loss_of(model, batch):
 
 
 @pytest.mark.parametrize("saturates", [True, False])
-def test_whether_heads_of_a_cluster_cover_for_each_other(saturates):
+def test_cluster_costs_of_heads_that_compensate_for_each_other(saturates):
     model = Saturates(saturates)
     data = [{"x": torch.rand(3, 5, 8) + 0.5}, {"x": torch.rand(2, 7, 8) + 0.5}]
     found = redundancy(model, data, threshold=0.999, loss=loss_of)
@@ -248,7 +248,7 @@ def test_whether_heads_of_a_cluster_cover_for_each_other(saturates):
     assert cover.ratio > 4 if saturates else cover.ratio == pytest.approx(1.0, rel=1e-4)
 
 
-def test_the_cover_of_a_decoders_cluster():
+def test_cluster_costs_of_a_decoder():
     model = twin("decoder", 1, 3, 5)
     causal = transformers.LlamaForCausalLM(model.config).double().eval()
     causal.model.load_state_dict(model.state_dict())
@@ -269,7 +269,7 @@ def test_the_cover_of_a_decoders_cluster():
     assert cover.ratio == pytest.approx(costs[2] / (costs[0] + costs[1]), rel=1e-4)
 
 
-def test_encoder_and_decoder_read_other_tokens():
+def test_encoder_and_decoder_heads_are_not_compared():
     sizes = {"d_model": 24, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
     heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 2}
     model = transformers.BartModel(transformers.BartConfig(vocab_size=97, **sizes, **heads)).eval()

@@ -49,7 +49,7 @@ def test_zero(name):
 
 
 @torch.no_grad()
-def test_zero_stands_also_where_a_head_gives_nan():
+def test_zero_removes_nan():
     class Attends(nn.Module):
         def forward(self, x):
             return F.scaled_dot_product_attention(x, x, x)
@@ -143,7 +143,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
-def test_uniform_in_every_form_of_torchs_attention(form):
+def test_uniform_in_torchs_attention_functions(form):
     options, hides = FORMS[form]
     seen = (~hides).double().expand(2, 6, 5, 11)
     expected = (seen / seen.sum(-1, keepdim=True).clamp(min=1)) @ V.repeat_interleave(3, 1)
@@ -154,7 +154,7 @@ def test_uniform_in_every_form_of_torchs_attention(form):
 
 @pytest.mark.parametrize("least", [-1e9, torch.finfo(torch.float64).min, -torch.inf])
 @torch.no_grad()
-def test_uniform_where_a_model_hides_by_a_number(least):
+def test_uniform_with_a_mask_of_large_negative_numbers(least):
     """In softmax of its own, after which it may fill what was hidden with zeros."""
 
     class Attention(nn.Module):
@@ -271,7 +271,7 @@ def test_mean_of_texts():
 
 
 @torch.no_grad()
-def test_a_module_that_attends_twice_has_two_means():
+def test_a_module_that_attends_twice_has_one_mean_per_call():
     sizes = {"vocab_size": 97, "hidden_size": 48, "embedding_size": 11, "num_hidden_layers": 2, "intermediate_size": 37}
     torch.manual_seed(0)
     model = spread(transformers.AlbertModel(transformers.AlbertConfig(**sizes, num_attention_heads=6)))
@@ -284,7 +284,7 @@ def test_a_module_that_attends_twice_has_two_means():
 
 
 @torch.no_grad()
-def test_what_a_gate_runs_the_model_for_is_nobody_elses():
+def test_runs_of_a_replacement_are_not_observed_by_others():
     """Neither counted by a watch, nor recorded, nor changed by gates outside, nor run with dropout."""
     model = decoder()
     projection = "layers.1.self_attn.o_proj"
@@ -304,7 +304,7 @@ def test_what_a_gate_runs_the_model_for_is_nobody_elses():
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_resample_and_patch_put_another_run_there(name):
+def test_resample_and_patch_replace_by_another_run(name):
     make, path, projection = MODELS[name]
     model = make()
     plain, other = projected(model, projection), projected_of(model, projection, OTHERS)
@@ -336,7 +336,7 @@ def test_a_run_patched_into_itself_changes_nothing(name):
 
 
 @torch.no_grad()
-def test_a_record_is_what_the_projections_are_given():
+def test_recorded_outputs_are_the_input_of_the_projection():
     model = decoder()
     with hw.record_outputs(model) as run:
         model(OTHERS)
@@ -354,7 +354,7 @@ def test_a_record_is_what_the_projections_are_given():
 
 
 @torch.no_grad()
-def test_a_record_of_generation_keeps_the_last_run_of_each_module():
+def test_recording_generation_keeps_the_last_run():
     torch.manual_seed(0)
     sizes = {"d_model": 48, "num_layers": 1, "num_heads": 6, "d_kv": 7, "d_ff": 37, "decoder_start_token_id": 0}
     model = spread(transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=97, **sizes)))
@@ -369,7 +369,7 @@ def test_a_record_of_generation_keeps_the_last_run_of_each_module():
 
 
 @torch.no_grad()
-def test_each_call_of_a_module_is_patched_with_its_own():
+def test_each_call_of_a_module_is_patched_with_the_same_call():
     sizes = {"vocab_size": 97, "hidden_size": 48, "embedding_size": 11, "num_hidden_layers": 3, "intermediate_size": 37}
     torch.manual_seed(0)
     model = spread(transformers.AlbertModel(transformers.AlbertConfig(**sizes, num_attention_heads=6)))
@@ -395,7 +395,7 @@ def test_cross_attention_is_patched():
         torch.testing.assert_close(projected_of(model, f"{path}.out_proj", **this), expected, **BUDGET)
 
 
-def test_gradients_pass_a_replacement_by_its_own_way():
+def test_gradients_through_a_replacement():
     """None through a constant; through even attention to the values alone."""
     model = decoder()
     other = scaled(model, "layers.1.self_attn.o_proj", [1.0] * 6)
@@ -428,7 +428,7 @@ def run_of(model, tokens, **options):
     return run
 
 
-def test_what_cannot_stand_there(as_user):
+def test_replacements_that_are_refused(as_user):
     sizes = r"^run: expected \(batch, heads, queries, value_dim\) = \(2, 6, 13, 10\) in layers.1.self_attn, "
     sizes += r"or a batch of 1, got "
     refused(sizes + r"\(2, 6, 11, 10\)$", lambda model: replacements.resample(OTHERS[:, :11]))
@@ -449,7 +449,7 @@ def test_what_cannot_stand_there(as_user):
         replacements.patch(TOKENS)
 
 
-def test_a_record_that_cannot_be(as_user):
+def test_recordings_that_are_refused(as_user):
     for model, layers, sentence in (
         ("llama", None, "^model: expected a torch module, got str$"),
         ("llama", [0], "^model: expected a torch module, got str$"),
@@ -460,7 +460,7 @@ def test_a_record_that_cannot_be(as_user):
             pass
 
 
-def test_a_mean_where_the_data_do_not_reach_the_module(as_user):
+def test_a_mean_without_calls_of_the_module_is_refused(as_user):
     class Halves(nn.Module):
         def __init__(self):
             super().__init__()

@@ -132,7 +132,7 @@ def close(found, values, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_gradient_of_each_example_is_that_of_differences(name):
+def test_gradients_equal_finite_differences_of_each_example(name):
     model = model_of(name)
     found = importance(model, data(name), wave)
     expected = slopes(name)
@@ -149,14 +149,14 @@ def test_the_gradient_of_each_example_is_that_of_differences(name):
     assert [head.identifiers for head in found.heads] == [{name: row[name] for name in names} for row in heads.rows()]
 
 
-def test_the_square_is_that_of_each_example():
+def test_square_is_taken_per_example():
     found = importance(model_of("llama"), data(), wave, "square")
     assert found.statistics == ("square",)
     for head in found.heads:
         close(head.statistics["square"], slopes("llama")[head.module, head.head] ** 2, 1e-4)
 
 
-def test_what_is_normalised_is_divided_by_the_norm_of_its_layer():
+def test_normalise_divides_by_the_norm_over_a_layer():
     plain = importance(model_of("llama"), data(), wave)
     found = importance(model_of("llama"), data(), wave, normalise=True)
     assert found.statistics == ("gradient_per_layer", "first_order_per_layer")
@@ -170,7 +170,7 @@ def test_what_is_normalised_is_divided_by_the_norm_of_its_layer():
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "albert"])
-def test_integrated_gradients_add_up_to_the_cost_of_all_heads(name):
+def test_integrated_gradients_sum_to_the_effect_of_removing_all_heads(name):
     model, (batch,) = model_of(name), data(name)
     found = importance(model, data(name), wave, "integrated", steps=48)
     paths = {head.module for head in found.heads}
@@ -182,7 +182,7 @@ def test_integrated_gradients_add_up_to_the_cost_of_all_heads(name):
     assert sum(head.statistics["integrated"].value for head in one_node.heads) != pytest.approx(total, rel=1e-3)
 
 
-def test_the_nodes_integrate_polynomials():
+def test_quadrature_integrates_polynomials():
     nodes = Integrated(steps=4).gate_values_and_weights()
     for power in range(8):
         assert sum(weight * value**power for value, weight in nodes) == pytest.approx(1 / (power + 1), rel=1e-12)
@@ -202,7 +202,7 @@ def test_ablation_is_the_loss_without_the_head():
 
 
 @pytest.mark.parametrize("method", ["gradient", "integrated"])
-def test_batches_of_unequal_size_are_as_one(method):
+def test_results_do_not_depend_on_batch_sizes(method):
     whole, parts = (importance(model_of("bert"), data(sizes=sizes), wave, method) for sizes in [(5,), (3, 1, 1)])
     for one, other in zip(whole.heads, parts.heads, strict=True):
         assert one.identifiers == other.identifiers
@@ -242,7 +242,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_head_that_does_not_run_costs_nothing_there(order):
+def test_a_head_that_does_not_run_has_derivative_0(order):
     model, batches = Branches().double(), data(sizes=(3, 2))
     batches[1]["both"] = False
     found = importance(model, [batches[place] for place in order], wave)
@@ -278,7 +278,7 @@ def folded_slopes(model, ids):
     return found
 
 
-def test_a_model_whose_calls_are_not_of_examples_takes_one_at_a_time():
+def test_a_model_that_mixes_examples_needs_batches_of_one():
     model, ids = Folded().double().eval(), IDS[:, :6]
     with pytest.raises(
         hw.InputError, match="^dataset: expected batches of one example, as inner.first does not .* 15$"
@@ -290,7 +290,7 @@ def test_a_model_whose_calls_are_not_of_examples_takes_one_at_a_time():
         close(head.statistics["first_order"], -expected[head.module, head.head])
 
 
-def test_the_loss_first_sees_the_whole_model():
+def test_the_loss_is_prepared_on_the_unchanged_model():
     model = tiny.model("encoder").double()
     found = importance(model, [{"input_ids": IDS}], EmbeddingDistance(), "integrated", steps=32)
     distance = EmbeddingDistance()
@@ -299,7 +299,7 @@ def test_the_loss_first_sees_the_whole_model():
     assert sum(head.statistics["integrated"].value for head in found.heads) == pytest.approx(float(cost), rel=1e-3)
 
 
-def test_in_bfloat16_the_sum_over_what_a_head_gives_is_not():
+def test_gate_gradients_of_a_bfloat16_model_are_summed_in_float32():
     torch.manual_seed(2)
     model, batches = Plain().to(torch.bfloat16), [{"input_ids": IDS[:1]}]
     found = importance(model, batches, wave)
@@ -349,12 +349,12 @@ def test_gates_of_idle_heads_close_and_the_others_stay_open():
     assert found.metadata["measured"]["sequences"] == 5
 
 
-def test_where_an_open_head_costs_nothing_all_stay_open():
+def test_gates_stay_open_without_sparsity():
     found = learned(sparsity=0.0)
     assert all(head.statistics["open"].value > 0.9 for head in found.heads)
 
 
-def test_a_seed_decides_the_gates_and_several_give_an_error():
+def test_gates_depend_on_the_seed_and_several_seeds_have_an_error():
     state = torch.get_rng_state()
     first, again, other = (learned(epochs=3, seeds=seed) for seed in (0, 0, 1))
     assert repr(first.rows) == repr(again.rows)
@@ -385,7 +385,7 @@ def unlike(model, before):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_of_the_model_is_left_changed(method, fails):
+def test_importance_restores_the_model(method, fails):
     model = Plain().train()
     model.first.eval()
     model.embed.weight.requires_grad_(False)
@@ -413,13 +413,13 @@ def test_nothing_of_the_model_is_left_changed(method, fails):
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_gradients_are_taken_where_they_are_off(off):
+def test_importance_turns_gradients_on(off):
     with off():
         found = importance(model_of("bert"), data(), wave)
     assert found.heads[0].statistics["gradient"].value > 0
 
 
-def test_a_table_is_saved_and_not_measured_again(tmp_path):
+def test_a_saved_table_is_not_measured_again(tmp_path):
     found = importance(model_of("bert"), data(), wave, out=tmp_path)
     assert {each.name for each in tmp_path.iterdir()} == {"importance.parquet"}
     assert Importance.load(tmp_path) == found
@@ -436,7 +436,7 @@ def test_a_table_is_saved_and_not_measured_again(tmp_path):
     assert importance(model_of("bert"), data(), wave, "square", out=tmp_path, force=True).statistics == ("square",)
 
 
-def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch):
+def test_an_interrupted_importance_run_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
     batches = data(sizes=(2, 2, 1))
     calls = []
@@ -472,7 +472,7 @@ def test_the_ranking_has_the_most_important_first():
     assert found.ranking() == [(1, 0), (0, 0), (1, 1), (0, 1)]
 
 
-def test_agreement_is_that_of_ranks_and_of_values():
+def test_correlations_of_an_agreement():
     places = [(0, 0), (0, 1), (1, 0), (1, 1)]
     x, y = [1.0, 2.0, 2.0, 5.0], [0.5, 4.0, 1.0, 30.0]
     found = agreement(
@@ -491,7 +491,7 @@ def test_agreement_is_that_of_ranks_and_of_values():
     assert {text.get_text() for text in axes.texts} == set(found.heads)
 
 
-def test_agreement_is_of_heads_that_both_tables_have():
+def test_agreement_has_the_heads_of_both_tables():
     few = agreement(table("a", {(0, 0): 1.0, (0, 1): 2.0, (0, 2): math.nan}), table("b", {(0, 1): 3.0, (0, 2): 1.0}))
     assert few.heads == ("0.1",)
     assert math.isnan(few.pearson)
@@ -503,7 +503,7 @@ def test_agreement_is_of_heads_that_both_tables_have():
         agreement(table("a", {}), table("b", {(0, 0): 3.0}))
 
 
-def test_the_first_order_prediction_is_what_is_held_against_ablation():
+def test_agreement_uses_the_first_order_prediction_by_default():
     model = tiny.model("decoder").double()
     batches = [{"input_ids": IDS}]
     found = agreement(importance(model, batches, wave), importance(model, batches, wave, "ablation"))
@@ -576,7 +576,7 @@ class Towers(nn.Module):
         ("^model: expected one that records gradients, got none in inner.first; use method=", {"model": Towers()}),
     ],
 )
-def test_what_cannot_be_used_is_refused(sentence, arguments):
+def test_importance_arguments_that_are_refused(sentence, arguments):
     def loss(model, batch):
         return (
             model(batch["input_ids"]).mean((1, 2)) if isinstance(model, nn.Embedding | Towers) else wave(model, batch)
