@@ -301,7 +301,7 @@ def pruned(block):
                 .layers[0]
                 .self_attn
             ),
-            "block: expected heads that are turned whole, got partial_rotary_factor 0.5",
+            "block: expected rotation of all features of a head, got partial_rotary_factor 0.5",
         ),
         (
             lambda: GPT2Attention(transformers.GPT2Config(**GPT2), is_cross_attention=True, layer_idx=0),

@@ -133,12 +133,12 @@ def partly_biased():
         ({"num_kv_heads": 1}, "1 key/value heads for 3 heads"),
         ({"head_dim": 5}, "3 heads of head_dim 5, not 12 wide together"),
         ({"value_dim": 7}, "3 heads of value_dim 7, not 12 wide together"),
-        ({"out_dim": 11}, "out_dim 11 beside embed_dim 12"),
+        ({"out_dim": 11}, "out_dim 11 with embed_dim 12"),
         ({"out_bias": False}, "a bias in some of the projections"),
     ],
 )
 def test_a_layer_that_torchs_cannot_be(options, got):
-    sentence = f"layer: expected what torch.nn.MultiheadAttention can say, got {got}"
+    sentence = f"layer: expected options that torch.nn.MultiheadAttention has, got {got}"
     with pytest.raises(hw.InputError, match="^" + re.escape(sentence)):
         hw.to_torch(hw.MultiHeadAttention(12, **{"num_heads": 3} | options))
 

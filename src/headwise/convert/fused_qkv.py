@@ -1,4 +1,4 @@
-"""Three projections as one, and one as three: the same layer otherwise, to the bit."""
+"""Fusion of the query, key and value projections of a layer into one, and the reverse, bit for bit."""
 
 import copy
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from headwise.convert.projection_maps import Map
+from headwise.convert.projection_maps import LinearMap
 from headwise.errors import InputError
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.projections import is_plain_linear
@@ -15,17 +15,17 @@ from headwise.nn.projections import is_plain_linear
 Layer = TypeVar("Layer", bound=MultiHeadAttention)
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
-"""The projections of a layer that is not fused, in the order in which they are stacked."""
+"""Names of the projections of a layer that is not fused, in the order in which they are stacked."""
 
 
 def fuse_projections(layer: Layer) -> Layer:
-    """A copy of a self-attention layer in which one matrix product, `qkv_proj`, makes queries, keys and values.
+    """Return a copy of a self-attention layer with one projection `qkv_proj` for queries, keys and values.
 
-    All else is a deep copy, a `position_bias` that layers share too. `separate_projections` gives the layer back.
+    Everything else is a deep copy, a shared `position_bias` included. `separate_projections` is the reverse.
 
     Raises:
-        InputError: a layer that is fused already or takes a context of another width; projections that are no plain
-            `nn.Linear`, or that differ in what one can only have as a whole.
+        InputError: a layer that is fused already or has a context of another width; projections that are not plain
+            `nn.Linear` modules, or that differ in bias, dtype, device or `requires_grad`.
     """
     _require_layer(layer, fused=False)
     widths = (layer.context_dim, layer.value_context_dim)
@@ -40,26 +40,27 @@ def fuse_projections(layer: Layer) -> Layer:
         _require_alike(f"one requires_grad of every {kind}", [each.requires_grad for each in parameters])
     weights: list[Tensor] = [each.weight for each in linears]
     biases: list[Tensor] = [each.bias for each in linears if each.bias is not None]
-    stacked = Map(torch.cat(weights), torch.cat(biases) if biases else None)
-    return _replaced(layer, SEPARATE, {"qkv_proj": _like(linears[0], stacked)}, fused=True)
+    stacked = LinearMap(torch.cat(weights), torch.cat(biases) if biases else None)
+    return _with_projections(layer, SEPARATE, {"qkv_proj": _like(linears[0], stacked)}, fused=True)
 
 
 def separate_projections(layer: Layer) -> Layer:
-    """A copy of a layer whose `qkv_proj` has become `q_proj`, `k_proj` and `v_proj`, so that it takes a context.
+    """Return a copy of a layer with `q_proj`, `k_proj` and `v_proj` in place of `qkv_proj`, for cross-attention too.
 
-    All else is a deep copy, a `position_bias` that layers share too. `fuse_projections` gives the layer back.
+    Everything else is a deep copy, a shared `position_bias` included. `fuse_projections` is the reverse.
 
     Raises:
-        InputError: a layer that is not fused, or whose projection is no plain `nn.Linear`.
+        InputError: a layer that is not fused, or whose projection is not a plain `nn.Linear`.
     """
     _require_layer(layer, fused=True)
     linear = _plain(layer, "qkv_proj")
-    parts = Map.of("layer", linear).cut(list(layer.qkv_widths))
+    parts = LinearMap.from_linear("layer", linear).split_rows(list(layer.qkv_widths))
     made = {name: _like(linear, part) for name, part in zip(SEPARATE, parts, strict=True)}
-    return _replaced(layer, ("qkv_proj",), made, fused=False)
+    return _with_projections(layer, ("qkv_proj",), made, fused=False)
 
 
 def _require_layer(layer: Any, *, fused: bool) -> None:
+    """Raise `InputError` unless `layer` is a `MultiHeadAttention` with `fused_qkv` equal to `fused`."""
     if not isinstance(layer, MultiHeadAttention):
         raise InputError("layer", expected="a MultiHeadAttention", got=type(layer).__name__)
     if layer.fused_qkv != fused:
@@ -67,45 +68,48 @@ def _require_layer(layer: Any, *, fused: bool) -> None:
 
 
 def _plain(layer: MultiHeadAttention, name: str) -> nn.Linear:
-    """A projection that is its weight and bias and nothing more: anything else would be lost."""
+    """Return a projection by name; raise `InputError` for other modules than a plain `nn.Linear`, which would be lost."""
     linear = getattr(layer, name, None)
-    more = None
+    problem = None
     if type(linear) is not nn.Linear:
-        more = "none" if linear is None else type(linear).__name__
+        problem = "none" if linear is None else type(linear).__name__
     elif not linear.state_dict().keys() <= {"weight", "bias"}:
-        more = f"one with {', '.join(linear.state_dict())}"
+        problem = f"one with {', '.join(linear.state_dict())}"
     elif not is_plain_linear(linear):
-        more = "one with a hook"
-    if more is not None:
-        raise InputError("layer", expected=f"a plain nn.Linear as {name}", got=more, remedy="merge or remove adapters")
+        problem = "one with a hook"
+    if problem is not None:
+        raise InputError(
+            "layer", expected=f"a plain nn.Linear as {name}", got=problem, remedy="merge or remove adapters"
+        )
     assert isinstance(linear, nn.Linear)
     return linear
 
 
 def _require_alike(expected: str, values: Sequence[Any]) -> None:
+    """Raise `InputError` unless one property has the same value in all three projections."""
     if len(set(values)) > 1:
         got = ", ".join(f"{name} {value}" for name, value in zip(SEPARATE, values, strict=True))
         raise InputError("layer", expected=expected, got=got)
 
 
-def _like(linear: nn.Linear, map_: Map) -> nn.Linear:
-    """The map as an `nn.Linear` whose flags are those of `linear`."""
-    made = map_.linear()
+def _like(linear: nn.Linear, map_: LinearMap) -> nn.Linear:
+    """Return a map as an `nn.Linear` with the `requires_grad` and training flags of another."""
+    made = map_.to_linear()
     for name, parameter in made.named_parameters():
         like: Tensor = getattr(linear, name)
         parameter.requires_grad_(like.requires_grad)
     return made.train(linear.training)
 
 
-def _replaced(layer: Layer, gone: Sequence[str], made: dict[str, nn.Linear], *, fused: bool) -> Layer:
-    """A deep copy of the layer with other projections where those were, so that parameters keep their order."""
+def _with_projections(layer: Layer, removed: Sequence[str], added: dict[str, nn.Linear], *, fused: bool) -> Layer:
+    """Return a deep copy of a layer with new projections where the removed ones were: parameters keep their order."""
     new = copy.deepcopy(layer)
     modules = dict(new._modules)
     new._modules.clear()
     for name, module in modules.items():
-        if name not in gone:
+        if name not in removed:
             new._modules[name] = module
-        elif name == gone[0]:
-            new._modules.update(made)
+        elif name == removed[0]:
+            new._modules.update(added)
     new.fused_qkv = fused
     return new

@@ -1,4 +1,4 @@
-"""The four linear maps of attention, wherever they were kept, and the layer that has them."""
+"""Query, key, value and output projections as plain weights, read from a layer or made into one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,33 +16,33 @@ from headwise.nn.projections import has_hooks
 from headwise.shapes import Float
 
 
-class Map(NamedTuple):
-    """The weight `(out, in)` and bias of a linear map."""
+class LinearMap(NamedTuple):
+    """Weight `(out, in)` and bias of a linear map, the bias None without one."""
 
     weight: Float[Tensor, "out in"]
     bias: Float[Tensor, " out"] | None
 
     @staticmethod
-    def of(argument: str, linear: Any) -> "Map":
-        """That of an `nn.Linear`, which `argument` gave."""
+    def from_linear(argument: str, linear: Any) -> "LinearMap":
+        """Return weight and bias of an `nn.Linear` that was passed as `argument`; `InputError` for other modules."""
         if not isinstance(linear, nn.Linear):
             raise InputError(argument, expected="an nn.Linear for every map", got=type(linear).__name__)
-        # A parametrised weight is what it is when read; torch's attention calls its output map by another name.
-        known = parametrize.type_before_parametrizations(linear) in (nn.Linear, NonDynamicallyQuantizableLinear)
-        if not known or has_hooks(linear):
-            got = f"{type(linear).__name__}{' with a hook' if known else ''}"
+        # A parametrised weight is computed when read; torch's attention has a class of its own for the output projection.
+        is_linear = parametrize.type_before_parametrizations(linear) in (nn.Linear, NonDynamicallyQuantizableLinear)
+        if not is_linear or has_hooks(linear):
+            got = f"{type(linear).__name__}{' with a hook' if is_linear else ''}"
             expected = "a map that is its weight and bias and nothing more"
             raise InputError(argument, expected=expected, got=got, remedy="merge adapters and remove hooks first")
-        return Map(linear.weight, linear.bias)
+        return LinearMap(linear.weight, linear.bias)
 
-    def cut(self, widths: list[int] | int) -> "list[Map]":
-        """Its output rows in parts of these widths."""
+    def split_rows(self, widths: list[int] | int) -> "list[LinearMap]":
+        """Return the map as several maps: its output rows split into parts of these widths."""
         weights = torch.split(self.weight, widths)
         biases = [None] * len(weights) if self.bias is None else torch.split(self.bias, widths)
-        return [Map(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return [LinearMap(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
-    def linear(self) -> nn.Linear:
-        """An `nn.Linear` of its own, with the same bits."""
+    def to_linear(self) -> nn.Linear:
+        """Return a new `nn.Linear` with copies of weight and bias."""
         made: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
             nn.Linear,
             self.weight.shape[1],
@@ -56,39 +56,51 @@ class Map(NamedTuple):
 
     @torch.no_grad()
     def copy_to(self, linear: nn.Linear) -> None:
-        """Write it over the weights of `linear`; a bias only where there is one."""
+        """Copy the weight, and the bias if there is one, into an `nn.Linear`."""
         linear.weight.copy_(self.weight)
         if self.bias is not None:
             linear.bias.copy_(self.bias)
 
 
-def maps_of(layer: Any) -> tuple[Map, Map, Map, Map]:
-    """Query, key, value and output map of a layer, fused or not.
+def linear_maps_of(layer: Any) -> tuple[LinearMap, LinearMap, LinearMap, LinearMap]:
+    """Return the query, key, value and output projection of a layer, fused or not.
 
     Raises:
-        InputError: no layer of ours, or one of a derived class, whose maps may mean something else.
+        InputError: not a `MultiHeadAttention`, or one of a derived class, whose projections may mean something else.
     """
     if type(layer) is not MultiHeadAttention:
         raise InputError("layer", expected="a MultiHeadAttention, not of a derived class", got=type(layer).__name__)
     if layer.fused_qkv:
-        query, key, value = Map.of("layer", layer.qkv_proj).cut(list(layer.qkv_widths))
+        query, key, value = LinearMap.from_linear("layer", layer.qkv_proj).split_rows(list(layer.qkv_widths))
     else:
-        query, key, value = (Map.of("layer", each) for each in (layer.q_proj, layer.k_proj, layer.v_proj))
-    return query, key, value, Map.of("layer", layer.out_proj)
+        query, key, value = (
+            LinearMap.from_linear("layer", projection) for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+    return query, key, value, LinearMap.from_linear("layer", layer.out_proj)
 
 
-def scores_of(layer: MultiHeadAttention) -> Scores:
-    """What the layer does to its scores, the scale as a number."""
+def scores_with_scale(layer: MultiHeadAttention) -> Scores:
+    """Return the score options of a layer, with its default scale as a number."""
     scores = layer.scores or Scores()
     return replace(scores, scale=layer.head_dim**-0.5) if scores.scale is None else scores
 
 
-def filled(
-    maps: Sequence[Map], arguments: Sequence[str], num_heads: int, num_kv_heads: int, **options: Any
+def layer_from_maps(
+    maps: Sequence[LinearMap], arguments: Sequence[str], num_heads: int, num_kv_heads: int, **options: Any
 ) -> MultiHeadAttention:
-    """The layer with these maps: query, key, value, output, which came in as `arguments`.
+    """Return a layer with these query, key, value and output projections, and further constructor options.
 
-    Where one of the first three has a bias, all get one, of zeros.
+    If one of query, key and value has a bias, the layer has one for all three, zero where there was none.
+
+    Args:
+        maps: query, key, value and output projection.
+        arguments: names of the user's arguments that they came from, for errors.
+        num_heads: number of query heads.
+        num_kv_heads: number of key/value heads.
+        **options: of `MultiHeadAttention`.
+
+    Raises:
+        InputError: projections of different dtypes or devices, or widths that do not fit each other.
     """
     for argument, map_ in zip(arguments, maps, strict=True):
         like = maps[0].weight

@@ -1,4 +1,4 @@
-"""The rotary positions that a configuration of `transformers` describes."""
+"""Conversion of the rotary embedding that a configuration of `transformers` describes."""
 
 import math
 from typing import Any
@@ -9,57 +9,62 @@ from headwise.errors import InputError
 
 
 def rotary_of(config: Any, head_dim: int, *, partial: bool) -> Rotary:
-    """The rotation of heads that are `head_dim` wide.
+    """Return the rotary embedding of a model for heads of `head_dim` features.
 
     Args:
-        config: its `rope_parameters` are read: `rope_theta`, `rope_type` and what that type takes.
-        head_dim: features of a head.
-        partial: whether the family turns a part of them, which `partial_rotary_factor` says.
+        config: of the model; its `rope_parameters` contain `rope_theta`, `rope_type` and the options of that type.
+        head_dim: number of features of a head.
+        partial: whether blocks of the family rotate only the share `partial_rotary_factor` of the features.
 
     Raises:
-        InputError: a `rope_type` we have no rotation for.
+        InputError: an unknown `rope_type`, or a partial rotation that the family does not use.
     """
     parameters = config.rope_parameters
     kind = parameters.get("rope_type")
     if kind not in SCALINGS:
         raise InputError("block", expected=f"a rope_type of {', '.join(SCALINGS)}", got=repr(kind))
-    part = parameters.get("partial_rotary_factor", 1.0)
-    if part != 1.0 and not partial:
-        raise InputError("block", expected="heads that are turned whole", got=f"partial_rotary_factor {part}")
-    width = None if part == 1.0 else int(head_dim * part)
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if share != 1.0 and not partial:
+        raise InputError("block", expected="rotation of all features of a head", got=f"partial_rotary_factor {share}")
+    width = None if share == 1.0 else int(head_dim * share)
     return Rotary(theta=float(parameters["rope_theta"]), width=width, scaling=SCALINGS[kind](config, parameters))
 
 
-def _default(config: Any, parameters: dict[str, Any]) -> None:
+def _no_scaling(config: Any, parameters: dict[str, Any]) -> None:
+    """Return None for `rope_type` "default"."""
     return None
 
 
 def _linear(config: Any, parameters: dict[str, Any]) -> Scaling:
+    """Return the scaling of `rope_type` "linear"."""
     return LinearScaling(parameters["factor"])
 
 
 def _dynamic(config: Any, parameters: dict[str, Any]) -> Scaling:
+    """Return the scaling of `rope_type` "dynamic"."""
     return DynamicNTK(parameters["factor"], config.max_position_embeddings)
 
 
 def _yarn(config: Any, parameters: dict[str, Any]) -> Scaling:
-    trained = _trained_length(config, parameters)
-    factor = parameters.get("factor") or config.max_position_embeddings / trained
-    given = parameters.get("attention_factor")
-    over, under = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if given is None and over and under:  # DeepSeek's way of saying it
-        given = (0.1 * over * math.log(factor) + 1) / (0.1 * under * math.log(factor) + 1)
+    """Return the scaling of `rope_type` "yarn"."""
+    trained_length = _trained_length(config, parameters)
+    factor = parameters.get("factor") or config.max_position_embeddings / trained_length
+    attention_factor = parameters.get("attention_factor")
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if attention_factor is None and mscale and mscale_all_dim:  # DeepSeek
+        attention_factor = (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all_dim * math.log(factor) + 1)
     return YaRN(
         factor,
-        trained,
+        trained_length,
         fast=parameters.get("beta_fast") or 32.0,
         slow=parameters.get("beta_slow") or 1.0,
-        attention_factor=given,
+        attention_factor=attention_factor,
         truncate=parameters.get("truncate", True),
     )
 
 
 def _llama3(config: Any, parameters: dict[str, Any]) -> Scaling:
+    """Return the scaling of `rope_type` "llama3"."""
     return Llama3(
         parameters["factor"],
         _trained_length(config, parameters),
@@ -69,9 +74,10 @@ def _llama3(config: Any, parameters: dict[str, Any]) -> Scaling:
 
 
 def _trained_length(config: Any, parameters: dict[str, Any]) -> int:
+    """Return the number of tokens of the training texts."""
     length: int = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
     return length
 
 
-SCALINGS = {"default": _default, "linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "llama3": _llama3}
-"""What becomes of each `rope_type`."""
+SCALINGS = {"default": _no_scaling, "linear": _linear, "dynamic": _dynamic, "yarn": _yarn, "llama3": _llama3}
+"""Function that makes the scaling of each `rope_type` from a configuration and its `rope_parameters`."""
