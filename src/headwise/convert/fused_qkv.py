@@ -68,7 +68,7 @@ def _require_layer(layer: Any, *, fused: bool) -> None:
 
 
 def _plain(layer: MultiHeadAttention, name: str) -> nn.Linear:
-    """Return a projection by name; raise `InputError` for other modules than a plain `nn.Linear`, which would be lost."""
+    """Return a projection by name; raise `InputError` unless it is a plain `nn.Linear`."""
     linear = getattr(layer, name, None)
     problem = None
     if type(linear) is not nn.Linear:

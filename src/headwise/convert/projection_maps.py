@@ -27,7 +27,7 @@ class LinearMap(NamedTuple):
         """Return weight and bias of an `nn.Linear` that was passed as `argument`; `InputError` for other modules."""
         if not isinstance(linear, nn.Linear):
             raise InputError(argument, expected="an nn.Linear for every map", got=type(linear).__name__)
-        # A parametrised weight is computed when read; torch's attention has a class of its own for the output projection.
+        # A parametrised weight is computed when read. Torch's attention has its own class for the output map.
         is_linear = parametrize.type_before_parametrizations(linear) in (nn.Linear, NonDynamicallyQuantizableLinear)
         if not is_linear or has_hooks(linear):
             got = f"{type(linear).__name__}{' with a hook' if is_linear else ''}"

@@ -66,7 +66,7 @@ def to_transformers(layer: MultiHeadAttention, block: nn.Module) -> None:
 
 
 def _options_and_parameters(block: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the options of the layer that computes what a block does, and the block's tensors by our parameter names."""
+    """Return the options of the layer that equals a block, and the tensors of the block by our parameter names."""
     name = type(block).__name__
     family = next((candidate for candidate in FAMILIES if name in candidate.classes), None)
     if family is None:
