@@ -381,9 +381,32 @@ def test_attention_over_something_else_than_the_tokens_is_refused_by_name():
     expected = "^model: expected self-attention over the 18 tokens of the text, got"
     with pytest.raises(hw.InputError, match=f"{expected} a batch of 2 with 9 queries and 9 keys in encoder"):
         view(Folded().eval(), tiny.tokenizer("encoder"), text)
-    cross = transformers.BertConfig(**BERT, is_decoder=True, add_cross_attention=True)
-    with pytest.raises(hw.InputError, match=f"{expected} 18 queries and 5 keys in encoder"):
-        view(Crossed(cross).eval(), tiny.tokenizer("encoder"), text)
+
+
+def test_cross_attention_is_left_out_and_named():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**BERT, is_decoder=True, add_cross_attention=True)
+    model, tokenizer = tiny.with_distinct_heads(Crossed(config)), tiny.tokenizer("encoder")
+    (text,) = tiny.texts(16)
+    sentence = "^attention over something else than the text was left out: 18 queries and 5 keys in encoder.layer"
+    with pytest.warns(UserWarning, match=sentence):
+        seen = view(model, tokenizer, text)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        require_view_of(seen, model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions)
+
+
+def test_a_model_that_does_not_name_its_embeddings():
+    config = transformers.CanineConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=37)
+    with pytest.raises(NotImplementedError):
+        transformers.CanineModel(config).get_input_embeddings()
+
+    class Unnamed(transformers.BertModel):
+        def get_input_embeddings(self):
+            raise NotImplementedError
+
+    model = Unnamed(transformers.BertConfig(**BERT)).eval()
+    assert len(view(model, tiny.tokenizer("encoder"), "w5 w6").heads) == 12
 
 
 class Crossed(transformers.BertModel):

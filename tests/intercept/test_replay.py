@@ -23,7 +23,7 @@ def test_a_run_that_takes_over_what_is_below_a_gate(name):
     seen = survey(model, run)
     places = dict(zip(seen.layers, (record.site.path for record in seen.records), strict=True))
     replay, ran = Replay(model, places.values()), []
-    with replay.keeping():
+    with replay.recording():
         whole = run()
     for path in places.values():
         model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: ran.append(path))
@@ -31,7 +31,7 @@ def test_a_run_that_takes_over_what_is_below_a_gate(name):
         with hw.gate(model, {(path, 1): 0.0}):
             wanted = run()
             ran.clear()
-            with replay.until([path]):
+            with replay.reused_until([path]):
                 found = run()
         assert torch.equal(found, wanted)
         assert not torch.equal(found, whole)
@@ -59,13 +59,13 @@ class Writes(nn.Module):
 def test_what_is_written_into_is_computed_again():
     model, x = Writes().double(), torch.randn(2, 7, 12, dtype=torch.float64)
     replay = Replay(model, [f"layers.{number}" for number in range(4)])
-    with replay.keeping():
+    with replay.recording():
         model(x)
     with hw.gate(model, {(2, 1): 0.0}):
         wanted = model(x)
-        with replay.until(["layers.2"]):
+        with replay.reused_until(["layers.2"]):
             assert torch.equal(model(x), wanted)
-        with replay.until(["layers.2"]):
+        with replay.reused_until(["layers.2"]):
             assert torch.equal(model(x), wanted)
 
 
@@ -86,11 +86,11 @@ class Shares(nn.Module):
 def test_a_layer_that_is_called_twice(path):
     model, x = Shares().double(), torch.randn(2, 7, 12, dtype=torch.float64)
     replay = Replay(model, ["below", "shared", "above"])
-    with replay.keeping():
+    with replay.recording():
         model(x)
     with hw.gate(model, {(path, 1): 0.0}):
         wanted = model(x)
-        with replay.until([path]):
+        with replay.reused_until([path]):
             assert torch.equal(model(x), wanted)
 
 
@@ -100,7 +100,7 @@ def test_nothing_is_left_behind():
     own = lambda x: x * 2  # noqa: E731
     model.above.forward = own
     replay = Replay(model, ["below", "shared"])
-    for context in (replay.keeping(), replay.until(["shared"])):
+    for context in (replay.recording(), replay.reused_until(["shared"])):
         with pytest.raises(hw.InputError, match="x: expected"), context:
             model(x[..., 1:])
         assert vars(model.above)["forward"] is own

@@ -202,7 +202,7 @@ class _BatchRuns:
     def measure(self, batch: dict[str, Any], losses: AblationProgress, advance: Callable[[int, bool], None]) -> None:
         """Add the losses of the batch's examples in all runs that are not done yet."""
         prepare_loss(self.loss, self.model, batch)
-        with self.replay.keeping():
+        with self.replay.recording():
             baseline = loss_per_example(self.loss, self.model, batch).tolist()
         if not losses.runs_done:
             losses.baseline_losses += baseline
@@ -212,7 +212,7 @@ class _BatchRuns:
         with intercepted(self.model, gates):
             for index in range(losses.runs_done - 1, len(self.units)):
                 gates.unit = self.units[index]
-                with self.replay.until({path for path, _ in gates.unit.gates}):
+                with self.replay.reused_until({path for path, _ in gates.unit.gates}):
                     losses.ablated_losses[index] += loss_per_example(self.loss, self.model, batch).tolist()
                 losses.runs_done += 1
                 self.run.save_progress(losses, now=losses.runs_done > len(self.units))

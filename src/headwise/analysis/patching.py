@@ -162,7 +162,7 @@ class _PromptPair:
             source_difference = tokens.logit_difference(model, source)
         self._source_run.require_attention()
         self._replay = Replay(model, [record.site.path for record in self._source_run.records])
-        with self._replay.keeping():
+        with self._replay.recording():
             difference = tokens.logit_difference(model, self._destination)
         differences = (source_difference, difference)
         self._clean, self._corrupted = differences if direction == "denoise" else differences[::-1]
@@ -190,7 +190,7 @@ class _PromptPair:
         for head_labels in labels:
             gates.setdefault(head_labels["module"], []).append(HeadGate(head_labels["head"], patch(self._source_run)))
         self.gate_interceptor.gates = gates
-        with self._replay.until(gates):
+        with self._replay.reused_until(gates):
             difference = self._tokens.logit_difference(self._model, self._destination)
         gap = (self._clean - self._corrupted).double()
         recovered = ((difference - self._corrupted) / gap).masked_fill(gap == 0, math.nan)

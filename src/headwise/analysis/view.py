@@ -5,6 +5,7 @@ statistics, the strongest keys of each word and a picture of bounded size are st
 """
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -47,11 +48,12 @@ def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", t
         truncate: cut off a text that is longer than the model's limit, instead of refusing it.
 
     Raises:
-        InputError: the text is empty or too long; no attention was intercepted, or some that is not self-attention
-            over the tokens of the text; the output of a head is not the product of its weights and values.
+        InputError: the text is empty or too long; no self-attention over the tokens of the text was intercepted; the
+            output of a head is not the product of its weights and values.
 
     Warns:
-        UserWarning: of modules that ran and are called attention, but whose attention was not intercepted.
+        UserWarning: of modules that ran and are called attention, but whose attention was not intercepted, and of
+            attention over something else than the tokens of the text, which the view leaves out.
     """
     if hasattr(model, "config") or not isinstance(model, nn.Module):
         model = text_model(model)
@@ -71,7 +73,10 @@ def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", t
         reason = f"{type(error).__name__} ({' '.join(str(error).split())[:200]})"
         raise InputError("model", expected="a model that takes these tokens", got=reason) from error
     viewer.require_attention()
+    viewer.require_heads()
     viewer.warn_of_unread(stacklevel=3)
+    if viewer.left_out:
+        warnings.warn(f"attention over something else than the text was left out: {viewer.left_out}", stacklevel=2)
     heads = sorted(viewer.heads, key=lambda head: (head.layer, head.head))
     return View(title, encoded.text, encoded.truncated, encoded.words, len(encoded.word_of), tuple(heads))
 
@@ -101,17 +106,21 @@ class _Viewer(SiteRegistry):
         is_special = torch.tensor([[encoded.words[index].special for index in encoded.word_of.tolist()]])
         self._call_context = CallContext(encoded.inputs["input_ids"].to(device), is_special.to(device))
         self._layers: set[int] = set()
+        self._other_shapes: dict[str, str] = {}
         self.heads: list[HeadView] = []
 
-    def observe(self, call: Call) -> Observation:
-        """Return an observation that checks the call's weights against the model's output and builds the views."""
+    def observe(self, call: Call) -> Observation | None:
+        """Return an observation that checks the call's weights against the model's output and builds the views.
+
+        None for attention over something else than the tokens of the text.
+        """
         self.register(call)
         grid, tokens = call.grid, len(self._word_of)
         if grid.batch != 1 or not grid.queries == grid.keys == tokens:
             shape = f"{grid.queries} queries and {grid.keys} keys"
             shape = shape if grid.batch == 1 else f"a batch of {grid.batch} with {shape}"
-            expected = f"self-attention over the {tokens} tokens of the text"
-            raise InputError("model", expected=expected, got=f"{shape} in {call.site.path}")
+            self._other_shapes.setdefault(call.site.path, shape)
+            return None
         layer, tally = self._next_layer(call.layer), Tally()
         word_weights = WordWeights(grid.heads, self._word_of, self._is_lexical)
 
@@ -123,6 +132,17 @@ class _Viewer(SiteRegistry):
             self.heads.extend(_head_views(layer, tally, word_weights))
 
         return Observation(observer, self._call_context, on_end, partial(_require_agreement, call.site.path))
+
+    def require_heads(self) -> None:
+        """Raise `InputError` if no attention was over the tokens of the text."""
+        if not self.heads:
+            expected = f"self-attention over the {len(self._word_of)} tokens of the text"
+            raise InputError("model", expected=expected, got=self.left_out)
+
+    @property
+    def left_out(self) -> str:
+        """Sizes and modules of the attention that was not over the tokens of the text; empty if there was none."""
+        return ", ".join(f"{shape} in {path}" for path, shape in self._other_shapes.items())
 
     def _next_layer(self, own: int | None) -> int:
         """Return the layer number of a call: the model's own, or the next one if it has none or was used before."""

@@ -74,8 +74,7 @@ def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encode
     added_by_tokenizer = encoding.pop("special_tokens_mask")[0].tolist()
     spans = encoding.pop("offset_mapping")[0].tolist() if tokenizer.is_fast else None
     ids = encoding["input_ids"][0].tolist()
-    has_embeddings = hasattr(model, "get_input_embeddings")  # not of a plain module
-    _check_ids(ids, limit, model.get_input_embeddings().num_embeddings if has_embeddings else None)
+    _check_ids(ids, limit, getattr(_input_embeddings(model), "num_embeddings", None))
     special_ids = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}  # an unknown word is still a word
     is_special = [bool(added) or token in special_ids for added, token in zip(added_by_tokenizer, ids, strict=True)]
     if spans is None:
@@ -112,11 +111,19 @@ def max_input_tokens(model: Any, tokenizer: Any) -> int | None:
         for module in model.modules():
             # Position tables that start after the padding index (RoBERTa) hold that many fewer positions.
             is_position_table = isinstance(module, nn.Embedding) and module.num_embeddings == positions
-            if is_position_table and module.padding_idx is not None and module is not model.get_input_embeddings():
+            if is_position_table and module.padding_idx is not None and module is not _input_embeddings(model):
                 positions -= module.padding_idx + 1
                 break
     limits = [limit for limit in (positions, tokenizer.model_max_length) if limit and 0 < limit < NO_LIMIT]
     return min(limits, default=None)
+
+
+def _input_embeddings(model: Any) -> Any:
+    """Return the module that embeds a model's token ids; None if the model does not say which it is."""
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # of a plain module, and of some of `transformers`
+        return None
 
 
 def _check_text(text: Any) -> None:

@@ -55,7 +55,7 @@ class Replay:
         self._ended = 0
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Record the model's one run within the context, in place of an earlier recording."""
         self._calls, self._attention_start, self._ended = {}, {}, 0
         counts: Counter[str] = Counter()
@@ -90,7 +90,7 @@ class Replay:
         self._calls = {key: call for key, call in self._calls.items() if call.end <= last and call.is_unmodified}
 
     @contextmanager
-    def until(self, gated: Collection[str]) -> Iterator[None]:
+    def reused_until(self, gated: Collection[str]) -> Iterator[None]:
         """Reuse the recorded outputs in runs within the context, until attention begins in one of the gated modules."""
         first = min(
             (self._attention_start[path] for path in gated if path in self._attention_start), default=self._ended
