@@ -12,7 +12,8 @@ import scipy.stats
 
 import headwise as hw
 from headwise.runs.rows import MeanEstimate
-from headwise.show.scores import SURE, errors
+from headwise.show.scores import SIGNIFICANT_ERRORS as SURE
+from headwise.show.scores import errors
 from research.markdown import markdown_table, picture
 
 ROOT = Path(__file__).parent.parent.parent

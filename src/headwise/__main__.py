@@ -1,10 +1,10 @@
-"""`python -m headwise` and the `headwise` command."""
+"""Entry point of `python -m headwise` and of the command `headwise`."""
 
 import sys
 
 
 def main() -> None:
-    """Run the command line; what cannot be read of it is told in one sentence, with status 2."""
+    """Run the command line and exit with its status: 2 after a mistake, 130 after Ctrl-C."""
     try:
         sys.exit(_run())
     except KeyboardInterrupt:
@@ -12,6 +12,7 @@ def main() -> None:
 
 
 def _run() -> int:
+    """Run the command line, or report in one sentence that typer or rich is missing; return the exit status."""
     from headwise.errors import MissingExtra
 
     try:

@@ -68,7 +68,7 @@ def test_a_file_chosen_heads_and_a_page(tmp_path):
     assert result.returncode == 0, result.stderr
     text = result.stdout.decode()
     assert "5 tokens, 2 heads" in text
-    assert text.count("where each word looks") == 2
+    assert text.count("what each word attends to") == 2
     assert f"wrote {page}" in text
     assert "coffee" in page.read_text(encoding="utf-8")
 

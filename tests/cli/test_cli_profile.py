@@ -105,7 +105,7 @@ def test_two_checkpoints_are_compared(headwise, folder, tmp_path):
     assert lines[0].startswith("A  model on ")
     assert lines[1].startswith("B  other on ")
     assert lines[3].split() == ["head", "statistic", "A", "B", "difference", "in", "standard", "errors", "role"]
-    assert "of 12 heads have another role" in lines[-1]
+    assert "of 12 heads have a different role" in lines[-1]
     a, b = hw.load_profile(tmp_path / "a"), hw.load_profile(tmp_path / "b")
     largest = hw.compare(a, b).largest(["previous"])[0]
     assert lines[4].split()[:2] == [largest.a.name, "previous"]

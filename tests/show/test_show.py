@@ -55,7 +55,7 @@ def test_a_text_with_markup_is_shown_as_it_is(minilm):
 
 def test_the_detail_of_a_head(coffee):
     text = printed(coffee.select([0], [2]), detail=True)
-    rows = text[text.index("where each word looks") :].splitlines()[2:]
+    rows = text[text.index("what each word attends to") :].splitlines()[2:]
     assert len(rows) == 12
     assert re.match(r" +tea +█ +or 1\.00", rows[9])
 

@@ -1,4 +1,4 @@
-"""Chosen heads of a view as a figure: each word on the left, and lines to the words it attends to."""
+"""Figure of selected heads of a view: lines from each word to the words it attends to."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FAINTEST = 0.03
+MIN_WEIGHT = 0.03
 """Weights below this are not drawn."""
 
 
 def plot_heads(view: View, heads: Sequence[tuple[int, int]]) -> "Figure":
-    """A figure with one panel for each `(layer, head)`; a line's width and opacity are its weight.
+    """Return a figure with one panel for each `(layer, head)`; line width and opacity show the weight.
 
     Raises:
-        InputError: a head that the view does not hold.
+        InputError: the view does not contain a head.
         MissingExtra: matplotlib is not installed.
     """
     matplotlib_figure = require("matplotlib.figure", purpose="drawing heads", extra="plot")
@@ -32,9 +32,10 @@ def plot_heads(view: View, heads: Sequence[tuple[int, int]]) -> "Figure":
 
 
 def _plot_head(axes: "Axes", view: View, layer: int, head: int) -> None:
-    seen = view.head(layer, head)
-    colour = COLOURS[seen.role.name]
-    axes.set_title(f"{layer}.{head}  {view.role_title(seen.role)}", fontsize=10, color=colour, fontweight="bold")
+    """Draw the words twice, as queries on the left and keys on the right, and a line for each weight of one head."""
+    shown = view.head(layer, head)
+    colour = COLOURS[shown.role.name]
+    axes.set_title(f"{layer}.{head}  {view.role_title(shown.role)}", fontsize=10, color=colour, fontweight="bold")
     axes.set_xlim(-0.75, 1.75)
     axes.set_ylim(len(view.words) - 0.4, -0.6)
     axes.axis("off")
@@ -42,7 +43,7 @@ def _plot_head(axes: "Axes", view: View, layer: int, head: int) -> None:
         shade = "#667085" if word.special else "#1d2330"
         axes.text(-0.06, query, word.text, ha="right", va="center", fontsize=9, color=shade)
         axes.text(1.06, query, word.text, ha="left", va="center", fontsize=9, color=shade)
-        top = zip(seen.top_keys[query].tolist(), seen.top_weights[query].tolist(), strict=True)
+        top = zip(shown.top_keys[query].tolist(), shown.top_weights[query].tolist(), strict=True)
         for key, weight in top:
-            if weight >= FAINTEST:
+            if weight >= MIN_WEIGHT:
                 axes.plot([0, 1], [query, key], color=colour, linewidth=0.4 + 2.2 * weight, alpha=min(1.0, weight))

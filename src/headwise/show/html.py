@@ -1,4 +1,4 @@
-"""A view as one HTML file that needs no network: a picture of every head, and where each word looks."""
+"""View of a text as one HTML file that works offline: a heatmap of every head, and the links of each word."""
 
 from base64 import b64encode
 from pathlib import Path
@@ -21,10 +21,10 @@ COLOURS = dict(
 """A colour for each role, dark enough for text on white."""
 
 MAX_WORDS = 1024
-"""Words for which the page draws where they look; a longer text keeps its pictures and statistics."""
+"""Largest number of words whose links are drawn; heatmaps and statistics cover longer texts too."""
 
 LINKS = 6
-"""Links listed beside a head."""
+"""Number of links listed for a head."""
 
 NUMBERS = (
     "entropy",
@@ -57,7 +57,7 @@ def write_page(view: View, path: Path) -> None:
 
 
 def page_data(view: View) -> dict[str, Any]:
-    """What the page draws, as plain data; matrices as base64 of whole numbers."""
+    """Return the data that the page draws, as JSON values; matrices are base64-encoded integers."""
     shown = [role for role in ROLES if any(head.role is role for head in view.heads)]
     return {
         "words": [{"text": word.text, "special": word.special} for word in view.words[:MAX_WORDS]],
@@ -72,12 +72,13 @@ def page_data(view: View) -> dict[str, Any]:
 
 
 def _head_data(view: View, head: HeadView) -> dict[str, Any]:
+    """Return position, role, statistics, links and matrices of one head as JSON values."""
     keys, weights = head.top_keys[:MAX_WORDS], head.top_weights[:MAX_WORDS]
     return {
         "layer": head.layer,
         "head": head.head,
         "role": head.role.name,
-        # A statistic that no row counted for is NaN, which JSON has no word for.
+        # A statistic without valid rows is NaN, which JSON cannot represent.
         "means": {name: round(mean, 4) for name in NUMBERS if (mean := head.means[name]) == mean},
         "links": [
             {
@@ -97,6 +98,6 @@ def _head_data(view: View, head: HeadView) -> dict[str, Any]:
 
 
 def _encoded(values: Tensor, dtype: torch.dtype) -> str:
-    """Whole numbers in little-endian order, as base64."""
+    """Return the values rounded to an integer type, little-endian and base64-encoded."""
     array = values.round().to(dtype).contiguous()
     return b64encode(bytes(array.flatten().view(torch.uint8).tolist())).decode()

@@ -1,4 +1,4 @@
-"""A profile and a comparison of two on a terminal."""
+"""Profiles in a terminal: the heads of each role, and the heads in which two profiles differ most."""
 
 from collections.abc import Collection
 from typing import Any
@@ -14,11 +14,11 @@ from headwise.show.terminal import COLOURS
 
 
 def print_profile(profile: Profile, console: Console) -> None:
-    """Print the heads of each role, those with the largest share first."""
+    """Print the heads of each role, with the largest attention share of the role first."""
     console.print(Text(_title(profile), style="bold"), soft_wrap=True)
-    found = profile.roles()
+    heads_by_role = profile.roles()
     for role in ROLES:
-        members = [profile.head(*place) for place in found.get(role.name, ())]
+        members = [profile.head(*layer_and_head) for layer_and_head in heads_by_role.get(role.name, ())]
         if not members:
             continue
         if role is not MIXED:
@@ -31,7 +31,14 @@ def print_profile(profile: Profile, console: Console) -> None:
 
 
 def print_comparison(comparison: Comparison, console: Console, statistics: Collection[str], top: int) -> None:
-    """Print the heads that differ most, and how many roles changed."""
+    """Print the heads that differ most, and the number of heads whose role differs.
+
+    Args:
+        comparison: two profiles of the same heads.
+        console: where to print.
+        statistics: names of the statistics to show; all of them if empty.
+        top: number of rows.
+    """
     for letter, profile in (("A", comparison.a), ("B", comparison.b)):
         console.print(Text.assemble((f"{letter}  ", "bold"), _title(profile)), soft_wrap=True)
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
@@ -44,14 +51,16 @@ def print_comparison(comparison: Comparison, console: Console, statistics: Colle
     console.print()
     console.print(table)
     changed = sum(one.role != other.role for one, other in zip(comparison.a.heads, comparison.b.heads, strict=True))
-    console.print(f"\n{changed} of {len(comparison.a.heads)} heads have another role")
+    console.print(f"\n{changed} of {len(comparison.a.heads)} heads have a different role")
 
 
 def _role(one: ProfiledHead, other: ProfiledHead) -> str:
+    """Return the role of a head in two profiles, as `A → B` if it differs."""
     return one.role if one.role == other.role else f"{one.role} → {other.role}"
 
 
 def _title(profile: Profile) -> str:
+    """Return model, data and size of a profile in one line."""
     metadata: Any = profile.metadata
     measured, source = metadata["measured"], (metadata["data"] or {}).get("source", "batches")
     sequences = "1 sequence" if measured["sequences"] == 1 else f"{measured['sequences']:,} sequences"

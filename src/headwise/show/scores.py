@@ -1,4 +1,4 @@
-"""What heads are worth, on a terminal: an ablation, or scores of importance."""
+"""Ablations and importance scores in a terminal."""
 
 import math
 from typing import Any
@@ -12,31 +12,39 @@ from headwise.analysis.losses import EmbeddingDistance
 from headwise.runs.rows import MeanEstimate
 from headwise.runs.table import Table
 
-SURE = 2.0
-"""From how many standard errors on a number is told apart from zero here."""
+SIGNIFICANT_ERRORS = 2.0
+"""Number of standard errors from which a mean counts as different from zero."""
 
 
 def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int) -> None:
-    """Print what costs most, and how many heads or sets can go one by one."""
+    """Print the heads or sets with the largest cost, and how many have a significant one."""
     metadata: Any = ablation.metadata
     console.print(Text(_title(ablation), style="bold"), soft_wrap=True)
     loss, replacement = metadata["settings"]["loss"], metadata["settings"]["replacement"]
-    console.print(f"loss: {loss}, {_with_error(ablation.baseline)} of the whole model; removed: {replacement}")
+    unchanged = _with_error(ablation.baseline)
+    console.print(f"loss: {loss}, {unchanged} for the unchanged model; replacement of head outputs: {replacement}")
     print_scores(ablation, console, "cost", top)
     if loss == EmbeddingDistance.__name__:
-        console.print("\na distance is never below 0: its error tells rows from each other, not from nothing")
+        console.print("\na distance cannot be negative: compare its errors between rows, not with zero")
         return
     costs = [errors(row.statistics["cost"]) for row in ablation.rows]
-    dear, gain = (sum(sign * cost >= SURE for cost in costs) for sign in (1, -1))
+    costly, gain = (sum(sign * cost >= SIGNIFICANT_ERRORS for cost in costs) for sign in (1, -1))
     console.print(
-        f"\nof {len(costs)}, removed one at a time, {dear} cost at least {SURE:g} standard errors, "
-        f"{gain} gain as much, {len(costs) - dear - gain} neither"
+        f"\nof {len(costs)}, removed one at a time, {costly} cost at least {SIGNIFICANT_ERRORS:g} standard errors, "
+        f"{gain} improve the loss as much, {len(costs) - costly - gain} neither"
     )
 
 
 def print_scores(table: Table[Any], console: Console, statistic: str, top: int) -> None:
-    """Print the rows with the largest numbers, NaN last."""
-    rows = sorted(table.rows, key=lambda row: _or_least(row.statistics[statistic].value), reverse=True)
+    """Print the rows with the largest values of a statistic, NaN last.
+
+    Args:
+        table: rows with statistics.
+        console: where to print.
+        statistic: statistic to sort by.
+        top: number of rows.
+    """
+    rows = sorted(table.rows, key=lambda row: _nan_last(row.statistics[statistic].value), reverse=True)
     shown = RichTable(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in ("", *table.statistics, "standard errors"):
         shown.add_column(column, justify="right", no_wrap=True)
@@ -50,7 +58,7 @@ def print_scores(table: Table[Any], console: Console, statistic: str, top: int) 
 
 
 def errors(measured: MeanEstimate) -> float:
-    """How many standard errors a mean is from zero; NaN of nothing."""
+    """Return the number of standard errors between a mean and zero; NaN without data."""
     if measured.sem == 0.0:
         return math.copysign(math.inf, measured.value) if measured.value else 0.0
     return measured.value / measured.sem
@@ -66,6 +74,7 @@ def print_importance(importance: Table[Any], console: Console, top: int) -> None
 
 
 def _title(table: Table[Any]) -> str:
+    """Return model, data and size of a table in one line."""
     metadata: Any = table.metadata
     measured, source = metadata["measured"], (metadata["data"] or {}).get("source", "batches")
     sequences = "1 sequence" if measured["sequences"] == 1 else f"{measured['sequences']:,} sequences"
@@ -77,5 +86,6 @@ def _with_error(measured: MeanEstimate) -> str:
     return f"{measured.value:.4f}{error}"
 
 
-def _or_least(value: float) -> float:
+def _nan_last(value: float) -> float:
+    """Return the value, or minus infinity for NaN, to sort NaN last."""
     return -math.inf if math.isnan(value) else value

@@ -1,4 +1,4 @@
-"""A view on a terminal: heads grouped by role, colour where there is a terminal, plain text in a pipe."""
+"""View of a text in a terminal: heads grouped by role; plain text without colour in a pipe."""
 
 from rich.console import Console
 from rich.table import Table
@@ -8,13 +8,13 @@ from headwise.analysis.roles import MIXED, ROLES, Role
 from headwise.analysis.view_result import HeadView, View
 
 PIPE_WIDTH = 140
-"""Columns of the output where no terminal says how many it has."""
+"""Width of the output when it is not a terminal."""
 
-TITLE = 300
-"""Characters of the text that are shown above the heads."""
+MAX_TITLE = 300
+"""Characters of the text that are shown above the heads, at most."""
 
 LINKS = 3
-"""How many links of a head its line shows."""
+"""Number of links and of keys that a line shows."""
 
 COLOURS = {
     "previous token": "cyan",
@@ -31,13 +31,13 @@ SHADES = " ·░▒▓█"
 
 
 def make_console() -> Console:
-    """A console on standard output."""
+    """Return a console on standard output, wide enough for tables if it is not a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def print_view(view: View, console: Console, *, detail: bool = False) -> None:
-    """Print every head of the view; with `detail`, also where each word looks, head by head."""
+    """Print every head of the view; with `detail`, also the strongest keys of each word for every head."""
     console.print(Text(_one_line(view.text), style="bold"))
     cut = " (the text was cut there)" if view.truncated else ""
     console.print(Text(f"{view.title}, {view.tokens} tokens{cut}, {_heads(len(view.heads))}"))
@@ -54,7 +54,7 @@ def print_view(view: View, console: Console, *, detail: bool = False) -> None:
 
 
 def link_text(view: View, head: HeadView) -> str:
-    """The head's strongest links as words: `tea → coffee 0.14`, and `coffee ↔ tea 0.32/0.17` where mutual."""
+    """Return the strongest links of a head as words: `tea → coffee 0.14`, and `coffee ↔ tea 0.32/0.17` where mutual."""
     texts = []
     for link in view.strongest_links(head, LINKS):
         query, key = view.words[link.query].text, view.words[link.key].text
@@ -66,21 +66,24 @@ def link_text(view: View, head: HeadView) -> str:
 
 
 def _heading(view: View, role: Role, count: int) -> Text:
+    """Return the heading of a group of heads: role, number of heads and rule."""
     return Text.assemble((view.role_title(role), f"bold {COLOURS[role.name]}"), f" · {_heads(count)} · {role.rule}")
 
 
 def _heads(count: int) -> str:
+    """Return a number of heads in words."""
     return "1 head" if count == 1 else f"{count} heads"
 
 
 def _one_line(text: str) -> str:
-    """The beginning of the text on one line, without what would command a terminal."""
-    line = "".join(character if character.isprintable() else " " for character in text[: 2 * TITLE])
+    """Return the beginning of a text on one line, without control characters."""
+    line = "".join(character if character.isprintable() else " " for character in text[: 2 * MAX_TITLE])
     line = " ".join(line.split())
-    return line if len(line) <= TITLE else line[: TITLE - 1] + "…"
+    return line if len(line) <= MAX_TITLE else line[: MAX_TITLE - 1] + "…"
 
 
 def _table(view: View, role: Role, members: list[HeadView]) -> Table:
+    """Return a table with one line per head of a role."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in ("head", "share", "entropy", "confidence", "distance"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -93,9 +96,9 @@ def _table(view: View, role: Role, members: list[HeadView]) -> Table:
 
 
 def _print_detail(view: View, head: HeadView, console: Console) -> None:
-    """Each word with its row of the matrix in shades and its strongest keys, special tokens included."""
+    """Print each word with its row of the attention matrix in shades and its strongest keys."""
     console.print(
-        Text.assemble((f"head {head.name}", "bold"), f" · {view.role_title(head.role)} · where each word looks")
+        Text.assemble((f"head {head.name}", "bold"), f" · {view.role_title(head.role)} · what each word attends to")
     )
     whole = head.picture.shape[0] == len(view.words)
     table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
@@ -112,5 +115,6 @@ def _print_detail(view: View, head: HeadView, console: Console) -> None:
 
 
 def _shade(weights: list[float]) -> str:
+    """Return a row of weights as one character of increasing darkness per key."""
     steps = len(SHADES) - 1
     return "".join(SHADES[min(steps, round(weight**0.5 * steps))] for weight in weights)
