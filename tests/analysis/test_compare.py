@@ -54,6 +54,14 @@ def test_a_profile_does_not_differ_from_itself():
     assert [each.difference for each in hw.compare(A, A).differences] == [0.0] * 4
 
 
+@pytest.mark.usefixtures("as_user")
+def test_arguments_that_are_not_profiles():
+    with pytest.raises(hw.InputError, match="^a: expected a profile, got NoneType$"):
+        hw.compare(None, B)
+    with pytest.raises(hw.InputError, match="^b: expected a profile, got str$"):
+        hw.compare(A, "B")
+
+
 def test_heads_that_do_not_line_up():
     fewer = profile({"entropy": (2.0, 0.3)})
     with pytest.raises(

@@ -159,6 +159,18 @@ def test_what_cannot_be_profiled(tmp_path):
     cases = [
         ((None, []), {}, "model: expected a torch module, got NoneType"),
         ((model, []), {}, "dataset: expected at least one batch, got none"),
+        ((model, None), {}, "dataset: expected Texts, or batches, got NoneType"),
+        ((model, texts()), {"special": "ab"}, "special: expected token ids, got 'ab'"),
+        (
+            (model, texts()),
+            {"repeats": [[5, 6]]},
+            "repeats: expected True, False, or token ids of shape (samples, length), got [[5, 6]]",
+        ),
+        (
+            (model, texts()),
+            {"repeats": torch.rand(7)},
+            "repeats: expected True, False, or token ids of shape (samples, length), got shape (7,), torch.float32",
+        ),
         (
             (model, ["w5"]),
             {},

@@ -118,6 +118,14 @@ BAD = {
         "column: expected one of line 2 of {file}, which has body, id, got 'text'",
     ),
     "number.jsonl": (b'{"text": 5}\n', "column: expected text in 'text' of line 1 of {file}, got int"),
+    "nested.jsonl": (
+        b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+        "data: expected JSON in line 1 of {file}, got a number or nesting beyond the limits",
+    ),
+    "digits.jsonl": (
+        b'{"text": ' + b"9" * 5000 + b"}\n",
+        "data: expected JSON in line 1 of {file}, got a number or nesting beyond the limits",
+    ),
     "half.jsonl": (
         b'{"text": "w5 \\ud800"}\n',
         "data: expected text that can be written as UTF-8, got half a character in line 1 of {file}",
@@ -150,6 +158,24 @@ def test_a_parquet_file_without_the_column(tmp_path):
         list(read_documents(tmp_path / "rows.parquet", "text"))
 
 
+def test_a_damaged_parquet_file_is_one_sentence(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pandas.DataFrame({"text": ["w5", "w6"]}).to_parquet(path)
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + bytes(40) + data[44:])
+    with pytest.raises(
+        hw.InputError, match="^data: expected a file .*rows.parquet' that can be read, got .*$"
+    ) as refused:
+        list(read_documents(path, "text"))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
+def test_a_path_that_cannot_exist(name):
+    with pytest.raises(hw.InputError, match="^data: expected a file .* that can be read, got "):
+        list(read_documents(name, "text"))
+
+
 def test_files_that_are_not_there(tmp_path):
     with pytest.raises(hw.InputError, match="^data: expected a file .*no.txt' that can be read, got No such file or"):
         list(read_documents(tmp_path / "no.txt", "text"))
@@ -166,13 +192,16 @@ def test_files_that_are_not_there(tmp_path):
         ({"context": 0}, "context: expected a number of at least 1, got 0"),
         ({"batch": 0}, "batch: expected a number of at least 1, got 0"),
         ({"limit": -1}, "limit: expected a number of at least 1, got -1"),
+        ({"documents": ["cut"]}, "documents: expected one of whole, truncate, cut, pack, got ['cut']"),
+        ({"source": 5}, "source: expected a file, a folder, or documents: strings or mappings, got int"),
+        ({"source": None}, "source: expected a file, a folder, or documents: strings or mappings, got NoneType"),
         ({"tokenizer": None}, "tokenizer: expected a transformers tokenizer, got NoneType"),
         ({"context": 2}, "context: expected more than the 2 special tokens of a sequence, got 2"),
     ],
 )
 def test_options_that_cannot_be(options, sentence):
     with pytest.raises(hw.InputError) as refused:
-        _ = hw.Texts(DOCUMENTS, **{"tokenizer": ENCODER} | options).sequences
+        _ = hw.Texts(**{"source": DOCUMENTS, "tokenizer": ENCODER} | options).sequences
     assert str(refused.value) == sentence
 
 

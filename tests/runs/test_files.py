@@ -40,9 +40,10 @@ def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path):
         write_atomically(tmp_path / "table", b"new")
 
 
+@pytest.mark.usefixtures("as_user")
 def test_a_folder_is_created(tmp_path):
     assert writable_folder(tmp_path / "new" / "folder").is_dir()
     (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / "file" / "folder"):
+    for folder in (tmp_path / "file", tmp_path / "file" / "folder", "a\0b", 5):
         with pytest.raises(hw.InputError, match=r"^out: expected a folder that can be created and written, got '.*'$"):
             writable_folder(folder)

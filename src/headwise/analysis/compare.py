@@ -90,12 +90,15 @@ def compare(a: Profile, b: Profile) -> Comparison:
         b: the second profile, whose heads must be the same by layer, head, module and kind.
 
     Raises:
-        InputError: the heads differ, or the profiles have no statistic in common.
+        InputError: an argument is not a profile, the heads differ, or the profiles have no statistic in common.
 
     Example:
         >>> before, after = headwise.load_profile("a"), headwise.load_profile("b")  # doctest: +SKIP
         >>> headwise.compare(before, after).largest(["entropy"])[0].errors  # doctest: +SKIP
     """
+    for argument, profile in (("a", a), ("b", b)):
+        if not isinstance(profile, Profile):
+            raise InputError(argument, expected="a profile", got=type(profile).__name__)
     for head_a, head_b in zip_longest(a.heads, b.heads):
         if _description(head_a) != _description(head_b):
             raise InputError("b", expected=f"the heads of a, here {_description(head_a)}", got=_description(head_b))

@@ -135,10 +135,10 @@ def profile(
         dataset = texts = dataset.within(model)
         _require_vocabulary(model, texts)
         special = _special_ids(texts.tokenizer) if special is None else special
-    special = sorted(set(special or ()))
+    special = _sorted_ids(special or ())
     if repeats is True or (repeats is None and texts is not None):
         repeats = repeats_for_model(model, special, None if texts is None else texts.tokenizer)
-    random_ids = repeats if isinstance(repeats, Tensor) else None
+    random_ids = _random_ids(repeats)
     run = _checkpointed_run(model, texts, special, random_ids, out, title)
     broadcast_from_rank0(lambda: run.claim_folder(force=force))
     finished = broadcast_from_rank0(run.finished_table)
@@ -150,6 +150,27 @@ def profile(
         for records in gather_from_ranks(own_progress.records):
             registry.merge(records)
         return broadcast_from_rank0(lambda: _finish(model, own_progress, registry, special, random_ids, run))
+
+
+def _sorted_ids(special: Collection[int]) -> list[int]:
+    """Return distinct token ids in order; `InputError` if one is not a whole number."""
+    if not all(isinstance(token, int) for token in special):
+        raise InputError("special", expected="token ids", got=repr(special))
+    return sorted(set(special))
+
+
+def _random_ids(repeats: Any) -> Tensor | None:
+    """Return the random token ids that were passed as `repeats`, or None for False and None.
+
+    Raises:
+        InputError: neither of these, or not a matrix of whole numbers.
+    """
+    if repeats is None or repeats is False:
+        return None
+    if not isinstance(repeats, Tensor) or repeats.ndim != 2 or repeats.is_floating_point():
+        got = f"shape {tuple(repeats.shape)}, {repeats.dtype}" if isinstance(repeats, Tensor) else repr(repeats)
+        raise InputError("repeats", expected="True, False, or token ids of shape (samples, length)", got=got)
+    return repeats
 
 
 def _checkpointed_run(

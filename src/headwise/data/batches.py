@@ -22,8 +22,10 @@ def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
     A batch that is a tensor instead of a mapping is a positional argument; its name is the empty string.
 
     Raises:
-        InputError: a batch is neither a tensor nor a mapping that contains tensors.
+        InputError: the data set cannot be iterated, or a batch is neither a tensor nor a mapping that contains tensors.
     """
+    if not isinstance(dataset, Iterable):
+        raise InputError("dataset", expected="Texts, or batches", got=type(dataset).__name__)
     for batch in dataset:
         if isinstance(batch, Tensor):
             yield {POSITIONAL: batch}

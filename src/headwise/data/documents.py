@@ -48,9 +48,7 @@ def read_documents(source: str | Path, column: str, types: ColumnTypes = (str,))
         try:
             yield from _read_file(file, column, types)
         except OSError as error:
-            raise InputError(
-                "data", expected=f"a file {str(file)!r} that can be read", got=error.strerror or str(error)
-            ) from None
+            raise _unreadable(file, error) from None
 
 
 def list_files(source: str | Path) -> list[Path]:
@@ -60,8 +58,13 @@ def list_files(source: str | Path) -> list[Path]:
         InputError: the folder has no such file.
     """
     path = Path(source)
-    if not path.is_dir():
-        return [path]
+    if "\0" in str(path):
+        raise _unreadable(path, ValueError("a null character in the path"))
+    try:
+        if not path.is_dir():
+            return [path]
+    except OSError as error:  # the path is too long
+        raise _unreadable(path, error) from None
     files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path)))
     if not files:
         raise InputError("data", expected="a folder with files", got=f"none in {source}")
@@ -76,6 +79,12 @@ def require_unicode(document: Document) -> None:
         raise InputError(
             "data", expected="text that can be written as UTF-8", got=f"half a character in {document.location}"
         ) from None
+
+
+def _unreadable(file: Path, error: Exception) -> InputError:
+    """Return the error for a file that cannot be read, with the reason from the original exception on one line."""
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return InputError("data", expected=f"a file {str(file)!r} that can be read", got=reason)
 
 
 def _is_hidden(path: Path) -> bool:
@@ -116,10 +125,13 @@ def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Docum
     if column not in names:
         raise InputError("column", expected=f"one of {file}, which has {', '.join(names)}", got=repr(column))
     number = 0
-    for rows in table.iter_batches(columns=[column]):
-        for value in rows.column(0).to_pylist():
-            number += 1
-            yield _document_of_row({column: value}, column, f"row {number} of {file}", types)
+    try:
+        for rows in table.iter_batches(columns=[column]):
+            for value in rows.column(0).to_pylist():
+                number += 1
+                yield _document_of_row({column: value}, column, f"row {number} of {file}", types)
+    except pyarrow.ArrowException as error:
+        raise _unreadable(file, error) from None
 
 
 def _decode(data: bytes, file: Path, offset: int) -> str:
@@ -146,6 +158,8 @@ def _parse_json(line: str, location: str) -> Any:
         return json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError("data", expected=f"JSON in {location}", got=f"{error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError):
+        raise InputError("data", expected=f"JSON in {location}", got="a number or nesting beyond the limits") from None
 
 
 def _document_of_row(row: Any, column: str, location: str, types: ColumnTypes = (str,)) -> Document:

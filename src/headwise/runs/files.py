@@ -12,11 +12,11 @@ def writable_folder(folder: str | Path) -> Path:
     Raises:
         InputError: the folder cannot be created or written.
     """
-    path = Path(folder)
     try:
+        path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         is_writable = os.access(path, os.W_OK)
-    except OSError:
+    except (OSError, ValueError, TypeError):  # the last two: a null character, or no path at all
         is_writable = False
     if not is_writable:
         raise InputError("out", expected="a folder that can be created and written", got=repr(str(folder)))
