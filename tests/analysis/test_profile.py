@@ -9,7 +9,8 @@ from torch import nn
 
 import headwise as hw
 import tiny
-from headwise.intercept.watch import Heads, watch
+from headwise.intercept.sites import SiteRegistry
+from headwise.intercept.watch import watch
 from oracles import statistics_of
 from profile_runs import texts, values
 
@@ -131,7 +132,7 @@ def test_statistics_of_parts_merge_to_those_of_the_whole():
     with torch.no_grad(), watch(model) as whole:
         for batch in batches:
             model(**batch)
-    merged = Heads(model, ())
+    merged = SiteRegistry(model)
     for start in range(3):
         with torch.no_grad(), watch(model) as part:
             for batch in batches[start::3]:

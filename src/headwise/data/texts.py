@@ -29,7 +29,7 @@ class Texts:
     """A data set of documents that yields batches of tokens for a `transformers` model, any number of times.
 
     Iteration yields mappings with `input_ids` and `attention_mask` of shape `(batch, tokens)`. All sequences of a batch
-    have the same length, so there is no padding; the longest come first.
+    have the same length and need no padding; the longest come first.
 
     Attributes:
         source: a file, a folder (all its files in the order of their names), or the documents themselves: strings, or

@@ -11,7 +11,7 @@ import torch
 from headwise.errors import HeadwiseError, InputError
 
 TIMEOUT = timedelta(days=7)
-"""How long a process waits for the others: after a resumed run one of them may have most of the work left."""
+"""Longest wait of a process for the others: after a resumed run one of them may have most of the work left."""
 
 ResultT = TypeVar("ResultT")
 
