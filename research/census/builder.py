@@ -62,15 +62,14 @@ def class_of(model_type: str, config: Any) -> type[nn.Module]:
             for module in modules:
                 if hasattr(module, name):
                     return getattr(module, name)
-    found = []
     for module in _modeling(type(config)):
-        for _, each in inspect.getmembers(module, inspect.isclass):
-            own = issubclass(each, PreTrainedModel) and each.__module__ == module.__name__ and "forward" in vars(each)
-            if own and _config_of(each) == type(config).__name__:
-                found.append(each)
-    if not found:
-        raise LookupError(f"no model class for {model_type}")
-    return found[0]
+        candidate: Any
+        for _, candidate in inspect.getmembers(module, inspect.isclass):
+            defined_here = candidate.__module__ == module.__name__ and "forward" in vars(candidate)
+            is_model = defined_here and issubclass(candidate, PreTrainedModel)
+            if is_model and _config_of(candidate) == type(config).__name__:
+                return candidate
+    raise LookupError(f"no model class for {model_type}")
 
 
 def _modeling(config: type) -> list[Any]:
@@ -83,7 +82,7 @@ def _modeling(config: type) -> list[Any]:
 def _config_of(model: type) -> str:
     """The name of the config that a class takes."""
     said = inspect.get_annotations(model).get("config") or getattr(model, "config_class", None)
-    first = list(inspect.signature(model.__init__).parameters.values())[1:2]
+    first = list(inspect.signature(model.__init__).parameters.values())[1:2]  # type: ignore[misc]
     if first and first[0].annotation is not inspect.Parameter.empty:
         said = first[0].annotation
     return said if isinstance(said, str) else getattr(said, "__name__", "")
@@ -99,7 +98,7 @@ def build(model_type: str, implementation: str | None = None, seed: int = 0) -> 
     """
     torch.manual_seed(seed)
     config = tiny_config(model_type)
-    kind = class_of(model_type, config)
+    kind: Any = class_of(model_type, config)
     config = getattr(config, PARTS.get(model_type, ""), config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

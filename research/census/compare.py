@@ -223,7 +223,7 @@ def compare(sites: Iterable[Any], places: dict[tuple[str, bool], Place]) -> Comp
             found.compared += got.numel()
             if spread.count.long().tolist() != number.tolist():
                 found.differences.append(
-                    Difference(place.path, f"number of {name}", 0, spread.count[0], number[0], math.inf)
+                    Difference(place.path, f"number of {name}", 0, float(spread.count[0]), float(number[0]), math.inf)
                 )
                 continue
             error = (got - expected).abs().nan_to_num(0.0)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-TIMM_FREE = {
+TIMM_FREE: dict[str, Any] = {
     "use_timm_backbone": False,
     "use_pretrained_backbone": False,
     "backbone": None,

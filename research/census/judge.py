@@ -175,10 +175,10 @@ def _weigh(verdict: Verdict, run: str, found: Comparison) -> None:
     """What was seen, against what it should be."""
     if found.differences:
         worst = max(found.differences, key=lambda each: each.error)
-        names = ", ".join(sorted({each.statistic for each in found.differences}))
+        wrong = ", ".join(sorted({each.statistic for each in found.differences}))
         numbers = f"{worst.got:.6g} where {worst.expected:.6g} is right"
         where = f"{worst.path} {worst.statistic} head {worst.head}"
-        _settle(verdict, "wrong", f"{run}: {len(found.differences)} differ ({names}); {where}: {numbers}")
+        _settle(verdict, "wrong", f"{run}: {len(found.differences)} differ ({wrong}); {where}: {numbers}")
     if found.beyond:
         _settle(verdict, "wrong", f"{run}: seen, but no reference: {', '.join(found.beyond[:4])} ({len(found.beyond)})")
     for what, places in (("not checked", found.unchecked), ("not measured", found.absent)):

@@ -32,6 +32,7 @@ class Worker:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.answers.put(line)
         self.answers.put(None)
@@ -43,6 +44,7 @@ class Worker:
             queue.Empty: it took too long.
         """
         self.done += 1
+        assert self.process.stdin is not None
         try:
             self.process.stdin.write(f"{model_type}\n")
             self.process.stdin.flush()

@@ -63,7 +63,8 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.calls = model, []
+        self.model = model
+        self.calls: list[Weights] = []
         self.frames: list[tuple[str, nn.Module, bool]] = []
         self.read: list[dict[str, Any]] = []
         self.inside = 0
@@ -90,8 +91,8 @@ class Recorder(TorchFunctionMode):
     def note(self, route: str, weights: Tensor, out: Tensor | None = None, hidden: Tensor | None = None) -> None:
         """Record a call."""
         path, _, cross = self.frames[-1] if self.frames else ("", None, False)
-        own = [each.detach().clone() if each is not None else None for each in (weights, out, hidden, *self.tokens())]
-        self.calls.append(Weights(path, route, cross, *own))
+        optional = [None if each is None else each.detach().clone() for each in (out, hidden, *self.tokens())]
+        self.calls.append(Weights(path, route, cross, weights.detach().clone(), *optional))
 
     def tokens(self) -> tuple[Tensor | None, Tensor | None]:
         """What the modules that run read: tokens, and which of them are real."""
@@ -118,7 +119,8 @@ class Recorder(TorchFunctionMode):
         """Torch's attention layer, once more with weights."""
         asked = kwargs | {"need_weights": True, "average_attn_weights": False}
         self.inside += 1
-        weights = MULTI_HEAD(query, *args, **asked)[1]
+        _, weights = MULTI_HEAD(query, *args, **asked)
+        assert weights is not None
         result = MULTI_HEAD(query, *args, **kwargs)
         self.inside -= 1
         weights = weights if weights.ndim == 4 else weights[None]
@@ -169,7 +171,7 @@ class Recorder(TorchFunctionMode):
 
     def maps(self, module: nn.Module, given: Any) -> None:
         """A linear map is called, which projects the output of the last calls where that is its input."""
-        waiting = []
+        waiting: list[Any] = []
         for call in reversed(self.calls):
             if call.out is None or call.projection is not None or call.path != self.calls[-1].path:
                 break
@@ -184,7 +186,7 @@ class Recorder(TorchFunctionMode):
                 if len({call.out.shape[:2] for call in calls}) > 1:
                     continue
                 if _same(given, torch.cat([call.out.permute(*order) for call in calls], axis)):
-                    weight = module.weight.detach().double()
+                    weight = module.get_parameter("weight").detach().double()
                     for call in calls:
                         call.projection = weight if type(module).__name__ == "Conv1D" else weight.T
                     return

@@ -104,7 +104,7 @@ def _kept_layers(sizes: dict[str, Any]) -> Kept:
 
 def _rope(rope: dict[str, Any]) -> dict[str, Any]:
     """Positions as they were, over fewer channels."""
-    found = {name: _rope(value) if isinstance(value, dict) else value for name, value in rope.items()}
+    found: dict[str, Any] = {name: _rope(value) if isinstance(value, dict) else value for name, value in rope.items()}
     section = found.get("mrope_section")
     if isinstance(section, list):
         share = HEAD_DIM / 2 / sum(section)
@@ -112,8 +112,9 @@ def _rope(rope: dict[str, Any]) -> dict[str, Any]:
         smaller[0] += HEAD_DIM // 2 - sum(smaller)
         found["mrope_section"] = smaller
     for name in ("long_factor", "short_factor"):
-        if isinstance(found.get(name), list):
-            found[name] = found[name][: HEAD_DIM // 2]
+        factors = found.get(name)
+        if isinstance(factors, list):
+            found[name] = factors[: HEAD_DIM // 2]
     if "original_max_position_embeddings" in found:
         found["original_max_position_embeddings"] = 32
     return found

@@ -8,6 +8,7 @@ makes the list from the layer, so that both have the same weights and the same o
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class ListOfHeads(nn.Module):
         """Return the output of the layer, `(batch, length, embed)`."""
         outputs = []
         for head in self.heads:
-            q, k, v = (linear(x)[:, None] for linear in head)
+            q, k, v = (linear(x)[:, None] for linear in head.children())
             outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
         return self.projection(torch.cat(outputs, -1))
 
@@ -63,8 +64,8 @@ def _time_regime(size: Size, device: str, batch: int, length: int) -> dict[str, 
         if difference > NEAR:
             raise ValueError(f"a list of {heads} heads differs from the layer by {difference}")
         for name, layer in (("fused", fused), ("list", separate)):
-            calls[f"forward {name} {heads}"] = lambda layer=layer: _forward(layer, x)
-            calls[f"training {name} {heads}"] = lambda layer=layer: _training(layer, x)
+            calls[f"forward {name} {heads}"] = partial(_forward, layer, x)
+            calls[f"training {name} {heads}"] = partial(_training, layer, x)
     print(f"timing: {device}, batch {batch}, length {length}", flush=True)
     seconds = interleaved(calls, size.rounds, torch.cuda.synchronize if device == "cuda" else lambda: None)
     return {"device": device, "batch": batch, "length": length, "width": size.width, "seconds": seconds}

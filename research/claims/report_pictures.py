@@ -20,7 +20,7 @@ def panels(number: int, width: float = 3.4, height: float = 2.6) -> tuple[Figure
     """Return a figure with a number of axes, three in a row, and these axes."""
     rows, columns = -(-number // COLUMNS), min(number, COLUMNS)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    axes: list[Axes] = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
     for blank in axes[number:]:
         blank.axis("off")
     return figure, axes[:number]

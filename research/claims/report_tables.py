@@ -39,7 +39,7 @@ def distances(results: Results) -> list[str]:
     ]
     headers = ("model", "heads", "layer", "trained", "untrained", "untrained, equally sharp")
     lines = ["Models trained here, means over seeds:", "", *markdown_table(headers, rows)]
-    rows = []
+    real_rows = []
     for saved in results.real.values():
         layers = results.layers_by_real_model[saved["title"]]
         means = (
@@ -48,11 +48,15 @@ def distances(results: Results) -> list[str]:
         )
         signs = [layer.over_as_sharp.sign for layer in layers]
         above, below = signs.count(1), signs.count(-1)
-        rows.append((saved["title"], len(layers), *(f"{mean.mean:.3f}" for mean in means), above, below))
-    headers = ("model", "layers", "trained", "untrained", "equally sharp", "layers above equally sharp", "below")
+        real_rows.append((saved["title"], len(layers), *(f"{mean.mean:.3f}" for mean in means), above, below))
+    real_headers = ("model", "layers", "trained", "untrained", "equally sharp", "layers above equally sharp", "below")
     sequences = {f"{saved['sequences']} sequences of {saved['tokens']} tokens" for saved in results.real.values()}
     lines += [f"Real models, means over layers; {' and '.join(sequences)}, two untrained models each:", ""]
-    return lines + markdown_table(headers, rows) + picture("claims-distances", "Distances between heads by layer")
+    return (
+        lines
+        + markdown_table(real_headers, real_rows)
+        + picture("claims-distances", "Distances between heads by layer")
+    )
 
 
 def loss_table(studies: Sequence[Study]) -> list[str]:
@@ -225,12 +229,12 @@ def good(results: Results) -> list[str]:
         rows.append((heads, len(studies), by_means, by_pairs, sum(heads in study.not_worse for study in studies)))
     headers = ("heads", "settings", "within one standard error", "the same, seed by seed", "not significantly worse")
     lines = markdown_table(headers, rows)
-    rows = [
+    of_settings = [
         (study.title, study.best, *("yes" if test(study, GOOD) else "no" for test in (is_good, is_good_in_pairs)))
         for study in results.settings
     ]
     return lines + markdown_table(
-        ("setting", "lowest mean loss at", f"{GOOD} within one standard error", "seed by seed"), rows
+        ("setting", "lowest mean loss at", f"{GOOD} within one standard error", "seed by seed"), of_settings
     )
 
 

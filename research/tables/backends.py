@@ -6,6 +6,7 @@ python -m research.tables.backends
 import itertools
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ def bias(requires_grad: bool = False) -> torch.Tensor:
     return torch.randn(BATCH, HEADS, LENGTH, LENGTH).requires_grad_(requires_grad)
 
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "a mask, any rule": {"mask": hw.mask_rule(lambda b, h, q, k: (q >= k) | (h == 0))},
     "a mask for each head": {"mask": hw.window([1, 2, 3, 4, 5, None])},
     "positions of a cache": {
@@ -60,7 +61,7 @@ def reason(backend: str, options: dict, gradient: bool) -> str | None:
         results = attended if isinstance(attended, tuple) else (attended,)
         assert not any(result.isnan().any() for result in results)
         if gradient:
-            loss = sum(result[result.isfinite()].sum() for result in results)
+            loss = torch.stack([result[result.isfinite()].sum() for result in results]).sum()
             gradients = torch.autograd.grad(loss, (q, k, v), allow_unused=True, materialize_grads=True)
             assert not any(each.isnan().any() for each in gradients)
     return None
@@ -86,7 +87,7 @@ def combinations(size: int) -> dict[str, int]:
     counts = dict.fromkeys(BACKENDS, 0)
     counts["all"] = counts["some backend"] = 0
     for chosen in itertools.combinations(OPTIONS.values(), size):
-        options = {}
+        options: dict[str, Any] = {}
         if sum(map(len, chosen)) > len({name for each in chosen for name in each}):
             continue  # two values of one argument
         for each in chosen:
