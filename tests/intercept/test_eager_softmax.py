@@ -1,4 +1,4 @@
-"""Models that write their softmax themselves, against the weights that they return."""
+"""Models that compute their own softmax, against the weights that they return."""
 
 import math
 
@@ -28,7 +28,7 @@ FAMILIES = {
 @pytest.mark.parametrize("padding", PADDED)
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
-def test_a_model_that_writes_softmax(name, padding):
+def test_statistics_of_a_model_with_its_own_softmax(name, padding):
     torch.manual_seed(0)
     kind, config = FAMILIES[name]
     model = kind(config).eval()
@@ -47,7 +47,7 @@ def test_a_model_that_writes_softmax(name, padding):
 
 
 class Attention(nn.Module):
-    """Three heads of 8 over 24 features, in a way of writing them."""
+    """Attention of 3 heads of 8 features, with softmax and product written in one of several ways."""
 
     def __init__(self, way: str):
         super().__init__()
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["one axis of batch and heads", "einsum", "a module"])
-def test_every_way_of_writing_it(way):
+def test_softmax_and_product_are_followed_however_they_are_written(way):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(24, 24), Attention(way)), torch.randn(2, 7, 24)
     with hw.watch(model) as heads:
@@ -86,14 +86,14 @@ def test_every_way_of_writing_it(way):
     assert [row["output_norm"] for row in heads.rows()] == pytest.approx(norms.tolist(), rel=1e-5)
 
 
-def test_a_softmax_that_is_not_over_keys_is_not_seen_and_named():
+def test_a_softmax_without_a_product_is_named():
     model = nn.Sequential(Attention("points"))
     sentence = r"model: expected attention in a way that can be seen, got none in 0"
     with pytest.raises(hw.InputError, match=sentence), hw.watch(model):
         model(torch.randn(2, 7, 24))
 
 
-def test_torchs_layer_that_returns_weights():
+def test_torchs_layer_that_returns_weights_is_watched():
     torch.manual_seed(0)
     layer, x = nn.MultiheadAttention(24, 3, batch_first=True).eval(), torch.randn(2, 7, 24)
     padding = torch.arange(7) >= torch.tensor([[7], [4]])
@@ -123,7 +123,7 @@ class BothAttention(Both):
     pass
 
 
-def test_weights_that_wait_are_told_apart():
+def test_two_pending_softmaxes_keep_their_own_products():
     torch.manual_seed(0)
     model, x, y = BothAttention(), torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
     with hw.watch(model) as heads:
@@ -134,7 +134,7 @@ def test_weights_that_wait_are_told_apart():
     torch.testing.assert_close(record.statistics["entropy"].value.float(), entropy, rtol=1e-5, atol=1e-6)
 
 
-def test_a_softmax_that_cannot_be_read_is_named_beside_one_that_can():
+def test_an_unreadable_softmax_is_named_next_to_a_readable_one():
     class Attention(nn.Module):
         def forward(self, x):
             local = (x @ x.mT)[..., None, :].softmax(-1)  # of five axes

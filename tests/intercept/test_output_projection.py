@@ -1,4 +1,4 @@
-"""What heads write, by the output projection that is found, against what goes into that projection."""
+"""The output projection that is found for a module, against the inputs of the model's own."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ PLACES = {
 
 @pytest.mark.parametrize("name", PLACES)
 @torch.no_grad()
-def test_what_a_head_writes_is_measured(name):
+def test_written_norm_is_the_norm_after_the_output_projection(name):
     model, inputs = family(name, "eager" if "softcap" in name else "sdpa"), {}
 
     def keep(place):
@@ -40,7 +40,7 @@ def test_what_a_head_writes_is_measured(name):
         assert found == pytest.approx(written.norm(dim=-1).mean((1, 2)).tolist(), rel=1e-4)
 
 
-def test_a_projection_is_known_by_its_width():
+def test_a_projection_is_found_by_its_width():
     model = nn.ModuleDict({"attn": nn.ModuleDict({"proj": nn.Linear(24, 7), "out": nn.Linear(20, 24)})})
     assert output_projection(model, "attn", 24) is model["attn"]["proj"]
     assert output_projection(model, "attn", 21) is None
@@ -49,7 +49,7 @@ def test_a_projection_is_known_by_its_width():
     torch.testing.assert_close(gram[1], slices[:, 1].mT @ slices[:, 1])
 
 
-def test_where_none_is_found_the_statistic_is_left_out():
+def test_written_norm_is_absent_without_a_projection():
     class Bare(nn.Module):
         def forward(self, x):
             return nn.functional.scaled_dot_product_attention(x, x, x)

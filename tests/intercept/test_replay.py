@@ -1,4 +1,4 @@
-"""Runs that take over what does not change: the same numbers, less computed, nothing left behind."""
+"""Reuse of module outputs below a gate: same results, less computed, everything restored."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ FAMILIES = ("bert", "gpt2", "llama", "t5 encoder")
 
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
-def test_a_run_that_takes_over_what_is_below_a_gate(name):
+def test_layers_below_a_gate_are_reused(name):
     model = family(name, "sdpa").double()
 
     def run():
@@ -41,7 +41,7 @@ def test_a_run_that_takes_over_what_is_below_a_gate(name):
 
 
 class Writes(nn.Module):
-    """Layers that write into what they are given, as a residual stream may."""
+    """Layers whose outputs are written into afterwards, as in a residual stream."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class Writes(nn.Module):
 
 
 @torch.no_grad()
-def test_what_is_written_into_is_computed_again():
+def test_outputs_that_were_written_into_are_computed_again():
     model, x = Writes().double(), torch.randn(2, 7, 12, dtype=torch.float64)
     replay = Replay(model, [f"layers.{number}" for number in range(4)])
     with replay.recording():
@@ -83,7 +83,7 @@ class Shares(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("path", ["below", "shared", "above"])
-def test_a_layer_that_is_called_twice(path):
+def test_a_layer_that_is_called_twice_is_reused_call_by_call(path):
     model, x = Shares().double(), torch.randn(2, 7, 12, dtype=torch.float64)
     replay = Replay(model, ["below", "shared", "above"])
     with replay.recording():
@@ -95,7 +95,7 @@ def test_a_layer_that_is_called_twice(path):
 
 
 @torch.no_grad()
-def test_nothing_is_left_behind():
+def test_forward_and_hooks_are_restored():
     model, x = Shares().double(), torch.randn(2, 7, 12, dtype=torch.float64)
     own = lambda x: x * 2  # noqa: E731
     model.above.forward = own

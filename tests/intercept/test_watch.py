@@ -1,4 +1,4 @@
-"""Heads of models that are watched while they run, against the weights that eager attention returns."""
+"""Statistics of watched models, against the weights that eager attention returns."""
 
 import math
 import threading
@@ -18,7 +18,7 @@ SDPA = F.scaled_dot_product_attention
 
 
 def require_statistics(heads, weights, real=None, tokens=None):
-    """The rows are the definition's, averaged over sequences; weights `(layers, batch, heads, queries, keys)`."""
+    """Compare the rows with the definitions on weights `(layers, batch, heads, queries, keys)`."""
     rows = iter(heads.rows())
     for layer, of_layer in enumerate(weights):
         for head in range(of_layer.shape[1]):
@@ -42,7 +42,7 @@ def require_statistics(heads, weights, real=None, tokens=None):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", configs())
 @torch.no_grad()
-def test_a_model_of_transformers(name, implementation, padding):
+def test_statistics_of_a_transformers_model_are_those_of_eager_weights(name, implementation, padding):
     if name in ("gemma2, softcap", "gpt-oss, sinks"):
         implementation = "eager"  # transformers has no other for these
     inputs = {"input_ids": TOKENS, "attention_mask": PADDED[padding]}
@@ -57,7 +57,7 @@ def test_a_model_of_transformers(name, implementation, padding):
 
 
 class Block(nn.Module):
-    """What people write around torch's attention."""
+    """Causal attention of 3 heads that calls SDPA, and keeps its weights for comparison."""
 
     def __init__(self, causal=True):
         super().__init__()
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 @torch.no_grad()
-def test_a_model_that_calls_torchs_attention():
+def test_a_module_that_calls_sdpa_is_watched():
     model, x = nn.Sequential(Block(), nn.Identity(), Block()), torch.randn(2, 13, 24)
     plain = model(x)
     with hw.watch(model) as heads:
@@ -104,7 +104,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
-def test_every_form_of_torchs_attention_is_read_as_it_is_meant(form):
+def test_every_argument_of_sdpa_is_read_as_torch_reads_it(form):
     tensors, options = FORMS[form]
     model = Attends()
     plain = model(*tensors, **options)
@@ -115,7 +115,7 @@ def test_every_form_of_torchs_attention_is_read_as_it_is_meant(form):
 
 
 @torch.no_grad()
-def test_what_is_measured_under_autocast_is_in_float32():
+def test_statistics_under_autocast_are_computed_in_float32():
     model = Attends()
     with hw.watch(model) as plain:
         model(Q, K, K)
@@ -126,7 +126,7 @@ def test_what_is_measured_under_autocast_is_in_float32():
 
 
 @torch.no_grad()
-def test_torchs_own_layers_whose_fast_paths_are_not_missed():
+def test_encoder_layers_of_torch_are_watched_in_spite_of_their_fast_path():
     layer = nn.TransformerEncoderLayer(24, 3, 37, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
     x, padding = torch.randn(2, 13, 24), torch.arange(13) >= torch.tensor([[13], [8]])
@@ -141,7 +141,7 @@ def test_torchs_own_layers_whose_fast_paths_are_not_missed():
 
 
 @torch.no_grad()
-def test_our_own_layer():
+def test_our_layer_is_watched():
     layer = hw.MultiHeadAttention(24, 6, num_kv_heads=2, rotary=hw.Rotary(), mask=hw.window(5))
     model, x = nn.ModuleDict({"attention": layer}), torch.randn(2, 13, 24)
     model.forward = layer.__call__
@@ -154,7 +154,7 @@ def test_our_own_layer():
 
 
 @torch.no_grad()
-def test_the_table_is_the_rows():
+def test_the_table_has_the_rows():
     model = family("bert", "sdpa")
     with hw.watch(model, special=[3, 5]) as heads:
         model(TOKENS)
@@ -169,7 +169,7 @@ def test_the_table_is_the_rows():
 
 
 @torch.no_grad()
-def test_self_and_cross_attention_are_told_apart():
+def test_self_and_cross_attention_have_records_of_their_own():
     sizes = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
     attention = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
     model = transformers.BartModel(transformers.BartConfig(vocab_size=97, **sizes, **attention)).eval()
@@ -182,7 +182,7 @@ def test_self_and_cross_attention_are_told_apart():
 
 
 @torch.no_grad()
-def test_sequences_count_alike_however_they_come():
+def test_each_sequence_has_the_same_weight_in_any_batch():
     model = family("llama", "sdpa")
     with hw.watch(model) as at_once:
         model(TOKENS)
@@ -195,7 +195,7 @@ def test_sequences_count_alike_however_they_come():
             torch.testing.assert_close(other.statistics[name].standard_error, spread.standard_error, equal_nan=True)
 
 
-def everything_in_place() -> tuple:
+def replaced_functions() -> tuple:
     return (
         AttentionInterface.get_interface,
         F.scaled_dot_product_attention,
@@ -203,34 +203,34 @@ def everything_in_place() -> tuple:
     )
 
 
-def test_all_is_put_back_also_by_an_exception_and_when_nested():
-    before = everything_in_place()
+def test_functions_and_hooks_are_restored_after_an_exception_and_nested_contexts():
+    before = replaced_functions()
     model, other = family("llama", "sdpa"), family("bert", "sdpa")
     with hw.watch(model) as outer:
         with hw.watch(model) as inner:
             model(TOKENS)
         model(TOKENS)
         other(TOKENS)
-    assert everything_in_place() == before
+    assert replaced_functions() == before
     assert [record.statistics["entropy"].count.tolist() for record in outer.records] == [[4.0] * 6] * 3
     assert [record.statistics["entropy"].count.tolist() for record in inner.records] == [[2.0] * 6] * 3
     model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), hw.watch(model):
         model(TOKENS)
-    assert everything_in_place() == before
+    assert replaced_functions() == before
     assert not any(module._forward_hooks for module in model.modules())
 
 
 @torch.no_grad()
-def test_all_is_put_back_also_by_a_key():
+def test_functions_and_hooks_are_restored_after_a_keyboard_interrupt():
     def key(*_):
         raise KeyboardInterrupt
 
-    before, model = everything_in_place(), family("llama", "sdpa")
+    before, model = replaced_functions(), family("llama", "sdpa")
     hook = model.layers[1].mlp.register_forward_pre_hook(key)
     with pytest.raises(KeyboardInterrupt), hw.watch(model) as outer, hw.watch(model):
         model(TOKENS)
-    assert everything_in_place() == before
+    assert replaced_functions() == before
     hook.remove()
     with hw.watch(model) as heads:
         model(TOKENS)
@@ -239,7 +239,7 @@ def test_all_is_put_back_also_by_a_key():
 
 
 @torch.no_grad()
-def test_every_thread_is_watched():
+def test_calls_in_other_threads_are_watched():
     model = family("llama", "sdpa")
     with hw.watch(model) as heads:
         threads = [threading.Thread(target=torch.no_grad()(model), args=(TOKENS,)) for _ in range(3)]
@@ -250,7 +250,7 @@ def test_every_thread_is_watched():
     assert heads.records[0].statistics["entropy"].count.tolist() == [6.0] * 6
 
 
-def test_gradients_are_those_of_the_model():
+def test_gradients_are_unchanged():
     model = family("llama", "sdpa")
     parameter = model.layers[0].self_attn.q_proj.weight
     (plain,) = torch.autograd.grad(model(TOKENS).last_hidden_state.square().sum(), parameter)
@@ -259,7 +259,7 @@ def test_gradients_are_those_of_the_model():
     torch.testing.assert_close(watched, plain, rtol=1e-3, atol=1e-3)
 
 
-def test_nothing_seen_is_said_by_name():
+def test_attention_that_is_not_observed_is_named():
     class Attention(nn.Module):
         def forward(self, x):
             return x
@@ -276,12 +276,12 @@ def test_nothing_seen_is_said_by_name():
         heads.rows()
 
 
-def test_what_is_no_module_is_refused():
+def test_only_modules_can_be_watched():
     with pytest.raises(hw.InputError, match="model: expected a torch module, got str"), hw.watch("minilm"):
         pass
 
 
-def test_what_does_not_pass_through_python_is_refused():
+def test_compiled_and_scripted_models_are_refused():
     model = nn.Sequential(Block())
     compiled, scripted = torch.compile(model), torch.jit.trace(nn.Linear(2, 2), torch.ones(2))
     for refused, what in ((compiled, "compiled"), (scripted, "scripted")):
@@ -291,8 +291,8 @@ def test_what_does_not_pass_through_python_is_refused():
 
 
 @pytest.mark.parametrize("hidden", [torch.finfo(torch.float32).min, -1e9, -torch.inf])
-def test_a_mask_that_hides_by_a_large_number_is_read_as_it_is_meant(hidden):
-    """Keys that it hides are out of sight; a row that it hides wholly gives what torch gives, and does not count."""
+def test_large_negative_numbers_in_a_mask_hide_keys(hidden):
+    """Hidden keys are not visible; a row that hides all keys returns torch's output and does not count."""
 
     class Masked(nn.Module):
         def forward(self, x, mask):
@@ -312,8 +312,8 @@ def test_a_mask_that_hides_by_a_large_number_is_read_as_it_is_meant(hidden):
 
 
 @torch.no_grad()
-def test_a_decoder_has_its_own_tokens_and_padding():
-    """It is as long as its encoder, whose tokens repeat and end in padding, while its own do neither."""
+def test_a_decoder_uses_its_own_tokens_and_padding():
+    """The decoder is as long as its encoder, whose tokens repeat and end in padding; its own do neither."""
     torch.manual_seed(0)
     sizes = {"encoder_ffn_dim": 37, "decoder_ffn_dim": 37, "encoder_attention_heads": 6, "decoder_attention_heads": 6}
     config = transformers.BartConfig(vocab_size=97, d_model=48, encoder_layers=1, decoder_layers=1, **sizes)

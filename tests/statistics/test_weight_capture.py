@@ -1,4 +1,4 @@
-"""What is kept of the weights, against the whole matrix."""
+"""Captured weights, against the whole matrix."""
 
 import pytest
 import torch
@@ -8,11 +8,11 @@ import headwise as hw
 from headwise.statistics.attend_observed import attend_observed
 from headwise.statistics.weight_capture import CapturedWeights
 
-DETAIL = hw.WeightCapture(rows=(0, -1, 11), columns=(3, -2), top=6, picture=5)
+CAPTURE = hw.WeightCapture(rows=(0, -1, 11), columns=(3, -2), top=6, picture=5)
 
 
 def pooled(weights, sides):
-    """The mean in every cell of a grid, cell by cell."""
+    """Return the mean weight in every cell of a grid, computed cell by cell."""
     queries, keys = (torch.arange(n) * side // n for n, side in zip(weights.shape[2:], sides, strict=True))
     cells = [
         [weights[:, :, queries == i][..., keys == j].mean((-1, -2)) for j in range(sides[1])] for i in range(sides[0])
@@ -21,27 +21,27 @@ def pooled(weights, sides):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_what_is_kept_is_of_the_matrix(mask):
+def test_captured_weights_are_those_of_the_matrix(mask):
     stated = problem(MASKS[mask])
-    kept = CapturedWeights(DETAIL, stated.grid)
-    attend_observed(stated, kept.add)
+    captured = CapturedWeights(CAPTURE, stated.grid)
+    attend_observed(stated, captured.add)
     weights = exact(stated).weights.float()
     close = {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(kept.rows, weights[:, :, [0, QUERIES - 1, 11]], **close)
-    torch.testing.assert_close(kept.columns, weights[..., [3, KEYS - 2]], **close)
-    torch.testing.assert_close(kept.picture, pooled(weights, (5, 5)), **close)
+    torch.testing.assert_close(captured.rows, weights[:, :, [0, QUERIES - 1, 11]], **close)
+    torch.testing.assert_close(captured.columns, weights[..., [3, KEYS - 2]], **close)
+    torch.testing.assert_close(captured.picture, pooled(weights, (5, 5)), **close)
     best = weights.topk(6)
-    torch.testing.assert_close(kept.top_weights, best.values, **close)
-    found = weights.gather(-1, kept.top_keys.clamp(min=0)).masked_fill(kept.top_keys < 0, 0.0)
+    torch.testing.assert_close(captured.top_weights, best.values, **close)
+    found = weights.gather(-1, captured.top_keys.clamp(min=0)).masked_fill(captured.top_keys < 0, 0.0)
     torch.testing.assert_close(found, best.values, **close)
-    assert ((kept.top_keys < 0) == (best.values == 0)).all()
+    assert ((captured.top_keys < 0) == (best.values == 0)).all()
 
 
-def test_only_what_is_asked_for_is_kept():
+def test_only_chosen_weights_are_captured():
     stated = problem()
-    kept = CapturedWeights(hw.WeightCapture(top=100), stated.grid)
-    assert kept.top_keys.shape == (BATCH, HEADS, QUERIES, KEYS)
-    assert kept.rows is kept.columns is kept.picture is None
+    captured = CapturedWeights(hw.WeightCapture(top=100), stated.grid)
+    assert captured.top_keys.shape == (BATCH, HEADS, QUERIES, KEYS)
+    assert captured.rows is captured.columns is captured.picture is None
 
 
 WRONG = {
@@ -53,17 +53,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize("sentence", WRONG)
-def test_what_cannot_be_kept_is_refused(sentence):
+def test_unusable_choices_are_refused(sentence):
     with pytest.raises(hw.InputError, match=sentence):
         hw.WeightCapture(**WRONG[sentence])
 
 
-def test_a_row_that_is_not_there_is_refused():
+def test_a_row_outside_the_call_is_refused():
     with pytest.raises(hw.InputError, match=f"rows: expected numbers from -{QUERIES} to {QUERIES - 1}, got 40"):
         CapturedWeights(hw.WeightCapture(rows=[40]), problem().grid)
 
 
-def test_a_watched_model_keeps_it():
+def test_watch_captures_weights():
     torch.manual_seed(0)
     layer, x = hw.MultiHeadAttention(24, num_heads=3, mask=hw.causal()), torch.randn(2, 7, 24)
     _, weights = layer(x, return_weights=True)
