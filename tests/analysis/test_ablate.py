@@ -338,7 +338,7 @@ def test_the_command_for_importance(headwise, tmp_path):
         (("--loss", "masked-token"), "model: expected"),
         (("--replacement", "random"), "replacement: expected one of zero, uniform, mean, got 'random'"),
         (("--units", "neurons"), "units: expected one of heads, layers, groups"),
-        (("--units", "roles"), "roles: expected a profile's folder with --units roles, and only then, got None"),
+        (("--units", "roles"), "roles: expected the folder of a profile if, and only if, --units is roles, got none"),
         (("--device", "tpu9"), "device: expected a device that torch can use, got 'tpu9'"),
     ],
 )

@@ -255,7 +255,7 @@ def test_a_time_limit_that_is_too_short_is_refused(texts, tmp_path):
     assert (status, out) == (2, "")
     last = err.splitlines()[-1]
     remedy = "fewer settings or seeds, or smaller models, need less time"
-    expected = r"(more|at least \d+ s) for trainings of 20 steps of 2 settings"
+    expected = r"(more time|at least \d+ s) for trainings of 20 steps of 2 settings"
     assert re.fullmatch(rf"headwise: budget: expected {expected}, got 2 s; {remedy}", last), err
 
 

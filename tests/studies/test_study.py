@@ -465,7 +465,7 @@ def test_a_time_limit_that_is_too_short_is_refused(clock):
 
 def test_a_time_limit_that_ends_during_the_timing_is_refused(clock):
     clock.seconds = 2.0
-    sentence = f"budget: expected more for trainings of 20 steps of 1 setting, got 3 s; {REMEDY}"
+    sentence = f"budget: expected more time for trainings of 20 steps of 1 setting, got 3 s; {REMEDY}"
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
         timed(clock, 3.0, space=(ONE,))
 

@@ -50,7 +50,8 @@ def print_scores(table: Table[Any], console: Console, statistic: str, top: int) 
         shown.add_column(column, justify="right", no_wrap=True)
     for row in rows[:top]:
         numbers = (_with_error(row.statistics[name]) for name in table.statistics)
-        shown.add_row(row.name, *numbers, f"{errors(row.statistics[statistic]):+.1f}")
+        ratio = errors(row.statistics[statistic])
+        shown.add_row(row.name, *numbers, "" if math.isnan(ratio) else f"{ratio:+.1f}")
     console.print()
     console.print(shown)
     if len(rows) > top:

@@ -114,7 +114,7 @@ def _timed(
 
     def check_time(_step: int) -> None:
         if seconds_spent() > limit:
-            raise _too_short(definition, limit, "more", MIN_STEPS)
+            raise _too_short(definition, limit, "more time", MIN_STEPS)
 
     result = train(
         model,
