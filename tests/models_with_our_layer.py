@@ -1,4 +1,4 @@
-"""Models of `transformers` whose attention is ours: every block swapped for a layer, weights and all."""
+"""Models of `transformers` in which every attention block is replaced by our layer with the same weights."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ import headwise as hw
 
 
 class OurAttention(nn.Module):
-    """Has the signature of `LlamaAttention` and computes with a layer and a cache of ours.
+    """Module with the signature of `LlamaAttention` that calls our layer with our cache.
 
     The angles and the mask that the model hands in are not used: the layer has its own. A cache of the model's is
     only told how many tokens there are, with keys of no use, so that `generate` can count.
@@ -31,7 +31,7 @@ class OurAttention(nn.Module):
 
 
 def swap_attention(model: nn.Module) -> list[OurAttention]:
-    """Put our layers in the place of all `self_attn` of a decoder; returns them, the first layer's first."""
+    """Replace every `self_attn` of a decoder by our layer; return the new modules in the order of the layers."""
     swapped = []
     for decoder_layer in model.model.layers:
         block = decoder_layer.self_attn
@@ -41,14 +41,14 @@ def swap_attention(model: nn.Module) -> list[OurAttention]:
 
 
 def give_caches(swapped: list[OurAttention], make: Callable[[hw.MultiHeadAttention], object] | None) -> None:
-    """A new, empty cache for each layer, or none."""
+    """Give each layer a new, empty cache, or none."""
     for attention in swapped:
         attention.cache = None if make is None else make(attention.layer)
 
 
 @torch.no_grad()
 def greedy(model: nn.Module, prompt: torch.Tensor, *, new: int, piece: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The prompt in pieces, then `new` tokens, the likeliest each time, through caches that the layers hold.
+    """Read a prompt in pieces and generate `new` tokens greedily, with the caches of the layers.
 
     Returns all tokens, `(1, prompt + new)`, and the logits of every token but the last.
     """

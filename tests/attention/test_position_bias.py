@@ -1,4 +1,4 @@
-"""Additions to the scores for position: ALiBi against the authors' rule, T5's buckets entry by entry, transformers."""
+"""Position biases: ALiBi against the authors' rule, T5's buckets entry by entry, and both against transformers."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ EXACT = {"rtol": 0, "atol": 1e-12}
 
 
 def slopes_by_hand(heads):
-    """The authors' rule, head by head."""
+    """Return the slopes by the rule of the authors, head by head."""
     if heads & (heads - 1) == 0:
         return [2.0 ** (-8.0 * (i + 1) / heads) for i in range(heads)]
     below = 1
@@ -81,7 +81,7 @@ def test_linear_biases_are_those_of_bloom_but_for_a_constant_in_each_row(heads):
 
 
 def bucket_by_hand(distance, buckets, far, bidirectional):
-    """The bucket of one distance; edges in whole numbers, so that no rounding decides."""
+    """Return the bucket of one distance, with integer arithmetic at the edges, so that no rounding decides."""
     per_direction = buckets // 2 if bidirectional else buckets
     single = per_direction // 2
     size = abs(distance) if bidirectional else max(-distance, 0)
@@ -160,7 +160,7 @@ def test_learned_biases_are_those_of_t5(decoder, buckets, far):
     assert torch.equal(ours.values(HEADS, queries, keys, torch.float32), expected)
 
 
-def test_the_table():
+def test_shape_and_initial_values_of_the_table():
     relative = RelativeBias(5, num_buckets=300, dtype=torch.float64)
     bound = math.sqrt(6 / 305)
     assert 0.98 * bound < relative.weight.max() <= bound
@@ -172,7 +172,7 @@ def test_the_table():
     assert repr(RelativeBias(5)) == "RelativeBias(num_heads=5, num_buckets=32, max_distance=128, bidirectional=True)"
 
 
-def test_layers_may_share_one():
+def test_layers_may_share_one_relative_bias():
     relative = RelativeBias(HEADS)
     layers = torch.nn.ModuleList([torch.nn.Sequential(relative), torch.nn.Sequential(relative)])
     assert len(list(layers.parameters())) == 1
@@ -238,14 +238,14 @@ print("same")
         ({"bidirectional": 0}, "bidirectional: expected True or False, got 0"),
     ],
 )
-def test_a_mistake_in_construction(arguments, message):
+def test_unusable_options_are_rejected(arguments, message):
     with pytest.raises(hw.InputError, match="^" + message):
         RelativeBias(**({"num_heads": 3} | arguments))
 
 
 @pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize("bias", [ALiBi(), RelativeBias(HEADS)], ids=["alibi", "relative"])
-def test_a_mistake_in_a_call(bias):
+def test_positions_that_do_not_fit_are_rejected(bias):
     whole = torch.zeros(2, 5, dtype=torch.long)
     shape = r"expected a tensor of whole numbers \(batch, length\), got"
     for queries, keys, message in (
@@ -260,7 +260,7 @@ def test_a_mistake_in_a_call(bias):
 
 
 @pytest.mark.usefixtures("as_user")
-def test_a_mistake_in_the_number_of_heads():
+def test_another_number_of_heads_is_rejected():
     positions = torch.zeros(1, 5, dtype=torch.long)
     with pytest.raises(hw.InputError, match="^heads: expected the 3 of this RelativeBias, got 5"):
         RelativeBias(3).values(5, positions, positions, torch.float32)

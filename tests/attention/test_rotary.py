@@ -1,4 +1,4 @@
-"""Rotary positions against multiplication by complex numbers, their laws, and the models of transformers."""
+"""Rotary embedding against multiplication by complex numbers, its invariants, and the models of transformers."""
 
 import cmath
 import copy
@@ -19,7 +19,7 @@ EXACT = {"rtol": 0, "atol": 1e-12}
 
 
 def by_hand(x, positions, frequencies, interleaved=False, factor=1.0):
-    """Each pair as one complex number, times factor * e^(i position frequency), one at a time."""
+    """Multiply each pair, as a complex number, by factor * e^(i position frequency), one at a time."""
     turned = x.clone()
     pairs = len(frequencies)
     for b in range(x.shape[0]):
@@ -78,7 +78,7 @@ def test_scores_depend_on_the_difference_of_positions_alone(interleaved):
     assert not torch.allclose(scores(0), q @ k.transpose(-1, -2))
 
 
-def test_that_holds_in_float32_at_the_end_of_a_long_text():
+def test_scores_depend_on_the_difference_in_float32_at_the_end_of_a_long_text():
     q, k = tokens(dtype=torch.float32), tokens(dtype=torch.float32)
     positions = torch.arange(LENGTH)[None]
 
@@ -89,7 +89,7 @@ def test_that_holds_in_float32_at_the_end_of_a_long_text():
     torch.testing.assert_close(scores(0), scores(1_000_000), rtol=0, atol=2e-5)
 
 
-def test_norms_are_kept_and_position_0_is_left_alone():
+def test_norms_and_position_0_stay_unchanged():
     x = tokens()
     turned = Rotary().rotate(x, POSITIONS)
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), **EXACT)
@@ -103,14 +103,14 @@ def test_interleaved_is_halves_after_a_permutation_of_features():
     assert torch.equal(turned, Rotary().rotate(x, POSITIONS)[..., halves])
 
 
-def test_partial_rotary_leaves_the_rest_alone():
+def test_partial_rotary_leaves_other_features_unchanged():
     x = tokens()
     turned = Rotary(width=6).rotate(x, POSITIONS)
     assert torch.equal(turned[..., 6:], x[..., 6:])
     assert torch.equal(turned[..., :6], Rotary().rotate(x[..., :6], POSITIONS))
 
 
-def test_a_theta_is_never_forgotten():
+def test_layers_with_different_thetas_share_no_table():
     x = tokens()
     one, other = Rotary(theta=100.0), Rotary(theta=101.0)
     for rotary, theta in ((one, 100.0), (other, 101.0), (one, 100.0)):
@@ -131,7 +131,7 @@ def test_angles_are_never_in_half_precision(dtype, autocast):
     assert ((turned.double() - exact).abs() <= half_a_unit * exact.abs() + 4e-7 * x.abs().max()).all()
 
 
-def test_float64_is_kept_under_autocast():
+def test_float64_stays_float64_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         turned = Rotary().rotate(x := tokens(), POSITIONS)
     assert torch.equal(turned, Rotary().rotate(x, POSITIONS))
@@ -152,11 +152,11 @@ def test_unusual_strides():
 
 @pytest.mark.parametrize("scaling", [None, DynamicNTK(2.0, 5)], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 0, 4), (0, 3, 5, 4), (2, 0, 5, 4)], ids=str)
-def test_nothing_to_turn(shape, scaling):
+def test_empty_tensors(shape, scaling):
     assert Rotary(scaling=scaling).rotate(torch.zeros(shape), torch.zeros(1, shape[2], dtype=torch.long)).shape == shape
 
 
-def test_it_is_a_value():
+def test_equal_options_make_equal_rotaries():
     rotary = Rotary(theta=1e5, scaling=YaRN(4.0, 64))
     assert rotary == copy.deepcopy(rotary) == pickle.loads(pickle.dumps(rotary)) != Rotary(theta=1e5)
     assert hash(rotary) == hash(Rotary(theta=1e5, scaling=YaRN(4.0, 64)))
@@ -182,7 +182,7 @@ SCALINGS = {
 
 
 def config_of(name, theta=1e4, head_dim=HEAD_DIM):
-    """The scaling as transformers writes it."""
+    """Return the same scaling as a configuration of transformers."""
     import transformers
 
     scaling, more = SCALINGS[name]
@@ -273,7 +273,7 @@ def test_scaled_rotation_in_float64(scaling, frequencies, factor):
     torch.testing.assert_close(Rotary(scaling=scaling).rotate(x, POSITIONS), expected, **EXACT)
 
 
-def test_angles_that_grow_with_the_text():
+def test_angles_that_depend_on_the_length():
     grown, still = Rotary(scaling=DynamicNTK(2.0, 5)), Rotary(scaling=YaRN(2.0, 5))
     assert (grown.depends_on_length, still.depends_on_length, Rotary().depends_on_length) == (True, False, False)
     x, positions = tokens(), torch.arange(LENGTH)[None]
@@ -329,14 +329,14 @@ def test_interleaving_is_that_of_gpt_j_and_deepseek():
 # -- compiled ------------------------------------------------------------------------------------------------------
 
 
-def in_its_own_process(code):
+def run_in_a_subprocess(code):
     # Dynamo cannot trace the checks of shapes that the tests put around every call.
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout == "same\n", result.stderr
 
 
 def test_it_compiles_to_one_graph_for_all_lengths():
-    in_its_own_process("""
+    run_in_a_subprocess("""
 import torch
 from headwise.attention.rotary import Rotary
 from headwise.attention.rotary_scaling import DynamicNTK, LinearScaling, Llama3, YaRN
@@ -356,7 +356,7 @@ print("same")
 
 
 def test_it_exports_with_a_free_length():
-    in_its_own_process("""
+    run_in_a_subprocess("""
 import torch
 from headwise.attention.rotary import Rotary
 from headwise.attention.rotary_scaling import DynamicNTK, LinearScaling, Llama3, YaRN
@@ -407,7 +407,7 @@ print("same")
     ],
 )
 @pytest.mark.usefixtures("as_user")
-def test_a_mistake_in_construction(make, message):
+def test_unusable_options_are_rejected(make, message):
     with pytest.raises(hw.InputError, match="^" + message):
         make()
 
@@ -424,13 +424,13 @@ def test_a_mistake_in_construction(make, message):
     ],
 )
 @pytest.mark.usefixtures("as_user")
-def test_a_mistake_in_a_call(rotary, x, positions, message):
+def test_inputs_that_do_not_fit_are_rejected(rotary, x, positions, message):
     with pytest.raises(hw.InputError, match="^" + message):
         rotary.rotate(torch.zeros(x), torch.zeros(positions, dtype=torch.long))
 
 
 @pytest.mark.usefixtures("as_user")
-def test_a_mistake_of_kind_in_a_call():
+def test_inputs_of_another_kind_are_rejected():
     x, positions = torch.zeros(2, 3, 5, 4), torch.zeros(1, 5, dtype=torch.long)
     whole = r"positions: expected a tensor of whole numbers \(batch, length\), got "
     for bad_x, bad_positions, message in (

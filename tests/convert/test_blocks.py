@@ -1,4 +1,4 @@
-"""Attention blocks of tiny random `transformers` models, and the layers they become, and back."""
+"""Attention blocks of tiny random `transformers` models, converted to our layers and back."""
 
 import copy
 import math
@@ -26,7 +26,7 @@ GPT2 = {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 6}
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration, and for each layer the keys that a query sees: all, those before it, or a window."""
+    """Configuration of a tiny model, and for each layer the visible keys of a query: all, earlier ones, or a window."""
 
     config: transformers.PreTrainedConfig
     sees: tuple[str | int, str | int] = ("past", "past")
@@ -85,11 +85,11 @@ def cases() -> dict[str, Case]:
 
 CASES = cases()
 KINDS = ("self_attn", "attention", "attn")
-"""What the blocks are called in their models."""
+"""Names of the attention blocks in their models."""
 
 
 def tiny(name, implementation="eager"):
-    """The model of a case, its blocks, and what a query sees in each: `(queries, keys)`, True where it attends."""
+    """Return the model of a case, its blocks, and the mask `(queries, keys)` of each, True where a query attends."""
     case = CASES[name]
     case.config._attn_implementation = implementation
     model = transformers.AutoModel.from_config(case.config).eval()
@@ -106,7 +106,7 @@ def tiny(name, implementation="eager"):
 
 
 def run(model, block, x, allowed, angles=None):
-    """What a block computes of x; `angles` are the model's own unless given."""
+    """Return the output of a block for x; by default with the rotary angles of the model."""
     added = torch.zeros(allowed.shape, dtype=x.dtype).masked_fill(~allowed, -torch.inf)[None, None]
     if hasattr(model, "rotary_emb"):
         if angles is None:
@@ -116,7 +116,7 @@ def run(model, block, x, allowed, angles=None):
 
 
 def around(block, layer, x):
-    """What the layer computes of x, with what the block does besides."""
+    """Return the output of the layer for x, followed by the parts of the block that are not in the layer."""
     y = layer(x)
     return block.output.LayerNorm(y + x) if hasattr(block, "output") else y
 
@@ -136,7 +136,7 @@ def test_the_layer_computes_what_the_block_does(name):
 
 
 EXACT = ("llama, biases", "mistral, window", "qwen2", "bert", "bert, decoder", "gpt2", "gpt2, inverse layer")
-"""Families that compute in float64 where their inputs are, under SDPA; others have norms and softmax in float32."""
+"""Families that compute in float64 for float64 inputs under SDPA; the others use float32 in norms and softmax."""
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -224,7 +224,7 @@ def test_the_rotation_is_that_of_the_configuration(name):
 
 
 class Adapter(nn.Module):
-    """A linear map with a low-rank one beside it, as adapters are."""
+    """Linear map plus a low-rank one, like an adapter."""
 
     def __init__(self, base):
         super().__init__()
@@ -316,11 +316,11 @@ def test_a_block_that_cannot_be_a_layer_is_told_in_one_sentence(block, message):
 
 
 class Derived(hw.MultiHeadAttention):
-    """Might compute anything."""
+    """Derived class whose projections may have another meaning."""
 
 
 def ours(**changes):
-    """A layer like that of the tiny Llama, but for the changes."""
+    """Return a layer with the options of the tiny Llama, except for the changes."""
     options = {"num_kv_heads": 2, "head_dim": 10, "bias": False, "rotary": hw.Rotary(), "mask": hw.causal()}
     return hw.MultiHeadAttention(48, 6, **options | changes)
 

@@ -1,4 +1,4 @@
-"""Projections fused and separated: the same layer otherwise, to the bit."""
+"""Fused and separated projections: the other parts of a layer stay the same, bit for bit."""
 
 import copy
 
@@ -32,7 +32,7 @@ LAYERS = {
 
 
 def layer_of(name, *, fused):
-    """A layer of random weights, in evaluation mode, some of its parameters frozen."""
+    """Return a layer with random weights in evaluation mode, some of its parameters frozen."""
     kind, options = LAYERS[name]
     layer = kind(EMBED, HEADS, fused_qkv=fused, dtype=torch.float64, **copy.deepcopy(options)).eval()
     for parameter in layer.parameters():
@@ -44,7 +44,7 @@ def layer_of(name, *, fused):
 
 
 def same_bits(one, other):
-    """Parameters of the same names in the same order, with the same bits and flags, in memory of their own."""
+    """Check that two layers have equal parameters in the same order, with the same flags, and share no memory."""
     assert type(one) is type(other)
     pairs = list(zip(one.named_parameters(), other.named_parameters(), strict=True))
     for (name, value), (other_name, other_value) in pairs:
@@ -98,7 +98,7 @@ def test_the_layer_itself_stays_as_it_is():
 
 
 class Adapter(nn.Module):
-    """A linear map with something beside it."""
+    """Linear map with an additional computation."""
 
     def __init__(self, base):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The four designs: each converted into our layer gives the same output, gradients and weights, and comes back."""
+"""Four designs of attention, converted to our layer and back: output, gradients and weights stay the same."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def same(ours, theirs):
 
 
 def stacked(theirs: dict, names: tuple[str, str, str], heads: int, kind: str) -> dict:
-    """Gradients of a list of heads, put one under the other under the names of our layer."""
+    """Return the gradients of a list of heads, stacked under the parameter names of our layer."""
     return {
         f"{ours}_proj.{kind}": torch.cat([theirs[f"heads.{head}.{name}.{kind}"] for head in range(heads)])
         for ours, name in zip("qkv", names, strict=True)
@@ -225,7 +225,7 @@ def test_heads_of_a_group_have_the_same_two_modules():
 
 
 class Derived(hw.MultiHeadAttention):
-    """Might compute anything."""
+    """Derived class whose projections may have another meaning."""
 
 
 def triple(*widths, bias=True):
@@ -291,7 +291,7 @@ def test_a_mistake_is_told_in_one_sentence(convert, message):
 
 
 def test_heads_that_are_swapped_are_noticed():
-    """The comparison itself can fail: the same heads in another order give another output."""
+    """The comparison itself can fail: the same heads in another order have another output."""
     heads = [SingleHead(7, 5, bias=False).double() for _ in range(2)]
     triples = [(head.query, head.key, head.value) for head in heads]
     projection = torch.randn(10, 5, dtype=torch.float64)
@@ -300,7 +300,7 @@ def test_heads_that_are_swapped_are_noticed():
 
 
 class Doubling(nn.Linear):
-    """A map with something of its own, as some adapters are written."""
+    """Linear map of a derived class, as some adapters are written."""
 
     def forward(self, x):
         return 2 * super().forward(x)
@@ -314,7 +314,7 @@ def hooked(linear):
 @pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize("change", [hooked, lambda linear: Doubling(linear.in_features, linear.out_features)])
 def test_what_is_more_than_its_weight_is_refused_both_ways(change):
-    """Weights alone would not say what such a map computes."""
+    """The weights of such a map do not determine its output."""
     message = ": expected a map that is its weight and bias and nothing more, got .*; merge adapters and remove hooks"
     layer = hw.MultiHeadAttention(12, 6)
     layer.v_proj = change(layer.v_proj)

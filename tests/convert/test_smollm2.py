@@ -1,4 +1,4 @@
-"""SmolLM2 with all of its attention ours: the same tokens, the same logits, with every cache and in pieces."""
+"""SmolLM2 with our layer in every attention block: same tokens and logits, with every cache and in pieces."""
 
 import copy
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ CACHES = {
 
 @pytest.fixture(scope="module")
 def smollm2():
-    """Theirs and ours, with the tokens that theirs writes and its logits under two implementations."""
+    """Original and converted model, with the tokens that the original generates and its logits under two backends."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a token's products are small: threads wait for each other longer than they work
     loaded = load("smollm2")
@@ -47,7 +47,7 @@ def smollm2():
 
 
 def assert_as_close_as_their_own(smollm2, logits):
-    """At most twice as far from SDPA as transformers' eager attention is, measured against the largest logit.
+    """Check that logits differ from SDPA at most twice as much as eager attention, relative to the largest logit.
 
     Measured on a CPU, of the largest logit, 31.2: their own 1.3e-6; ours 1.5e-6 at once, 1.7e-6 in pieces with a
     dynamic cache, 1.4e-6 with a static one.

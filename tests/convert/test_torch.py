@@ -1,4 +1,4 @@
-"""`torch.nn.MultiheadAttention` as our layer, and our layer as that."""
+"""Conversion of `torch.nn.MultiheadAttention` to our layer and back."""
 
 import re
 
@@ -110,7 +110,7 @@ def test_a_layer_of_torchs_that_ours_cannot_be(convert, message):
 
 
 class Derived(hw.MultiHeadAttention):
-    """Might compute anything."""
+    """Derived class whose projections may have another meaning."""
 
 
 def partly_biased():
