@@ -16,7 +16,7 @@ from oracles import Plain, distance, plain_attention, plain_errors
 from strategies import Drawn, problems
 
 BACKENDS = ("fused", "blockwise", "reference")
-# The same examples in every run: a bound that a kernel meets by rounding may be met narrowly.
+# Every run draws the same examples, since rounding may leave little room to a bound.
 few = settings(max_examples=400, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 some = settings(max_examples=300, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -24,16 +24,16 @@ some = settings(max_examples=300, derandomize=True, deadline=None, suppress_heal
 NAMES = ("out", "lse", "weights")
 
 
-def able(drawn: Drawn, q, k, v) -> list[str]:
-    """The backends that can do it. The reference always can."""
-    able = [backend for backend in BACKENDS if hw.why_not(backend, q, k, v, **drawn.options) is None]
+def capable_backends(drawn: Drawn, q, k, v) -> list[str]:
+    """Return the backends that can compute a problem; the reference always can."""
+    capable = [backend for backend in BACKENDS if hw.why_not(backend, q, k, v, **drawn.options) is None]
     refused = {"fused": drawn.softcap or drawn.talking, "blockwise": drawn.talking, "reference": False}
-    assert able == [backend for backend in BACKENDS if not refused[backend]]
-    return able
+    assert capable == [backend for backend in BACKENDS if not refused[backend]]
+    return capable
 
 
 def errors_and_budget(drawn: Drawn, dtype: torch.dtype, sets: int) -> tuple[dict, dict]:
-    """For each backend and result the largest error over `sets` sets of values, and twice the plain one's."""
+    """Return the largest error of each backend and result over `sets` sets of values, and twice the plain error."""
     errors: dict = defaultdict(float)
     budget: dict = defaultdict(float)
     for number in range(sets):
@@ -44,13 +44,13 @@ def errors_and_budget(drawn: Drawn, dtype: torch.dtype, sets: int) -> tuple[dict
         for name in NAMES:
             budget[name] = max(budget[name], 2 * plain[name])
         empty = ~drawn.has_key()
-        for backend in able(drawn, q, k, v):
-            # Asked for one by one: with the weights, everything comes from the matrix.
+        for backend in capable_backends(drawn, q, k, v):
+            # Separate calls: with the weights asked for, all results come from the matrix.
             out, lse = hw.attend(q, k, v, **drawn.options, return_lse=True, backend=backend)
             _, weights = hw.attend(q, k, v, **drawn.options, return_weights=True, backend=backend)
             got, alone = Plain(out, lse, weights), hw.attend(q, k, v, **drawn.options, backend=backend)
             assert (got.out.dtype, got.lse.dtype, got.weights.dtype) == (dtype, torch.float32, dtype)
-            if drawn.talking is None:  # which gives an empty row of a head what other heads have there
+            if drawn.talking is None:  # with them an empty row of a head gets the weights of other heads
                 assert not any(result[empty].any() for result in (got.out, alone, got.weights))
             for name in NAMES:
                 error = distance(getattr(got, name), getattr(exact, name))
@@ -59,9 +59,9 @@ def errors_and_budget(drawn: Drawn, dtype: torch.dtype, sets: int) -> tuple[dict
     return errors, budget
 
 
-def at_most_twice_the_error_of_plain_attention(drawn: Drawn, dtype: torch.dtype) -> None:
-    # The largest of a few rounding errors is small or large by luck. What exceeds the budget on two sets of
-    # values is measured again on 64, where luck evens out and a kernel that is worse stays worse.
+def assert_at_most_twice_the_error_of_plain_attention(drawn: Drawn, dtype: torch.dtype) -> None:
+    # The largest of a few rounding errors depends on luck. A problem that exceeds the budget on two sets of values is
+    # measured again on 64: there luck averages out, and a kernel that is worse stays worse.
     for sets in (2, 64):
         errors, budget = errors_and_budget(drawn, dtype, sets)
         if all(error <= budget[name] for (_, name), error in errors.items()):
@@ -73,7 +73,7 @@ def at_most_twice_the_error_of_plain_attention(drawn: Drawn, dtype: torch.dtype)
 @few
 @given(drawn=problems())
 def test_error_is_at_most_twice_that_of_plain_attention(dtype, drawn):
-    at_most_twice_the_error_of_plain_attention(drawn, dtype)
+    assert_at_most_twice_the_error_of_plain_attention(drawn, dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -132,7 +132,7 @@ def test_gradients_in_float64(asked, drawn):
 
     wanted = {"return_lse": exact.lse, "return_weights": exact.weights}
     expected = gradients(exact.out, *(wanted[name] for name in asked))
-    for backend in able(drawn, *inputs[:3]):
+    for backend in capable_backends(drawn, *inputs[:3]):
         result = hw.attend(*inputs[:3], **drawn.options, **dict.fromkeys(asked, True), backend=backend)
         for ours, theirs in zip(gradients(*(result if asked else [result])), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
@@ -184,7 +184,7 @@ def test_a_scale_of_zero_or_below(scale, mask, dtype, backend):
 
 
 def values_seen(mask, queries: int, keys: int, backend: str) -> list[list[int]]:
-    """Which keys each query attends to, read off the output: value j is the unit vector j."""
+    """Return 1 for each key that a query attends to, read from the output: value j is the unit vector j."""
     out = hw.attend(
         torch.zeros(1, 1, queries, 3),
         torch.zeros(1, 1, keys, 3),
@@ -284,7 +284,7 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("asked", [{}, {"return_lse": True}], ids=["out", "lse"])
 def test_keys_are_never_repeated_in_memory(backend, asked, monkeypatch):
-    monkeypatch.setattr(tiles.Pool, "_of_thread", threading.local())  # what earlier calls kept is not of this one
+    monkeypatch.setattr(tiles.Pool, "_of_thread", threading.local())  # buffers of earlier calls would not be counted
     q, k = torch.randn(2, 12, 2, 64), torch.randn(2, 2, 512, 64)
     with LargestTensor() as largest:
         hw.attend(q, k, k.clone(), backend=backend, **asked)
@@ -302,7 +302,7 @@ def test_gqa_equals_attention_with_repeated_heads():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_dropout_leaves_out_weights_and_scales_the_rest(backend):
+def test_dropout_drops_weights_and_scales_the_others(backend):
     q, k = torch.randn(2, 3, 50, 7), torch.randn(2, 3, 40, 7)
     v = torch.eye(40).expand(2, 3, 40, 40)  # so that the output is the matrix of weights that were used
     mask = hw.window(20)
@@ -351,10 +351,10 @@ def test_an_axis_of_length_zero(backend, sizes):
     assert not any(tensor.grad.any() for tensor in (q, k, v))
 
 
-# -- choosing a backend -----------------------------------------------------------------------------------------
+# -- choice of the backend -----------------------------------------------------------------------------------------
 
 
-def test_why_not_answers_none_or_one_sentence():
+def test_why_not_returns_none_or_one_sentence():
     q = torch.randn(2, 3, 5, 7)
     bias = torch.zeros(5, 5, requires_grad=True)
     assert hw.why_not("fused", q, q, q, mask=hw.causal()) is None
@@ -371,7 +371,7 @@ def test_why_not_answers_none_or_one_sentence():
 NO_BIAS_GRADIENT = "torch's operator has no gradient of the log-sum-exp for a bias, and bias requires one"
 
 
-def test_a_bias_that_learns_has_its_lse_where_no_gradient_is_wanted():
+def test_a_bias_that_requires_grad_has_an_lse_under_no_grad():
     q = torch.randn(2, 3, 5, 7)
     bias = torch.randn(5, 5, requires_grad=True)
     with torch.no_grad():
@@ -386,21 +386,21 @@ def test_functional_gradients_of_the_lse():
     torch.testing.assert_close(got, wanted)
 
 
-def test_a_backend_asked_for_never_falls_back():
+def test_a_named_backend_never_falls_back():
     q = torch.randn(2, 3, 5, 7)
     bias = torch.zeros(5, 5, requires_grad=True)
     with pytest.raises(hw.InputError, match=re.escape(f"got fused: {NO_BIAS_GRADIENT}")):
         hw.attend(q, q, q, bias=bias, return_lse=True, backend="fused")
 
 
-def test_the_reference_is_not_taken_unasked():
+def test_the_reference_is_never_chosen_by_default():
     q, mixing = torch.randn(2, 3, 5, 7), (torch.eye(3), torch.eye(3))
     with pytest.raises(hw.InputError, match="fused: .*; blockwise: .*; backend='reference' can, with the whole matrix"):
         hw.attend(q, q, q, talking_heads=mixing)
     torch.testing.assert_close(hw.attend(q, q, q, talking_heads=mixing, backend="reference"), hw.attend(q, q, q))
 
 
-def test_what_the_kernels_cannot_is_done_in_blocks():
+def test_problems_that_the_kernels_cannot_compute_use_blocks():
     q, bias = torch.randn(2, 3, 5, 7), torch.zeros(5, 5, requires_grad=True)
     for options in ({"softcap": 3.0}, {"bias": bias, "return_lse": True}):
         assert hw.why_not("fused", q, q, q, **options) is not None
@@ -517,7 +517,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_in_one_sentence(mistake):
+def test_a_mistake_raises_an_error_of_one_sentence(mistake):
     (q, k, v, options), message = MISTAKES[mistake]
     with pytest.raises(hw.InputError, match="^" + message):
         hw.attend(q, k, v, **options)

@@ -1,4 +1,4 @@
-"""Which backend is taken, and what is said of it."""
+"""Choice of the backend and its explanation."""
 
 import pytest
 import torch
@@ -55,24 +55,24 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_rule(case):
+def test_the_choice_and_its_reason(case):
     options, backend, because = CASES[case]
-    found = hw.explain(**options)
-    assert found.backend == backend
-    assert found.because.startswith(because)
+    choice = hw.explain(**options)
+    assert choice.backend == backend
+    assert choice.because.startswith(because)
 
 
-def test_elsewhere_the_kernel_is_taken():
+def test_fused_is_chosen_on_other_devices():
     q = torch.empty(1, 8, 1024, 16, device="meta")
-    found = hw.explain(q, q, q, mask=hw.window(64))
-    # Without values no block can be planned; where they are, nothing has been measured.
-    assert (found.backend, found.because) == (
+    choice = hw.explain(q, q, q, mask=hw.window(64))
+    # A tensor on meta has no values to plan with.
+    assert (choice.backend, choice.because) == (
         "fused",
         "its blocks are planned from sizes and masks, which are not known while compiling or under vmap",
     )
 
 
-def test_it_prints_what_is_compared():
+def test_a_choice_prints_the_costs_compared():
     assert str(hw.explain(**problem(mask=hw.window(64)))) == (
         "fused      8,388,608 scores, at a cost of 8,388,608\n"
         "blockwise  1,507,328 scores, at a cost of 3,067,085\n"
@@ -80,18 +80,18 @@ def test_it_prints_what_is_compared():
     )
 
 
-def test_attend_runs_what_is_explained_and_plans_once(monkeypatch):
-    plan_blocks = []
+def test_attend_uses_the_explained_backend_and_plans_once(monkeypatch):
+    plans = []
     plan_of = block_plan.plan_of
-    monkeypatch.setattr(blockwise, "plan_of", lambda *args: plan_blocks.append(args) or plan_of(*args))
+    monkeypatch.setattr(blockwise, "plan_of", lambda *args: plans.append(args) or plan_of(*args))
     options = problem(mask=hw.window(64))
     out = hw.attend(**options)
-    assert len(plan_blocks) == 1
+    assert len(plans) == 1
     monkeypatch.undo()
     assert torch.equal(out, hw.attend(**options, backend="blockwise"))
 
 
-def test_what_attend_would_refuse_is_refused():
+def test_explain_refuses_what_attend_refuses():
     talking = (torch.eye(8), torch.eye(8))
     with pytest.raises(hw.InputError, match="backend: expected one that can do this, got fused: .*; blockwise: "):
         hw.explain(**problem(talking_heads=talking))

@@ -1,4 +1,4 @@
-"""What is special about blocks of rows: what is hidden is never touched, and memory grows with length alone."""
+"""Blockwise attention: blocks without a visible key are never computed, and memory grows with length alone."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ PRODUCTS = (torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten.baddbmm_)
 
 
 class Work(TorchDispatchMode):
-    """The multiplications that products of matrices cost, and the most elements that any new tensor had."""
+    """Counts the multiplications of matrix products, and the elements of the largest new tensor."""
 
     def __init__(self):
         super().__init__()
@@ -35,9 +35,9 @@ class Work(TorchDispatchMode):
         return result
 
 
-def work_of(mask, *, length=1024, batch=2, heads=4, dtype=torch.float32, backward=False, **options) -> Work:
+def count_work(mask, *, length=1024, batch=2, heads=4, dtype=torch.float32, backward=False, **options) -> Work:
     q, k, v = (torch.randn(batch, heads, length, 16, dtype=dtype, requires_grad=backward) for _ in range(3))
-    vars(tiles.Pool._of_thread).clear()  # what earlier calls kept is not of this one
+    vars(tiles.Pool._of_thread).clear()  # buffers of earlier calls would not be counted
     with Work() as work:
         out = hw.attend(q, k, v, mask=mask, backend="blockwise", **options)
         if backward:
@@ -45,7 +45,7 @@ def work_of(mask, *, length=1024, batch=2, heads=4, dtype=torch.float32, backwar
     return work
 
 
-# What is left of the square, rounded up to blocks: rows of 64 to 256, columns of 64.
+# Share of the score matrix that the mask leaves, rounded up to blocks of 64 to 256 rows and 64 columns.
 SHARES = {
     "causal": (hw.causal(), 10 / 16),
     "window": (hw.window(64), (64 + 128) / 1024),
@@ -64,20 +64,20 @@ SHARES = {
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "training"])
 @pytest.mark.parametrize("case", SHARES)
-def test_what_is_empty_is_never_touched(case, backward):
+def test_blocks_without_a_visible_key_are_never_computed(case, backward):
     mask, share = SHARES[case]
     batch = 16 if case.startswith("per head") else 2  # where taking heads apart is worth its calls
-    whole = work_of(None, batch=batch, backward=backward).multiplications
-    assert work_of(mask, batch=batch, backward=backward).multiplications <= share * whole
+    whole = count_work(None, batch=batch, backward=backward).multiplications
+    assert count_work(mask, batch=batch, backward=backward).multiplications <= share * whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_share_is_that_of_bfloat16_too(dtype):
-    whole = work_of(None, batch=16, dtype=dtype, backward=True).multiplications
-    assert work_of(hw.window(64), batch=16, dtype=dtype, backward=True).multiplications <= (64 + 128) / 1024 * whole
+def test_blocks_without_a_visible_key_are_never_computed_in_bfloat16(dtype):
+    whole = count_work(None, batch=16, dtype=dtype, backward=True).multiplications
+    assert count_work(hw.window(64), batch=16, dtype=dtype, backward=True).multiplications <= (64 + 128) / 1024 * whole
 
 
-def test_what_is_full_is_never_masked(monkeypatch):
+def test_blocks_with_all_keys_visible_are_never_masked(monkeypatch):
     seen = []
     block = hw.Mask.block
 
@@ -86,13 +86,13 @@ def test_what_is_full_is_never_masked(monkeypatch):
         return block(self, grid, rows, columns)
 
     monkeypatch.setattr(hw.Mask, "block", spy)
-    work_of(hw.causal(), length=256)
+    count_work(hw.causal(), length=256)
     assert seen == [(range(at, at + 128), range(at, at + 128)) for at in (0, 128)]
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"sinks": torch.zeros(4)}, {"dropout": 0.1}], ids=str)
 def test_memory_is_linear_in_length(options):
-    short, long = (work_of(hw.causal(), length=n, batch=1, backward=True, **options).largest for n in (2048, 4096))
+    short, long = (count_work(hw.causal(), length=n, batch=1, backward=True, **options).largest for n in (2048, 4096))
     assert long <= 2 * short
     assert long < 4096**2  # the scores of one head
 
@@ -161,7 +161,7 @@ def test_bfloat16_is_no_worse_than_plain_attention(given, spread):
         assert (got - wanted).norm() <= 1.1 * (usual - wanted).norm()
 
 
-def test_the_gradient_of_dropout_leaves_out_the_same_weights():
+def test_the_gradient_of_dropout_drops_the_same_weights():
     q, k, v = (torch.randn(2, 3, 200, 7, dtype=torch.float64, requires_grad=True) for _ in range(3))
 
     def run(q, k, v):
@@ -178,7 +178,7 @@ def test_the_gradient_of_dropout_leaves_out_the_same_weights():
         torch.testing.assert_close((grad * direction).sum(), slope, rtol=1e-6, atol=1e-6)
 
 
-def test_rows_can_be_given():
+def test_the_number_of_rows_of_a_block_does_not_change_the_result():
     q = torch.randn(1, 2, 50, 7)
     problem = Problem.checked(q, q, q, mask=hw.causal())
     torch.testing.assert_close(blockwise.run(problem, rows=3).out, blockwise.run(problem).out)
@@ -190,7 +190,7 @@ def test_rows_can_be_given():
     assert hw.why_not(hw.Blockwise(), q, q, q) is None
 
 
-def test_rows_given_are_taken(monkeypatch):
+def test_blockwise_uses_the_given_number_of_rows(monkeypatch):
     asked = []
     monkeypatch.setattr(blockwise, "plan_of", lambda *args: asked.append(args[3]) or block_plan.plan_of(*args))
     q = torch.randn(1, 2, 50, 7)
@@ -213,11 +213,11 @@ def test_rows_given_are_taken(monkeypatch):
     ],
     ids=str,
 )
-def test_rows_follow_the_width_of_what_is_held_and_how_much_is_done_at_once(mask, together, rows):
+def test_the_number_of_rows_follows_the_visible_columns_and_the_number_of_tiles(mask, together, rows):
     assert block_plan.rows_of(mask, Grid(1, 1, 4096, 4096), 2**17, together) == rows
 
 
-def test_memory_that_is_kept_serves_every_mode_and_thread():
+def test_reused_buffers_work_in_every_mode_and_thread():
     q, k, v = (torch.randn(2, 3, 65, 7) for _ in range(3))
     vars(tiles.Pool._of_thread).clear()
     with torch.inference_mode():
@@ -241,7 +241,7 @@ def test_a_second_derivative_is_refused():
         grad.sum().backward()
 
 
-def test_what_it_cannot_do_is_said_in_a_sentence():
+def test_why_not_returns_the_reason_in_one_sentence():
     q = torch.randn(2, 3, 5, 7)
     talking = (torch.eye(3), torch.eye(3))
     reason = "blocks hold some heads at a time, and talking_heads mixes all"
@@ -249,7 +249,7 @@ def test_what_it_cannot_do_is_said_in_a_sentence():
     assert hw.why_not("blockwise", q, q, q, softcap=30.0, dropout=0.1, return_lse=True) is None
 
 
-def test_compiling_leaves_it_to_others(monkeypatch):
+def test_blockwise_is_refused_while_compiling(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     q = torch.randn(2, 3, 5, 7)
     reason = "its blocks are planned from sizes and masks, which are not known while compiling or under vmap"

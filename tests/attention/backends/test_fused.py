@@ -1,6 +1,6 @@
-"""Traps of torch's operators that `fused` steps around: each is shown to be there, then not to matter.
+"""Traps of torch's operators that `fused` avoids: each test shows the trap, and then that it does not affect `attend`.
 
-A trap that torch mends makes its first half fail; then the detour in `fused.py` can go.
+If torch fixes a trap, the first half of its test fails; then the detour in `fused.py` can be removed.
 """
 
 import pytest
@@ -22,14 +22,14 @@ def test_the_operator_reads_a_wide_stride_as_if_it_were_one():
     torch.testing.assert_close(lse, exact.lse)
 
 
-def test_the_operator_says_lse_zero_for_a_row_without_a_key():
+def test_the_operator_returns_lse_zero_for_a_row_without_a_key():
     q = torch.randn(2, 3, 5, 8)
     hidden = torch.full((2, 1, 1, 5), -torch.inf)
     assert not flash(q, q, q, attn_mask=hidden)[1].any()
     assert (hw.attend(q, q, q, bias=hidden, return_lse=True)[1] == -torch.inf).all()
 
 
-def test_sdpa_misreads_a_float32_mask_beside_float64_queries():
+def test_sdpa_misreads_a_float32_mask_with_float64_queries():
     q = torch.randn(2, 3, 33, 8, dtype=torch.float64)
     bias = torch.randn(2, 3, 33, 33)
     exact = plain_attention(q, q, q, bias=bias.double()).out
@@ -55,7 +55,7 @@ def test_the_gradient_of_the_lse_alone_is_the_weights():
     torch.testing.assert_close(got, weights @ k * 5**-0.5)
 
 
-def test_square_causal_needs_no_mask_tensor_and_full_masks_vanish(monkeypatch):
+def test_no_mask_tensor_is_made_for_square_causal_masks_and_masks_that_hide_nothing(monkeypatch):
     seen = []
     sdpa = F.scaled_dot_product_attention
 
@@ -71,8 +71,8 @@ def test_square_causal_needs_no_mask_tensor_and_full_masks_vanish(monkeypatch):
     assert seen == [(None, True), (None, False), (None, False)]
 
 
-def test_a_padded_layout_of_channels_last_is_read_right():
-    """Padding keeps such a layout, whose last stride is not 1, and the operator would read it as if it were."""
+def test_a_padded_channels_last_layout_is_read_correctly():
+    """Padding keeps this layout, whose last stride is not 1; the operator would read it as if the stride were 1."""
     q, k = (
         torch.randn(1, 2, 3, 2, dtype=torch.float64).contiguous(memory_format=torch.channels_last) for _ in range(2)
     )
@@ -87,7 +87,7 @@ def test_a_padded_layout_of_channels_last_is_read_right():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("axes", [(1, 1), (1, 6), (2, 1), (2, 6)], ids=str)
 def test_one_query_row_of_grouped_heads(axes, dtype):
-    """As rows of one head, and twice in bfloat16: masks, biases and sinks stay with their heads."""
+    """The row is passed as rows of one head, twice in bfloat16; masks, biases and sinks stay with their heads."""
     q, k, v = (torch.randn(2, heads, n, 8).to(dtype) for heads, n in ((6, 1), (3, 11), (3, 11)))
     allowed, bias, sinks = torch.rand(*axes, 1, 11) > 0.4, torch.randn(*axes, 1, 11), torch.randn(6)
     scale, gate = torch.rand(6) + 0.5, torch.randn(2, 6)
@@ -106,7 +106,7 @@ def test_one_query_row_of_grouped_heads(axes, dtype):
             torch.testing.assert_close(ours.double(), exact, rtol=0, atol=tolerance)
 
 
-def test_keys_of_a_group_are_read_once_for_one_row(monkeypatch):
+def test_one_query_row_reads_the_keys_of_a_group_once(monkeypatch):
     seen = []
     sdpa = F.scaled_dot_product_attention
 
@@ -120,4 +120,4 @@ def test_keys_of_a_group_are_read_once_for_one_row(monkeypatch):
         hw.attend(torch.randn(2, 6, 1, 8).to(dtype), k.to(dtype), k.to(dtype), mask=hw.causal())
         assert seen.pop() == ((2, 3, rows, 8), False)
     hw.attend(torch.randn(2, 3, 1, 8).bfloat16(), k.bfloat16(), k.bfloat16())
-    assert seen.pop() == ((2, 3, 2, 8), False)  # twice, so that they are matrices
+    assert seen.pop() == ((2, 3, 2, 8), False)  # the row twice, so that products are of matrices

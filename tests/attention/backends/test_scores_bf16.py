@@ -1,4 +1,4 @@
-"""Scores in bfloat16: near those of float64 wherever they are, and never much further off than torch's kernel."""
+"""Scores in bfloat16: close to those in float64 at any magnitude, and about as accurate as torch's kernel."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SCALE = HEAD_DIM**-0.5
 
 
 def keys_of(kind: str) -> torch.Tensor:
-    """Keys whose scores are not normal, and of other size than the sample says."""
+    """Return keys whose scores are not normally distributed, or larger than a sample of the keys shows."""
     k = torch.randn(BATCH, KV_HEADS, KEYS, HEAD_DIM)
     if kind == "one far beyond":
         k[:, :, 311] *= 9
@@ -36,31 +36,31 @@ KINDS = ["normal", "one far beyond", "two clusters", "all alike", "features toge
 
 @pytest.mark.parametrize("mask", [None, hw.causal(), hw.window(20)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_heavy_scores_of_every_row_are_near_to_what_is_subtracted(kind, mask):
+def test_the_heavy_scores_of_every_row_are_near_the_shift(kind, mask):
     q, k = torch.randn(BATCH, HEADS, QUERIES, HEAD_DIM).bfloat16(), keys_of(kind)
     plan = plan_of(mask, Grid(BATCH, HEADS, QUERIES, KEYS), 1)
     shifts = torch.zeros(*q.shape[:-1], 1)
-    rows = scores_bf16.BFloat16Scores(q, k, SCALE, plan, Pool(plan, q, k), shifts)
+    scores = scores_bf16.BFloat16Scores(q, k, SCALE, plan, Pool(plan, q, k), shifts)
     exact = q.double() @ k.double().repeat_interleave(2, 1).mT
     if mask is not None:
         exact = exact.masked_fill(~mask.block(Grid(BATCH, HEADS, QUERIES, KEYS)), -torch.inf)
     for tile in iterate_tiles(plan, q, k, None):
-        found = tile.by_head(rows.shifted_scores(tile).clone()).double()
-        assert torch.equal(found, tile.by_head(rows.recompute(tile)).double())
+        shifted = tile.by_head(scores.shifted_scores(tile).clone()).double()
+        assert torch.equal(shifted, tile.by_head(scores.recompute(tile)).double())
         wanted = (exact[tile.row_slices] - shifts[tile.row_slices].double()) * SCALE * LOG2_E
         wanted = torch.cat([wanted[..., span.start : span.stop] for span in tile.block.spans], -1)
-        # A product of bfloat16 has its sum in float32, whose rounding counts beside that of the result.
+        # The sums of bfloat16 products are rounded in float32, in addition to the result in bfloat16.
         noise = 2**-20 * q[tile.row_slices].double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
         near = wanted > -torch.inf
-        assert ((found - wanted)[near].abs() <= 2**-8 * wanted[near].abs() + noise).all()
-        assert (found[~near] <= 0.99 * LOWEST).all()
-        # A second product is subtracted the largest, as the first product rounded it.
+        assert ((shifted - wanted)[near].abs() <= 2**-8 * wanted[near].abs() + noise).all()
+        assert (shifted[~near] <= 0.99 * LOWEST).all()
+        # The second product subtracts the largest score, as the first product rounded it.
         first = 2**-7 * (wanted.amax(-1) - wanted.masked_fill(~near, 0.0).amin(-1)).max()
         assert wanted.amax(-1).abs().max() <= max(scores_bf16.FARTHEST * LOG2_E * 1.01, first)
 
 
 @pytest.mark.parametrize("lowest", [-3.0, 0.5, -70000.0])
-def test_the_largest_is_found_from_its_bits(lowest):
+def test_the_row_maximum_is_found_from_bits(lowest):
     scores = torch.randn(3, 5, 41) * torch.tensor([0.01, 1.0, 100.0])[:, None, None] + lowest
     scores = scores.bfloat16()
     scores[0, 0, 1:] = -torch.inf
@@ -73,8 +73,8 @@ def test_the_largest_is_found_from_its_bits(lowest):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("keys", [64, 512])
 @pytest.mark.parametrize("spread", [0.3, 1.0, 2.0])
-def test_blocks_are_at_most_twice_as_far_off_as_the_kernel(spread, keys, causal):
-    """Not only as near as plain attention in bfloat16: as near as what they replace, in output and gradients."""
+def test_errors_are_at_most_twice_those_of_the_kernel(spread, keys, causal):
+    """Compare output and gradients with torch's kernel, which is more accurate than plain attention in bfloat16."""
     q, k, v, upstream = (torch.randn(2, 4, keys, 64) * each for each in (spread, 1.0, 1.0, 1.0))
     q, k, v, upstream = (tensor.bfloat16() for tensor in (q, k, v, upstream))
     mask = hw.causal() if causal else None

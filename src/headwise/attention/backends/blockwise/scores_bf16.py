@@ -68,8 +68,10 @@ class BFloat16Scores:
         highest = NormalDist().inv_cdf(max(1 - 1 / tile.block.width, 0.5))
         shift = torch.addcmul(mean, deviation, (deviation * (2 * self.scale)).clamp_(max=highest))
         rows = tile.stack_rows(self.q)
-        for _ in range(MOST_PRODUCTS):
-            magnitude = self._magnitude(shift)
+        magnitude = self._predicted_magnitude
+        for attempt in range(MOST_PRODUCTS):
+            if attempt > 0 or not magnitude <= LARGE_SHIFT:
+                magnitude = self._magnitude(shift)
             scores = self._product(tile, rows, shift, magnitude)
             largest, written = _row_maximum(scores), shift
             if _is_near(largest, magnitude):
@@ -80,8 +82,10 @@ class BFloat16Scores:
 
     def recompute(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
         """Return the same scores once more, with the shifts that `shifted_scores` wrote."""
-        shift = tile.stack_rows(self.shifts)
-        return self._product(tile, tile.stack_rows(self.q), shift, self._magnitude(shift))
+        shift, magnitude = tile.stack_rows(self.shifts), self._written_magnitude
+        if not magnitude <= LARGEST_SPLIT_SHIFT:
+            magnitude = self._magnitude(shift)
+        return self._product(tile, tile.stack_rows(self.q), shift, magnitude)
 
     def start_backward(
         self,
@@ -111,8 +115,19 @@ class BFloat16Scores:
         moments = rows @ mean.mT.to(rows.dtype), (rows.square() @ variance.mT.to(rows.dtype)).sqrt_()
         return moments[0].view_as(self.shifts), moments[1].view_as(self.shifts)
 
-    def _magnitude(self, shift: Float[Tensor, "kv stacked 1"]) -> float:
-        """Return the size of the largest shift of a tile, in nats."""
+    @cached_property
+    def _predicted_magnitude(self) -> float:
+        """Upper bound of the size of all predicted shifts of the call, in nats; NaN if one overflows."""
+        mean, deviation = self._moments
+        return float((mean.abs() + 6 * deviation).amax()) * self.scale  # no prediction is 6 deviations from the mean
+
+    @cached_property
+    def _written_magnitude(self) -> float:
+        """Size of the largest shift of the call, in nats, once all shifts are written."""
+        return self._magnitude(self.shifts)
+
+    def _magnitude(self, shift: Float[Tensor, "*axes 1"]) -> float:
+        """Return the size of the largest of some shifts, in nats."""
         lowest, highest = torch.aminmax(shift)
         return max(-float(lowest), float(highest)) * self.scale
 
@@ -173,9 +188,10 @@ def extend_with_shift(
 
     The two additional features are the negative shift, rounded to the dtype of the rows, and the rest.
     """
+    if shift.dtype == rows.dtype:
+        return torch.cat([rows, -shift, torch.zeros_like(shift)], -1)
     rounded = shift.to(rows.dtype)
-    rest = (shift - rounded).to(rows.dtype)  # zero if the shift has the dtype of the rows
-    return torch.cat([rows, -rounded, -rest], -1)
+    return torch.cat([rows, -rounded, (rounded - shift).to(rows.dtype)], -1)
 
 
 def _row_maximum(scores: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
