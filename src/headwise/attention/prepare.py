@@ -25,8 +25,8 @@ class AttentionInputs(NamedTuple):
         v: cached values, and those of this call.
         query_positions: positions for rotary embeddings and position biases.
         explicit_key_positions: the same for the keys; None where key j is at position j.
-        mask_positions: arguments `query_positions` and `key_positions` of `attend`, for masks; empty where positions
-            follow from the sizes.
+        mask_query_positions: positions of the queries for masks; None where they follow from the sizes.
+        mask_key_positions: positions of the keys for masks; None where they follow from the sizes.
         cache_update: argument of `Cache.commit`, which the layer calls last; None without a cache.
     """
 
@@ -35,7 +35,8 @@ class AttentionInputs(NamedTuple):
     v: Float[Tensor, "batch value_heads keys value_dim"]
     query_positions: Int[Tensor, "#batch queries"]
     explicit_key_positions: Int[Tensor, "#batch keys"] | None
-    mask_positions: dict[str, Any]
+    mask_query_positions: Int[Tensor, "#batch queries"] | None
+    mask_key_positions: Int[Tensor, "#batch keys"] | None
     cache_update: CacheUpdate | None
 
     @property
@@ -90,13 +91,23 @@ def prepare_qkv(
     tensors: CachedTensors = (k,) if v is None else (k, v)
     update: CacheUpdate | None = None
     key_positions: Int[Tensor, "#batch keys"] | None = new_positions
-    mask_positions: dict[str, Any] = {}
+    mask_query_positions: Int[Tensor, "#batch queries"] | None = None
+    mask_key_positions: Int[Tensor, "#batch keys"] | None = None
     if cache is not None:
         update = cache.prepare_update(tensors, order, full_capacity=full_capacity)
         tensors, key_positions = update.tensors, update.key_positions
         if key_positions is not None:
-            mask_positions = {"query_positions": order, "key_positions": key_positions}
-    inputs = AttentionInputs(q, tensors[0], tensors[-1], query_positions, key_positions, mask_positions, update)
+            mask_query_positions, mask_key_positions = order, key_positions
+    inputs = AttentionInputs(
+        q=q,
+        k=tensors[0],
+        v=tensors[-1],
+        query_positions=query_positions,
+        explicit_key_positions=key_positions,
+        mask_query_positions=mask_query_positions,
+        mask_key_positions=mask_key_positions,
+        cache_update=update,
+    )
     if rotary is not None and rotary.depends_on_length:
         # Every new token changes these angles, also those of cached keys; so keys are cached unrotated.
         return _rotated_by_length(rotary, inputs, offsets)

@@ -172,11 +172,12 @@ class AttentionLayer(nn.Module):
             softcap=parameters.softcap,
             sinks=parameters.sinks,
             talking_heads=parameters.talking_heads,
+            query_positions=inputs.mask_query_positions,
+            key_positions=inputs.mask_key_positions,
             gate=call.gate,
             dropout=self.dropout if self.training else 0.0,
             return_weights=call.return_weights,
             backend=self.backend,
-            **inputs.mask_positions,
         )
         if isinstance(attended, tuple):
             heads, weights = attended

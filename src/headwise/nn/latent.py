@@ -178,9 +178,8 @@ class LatentAttention(AttentionLayer):
             cache: latents and rotated keys of earlier tokens, to which those of x are appended.
             lengths: number of real tokens at the start of each sequence, `(batch,)`; only those enter the
                 `StaticCache` that must be passed with them.
-            absorbed: True attends to the latents and computes no keys or values per head (section 2.1.2). False
-                computes keys and values of each head first. The results differ by rounding. None selects the form
-                with fewer multiplications: usually True for a few queries and many keys, False otherwise.
+            absorbed: True attends to the latents themselves (section 2.1.2), False to keys and values of each head.
+                Results differ by rounding. None selects the form with fewer multiplications.
             return_weights: True to return the attention weights too, before dropout.
 
         Returns:
@@ -203,10 +202,8 @@ class LatentAttention(AttentionLayer):
         rotary = self.rotary and replace(self.rotary, width=self.rotary.width or self.rotary_dim)
         prepared = self._prepare(q, latents, None, call, rotary)
         # the same, rotated by position; latents begin with the cached tokens
-        if self._is_absorbed(absorbed, queries=prepared.q.shape[2], keys=prepared.k.shape[2]):
-            heads, weights = self._attend_absorbed(prepared, call)
-        else:
-            heads, weights = self._attend_expanded(prepared, call)
+        is_absorbed = self._is_absorbed(absorbed, queries=prepared.q.shape[2], keys=prepared.k.shape[2])
+        heads, weights = (self._attend_absorbed if is_absorbed else self._attend_expanded)(prepared, call)
         # heads (batch, heads, queries, value_dim), weights (batch, heads, queries, keys) or None
         y = self.out_proj(heads.transpose(1, 2).flatten(2))
         # y (batch, queries, out_dim)

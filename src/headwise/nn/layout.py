@@ -46,6 +46,7 @@ class Batch(Layout):
     """One sequence per row, `(batch, length, width)`."""
 
     def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Float[Tensor, "batch queries out"]:
+        """Return the output unchanged."""
         return y
 
 
@@ -54,9 +55,11 @@ class SingleRow(Layout):
     """One sequence, or packed sequences end to end, without a batch axis: `(length, width)`."""
 
     def restore_output(self, y: Float[Tensor, "1 queries out"]) -> Float[Tensor, "queries out"]:
+        """Return the output without the batch axis."""
         return y.squeeze(0)
 
     def restore_weights(self, weights: Float[Tensor, "1 heads queries keys"]) -> Float[Tensor, "heads queries keys"]:
+        """Return the weights without the batch axis."""
         return weights.squeeze(0)
 
 
@@ -71,6 +74,7 @@ class Nested(Layout):
     offsets: Tensor
 
     def restore_output(self, y: Float[Tensor, "1 tokens out"]) -> Tensor:
+        """Return the output as a jagged nested tensor."""
         return torch.nested.nested_tensor_from_jagged(y.squeeze(0), self.offsets)
 
 
@@ -85,11 +89,13 @@ class MaskedPadding(Layout):
     padded: packed.PaddedBatch
 
     def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Float[Tensor, "batch queries out"]:
+        """Return the output with 0 at padding."""
         return y.masked_fill(~self.padded.is_real[..., None], 0.0)
 
     def restore_weights(
         self, weights: Float[Tensor, "batch heads queries keys"]
     ) -> Float[Tensor, "batch heads queries keys"]:
+        """Return the weights with 0 in the rows of padding."""
         return weights.masked_fill(~self.padded.is_real[:, None, :, None], 0.0)
 
 
@@ -104,6 +110,7 @@ class PackedPadding(Layout):
     padded: packed.PaddedBatch
 
     def restore_output(self, y: Float[Tensor, "1 tokens out"]) -> Float[Tensor, "batch queries out"]:
+        """Return the output of the real tokens in their places, with 0 at padding."""
         return self.padded.unpack(y.squeeze(0))
 
 

@@ -96,8 +96,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask: `(queries, keys)` or `(batch * num_heads, queries, keys)`. Boolean, True = ignored, or float,
                 added to the scores.
             average_attn_weights: True for weights averaged over the heads, False for those of each head.
-            is_causal: True if `attn_mask` is the causal mask, which must be passed all the same. If there is no
-                padding mask and no weights are needed, the kernel's own causal mask replaces it.
+            is_causal: True if `attn_mask` is the causal mask, which must be passed too; a faster kernel may be used.
 
         Returns:
             Output, shaped as `query`, and the weights before dropout: `(batch, queries, keys)` if averaged, otherwise
