@@ -279,7 +279,7 @@ def test_arguments_that_are_refused():
 
 @pytest.fixture
 def headwise(monkeypatch, capsys, tmp_path):
-    """The command line in this process, on a tiny causal model and a file: status, output and errors."""
+    """Return a function that runs the command line in this process on a tiny causal model: status, output, errors."""
     causal().float().save_pretrained(tmp_path / "model")
     tiny.tokenizer("decoder").save_pretrained(tmp_path / "model")
     (tmp_path / "data.txt").write_text("\n".join(TEXTS))

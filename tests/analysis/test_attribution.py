@@ -1,4 +1,4 @@
-"""What heads add to a logit, against the whole of it: the parts of all that writes into the stream are the logit."""
+"""Logit attribution: the parts of everything that writes into the residual stream sum to the logit."""
 
 import math
 
@@ -25,7 +25,7 @@ NORMS = {"llama": "model.norm", "gpt2": "transformer.ln_f"}
 
 @torch.no_grad()
 def parts(kind, model, inputs, words, places):
-    """What each writer adds to the logits of `words`, by its name: of the attention, what each head does, and the bias.
+    """Return what each module adds to the logits of `words`, by name: each head, the biases, MLPs and embeddings.
 
     The norm is written out: its scale is that of the whole stream.
     """
@@ -110,7 +110,7 @@ def test_parts_of_heads_and_other_modules_sum_to_the_logit(kind, against, paddin
 OTHERS = {
     "gemma, a norm whose weight is 1 + w": lambda: transformers.GemmaConfig(**ROTARY),
     "olmo, a norm without weights": lambda: transformers.OlmoConfig(**SIZES, intermediate_size=37),
-    "gpt-neox, attention beside the MLP": lambda: transformers.GPTNeoXConfig(**SIZES, intermediate_size=37),
+    "gpt-neox, attention parallel to the MLP": lambda: transformers.GPTNeoXConfig(**SIZES, intermediate_size=37),
     "qwen3, norms of queries and keys": lambda: transformers.Qwen3Config(**ROTARY),
     "an odd width": lambda: transformers.GPTNeoXConfig(
         vocab_size=97, hidden_size=35, num_hidden_layers=2, num_attention_heads=5, intermediate_size=37, rotary_pct=0.3
@@ -120,7 +120,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_part_of_a_head_in_the_last_layer_is_its_effect_on_the_logit(name):
-    """By definition: what the logit loses without what a head of the last layer wrote, the norm's scale being kept."""
+    """By definition the part is what the logit loses without the head's output, with the norm's scale held constant."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(OTHERS[name]()).double().eval()
     for parameter in model.parameters():
@@ -146,7 +146,7 @@ def test_part_of_a_head_in_the_last_layer_is_its_effect_on_the_logit(name):
         adds = slices[:, head] @ out[0, head, -1]
 
         def logit(share, adds=adds):
-            """With the scale of the whole stream: what a norm of x is, times the scale of x over that of the stream."""
+            """Return the norm of x with the scale of the stream in place of that of x."""
             x = stream - share * adds
             spread = (lambda y: y.std(correction=0)) if "LayerNorm" in type(norm).__name__ else (lambda y: y.norm())
             return embedding @ (bias + (norm(x) - bias) * spread(x) / spread(stream))
@@ -187,7 +187,7 @@ def test_the_model_is_left_as_it_was():
 
 
 class Bare(nn.Module):
-    """Attention in a stream with a norm and dropout at its end, and with an output projection or without one."""
+    """Attention in a residual stream that ends with a norm and dropout, with or without an output projection."""
 
     def __init__(self, out=None):
         super().__init__()

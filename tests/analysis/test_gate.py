@@ -1,4 +1,4 @@
-"""Gates on heads of models, against the same models whose weights are changed by hand, in float64."""
+"""Gates on heads, compared in float64 with the same models with scaled columns of the output projection."""
 
 import copy
 import math
@@ -25,7 +25,7 @@ SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 37, "num_hidd
 
 
 def spread(model):
-    """Weights by which heads differ by more than rounding."""
+    """Return the model in float64, with random weights that make its heads differ by more than rounding."""
     for parameter in model.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.3)
@@ -47,14 +47,14 @@ def gptj():
 
 
 def neox():
-    """A decoder whose norms do not round to float32."""
+    """Return a decoder whose norms compute in float64."""
     torch.manual_seed(0)
     config = transformers.GPTNeoXConfig(**SIZES, num_attention_heads=6, rotary_pct=0.5)
     return spread(transformers.GPTNeoXModel(config))
 
 
 class Ours(nn.Module):
-    """Two layers of headwise's own, 6 heads of 7 over 2 key/value heads."""
+    """Two layers of headwise with 6 query heads and 2 key/value heads of 7 features."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ def hidden(model, **inputs):
 
 @torch.no_grad()
 def scaled(model, projection, factors):
-    """A copy of the model, the columns of a projection multiplied head by head."""
+    """Return a copy of the model with each head's columns of an output projection multiplied by its factor."""
     other = copy.deepcopy(model)
     weight = other.get_submodule(projection).weight
     weight.mul_(torch.as_tensor(factors, dtype=weight.dtype).repeat_interleave(weight.shape[1] // len(factors)))
@@ -102,7 +102,7 @@ def ones_but(**factors):
 
 
 def projected(model, path, **inputs):
-    """What an output projection is given, `(batch, queries, heads, head_dim)`."""
+    """Return the input of an output projection, `(batch, queries, heads, head_dim)`."""
     given = []
     hook = model.get_submodule(path).register_forward_pre_hook(lambda _, args: given.append(args[0].detach()))
     model(TOKENS, **inputs)
@@ -578,7 +578,10 @@ WRONG = {
     "a head": ({(1, 6): 0.0}, r"^head: expected one of 0 to 5 in layers.1.self_attn, got 6$"),
     "a head before the first": ({(1, -1): 0.0}, r"^head: expected one of 0 to 5 in layers.1.self_attn, got -1$"),
     "a layer": ({(2, 0): 0.0}, "^layer: expected one of layers 0 to 1, got 2; name the module by its path"),
-    "a path": ({("layers.9", 0): 0.0}, "^layer: expected the path of a module, as watch.model. tells, got 'layers.9'$"),
+    "a path": (
+        {("layers.9", 0): 0.0},
+        "^layer: expected the path of a module, as watch.model. shows it, got 'layers.9'$",
+    ),
     "no attention there": ({("layers.1.mlp", 0): 0.0}, "modules in which attention is seen, got none in layers.1.mlp$"),
     "a key": ({(1, 2, 3): 0.0}, r"^values: expected keys \(layer, head\) or layer, got \(1, 2, 3\)$"),
     "a key of floats": ({(1.0, 2): 0.0}, r"^values: expected keys \(layer, head\) or layer, got \(1.0, 2\)$"),

@@ -1,4 +1,4 @@
-"""A head that is gated to 0, in every kind of model, against the same model without that head's weights.
+"""A gate of 0 in every kind of model, compared with the same model without that head's weights.
 
 The oracle knows nothing of headwise: which module projects the heads is in a table, and the head's columns of its
 weight are set to zero by hand.
@@ -73,13 +73,13 @@ FAMILIES = {
     },
 }
 HEADS = {"electra": 4, "codegen": 4}
-"""Of the tiny models; the others have 6."""
+"""Number of heads of some tiny models; the others have 6."""
 TYPES = [(name, None) for kind in FAMILIES.values() for name in kind]
 TYPES += [(name, "eager") for name in ("llama", "gpt2", "bert", "t5", "vit")]
 
 
 def tensors(output):
-    """All numbers that a model returns."""
+    """Return all numbers in a model's output."""
     if isinstance(output, Tensor):
         yield from [output] * output.is_floating_point()
     elif hasattr(output, "values") or isinstance(output, list | tuple):
@@ -100,7 +100,7 @@ def double(inputs):
 
 
 def difference(outputs, others):
-    """The largest, as a share of the largest number there is where that is more than 1."""
+    """Return the largest difference, relative to the largest number if that is above 1."""
     found = [0.0]
     for each, other in zip(outputs, others, strict=True):
         found.append(float((each - other).abs().max() / each.abs().max().clamp(min=1.0)) if each.numel() else 0.0)
@@ -110,7 +110,7 @@ def difference(outputs, others):
 @contextmanager
 @torch.no_grad()
 def without(projection, head, heads):
-    """Within the context, the columns of the projection that read one head are zero."""
+    """Set one head's columns of the projection to zero while the context is active."""
     weight = projection.o if hasattr(projection, "o") and isinstance(projection.o, nn.Parameter) else projection.weight
     before = weight.clone()
     if weight.ndim == 3:  # XLNet: (embed, heads, head_dim)
@@ -144,7 +144,7 @@ def require_gated_as_without(model, inputs, path, projection, heads, head=1):
 
 
 def ready(model_type, implementation=None):
-    """A tiny model in float64, and inputs that it takes, a sequence of which is padded where padding can be said."""
+    """Return a tiny model in float64 and its inputs, with one padded sequence if the model accepts a padding mask."""
     model = build(model_type, implementation)
     sides = ("right", None) if takes_padding(model) else (None,)
     model = model.double()
@@ -206,7 +206,7 @@ class Written(nn.Module):
 
 
 class WrittenAttention(Written):
-    """A class that is called attention, as softmax is only read in one that is."""
+    """A class with "attention" in its name; softmax is intercepted only in such modules."""
 
 
 WAYS = ("torch", "torch, causal", "matmul", "matmul by keyword", "bmm", "einsum", "einsum, other axes")
@@ -237,7 +237,7 @@ def test_torchs_attention(batch_first, need_weights, training):
 
 @contextmanager
 def slow_path():
-    """Torch's fused layer, which a gate keeps from being taken, rounds in another way."""
+    """Torch's fused layer, which a gate disables, rounds differently."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -1,4 +1,4 @@
-"""Losses of one number an example, against cross entropy of the logits and cosines written out."""
+"""Losses per example, compared with the cross-entropy of all logits and with explicit cosines."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ BATCH = {"input_ids": IDS, "attention_mask": REAL}
 
 @torch.no_grad()
 def next_token(model, ids, real):
-    """Word by word."""
+    """Return the next-token loss of each sequence, computed token by token."""
     log_p = model(input_ids=ids, attention_mask=real).logits.log_softmax(-1)
     found = []
     for row in range(len(ids)):

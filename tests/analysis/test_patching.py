@@ -1,4 +1,4 @@
-"""Heads of one run put into another, against plain gates and against what follows from the definition."""
+"""Activation patching, compared with gates that put recorded outputs into a run, and with its definition."""
 
 import math
 
@@ -19,7 +19,7 @@ ASKED = {"answer": ANSWER, "wrong": WRONG}
 
 
 def causal(kind="llama", seed=0):
-    """A decoder that gives logits, 2 layers of 6 heads."""
+    """Return a causal language model with 2 layers of 6 heads."""
     sizes = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 6, "hidden_size": 48}
     torch.manual_seed(seed)
     if kind == "llama":
@@ -40,7 +40,7 @@ def difference(model, inputs, places=(-1, -1, -1)):
 
 
 def by_gates(model, clean, corrupted, heads, direction, places=(-1, -1, -1)):
-    """Both statistics of every pair, by whole runs under plain gates."""
+    """Return both statistics of each pair of prompts, from complete runs under gates."""
     giver, taker = (clean, corrupted) if direction == "denoise" else (corrupted, clean)
     with torch.no_grad(), hw.record_outputs(model) as run:
         model(**giver)
@@ -86,7 +86,7 @@ def test_patching_several_heads_together(direction):
 
 
 def test_recovered_is_0_without_a_change_and_1_if_all_heads_are_patched():
-    """The last token alone differs, and only what its heads give is put: one layer is all there is."""
+    """With one layer, the head outputs at the last token carry all of the difference."""
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=48, num_hidden_layers=1, num_attention_heads=6, intermediate_size=37
     )

@@ -1,4 +1,4 @@
-"""How alike heads are, against direct definitions over all tokens at once; clusters; what covers for what."""
+"""Similarity of heads, compared with the definitions over all tokens at once; clusters and their costs."""
 
 import math
 
@@ -28,7 +28,7 @@ def models(kind, implementation="sdpa"):
 
 
 def projection(model, kind, layer):
-    """(heads, value_dim, width)"""
+    """Return the heads' slices of the output projection, `(heads, value_dim, width)`."""
     if kind == "encoder":
         weight = model.encoder.layer[layer].attention.output.dense.weight
     else:
@@ -37,7 +37,7 @@ def projection(model, kind, layer):
 
 
 def aligned(x, y):
-    """Of x, y `(tokens, width)`: HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)) with K = x x^T, L = y y^T, centred."""
+    """Return the CKA of x, y `(tokens, width)`, HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)) of their Gram matrices."""
     k, l = ((each @ each.mT) for each in (x, y))  # noqa: E741
     centre = torch.eye(len(x), dtype=x.dtype) - 1.0 / len(x)
     k, l = centre @ k @ centre, centre @ l @ centre  # noqa: E741
@@ -45,7 +45,7 @@ def aligned(x, y):
 
 
 def shannon(p, q):
-    """Of two rows: the root of H(m) - (H(p) + H(q)) / 2."""
+    """Return the Jensen-Shannon distance of two rows: the root of H(m) - (H(p) + H(q)) / 2."""
     entropy = lambda row: -sum(x * math.log(x) for x in row if x > 0)  # noqa: E731
     middle = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
     return math.sqrt(max(entropy(middle) - (entropy(p) + entropy(q)) / 2, 0.0))
@@ -53,7 +53,7 @@ def shannon(p, q):
 
 @torch.no_grad()
 def by_definition(kind, model, mask):
-    """Every measure of every two heads, over all tokens at once; weights are of each sequence without its padding."""
+    """Return all measures of every two heads, over all tokens at once, from sequences without padding."""
     eager = models(kind, "eager")
     eager.load_state_dict(model.state_dict())
     weights = []
@@ -129,7 +129,7 @@ def test_distance_of_heads_in_different_tiles(monkeypatch):
 
 
 def test_heads_whose_rows_are_computed_separately_have_no_distance():
-    """Masks so unlike that their heads are computed apart."""
+    """Heads with very different masks are computed separately."""
     narrow, wide = hw.causal() & hw.window(8), hw.causal()
 
     class Model(nn.Module):
@@ -147,7 +147,7 @@ def test_heads_whose_rows_are_computed_separately_have_no_distance():
 
 
 def twin(kind, layer, one, other):
-    """A model in which a head is the copy of another, and all weights are otherwise its own."""
+    """Return a model with random weights in which one head is the copy of another."""
     model = models(kind)
     attention = model.encoder.layer[layer].attention if kind == "encoder" else model.layers[layer].self_attn
     own = attention.self if kind == "encoder" else attention
@@ -172,7 +172,7 @@ def test_a_head_and_its_copy(kind, one, other):
 
 
 def test_a_rotated_copy_of_a_head():
-    """Turned and scaled, it is the same to its alignment, but not to the cosine of what is written."""
+    """A rotated and scaled copy has a CKA of 1, but writes other vectors into the stream."""
     model = twin("encoder", 0, 2, 3)
     turn = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64))[0] * 3
     with torch.no_grad():
@@ -208,7 +208,7 @@ def test_clusters_are_complete_linkage_clusters():
 
 
 class Saturates(nn.Module):
-    """Four heads of width 2, of which 0 and 2 are the same, and what they give together, which may saturate."""
+    """Four heads of 2 features, of which 0 and 2 are equal, and the sum of these two, which may saturate."""
 
     def __init__(self, saturates):
         super().__init__()

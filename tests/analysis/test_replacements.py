@@ -1,4 +1,4 @@
-"""What is put in the place of a head's output, against what its projection is given and what values there are."""
+"""Replacements of head outputs, compared with the input of the output projection and with the values."""
 
 import pytest
 import torch
@@ -18,13 +18,13 @@ LEFT, RIGHT = PADDING.flip(1), PADDING
 
 
 def gated(model, projection, values, **inputs):
-    """What the projection is given, `(batch, queries, heads, head_dim)`."""
+    """Return the input of an output projection under gates, `(batch, queries, heads, head_dim)`."""
     with hw.gate(model, values):
         return projected(model, projection, **inputs)
 
 
 def projected_of(model, path, *tokens, **inputs):
-    """The same of other inputs, once for every call."""
+    """Return the input of an output projection for other model inputs, one for each call."""
     given = []
     hook = model.get_submodule(path).register_forward_pre_hook(lambda _, args: given.append(args[0]))
     model(*tokens, **inputs)
@@ -33,7 +33,7 @@ def projected_of(model, path, *tokens, **inputs):
 
 
 def replaced(plain, head, new):
-    """What the projection is given, changed at one head alone."""
+    """Return the input of a projection with the features of one head replaced."""
     expected = plain.clone()
     expected[:, :, head] = new
     return expected
@@ -66,7 +66,7 @@ def test_zero_removes_nan():
 
 
 def values_of(model, path, **inputs):
-    """What a projection of values gives in each head, `(batch, heads, keys, head_dim)`."""
+    """Return the values of each head, `(batch, heads, keys, head_dim)`."""
     given = []
     hook = model.get_submodule(path).register_forward_hook(lambda _, args, out: given.append(out))
     model(TOKENS, **inputs)
@@ -76,7 +76,7 @@ def values_of(model, path, **inputs):
 
 
 def uniform_output(v, hidden):
-    """The mean of the values that are not hidden; of all where all are."""
+    """Return the mean of the values that are not hidden, or of all values if all are hidden."""
     seen = (~hidden).double()
     seen[seen.sum(-1) == 0] = 1.0
     return (seen / seen.sum(-1, keepdim=True)) @ v
@@ -94,7 +94,7 @@ UNIFORM = {
 @pytest.mark.parametrize("name", UNIFORM)
 @torch.no_grad()
 def test_uniform(name, implementation, padding):
-    """Also in rows that hide all, as those of padding on the left do."""
+    """Rows in which all keys are hidden, as by padding on the left, are included."""
     make, layer, projection, value, causal = UNIFORM[name]
     model, inputs = make(), {} if padding is None else {"attention_mask": padding}
     budget = BUDGET
@@ -155,7 +155,7 @@ def test_uniform_in_torchs_attention_functions(form):
 @pytest.mark.parametrize("least", [-1e9, torch.finfo(torch.float64).min, -torch.inf])
 @torch.no_grad()
 def test_uniform_with_a_mask_of_large_negative_numbers(least):
-    """In softmax of its own, after which it may fill what was hidden with zeros."""
+    """The model writes its softmax out, and may fill hidden weights with zeros afterwards."""
 
     class Attention(nn.Module):
         def forward(self, x, hides, fill):
@@ -215,7 +215,7 @@ def test_uniform_in_a_model_with_a_softcap_or_sinks(name):
 @pytest.mark.parametrize("name", ["encoder", "decoder", "gptj"])
 @torch.no_grad()
 def test_mean(name):
-    """Over batches of several sizes, padding not counted, whatever mode the model is in."""
+    """The mean is over batches of several sizes, without padding, in training mode too."""
     make, path, projection = MODELS[name]
     model = make()
     batches = [
@@ -285,7 +285,7 @@ def test_a_module_that_attends_twice_has_one_mean_per_call():
 
 @torch.no_grad()
 def test_runs_of_a_replacement_are_not_observed_by_others():
-    """Neither counted by a watch, nor recorded, nor changed by gates outside, nor run with dropout."""
+    """These runs are not observed, not recorded, not changed by outer gates, and without dropout."""
     model = decoder()
     projection = "layers.1.self_attn.o_proj"
     mean = projected_of(model, projection, OTHERS[[0, 1, 0]]).mean((0, 1))
@@ -396,7 +396,7 @@ def test_cross_attention_is_patched():
 
 
 def test_gradients_through_a_replacement():
-    """None through a constant; through even attention to the values alone."""
+    """A constant has no gradient; under uniform attention only the values have one."""
     model = decoder()
     other = scaled(model, "layers.1.self_attn.o_proj", [1.0] * 6)
     for value in (replacements.mean([OTHERS]), replacements.uniform()):

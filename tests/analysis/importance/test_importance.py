@@ -1,4 +1,4 @@
-"""Importance against differences of the loss between gates just above and below 1; gates that are learned."""
+"""Importance, compared with finite differences of the loss between gates above and below 1; learned gates."""
 
 import math
 from functools import cache
@@ -29,7 +29,7 @@ T5 |= {"feed_forward_proj": "gated-gelu"}  # a kink has no derivative
 
 
 class Plain(nn.Module):
-    """A model of nobody's family, whose attention is ours."""
+    """A model that is in no library, with the attention of headwise."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ def model_of(name):
 
 
 def wave(model, batch):
-    """A loss that is curved, of any of these models."""
+    """Return a nonlinear loss of any of these models."""
     given = model(**batch)
     hidden = given if isinstance(given, torch.Tensor) else given.last_hidden_state
     direction = torch.linspace(-0.5, 1, hidden.shape[-1], dtype=hidden.dtype)
@@ -91,7 +91,7 @@ def losses_at(model, batch, gates, loss=wave):
 
 
 STEP = 0.01
-"""Of the gate, to both sides and twice; wide, for models that compute in float32 whatever their dtype."""
+"""Steps of the finite differences; large for models that compute in float32 in every dtype."""
 
 INSIDE = ("llama", "gptj", "t5")
 """Such models: of others, only the step is not exact."""
@@ -101,7 +101,7 @@ WAYS = torch.tensor([2.0, 1.0, -1.0, -2.0], dtype=torch.float64)
 
 
 def slopes_of(model, batch):
-    """dL/dg of every example, by module and head, from losses alone; what is wrong is of the fourth order in the step.
+    """Return dL/dg of every example, by module and head, from finite differences of fourth order.
 
     The batch comes again for every head and way, each time with another gate that is not 1.
     """
@@ -125,7 +125,7 @@ def slopes(name):
 
 
 def close(found, values, tolerance=1e-6):
-    """A mean over examples, with its error and number, is that of these values."""
+    """Check that an estimate has the mean, standard error and number of these values."""
     expected = MeanEstimate.of(values.tolist())
     assert found.n == expected.n
     assert found[:2] == pytest.approx(expected[:2], rel=1e-5, abs=tolerance)
@@ -229,7 +229,7 @@ def test_an_example_without_a_loss_does_not_count():
 
 
 class Branches(nn.Module):
-    """Runs a second layer only where it is told to."""
+    """A model that runs its second layer on request only."""
 
     def __init__(self):
         super().__init__()
@@ -257,7 +257,7 @@ def test_a_head_that_does_not_run_has_derivative_0(order):
 
 
 class Folded(nn.Module):
-    """Attends within each half of its input, which it puts in the batch."""
+    """A model that attends within each half of its input, folded into the batch."""
 
     def __init__(self):
         super().__init__()
@@ -268,7 +268,7 @@ class Folded(nn.Module):
 
 
 def folded_slopes(model, ids):
-    """Of a model that folds, gates are of all examples alike."""
+    """In a model that folds its input, all examples share their gates."""
     with torch.no_grad(), hw.watch(model) as heads:
         model(ids)
     found = {}
@@ -316,7 +316,7 @@ KEPT = {(0, 1), (1, 0), (1, 4)}
 
 @cache
 def with_idle_heads():
-    """A model in which only some heads are read by the output projections, and a loss that needs these."""
+    """Return a model whose output projections read some heads only, and a loss that depends on these."""
     model = tiny.model("decoder")
     with torch.no_grad():
         for layer, block in enumerate(model.layers):
@@ -409,7 +409,7 @@ def test_importance_restores_the_model(method, fails):
     assert not unlike(model, before)
     assert torch.is_grad_enabled()
     model.second.weight = None
-    assert unlike(Plain().train(), before)  # that the check can tell
+    assert unlike(Plain().train(), before)  # the check detects a change
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
@@ -531,7 +531,7 @@ def elsewhere(model, batch):
 
 
 class Towers(nn.Module):
-    """Does not keep gradients where it attends."""
+    """A model that attends without gradients."""
 
     def __init__(self):
         super().__init__()

@@ -156,7 +156,7 @@ class HeadComparison(SiteRegistry):
 
 
 def _real_queries(call: Call) -> Bool[Tensor, "batch queries"] | None:
-    """Return True at the queries of a call that are not padding; None if there is no mask of the queries' shape."""
+    """Return True at the queries of a call that are not padding; None without a mask of the queries' shape."""
     padding = call.padding
     if padding is None or padding.shape != (call.grid.batch, call.grid.queries):
         return None
