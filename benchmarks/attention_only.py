@@ -1,4 +1,4 @@
-"""Attention alone, without the projections of a layer: ours, and torch's `scaled_dot_product_attention`."""
+"""Attention without the projections of a layer: `hw.attend` and torch's `scaled_dot_product_attention`."""
 
 from collections.abc import Callable, Sequence
 
@@ -39,7 +39,7 @@ def attention(name: str, regime: Regime) -> tuple[Callable[[], list[Tensor]], li
 
 
 def check(name: str, regime: Regime) -> None:
-    """End with a sentence unless ours is right, and at most twice as far off as SDPA."""
+    """Exit with a message unless the output is right, with at most twice the error of SDPA."""
     results = []
     for each in (name, SDPA):
         run, (q, k, v, upstream) = attention(each, regime)

@@ -1,4 +1,4 @@
-"""The command line of the benchmarks."""
+"""Command-line options that all benchmarks share."""
 
 import argparse
 import importlib.util
@@ -10,7 +10,7 @@ from benchmarks.regime import Regime
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says."""
+    """Options of a benchmark."""
 
     quick: bool = False
     tiny: bool = False
@@ -19,24 +19,26 @@ class Options:
     peers: str = "all"
 
     def sizes(self, sizes: Sequence[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-        """(batch, length, embed, heads): up to a length of 1,024 where it is to be quick."""
+        """Return the sizes (batch, length, embed, heads) to measure: lengths up to 1,024 for a quick run."""
         if self.tiny:
             return [(min(size[0], 3), 40, 48, size[3]) for size in sizes[:1]]
         return [size for size in sizes if not self.quick or size[1] <= 1024]
 
     def wants(self, regime: Regime) -> bool:
-        """Whether `--only` names it."""
+        """Return whether the name of a regime contains the value of `--only`."""
         return self.only in regime.name
 
 
 def arguments(description: str | None, given: Sequence[str] | None = None) -> Options:
-    """The options of a script, from its docstring and the command line."""
+    """Parse the command line of a script, whose docstring is the description."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 rounds, few peers, lengths to 1,024 but for claims")
-    parser.add_argument("--tiny", action="store_true", help="sizes that show that it runs; the figures mean nothing")
-    parser.add_argument("--rounds", type=int, help="samples of each contestant; 7 unless given")
-    parser.add_argument("--only", default="", help="a part of the regime's name, as it is printed")
-    parser.add_argument("--peers", choices=("all", "torch"), default="all", help="torch: those that need no more")
+    parser.add_argument("--quick", action="store_true", help="3 rounds, few peers, lengths up to 1,024")
+    parser.add_argument("--tiny", action="store_true", help="smallest sizes, to test the code; the ratios mean nothing")
+    parser.add_argument("--rounds", type=int, help="samples of each contestant; 7 by default")
+    parser.add_argument("--only", default="", help="part of the name of the regimes to measure")
+    parser.add_argument(
+        "--peers", choices=("all", "torch"), default="all", help="torch: only peers that need no other package"
+    )
     chosen = parser.parse_args(given)
     if chosen.rounds is None:
         chosen.rounds = 3 if chosen.quick or chosen.tiny else 7
@@ -49,7 +51,7 @@ def arguments(description: str | None, given: Sequence[str] | None = None) -> Op
 
 
 def require(*packages: str) -> None:
-    """End, with one sentence, unless the packages are there."""
+    """Exit with a message if a package is not installed."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise SystemExit(f'{", ".join(missing)}: not installed, and compared with; pip install "headwise[bench]"')

@@ -1,4 +1,4 @@
-"""Timing in turns, ratios of pairs, the machine's own rate, and what a script prints."""
+"""Interleaved timing, ratios of pairs, the matrix-multiplication rate of the machine, and the output of a script."""
 
 import importlib.metadata
 import importlib.util
@@ -20,7 +20,7 @@ from benchmarks.command_line import Options
 from benchmarks.regime import Regime
 
 LEAST = 0.02
-"""Seconds that a sample takes at least; what is quicker is repeated within it."""
+"""Shortest sample in seconds. A faster call is repeated within the sample."""
 SHORT = 0.3
 """Seconds below which a call is run once more ahead of its sample."""
 PEERS = ("torch", "transformers", "x-transformers", "jax", "equinox", "flax", "bertviz", "transformer-lens")
@@ -33,13 +33,18 @@ SIDE = 1024
 
 @dataclass(frozen=True)
 class Call:
-    """What is timed; `prepare` makes what one run needs and is not timed."""
+    """A call to be timed.
+
+    Attributes:
+        run: is timed.
+        prepare: returns the argument of one run and is not timed; None if `run` takes no argument.
+    """
 
     run: Callable[..., object]
     prepare: Callable[[], object] | None = None
 
     def seconds(self, times: int, clock: Callable[[], float]) -> float:
-        """Of one run, over so many."""
+        """Return the mean seconds of one run, over `times` runs."""
         if self.prepare is None:
             start = clock()
             for _ in range(times):
@@ -78,7 +83,7 @@ def interleaved(
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of the ratios of pairs, and the smallest and largest."""
+    """Median, smallest and largest of the ratios of pairs that were measured in the same round."""
 
     median: float
     lowest: float
@@ -86,19 +91,19 @@ class Ratio:
 
     @classmethod
     def of(cls, over: Sequence[float], under: Sequence[float]) -> "Ratio":
-        """Of what was measured in the same round: `over / under`."""
+        """Return the ratio `over / under`, pair by pair."""
         ratios = [a / b for a, b in zip(over, under, strict=True)]
         return cls(statistics.median(ratios), min(ratios), max(ratios))
 
 
 def gemm(dtype: torch.dtype) -> Call:
-    """A product of square matrices; its rate is `gemm_flops` over its seconds."""
+    """Return the call of a product of square matrices; its rate is `gemm_flops` divided by its seconds."""
     a, b, into = (torch.randn(SIDE, SIDE).to(dtype) for _ in range(3))
     return Call(lambda: torch.mm(a, b, out=into))
 
 
 def gemm_flops() -> int:
-    """Of one product of `gemm`."""
+    """Return the number of floating-point operations of one product of `gemm`."""
     return 2 * SIDE**3
 
 
@@ -118,12 +123,12 @@ class Row:
 
     @classmethod
     def read(cls, row: dict) -> "Row":
-        """From what `asdict` made of one."""
+        """Return the row that `asdict` turned into a dictionary."""
         return cls(**{**row, "regime": Regime(**row["regime"]), "ratio": Ratio(**row["ratio"])})
 
 
 def machine() -> dict[str, object]:
-    """What it ran on."""
+    """Return the CPU, its cores and capability, the number of threads, and the GPU of this machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     return {
@@ -136,7 +141,7 @@ def machine() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, ours and the peers that are installed."""
+    """Return the versions of Python, headwise and the installed peers."""
     found = {"python": platform.python_version()}
     for package in ("headwise", *PEERS):
         if importlib.util.find_spec(package.replace("-", "_")) is not None:
@@ -145,7 +150,7 @@ def versions() -> dict[str, str]:
 
 
 def show(row: Row) -> None:
-    """Print a figure as soon as there is one."""
+    """Print a row of results."""
     spread = f"({row.ratio.lowest:.2f} to {row.ratio.highest:.2f})"
     print(f"{row.ratio.median:7.2f} {spread:18} {row.regime.name}, against {row.against} {row.note}", flush=True)
 
@@ -168,7 +173,7 @@ def report(benchmark: str, rows: Sequence[Row], options: Options, left_out: dict
 
 
 def _rounded(value: object) -> object:
-    """Floats to four figures, more than any of them carries."""
+    """Return a value with its floats rounded to four significant digits."""
     if isinstance(value, dict):
         return {name: _rounded(each) for name, each in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""Peak memory of a run, and runs in interpreters of their own. Linux tells it, in /proc/self."""
+"""Peak memory of a run, read from /proc/self on Linux, and runs in separate interpreters."""
 
 import gc
 import json
@@ -12,19 +12,22 @@ from pathlib import Path
 from benchmarks.regime import Regime
 
 TOLD = os.access("/proc/self/clear_refs", os.W_OK)
-"""Whether this system tells the peak."""
+"""Whether this system reports peak memory."""
 UNTOLD = "the peak is read from Linux's /proc/self/clear_refs, which is not there"
 
 
 def kept(name: str) -> int:
-    """A line of /proc/self/status, in bytes."""
+    """Return a value of /proc/self/status, such as VmRSS, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def peak(run: Callable[[], object], first: Callable[[], object] | None = None) -> int:
-    """Bytes that a run takes at its peak, beside what there is before it; `first`, or the same once more, runs ahead of
-    it and does not count.
+    """Return the peak memory of a run in bytes, minus the memory in use before it.
+
+    Args:
+        run: is measured.
+        first: runs before and is not measured; by default `run` itself.
     """
     (first or run)()
     gc.collect()
@@ -43,7 +46,7 @@ print(json.dumps(script.child(sys.argv[2], Regime(**json.loads(sys.argv[3])))))
 
 
 def measured(script: str, name: str, regime: Regime) -> dict[str, int]:
-    """`child` of a script, in an interpreter of its own that gives back what is freed."""
+    """Call `child` of a script in a separate interpreter that returns freed memory at once, and return its result."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, f"benchmarks.{script}", name, json.dumps(asdict(regime))],
         cwd=Path(__file__).parent.parent,

@@ -1,4 +1,4 @@
-"""Every model type of `transformers`, tiny and random, under `hw.watch`, against the weights of eager attention.
+"""Compare `hw.watch` with eager attention for every model type of `transformers`, with tiny random models.
 
 python -m research.census [--only PART] [--types A,B] [--out FILE] [--again OUTCOME,...]
 
@@ -20,12 +20,12 @@ RESULTS = Path(__file__).parent / "results.json"
 
 
 def main() -> None:
-    """The command."""
+    """Run the census."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="a part of the type's name")
-    parser.add_argument("--types", default="", help="these, by commas")
-    parser.add_argument("--again", default="", help="those with these outcomes in the file, which is kept for the rest")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the verdicts go")
+    parser.add_argument("--only", default="", help="part of the name of the model types")
+    parser.add_argument("--types", default="", help="model types, separated by commas")
+    parser.add_argument("--again", default="", help="repeat the types with these outcomes, separated by commas")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the verdicts")
     chosen = parser.parse_args()
 
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def write(verdicts: dict[str, dict], path: Path) -> None:
-    """Keep them."""
+    """Write all verdicts to a JSON file."""
     seconds = sum(each["seconds"] for each in verdicts.values())
     versions = {name: version(name) for name in ("headwise", "torch", "transformers")}
     found = {"versions": versions, "seconds": round(seconds), "verdicts": list(verdicts.values())}

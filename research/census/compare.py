@@ -1,4 +1,4 @@
-"""Every statistic of every head by its definition, over whole matrices in float64, and what a watch made of it.
+"""Every statistic of every head by its definition, from whole matrices in float64, compared with `hw.watch`.
 
 The definitions are those of docs/watch.md. `Truth` averages them as a watch does: each sequence of each call of a
 place counts once, those in which no row counts do not.
@@ -133,7 +133,7 @@ class Place:
 
 
 def truth(calls: Iterable[Weights], special: Iterable[int]) -> dict[tuple[str, bool], Place]:
-    """What a watch should have found, by path and whether it is cross-attention."""
+    """Return the expected statistics, by path and whether it is cross-attention."""
     places: dict[tuple[str, bool], Place] = {}
     for call in calls:
         batch, heads, queries, keys = call.weights.shape
@@ -167,7 +167,7 @@ def truth(calls: Iterable[Weights], special: Iterable[int]) -> dict[tuple[str, b
 
 @dataclass
 class Difference:
-    """One number that is not what it should be."""
+    """A statistic of one head that differs from its definition."""
 
     path: str
     statistic: str
@@ -200,7 +200,7 @@ class Comparison:
 
 
 def compare(sites: Iterable[Any], places: dict[tuple[str, bool], Place]) -> Comparison:
-    """Every statistic of every head of a watch against the truth."""
+    """Compare every statistic of every head with its definition."""
     found, sites = Comparison(), {record.site: record for record in sites}
     sites = _joined(sites, places)
     found.missed = [f"{path}{' (cross)' * cross}" for path, cross in places if (path, cross) not in sites]

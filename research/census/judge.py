@@ -1,4 +1,4 @@
-"""What becomes of one model type: built, run under `hw.watch`, and compared."""
+"""Verdict on one model type: build it, run it under `hw.watch`, and compare the statistics."""
 
 import time
 import warnings
@@ -140,7 +140,7 @@ class Truths:
 
 
 def _watched(verdict: Verdict, run: str, model: nn.Module, inputs: dict[str, Any], truths: Truths) -> None:
-    """One run under a watch."""
+    """Run the model once under `hw.watch` and compare the statistics with the reference."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -1,4 +1,4 @@
-"""Workers that are replaced when they crash, hang or have done enough, so that no model type ends the census."""
+"""Worker processes that are replaced when they crash or hang, so that no model type ends the census."""
 
 import json
 import queue
@@ -11,11 +11,11 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS, TYPES_EACH = 40.0, 40
-"""How long one model type may take, and how many a worker does: what they import stays in memory."""
+"""Time limit for one model type, and number of types for one worker, whose imports stay in memory."""
 
 
 class Worker:
-    """A process, and the thread that reads its answers."""
+    """A worker process, and the thread that reads its answers."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "research.census.worker"]
@@ -38,7 +38,7 @@ class Worker:
         self.answers.put(None)
 
     def ask(self, model_type: str, seconds: float) -> dict[str, Any] | None:
-        """Its verdict; None where the process ended.
+        """Return the verdict on a model type; None if the process ended.
 
         Raises:
             queue.Empty: it took too long.
@@ -59,7 +59,7 @@ class Worker:
 
 
 def judged(model_types: Sequence[str], on_verdict: Callable[[dict[str, Any]], None], seconds: float = SECONDS) -> None:
-    """Every type's verdict, in order."""
+    """Judge every model type in order, and call `on_verdict` with each verdict."""
     worker: Worker | None = None
     try:
         for model_type in model_types:

@@ -1,4 +1,4 @@
-"""A process that judges the model types it is given, one a line, and answers each with a line of JSON."""
+"""Worker process of the census: reads model types, one a line, and prints a verdict for each as a line of JSON."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ THREADS = 1
 
 
 def main() -> None:
-    """Until there is no more input."""
+    """Judge model types until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)  # what models print is no answer
     warnings.filterwarnings("ignore")

@@ -1,8 +1,8 @@
-"""What heads of two real models are worth, measured: the tables from which `research/findings/report.py` writes.
+"""Measure the importance of the heads of two real models; `research.findings.report` writes the report from it.
 
     python -m research.findings [--only smollm2] [--only minilm]
 
-A run that was stopped goes on where it was. On 2 cores SmolLM2 takes about an hour.
+You can stop a run and start it again: it resumes. On 2 cores SmolLM2 takes about an hour.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from research.findings.data import LENGTH, documents, sentences, shuffled
 
 RESULTS = Path(__file__).parent / "results"
 CONTROLS = 20
-"""Sets of random heads, of each kind."""
+"""Number of random sets of heads, of each kind."""
 
 Heads = list[tuple[int, int]]
 
@@ -32,7 +32,7 @@ Heads = list[tuple[int, int]]
 
 
 def smollm2() -> None:
-    """What each head of a causal model costs, what its gradient foretells, and the heads that copy."""
+    """Measure SmolLM2: the effect of each head, its first-order prediction, and the effect of the induction heads."""
     loaded = load("smollm2", "causal")
     model, folder = loaded.model, RESULTS / "smollm2"
     texts = hw.Texts(documents(), loaded.tokenizer, LENGTH, "truncate", batch=16)
@@ -50,7 +50,7 @@ def smollm2() -> None:
 
 
 def repeated_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Of random tokens that repeat, -ln p of those that have come before, nats: `(batch,)`."""
+    """Return the loss in nats on the repetitions of random tokens, without their first occurrence: `(batch,)`."""
     ids = batch["input_ids"]
     logits = model(input_ids=ids).logits[:, :-1]
     losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -58,7 +58,7 @@ def repeated_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def with_controls(heads: Heads, profile: hw.Profile) -> dict[str, Heads]:
-    """The heads that copy, and as many others: drawn from all, and drawn layer by layer as these stand."""
+    """Return the given heads and random sets of as many others: from all layers, and with as many in each layer."""
     others = [(head.layer, head.head) for head in profile.heads if (head.layer, head.head) not in heads]
     drawn = random.Random(0)
     sets = {"induction": heads}
@@ -76,7 +76,7 @@ def with_controls(heads: Heads, profile: hw.Profile) -> dict[str, Heads]:
 
 
 def minilm() -> None:
-    """What each head of a sentence encoder does to the embeddings, and to what word order does to them."""
+    """Measure MiniLM: the effect of each head on sentence embeddings, and on their sensitivity to word order."""
     loaded = load("minilm")
     model, folder = loaded.model, RESULTS / "minilm"
     texts = hw.Texts(sentences(), loaded.tokenizer, batch=16)
@@ -89,7 +89,7 @@ def minilm() -> None:
 
 
 def order_distance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """1 - cosine of the embeddings of a sentence and of the same tokens in another order: `(batch,)`."""
+    """Return 1 - cosine between the embeddings of a sentence and of its shuffled tokens: `(batch,)`."""
     one, other = (model(input_ids=batch[name]).last_hidden_state.mean(1) for name in ("input_ids", "shuffled"))
     return 1.0 - F.cosine_similarity(one, other, dim=-1)
 
@@ -98,10 +98,10 @@ MODELS = {"minilm": minilm, "smollm2": smollm2}
 
 
 def main() -> None:
-    """Both models, or those that are asked for."""
+    """Measure both models, or those that `--only` names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=MODELS, action="append")
-    parser.add_argument("--force", action="store_true", help="measure again what is there")
+    parser.add_argument("--force", action="store_true", help="measure again what has results already")
     given = parser.parse_args()
     torch.manual_seed(0)
     for name in given.only or MODELS:

@@ -17,13 +17,13 @@ LONG = 2500
 
 
 def documents() -> list[str]:
-    """Topics long enough, spread evenly over the alphabet."""
+    """Return long topics of Python's language reference, spread over the alphabet."""
     long = [topics[name] for name in sorted(topics) if len(topics[name]) >= LONG]
     return long[:: len(long) // SEQUENCES][:SEQUENCES]
 
 
 def sentences() -> list[str]:
-    """Paragraphs of prose, one or a few sentences each, spread evenly over the topics."""
+    """Return paragraphs of prose with one or a few sentences each, spread over the topics."""
     found = [each for name in sorted(topics) for each in _paragraphs(topics[name])]
     return found[:: len(found) // SENTENCES][:SENTENCES]
 
@@ -37,7 +37,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def shuffled(ids: Tensor, keep: set[int], seed: int = 0) -> Tensor:
-    """The same tokens in another order, `(batch, length)`, special ones where they were."""
+    """Shuffle the tokens of each sequence, `(batch, length)`; the tokens in `keep` stay in their positions."""
     order = random.Random(seed)
     rows = []
     for row in ids.tolist():
