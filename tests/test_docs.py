@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+import headwise
 from headwise.analysis.roles import ROLES
-from headwise.analysis.view_result import View
 from headwise.attention.masks import factories
 from headwise.show.terminal import print_view
 from headwise.statistics.registry import STATISTICS
@@ -19,30 +19,54 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_code_of_the_readme_runs_and_prints_what_it_says(minilm, tmp_path, monkeypatch):
+def code_blocks(page: str) -> list[tuple[str, str]]:
+    """Return the Python blocks of a page, each with the output block that follows it or an empty string."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", text, re.DOTALL)
+
+
+def run(blocks: list[tuple[str, str]], names: dict) -> str:
+    """Execute blocks of code in one namespace and return what they print."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for code, _ in blocks:
+            exec(code, names)
+    return printed.getvalue()
+
+
+def test_the_code_of_the_readme_runs_and_prints_the_shown_output(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.jsonl").write_text('{"text": "A cup of tea."}\n{"text": "And one of coffee."}\n')
     names = {
         "folder": minilm.model.config._name_or_path,
-        "torch": torch,
         "x": torch.randn(2, 5, 512),
         "context": torch.randn(2, 7, 512),
         "tokens": torch.randn(2, 5, 576),
         "token": torch.randn(2, 1, 576),
-        "q": torch.randn(2, 6, 5, 7),
-        "k": torch.randn(2, 3, 11, 7),
-        "v": torch.randn(2, 3, 11, 7),
     }
-    printed = io.StringIO()
-    blocks = re.findall(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", README, re.DOTALL)
-    assert len(blocks) == 9
-    with contextlib.redirect_stdout(printed):
-        for code, _ in blocks:
-            exec(code, names)
-    assert printed.getvalue() == "".join(output for _, output in blocks)
-    seen: View = names["seen"]
-    assert seen.head(0, 2).role.name == "previous token"
-    assert round(seen.head(0, 2).means["entropy"], 4) == 0.0008
+    blocks = code_blocks("README.md")
+    assert len(blocks) == 5
+    assert run(blocks, names) == "".join(output for _, output in blocks)
+    assert len(names["table"]) == len(names["effects"].table()) == len(names["scores"].table()) == 72
+    assert names["out"].shape == (1, 8, 4096, 64)
+
+
+def test_the_code_of_the_page_about_view_runs(minilm):
+    names = {"hw": headwise, "model": minilm.model, "tokenizer": minilm.tokenizer}
+    run(code_blocks("docs/view.md"), names)
+    assert names["seen"].head(0, 2).role.name == "previous token"
+    assert round(names["seen"].head(0, 2).means["entropy"], 4) == 0.0008
+
+
+def test_the_code_of_the_pages_about_masks_and_conversion_runs():
+    q, k, v = torch.randn(2, 6, 5, 7), torch.randn(2, 3, 11, 7), torch.randn(2, 3, 11, 7)
+    names = {"hw": headwise, "torch": torch, "q": q, "k": k, "v": v}
+    run(code_blocks("docs/masks.md") + code_blocks("docs/convert.md"), names)
+    assert names["reason"] == "torch's fused operators have no softcap"
+    for ours, theirs in zip(
+        names["layer"].parameters(), headwise.from_torch(names["theirs"]).parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
 
 
 def test_the_code_of_the_tour_of_the_layer_runs():
@@ -76,7 +100,7 @@ def test_what_chance_gives_is_student_s_t(monkeypatch):
 
     # Tables of the distribution: P(t > 2) with 1, 10 and very many degrees of freedom.
     for degrees, above in ((1, 0.14758), (10, 0.03669), (10**6, 0.02275)):
-        assert abs(make_findings.expected_by_chance(1, degrees) - above) < 1e-5
+        assert abs(make_findings.chance(1, degrees) - above) < 1e-5
 
 
 def test_the_documents_that_are_linked_exist():
