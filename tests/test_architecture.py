@@ -2,8 +2,10 @@
 
 import ast
 import graphlib
+import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,35 @@ def test_an_arrow_that_points_up_is_seen():
 def test_packages_have_nothing_in_their_init():
     for path in SOURCE.rglob("*/__init__.py"):
         assert [type(node) for node in ast.parse(path.read_text()).body] == [ast.Expr], path
+
+
+LONGEST_FILE, LONGEST_MEDIAN, LONGEST_FUNCTION, MOST_ARGUMENTS = 350, 150, 60, 15
+PUBLIC_SIGNATURES = {"MultiHeadAttention.__init__", "MultiHeadAttention.forward", "attend"}
+"""Functions with many documented options, exempt from the limits of a function."""
+
+
+def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield every function below a node with its name, methods after the name of their class."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield prefix + node.name, node
+        yield from functions(node, f"{node.name}." if isinstance(node, ast.ClassDef) else "")
+
+
+def test_files_are_short():
+    lengths = {name: path.read_text().count("\n") for name, path in MODULES.items()}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FILE} == {}
+    assert statistics.median(lengths.values()) <= LONGEST_MEDIAN
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_functions_are_short_and_take_few_arguments(module):
+    for name, node in functions(ast.parse(MODULES[module].read_text())):
+        if name in PUBLIC_SIGNATURES:
+            continue
+        assert node.end_lineno - node.lineno + 1 <= LONGEST_FUNCTION, name
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        assert len(arguments) <= MOST_ARGUMENTS, name
 
 
 OPTIONAL = [
