@@ -100,7 +100,7 @@ def test_what_chance_gives_is_student_s_t(monkeypatch):
 
     # Tables of the distribution: P(t > 2) with 1, 10 and very many degrees of freedom.
     for degrees, above in ((1, 0.14758), (10, 0.03669), (10**6, 0.02275)):
-        assert abs(make_findings.chance(1, degrees) - above) < 1e-5
+        assert abs(make_findings.expected_by_chance(1, degrees) - above) < 1e-5
 
 
 def test_the_documents_that_are_linked_exist():

@@ -1,6 +1,7 @@
 """The checker of English finds what it is meant to find."""
 
 import pytest
+
 from tools import check_english
 
 

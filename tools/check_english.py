@@ -25,7 +25,7 @@ PRIVATE_TERMS = {
     r"(is|are|was|were|be|been|not) met\b|\bmeets? (a |the |its |all |every )?(calls?|model|module)": "intercepted",
     r"\bvisitors?\b|\bvisit(ed|ing|s)?\b": "interceptor, intercepted",
     r"\bwho looks?\b|\bthose who look\b|\blooks at (a|the) call": "observer, observes",
-    r"(?<!divide )(?<!divides )\bevenly\b|\bweights (are|is) even\b|\beven weights?\b": "uniform attention",
+    r"(?<!divide.)(?<!divides.)\bevenly\b|\bweights (are|is) even\b|\beven weights?\b": "uniform attention",
     r"\brests? on\b|\bplaces? to rest\b": "attends to by default, attention sink",
     r"\bforetold\b|\bforetells?\b|\bproph": "predicted",
     r"\btold apart\b|\btell apart\b|\bcan(not)? be told\b|\bcan tell\b": "significantly different, distinguishable",

@@ -340,7 +340,7 @@ def document() -> str:
     lines = [
         "# Differences from `torch.nn.MultiheadAttention`",
         "",
-        "[The replacement for torch's layer](../stand-in.md) describes how to use it.",
+        "[The replacement for torch's layer](../torch-layer.md) describes how to use it.",
         "",
         f"Run on {datetime.date.today().isoformat()} with torch {version} on CPU, by",
         f"`research/tables/torch_differences.py`: batch {BATCH}, length {LENGTH}, width {EMBED}, {HEADS} heads.",

@@ -301,7 +301,7 @@ def test_our_layer_between_others_to_a_context_and_with_weights():
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @torch.no_grad()
-def test_our_stand_in_for_torchs_layer(need_weights):
+def test_the_replacement_for_torchs_layer(need_weights):
     from headwise.compat import MultiheadAttention
 
     layer = MultiheadAttention(21, 3, batch_first=True).double().eval()

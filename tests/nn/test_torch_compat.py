@@ -356,7 +356,7 @@ def test_the_document_lists_what_differs(difference):
 
 def test_the_code_of_the_document_runs():
     names = {"nn": nn}
-    for block in re.findall(r"```python\n(.*?)```", (DOCS / "stand-in.md").read_text(encoding="utf-8"), re.DOTALL):
+    for block in re.findall(r"```python\n(.*?)```", (DOCS / "torch-layer.md").read_text(encoding="utf-8"), re.DOTALL):
         exec(block, names)
     assert all(type(block.self_attn) is MultiheadAttention for block in names["encoder"].layers)
 
