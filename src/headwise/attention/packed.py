@@ -18,7 +18,7 @@ Other libraries call them `cu_seqlens`.
 """
 
 
-def checked_offsets(name: str, offsets: Tensor | Sequence[int], total: int) -> list[int]:
+def offsets_as_list(name: str, offsets: Tensor | Sequence[int], total: int) -> list[int]:
     """Return the offsets of packed sequences as a list: 0, the start of each further sequence, and `total`.
 
     Args:

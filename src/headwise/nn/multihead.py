@@ -37,7 +37,7 @@ from headwise.errors import InputError
 from headwise.nn import layout
 from headwise.nn.call import LayerCall
 from headwise.nn.options import OutputGate, QKNorm, Scores
-from headwise.nn.packed_sequences import check_packed_options, checked_offsets, each_sequence
+from headwise.nn.packed_sequences import check_packed_options, each_sequence, query_and_key_offsets
 from headwise.nn.projections import reset_linear
 from headwise.nn.qkv_projection import LayerInputs, ProjectedContext, QKVProjection
 from headwise.shapes import Bool, Float, Int
@@ -274,7 +274,7 @@ class MultiHeadAttention(QKVProjection):
             layout_of_x = layout.Batch() if isinstance(x, Tensor) and x.ndim == 3 else layout.SingleRow()
         cross = context is not None
         inputs = self._checked_inputs(x, context, value_context)
-        packing = checked_offsets(x, inputs.num_keys, offsets, context_offsets, cross=cross)
+        packing = query_and_key_offsets(x, inputs.num_keys, offsets, context_offsets, cross=cross)
         padded = None
         if lengths is not None and cache is None and not cross and offsets is None:
             padded = packed.PaddedBatch.from_lengths(lengths, x)

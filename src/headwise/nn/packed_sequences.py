@@ -14,7 +14,7 @@ from headwise.nn.call import LayerCall
 from headwise.shapes import Float
 
 
-def checked_offsets(
+def query_and_key_offsets(
     x: Float[Tensor, "*batch queries embed"], num_keys: int, offsets: Any, context_offsets: Any, *, cross: bool
 ) -> packed.Offsets | None:
     """Return the offsets of the packed queries and of the packed keys, or None if nothing is packed.
@@ -37,10 +37,10 @@ def checked_offsets(
     if x.ndim == 3:
         expected = f"x of shape (tokens, {x.shape[-1]}), its sequences end to end"
         raise InputError("offsets", expected=expected, got=f"x of shape {tuple(x.shape)}")
-    query_offsets = packed.checked_offsets("offsets", offsets, len(x))
+    query_offsets = packed.offsets_as_list("offsets", offsets, len(x))
     if not cross:
         return query_offsets, query_offsets
-    key_offsets = packed.checked_offsets("context_offsets", context_offsets, num_keys)
+    key_offsets = packed.offsets_as_list("context_offsets", context_offsets, num_keys)
     if len(key_offsets) != len(query_offsets):
         expected = f"{len(query_offsets)} numbers like offsets"
         raise InputError("context_offsets", expected=expected, got=len(key_offsets))

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.attention.backends.blockwise.observation import Observation
 from headwise.attention.backends.blockwise.plan import BlockwisePlan
+from headwise.attention.backends.blockwise.row_block_emitter import RowBlockEmitter
 from headwise.attention.backends.blockwise.scores_bf16 import BFloat16Scores
 from headwise.attention.backends.blockwise.scores_fp32 import Float32Scores
 from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, Tile, iterate_tiles
@@ -40,7 +40,7 @@ class CallOptions(NamedTuple):
         bias_hides: True if the bias is -inf somewhere.
         dropout: probability with which a weight is dropped.
         seed: seed of the dropout.
-        observation: observer of the tiles; None without.
+        emitter: object that sends the weights of each tile to an observer; None if nothing is observed.
     """
 
     plan: BlockwisePlan
@@ -50,7 +50,7 @@ class CallOptions(NamedTuple):
     bias_hides: bool
     dropout: float
     seed: int
-    observation: Observation | None
+    emitter: RowBlockEmitter | None
 
     def prepare_scores(
         self,
@@ -91,21 +91,21 @@ class BlockwiseAttention(torch.autograd.Function):
         out = _empty_rows(q, v.shape[-1], options.plan)
         shifts = q.new_zeros(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))
         sums = torch.full_like(shifts, torch.inf)
-        pool, observation = Pool(options.plan, q, k), options.observation
+        pool, emitter = Pool(options.plan, q, k), options.emitter
         scores = options.prepare_scores(q, k, bias, pool, shifts)
         for number, tile in enumerate(iterate_tiles(options.plan, q, k, bias if options.bias_hides else None)):
             shifted = scores.shifted_scores(tile)
-            powers = torch.exp2(shifted, out=shifted if observation is None else pool.buffer("powers", tile, shifted))
+            powers = torch.exp2(shifted, out=shifted if emitter is None else pool.buffer("powers", tile, shifted))
             power_sum = _row_sums(powers)
             if tile.has_key is not None:
                 tile.by_head(power_sum).masked_fill_(~tile.has_key, torch.inf)
             factors = options.dropout_factors(number, tile, powers, pool)
             features = None
-            if observation is not None and factors is None:
-                features = observation.visibility(tile).stacked_key_features
+            if emitter is not None and factors is None:
+                features = emitter.visibility(tile).stacked_key_features
             product = _times(tile, powers if factors is None else factors.mul_(powers), v, features)
-            if observation is not None:
-                observation.show(
+            if emitter is not None:
+                emitter.emit(
                     tile,
                     powers=powers,
                     scores=shifted,

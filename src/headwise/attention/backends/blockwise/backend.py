@@ -19,9 +19,9 @@ from headwise.attention.backends import reference
 from headwise.attention.backends.blockwise import scores_bf16, scores_fp32
 from headwise.attention.backends.blockwise.attention import BlockwiseAttention, CallOptions
 from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.attention.backends.blockwise.observation import Observation
 from headwise.attention.backends.blockwise.plan import MOST_ROWS, BlockwisePlan, plan_of, reads_most_keys
 from headwise.attention.backends.blockwise.row_block import Observer
+from headwise.attention.backends.blockwise.row_block_emitter import RowBlockEmitter
 from headwise.attention.problem import Answer, Problem
 from headwise.checks import has_readable_values, whole_number
 
@@ -68,9 +68,9 @@ def run(
         q, scale = q * scale, 1.0
     if plan is None:
         plan = plan_blocks(problem, rows, MOST_ROWS if observer is None else OBSERVED_ROWS)
-    observation = None
+    emitter = None
     if observer is not None:
-        observation = Observation(observer, call_context or CallContext(), problem.grid, problem.sinks)
+        emitter = RowBlockEmitter(observer, call_context or CallContext(), problem.grid, problem.sinks)
     options = CallOptions(
         plan=plan,
         bfloat16_scores=bfloat16_scores,
@@ -79,7 +79,7 @@ def run(
         bias_hides=problem.bias is not None and bool(problem.bias.amin() == -torch.inf),
         dropout=problem.dropout,
         seed=int(torch.randint(2**62, ())) if problem.dropout > 0 else 0,
-        observation=observation,
+        emitter=emitter,
     )
     if bfloat16_scores:
         v = v.contiguous()

@@ -1,4 +1,4 @@
-"""Observation of blockwise attention: each tile is shown to an observer as a row block while it is in cache."""
+"""Emitter of row blocks: an observer of blockwise attention is called with each tile while its scores are in cache."""
 
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ from headwise.attention.masks.grid import Grid
 from headwise.shapes import Float
 
 
-class Observation(NamedTuple):
-    """An observer of one attention call, with the data that its row blocks need in addition to a tile.
+class RowBlockEmitter(NamedTuple):
+    """Emitter of one attention call: makes a `RowBlock` of each tile of weights and calls an observer with it.
 
     Attributes:
         observer: function that is called with each row block.
@@ -32,7 +32,7 @@ class Observation(NamedTuple):
         """Return the visible keys and positions of a tile."""
         return self.call_context.visibility(tile, self.grid)
 
-    def show(
+    def emit(
         self,
         tile: Tile,
         *,
@@ -43,7 +43,7 @@ class Observation(NamedTuple):
         product: Float[Tensor, "kv stacked value_dim_and_features"],
         value_dim: int,
     ) -> None:
-        """Call the observer with the row block of a tile. Overwrites `scores`.
+        """Make a `RowBlock`, the weights and output of one tile, and call the observer with it. Overwrites `scores`.
 
         Args:
             tile: the tile.
