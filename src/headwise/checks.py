@@ -13,7 +13,7 @@ from headwise.shapes import Float, Int
 
 
 def whole_number(argument: str, value: Any, *, least: int) -> int:
-    """Return an integer of at least `least`; True and False are refused."""
+    """Return `value` as an int; raise `InputError` if it is a bool, is no integer, or is below `least`."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -24,7 +24,7 @@ def whole_number(argument: str, value: Any, *, least: int) -> int:
 
 
 def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> float:
-    """Return a number as a float that is finite and greater than `above`; a tensor that requires grad is refused."""
+    """Return a number as a float; raise `InputError` if it is infinite, NaN, not above `above`, or requires grad."""
     if isinstance(value, Tensor) and value.requires_grad:
         remedy = "its gradient would be lost: pass float(value)"
         raise InputError(argument, expected="a number", got="a tensor that requires grad", remedy=remedy)
@@ -36,7 +36,7 @@ def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> flo
 
 
 def probability(argument: str, value: Any) -> float:
-    """Return a probability as a float of 0 or more and less than 1."""
+    """Return a probability as a float; raise `InputError` unless it is 0 or more and less than 1."""
     number = _as_float(value)
     if not 0.0 <= number < 1.0:
         raise InputError(argument, expected="a probability of 0 or more and less than 1", got=repr(value))
@@ -44,7 +44,7 @@ def probability(argument: str, value: Any) -> float:
 
 
 def flag(argument: str, value: Any) -> bool:
-    """Return a bool unchanged; other values that could count as true or false are refused."""
+    """Return a bool unchanged; raise `InputError` for every other type, such as 1 or None."""
     if not isinstance(value, bool):
         raise InputError(argument, expected="True or False", got=repr(value))
     return value
@@ -58,7 +58,7 @@ def require_module(model: Any) -> nn.Module:
 
 
 def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, "..."]:
-    """Return a tensor of floating-point numbers on the device of `like` unchanged."""
+    """Return a float tensor unchanged; raise `InputError` for another type or dtype, or another device than `like`."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise InputError(argument, expected="a float tensor", got=got)
@@ -68,8 +68,8 @@ def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, ".
 
 
 def whole_numbers(argument: str, values: Any, *, dimensions: tuple[int, ...], shape: str) -> Int[Tensor, "..."]:
-    """Return whole numbers as an int64 tensor that shares no memory with the argument; raise `InputError` for others.
-
+    """Return whole numbers (a tensor, list or scalar) as a new int64 tensor that shares no memory with the argument.
+    Raises `InputError` for numbers that are not whole and for another number of dimensions than those in `dimensions`.
     Numbers in a list stay readable under `torch.device("meta")`: they become a tensor on the CPU there.
 
     Args:
@@ -100,7 +100,9 @@ def position_ids(
     length: int | None = None,
     device: torch.device | None = None,
 ) -> Int[Tensor, "_ _"]:
-    """Return a tensor of positions `(batch, length)` or `(1, length)` unchanged; sizes left as None may be anything."""
+    """Return an integer tensor of positions `(batch, length)` or `(1, length)` unchanged; otherwise raise `InputError`.
+    A batch, length or device of None is not checked.
+    """
     expected = "a tensor of whole numbers (batch, length)"
     if not isinstance(value, Tensor):
         raise InputError(argument, expected=expected, got=type(value).__name__)
@@ -116,7 +118,9 @@ def position_ids(
 def positions_argument(
     argument: str, values: Any, *, batch: int, length: int, device: torch.device
 ) -> Int[Tensor, "#batch length"]:
-    """Return positions passed as `(length,)` or `(batch, length)`, as an integer tensor with a batch axis."""
+    """Return positions passed as `(length,)` or `(batch, length)` as a new int64 tensor with a batch axis.
+    Raises `InputError` for numbers that are not whole, another shape or another device.
+    """
     tensor = whole_numbers(argument, values, dimensions=(1, 2), shape="(length,) or (batch, length)")
     tensor = tensor[None] if tensor.ndim == 1 else tensor
     if tensor.shape[0] not in (1, batch) or tensor.shape[1] != length:
@@ -127,14 +131,14 @@ def positions_argument(
 
 
 def has_readable_values(tensor: Tensor) -> bool:
-    """Return whether Python code may branch on the tensor's values: not while compiling, under `vmap` or on meta."""
+    """Return whether Python code may read the tensor's values: not while compiling, on meta, or under `torch.func`."""
     if torch.compiler.is_compiling() or tensor.is_meta:
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _as_float(value: Any) -> float:
-    """Return the value as a float, or NaN, which all checks refuse, if it is not a number."""
+    """Return the value as a float, or NaN if it is a string or cannot be converted; callers refuse NaN."""
     try:
         return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):

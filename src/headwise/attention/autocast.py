@@ -17,7 +17,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which autocast is off, so that a backend keeps its scores out of half precision."""
+    """Return a context in which autocast is off on a device, so that a backend's scores stay in float32 at least."""
     if autocast_dtype(device) is None:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -34,7 +34,8 @@ SMALLEST_PLANNED = 2**20
 
 
 class Candidate(NamedTuple):
-    """One backend in the comparison: its refusal, or the number of scores it would compute and their cost.
+    """One backend considered for an attention problem: the reason it cannot compute it, or its expected cost.
+    The cost comes with the number of scores the backend would compute. Both are None if costs were not compared.
 
     Attributes:
         name: name of the backend.
@@ -76,7 +77,8 @@ class Choice(NamedTuple):
 
 
 def choose_fastest(problem: Problem) -> Choice:
-    """Return the choice of the backend with the lowest expected cost, `fused` or `blockwise`.
+    """Return the choice between `fused` and `blockwise`: the lower expected cost if both can compute the problem.
+    Costs are compared only where planning blocks is worth its time; otherwise `fused` is chosen if it can.
 
     Raises:
         InputError: neither backend can do the problem; the message contains both reasons.
@@ -103,7 +105,7 @@ def choose_fastest(problem: Problem) -> Choice:
 
 
 def choose_named(backend: Backend, problem: Problem) -> Choice:
-    """Return the choice of a backend that the caller asked for.
+    """Return a `Choice` of the backend that the caller named, if it can compute the problem.
 
     Raises:
         InputError: the backend cannot do the problem; the message contains the reason.
@@ -115,7 +117,7 @@ def choose_named(backend: Backend, problem: Problem) -> Choice:
 
 
 def _refusal(reasons: dict[str, str | None]) -> InputError:
-    """Return the error for a problem that none of the backends can do, given each backend's reason."""
+    """Return the error for a problem that no considered backend can compute, with each backend's reason in it."""
     return InputError(
         "backend",
         expected="one that can do this",
@@ -131,12 +133,12 @@ def _all_scores(problem: Problem) -> int:
 
 
 def _fused_scores(problem: Problem) -> int:
-    """Return the number of scores that torch's kernel would compute."""
+    """Return the number of scores that torch's kernel would compute: all, or 60% of them under its causal flag."""
     return round(_all_scores(problem) * (CAUSAL_FLAG_SHARE if fused.uses_is_causal(problem) else 1.0))
 
 
 def _why_unplanned(problem: Problem) -> str | None:
-    """Return the reason to choose `fused` without planning blocks; None if blocks are worth a plan."""
+    """Return the reason to choose `fused` without comparing costs, in one sentence; None if they should be compared."""
     if problem.q.device.type != "cpu":
         return f"nothing has been measured on {problem.q.device.type}"
     if problem.return_weights:
@@ -152,14 +154,17 @@ def _why_unplanned(problem: Problem) -> str | None:
 
 
 def _fused_cost(problem: Problem) -> float:
-    """Return the expected cost of `fused`, whose kernel pads keys and values to one width."""
+    """Return the expected cost of `fused`; it includes padding q, k and v to one width, and keeping a whole matrix.
+
+    The unit is one score of torch's kernel.
+    """
     width, value_dim = problem.q.shape[-1], problem.v.shape[-1]
     score_cost = 2 * max(width, value_dim) / (width + value_dim)
     return score_cost * (FULL_MATRIX_COST if fused.keeps_matrix(problem) else 1.0) * _fused_scores(problem)
 
 
 def _blockwise_cost(problem: Problem, plan: BlockwisePlan) -> float:
-    """Return the expected cost of `blockwise` with a plan of blocks."""
+    """Return the expected cost of `blockwise` with a plan of blocks; the unit is one score of torch's kernel."""
     if blockwise.uses_bfloat16_scores(problem):
         return BFLOAT16_SCORE_COST * cost_of(plan, scores_bf16.BLOCK_OVERHEAD)
     return FLOAT32_SCORE_COST * cost_of(plan, scores_fp32.BLOCK_OVERHEAD)

@@ -19,7 +19,9 @@ from headwise.shapes import Bool, Float
 
 
 def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Compute a problem such that non-finite keys and values affect only the rows that may attend to them.
+    """Compute attention so that NaN and infinity in keys and values do not change query rows that cannot see them.
+    If the first result may be affected, the problem is computed again without these numbers, and rows that may
+    attend to them keep their first result.
 
     Nothing is checked while compiling or tracing, under `vmap`, or on other devices than a CPU, where reading a sum
     would wait for the device: there a hidden NaN or infinity can reach every row.
@@ -45,7 +47,9 @@ def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
 
 
 def _may_have_leaked(problem: Problem, result: Answer) -> bool:
-    """Return True if the mask hides keys, and the output or a tensor that the backward pass reads is not finite."""
+    """Return True if there is a mask or bias, and the output, or k or v if gradients are needed, is not finite.
+    Returns False on other devices than a CPU, and wherever values cannot be read.
+    """
     if problem.mask is None and problem.bias is None:
         return False
     if problem.q.device.type != "cpu" or not has_readable_values(result.out) or torch._C._is_tracing():
@@ -63,9 +67,9 @@ def _visible_to_rows(
     bad_keys: Bool[Tensor, "batch kv_heads keys 1"],
     bad_values: Bool[Tensor, "batch kv_heads keys value_dim"],
 ) -> tuple[Bool[Tensor, "batch #heads queries value_dim"], Bool[Tensor, "batch #heads queries"]]:
-    """Return True at outputs, and at rows, that may attend to a bad key or, in the same feature, to a bad value.
-
-    Uniform attention over indicators of bad numbers is positive exactly there.
+    """Return two masks of results that NaN or infinity may reach: one for output features, one for whole rows.
+    An output feature is True if its row may attend to a bad key, or to a value that is bad in this feature. A row is
+    True if it may attend to a bad key. Uniform attention over indicators of bad numbers is positive exactly there.
     """
     dtype = problem.score_dtype
     indicators = torch.cat([bad_values | bad_keys, bad_keys], -1).to(dtype)
@@ -81,5 +85,5 @@ def _visible_to_rows(
 def _combine(
     result: Float[Tensor, "*axes"], clean: Float[Tensor, "*axes"], visible: Bool[Tensor, "..."]
 ) -> Float[Tensor, "*axes"]:
-    """Return `clean` with the values of `result` where a bad number is visible; the gradient is that of `clean`."""
+    """Return the values of `result` where `visible` is True and of `clean` elsewhere, with the gradient of `clean`."""
     return clean + torch.where(visible, (result - clean).detach(), 0.0)

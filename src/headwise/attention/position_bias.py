@@ -15,7 +15,7 @@ from headwise.shapes import Float, Int
 
 @runtime_checkable
 class PositionBias(Protocol):
-    """Addition to the scaled scores that depends on the positions of query and key."""
+    """Interface of position biases: numbers added to the scaled scores, which depend on positions of query and key."""
 
     def values(
         self,
@@ -24,7 +24,7 @@ class PositionBias(Protocol):
         key_positions: Int[Tensor, "#batch keys"],
         dtype: torch.dtype,
     ) -> Float[Tensor, "#batch heads queries keys"]:
-        """Return the addition to each score, `(batch, heads, queries, keys)` or with a batch of 1, in `dtype`.
+        """Return the number to add to each score, `(batch, heads, queries, keys)` or with a batch of 1, in `dtype`.
 
         Padding and empty slots of a cache may have any position, such as -1.
         """
@@ -57,7 +57,7 @@ class ALiBi:
         key_positions: Int[Tensor, "#batch keys"],
         dtype: torch.dtype,
     ) -> Float[Tensor, "#batch heads queries keys"]:
-        """Return minus the slope of each head times the distance of query and key, in `dtype`."""
+        """Return the bias of each head, query and key in `dtype`: minus the head's slope times their distance."""
         # bfloat16 represents only every other whole number above 256.
         compute_dtype = torch.promote_types(dtype, torch.float32)
         distances = _key_minus_query(query_positions, key_positions).abs()[:, None]  # (batch, 1, queries, keys)
@@ -111,7 +111,7 @@ class RelativeBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the table from the uniform distribution of Glorot and Bengio 2010."""
+        """Fill the table of biases with random numbers from the uniform distribution of Glorot and Bengio 2010."""
         nn.init.xavier_uniform_(self.weight)
 
     def values(
@@ -137,7 +137,7 @@ class RelativeBias(nn.Module):
         return bias_by_distance[:, index].transpose(0, 1).to(dtype)
 
     def buckets(self, distances: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-        """Return the index of the bucket of each distance, the position of the key minus that of the query."""
+        """Return the index of the bucket of each signed distance, which is key position minus query position."""
         size = distances.abs() if self.bidirectional else (-distances).clamp(min=0)
         ratio = size.clamp(min=self._exact).to(most_precise_dtype(size.device)) / self._exact
         logarithmic = self._per_direction - self._exact
@@ -147,7 +147,7 @@ class RelativeBias(nn.Module):
         return bucket + (distances > 0) * self._per_direction if self.bidirectional else bucket
 
     def extra_repr(self) -> str:
-        """Return the sizes for `repr`."""
+        """Return the constructor's sizes and `bidirectional` as text, which `repr` of the module includes."""
         return (
             f"num_heads={self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}, "
             f"bidirectional={self.bidirectional}"
@@ -157,7 +157,9 @@ class RelativeBias(nn.Module):
 def _key_minus_query(
     query_positions: Int[Tensor, "#batch queries"], key_positions: Int[Tensor, "#batch keys"]
 ) -> Int[Tensor, "#batch queries keys"]:
-    """Return the position of each key minus that of each query: negative for keys before the query."""
+    """Return the position of each key minus that of each query, negative for keys before the query.
+    Raises `InputError` for positions that are not whole numbers or do not fit each other.
+    """
     position_ids("query_positions", query_positions)
     position_ids("key_positions", key_positions, device=query_positions.device)
     query_batch, key_batch = query_positions.shape[0], key_positions.shape[0]

@@ -27,7 +27,9 @@ class Answer(NamedTuple):
 
 
 class TalkingHeads(NamedTuple):
-    """Two matrices that mix heads, `before` and `after` the softmax; row h has the coefficients of head h."""
+    """Two matrices of talking heads: `before` mixes the scores of all heads, `after` mixes their weights.
+    Row h of a matrix has the coefficients of which head h is the sum over all heads.
+    """
 
     before: Float[Tensor, "heads heads"]
     after: Float[Tensor, "heads heads"]
@@ -78,7 +80,7 @@ class Problem:
 
     @property
     def scale_is_positive(self) -> bool:
-        """True if the scale is one number for all heads that is positive in float32, in which kernels read it."""
+        """True if the scale is one number for all heads, not a tensor, and positive in float32, as kernels read it."""
         return not isinstance(self.scale, Tensor) and self.scale > torch.finfo(torch.float32).tiny
 
     @staticmethod
@@ -100,7 +102,8 @@ class Problem:
         return_lse: bool = False,
         return_weights: bool = False,
     ) -> "Problem":
-        """Check the arguments of `attend` and return them as a `Problem`.
+        """Check the arguments of `attend`, and return them as a `Problem` in the one form that backends read.
+        Defaults are filled in, a tensor as mask becomes a `Mask` or the bias, and factors get axes that broadcast.
 
         Raises:
             InputError: an argument is unusable or does not fit the others; the first one found is named.
@@ -142,7 +145,7 @@ class Problem:
 
 @runtime_checkable
 class Backend(Protocol):
-    """Interface of an attention backend, which a module or an object implements."""
+    """Interface of an attention backend (`fused`, `blockwise`, `reference`), which a module or an object implements."""
 
     @property
     def name(self) -> str:
@@ -152,7 +155,10 @@ class Backend(Protocol):
         """Return the reason that the backend cannot compute a problem, in one sentence; None if it can."""
 
     def run(self, problem: Problem) -> Answer:
-        """Compute a problem for which `why_not` returns None."""
+        """Return the output of an attention problem for which `why_not` returns None, with what else it asks for.
+
+        The gate is not applied.
+        """
 
 
 def score_dtype(q: Tensor) -> torch.dtype:
@@ -189,7 +195,8 @@ def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _
 
 
 def _allows_all(mask: Mask, grid: Grid) -> bool:
-    """Return True if a mask is known to hide nothing; a mask of more values than one score matrix is not read.
+    """Return True if a mask is known to allow every query-key pair of the grid; False if it does not or is unknown.
+    It stays unknown for a stored mask of more values than one score matrix, which would take long to read.
 
     While compiling the result is False: lengths may be symbols, which `range` does not accept.
     """
@@ -205,7 +212,9 @@ def _allows_all(mask: Mask, grid: Grid) -> bool:
 def _positions(
     of_queries: Any, of_keys: Any, q: Tensor, k: Tensor
 ) -> tuple[Int[Tensor, "#batch queries"] | None, Int[Tensor, "#batch keys"] | None]:
-    """Return positions of queries and keys as `(batch or 1, length)`, or None for both."""
+    """Return the caller's positions of queries and of keys as `(batch or 1, length)`, or None for both if not passed.
+    Raises `InputError` if one is passed without the other, or has another shape or device.
+    """
     if of_queries is None and of_keys is None:
         return None, None
     if of_queries is None or of_keys is None:
@@ -218,7 +227,7 @@ def _positions(
 
 
 def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
-    """Return the matrices of talking heads in the dtype of the scores, after checking their shapes."""
+    """Return the two matrices `(heads, heads)` of talking heads in the dtype of the scores, or raise `InputError`."""
     heads = q.shape[1]
     if not isinstance(matrices, tuple | list) or len(matrices) != 2:
         got = type(matrices).__name__
@@ -231,7 +240,7 @@ def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
 
 
 def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
-    """Return a tensor of one number for each head in the dtype of the scores, after checking its shape."""
+    """Return a tensor of one number for each query head in the dtype of the scores; `InputError` for another shape."""
     tensor = float_tensor(name, values, like=q)
     if tensor.shape != q.shape[1:2]:
         got = f"shape {tuple(tensor.shape)}"
@@ -240,7 +249,9 @@ def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
 
 
 def gate_factor(gate: Any, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]:
-    """Return a gate in the dtype of q and with axes that broadcast to `(batch, heads, queries, value_dim)`."""
+    """Return a gate in the dtype of q, with axes of size 1 added so that it multiplies the output of each head.
+    The gate has one value for each head, each head and sequence, or each head and query; otherwise `InputError`.
+    """
     factor = float_tensor("gate", gate, like=q)
     batch, heads, queries, _ = q.shape
     forms = ((heads,), (batch, heads), (batch, heads, queries))
@@ -256,7 +267,7 @@ def gate_factor(gate: Any, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"
 
 
 def _check_tensors(q: Any, k: Any, v: Any) -> None:
-    """Check ranks, dtypes, devices and sizes of q, k and v."""
+    """Raise `InputError` unless q, k and v are tensors of four axes whose dtypes, devices and sizes fit each other."""
     for name, tensor in {"q": q, "k": k, "v": v}.items():
         if not isinstance(tensor, Tensor) or tensor.is_nested:
             got = "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__

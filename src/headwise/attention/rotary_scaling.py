@@ -33,16 +33,16 @@ def most_precise_dtype(device: torch.device | None) -> torch.dtype:
 
 @runtime_checkable
 class Scaling(Protocol):
-    """Change of the rotary frequencies for texts longer than those a model was trained on."""
+    """Interface of rotary scalings, which change the frequencies for texts longer than those a model was trained on."""
 
     @property
     def depends_on_length(self) -> bool:
-        """True if the frequencies depend on the length of the text."""
+        """True if the rotary frequencies depend on the number of tokens of the whole text."""
 
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each of `width / 2` pairs in radians per position, and the attention factor.
+        """Return the frequency of each of `width / 2` feature pairs in radians per position, and an attention factor.
 
         The attention factor multiplies rotated queries and keys, so it multiplies scores by its square.
         """
@@ -50,7 +50,7 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation: all frequencies divided by `factor` (Chen et al. 2023, equation 4)."""
+    """Position interpolation: all rotary frequencies are divided by `factor` (Chen et al. 2023, equation 4)."""
 
     factor: float
     depends_on_length: ClassVar[bool] = False
@@ -61,13 +61,14 @@ class LinearScaling:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the base frequencies divided by `factor`, and an attention factor of 1."""
+        """Return the unscaled frequencies of all feature pairs divided by `factor`, and attention factor 1."""
         return base_frequencies(theta, width, device) / self.factor, 1.0
 
 
 @dataclass(frozen=True)
 class DynamicNTK:
-    """Dynamic NTK scaling: theta grows once the text exceeds `trained_length` (Peng et al. 2023, sections 3.1, 3.3).
+    """Dynamic NTK scaling: the rotary base theta grows with the length of the text beyond `trained_length` tokens.
+    Source: Peng et al. 2023, sections 3.1 and 3.3.
 
     With s = factor * length / trained_length - (factor - 1), theta becomes theta * s^(width / (width - 2)). The
     longest sequence of a batch decides for the whole batch; each packed sequence decides for itself.
@@ -88,7 +89,9 @@ class DynamicNTK:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequencies for the theta that belongs to a text of `length` tokens, and a factor of 1."""
+        """Return the frequencies of the base as enlarged for a text of `length` tokens, and an attention factor of 1.
+        Up to `trained_length` tokens, or without a length, the base is `theta` itself.
+        """
         # The single pair of width 2 has frequency 1 for every theta.
         exponent = width / max(width - 2, 1)
         if isinstance(length, Tensor):
@@ -100,7 +103,8 @@ class DynamicNTK:
 
 @dataclass(frozen=True)
 class YaRN:
-    """YaRN scaling: slow pairs interpolated, fast pairs unchanged, a ramp between (Peng et al. 2023, section 3.2).
+    """YaRN scaling: frequencies of slow feature pairs are divided by `factor`, those of fast pairs stay unchanged.
+    Between them a ramp mixes the two (Peng et al. 2023, section 3.2).
 
     The ramp is a straight line over the pairs, as in the authors' code and all models trained with it. Equation 18 of
     the paper has a ramp over the number of turns instead.
@@ -134,7 +138,9 @@ class YaRN:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequencies, mixed along the ramp from unchanged to interpolated, and the attention factor."""
+        """Return the frequency of each feature pair, unchanged for fast and divided for slow pairs, and the factor.
+        Between fast and slow pairs the two are mixed. The attention factor is `attention_factor` or its default.
+        """
         first, last = self._pair_with_turns(self.fast, theta, width), self._pair_with_turns(self.slow, theta, width)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
@@ -146,13 +152,14 @@ class YaRN:
         return (1 - slowness) * base + slowness * base / self.factor, factor
 
     def _pair_with_turns(self, turns: float, theta: float, width: int) -> float:
-        """Return the fractional index of the pair that makes this number of turns over the trained length."""
+        """Return the fractional index of the feature pair that makes `turns` turns over `trained_length` tokens."""
         return width * math.log(self.trained_length / (turns * math.tau)) / (2 * math.log(theta))
 
 
 @dataclass(frozen=True)
 class Llama3:
-    """Scaling of Llama 3.1: slow pairs interpolated, fast pairs unchanged, a ramp over the number of turns between.
+    """Scaling of Llama 3.1: frequencies of slow feature pairs are divided by `factor`, those of fast ones unchanged.
+    Between them the two are mixed along a straight line over the number of turns of a pair.
 
     Args:
         factor: divisor of the frequencies of slow pairs.
@@ -176,7 +183,7 @@ class Llama3:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequencies mixed along the ramp from divided by `factor` to unchanged, and a factor of 1."""
+        """Return each pair's frequency, divided by `factor` if slow, unchanged if fast; and attention factor 1."""
         base = base_frequencies(theta, width, device)
         turns = self.trained_length * base / math.tau
         fastness = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)

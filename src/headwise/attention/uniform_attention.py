@@ -15,7 +15,9 @@ from headwise.shapes import Float
 
 
 def uniform_output(problem: Problem) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Return the output under uniform attention over the keys that the mask, or a bias of -inf, does not hide."""
+    """Return each head's output if every visible key had the same weight: the mean of the visible keys' values.
+    A key is visible unless the mask or a bias of -inf hides it. Sinks, talking heads, gate and dropout are left out.
+    """
     bias = problem.bias
     if bias is not None:
         bias = torch.zeros_like(bias).masked_fill(bias == -torch.inf, -torch.inf)
