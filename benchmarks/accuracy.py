@@ -35,13 +35,13 @@ def measure(dtype: torch.dtype, number: int) -> Counter:
     def run(drawn):
         q, k, v = drawn.tensors(dtype)
         wide = (q.double(), k.double(), v.double())
-        exact = plain_attention(*wide, **drawn.rule)
-        once = distance(plain_attention(q, k, v, **drawn.rule).out, exact.out)
-        worst = plain_errors(q, k, v, exact, **drawn.rule)["out"]
+        exact = plain_attention(*wide, **drawn.oracle_options)
+        once = distance(plain_attention(q, k, v, **drawn.oracle_options).out, exact.out)
+        worst = plain_errors(q, k, v, exact, **drawn.oracle_options)["out"]
         for backend in ("fused", "reference"):
-            if hw.why_not(backend, q, k, v, **drawn.options) is not None:
+            if hw.why_not(backend, q, k, v, **drawn.attend_options) is not None:
                 continue
-            out = hw.attend(q, k, v, **drawn.options, backend=backend)
+            out = hw.attend(q, k, v, **drawn.attend_options, backend=backend)
             error = distance(out, exact.out)
             beyond[backend, "one plain run"] += error > 2 * once
             beyond[backend, "worst of eight orders"] += error > 2 * worst

@@ -1,4 +1,7 @@
-"""Independent implementations to compare with. Nothing here imports headwise."""
+"""Independent implementations of attention, of the layer and of the statistics, with which tests compare headwise.
+
+Nothing here imports headwise.
+"""
 
 import math
 from dataclasses import dataclass
@@ -10,19 +13,38 @@ from torch import Tensor, nn
 
 
 @dataclass
-class Plain:
-    """What plain attention gives."""
+class PlainResult:
+    """Result of plain attention: the output of every head, the log-sum-exp of the scores, and the weights.
+
+    Attributes:
+        out: `(batch, heads, queries, value_dim)`.
+        lse: logarithm of the sum of exponentiated scores, `(batch, heads, queries)`.
+        weights: `(batch, heads, queries, keys)`.
+    """
 
     out: Tensor
     lse: Tensor
     weights: Tensor
 
 
-def plain_attention(q, k, v, allowed=None, bias=None, scale=None, softcap=None, sinks=None, talking=None) -> Plain:
-    """Attention as people write it, in the dtype of its inputs, key/value heads repeated.
+def plain_attention(
+    q, k, v, allowed=None, bias=None, scale=None, softcap=None, sinks=None, talking=None
+) -> PlainResult:
+    """Compute softmax attention directly from its formula, with all scores at once, in the dtype of its inputs.
 
-    `allowed` is boolean and `bias` float, both of the full `(batch, heads, queries, keys)`; `scale` and `sinks`
-    may be one number for each head; `talking` is a pair of matrices that mix heads.
+    Key and value heads are repeated for the query heads that share them. A query without a visible key gets weights
+    and output 0, and log-sum-exp -inf.
+
+    Args:
+        q: queries, `(batch, heads, queries, head_dim)`.
+        k: keys, `(batch, kv_heads, keys, head_dim)`.
+        v: values, `(batch, kv_heads, keys, value_dim)`.
+        allowed: True where a query attends to a key, `(batch, heads, queries, keys)`.
+        bias: numbers to add to the scores, of the same shape as `allowed`.
+        scale: factor of the scores, one number or one for each head; by default 1 / sqrt(head_dim).
+        softcap: limit of the scores, which are replaced by softcap * tanh(score / softcap).
+        sinks: score of one additional key with value 0, one for each head.
+        talking: two matrices `(heads, heads)`; the first mixes the scores of heads, the second their weights.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -46,14 +68,15 @@ def plain_attention(q, k, v, allowed=None, bias=None, scale=None, softcap=None, 
     if talking is not None:
         weights = (weights.movedim(1, -1) @ talking[1].to(scores.dtype).T).movedim(-1, 1)
     lse = torch.where(empty[..., 0], -torch.inf, torch.logsumexp(torch.where(empty, 0.0, scores), -1))
-    return Plain(weights @ v, lse, weights)
+    return PlainResult(weights @ v, lse, weights)
 
 
-def plain_errors(q, k, v, exact: Plain, allowed=None, bias=None, **options) -> dict[str, float]:
-    """How far the plain implementation is from `exact`, the largest over eight orders of its sums.
+def plain_errors(q, k, v, exact: PlainResult, allowed=None, bias=None, **options) -> dict[str, float]:
+    """Return the largest errors of plain attention in "out", "lse" and "weights" over eight orders of its sums.
 
-    One order alone is sometimes right by luck, which says nothing about what rounding costs. For the same reason
-    it is never credited with less than the half unit in the last place that storing the largest value may cost.
+    The errors are absolute differences from `exact`. In a single order, sums are sometimes exact by chance, which
+    underestimates the cost of rounding. For the same reason, no error is below half a unit in the last place of the
+    largest value, which is the error of storing it.
     """
     generator = torch.Generator().manual_seed(0)
     errors = {}
@@ -63,10 +86,10 @@ def plain_errors(q, k, v, exact: Plain, allowed=None, bias=None, **options) -> d
         errors[name] = torch.finfo(q.dtype).eps / 2 * largest
     for order in range(8):
         keys = torch.randperm(k.shape[2], generator=generator) if order else torch.arange(k.shape[2])
-        width = torch.randperm(k.shape[3], generator=generator) if order else torch.arange(k.shape[3])
+        features = torch.randperm(k.shape[3], generator=generator) if order else torch.arange(k.shape[3])
         plain = plain_attention(
-            q[..., width],
-            k[:, :, keys][..., width],
+            q[..., features],
+            k[:, :, keys][..., features],
             v[:, :, keys],
             None if allowed is None else allowed[..., keys],
             None if bias is None else bias[..., keys],
@@ -79,7 +102,10 @@ def plain_errors(q, k, v, exact: Plain, allowed=None, bias=None, **options) -> d
 
 
 def distance(got: Tensor, exact: Tensor) -> float:
-    """The largest absolute difference; infinite where the infinities or NaNs differ."""
+    """Return the largest absolute difference; infinity if the two differ in which entries are finite or in infinities.
+
+    A NaN in `exact` also makes the distance infinite.
+    """
     finite = exact.isfinite()
     if not torch.equal(finite, got.isfinite()) or not torch.equal(exact[~finite], got[~finite].double()):
         return math.inf
@@ -87,13 +113,14 @@ def distance(got: Tensor, exact: Tensor) -> float:
 
 
 def within_budget(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
-    """Another implementation computes the same, to a few roundings; and we are at most twice as far from exact as it.
+    """Check that `ours` is at most twice as far from `exact` as `theirs`, the result of another implementation.
 
-    It is never credited with less than half a unit in the last place of its largest result.
+    The error of `theirs` must itself be at most 32 roundings of the largest value: otherwise it computes something
+    else. For the comparison, it counts as at least half a unit in the last place of the largest value.
     """
     eps, largest = torch.finfo(theirs.dtype).eps, exact.abs().max().item()
     error = distance(theirs, exact)
-    assert error <= 32 * eps * largest, f"it computes something else: {error / eps / largest} roundings apart"
+    assert error <= 32 * eps * largest, f"theirs computes something else: {error / eps / largest} roundings apart"
     budget = 2 * max(error, eps / 2 * largest)
     assert distance(ours, exact) <= budget, f"{distance(ours, exact)} beyond {budget}"
 
@@ -102,20 +129,32 @@ def within_budget(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
 
 
 def rotated(x, positions, theta, width, interleaved):
-    """Pairs of features as complex numbers, multiplied by e^(i position theta^(-2 pair / width))."""
-    part, rest = x[..., :width], x[..., width:]
+    """Apply rotary embedding to the first `width` features of x, `(batch, heads, length, features)`.
+
+    Each pair of features is a complex number, multiplied by e^(i position theta^(-2 pair / width)). Interleaved pairs
+    are neighbours; otherwise feature i is paired with feature i + width / 2. `positions` is `(batch, length)`.
+    """
+    part, unrotated = x[..., :width], x[..., width:]
     angle = positions[:, None, :, None].double() * theta ** (-torch.arange(0, width, 2).double() / width)
     if interleaved:
         pairs = torch.complex(part[..., ::2], part[..., 1::2])
     else:
         pairs = torch.complex(part[..., : width // 2], part[..., width // 2 :])
-    turned = pairs * torch.polar(torch.ones_like(angle), angle)
-    part = torch.view_as_real(turned).flatten(-2) if interleaved else torch.cat([turned.real, turned.imag], dim=-1)
-    return torch.cat([part, rest], dim=-1)
+    rotated_pairs = pairs * torch.polar(torch.ones_like(angle), angle)
+    part = (
+        torch.view_as_real(rotated_pairs).flatten(-2)
+        if interleaved
+        else torch.cat([rotated_pairs.real, rotated_pairs.imag], -1)
+    )
+    return torch.cat([part, unrotated], dim=-1)
 
 
 def alibi(heads, at_q, at_k):
-    """Minus slope times distance, for a number of heads that is a power of two or not."""
+    """Return the ALiBi bias `(batch, heads, queries, keys)`: minus the slope of the head times the distance.
+
+    `at_q` and `at_k` are the positions `(batch, queries)` and `(batch, keys)`. The number of heads may be any; slopes
+    follow the authors' rule for numbers that are not powers of two.
+    """
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     slopes += [2 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
@@ -124,7 +163,11 @@ def alibi(heads, at_q, at_k):
 
 
 def bucketed(table, at_q, at_k, max_distance):
-    """T5's bias, bucket by bucket, both directions."""
+    """Return T5's bidirectional position bias `(batch, heads, queries, keys)`, computed entry by entry.
+
+    `table` holds one number for each bucket of distances and head, `(buckets, heads)`; `at_q` and `at_k` are the
+    positions `(batch, queries)` and `(batch, keys)`. All distances from `max_distance` share the last bucket.
+    """
     half = table.shape[0] // 2
     exact = half // 2
     rows = []
@@ -132,16 +175,18 @@ def bucketed(table, at_q, at_k, max_distance):
         buckets = torch.zeros(queries.shape, dtype=torch.long)
         for i, j in torch.cartesian_prod(torch.arange(queries.shape[0]), torch.arange(queries.shape[1])).tolist():
             step = int(keys[i, j] - queries[i, j])
-            far = abs(step)
-            if far >= exact:
-                far = exact + math.floor(math.log(far / exact) / math.log(max_distance / exact) * (half - exact) + 1e-9)
-            buckets[i, j] = min(far, half - 1) + (half if step > 0 else 0)
+            bucket = abs(step)
+            if bucket >= exact:
+                bucket = exact + math.floor(
+                    math.log(bucket / exact) / math.log(max_distance / exact) * (half - exact) + 1e-9
+                )
+            buckets[i, j] = min(bucket, half - 1) + (half if step > 0 else 0)
         rows.append(table[buckets].permute(2, 0, 1))
     return torch.stack(rows)
 
 
 def normed(x, weight, bias, eps):
-    """Root mean square where there is no bias, otherwise mean and variance."""
+    """Return x normalized over its last axis, times the weight: RMSNorm if `bias` is None, otherwise LayerNorm."""
     if bias is None:
         return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
     centred = x - x.mean(-1, keepdim=True)
@@ -149,10 +194,12 @@ def normed(x, weight, bias, eps):
 
 
 def plain_layer(parameters, x, context, values, at_q, at_k, *, heads, kv_heads, **options):
-    """What `MultiHeadAttention` computes, from its parameters by name; returns the output and the weights.
+    """Return the output and weights of `MultiHeadAttention`, computed from its parameters, given by name.
 
-    `at_q`, `at_k`: positions `(batch, length)`. Options: allowed, bias, scale, softcap, gate, rotary (theta, width,
-    interleaved), alibi, max_distance, norm_over, eps.
+    Output `(batch, queries, embed_dim)`, weights `(batch, heads, queries, keys)`. Keys are projected from `context`
+    and values from `values`, except for a fused projection, which takes queries, keys and values from `x`. `at_q` and
+    `at_k` are the positions `(batch, queries)` and `(batch, keys)`. Options: allowed, bias, scale, softcap, gate,
+    rotary (theta, width, interleaved), alibi, max_distance, norm_over, eps, value_width.
     """
 
     def project(name, tensor):
@@ -202,19 +249,22 @@ def plain_layer(parameters, x, context, values, at_q, at_k, *, heads, kv_heads, 
 
 
 def gradients(module, x, result):
-    """The gradients of a random sum of `result`: of the input, and of every parameter by name."""
+    """Return the gradients of a randomly weighted sum of `result`: for the input x, and for every parameter by name.
+
+    The random weights are the same in every call with equal shapes.
+    """
     torch.manual_seed(1)
     upstream = torch.randn(result.shape, dtype=result.dtype)
     names, parameters = zip(*module.named_parameters(), strict=True)
-    first, *rest = torch.autograd.grad((result * upstream).sum(), [x, *parameters])
-    return first, dict(zip(names, rest, strict=True))
+    of_input, *of_parameters = torch.autograd.grad((result * upstream).sum(), [x, *parameters])
+    return of_input, dict(zip(names, of_parameters, strict=True))
 
 
 # -- four published ways of writing multi-head attention ----------------------------------------------------------
 
 
 class SingleHead(nn.Module):
-    """One head with maps of its own on unbatched input."""
+    """One attention head with its own query, key and value maps, for input without a batch axis, `(length, width)`."""
 
     def __init__(self, word_size: int, embed_dim: int, bias: bool):
         super().__init__()
@@ -228,7 +278,7 @@ class SingleHead(nn.Module):
 
 
 class ListOfHeads(nn.Module):
-    """Design 1: a list of heads, outputs concatenated and multiplied by a bare matrix."""
+    """Design 1: a list of separate heads, whose concatenated outputs are multiplied by a matrix without bias."""
 
     def __init__(self, word_size: int, embed_dim: int, n_head: int, bias: bool):
         super().__init__()
@@ -240,7 +290,10 @@ class ListOfHeads(nn.Module):
 
 
 class FourLinearMaps(nn.Module):
-    """Designs 2 and 3: four square maps, reshaped to heads; the weights of every head are returned."""
+    """Designs 2 and 3: four square linear maps, whose features are split among the heads.
+
+    Returns the output and the weights of every head, `(batch, heads, queries, keys)`.
+    """
 
     def __init__(self, embed_dim: int, num_heads: int):
         super().__init__()
@@ -266,7 +319,7 @@ class FourLinearMaps(nn.Module):
 
 
 class NarrowHead(nn.Module):
-    """One head of design 4, batch first."""
+    """One attention head of design 4: its own query, key and value maps, for input `(batch, length, width)`."""
 
     def __init__(self, embedding_dim: int, head_size: int, bias: bool):
         super().__init__()
@@ -280,7 +333,7 @@ class NarrowHead(nn.Module):
 
 
 class NarrowHeads(nn.Module):
-    """Design 4: heads that together are `attention_dim` wide, and a map back to `embedding_dim`."""
+    """Design 4: separate heads that share `attention_dim` equally, and a linear map back to `embedding_dim`."""
 
     def __init__(self, embedding_dim: int, attention_dim: int, num_heads: int, bias: bool):
         super().__init__()
@@ -298,50 +351,60 @@ class NarrowHeads(nn.Module):
 def statistics_of(
     weights, tokens=None, special=None, out=None, projection=None, first=0, real=None
 ) -> dict[str, float]:
-    """Every statistic of one head by its definition, entry by entry, from a list of rows of weights.
+    """Return every statistic of one head of one sequence by name, computed entry by entry from its definition.
 
-    Query i stands at key i + (keys - queries). A row whose weights are all 0 does not count; a key with
-    weight exactly 0 is out of sight. `real` are the keys that are no padding; all, unless given. `out` are the rows
-    of its output, `projection` maps them to the model's width.
+    Query i has the position of key i + (keys - queries). A query whose weights are all 0 does not count; a key with
+    weight exactly 0 is not visible. Statistics whose argument is missing are left out.
+
+    Args:
+        weights: attention weights, `(queries, keys)`.
+        tokens: token id of each key, for "duplicate" and "induction".
+        special: True for each key that is a special token.
+        out: output of the head for each query, `(queries, value_dim)`, for the norms.
+        projection: matrix `(value_dim, width)` that maps the output to the width of the model.
+        first: index of the first key that is not padding.
+        real: True for each key that is not padding; by default all are.
     """
     rows = [list(map(float, row)) for row in weights]
     queries, keys = len(rows), len(rows[0])
     values: dict[str, list[float]] = {}
 
-    def note(name, value):
+    def record(name, value):
         values.setdefault(name, []).append(value)
 
     for i, row in enumerate(rows):
         if sum(row) == 0:
             continue
-        p = i + keys - queries
+        position = i + keys - queries
         entropy = -sum(a * math.log(a) for a in row if a > 0)
-        seen = sum(a > 0 for a in row)
-        note("entropy", entropy)
-        if seen > 1:
-            note("evenness", entropy / math.log(seen))
-        note("confidence", max(row))
-        note("distance", sum(a * abs(p - j) for j, a in enumerate(row)))
-        for name, j in (("self", p), ("previous", p - 1), ("next", p + 1)):
+        visible = sum(a > 0 for a in row)
+        record("entropy", entropy)
+        if visible > 1:
+            record("evenness", entropy / math.log(visible))
+        record("confidence", max(row))
+        record("distance", sum(a * abs(position - j) for j, a in enumerate(row)))
+        for name, j in (("self", position), ("previous", position - 1), ("next", position + 1)):
             if 0 <= j < keys and (real is None or real[j]):
-                note(name, row[j])
-        note("first", row[first])
+                record(name, row[j])
+        record("first", row[first])
         if special is not None:
-            note("special", sum(a for j, a in enumerate(row) if special[j]))
-        if tokens is not None and p >= 0:
-            copies = [j for j in range(p) if tokens[j] == tokens[p]]
+            record("special", sum(a for j, a in enumerate(row) if special[j]))
+        if tokens is not None and position >= 0:
+            copies = [j for j in range(position) if tokens[j] == tokens[position]]
             if copies:
-                note("duplicate", sum(row[j] for j in copies))
-            after = [j for j in range(1, p + 1) if tokens[j - 1] == tokens[p]]
+                record("duplicate", sum(row[j] for j in copies))
+            after = [j for j in range(1, position + 1) if tokens[j - 1] == tokens[position]]
             if after:
-                note("induction", sum(row[j] for j in after))
+                record("induction", sum(row[j] for j in after))
         if out is not None:
-            note("output_norm", math.sqrt(sum(float(x) ** 2 for x in out[i])))
+            record("output_norm", math.sqrt(sum(float(x) ** 2 for x in out[i])))
         if projection is not None:
-            note("written_norm", math.sqrt(sum(float(x) ** 2 for x in out[i] @ projection)))
-    found = {name: sum(of_rows) / len(of_rows) for name, of_rows in values.items()}
+            record("written_norm", math.sqrt(sum(float(x) ** 2 for x in out[i] @ projection)))
+    statistics = {name: sum(of_rows) / len(of_rows) for name, of_rows in values.items()}
     columns = [[row[j] for row in rows if row[j] > 0] for j in range(keys)]
     most = max(map(len, columns))
     if most:
-        found["received"] = max(sum(column) / len(column) for column in columns if column and 2 * len(column) >= most)
-    return found
+        statistics["received"] = max(
+            sum(column) / len(column) for column in columns if column and 2 * len(column) >= most
+        )
+    return statistics

@@ -1,4 +1,4 @@
-"""Random attention problems for hypothesis: sizes, masks, biases, layouts."""
+"""Hypothesis strategies that draw random attention problems: sizes, masks, biases, options and memory layouts."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,22 @@ import headwise as hw
 
 
 @dataclass
-class Drawn:
-    """Arguments for `attend` in float64, and the same mask and bias as whole tensors for an oracle."""
+class DrawnProblem:
+    """Arguments of one attention problem in float64, and its mask and bias as full tensors for `plain_attention`.
+
+    Attributes:
+        q: queries, `(batch, heads, queries, head_dim)`.
+        k: keys, `(batch, kv_heads, keys, head_dim)`.
+        v: values, `(batch, kv_heads, keys, value_dim)`.
+        mask: mask for `attend`.
+        bias: bias for `attend`, each axis of full size or 1.
+        scale: factor of the scores, one number or one for each head.
+        softcap: limit of the scores.
+        sinks: score of the sink of each head.
+        talking: two matrices that mix the scores and the weights of heads.
+        allowed: the mask as a boolean tensor, `(batch, heads, queries, keys)`.
+        full_bias: the bias as a tensor of the same shape.
+    """
 
     q: Tensor
     k: Tensor
@@ -23,51 +37,60 @@ class Drawn:
     sinks: Tensor | None
     talking: tuple[Tensor, Tensor] | None
     allowed: Tensor
-    whole_bias: Tensor | None
+    full_bias: Tensor | None
 
     @property
-    def options(self) -> dict:
-        """The options of `attend`."""
+    def attend_options(self) -> dict:
+        """Keyword arguments for `attend`: mask, bias, talking heads, scale, softcap and sinks."""
         return {"mask": self.mask, "bias": self.bias, "talking_heads": self.talking, **self.scores}
 
     @property
-    def rule(self) -> dict:
-        """The options of the oracle."""
-        return {"allowed": self.allowed, "bias": self.whole_bias, "talking": self.talking, **self.scores}
+    def oracle_options(self) -> dict:
+        """Keyword arguments for `plain_attention`, with the mask and the bias as full tensors."""
+        return {"allowed": self.allowed, "bias": self.full_bias, "talking": self.talking, **self.scores}
 
-    def has_key(self) -> Tensor:
-        """Whether each row of the scores has a key, `(batch, heads, queries)`."""
-        hidden = ~self.allowed if self.whole_bias is None else ~self.allowed | (self.whole_bias == -torch.inf)
+    def rows_with_keys(self) -> Tensor:
+        """Return True for each query that sees at least one key, `(batch, heads, queries)`."""
+        hidden = ~self.allowed if self.full_bias is None else ~self.allowed | (self.full_bias == -torch.inf)
         return ~hidden.all(-1)
 
     @property
     def scores(self) -> dict:
-        """What is done to the scores, said in the same way to both."""
+        """Options of the scores that `attend` and `plain_attention` name alike: scale, softcap and sinks."""
         return {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
 
     def tensors(self, dtype: torch.dtype, shuffle: int = 0) -> tuple[Tensor, ...]:
-        """q, k and v rounded to `dtype`, in the layout that was drawn; their values in another order if asked."""
+        """Return q, k and v rounded to `dtype`, with the strides that were drawn.
+
+        With `shuffle` above 0, the values of each tensor are permuted at random; `shuffle` is the seed.
+        """
         generator = torch.Generator().manual_seed(shuffle)
-        drawn = []
+        tensors = []
         for tensor in (self.q, self.k, self.v):
             values = tensor.flatten()
             if shuffle:
                 values = values[torch.randperm(len(values), generator=generator)]
             laid_out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
-            drawn.append(laid_out.copy_(values.view(tensor.shape)))
-        return tuple(drawn)
+            tensors.append(laid_out.copy_(values.view(tensor.shape)))
+        return tuple(tensors)
 
 
 def _laid_out(values: Tensor, layout: str) -> Tensor:
-    """The values as a projection leaves them, `(batch, length, heads, width)`, or stranger."""
+    """Return the values `(batch, heads, length, width)` with the strides of a layout, such as "length first".
+
+    "length first" is the layout of a projection that is split into heads, `(batch, length, heads, width)` in memory.
+    """
     order = {"heads first": (0, 1, 2, 3), "length first": (0, 2, 1, 3), "width first": (3, 0, 1, 2)}[layout]
-    back = [order.index(axis) for axis in range(4)]
-    return values.permute(order).contiguous().permute(back)
+    inverse = [order.index(axis) for axis in range(4)]
+    return values.permute(order).contiguous().permute(inverse)
 
 
 @st.composite
 def masks(draw, batch: int, heads: int, queries: int, keys: int, depth: int = 2):
-    """A mask together with its values as one tensor, worked out here and not by headwise."""
+    """Draw a mask of headwise, and return it with its values as a boolean tensor `(batch, heads, queries, keys)`.
+
+    The tensor is computed here, independently of headwise. Masks are combined with &, | and ~ up to `depth` times.
+    """
     position = torch.arange(queries)[:, None] + keys - queries
     key = torch.arange(keys)[None, :]
     kinds = ["causal", "window", "per head", "prefix", "segments", "chunked", "mask_rule", "right", "left", "dense"]
@@ -78,8 +101,8 @@ def masks(draw, batch: int, heads: int, queries: int, keys: int, depth: int = 2)
         return hw.causal(), (key <= position).expand(full)
     if kind == "window":
         width, ahead, step = draw(st.integers(1, keys + 2)), draw(st.integers(0, 3)), draw(st.integers(1, 3))
-        back = position - key
-        near = (back >= -ahead * step) & (back < width * step) & (back % step == 0)
+        distance = position - key
+        near = (distance >= -ahead * step) & (distance < width * step) & (distance % step == 0)
         return hw.window(width, ahead=ahead, dilation=step), near.expand(full)
     if kind == "per head":
         widths = draw(st.lists(st.none() | st.integers(1, keys + 2), min_size=heads, max_size=heads))
@@ -96,8 +119,8 @@ def masks(draw, batch: int, heads: int, queries: int, keys: int, depth: int = 2)
         ids = torch.tensor([draw(rows) for _ in range(count)])
         if draw(st.booleans()):
             ids = ids.sort(-1).values
-        own = torch.where(position[:, 0] >= 0, ids[:, position[:, 0].clamp(min=0)], -1)
-        return hw.segments(ids), (own[:, None, :, None] == ids[:, None, None, :]).expand(full)
+        query_ids = torch.where(position[:, 0] >= 0, ids[:, position[:, 0].clamp(min=0)], -1)
+        return hw.segments(ids), (query_ids[:, None, :, None] == ids[:, None, None, :]).expand(full)
     if kind == "chunked":
         size = draw(st.integers(1, keys + 2))
         return hw.chunked(size), (position.div(size, rounding_mode="floor") == key // size).expand(full)
@@ -110,8 +133,8 @@ def masks(draw, batch: int, heads: int, queries: int, keys: int, depth: int = 2)
     if kind in ("right", "left"):
         lengths = torch.tensor(draw(st.lists(st.integers(0, keys), min_size=batch, max_size=batch)))
         column = lengths[:, None, None, None]
-        there = key < column if kind == "right" else key >= keys - column
-        return hw.padding(lengths, side=kind), there.expand(full)
+        is_token = key < column if kind == "right" else key >= keys - column
+        return hw.padding(lengths, side=kind), is_token.expand(full)
     if kind == "dense":
         shape = draw(st.sampled_from([(1, 1), (batch, 1), (1, heads), (batch, heads)]))
         generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -120,13 +143,13 @@ def masks(draw, batch: int, heads: int, queries: int, keys: int, depth: int = 2)
     mask, allowed = draw(masks(batch, heads, queries, keys, depth - 1))
     if kind == "not":
         return ~mask, ~allowed
-    other, also = draw(masks(batch, heads, queries, keys, depth - 1))
-    return (mask & other, allowed & also) if kind == "and" else (mask | other, allowed | also)
+    other, other_allowed = draw(masks(batch, heads, queries, keys, depth - 1))
+    return (mask & other, allowed & other_allowed) if kind == "and" else (mask | other, allowed | other_allowed)
 
 
 @st.composite
 def biases(draw, batch: int, heads: int, queries: int, keys: int):
-    """An additive bias whose axes are whole or 1, some entries -inf."""
+    """Draw a float32 bias for the scores, each axis of full size or 1; sometimes a part of its entries is -inf."""
     shape = [draw(st.sampled_from([1, size])) for size in (batch, heads, queries, keys)]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     bias = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -136,8 +159,8 @@ def biases(draw, batch: int, heads: int, queries: int, keys: int):
 
 
 @st.composite
-def problems(draw) -> Drawn:
-    """A whole problem."""
+def problems(draw) -> DrawnProblem:
+    """Draw an attention problem: sizes, tensors with memory layouts, mask, bias, scale, softcap, sinks, head mixing."""
     batch, kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     queries, keys = draw(st.integers(1, 23)), draw(st.integers(1, 23))
     head_dim, value_dim = draw(st.integers(1, 19)), draw(st.integers(1, 19))
@@ -164,5 +187,5 @@ def problems(draw) -> Drawn:
     talking = None
     if draw(st.sampled_from([False, False, False, True])):
         talking = (torch.eye(heads) + 0.3 * random(heads, heads), torch.eye(heads) + 0.3 * random(heads, heads))
-    whole_bias = None if bias is None else bias.double().expand(full)
-    return Drawn(q, k, v, mask, bias, scale, softcap, sinks, talking, allowed, whole_bias)
+    full_bias = None if bias is None else bias.double().expand(full)
+    return DrawnProblem(q, k, v, mask, bias, scale, softcap, sinks, talking, allowed, full_bias)

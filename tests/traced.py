@@ -1,6 +1,6 @@
-"""What is compiled, exported and converted, each a function that raises where something is wrong.
+"""Checks of the layer under torch.compile, torch.export and ONNX export; each function raises if its check fails.
 
-They run in interpreters of their own (tests/test_traced.py): the shape checks of the other tests cannot be traced.
+tests/test_traced.py runs them in separate interpreters, because the shape checks of the other tests cannot be traced.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ OPTIONS = {
     "window": {"mask": hw.causal() & (hw.window(3) | hw.prefix(1)), "output_gate": "element"},
     "window per head": {"mask": hw.window([1, 2, 3, 4, 5, None]), "position_bias": hw.ALiBi()},
     "chunked": {"mask": hw.causal() & hw.chunked(4), "rotary": hw.Rotary(scaling=hw.YaRN(4.0, 8))},
-    "any rule": {"mask": hw.mask_rule(lambda b, h, q, k: (q >= k) & (h != k % 3))},
-    "grows": {"rotary": hw.Rotary(scaling=hw.DynamicNTK(2.0, 6)), "mask": hw.causal(), "fused_qkv": True},
+    "mask rule": {"mask": hw.mask_rule(lambda b, h, q, k: (q >= k) & (h != k % 3))},
+    "dynamic angles": {"rotary": hw.Rotary(scaling=hw.DynamicNTK(2.0, 6)), "mask": hw.causal(), "fused_qkv": True},
     "relative": {"position_bias": hw.RelativeBias(HEADS)},
     "scores": {"scores": hw.Scores(softcap=5.0, talking_heads=True, temperature=True), "backend": "reference"},
     "sinks": {"scores": hw.Scores(sinks=True), "mask": hw.causal()},
@@ -32,21 +32,23 @@ OPTIONS = {
 
 
 def layer_with(name: str) -> hw.MultiHeadAttention:
+    """Return a layer with random weights and the options of that name."""
     torch.manual_seed(0)
     return hw.MultiHeadAttention(EMBED, HEADS, **OPTIONS[name])
 
 
-def close(got, wanted):
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+def close(actual, expected):
+    """Check that two tensors are equal up to float32 rounding."""
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def forbid_recompiles():
-    """A second graph is an error, and a hint that says why."""
+    """Make torch.compile raise an error, with the reason, instead of compiling a function a second time."""
     torch._dynamo.config.error_on_recompile = True
 
 
 def compiles_for_every_length(name: str, backend: str = "aot_eager"):
-    """One graph, forward and backward, whatever the length."""
+    """Check that one compiled graph computes outputs and gradients of the layer for texts of any length."""
     forbid_recompiles()
     layer = layer_with(name)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
@@ -56,27 +58,34 @@ def compiles_for_every_length(name: str, backend: str = "aot_eager"):
         close(y, expected)
         upstream = torch.randn(BATCH, length, EMBED)
         parameters = list(layer.parameters())
-        for got, wanted in zip(
+        for actual_gradient, expected_gradient in zip(
             torch.autograd.grad((y * upstream).sum(), parameters),
             torch.autograd.grad((expected * upstream).sum(), parameters),
             strict=True,
         ):
-            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(actual_gradient, expected_gradient, rtol=1e-4, atol=1e-4)
 
 
 def compiles_for_every_length_with_inductor():
+    """Check the same for the code that the default compiler, inductor, generates for a decoder layer."""
     compiles_for_every_length("decoder", backend="inductor")
 
 
 def masks_padding_while_compiling():
-    """Lengths cannot be read there, so nothing is packed; the output is the same."""
+    """Check that a compiled layer with `lengths` has the output of the uncompiled one.
+
+    The values of the lengths are unknown while compiling, so padding is masked instead of being removed.
+    """
     layer, x = layer_with("decoder"), torch.randn(4, 11, EMBED)
     lengths = torch.tensor([7, 3, 0, 11])
     close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x, lengths=lengths), layer(x, lengths=lengths))
 
 
 def decodes_without_recompiling(name: str, backend: str = "aot_eager"):
-    """A static cache: the prompt in one graph, all further tokens in another, and no third."""
+    """Check that decoding with a static cache compiles two graphs, for the prompt and for single tokens, and no third.
+
+    The outputs must be those of a forward pass over the whole text.
+    """
     layer = layer_with(name).eval()
     if layer.mask is None:
         layer.mask = hw.causal()
@@ -89,13 +98,16 @@ def decodes_without_recompiling(name: str, backend: str = "aot_eager"):
         forbid_recompiles()
         out += [step(x[:, t : t + 1], cache=cache) for t in range(5, 12)]
     y = torch.cat(out, dim=1)
-    # Angles that change with the length were others when the first tokens were read.
-    seen = slice(-1, None) if name == "grows" else slice(None)
-    close(y[:, seen], expected[:, seen])
+    # With angles that depend on the length, only the last step uses those of the whole text.
+    comparable = slice(-1, None) if name == "dynamic angles" else slice(None)
+    close(y[:, comparable], expected[:, comparable])
 
 
-def removed_nan_reaches_no_compiled_call():
-    """After `reset`, a compiled step with a static cache has the output of a new cache, and needs no new graph."""
+def nan_does_not_survive_a_reset_of_the_cache():
+    """Check that after NaN inputs and `reset`, a compiled step with a static cache has the output of a new cache.
+
+    The step after the reset must not compile a new graph.
+    """
     layer = layer_with("decoder").eval()
     cache, x = layer.static_cache(BATCH, 8), torch.randn(BATCH, 1, EMBED)
     step = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
@@ -107,8 +119,11 @@ def removed_nan_reaches_no_compiled_call():
         close(step(x, cache=cache), layer(x))
 
 
-def a_full_static_cache_is_no_wrong_answer():
-    """Compiled, no length is read on the host: the check of the index refuses the first token too many."""
+def a_full_static_cache_raises():
+    """Check that a compiled step raises an error when its static cache is full, instead of a wrong result.
+
+    Compiled code does not read the length on the host, so that the error is that of the index.
+    """
     layer = layer_with("decoder").eval()
     cache = layer.static_cache(1, 4)
     step = torch.compile(layer, fullgraph=True, dynamic=False)
@@ -120,7 +135,7 @@ def a_full_static_cache_is_no_wrong_answer():
 
 
 def masks_made_inside_compile():
-    """Masks that depend on the input, made where it is traced."""
+    """Check that masks that depend on the input can be created inside a compiled function."""
     forbid_recompiles()
     layer = layer_with("plain")
 
@@ -134,11 +149,12 @@ def masks_made_inside_compile():
 
 
 def decodes_without_recompiling_with_inductor():
+    """Check decoding with the code that the default compiler, inductor, generates for a decoder layer."""
     decodes_without_recompiling("decoder", backend="inductor")
 
 
 def exports(name: str):
-    """One exported program for any batch and length."""
+    """Check that one program of torch.export computes the layer for any batch size and length."""
     layer = layer_with(name).eval()
     x = torch.randn(BATCH, 5, EMBED)
     program = torch.export.export(layer, (x,), dynamic_shapes=({0: Dim("batch"), 1: Dim("length")},))
@@ -148,7 +164,7 @@ def exports(name: str):
 
 
 def runs_in_onnxruntime(name: str):
-    """The same numbers from onnxruntime, for any batch and length."""
+    """Check that the layer, exported to ONNX, has the same output in onnxruntime for any batch size and length."""
     import onnxruntime
 
     logging.disable(logging.WARNING)

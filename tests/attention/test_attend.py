@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import headwise as hw
 from headwise.attention.backends.blockwise import tiles
 from headwise.attention.masks.grid import Grid
-from oracles import Plain, distance, plain_attention, plain_errors
-from strategies import Drawn, problems
+from oracles import PlainResult, distance, plain_attention, plain_errors
+from strategies import DrawnProblem, problems
 
 BACKENDS = ("fused", "blockwise", "reference")
 # Every run draws the same examples, since rounding may leave little room to a bound.
@@ -24,31 +24,31 @@ some = settings(max_examples=300, derandomize=True, deadline=None, suppress_heal
 NAMES = ("out", "lse", "weights")
 
 
-def capable_backends(drawn: Drawn, q, k, v) -> list[str]:
+def capable_backends(drawn: DrawnProblem, q, k, v) -> list[str]:
     """Return the backends that can compute a problem; the reference always can."""
-    capable = [backend for backend in BACKENDS if hw.why_not(backend, q, k, v, **drawn.options) is None]
+    capable = [backend for backend in BACKENDS if hw.why_not(backend, q, k, v, **drawn.attend_options) is None]
     refused = {"fused": drawn.softcap or drawn.talking, "blockwise": drawn.talking, "reference": False}
     assert capable == [backend for backend in BACKENDS if not refused[backend]]
     return capable
 
 
-def errors_and_budget(drawn: Drawn, dtype: torch.dtype, sets: int) -> tuple[dict, dict]:
+def errors_and_budget(drawn: DrawnProblem, dtype: torch.dtype, sets: int) -> tuple[dict, dict]:
     """Return the largest error of each backend and result over `sets` sets of values, and twice the plain error."""
     errors: dict = defaultdict(float)
     budget: dict = defaultdict(float)
     for number in range(sets):
         q, k, v = drawn.tensors(dtype, number)
         wide = (q.double(), k.double(), v.double())
-        exact = plain_attention(*wide, **drawn.rule)
-        plain = plain_errors(q, k, v, exact, **drawn.rule)
+        exact = plain_attention(*wide, **drawn.oracle_options)
+        plain = plain_errors(q, k, v, exact, **drawn.oracle_options)
         for name in NAMES:
             budget[name] = max(budget[name], 2 * plain[name])
-        empty = ~drawn.has_key()
+        empty = ~drawn.rows_with_keys()
         for backend in capable_backends(drawn, q, k, v):
             # Separate calls: with the weights asked for, all results come from the matrix.
-            out, lse = hw.attend(q, k, v, **drawn.options, return_lse=True, backend=backend)
-            _, weights = hw.attend(q, k, v, **drawn.options, return_weights=True, backend=backend)
-            got, alone = Plain(out, lse, weights), hw.attend(q, k, v, **drawn.options, backend=backend)
+            out, lse = hw.attend(q, k, v, **drawn.attend_options, return_lse=True, backend=backend)
+            _, weights = hw.attend(q, k, v, **drawn.attend_options, return_weights=True, backend=backend)
+            got, alone = PlainResult(out, lse, weights), hw.attend(q, k, v, **drawn.attend_options, backend=backend)
             assert (got.out.dtype, got.lse.dtype, got.weights.dtype) == (dtype, torch.float32, dtype)
             if drawn.talking is None:  # with them an empty row of a head gets the weights of other heads
                 assert not any(result[empty].any() for result in (got.out, alone, got.weights))
@@ -59,7 +59,7 @@ def errors_and_budget(drawn: Drawn, dtype: torch.dtype, sets: int) -> tuple[dict
     return errors, budget
 
 
-def assert_at_most_twice_the_error_of_plain_attention(drawn: Drawn, dtype: torch.dtype) -> None:
+def assert_at_most_twice_the_error_of_plain_attention(drawn: DrawnProblem, dtype: torch.dtype) -> None:
     # The largest of a few rounding errors depends on luck. A problem that exceeds the budget on two sets of values is
     # measured again on 64: there luck averages out, and a kernel that is worse stays worse.
     for sets in (2, 64):
@@ -118,7 +118,7 @@ def test_gradients_in_float64(asked, drawn):
     learned += [drawn.scale] if isinstance(drawn.scale, torch.Tensor) else []
     learned += drawn.talking or []
     inputs += [values.requires_grad_() for values in learned]
-    exact = plain_attention(*inputs[:3], **drawn.rule)
+    exact = plain_attention(*inputs[:3], **drawn.oracle_options)
     finite = exact.lse > -torch.inf
     upstream = [torch.randn_like(exact.out), torch.randn_like(exact.lse), torch.randn_like(exact.weights)]
 
@@ -133,7 +133,7 @@ def test_gradients_in_float64(asked, drawn):
     wanted = {"return_lse": exact.lse, "return_weights": exact.weights}
     expected = gradients(exact.out, *(wanted[name] for name in asked))
     for backend in capable_backends(drawn, *inputs[:3]):
-        result = hw.attend(*inputs[:3], **drawn.options, **dict.fromkeys(asked, True), backend=backend)
+        result = hw.attend(*inputs[:3], **drawn.attend_options, **dict.fromkeys(asked, True), backend=backend)
         for ours, theirs in zip(gradients(*(result if asked else [result])), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
 
