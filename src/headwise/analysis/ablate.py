@@ -42,63 +42,42 @@ def ablate(
     progress: bool = False,
     title: str | None = None,
 ) -> Ablation | SetAblation:
-    """Measure the ablation effect of every head: the loss without the head minus the loss of the unchanged model.
+    """Measure the ablation effect of each head, layer, key/value group or named set of heads.
 
-    With L the loss of an example and g_h the gate of head h, the table has, for each head,
-
-        loss   mean of L(g_h = 0) over examples
-        cost   mean of L(g_h = 0) - L(g_h = 1) over examples, paired by example
-
-    with standard errors over examples (leave-one-out: Michel, Levy and Neubig 2019, section 3.2). Both are in units of
-    the loss; nats for `next_token_loss`. A positive cost means that the model is worse without the head. Effects do not
-    add up: the cost of a set of heads can differ much from the sum of their costs, and `units` measures sets directly.
+    The effect is the mean loss over examples without these heads, minus that of the unchanged model: the column `cost`
+    of `Ablation` (Michel, Levy and Neubig 2019, section 3.2).
 
         effects = hw.ablate(model, texts, hw.next_token_loss)
         effects.table()                                 # one row per head: layer, head, ..., cost, loss
         effects.head(3, 5).statistics["cost"]           # value, sem, n
 
-    The model runs in evaluation mode, without gradients, and is unchanged afterwards. For each batch it runs once
-    unchanged and once per unit. These runs reuse the layers below the first ablated head, so the outputs of all layers
-    for one batch are kept in memory, and the model has to be deterministic.
+    The model has to be deterministic. It runs in evaluation mode without gradients, and is unchanged afterwards. All
+    layer outputs for one batch are kept in memory.
 
     Args:
         model: any module that `watch` supports.
         dataset: `Texts`, or an iterable of batches, each a tensor or a mapping of the model's arguments.
-        loss: function `(model, batch) -> (batch,)`, such as `next_token_loss`, `MaskedTokenLoss(...)` or
-            `EmbeddingDistance()`.
-        replacement: takes the place of an ablated head's output: a number, which multiplies the output, or one of
-            `hw.replacements`; `zero()` by default.
+        loss: function `(model, batch) -> (batch,)`, such as `next_token_loss` or `EmbeddingDistance()`.
+        replacement: factor of an ablated head's output, or one of `hw.replacements`; `zero()` by default.
         units: heads that are ablated together: "heads", each alone; "layers", all heads of a layer; "groups", heads
             that share keys and values; or named sets of `(layer, head)`, such as `profile.roles()`.
-        out: folder for the table. An interrupted run resumes when it is started again with the same arguments, and
-            returns the same numbers.
+        out: folder for the table; an interrupted run resumes there with the same arguments, and the same numbers.
         force: replace the results of another run in that folder.
         progress: show a progress bar on standard error.
         title: name of the model in the results.
 
     Returns:
-        A table with one row per head (`Ablation`) or per layer, group or set (`SetAblation`): mean, standard error and
-        number of examples of `cost` and `loss`.
+        A table with one row per head (`Ablation`) or per layer, group or set (`SetAblation`), in units of the loss.
 
     Raises:
-        InputError: `dataset`, `units` or `out` cannot be used; the loss does not return one number per example; there
-            is no batch; no attention of the model is intercepted.
+        InputError: `dataset`, `units` or `out` cannot be used; the loss is not one number per example; no attention of
+            the model is intercepted.
         MissingExtra: a package that `out`, `progress` or the data set needs is not installed.
     """
     require_module(model)
     dataset = dataset.within(model) if isinstance(dataset, Texts) else dataset
-    if not isinstance(units, Mapping) and units not in UNIT_KINDS:
-        expected = f"one of {', '.join(UNIT_KINDS)}, or sets of heads by name"
-        raise InputError("units", expected=expected, got=repr(units))
     replacement = zero() if replacement is None else replacement
-    settings = run_settings(
-        model,
-        dataset if isinstance(dataset, Texts) else None,
-        title,
-        units=units if isinstance(units, str) else _names_of_heads(units),
-        replacement=type(replacement).__name__.lower() if isinstance(replacement, Replacement) else replacement,
-        loss=getattr(loss, "__name__", type(loss).__name__),
-    )
+    settings = _settings(model, dataset, loss, replacement, units, title)
     table: type[Ablation | SetAblation] = Ablation if units == "heads" else SetAblation
     run: _Run = CheckpointedRun(AblationProgress, table, out, settings)
     run.claim_folder(force=force)
@@ -113,8 +92,34 @@ def ablate(
         return result
 
 
+def _settings(
+    model: nn.Module,
+    dataset: Texts | Iterable[Any],
+    loss: Loss,
+    replacement: float | Replacement,
+    units: str | HeadSets,
+    title: str | None,
+) -> dict[str, Any]:
+    """Return the settings of an ablation as JSON-compatible values: model, data, versions, units, replacement and loss.
+
+    Raises:
+        InputError: `units` is neither "heads", "layers" or "groups" nor a mapping.
+    """
+    if not isinstance(units, Mapping) and units not in UNIT_KINDS:
+        expected = f"one of {', '.join(UNIT_KINDS)}, or sets of heads by name"
+        raise InputError("units", expected=expected, got=repr(units))
+    return run_settings(
+        model,
+        dataset if isinstance(dataset, Texts) else None,
+        title,
+        units=units if isinstance(units, str) else _names_of_heads(units),
+        replacement=type(replacement).__name__.lower() if isinstance(replacement, Replacement) else replacement,
+        loss=getattr(loss, "__name__", type(loss).__name__),
+    )
+
+
 def _names_of_heads(sets: HeadSets) -> dict[str, list[str]]:
-    """Return each set's heads as "layer.head"."""
+    """Return the heads `(layer, head)` of each named set as strings such as "3.5", by the set's name."""
     return {name: [f"{layer}.{head}" for layer, head in heads] for name, heads in sets.items()}
 
 

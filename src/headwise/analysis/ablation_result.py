@@ -18,7 +18,17 @@ class _AblationTable(Table[RowT]):
 
 
 class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):
-    """Ablation effect of each head: `loss` without the head, and `cost`, that loss minus the unchanged model's."""
+    """Ablation effect of each head, one row per head: `loss` without it, and `cost`, that loss minus the model's.
+
+    With L the loss of an example and g_h the gate of head h, 1 in the unchanged model, the columns are
+
+        loss   mean of L(g_h = 0) over examples
+        cost   mean of L(g_h = 0) - L(g_h = 1) over examples, paired by example
+
+    each with its standard error over examples and their number (leave-one-out: Michel, Levy and Neubig 2019, section
+    3.2). Both are in units of the loss; nats for `next_token_loss`. A positive cost means that the model is worse
+    without the head. Effects do not add up: the cost of a set of heads can differ much from the sum of their costs.
+    """
 
     ROW_TYPE = HeadRow
 
@@ -37,6 +47,10 @@ class HeadSet(Row):
 
 
 class SetAblation(_AblationTable[HeadSet]):
-    """Ablation effect of sets of heads: `loss` without the set, and `cost`, that loss minus the unchanged model's."""
+    """Ablation effects of layers, key/value groups or named sets of heads, one row per set.
+
+    The columns are `loss`, the mean loss without the heads of the set, and `cost`, that loss minus the unchanged
+    model's, as for single heads in `Ablation`.
+    """
 
     ROW_TYPE = HeadSet

@@ -28,16 +28,7 @@ from headwise.shapes import Float
 
 
 class Attribution(HeadTable[HeadRow]):
-    """Direct logit attribution of each head: `logit`, the part of the answer's logit that the head adds by itself."""
-
-    NAME = "attribution"
-    ROW_TYPE = HeadRow
-
-
-def logit_attribution(
-    model: nn.Module, batch: Tensor | Mapping[str, Any], *, answer: Any, wrong: Any = None, at: Any = -1
-) -> Attribution:
-    """Measure the part of an answer's logit that each head adds directly, past all later layers.
+    """Direct logit attribution of each head: `logit`, the part of the answer's logit that the head adds by itself.
 
     A head with output o adds
 
@@ -46,7 +37,19 @@ def logit_attribution(
     to the logit of a token with output embedding u (nostalgebraist 2020, "logit lens"; Wang et al. 2022, section 3). W
     is the head's slice of the output projection, g and s are the weight and the scale of the final norm at the token,
     and c is the mean of W o if the norm subtracts means. The parts of all heads, embeddings, MLPs and biases sum to the
-    logit, before any later processing of logits such as capping. A head's effect through later layers is not included;
+    logit, before any later processing of logits such as capping.
+    """
+
+    NAME = "attribution"
+    ROW_TYPE = HeadRow
+
+
+def logit_attribution(
+    model: nn.Module, batch: Tensor | Mapping[str, Any], *, answer: Any, wrong: Any = None, at: Any = -1
+) -> Attribution:
+    """Measure the part of an answer's logit that each head adds directly, past all later layers, on a batch of prompts.
+
+    `Attribution` has the formula (Wang et al. 2022, section 3). A head's effect through later layers is not included;
     `activation_patching` and `ablate` measure it.
 
         parts = hw.logit_attribution(model, prompts, answer=mary, wrong=john)

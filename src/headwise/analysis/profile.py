@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.roles import COPYING_ROLES, ROLES, role_of
+from headwise.checks import require_module
 from headwise.data.batches import call_model, device_of, digest_of, evaluation_mode, to_device
 from headwise.data.random_repeats import repeats_for_model
 from headwise.data.special_tokens import SpecialTokens
@@ -100,9 +101,8 @@ def profile(
 ) -> Profile:
     """Measure every head of a model over a data set: mean and standard error of each statistic, and a role.
 
-    Means are over sequences, each with the same weight. The model runs in evaluation mode without gradients and is left
-    unchanged. Where torch.distributed is initialized, the processes share the batches, and each returns the same
-    profile.
+    Means are over sequences of equal weight. The model runs in evaluation mode without gradients and is unchanged
+    afterwards. With torch.distributed, the processes share the batches, and each returns the same profile.
 
     Args:
         model: any module that `watch` can observe. For texts, an encoder-decoder is reduced to its encoder.
@@ -110,8 +110,7 @@ def profile(
         special: ids of special tokens; by default those of the tokenizer.
         repeats: also measure *induction* and *duplicate* on random tokens that repeat (Olsson et al. 2022). True, or
             ids of shape `(samples, length)`; by default True for `Texts` and False for other data.
-        out: a folder for the profile. A stopped run resumes there when it is called again with the same arguments,
-            and returns the same numbers.
+        out: folder for the profile; a stopped run resumes there with the same arguments, and returns the same numbers.
         force: replace another run in that folder.
         progress: show a progress bar on standard error.
         title: the model's name for display.
@@ -127,8 +126,7 @@ def profile(
         >>> texts = headwise.Texts("corpus.jsonl", tokenizer)  # doctest: +SKIP
         >>> headwise.profile(model, texts, out="corpus-profile").roles()  # doctest: +SKIP
     """
-    if not isinstance(model, nn.Module):
-        raise InputError("model", expected="a torch module", got=type(model).__name__)
+    require_module(model)
     texts = None
     if isinstance(dataset, Texts):
         model = text_model(model)

@@ -29,7 +29,28 @@ PER_LAYER = "_per_layer"
 
 
 class Importance(HeadTable[HeadRow]):
-    """Importance of each head; the columns are the statistics of the method, the first of which ranks the heads."""
+    """Importance of each head for a loss; the first column ranks the heads, the larger the more important.
+
+    The columns are the statistics of the method: means over examples, with standard errors. With g the gate of a head,
+    1 in the unchanged model, and L the loss of an example:
+
+    | method          | columns                   | definition                                                         |
+    | --------------- | ------------------------- | ------------------------------------------------------------------ |
+    | "gradient"      | `gradient`, `first_order` | E abs(dL/dg) (Michel, Levy and Neubig 2019, equation 5), and       |
+    |                 |                           | E[-dL/dg], the ablation effect if the loss were linear in g        |
+    | "square"        | `square`                  | E (dL/dg)^2, the empirical Fisher information (Theis et al. 2018)  |
+    | "integrated"    | `integrated`              | -dL/dg, integrated over the value of all gates from 0 to 1; its    |
+    |                 |                           | sum over heads is the effect of removing all heads (Sundararajan,  |
+    |                 |                           | Taly and Yan 2017); option `steps`                                 |
+    | "ablation"      | `ablation`                | the loss without the head minus the loss with it, as by `ablate`   |
+    | "hard_concrete" | `open`, `gate`            | learned gates (Louizos, Welling and Kingma 2018; Voita et al.      |
+    |                 |                           | 2019): probability that the gate is open, and its value without    |
+    |                 |                           | noise; mean and error are over fits. Options `sparsity`, `epochs`, |
+    |                 |                           | `learning_rate`, `temperature`, `seeds`                            |
+
+    Units are those of the loss; for `square`, its square; `open` and `gate` are from 0 to 1. All methods but "ablation"
+    and "hard_concrete" need one backward pass per batch ("integrated": one per step) for all heads together.
+    """
 
     NAME = "importance"
     ROW_TYPE = HeadRow
@@ -83,74 +104,44 @@ def importance(
     title: str | None = None,
     **options: Any,
 ) -> Importance:
-    """Measure how much a loss depends on each head: mean and standard error over examples.
+    """Measure how much a loss depends on each head, by gradients, learned gates or ablation.
 
-    With g the gate of a head, 1 in the unchanged model, and L the loss of an example:
-
-    | method          | columns                   | definition                                                         |
-    | --------------- | ------------------------- | ------------------------------------------------------------------ |
-    | "gradient"      | `gradient`, `first_order` | E abs(dL/dg) (Michel, Levy and Neubig 2019, equation 5), and       |
-    |                 |                           | E[-dL/dg], the ablation effect if the loss were linear in g        |
-    | "square"        | `square`                  | E (dL/dg)^2, the empirical Fisher information (Theis et al. 2018)  |
-    | "integrated"    | `integrated`              | -dL/dg, integrated over the value of all gates from 0 to 1; its    |
-    |                 |                           | sum over heads is the effect of removing all heads (Sundararajan,  |
-    |                 |                           | Taly and Yan 2017); option `steps`                                 |
-    | "ablation"      | `ablation`                | the loss without the head minus the loss with it, as by `ablate`   |
-    | "hard_concrete" | `open`, `gate`            | learned gates (Louizos, Welling and Kingma 2018; Voita et al.      |
-    |                 |                           | 2019): probability that the gate is open, and its value without    |
-    |                 |                           | noise; mean and error are over fits. Options `sparsity`, `epochs`, |
-    |                 |                           | `learning_rate`, `temperature`, `seeds`                            |
-
-    Units are those of the loss; for `square`, its square; `open` and `gate` are from 0 to 1. All methods but "ablation"
-    and "hard_concrete" need one backward pass per batch ("integrated": one per step) for all heads together.
+    `Importance` defines the statistics of each method, with units and sources.
 
         scores = hw.importance(model, texts, hw.next_token_loss)
         scores.ranking()                                    # [(29, 4), ...], the most important head first
         hw.agreement(scores, hw.ablate(model, texts, hw.next_token_loss)).spearman
 
-    The model runs in evaluation mode with frozen parameters, and is unchanged afterwards. If torch.distributed is
-    initialized, the processes share the batches, except for "hard_concrete", and each returns the whole table.
+    The model runs in evaluation mode with frozen parameters, and is unchanged afterwards. With torch.distributed, the
+    processes share the batches, except for "hard_concrete", and each returns the whole table.
 
     Args:
         model: any module that `watch` supports.
-        dataset: `Texts`, or an iterable of batches, each a tensor or a mapping of the model's arguments, in the same
-            order each time. If a module does not attend example by example, batches need one example.
+        dataset: `Texts`, or batches in the same order each time: tensors, or mappings of the model's arguments. If a
+            module does not attend example by example, each batch needs to be one example.
         loss: function `(model, batch) -> (batch,)` whose values do not depend on other examples, such as
             `next_token_loss`. Examples whose loss is NaN do not count.
-        method: one of the methods of the table.
-        normalise: divide each statistic by its l2 norm over the heads of a layer, as Michel et al. do; the columns'
-            names then end in `_per_layer`.
-        out: folder for the table. An interrupted run resumes when it is started again with the same arguments, except
-            for "hard_concrete", which starts again.
+        method: "gradient", "square", "integrated", "ablation" or "hard_concrete".
+        normalise: divide each statistic by its l2 norm over the heads of a layer (Michel et al. 2019), and add
+            `_per_layer` to its name.
+        out: folder for the table; an interrupted run resumes there with the same arguments ("hard_concrete": restarts).
         force: replace the results of another run in that folder.
         progress: show a progress bar on standard error.
         title: name of the model in the results.
-        options: options of the method.
+        options: options of the method, such as `steps=32` for "integrated".
 
     Raises:
-        InputError: an unknown method or option; `dataset` or `out` cannot be used; there is no batch; the loss is not
-            one number per example, or has no finite gradients; no attention of the model is intercepted, or a module
-            attends with another batch size than the data's.
+        InputError: an unknown method or option; `dataset` or `out` cannot be used; the loss is not one number per
+            example, or has no finite gradients; no attention is intercepted, or with another batch size than the data.
         MissingExtra: a package that `out`, `progress` or the data set needs is not installed.
     """
     require_module(model)
-    chosen = _create_method(method, options)
+    chosen = _create_method(method, options, normalise=flag("normalise", normalise))
     if not callable(loss):
         raise InputError("loss", expected="a function of model and batch", got=type(loss).__name__)
-    if flag("normalise", normalise) and isinstance(chosen, HardConcrete):
-        raise InputError("normalise", expected="False for statistics that are probabilities", got=True)
     dataset = dataset.within(model) if isinstance(dataset, Texts) else dataset
-    rank, processes = rank_and_world_size()
-    settings = run_settings(
-        model,
-        dataset if isinstance(dataset, Texts) else None,
-        title,
-        method={"name": method, **asdict(chosen)},
-        loss=getattr(loss, "__qualname__", type(loss).__qualname__),
-        normalise=normalise,
-        processes=processes,
-    )
-    run = CheckpointedRun(GradientProgress, Importance, out, settings, rank)
+    settings = _settings(model, dataset, loss, {"name": method, **asdict(chosen)}, title, normalise=normalise)
+    run = CheckpointedRun(GradientProgress, Importance, out, settings, rank_and_world_size()[0])
     broadcast_from_rank0(lambda: run.claim_folder(force=force))
     finished = broadcast_from_rank0(run.finished_table)
     if finished is not None:
@@ -162,8 +153,36 @@ def importance(
     return result
 
 
-def _create_method(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the importance method with this name and these options; raise `InputError` for unknown ones."""
+def _settings(
+    model: nn.Module,
+    dataset: Texts | Iterable[Any],
+    loss: Loss,
+    method: Mapping[str, Any],
+    title: str | None,
+    *,
+    normalise: bool,
+) -> dict[str, Any]:
+    """Return the settings of an importance run as JSON-compatible values: model, data, versions, method, loss and more.
+
+    The number of processes is among them, because a run with another number cannot resume the checkpoints.
+    """
+    return run_settings(
+        model,
+        dataset if isinstance(dataset, Texts) else None,
+        title,
+        method=method,
+        loss=getattr(loss, "__qualname__", type(loss).__qualname__),
+        normalise=normalise,
+        processes=rank_and_world_size()[1],
+    )
+
+
+def _create_method(name: str, options: Mapping[str, Any], *, normalise: bool) -> Any:
+    """Return the importance method with this name and these options.
+
+    Raises:
+        InputError: an unknown method or option; `normalise` with a method whose statistics are probabilities.
+    """
     if name not in METHODS:
         raise InputError("method", expected=f"one of {', '.join(METHODS)}", got=repr(name))
     known = [option.name for option in fields(METHODS[name])]
@@ -171,7 +190,10 @@ def _create_method(name: str, options: Mapping[str, Any]) -> Any:
         if option not in known:
             expected = f"{' or '.join(known) or 'no option'} with method={name!r}"
             raise InputError(option, expected=expected, got=repr(value))
-    return METHODS[name](**options)
+    method = METHODS[name](**options)
+    if normalise and isinstance(method, HardConcrete):
+        raise InputError("normalise", expected="False for statistics that are probabilities", got=True)
+    return method
 
 
 def _normalised_per_layer(rows: Iterable[HeadRow]) -> Iterator[HeadRow]:

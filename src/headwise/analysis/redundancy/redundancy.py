@@ -36,23 +36,12 @@ def redundancy(
     loss: Loss | None = None,
     progress: bool = False,
 ) -> Redundancy:
-    """Measure how similar every two heads are over a data set, cluster them, and measure what each cluster costs.
+    """Measure how similar every two heads of a layer or model are, cluster similar heads, and ablate each cluster.
 
-    Three measures of two heads, over the tokens that are not padding:
-
-        cosine    Mean over tokens of the cosine between the vectors that both heads write into the residual stream:
-                  their outputs after their slices of the output projection. If no projection is found, the outputs are
-                  compared as they are.
-        cka       Linear centred kernel alignment of the outputs x and y (Kornblith et al. 2019, section 3),
-                  |C_xy|^2 / (|C_xx| |C_yy|), with the cross-covariance C over tokens and the Frobenius norm. It is 1 if
-                  y is x, rotated and scaled. With few tokens (not many more than a head has features) it is large for
-                  unrelated heads too.
-        distance  Mean over rows of the Jensen-Shannon distance between the attention weights p and q,
-                  sqrt(sum_j (p ln(p/m) + q ln(q/m)) / 2) with m = (p + q) / 2: from 0 to sqrt(ln 2) = 0.83.
-
-    Clusters are complete-linkage clusters of `cka`: all pairs within a cluster have at least the threshold. With a
-    loss, each cluster's heads are ablated alone and together. If together costs more than the sum, heads of the cluster
-    compensate for each other.
+    The measures over tokens are the cosine and the centred kernel alignment (`cka`) of two heads' outputs, and the
+    Jensen-Shannon distance of their attention weights; `Redundancy` has the definitions. Clusters are complete-linkage
+    clusters of `cka`. With a loss, each cluster's heads are ablated alone and together. If together costs more than the
+    sum, heads of the cluster compensate for each other.
 
         similar = hw.redundancy(model, texts, loss=hw.next_token_loss)
         similar.table()                                 # one row per pair: a, b, cosine, cka, distance
