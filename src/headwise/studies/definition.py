@@ -1,4 +1,4 @@
-"""Definition of a study: what is trained and how it is judged."""
+"""Definition of a study: the models and data it trains on, and the loss and measurements it compares."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -22,17 +22,18 @@ TrainedCallback = Callable[[nn.Module, Setting, int], None]
 
 @dataclass(frozen=True)
 class StudyDefinition:
-    """Models, data, loss, recipe and seed of a study: everything but its budget that determines the losses.
+    """Models, batches, loss, recipe and seed, which with the budget determine a study's losses; also what else is done
+    with each trained model: additional measurements and a callback.
 
     Attributes:
         build_model: returns an untrained model with the heads of a setting.
         settings: settings to compare, in order.
         training: batches to train on.
-        held_out: batches to judge trained models by.
+        held_out: batches on which the losses of trained models are compared.
         loss: `(model, batch) -> (batch,)`.
         recipe: optimizer and learning-rate schedule.
         measures: additional numbers of each trained model, by name.
-        on_trained: called with each trained model that is compared.
+        on_trained: called with each trained model that is compared; None to call nothing.
         seed: base seed of weights, batch order and learning-rate search.
     """
 
@@ -47,11 +48,15 @@ class StudyDefinition:
     seed: int
 
     def build(self, setting: Setting, seed: int) -> nn.Module:
-        """Return an untrained model of a setting, with weights drawn from a seed."""
+        """Return an untrained model with the heads of a setting, and with weights drawn from a seed."""
         return build_seeded(lambda: self.build_model(setting), seed)
 
     def fingerprint(self, budget: StudyBudget) -> dict[str, Any]:
-        """Return what must be equal for a study to be resumed, as plain JSON values by name."""
+        """Return the values that must be equal for a stored study to be resumed, as plain JSON values by name.
+
+        They identify the settings, the shapes of the parameters, the contents of the batches, the loss, the recipe, the
+        seed, and the steps and trials of the budget.
+        """
         parts = [
             part for batch in (*self.training, {"": None}, *self.held_out) for item in batch.items() for part in item
         ]

@@ -1,12 +1,21 @@
 """The function `study`: train models with different heads on the same batches, and compare their losses.
 
-A study has two stages. First, learning rates are tried for each setting with one seed, and Optuna stops those that fall
-behind. Then each setting is trained with its best learning rate and several other seeds; these models are compared.
+A study has two stages. First, learning rates are tried for each setting with one seed, and Optuna stops trainings whose
+loss is above the median of their setting. Then each setting is trained with its best learning rate and several other
+seeds; these models are compared.
+
+For a fair comparison, all models should have about the same number of parameters; the table shows the numbers. torch is
+seeded before each model is built, and the order of the batches depends on the seed alone.
+
+An interrupted study resumes when it is called with the same arguments. Processes that share a database share the work.
+With a number of steps and of trials, and one process, equal seeds give equal losses. With a time limit, the clock
+decides how many steps and trials there are.
 """
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,29 +62,21 @@ def study(
     progress: bool = False,
     force: bool = False,
 ) -> Study:
-    """Train models with different heads on the same batches and compare their losses over several seeds.
-
-    An interrupted study resumes when it is called with the same arguments. Processes that share a database share the
-    work. With a number of steps and of trials, and one process, equal seeds give equal losses; with a time limit, the
-    clock decides both numbers.
+    """Train models with different heads on the same batches, and compare their held-out losses over several seeds.
 
     Args:
-        build_model: returns an untrained model with the heads of a `Setting`, on the device to train on. torch is
-            seeded before each call. For a fair comparison, all models should have about the same number of parameters;
-            the table shows the numbers.
-        data: training batches: tensors, or mappings of the model's arguments. They stay in memory, and are used in an
-            order that depends on the seed alone.
-        space: settings to compare, as a `Space` or a sequence.
-        budget: time limit or training length, learning rates and seeds per setting.
-        held_out: batches to judge trained models by; by default every tenth batch of `data`, which is then not
-            trained on.
-        loss: `(model, batch) -> (batch,)`.
-        measures: functions of a trained model that return further numbers, by name.
+        build_model: returns an untrained model with the heads of a `Setting`, on the device to train on.
+        data: training batches, which stay in memory: tensors, or mappings of the model's arguments.
+        space: settings to compare, as a `Space` or a sequence of settings.
+        budget: time limit or training length, and the numbers of learning rates and seeds per setting.
+        held_out: batches on which trained models are compared; by default every tenth batch of `data`, not trained on.
+        loss: `(model, batch) -> (batch,)`, whose mean is minimized and compared.
+        measures: functions of a trained model that return a number, by name; each adds a column to the table.
         on_trained: `(model, setting, seed)`, called with each trained model that is compared.
         recipe: optimizer, learning-rate schedule and range of learning rates.
         baseline: the setting in use. It is compared as well, and another one is recommended only if it is better.
-        seed: base seed of weights, batch order and search.
-        out: folder for the table and, without a `storage`, for an SQLite database.
+        seed: base seed of weights, batch order and learning-rate search.
+        out: folder for the table and, without `optuna.storage`, for an SQLite database; an existing study resumes.
         optuna: database, name and pruner of the Optuna study.
         progress: show a progress bar on standard error.
         force: delete an existing study in `out`, or with the same name in the database, and start again.
@@ -84,72 +85,86 @@ def study(
         A table with one row per setting, and the recommendation.
 
     Raises:
-        InputError: an argument has the wrong type; there are no batches to train on or to judge by; the space has no
-            valid setting; the time limit is too short; `out` or the database has a study with other arguments.
+        InputError: an argument has the wrong type; there are no training or no held-out batches; the space has no valid
+            setting; the time limit is too short; `out` or the database has a study with other arguments.
         MissingExtra: optuna, scipy or, with `out`, pyarrow is not installed.
 
     Example:
-        >>> found = hw.study(build, batches, hw.Space(512, heads=(4, 8, 16)), budget=hw.StudyBudget(seconds=3600))
-        >>> found.recommendation.sentence  # doctest: +SKIP
+        >>> result = hw.study(build, batches, hw.Space(512, heads=(4, 8, 16)), budget=hw.StudyBudget(seconds=3600))
+        >>> result.recommendation.sentence  # doctest: +SKIP
     """
-    if not isinstance(budget, StudyBudget):
-        raise InputError("budget", expected="a StudyBudget, such as hw.StudyBudget(seconds=3600)", got=repr(budget))
+    check_requirements(budget)
     if budget.tokens is not None:
         raise InputError("tokens", expected="steps: a batch may have any number of tokens", got=budget.tokens)
-    require_optuna()
-    require("scipy.stats", purpose="a study", extra="study")
     settings = settings_to_compare(space, baseline)
     training, judged = split_batches(data, held_out)
     definition = StudyDefinition(
         build_model, settings, training, judged, loss, recipe, measures or {}, on_trained, seed
     )
     left_out = space.left_out() if isinstance(space, Space) else ()
-    return run_study(
-        definition,
-        budget,
-        title=optuna.name,
-        baseline=baseline,
-        left_out=left_out,
-        out=out,
-        optuna=optuna,
-        progress=progress,
-        force=force,
-    )
+    options = RunOptions(out, optuna, progress, force)
+    return run_study(definition, budget, options, title=optuna.name, baseline=baseline, left_out=left_out)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Output folder, Optuna database and progress bar of a study: options that do not determine its losses.
+
+    Attributes:
+        out: folder for the table and, without `optuna.storage`, for an SQLite database; None to save nothing.
+        optuna: database, name and pruner of the Optuna study.
+        progress: True to show a progress bar on standard error.
+        force: True to delete an existing study and start again, False to resume it.
+    """
+
+    out: str | Path | None
+    optuna: OptunaOptions
+    progress: bool
+    force: bool
+
+
+def check_requirements(budget: Any) -> None:
+    """Raise an error if a budget is not a `StudyBudget`, or if optuna or scipy is not installed.
+
+    Raises:
+        InputError: the budget has another type.
+        MissingExtra: optuna or scipy is not installed.
+    """
+    require_optuna()
+    require("scipy.stats", purpose="a study", extra="study")
+    if not isinstance(budget, StudyBudget):
+        raise InputError("budget", expected="a StudyBudget, such as hw.StudyBudget(seconds=3600)", got=repr(budget))
 
 
 def run_study(
     definition: StudyDefinition,
     budget: StudyBudget,
+    options: RunOptions,
     *,
     title: str,
     baseline: Setting | None,
     left_out: Sequence[str],
-    out: str | Path | None,
-    optuna: OptunaOptions,
-    progress: bool,
-    force: bool,
 ) -> Study:
-    """Run or resume a study, and save and return its table.
+    """Train the models of a study, or resume an interrupted one, and return the table of results.
+
+    The table is also saved if there is an output folder.
 
     Args:
         definition: models and data of the study.
         budget: limits of the study.
+        options: output folder, database and progress bar.
         title: name of the data or model, shown above the table.
         baseline: the setting in use, if there is one.
-        left_out: invalid settings with the reasons, stored with the table.
-        out: folder of the results.
-        optuna: database, name and pruner.
-        progress: show a progress bar.
-        force: start again.
+        left_out: one sentence for each invalid setting with the reason, stored with the table.
     """
-    spec = definition.fingerprint(budget)
+    spec, out = definition.fingerprint(budget), options.out
     if out is not None:
         require_parquet(Study.NAME)
         out = writable_folder(out)
-    with _database_url(out, optuna.storage, force=force) as url:
-        store = TrialStore(url, optuna, definition.settings, definition.recipe.rates, force=force)
+    with _database_url(out, options.optuna.storage, force=options.force) as url:
+        store = TrialStore(url, options.optuna, definition.settings, definition.recipe.rates, force=options.force)
         try:
-            with study_progress(store, budget, shown=progress) as show_progress:
+            with study_progress(store, budget, shown=options.progress) as show_progress:
                 plan = _agreed_plan(store, definition, spec, budget)
                 run_trials(store, definition, plan, budget, show_progress)
             metadata = {"model": {"name": title}, "settings": spec, "steps": plan.steps, "left_out": left_out}
@@ -163,7 +178,11 @@ def run_study(
 
 
 def settings_to_compare(space: Any, baseline: Setting | None) -> tuple[Setting, ...]:
-    """Return the settings of a space in order, each once, including the baseline."""
+    """Return the head settings of a space and the baseline setting, if there is one, sorted and without duplicates.
+
+    Raises:
+        InputError: `space` is neither a `Space` nor a sequence of settings, or has none.
+    """
     settings = space.settings() if isinstance(space, Space) else tuple(space)
     if not settings or not all(isinstance(setting, Setting) for setting in settings):
         raise InputError("space", expected="a Space or a sequence of settings", got=repr(space))
@@ -171,7 +190,11 @@ def settings_to_compare(space: Any, baseline: Setting | None) -> tuple[Setting, 
 
 
 def split_batches(data: Iterable[Any], held_out: Iterable[Any] | None) -> tuple[Batches, Batches]:
-    """Return training batches and held-out batches; by default every tenth batch of the data is held out."""
+    """Return training batches and held-out batches; by default every tenth batch of the data is held out.
+
+    Raises:
+        InputError: there are no training batches or no held-out batches.
+    """
     batches = list(iterate_batches(data))
     if held_out is not None:
         training, judged = batches, list(iterate_batches(held_out))
@@ -188,7 +211,10 @@ def split_batches(data: Iterable[Any], held_out: Iterable[Any] | None) -> tuple[
 
 @contextmanager
 def _database_url(out: Path | None, storage: str | None, *, force: bool) -> Iterator[str]:
-    """Yield the URL of the database: the given one, a file in the output folder, or a temporary file."""
+    """Yield the URL of the trial database: `storage`, else an SQLite file in the folder `out`, else a temporary file.
+
+    With `force`, an earlier SQLite file and table in `out` are deleted first.
+    """
     if out is not None and force:
         for path in (out / f"{Study.NAME}.db", table_path(out, Study.NAME)):
             path.unlink(missing_ok=True)
@@ -204,9 +230,14 @@ def _database_url(out: Path | None, storage: str | None, *, force: bool) -> Iter
 def _agreed_plan(
     store: TrialStore, definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget
 ) -> StudyPlan:
-    """Return the plan that the first process stored. `InputError` if it belongs to a study with other arguments."""
+    """Return the plan (number of steps, durations) that the first process of a study stored, or make and store it.
+
+    Raises:
+        InputError: the stored plan belongs to a study with other arguments.
+    """
 
     def seconds_spent() -> float:
+        """Record that this process is working, and return the seconds that the study has used so far."""
         store.sessions.update()
         return store.sessions.seconds_spent()
 

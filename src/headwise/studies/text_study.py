@@ -1,7 +1,12 @@
-"""The function `study_texts`: compare numbers of heads on a text, with small transformers made of headwise layers."""
+"""The function `study_texts`: compare numbers of heads on a text, with small transformers made of headwise layers.
+
+All models have the same number of parameters: the MLP uses those that attention does not. Every model that is compared
+is saved to `out/models/SETTING-seed-N` in Hugging Face format, as a Llama or (encoders) a EuroBERT, on which `profile`,
+`ablate` and `view` work.
+"""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +15,6 @@ import torch
 from torch import nn
 
 from headwise.checks import whole_number
-from headwise.errors import InputError, require
 from headwise.runs.distributed import usable_device
 from headwise.runs.files import writable_folder
 from headwise.studies.budget import StudyBudget
@@ -21,9 +25,9 @@ from headwise.studies.definition import Measure, StudyDefinition, TrainedCallbac
 from headwise.studies.export import require_transformers, save_model
 from headwise.studies.model import Transformer
 from headwise.studies.model_shape import ModelShape
-from headwise.studies.optuna_storage import OptunaOptions, require_optuna
+from headwise.studies.optuna_storage import OptunaOptions
 from headwise.studies.space import Setting, Space
-from headwise.studies.study import DEFAULT_OPTUNA, run_study, settings_to_compare
+from headwise.studies.study import DEFAULT_OPTUNA, RunOptions, check_requirements, run_study, settings_to_compare
 from headwise.studies.study_plot import require_matplotlib
 from headwise.studies.study_result import Study
 from headwise.studies.tokenizer import train_tokenizer
@@ -54,21 +58,17 @@ def study_texts(
 ) -> Study:
     """Train small transformers with different heads on a text, at equal size and training length, and compare them.
 
-    All models have the same number of parameters: the MLP uses those that attention does not. Every model that is
-    compared is saved to `out/models/SETTING-seed-N` in Hugging Face format, as a Llama or (encoders) a EuroBERT, on
-    which `profile`, `ablate` and `view` work.
-
     Args:
         data: file or folder: text, JSON lines or Parquet.
-        out: folder for the table, the plot, the database and the models.
-        budget: time limit or training length, learning rates and seeds per setting.
+        out: folder for the table, the plot, the database and (in Hugging Face format) the compared models.
+        budget: time limit or training length, and the numbers of learning rates and seeds per setting.
         text: task, tokenizer, and size of sequences and batches.
         space: heads to compare; its `embed_dim` is derived from `params` if it is None.
         baseline: the setting in use, such as `8`, `8x64` or `8x64/2`.
-        params: number of parameters of each model.
+        params: number of parameters of each model; the MLP uses those that attention does not.
         layers: number of layers; by default derived from `params`.
         recipe: optimizer, learning-rate schedule and range of learning rates.
-        seed: base seed of weights, batch order and search.
+        seed: base seed of weights, batch order and learning-rate search.
         device: device to train on; by default torch's default device.
         optuna: database, name and pruner of the Optuna study.
         progress: show a progress bar on standard error.
@@ -78,59 +78,86 @@ def study_texts(
         InputError: the data cannot be read or is too small; see also `study` and `Space`.
         MissingExtra: transformers, optuna, scipy, pyarrow or matplotlib is not installed.
     """
-    require_optuna()  # before any data is read
-    require("scipy.stats", purpose="a study", extra="study")
-    require_transformers()
-    require_matplotlib()
-    if not isinstance(budget, StudyBudget):
-        raise InputError("budget", expected="a StudyBudget, such as hw.StudyBudget(seconds=3600)", got=repr(budget))
-    whole_number("params", params, least=1)
-    tokenizer = text.tokenizer
-    if tokenizer is None:
-        tokenizer = train_tokenizer(data, text.column, text.vocabulary)
+    _check_text_requirements(budget, params)
+    tokenizer = train_tokenizer(data, text.column, text.vocabulary) if text.tokenizer is None else text.tokenizer
     corpus = make_corpus(data, tokenizer, text)
-    shape = ModelShape.of_size(
-        params,
-        len(tokenizer),
-        space.heads,
-        embed_dim=space.embed_dim,
-        layers=layers,
-        causal=text.task == "lm",
-        classes=len(corpus.labels) or None,
-    )
+    shape = _model_shape(params, layers, space, text, vocabulary=len(tokenizer), classes=len(corpus.labels) or None)
     space = replace(space, embed_dim=shape.embed_dim)
     setting_in_use = None if baseline is None else space.parse(baseline)
-    for setting in space.settings():
-        shape.mlp_dim(setting)  # raises before anything is trained
-    target = usable_device(torch.get_default_device() if device is None else device)
+    build_model = _model_builder(shape, space, device)
+    save = _model_saver(writable_folder(out) / "models", tokenizer, text.context, corpus.labels, clear=force)
+    settings, measures = settings_to_compare(space, setting_in_use), _measures(text, corpus)
     definition = StudyDefinition(
-        build_model=lambda setting: Transformer(shape, setting).to(target),
-        settings=settings_to_compare(space, setting_in_use),
-        training=corpus.training,
-        held_out=corpus.held_out,
-        loss=corpus.loss,
-        recipe=recipe,
-        measures=_measures(text, corpus),
-        on_trained=_model_saver(writable_folder(out) / "models", tokenizer, text.context, corpus.labels, clear=force),
-        seed=seed,
+        build_model, settings, corpus.training, corpus.held_out, corpus.loss, recipe, measures, save, seed
     )
-    result = run_study(
-        definition,
-        budget.in_steps(text.batch * text.context),
-        title=Path(data).name,
-        baseline=setting_in_use,
-        left_out=space.left_out(),
-        out=out,
-        optuna=optuna,
-        progress=progress,
-        force=force,
-    )
+    budget, options = budget.in_steps(text.batch * text.context), RunOptions(out, optuna, progress, force)
+    title, left_out = Path(data).name, space.left_out()
+    result = run_study(definition, budget, options, title=title, baseline=setting_in_use, left_out=left_out)
     result.plot().savefig(Path(out) / "study.png", dpi=120)
     return result
 
 
+def _check_text_requirements(budget: Any, params: Any) -> None:
+    """Raise an error, before any data is read, if a package is missing or a budget or number of parameters is invalid.
+
+    Raises:
+        InputError: the budget is not a `StudyBudget`, or the number of parameters is not a positive integer.
+        MissingExtra: optuna, scipy, transformers or matplotlib is not installed.
+    """
+    check_requirements(budget)
+    require_transformers()
+    require_matplotlib()
+    whole_number("params", params, least=1)
+
+
+def _model_shape(
+    params: int, layers: int | None, space: Space, text: TextOptions, *, vocabulary: int, classes: int | None
+) -> ModelShape:
+    """Return the width and depth of models with `params` parameters: decoders for the task "lm", otherwise encoders.
+
+    Args:
+        params: number of parameters of each model.
+        layers: number of layers; None to derive it from `params`.
+        space: numbers of heads, by which the width is divisible where possible, and the width if it is set.
+        text: the task.
+        vocabulary: number of tokens.
+        classes: number of classes of a classifier; None for other tasks.
+    """
+    is_decoder = text.task == "lm"
+    return ModelShape.of_size(
+        params, vocabulary, space.heads, embed_dim=space.embed_dim, layers=layers, causal=is_decoder, classes=classes
+    )
+
+
+def _model_builder(
+    shape: ModelShape, space: Space, device: torch.device | str | None
+) -> Callable[[Setting], Transformer]:
+    """Return a function that builds the untrained transformer of a head setting on the device to train on.
+
+    Args:
+        shape: width, depth, vocabulary and number of parameters of the models.
+        space: settings to compare.
+        device: device of the models; None for torch's default device.
+
+    Raises:
+        InputError: a setting of the space leaves no parameters for the MLP, or the device cannot be used.
+    """
+    for setting in space.settings():
+        shape.mlp_dim(setting)  # raises before anything is trained
+    target = usable_device(torch.get_default_device() if device is None else device)
+
+    def build(setting: Setting) -> Transformer:
+        """Return an untrained transformer with the heads of `setting`, on the chosen device."""
+        return Transformer(shape, setting).to(target)
+
+    return build
+
+
 def _measures(text: TextOptions, corpus: Corpus) -> dict[str, Measure]:
-    """Return the additional measurements of a task: accuracy of classifiers, costs of decoding."""
+    """Return the additional measurements of each trained model for a task, as functions by column name.
+
+    Classifiers are measured by accuracy, decoders by decoding speed and cache size, masked language models by nothing.
+    """
     if text.task == "classify":
         return {"accuracy": lambda model: accuracy(model, corpus.held_out)}
     if text.task == "lm":
@@ -142,7 +169,7 @@ def _measures(text: TextOptions, corpus: Corpus) -> dict[str, Measure]:
 
 
 def _model_saver(models: Path, tokenizer: Any, context: int, labels: Sequence[str], *, clear: bool) -> TrainedCallback:
-    """Return a callback that saves each compared model to a folder.
+    """Return a callback that saves each compared model, with its tokenizer, to a folder of its own in `models`.
 
     Args:
         models: folder with one folder per model.
@@ -153,6 +180,7 @@ def _model_saver(models: Path, tokenizer: Any, context: int, labels: Sequence[st
     """
 
     def save(model: nn.Module, setting: Setting, seed: int) -> None:
+        """Save a trained transformer to `models/SETTING-seed-N` in Hugging Face format."""
         nonlocal clear
         if clear:
             shutil.rmtree(models, ignore_errors=True)
