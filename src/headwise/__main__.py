@@ -4,7 +4,9 @@ import sys
 
 
 def main() -> None:
-    """Run the command line and exit with its status: 2 after a mistake, 130 after Ctrl-C."""
+    """Run the command line `headwise`, and exit with its status: 0 on success, 2 after a mistake of the user, 130 after
+    Ctrl-C.
+    """
     try:
         sys.exit(_run())
     except KeyboardInterrupt:
@@ -12,7 +14,9 @@ def main() -> None:
 
 
 def _run() -> int:
-    """Run the command line, or report in one sentence that typer or rich is missing; return the exit status."""
+    """Run the command line and return its exit status; if typer or rich is missing, print one sentence that says so and
+    return 2.
+    """
     from headwise.errors import MissingExtra
 
     try:

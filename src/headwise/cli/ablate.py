@@ -34,7 +34,7 @@ def ablate(
     top: Top = 20,
     force: Force = False,
 ) -> None:
-    """Measure the loss of a model without each head. Or without each layer, group of heads or role."""
+    """Measure the loss of a model without each head. Or without each layer, group of heads or role, one at a time."""
     if (units == "roles") != (roles is not None):
         expected = "the folder of a profile if, and only if, --units is roles"
         raise InputError("roles", expected=expected, got="none" if roles is None else repr(str(roles)))
@@ -57,7 +57,9 @@ def ablate(
 
 
 def _replacement(name: str, texts: Texts) -> Replacement:
-    """Return the replacement of a head's output with the given name."""
+    """Return the replacement of removed head outputs with a name: zero, uniform attention, or the mean over the data in
+    `texts`.
+    """
     replacements: dict[str, Callable[[], Replacement]] = {
         "zero": zero,
         "uniform": uniform,

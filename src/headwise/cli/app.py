@@ -25,7 +25,9 @@ USAGE_STATUS = 2
 
 
 def run() -> int:
-    """Run the command line and return its exit status; a mistake of the user is one sentence on standard error."""
+    """Run the command line `headwise` and return its exit status: 2 after a mistake of the user, which is reported in
+    one sentence on standard error.
+    """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without arrows still shows the numbers
     try:
@@ -43,7 +45,7 @@ def run() -> int:
 
 
 def _report(message: str) -> int:
-    """Print a message to standard error, and return the exit status of a mistake."""
+    """Print an error message to standard error, and return the exit status of a user's mistake, 2."""
     typer.echo(f"headwise: {message}", err=True)
     return USAGE_STATUS
 

@@ -20,6 +20,8 @@ def compare(
     ] = None,
     top: Top = 20,
 ) -> None:
-    """Show the heads in which two profiles differ most. Differences are in standard errors."""
+    """Show the heads that differ most between two profiles. Each profile is a folder that `headwise profile` wrote.
+    Differences between the statistics of a head are in standard errors.
+    """
     comparison = compare_profiles(load_profile(a), load_profile(b))
     print_comparison(comparison, make_console(), statistic or (), top)

@@ -17,7 +17,7 @@ from headwise.show.terminal import make_console
 
 @dataclass(frozen=True)
 class MethodFlags:
-    """Options of single importance methods; None where the method's default applies.
+    """Command-line options that apply to only one importance method each; None leaves the method's default in place.
 
     Attributes:
         steps: number of gate values of the method integrated.
@@ -51,7 +51,9 @@ def importance(
     top: Top = 20,
     force: Force = False,
 ) -> None:
-    """Score how important each head is. By gradients of gates, their integral, ablation, or learned gates."""
+    """Score how important each head is for the loss. Methods: gradients of head gates, their integral, removal of each
+    head, or learned gates.
+    """
     loaded, loss_function = load_with_loss(model, loss)
     dataset = texts.texts(data, loaded.tokenizer)
     if method is None:  # the gradient of a distance is 0 at the unchanged model

@@ -8,7 +8,8 @@ from headwise.errors import InputError
 
 
 def load_with_loss(model: str, loss: str | None) -> tuple[LoadedModel, Any]:
-    """Load a model with the output layer that a loss needs, and return both.
+    """Load a model, with its tokenizer and with the output layer that a loss needs; return it and the loss function.
+    Messages of transformers are turned off.
 
     Args:
         model: name, folder or hub id.
@@ -28,7 +29,9 @@ def load_with_loss(model: str, loss: str | None) -> tuple[LoadedModel, Any]:
 
 
 def quiet_libraries() -> None:
-    """Turn off warnings and progress bars of transformers, except for converting a GGUF file, which takes minutes."""
+    """Turn off warnings and progress bars of transformers. The conversion of a GGUF file, which takes minutes, still
+    shows its progress.
+    """
     try:
         from transformers.utils import logging
     except ImportError:

@@ -8,7 +8,8 @@ from typing import Any, get_type_hints
 
 
 def expand_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for typer in which each dataclass parameter is replaced by one option per field.
+    """Return a command for typer in which each parameter annotated with a dataclass is replaced by one command-line
+    option per field of the dataclass.
 
     Typer reads options from the parameters of a function. With groups, commands share options, and a command with many
     options stays readable.
@@ -35,7 +36,9 @@ def expand_option_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters(group: Any) -> list[inspect.Parameter]:
-    """Return a keyword-only parameter for each field of a dataclass."""
+    """Return one keyword-only function parameter for each field of a dataclass, with the annotation and the default of
+    the field.
+    """
     hints = get_type_hints(group, include_extras=True)
     return [
         inspect.Parameter(

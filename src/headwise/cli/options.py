@@ -30,7 +30,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing run in
 
 @dataclass(frozen=True)
 class TextFlags:
-    """Options that determine how a model reads its data.
+    """Command-line options that determine how a data set is cut into sequences and batches for a model.
 
     Attributes:
         context: largest number of tokens per sequence.
@@ -52,5 +52,7 @@ class TextFlags:
     column: Column = "text"
 
     def texts(self, data: Path, tokenizer: Any) -> Texts:
-        """Return the texts of a file or folder, read with these options."""
+        """Return the texts of a file or folder, to be tokenized with `tokenizer` and cut into sequences and batches
+        according to these options.
+        """
         return Texts(data, tokenizer, self.context, self.documents, self.batch, self.limit, self.column)

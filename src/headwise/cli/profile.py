@@ -23,7 +23,9 @@ def profile(
     device: Device = None,
     force: Force = False,
 ) -> None:
-    """Measure every head of a model on a data set. Processes started by torchrun share the work."""
+    """Measure the attention statistics of every head on a data set. Also finds the role of each head. Processes started
+    by torchrun share the work.
+    """
     with process_group() as process:
         quiet_libraries()
         loaded = load(model)

@@ -6,7 +6,7 @@ import typer
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Parse a list such as 1,2,4."""
+    """Parse integers separated by commas, such as 1,2,4. A text of another form raises `typer.BadParameter`."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -14,17 +14,21 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def amount(text: str) -> int:
-    """Parse an amount such as 300k or 1.5M."""
+    """Parse a positive amount such as 300k or 1.5M (k, M, G or B), and return it as an integer."""
     return round(_scaled(text, {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}, "an amount such as 1.5M or 300k"))
 
 
 def seconds(text: str) -> float:
-    """Parse a duration such as 90s, 30m or 2h, and return seconds."""
+    """Parse a positive duration such as 90s, 30m, 2h or 1d, and return seconds; a number without a unit is in
+    seconds.
+    """
     return _scaled(text, {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}, "a time such as 30m, 90s or 2h")
 
 
 def _scaled(text: str, units: dict[str, float], expected: str) -> float:
-    """Parse a positive number with an optional unit, and return it in the base unit."""
+    """Parse a positive number with an optional one-letter unit, and return it multiplied by the factor of its unit. A
+    text of another form raises `typer.BadParameter`.
+    """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([a-z]?)", text.strip().lower())
     if match is None or match[2] not in units or not float(match[1]):
         raise typer.BadParameter(f"expected {expected}, got {text!r}")

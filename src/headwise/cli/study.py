@@ -24,7 +24,9 @@ DEFAULT_SECONDS = 30 * 60.0
 
 @dataclass(frozen=True)
 class TextStudyFlags:
-    """Options for the task and its data: `hw.TextOptions`."""
+    """Command-line options of `headwise study` for the task, the tokenizer, and the size of sequences and batches,
+    converted to `hw.TextOptions`.
+    """
 
     task: Annotated[str, typer.Option(help=f"What the models learn: {', '.join(TASKS)}.")] = DEFAULT_TEXT.task
     context: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = DEFAULT_TEXT.context
@@ -37,7 +39,7 @@ class TextStudyFlags:
     label: Annotated[str, typer.Option(help="Column with the label, for --task classify.")] = DEFAULT_TEXT.label
 
     def options(self) -> TextOptions:
-        """Return the options, with the tokenizer loaded."""
+        """Return the options as `TextOptions`, with the tokenizer of the named model loaded if one is named."""
         tokenizer = None if self.tokenizer is None else load_tokenizer(self.tokenizer)
         sizes = (self.context, self.batch)
         return TextOptions(self.task, *sizes, tokenizer, self.vocabulary, self.column, self.label)
@@ -45,7 +47,9 @@ class TextStudyFlags:
 
 @dataclass(frozen=True)
 class SpaceFlags:
-    """Options for the settings to compare and the size of the models: `hw.Space`."""
+    """Command-line options of `headwise study` for the head settings to compare, converted to `hw.Space`, and for
+    baseline and size of the models.
+    """
 
     heads: Annotated[Any, typer.Option(parser=numbers, metavar="N,N,...", help="Numbers of heads to compare.")] = (
         "1,2,4,8,16"
@@ -69,13 +73,15 @@ class SpaceFlags:
     layers: Annotated[int | None, typer.Option(min=1, help="Number of layers. Default: derived from --params.")] = None
 
     def space(self) -> Space:
-        """Return the settings to compare."""
+        """Return the head settings to compare as a `Space`."""
         return Space(self.embed_dim, self.heads, self.head_dim, self.kv_heads, self.tensor_parallel)
 
 
 @dataclass(frozen=True)
 class BudgetFlags:
-    """Options for time, training length, learning rates and seeds: `hw.StudyBudget`."""
+    """Command-line options of `headwise study` for time limit, training length, learning rates and seeds, converted to
+    `hw.StudyBudget`.
+    """
 
     budget: Annotated[
         Any,
@@ -92,7 +98,9 @@ class BudgetFlags:
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each setting with its best learning rate.")] = 3
 
     def limits(self) -> StudyBudget:
-        """Return the budget, by default 30 minutes."""
+        """Return the options as a `StudyBudget`, with a time limit of 30 minutes if neither --budget nor --tokens is
+        used.
+        """
         limit = DEFAULT_SECONDS if self.budget is None and self.tokens is None else self.budget
         return StudyBudget(limit, tokens=self.tokens, trials=self.trials, seeds=self.seeds)
 
@@ -115,7 +123,9 @@ def study(
     device: Annotated[str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1. Default: cpu.")] = None,
     force: Force = False,
 ) -> None:
-    """Find out how many heads suit your data. Trains small models of equal size, and compares their losses."""
+    """Find out how many heads suit your data. Trains small models of equal size with different heads, and compares
+    their losses.
+    """
     quiet_libraries()
     result = study_texts(
         data,

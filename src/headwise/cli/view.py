@@ -45,7 +45,9 @@ def view(
 
 
 def _read_text(text: str) -> str:
-    """Return the text itself, the content of standard input for `-`, or of the file after `@`."""
+    """Return the text to view: standard input for `-`, the content of a file for `@FILE`, otherwise the argument
+    itself.
+    """
     if text != "-" and not text.startswith("@"):
         return text
     name = "standard input" if text == "-" else text[1:]
@@ -63,7 +65,7 @@ def _read_text(text: str) -> str:
 
 
 def _require_writable(html: Path | None) -> None:
-    """Raise `InputError` if the page cannot be written, before the model is loaded."""
+    """Raise `InputError` if the HTML page cannot be written to the path `html`; do nothing if it is None."""
     if html is None:
         return
     if html.is_dir() or not html.parent.is_dir() or not os.access(html if html.exists() else html.parent, os.W_OK):

@@ -16,7 +16,8 @@ MIN_WEIGHT = 0.03
 
 
 def plot_heads(view: View, heads: Sequence[tuple[int, int]]) -> "Figure":
-    """Return a figure with one panel for each `(layer, head)`; line width and opacity show the weight.
+    """Return a matplotlib figure with one panel for each `(layer, head)` of a view: lines from each word to the words
+    it attends to most. Width and opacity of a line show the attention weight.
 
     Raises:
         InputError: the view does not contain a head.
@@ -32,7 +33,9 @@ def plot_heads(view: View, heads: Sequence[tuple[int, int]]) -> "Figure":
 
 
 def _plot_head(axes: "Axes", view: View, layer: int, head: int) -> None:
-    """Draw the words twice, as queries on the left and keys on the right, and a line for each weight of one head."""
+    """Draw one head of a view on `axes`: the words as queries on the left and as keys on the right, and lines from
+    each query to the keys with its largest attention weights, if these are at least 0.03.
+    """
     shown = view.head(layer, head)
     colour = COLOURS[shown.role.name]
     axes.set_title(f"{layer}.{head}  {view.role_title(shown.role)}", fontsize=10, color=colour, fontweight="bold")

@@ -41,7 +41,7 @@ NUMBERS = (
 
 
 def write_page(view: View, path: Path) -> None:
-    """Write the page of `view` to `path`.
+    """Write a view (the attention of every head on one text) to `path` as an interactive HTML page that works offline.
 
     Raises:
         MissingExtra: jinja2 is not installed.
@@ -57,7 +57,9 @@ def write_page(view: View, path: Path) -> None:
 
 
 def page_data(view: View) -> dict[str, Any]:
-    """Return the data that the page draws, as JSON values; matrices are base64-encoded integers."""
+    """Return the words, roles and heads of a view as JSON values for the HTML page. Only the first 1024 words are
+    included; matrices are base64-encoded integers.
+    """
     shown = [role for role in ROLES if any(head.role is role for head in view.heads)]
     return {
         "words": [{"text": word.text, "special": word.special} for word in view.words[:MAX_WORDS]],
@@ -72,7 +74,9 @@ def page_data(view: View) -> dict[str, Any]:
 
 
 def _head_data(view: View, head: HeadView) -> dict[str, Any]:
-    """Return position, role, statistics, links and matrices of one head as JSON values."""
+    """Return position, role, mean statistics, strongest links and attention matrices of one head of a view as JSON
+    values for the HTML page.
+    """
     keys, weights = head.top_keys[:MAX_WORDS], head.top_weights[:MAX_WORDS]
     return {
         "layer": head.layer,
@@ -98,6 +102,6 @@ def _head_data(view: View, head: HeadView) -> dict[str, Any]:
 
 
 def _encoded(values: Tensor, dtype: torch.dtype) -> str:
-    """Return the values rounded to an integer type, little-endian and base64-encoded."""
+    """Return a tensor's values, rounded to the integer type `dtype`, as base64-encoded little-endian bytes."""
     array = values.round().to(dtype).contiguous()
     return b64encode(bytes(array.flatten().view(torch.uint8).tolist())).decode()

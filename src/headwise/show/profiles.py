@@ -14,7 +14,9 @@ from headwise.show.terminal import COLOURS
 
 
 def print_profile(profile: Profile, console: Console) -> None:
-    """Print the heads of each role, with the largest attention share of the role first."""
+    """Print the names of a profile's heads, grouped by role. Each head has its attention share of the role, and the
+    largest share is first; heads of the mixed role have none.
+    """
     console.print(Text(_title(profile), style="bold"), soft_wrap=True)
     heads_by_role = profile.roles()
     for role in ROLES:
@@ -31,7 +33,8 @@ def print_profile(profile: Profile, console: Console) -> None:
 
 
 def print_comparison(comparison: Comparison, console: Console, statistics: Collection[str], top: int) -> None:
-    """Print the heads that differ most, and the number of heads whose role differs.
+    """Print the statistics of heads that differ most between two profiles, in standard errors, and the number of heads
+    whose role differs.
 
     Args:
         comparison: two profiles of the same heads.
@@ -44,23 +47,23 @@ def print_comparison(comparison: Comparison, console: Console, statistics: Colle
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in ("head", "statistic", "A", "B", "difference", "in standard errors", "role"):
         table.add_column(column, justify="left" if column in ("statistic", "role") else "right", no_wrap=True)
-    for each in comparison.largest(statistics)[:top]:
-        a, b = (head.statistics[each.statistic].value for head in (each.a, each.b))
-        numbers = (f"{a:.3f}", f"{b:.3f}", f"{each.difference:+.3f}", f"{each.errors:+.1f}")
-        table.add_row(each.a.name, each.statistic, *numbers, _role(each.a, each.b))
+    for change in comparison.largest(statistics)[:top]:
+        a, b = (head.statistics[change.statistic].value for head in (change.a, change.b))
+        numbers = (f"{a:.3f}", f"{b:.3f}", f"{change.difference:+.3f}", f"{change.errors:+.1f}")
+        table.add_row(change.a.name, change.statistic, *numbers, _role_text(change.a, change.b))
     console.print()
     console.print(table)
     changed = sum(one.role != other.role for one, other in zip(comparison.a.heads, comparison.b.heads, strict=True))
     console.print(f"\n{changed} of {len(comparison.a.heads)} heads have a different role")
 
 
-def _role(one: ProfiledHead, other: ProfiledHead) -> str:
-    """Return the role of a head in two profiles, as `A → B` if it differs."""
+def _role_text(one: ProfiledHead, other: ProfiledHead) -> str:
+    """Return the role of a head in two profiles as text: the role, or `A → B` if the profiles differ."""
     return one.role if one.role == other.role else f"{one.role} → {other.role}"
 
 
 def _title(profile: Profile) -> str:
-    """Return model, data and size of a profile in one line."""
+    """Return one line with the model of a profile, its data, and the numbers of sequences, tokens and heads."""
     metadata: Any = profile.metadata
     measured, source = metadata["measured"], (metadata["data"] or {}).get("source", "batches")
     sequences = "1 sequence" if measured["sequences"] == 1 else f"{measured['sequences']:,} sequences"

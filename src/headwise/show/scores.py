@@ -17,7 +17,9 @@ SIGNIFICANT_ERRORS = 2.0
 
 
 def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int) -> None:
-    """Print the heads or sets with the largest cost, and how many have a significant one."""
+    """Print the heads, or sets of heads, whose removal increases the loss most, and how many increase or decrease it by
+    at least two standard errors.
+    """
     metadata: Any = ablation.metadata
     console.print(Text(_title(ablation), style="bold"), soft_wrap=True)
     loss, replacement = metadata["settings"]["loss"], metadata["settings"]["replacement"]
@@ -36,7 +38,8 @@ def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int)
 
 
 def print_scores(table: Table[Any], console: Console, statistic: str, top: int) -> None:
-    """Print the rows with the largest values of a statistic, NaN last.
+    """Print the rows of a table with the largest values of one statistic, NaN last: all statistics, and that statistic
+    in standard errors.
 
     Args:
         table: rows with statistics.
@@ -59,14 +62,16 @@ def print_scores(table: Table[Any], console: Console, statistic: str, top: int) 
 
 
 def errors(measured: MeanEstimate) -> float:
-    """Return the number of standard errors between a mean and zero; NaN without data."""
+    """Return a mean divided by its standard error: its distance from zero in standard errors. It is NaN if the mean or
+    its error is unknown.
+    """
     if measured.sem == 0.0:
         return math.copysign(math.inf, measured.value) if measured.value else 0.0
     return measured.value / measured.sem
 
 
 def print_importance(importance: Table[Any], console: Console, top: int) -> None:
-    """Print the most important heads."""
+    """Print the importance scores of the most important heads, with the method and the loss."""
     settings: Any = importance.metadata["settings"]
     console.print(Text(_title(importance), style="bold"), soft_wrap=True)
     over = "normalised in each layer" if settings["normalise"] else "not normalised"
@@ -75,7 +80,7 @@ def print_importance(importance: Table[Any], console: Console, top: int) -> None
 
 
 def _title(table: Table[Any]) -> str:
-    """Return model, data and size of a table in one line."""
+    """Return one line with the model of a table, its data, and the numbers of sequences and tokens."""
     metadata: Any = table.metadata
     measured, source = metadata["measured"], (metadata["data"] or {}).get("source", "batches")
     sequences = "1 sequence" if measured["sequences"] == 1 else f"{measured['sequences']:,} sequences"
@@ -83,10 +88,11 @@ def _title(table: Table[Any]) -> str:
 
 
 def _with_error(measured: MeanEstimate) -> str:
+    """Return a mean as text with four decimals, followed by ± its standard error if that is known."""
     error = "" if math.isnan(measured.sem) else f" ± {measured.sem:.2g}"
     return f"{measured.value:.4f}{error}"
 
 
 def _nan_last(value: float) -> float:
-    """Return the value, or minus infinity for NaN, to sort NaN last."""
+    """Return a sort key, for descending order, that sorts NaN last: the value itself, or minus infinity for NaN."""
     return -math.inf if math.isnan(value) else value

@@ -25,7 +25,9 @@ COLUMNS = {
 
 
 def print_study(study: Study, console: Console) -> None:
-    """Print the table of a study, its Pareto frontier and its recommendation."""
+    """Print the table of a study with the Pareto frontier marked, then settings that are invalid or have few learning
+    rates or seeds, and the recommendation.
+    """
     metadata = study.metadata
     seeds = max((row.statistics["loss"].n for row in study.rows), default=0)
     title = (
@@ -56,7 +58,9 @@ def print_study(study: Study, console: Console) -> None:
 
 
 def _setting_table(study: Study) -> RichTable:
-    """Return a table with one line per setting and one column per statistic that was measured."""
+    """Return a table for the terminal with one line per head setting of a study and one column per statistic that was
+    measured.
+    """
     frontier = study.frontier
     table = RichTable(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     names = [name for name in COLUMNS if any(name in row.statistics for row in study.rows)]
@@ -66,22 +70,24 @@ def _setting_table(study: Study) -> RichTable:
         values = [_with_error(row.statistics.get(name, NO_ESTIMATE), COLUMNS[name][1]) for name in names]
         rate, parameters = row.statistics["rate"].value, row.statistics["parameters"].value
         mark = "frontier" if row.setting in frontier else ""
-        table.add_row(_name(study, row), *values, f"{rate:.2g}", f"{parameters:,.0f}", mark)
+        table.add_row(_marked_name(study, row), *values, f"{rate:.2g}", f"{parameters:,.0f}", mark)
     return table
 
 
 def _seeds(number: int) -> str:
-    """Return a number of seeds in words."""
+    """Return `1 seed` or `N seeds` for a number of seeds."""
     return "1 seed" if number == 1 else f"{number} seeds"
 
 
-def _name(study: Study, row: SettingRow) -> str:
-    """Return the name of a setting, marked if it is the baseline."""
+def _marked_name(study: Study, row: SettingRow) -> str:
+    """Return the name of a row's head setting, followed by `(baseline)` if it is the study's baseline."""
     return f"{row.name} (baseline)" if row.setting == study.baseline else row.name
 
 
 def _with_error(measured: MeanEstimate, decimals: int) -> str:
-    """Return a mean with its standard error as text; empty if nothing was measured."""
+    """Return a mean as text, followed by ± its standard error if that is known and not 0; empty if nothing was
+    measured.
+    """
     if math.isnan(measured.value):
         return ""
     error = "" if math.isnan(measured.sem) or not measured.sem else f" ± {measured.sem:,.{decimals}f}"

@@ -31,13 +31,17 @@ SHADES = " ·░▒▓█"
 
 
 def make_console() -> Console:
-    """Return a console on standard output, wide enough for tables if it is not a terminal."""
+    """Return a rich console on standard output. If this is not a terminal, the console is 140 columns wide, so that
+    tables fit.
+    """
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def print_view(view: View, console: Console, *, detail: bool = False) -> None:
-    """Print every head of the view; with `detail`, also the strongest keys of each word for every head."""
+    """Print a view (the attention of a model on one text): one line per head, grouped by role. With `detail`, also
+    print the keys that each word attends to most, for every head.
+    """
     console.print(Text(_one_line(view.text), style="bold"))
     cut = " (the text was cut there)" if view.truncated else ""
     console.print(Text(f"{view.title}, {view.tokens} tokens{cut}, {_heads(len(view.heads))}"))
@@ -54,7 +58,9 @@ def print_view(view: View, console: Console, *, detail: bool = False) -> None:
 
 
 def link_text(view: View, head: HeadView) -> str:
-    """Return the strongest links of a head as words: `tea → coffee 0.14`, and `coffee ↔ tea 0.32/0.17` where mutual."""
+    """Return the strongest links between words of a head as text: `tea → coffee 0.14`, or `coffee ↔ tea 0.32/0.17` if
+    both words attend to each other.
+    """
     texts = []
     for link in view.strongest_links(head, LINKS):
         query, key = view.words[link.query].text, view.words[link.key].text
@@ -66,24 +72,28 @@ def link_text(view: View, head: HeadView) -> str:
 
 
 def _heading(view: View, role: Role, count: int) -> Text:
-    """Return the heading of a group of heads: role, number of heads and rule."""
+    """Return the heading above the heads of one role: the role, the number of heads, and the rule that assigns it."""
     return Text.assemble((view.role_title(role), f"bold {COLOURS[role.name]}"), f" · {_heads(count)} · {role.rule}")
 
 
 def _heads(count: int) -> str:
-    """Return a number of heads in words."""
+    """Return `1 head` or `N heads` for a number of heads."""
     return "1 head" if count == 1 else f"{count} heads"
 
 
 def _one_line(text: str) -> str:
-    """Return the beginning of a text on one line, without control characters."""
+    """Return the first 300 characters of a text on one line, without control characters; a longer text ends with an
+    ellipsis.
+    """
     line = "".join(character if character.isprintable() else " " for character in text[: 2 * MAX_TITLE])
     line = " ".join(line.split())
     return line if len(line) <= MAX_TITLE else line[: MAX_TITLE - 1] + "…"
 
 
 def _table(view: View, role: Role, members: list[HeadView]) -> Table:
-    """Return a table with one line per head of a role."""
+    """Return a table with one line per head of a role: attention share of the role, other mean statistics, and
+    strongest links between words.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in ("head", "share", "entropy", "confidence", "distance"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -96,25 +106,29 @@ def _table(view: View, role: Role, members: list[HeadView]) -> Table:
 
 
 def _print_detail(view: View, head: HeadView, console: Console) -> None:
-    """Print each word with its row of the attention matrix in shades and its strongest keys."""
+    """Print a table for one head with a line per word: its attention weights as shaded characters, if all words fit the
+    picture, and the keys it attends to most.
+    """
     console.print(
         Text.assemble((f"head {head.name}", "bold"), f" · {view.role_title(head.role)} · what each word attends to")
     )
-    whole = head.picture.shape[0] == len(view.words)
+    has_all_words = head.picture.shape[0] == len(view.words)
     table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
     table.add_column("word", justify="right", no_wrap=True, max_width=24)
-    if whole:
+    if has_all_words:
         table.add_column("first to last word", no_wrap=True)
     table.add_column("strongest keys")
     for index, word in enumerate(view.words):
         keys = zip(head.top_keys[index].tolist(), head.top_weights[index].tolist(), strict=True)
         strongest = "  ".join(f"{view.words[key].text} {weight:.2f}" for key, weight in list(keys)[:LINKS])
-        shades = [_shade(head.picture[index].tolist())] if whole else []
+        shades = [_shade(head.picture[index].tolist())] if has_all_words else []
         table.add_row(Text(word.text), *shades, Text(strongest))
     console.print(table)
 
 
 def _shade(weights: list[float]) -> str:
-    """Return a row of weights as one character of increasing darkness per key."""
+    """Return the attention weights of one query as text with one character per key, darker for larger weights (on a
+    square-root scale).
+    """
     steps = len(SHADES) - 1
     return "".join(SHADES[min(steps, round(weight**0.5 * steps))] for weight in weights)

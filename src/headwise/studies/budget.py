@@ -11,7 +11,8 @@ MIN_TRIALS, MAX_TRIALS = 3, 8
 
 @dataclass(frozen=True)
 class StudyBudget:
-    """Limits of a study: seconds in total, length of each training, learning rates and seeds per setting.
+    """Limits of a study: total time in seconds, length of each training in batches or tokens, number of learning rates
+    tried for each head setting, and number of final trainings (one per seed) of each setting.
 
     One of `seconds`, `steps` and `tokens` is required.
 
@@ -46,16 +47,22 @@ class StudyBudget:
 
     @property
     def min_trials(self) -> int:
-        """Number of learning rates for which each setting's share of the time is planned."""
+        """Number of learning rates per head setting for which a study plans time: `trials` if it is set, otherwise
+        3.
+        """
         return self.trials or MIN_TRIALS
 
     @property
     def max_trials(self) -> int:
-        """Largest number of learning rates that are tried for each setting if time allows."""
+        """Largest number of learning rates tried for each head setting: `trials` if it is set, otherwise 8 with a time
+        limit and 3 without one.
+        """
         return self.trials or (MIN_TRIALS if self.seconds is None else MAX_TRIALS)
 
     def in_steps(self, tokens_per_step: int) -> "StudyBudget":
-        """Return the same budget with `tokens` replaced by `steps`, rounded up."""
+        """Return this budget with the tokens of each training converted to steps (batches), rounded up; unchanged if
+        `tokens` is None.
+        """
         if self.tokens is None:
             return self
         return replace(self, tokens=None, steps=-(-self.tokens // tokens_per_step))

@@ -19,7 +19,8 @@ Example = tuple[Int[Tensor, " length"], int]
 
 
 def labelled_examples(texts: Texts, label: str, *, min_texts: int) -> tuple[list[Example], tuple[str, ...]]:
-    """Return the token ids and class of each text that is not empty, and the labels in the order of their classes.
+    """Return the token ids and class number of each text that is not blank, and the label names sorted in the order of
+    the class numbers.
 
     Args:
         texts: texts in JSON lines or Parquet.
@@ -44,13 +45,15 @@ def labelled_examples(texts: Texts, label: str, *, min_texts: int) -> tuple[list
 
 
 def _encoded(texts: Texts, text: str) -> Int[Tensor, " length"]:
-    """Return the token ids of a text, cut to the context."""
+    """Return the token ids of a text, truncated to the context length of `texts`, as an int64 tensor."""
     ids = texts.tokenizer(text, truncation=True, max_length=texts.context, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.int64)
 
 
 def pad_examples(examples: Sequence[Example], pad_id: int) -> dict[str, Any]:
-    """Return a batch with `input_ids` and `attention_mask`, both padded on the right, and `label`."""
+    """Return one batch of labelled texts: `input_ids` and `attention_mask` (1 for tokens, 0 for padding), padded on the
+    right to the longest text, and `label` with one class number per text.
+    """
     sequences = [ids for ids, _ in examples]
     padded = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad_id)
     lengths = torch.tensor([len(ids) for ids in sequences])
@@ -60,13 +63,15 @@ def pad_examples(examples: Sequence[Example], pad_id: int) -> dict[str, Any]:
 
 
 def class_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-    """Return the cross-entropy of each text's label, in nats."""
+    """Return the cross-entropy of the correct class of each text in a batch, in nats."""
     inputs = {name: value for name, value in batch.items() if name != "label"}
     return F.cross_entropy(model(**inputs), batch["label"], reduction="none")
 
 
 def accuracy(model: nn.Module, batches: Batches) -> float:
-    """Return the share of texts whose label has the largest logit, in evaluation mode."""
+    """Return the share of texts in all batches for which a classifier's largest logit is that of the correct class,
+    with the model in evaluation mode.
+    """
     correct = total = 0
     with evaluation_mode(model), torch.no_grad():
         for batch in batches:

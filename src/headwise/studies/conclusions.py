@@ -25,7 +25,8 @@ Losses = Mapping[Setting, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Recommended setting of a study, and the settings that do not differ significantly from the best.
+    """Recommended head setting of a study, or None, with the reason; also the settings whose loss does not differ
+    significantly from the lowest, and the smallest significant difference.
 
     Attributes:
         setting: recommended setting; None if no setting is significantly better than the alternatives.
@@ -41,14 +42,17 @@ class Recommendation:
 
 
 def comparable(losses: Losses) -> dict[Setting, list[float]]:
-    """Return the losses of settings that never diverged, for the seeds that all of them have, in the same order."""
+    """Return the held-out losses of each setting as a list in the order of the seeds. Settings with a NaN or infinite
+    loss are left out, and so are seeds that any of the other settings lacks.
+    """
     finite = {setting: runs for setting, runs in losses.items() if runs and all(map(math.isfinite, runs.values()))}
     seeds = sorted(set.intersection(*(set(runs) for runs in finite.values()))) if finite else []
     return {setting: [runs[seed] for seed in seeds] for setting, runs in finite.items()}
 
 
 def significant_difference(losses: Losses) -> float:
-    """Return the smallest significant difference between two mean losses, by Tukey's range test with seeds as blocks.
+    """Return the smallest significant difference between the mean losses of two settings (at 95 %), by Tukey's range
+    test with seeds as blocks. It is NaN with fewer than two settings or seeds.
 
     All settings of a seed are trained on the same batches in the same order, so the effect that a seed has on all
     settings is removed. The difference is `q sqrt(MSE / seeds)`, with q of the studentized range for k settings and
@@ -72,7 +76,10 @@ def significant_difference(losses: Losses) -> float:
 
 
 def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]) -> bool:
-    """Return True if `one` is at least as good as `other` in loss, times and cache size, and better in one of them."""
+    """Return True if the setting with the statistics `one` is at least as good as `other` in loss, time per step,
+    decoding speed and cache size, and better in one of them. Times within two standard errors count as equal, and
+    statistics that either lacks are ignored.
+    """
     better = False
     for name in (*LOWER_IS_BETTER, *HIGHER_IS_BETTER):
         if name not in one or name not in other:
@@ -88,7 +95,9 @@ def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]
 
 
 def recommend(losses: Losses, step_ms: Mapping[Setting, float], baseline: Setting | None) -> Recommendation:
-    """Recommend the setting with the lowest loss, or the fastest of those that do not differ significantly from it.
+    """Return the recommendation of a study. Of the settings whose mean loss is not significantly worse than the lowest,
+    it is the one that trains fastest. It is None if all settings or the baseline are among these, or if the losses do
+    not allow a test.
 
     Nothing is recommended if no difference is significant, or if the baseline is among the best.
 
@@ -124,7 +133,9 @@ def recommend(losses: Losses, step_ms: Mapping[Setting, float], baseline: Settin
 
 
 def _reason_undecided(trained: Sequence[Setting], compared: Mapping[Setting, Sequence[float]]) -> str:
-    """Return one sentence that states why no difference can be tested."""
+    """Return one sentence that states why differences between settings cannot be tested: fewer than two settings were
+    trained, fewer than two have finite losses, or there is only one seed.
+    """
     if len(trained) < 2:
         return "nothing to compare: fewer than two settings were trained to the end"
     if len(compared) < 2:

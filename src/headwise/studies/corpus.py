@@ -17,7 +17,7 @@ from headwise.studies.classification import class_loss, labelled_examples, pad_e
 from headwise.studies.training import Batches
 
 TASKS = ("lm", "mlm", "classify")
-"""What a model learns: the next token, masked tokens, or the label of a text."""
+"""Tasks that a model can learn: predict the next token, masked tokens, or the label of a text."""
 
 HELD_OUT, MAX_HELD_OUT = 10, 64
 """One sequence in `HELD_OUT` is held out, but not more than `MAX_HELD_OUT`."""
@@ -25,7 +25,8 @@ HELD_OUT, MAX_HELD_OUT = 10, 64
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How a text becomes training data: the task, the tokenizer, and the size of sequences and batches.
+    """Options for turning a text into training data of a study: the task, the tokenizer, tokens per sequence, and
+    sequences per batch.
 
     Attributes:
         task: "lm" (next token), "mlm" (masked tokens) or "classify" (label of a text).
@@ -57,7 +58,8 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training data of one task: batches to train on, held-out batches, the loss, and the labels of a classifier.
+    """Text prepared for one task (next token, masked tokens or classification): training batches, held-out batches, the
+    loss, and the label names of a classifier.
 
     Attributes:
         training: batches to train on.
@@ -73,7 +75,8 @@ class Corpus:
 
 
 def make_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Corpus:
-    """Return the batches of a text and the loss of its task.
+    """Tokenize a text for a task (next token, masked tokens or classification), and return its training batches,
+    held-out batches and loss.
 
     Args:
         source: file or folder: text, JSON lines or Parquet.
@@ -103,7 +106,9 @@ def make_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Cor
 
 
 def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Corpus:
-    """Return labelled texts in padded batches, and the loss of a classifier."""
+    """Return labelled texts as padded training and held-out batches, with the loss of a classifier and the label
+    names.
+    """
     texts = Texts(source, tokenizer, options.context, "truncate", options.batch, None, options.column)
     examples, labels = labelled_examples(texts, options.label, min_texts=HELD_OUT)
     pad_id = tokenizer.pad_token_id or 0
@@ -114,7 +119,9 @@ def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOpti
 
 
 def _split(examples: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return training examples in a fixed random order, and evenly spaced held-out examples."""
+    """Split examples into training examples, returned in a fixed random order, and held-out examples, taken at regular
+    intervals: one in ten, but at most 64.
+    """
     stride = max(HELD_OUT, -(-len(examples) // MAX_HELD_OUT))
     held_out = list(examples[stride // 2 :: stride])
     training = [example for number, example in enumerate(examples) if (number - stride // 2) % stride]
@@ -123,11 +130,15 @@ def _split(examples: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _grouped(examples: Sequence[Any], batch: int) -> Iterator[Sequence[Any]]:
-    """Yield groups of `batch` examples; an incomplete group only if there is no complete one."""
+    """Yield consecutive groups of `batch` examples. Examples left over at the end are dropped; fewer than `batch`
+    examples in all are yielded as one group.
+    """
     for start in range(0, max(1, len(examples) - batch + 1), batch):
         yield examples[start : start + batch]
 
 
 def _stacked(sequences: Sequence[Int[Tensor, " length"]], batch: int) -> Batches:
-    """Return sequences of equal length as batches of token ids."""
+    """Return token sequences of equal length as batches `{"input_ids": (batch, length)}`. Sequences left over at the
+    end are dropped, unless there is no complete batch.
+    """
     return [{"input_ids": torch.stack(list(group)).long()} for group in _grouped(sequences, batch)]

@@ -15,7 +15,9 @@ DECODED_TOKENS = 48
 
 
 def decode_speed(model: Transformer, context: int) -> float:
-    """Return the tokens per second that a model decodes after a context, at batch size 1: 1 / median step time."""
+    """Return the number of tokens per second that a decoder processes one at a time with a key/value cache, at batch
+    size 1 after `context` tokens: 1 / median seconds per token.
+    """
     device = device_of(model)
     ids = torch.arange(context, device=device)[None] % model.shape.vocabulary
     caches, seconds = model.caches(), []
@@ -30,7 +32,9 @@ def decode_speed(model: Transformer, context: int) -> float:
 
 
 def cache_bytes_per_token(model: nn.Module) -> float:
-    """Return the bytes of keys and values that all attention layers together cache for each token."""
+    """Return the bytes of keys and values that the caches of all attention layers together store for each token, in the
+    data type of the model's parameters.
+    """
     layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
     size = next(model.parameters()).element_size()
     return float(sum(size * layer.num_kv_heads * (layer.head_dim + layer.value_dim) for layer in layers))

@@ -9,7 +9,8 @@ from headwise.studies.trial_store import FinishedTrial, TrialKey
 
 
 class DurationEstimate:
-    """Expected seconds of a trial: the planned seconds times the median slowdown of the most similar finished trials.
+    """Function that predicts the seconds of a trial (one training of a study): its planned seconds times the median
+    slowdown, measured / planned, of the most similar finished trials.
 
     Args:
         finished: trials that ended; pruned ones are ignored.
@@ -26,11 +27,15 @@ class DurationEstimate:
                 self._slowdowns.setdefault(group, []).append(trial.measured["seconds"] / planned)
 
     def __call__(self, key: TrialKey) -> float:
-        """Return the expected seconds of a trial."""
+        """Return the expected seconds of a trial: its planned seconds times the median slowdown of similar finished
+        trials, or the planned seconds if no trial has finished.
+        """
         slowdowns = next((self._slowdowns[group] for group in self._groups(key) if group in self._slowdowns), [1.0])
         return self._plan.seconds(key) * statistics.median(slowdowns)
 
     @staticmethod
     def _groups(key: TrialKey) -> tuple[Any, ...]:
-        """Return the groups of similar trials, most similar first: same setting and stage, same stage, all."""
+        """Return identifiers of the groups of similar trials that a trial belongs to, from narrow to broad: same head
+        setting and stage (learning-rate search or final training), same stage, all trials.
+        """
         return (key.setting, key.final), key.final, None

@@ -17,7 +17,8 @@ POSITIONS_FACTOR = 4
 def save_model(
     model: Transformer, tokenizer: Any, folder: str | Path, *, context: int, labels: Sequence[str] = ()
 ) -> None:
-    """Save weights, configuration and tokenizer to a folder that `transformers` loads, in float32.
+    """Save a trained study model in float32, with its configuration and tokenizer, to a folder in Hugging Face format,
+    which `transformers` loads as a Llama or (encoders and classifiers) a EuroBERT.
 
     Args:
         model: a trained model.
@@ -39,7 +40,9 @@ def save_model(
 
 
 def as_transformers(model: Transformer, tokenizer: Any, *, context: int) -> Any:
-    """Return the same model as a `transformers` model, in evaluation mode."""
+    """Convert a study model to a `transformers` model with the same weights, and return it in evaluation mode: a Llama
+    for a decoder, a EuroBERT for an encoder or a classifier.
+    """
     transformers = require_transformers()
     shape, setting = model.shape, model.setting
     sizes: dict[str, Any] = {
@@ -64,7 +67,9 @@ def as_transformers(model: Transformer, tokenizer: Any, *, context: int) -> Any:
     with torch.no_grad():
         for layer, converted_layer in zip(model.layers, converted.model.layers, strict=True):
             to_transformers(layer.self_attn, converted_layer.self_attn)  # type: ignore[arg-type]
-        state = {_name(name): tensor for name, tensor in model.state_dict().items() if ".self_attn." not in name}
+        state = {
+            _converted_name(name): tensor for name, tensor in model.state_dict().items() if ".self_attn." not in name
+        }
         unexpected = set(converted.load_state_dict(state, strict=False).unexpected_keys)
     if unexpected:
         got = f"additional parameters {', '.join(sorted(unexpected))}"
@@ -72,13 +77,17 @@ def as_transformers(model: Transformer, tokenizer: Any, *, context: int) -> Any:
     return converted.eval()
 
 
-def _name(name: str) -> str:
-    """Return the name in `transformers` of a parameter outside the attention."""
+def _converted_name(name: str) -> str:
+    """Return the parameter name in a `transformers` model for a parameter of a study model outside its attention
+    layers.
+    """
     return name.removeprefix("top.") if name.startswith("top.") else f"model.{name}"
 
 
 def _encoder(transformers: Any, sizes: dict[str, Any], classes: int | None, mask_id: int | None) -> Any:
-    """Return an untrained EuroBERT with a masked-language-model head or a classifier."""
+    """Return an untrained EuroBERT encoder with a classifier for `classes` classes or, if that is None, with a
+    masked-language-model head.
+    """
     if not hasattr(transformers, "EuroBertConfig"):
         got = f"transformers {transformers.__version__}"
         raise InputError("task", expected="lm, or for an encoder a transformers version with EuroBERT", got=got)
@@ -89,5 +98,5 @@ def _encoder(transformers: Any, sizes: dict[str, Any], classes: int | None, mask
 
 
 def require_transformers() -> Any:
-    """Import and return the package transformers. `MissingExtra` if it is not installed."""
+    """Import and return the package transformers, or raise `MissingExtra` if it is not installed."""
     return require("transformers", purpose="a model in Hugging Face format", extra="hf")

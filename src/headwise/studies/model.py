@@ -33,9 +33,11 @@ root of their number (Radford et al. 2019)."""
 
 
 class Transformer(nn.Module):
-    """Decoder, encoder or classifier of a given shape, with the attention heads of one setting.
+    """Small pre-norm transformer of a study, with rotary positions and SwiGLU: a decoder, encoder or classifier whose
+    attention heads are those of one setting. The width of its MLP is chosen so that models with different heads have
+    the same number of parameters.
 
-    Its parameters have the names of Llama in `transformers`, to which it converts.
+    Its parameters have the names of Llama in `transformers`, to which it can be converted.
 
     Args:
         shape: width, depth, vocabulary and number of parameters.
@@ -55,7 +57,9 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize weights from a normal distribution, biases with 0 and norms with 1."""
+        """Initialize weight matrices from a normal distribution, biases with 0 and norm weights with 1. Matrices that
+        project to the residual stream get a smaller standard deviation.
+        """
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
@@ -69,7 +73,8 @@ class Transformer(nn.Module):
         attention_mask: Int[Tensor, "batch length"] | None = None,
         caches: Sequence[Cache] | None = None,
     ) -> Float[Tensor, "batch length vocabulary"] | Float[Tensor, "batch classes"]:
-        """Return the logits of every token, or of a classifier's classes.
+        """Return the vocabulary logits of every token (batch, length, vocabulary) or, for a classifier, the class
+        logits of every sequence (batch, classes).
 
         Args:
             input_ids: token ids.
@@ -85,12 +90,14 @@ class Transformer(nn.Module):
         return logits
 
     def caches(self) -> list[DynamicCache]:
-        """Return an empty key/value cache for each layer."""
+        """Return one new, empty key/value cache per layer, to be passed to `forward` for decoding."""
         return [DynamicCache() for _ in self.layers]
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm transformer layer: attention and MLP, each after a normalization, each added to its input."""
+    """Pre-norm transformer layer: self-attention with the heads of one setting, then a SwiGLU MLP. An RMSNorm precedes
+    each of the two, and the output of each is added to its input.
+    """
 
     def __init__(self, shape: ModelShape, setting: Setting) -> None:
         super().__init__()
@@ -113,7 +120,9 @@ class TransformerLayer(nn.Module):
         is_token: Bool[Tensor, "batch length"] | None = None,
         cache: Cache | None = None,
     ) -> Float[Tensor, "batch length embed"]:
-        """Return the output of the layer; keys where `is_token` is False are not attended to."""
+        """Return `x` after self-attention and the MLP, each added to its input. No token attends to padding, where
+        `is_token` is False; the keys and values of `x` are appended to those of earlier tokens in `cache`.
+        """
         mask = None if is_token is None else dense(is_token[:, None, None, :])
         x = x + self.self_attn(self.input_layernorm(x), mask=mask, cache=cache)
         y: Tensor = self.mlp(self.post_attention_layernorm(x))
@@ -121,7 +130,7 @@ class TransformerLayer(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Gated MLP (Shazeer 2020): down(silu(gate(x)) * up(x))."""
+    """Gated MLP with `width` hidden features and without biases: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
     def __init__(self, embed_dim: int, width: int) -> None:
         super().__init__()
@@ -130,13 +139,15 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(width, embed_dim, bias=False)
 
     def forward(self, x: Float[Tensor, "... embed"]) -> Float[Tensor, "... embed"]:
-        """Return the output of the MLP for each token."""
+        """Return the output of the gated MLP for each token, with as many features as the input."""
         y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return y
 
 
 class ClassifierHead(nn.Module):
-    """Classifier of a sequence: the mean over tokens of the class logits of each token."""
+    """Output layer of a sequence classifier: two linear layers with a GELU return class logits for each token, and
+    their mean over the tokens of a sequence is returned.
+    """
 
     def __init__(self, embed_dim: int, classes: int) -> None:
         super().__init__()
@@ -146,7 +157,9 @@ class ClassifierHead(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length embed"], is_token: Bool[Tensor, "batch length"] | None
     ) -> Float[Tensor, "batch classes"]:
-        """Return the class logits of each sequence, averaged over its tokens without padding."""
+        """Return the class logits of each sequence, averaged over its tokens; padding, where `is_token` is False, is
+        left out.
+        """
         logits: Tensor = self.classifier(F.gelu(self.dense(x)))
         if is_token is None:
             return logits.mean(1)

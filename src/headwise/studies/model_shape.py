@@ -18,7 +18,8 @@ less."""
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Width, depth, vocabulary and number of parameters of a small transformer.
+    """Properties that all models of a study share: width, depth, vocabulary, intended number of parameters, and the
+    kind (decoder, encoder or classifier).
 
     Attributes:
         vocabulary: number of tokens.
@@ -37,7 +38,8 @@ class ModelShape:
     classes: int | None = None
 
     def mlp_dim(self, setting: Setting) -> int:
-        """Return the MLP width with which a model with these heads has the intended number of parameters.
+        """Return the hidden width of each layer's MLP with which a model with the heads of `setting` comes closest to
+        the intended number of parameters.
 
         Raises:
             InputError: the heads leave no parameters for the MLP.
@@ -50,7 +52,9 @@ class ModelShape:
         return width
 
     def _parameters_outside_mlp(self, setting: Setting) -> int:
-        """Return the number of parameters of embedding, attention, norms and classifier."""
+        """Return the number of parameters of a model with the heads of `setting` without its MLPs: embedding,
+        attention, norms and classifier.
+        """
         attention = 2 * self.embed_dim * setting.head_dim * (setting.num_heads + setting.num_kv_heads)
         norms = self.embed_dim * (2 * self.layers + 1)
         top = 0 if self.classes is None else self.embed_dim**2 + self.embed_dim + (self.embed_dim + 1) * self.classes
@@ -66,7 +70,9 @@ class ModelShape:
         layers: int | None = None,
         **other: Any,
     ) -> "ModelShape":
-        """Return a shape with a number of parameters, and a width divisible by all numbers of heads where possible.
+        """Return the shape whose depth (1 to 48 layers) and width come closest to a number of parameters. The width is
+        about 40 features per layer, divisible by all numbers of heads where possible; a depth or width that is set is
+        used unchanged.
 
         With heads of `embed_dim / heads`, a layer has about 12 embed_dim^2 parameters, and its MLP a width of 2.7
         embed_dim (Shazeer 2020).
@@ -83,10 +89,14 @@ class ModelShape:
         step = common if common <= MAX_COMMON_MULTIPLE else 2
 
         def shape_with(layers: int) -> ModelShape:
+            """Return a shape with a number of layers, and with the width that is set or about 40 features per layer."""
             width = embed_dim or step * max(1, round(WIDTH_PER_LAYER * layers / step))
             return ModelShape(vocabulary, width, layers, parameters, **other)
 
         def deviation(shape: ModelShape) -> float:
+            """Return the distance between the usual number of parameters of a shape and the intended one: the absolute
+            value of the logarithm of their ratio.
+            """
             usual = vocabulary * shape.embed_dim + 12 * shape.layers * shape.embed_dim**2
             return abs(math.log(usual / parameters))
 

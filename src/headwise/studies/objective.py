@@ -1,4 +1,4 @@
-"""Objective of a trial: train one model, evaluate it, and stop early when the pruner says so."""
+"""Objective of a trial: train and evaluate one model, or stop early if Optuna's pruner decides so."""
 
 import math
 import time
@@ -14,7 +14,7 @@ from headwise.studies.training import evaluate, train
 from headwise.studies.trial_store import TrialKey
 
 PRUNING_BATCHES = 8
-"""Held-out batches on which a learning-rate trial is judged before its end."""
+"""Number of held-out batches on which a learning-rate trial is evaluated before its end."""
 
 PRUNING_POINTS = (0.5, 0.75)
 """Shares of the steps after which a learning-rate trial may be stopped."""
@@ -22,7 +22,8 @@ PRUNING_POINTS = (0.5, 0.75)
 
 @dataclass
 class TrialObjective:
-    """Function that trains and evaluates the model of one trial, as Optuna calls it.
+    """Function that trains and evaluates the model of one trial, which is a learning-rate trial or a final training of
+    a head setting.
 
     Attributes:
         definition: models and data of the study.
@@ -37,7 +38,9 @@ class TrialObjective:
     after_step: Callable[[], None]
 
     def __call__(self, trial: Any, rate: float) -> tuple[float, dict[str, Any]]:
-        """Train a model with a learning rate; return its held-out loss and further measurements.
+        """Train the model of the trial with the peak learning rate `rate`. Return its held-out loss (infinite if
+        training diverged) and further measurements by name: the trial's seconds and, for a final training, training
+        loss, milliseconds per step and the measures of the study.
 
         Raises:
             optuna.TrialPruned: the trial is stopped early.
@@ -49,6 +52,9 @@ class TrialObjective:
         pruning_steps = {math.ceil(share * self.steps) for share in PRUNING_POINTS} - {self.steps}
 
         def after_step(step: int) -> None:
+            """Call the trial's own callback; at half and three quarters of a learning-rate trial, also report the loss
+            to Optuna's pruner.
+            """
             self.after_step()
             if step in pruning_steps and not key.final:
                 self._report(trial, model, step)
@@ -69,7 +75,9 @@ class TrialObjective:
         return loss if math.isfinite(loss) else math.inf, measured
 
     def _measure(self, model: nn.Module, step_seconds: float) -> dict[str, Any]:
-        """Return the additional measurements of a compared model, and pass it to `on_trained`."""
+        """Return the training loss, the milliseconds per step and the additional measures of a trained model, by name,
+        then pass the model to the study's callback `on_trained`.
+        """
         definition, key = self.definition, self.key
         train_loss = evaluate(model, definition.training[: len(definition.held_out)], definition.loss)
         measured: dict[str, Any] = {"train_loss": train_loss, "step_ms": 1000 * step_seconds}
@@ -79,7 +87,9 @@ class TrialObjective:
         return measured
 
     def _report(self, trial: Any, model: nn.Module, step: int) -> None:
-        """Report an intermediate loss to Optuna; raise `TrialPruned` if it is not finite or the pruner stops it."""
+        """Report the loss on some held-out batches during training to Optuna. Raise `TrialPruned` if the loss is not
+        finite or if Optuna's pruner stops the trial.
+        """
         loss = evaluate(model, self.definition.held_out[:PRUNING_BATCHES], self.definition.loss)
         if math.isfinite(loss):
             trial.report(loss, step)

@@ -1,4 +1,4 @@
-"""Optuna's database of a study: its options, and how it is opened."""
+"""Optuna's database of a study: its options, and a function that opens it."""
 
 import logging
 import time
@@ -20,12 +20,12 @@ LOCK_TIMEOUT = 60.0
 """Seconds that a process waits while another one writes to an SQLite file."""
 
 ATTEMPTS = 5
-"""How often opening a database is tried: of several processes that create its tables at once, all but one fail."""
+"""Number of attempts to open a database: of several processes that create its tables at once, all but one fail."""
 
 
 @dataclass(frozen=True)
 class OptunaOptions:
-    """Options of the Optuna study that stores the trials and searches learning rates.
+    """Database, name and pruner of the Optuna study that stores the trials of a study and searches learning rates.
 
     Attributes:
         storage: URL of a database, as SQLAlchemy accepts it, for processes on several machines; by default an SQLite
@@ -41,7 +41,8 @@ class OptunaOptions:
 
 
 def open_storage(url: str) -> Any:
-    """Open the database at a URL as an Optuna storage, creating its tables if they are missing.
+    """Open the database at a URL as an Optuna storage in which running trials send heartbeats, creating its tables if
+    they are missing. Failed attempts are repeated, as other processes may create the tables at the same time.
 
     Raises:
         InputError: the URL is invalid, or the database cannot be used.
@@ -68,13 +69,15 @@ def open_storage(url: str) -> Any:
 
 
 def require_optuna() -> Any:
-    """Import and return the package optuna. `MissingExtra` if it is not installed."""
+    """Import and return the package optuna, or raise `MissingExtra` if it is not installed."""
     return require("optuna", purpose="a study", extra="study")
 
 
 @contextmanager
 def quiet(optuna: Any) -> Iterator[None]:
-    """Silence Optuna's log of each trial and its warnings about experimental features within the context."""
+    """Within the context, suppress Optuna's log messages (except critical ones) and its warnings about experimental
+    features.
+    """
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(logging.CRITICAL)
     try:

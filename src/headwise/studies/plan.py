@@ -1,4 +1,4 @@
-"""Plan of a study: how many steps a training has, from steps that were timed and the budget."""
+"""Plan of a study: the number of steps of each training, computed from the budget and the duration of a few steps."""
 
 import time
 from collections.abc import Callable
@@ -33,7 +33,8 @@ when time is short."""
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """Number of steps, durations and model sizes that all processes of a study agree on.
+    """Number of steps of each training, expected durations and numbers of parameters, computed once and stored, so that
+    all processes of a study use the same.
 
     Attributes:
         steps: steps of each training.
@@ -52,7 +53,9 @@ class StudyPlan:
     spec: dict[str, Any]
 
     def seconds(self, key: TrialKey) -> float:
-        """Return the planned seconds of a complete trial, including its evaluation; 0 without a time limit."""
+        """Return the planned seconds of a trial that is not stopped early: training, evaluation and, for a final
+        training, additional measurements; 0 without a time limit.
+        """
         name = key.setting.name
         if name not in self.step_seconds:
             return 0.0
@@ -60,14 +63,16 @@ class StudyPlan:
         return self.steps * self.step_seconds[name] + self.judge_seconds[name] + more
 
     def packed(self) -> dict[str, Any]:
-        """Return the plan as a dictionary of plain containers."""
+        """Return the fields of the plan as a dictionary of plain Python values, which can be stored as JSON."""
         return asdict(self)
 
 
 def make_plan(
     definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget, seconds_spent: Callable[[], float]
 ) -> StudyPlan:
-    """Time some steps of each setting, and return a plan that fits the budget.
+    """Return the plan of a study: steps of each training, expected durations and numbers of parameters. With a time
+    limit, a few steps of each head setting are timed, and the number of steps is as large as the time allows, unless
+    the budget sets it.
 
     Args:
         definition: models and data of the study.
@@ -83,7 +88,7 @@ def make_plan(
         model = definition.build(setting, definition.seed)
         parameters[setting.name] = sum(parameter.numel() for parameter in model.parameters())
         if budget.seconds is not None:
-            durations = _timed(model, definition, budget.seconds, seconds_spent)
+            durations = _durations(model, definition, budget.seconds, seconds_spent)
             step_seconds[setting.name], judge_seconds[setting.name], more_seconds[setting.name] = durations
     steps = budget.steps
     if budget.seconds is not None:
@@ -100,19 +105,24 @@ def make_plan(
 
 
 def _too_short(definition: StudyDefinition, seconds: float, expected: str, steps: int) -> InputError:
-    """Return the error for a time limit that does not allow every training."""
+    """Return the error, to be raised by the caller, for a time limit of `seconds` that is too short for trainings of
+    `steps` steps.
+    """
     number = f"{len(definition.settings)} setting{'s' * (len(definition.settings) > 1)}"
     expected = f"{expected} for trainings of {steps} steps of {number}"
     remedy = "fewer settings or seeds, or smaller models, need less time"
     return InputError("budget", expected=expected, got=f"{seconds:g} s", remedy=remedy)
 
 
-def _timed(
+def _durations(
     model: nn.Module, definition: StudyDefinition, limit: float, seconds_spent: Callable[[], float]
 ) -> tuple[float, float, float]:
-    """Return the seconds of a training step, of an evaluation and of the additional measurements of a model."""
+    """Train a model for a few steps, and return the seconds of one training step, of an evaluation on all held-out
+    batches, and of all measurements that only final trainings need.
+    """
 
     def check_time(_step: int) -> None:
+        """Raise `InputError` if the study has used up its time limit."""
         if seconds_spent() > limit:
             raise _too_short(definition, limit, "more time", MIN_STEPS)
 

@@ -12,7 +12,8 @@ SPREAD_TRIALS = 3
 
 
 def search_sampler(number: int, rates: tuple[float, float], seed: int) -> Any:
-    """Return the Optuna sampler of a learning-rate trial: fixed points of the range first, then TPE.
+    """Return the Optuna sampler that chooses the learning rate of trial `number` of a head setting: a fixed point of
+    the range for the first three trials, then TPE (tree-structured Parzen estimator).
 
     Args:
         number: number of the trial within its setting, from 0.
@@ -22,12 +23,13 @@ def search_sampler(number: int, rates: tuple[float, float], seed: int) -> Any:
     samplers = require_optuna().samplers
     if number < SPREAD_TRIALS:
         low, high = map(math.log, rates)
-        return _fixed(math.exp(low + (high - low) * spread_point(number)), seed)
+        return _fixed_rate_sampler(math.exp(low + (high - low) * spread_point(number)), seed)
     return samplers.TPESampler(seed=seed + number, n_startup_trials=1)
 
 
 def final_sampler(setting: Setting, best_rate: float | None, seed: int) -> Any:
-    """Return the Optuna sampler of a final training, which always suggests the best learning rate of the search.
+    """Return the Optuna sampler of a final training, which always suggests `best_rate`, the best learning rate found
+    for the head setting.
 
     Raises:
         InputError: `best_rate` is None because every trial of the search diverged.
@@ -35,17 +37,19 @@ def final_sampler(setting: Setting, best_rate: float | None, seed: int) -> Any:
     if best_rate is None:
         expected = f"at least one learning rate with which {setting} trains"
         raise InputError("rates", expected=expected, got="no finite loss in the search")
-    return _fixed(best_rate, seed)
+    return _fixed_rate_sampler(best_rate, seed)
 
 
 def spread_point(number: int) -> float:
-    """Return point `number` of van der Corput's sequence: 1/2, 1/4, 3/4, 1/8, ..., spread evenly over 0 to 1."""
+    """Return element `number`, counted from 0, of van der Corput's sequence: 1/2, 1/4, 3/4, 1/8, ... Its elements cover
+    the range from 0 to 1 at all resolutions.
+    """
     qmc = require("scipy.stats.qmc", purpose="a study", extra="study")
     halton = qmc.Halton(1, scramble=False)  # its point 0 is 0
     return float(halton.fast_forward(number + 1).random().item())
 
 
-def _fixed(rate: float, seed: int) -> Any:
-    """Return a sampler that always suggests the same learning rate."""
+def _fixed_rate_sampler(rate: float, seed: int) -> Any:
+    """Return an Optuna sampler that always suggests the learning rate `rate`."""
     samplers = require_optuna().samplers
     return samplers.PartialFixedSampler({"rate": rate}, samplers.RandomSampler(seed=seed))

@@ -19,7 +19,7 @@ OVERRUN = 1.05
 """A training that is expected to end later than this multiple of the time limit is not started."""
 
 POLL_SECONDS = 0.5
-"""Seconds between two looks at the trials of other processes, which may die."""
+"""Seconds between two checks of the trials of other processes, which may die."""
 
 
 def run_trials(
@@ -29,9 +29,12 @@ def run_trials(
     budget: StudyBudget,
     show_progress: Callable[[], None],
 ) -> None:
-    """Run trials that no other process runs, until all trials of the study have ended."""
+    """Run the trials of a study one after another in this process, skipping those that other processes run or have
+    finished. Return when no trial is left to start and no process is running one.
+    """
 
     def after_step() -> None:
+        """Record that this process is working, and update the progress bar."""
         store.sessions.update()
         show_progress()
 
@@ -49,7 +52,8 @@ def run_trials(
 
 
 def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], budget: StudyBudget) -> TrialKey | None:
-    """Return the trial to run next: learning-rate trials first, then final trainings; None if there is none now.
+    """Return the trial that this process should run next: learning-rate trials first, then final trainings; None if no
+    trial can start now. When no further learning-rate trial is allowed, the search is closed for all processes.
 
     With a time limit, the search ends when the remaining time is needed for the final trainings.
     """
@@ -60,6 +64,9 @@ def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], 
     reserved = RESERVE * sum(expected_seconds(key) for key in finals) / store.sessions.active()
 
     def is_in_time(key: TrialKey) -> bool:
+        """Return True if the time limit allows a trial. A learning-rate trial, except the first of its setting, must
+        also leave time for the final trainings.
+        """
         if budget.seconds is None:
             return True
         if key.final:
@@ -74,7 +81,7 @@ def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], 
         store.close_search({key.setting: key.number for key in searches})
     sizes = store.search_sizes or {}
     for key in searches:
-        if key.number < sizes[key.setting.name] and is_in_time(key):  # its process died
+        if key.number < sizes[key.setting.name] and is_in_time(key):  # the process that ran it died
             return key
     for key in finals:
         is_searching = any(name.startswith("search") for name in store.running(key.setting))
@@ -84,6 +91,8 @@ def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], 
 
 
 def _next_search(setting: Setting, claimed: Set[str]) -> TrialKey:
-    """Return the first learning-rate trial of a setting that is neither running nor finished."""
+    """Return the learning-rate trial of a setting with the lowest number whose name is not in `claimed`, the names of
+    running and finished trials.
+    """
     keys = (TrialKey(setting, False, number) for number in itertools.count())
     return next(key for key in keys if key.name not in claimed)

@@ -16,7 +16,8 @@ WRITE_INTERVAL = 1.0
 
 
 class Sessions:
-    """Working sessions of all processes of a study, each stored as `[start, last sign of life]` in the database.
+    """Times during which the processes of a study worked, stored in its database as `[start, last sign of life]` for
+    each process; records the time of this process.
 
     Args:
         study: Optuna study whose user attributes store the sessions.
@@ -28,32 +29,38 @@ class Sessions:
         self._written = 0.0
 
     def update(self) -> None:
-        """Record that this process is still working."""
+        """Record in the database, at most once per second, that this process is still working on the study."""
         if time.time() - self._written > WRITE_INTERVAL:
             self._written = time.time()
             self._study.set_user_attr(self._attribute, [self._start, self._written])
 
     def close(self) -> None:
-        """Record that this process has stopped working."""
+        """Record in the database that this process has stopped working on the study."""
         self._study.set_user_attr(self._attribute, [self._start, time.time(), "left"])
 
     def seconds_spent(self) -> float:
-        """Return the seconds during which at least one process worked, by the clocks of the processes."""
+        """Return the seconds during which at least one process worked on the study, by the clocks of the processes;
+        time during which several worked counts once.
+        """
         return union_length([(session[0], session[1]) for session in self._all()])
 
     def active(self) -> int:
-        """Return the number of processes that are working now, including this one."""
+        """Return the number of processes that work on the study now, judged by a sign of life in the last 10 seconds,
+        and at least 1.
+        """
         now = time.time()
         active = [session for session in self._all() if len(session) == 2 and now - session[1] < 2 * HEARTBEAT]
         return max(1, len(active))
 
     def _all(self) -> list[Any]:
-        """Return the sessions of all processes."""
+        """Return the stored session of each process: `[start, last sign of life]`, followed by "left" if the process
+        has stopped.
+        """
         return [value for name, value in self._study.user_attrs.items() if name.startswith(PREFIX)]
 
 
 def union_length(intervals: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals `(start, end)`."""
+    """Return the total length that intervals `(start, end)` cover; overlaps count once."""
     total, covered_until = 0.0, -math.inf
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, covered_until))

@@ -20,7 +20,7 @@ MAX_REASONS = 3
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """The attention heads of every layer of a model: how many there are, and how wide.
+    """Number of query heads, head dimension and number of key/value heads that all attention layers of a model have.
 
     Attributes:
         num_heads: number of query heads.
@@ -41,7 +41,9 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Short name of the setting: `HEADSxHEAD_DIM`, and `/KV_HEADS` if heads share keys: 8x64, 8x64/2."""
+        """Short name of the setting: `HEADSxHEAD_DIM`, followed by `/KV_HEADS` if query heads share key/value heads,
+        such as 8x64 or 8x64/2.
+        """
         shared = f"/{self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
         return f"{self.num_heads}x{self.head_dim}{shared}"
 
@@ -51,7 +53,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Space:
-    """Head settings to compare: every valid combination of the given numbers.
+    """Head settings to compare in a study: every valid combination of the given numbers of query heads, head dimensions
+    and numbers of key/value heads.
 
     Attributes:
         embed_dim: width of the model. Required by `hw.study`; `hw.study_texts` derives it from the model size.
@@ -87,7 +90,8 @@ class Space:
             object.__setattr__(self, name, tuple(whole_number(name, number, least=1) for number in numbers))
 
     def settings(self) -> tuple[Setting, ...]:
-        """Return the valid settings, ordered by heads, head dimension and key/value heads.
+        """Return every valid combination of the space once, ordered by number of query heads, head dimension and number
+        of key/value heads.
 
         Raises:
             InputError: no combination is valid, or `embed_dim` is None.
@@ -101,12 +105,16 @@ class Space:
         return valid
 
     def left_out(self) -> tuple[str, ...]:
-        """Return one sentence for each invalid combination, with the reason."""
+        """Return one sentence with the reason for each invalid combination of heads, head dimension and key/value
+        heads, without repetitions.
+        """
         reasons = (self.why_not(setting) for setting in self._combinations())
         return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))
 
     def why_not(self, setting: Setting) -> str | None:
-        """Return the reason why attention cannot have these heads in this space, or None if the setting is valid."""
+        """Return the reason, as a sentence, why attention of this model width on these tensor-parallel ranks cannot
+        have the heads of `setting`; None if the setting is valid.
+        """
         heads, kv_heads = setting.num_heads, setting.num_kv_heads
         if self._width % heads:  # transformers requires it in a configuration, even when head_dim is set
             return f"{heads} heads do not divide embed_dim {self.embed_dim}"
@@ -119,7 +127,8 @@ class Space:
         return None
 
     def parse(self, text: str) -> Setting:
-        """Return the setting written as `8`, `8x64`, `8x64/2` or `8/2`, with defaults for what is missing.
+        """Return the head setting written as `8`, `8x64`, `8x64/2` or `8/2` (heads, head dimension, key/value heads). A
+        missing head dimension is `embed_dim / heads`; missing key/value heads are as many as heads.
 
         Raises:
             InputError: the text has another form, or the setting is invalid.
@@ -136,16 +145,20 @@ class Space:
 
     @property
     def _width(self) -> int:
-        """Width of the model. `InputError` if it is not set."""
+        """Width of the model, `embed_dim`; raises `InputError` if it is not set."""
         if self.embed_dim is None:
             raise InputError("embed_dim", expected="the width of the model, as in hw.Space(512)", got=None)
         return self.embed_dim
 
     def _combinations(self) -> Iterator[Setting]:
-        """Yield every combination of the numbers, valid or not."""
+        """Yield a setting for every combination of numbers of heads, head dimensions and numbers of key/value heads,
+        valid or not.
+        """
         for heads, head_dim, kv_heads in product(self.heads, self.head_dims or (None,), self.kv_heads or (None,)):
             yield self._setting(heads, head_dim, kv_heads)
 
     def _setting(self, heads: int, head_dim: int | None, kv_heads: int | None) -> Setting:
-        """Return a setting; head_dim defaults to `embed_dim / heads`, key/value heads to the number of heads."""
+        """Return a setting with `heads` query heads. If None, `head_dim` is `embed_dim / heads`, and there are as many
+        key/value heads as query heads.
+        """
         return Setting(heads, head_dim or max(1, self._width // heads), kv_heads or heads)

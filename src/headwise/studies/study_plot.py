@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlottedSetting:
-    """Losses and training time of one setting, as they are drawn.
+    """One head setting as it is drawn: mean loss, loss of each seed, time per step, and membership in the Pareto
+    frontier.
 
     Attributes:
         setting: heads of the models.
@@ -33,7 +34,8 @@ class PlottedSetting:
 
 
 def draw_study(points: Sequence[PlottedSetting], title: str, *, one_width: bool) -> "Figure":
-    """Return a matplotlib figure of held-out loss against number of heads (left) and time per step (right).
+    """Return a matplotlib figure of the held-out loss of each head setting against its number of heads (left, with one
+    dot per seed) and its time per training step (right, with standard errors).
 
     Args:
         points: settings that were trained.
@@ -59,10 +61,12 @@ def draw_study(points: Sequence[PlottedSetting], title: str, *, one_width: bool)
 
 
 def _draw_by_heads(axes: Any, points: Sequence[PlottedSetting], *, one_width: bool) -> None:
-    """Draw loss against number of heads: a line through the means of each family of settings, a dot per seed."""
+    """Draw loss against number of heads on `axes`: a line through the mean losses of settings that share width and
+    key/value heads, and a dot for each seed.
+    """
     families: dict[str, list[PlottedSetting]] = {}
     for point in points:
-        families.setdefault(_family(point.setting, one_width=one_width), []).append(point)
+        families.setdefault(_line_label(point.setting, one_width=one_width), []).append(point)
     for family, members in families.items():
         heads, means = [point.setting.num_heads for point in members], [point.loss.value for point in members]
         (line,) = axes.plot(heads, means, marker="_", markersize=12, label=family)
@@ -77,8 +81,10 @@ def _draw_by_heads(axes: Any, points: Sequence[PlottedSetting], *, one_width: bo
         axes.legend(fontsize=8)
 
 
-def _family(setting: Setting, *, one_width: bool) -> str:
-    """Return the label of the line that a setting belongs to."""
+def _line_label(setting: Setting, *, one_width: bool) -> str:
+    """Return the label of the line that a setting belongs to: its heads x head_dim if `one_width`, otherwise its
+    head_dim, and its number of key/value heads if they are shared.
+    """
     width = (
         f"heads x head_dim = {setting.num_heads * setting.head_dim}" if one_width else f"head_dim {setting.head_dim}"
     )
@@ -87,5 +93,5 @@ def _family(setting: Setting, *, one_width: bool) -> str:
 
 
 def require_matplotlib() -> Any:
-    """Import matplotlib and return its class `Figure`. `MissingExtra` if it is not installed."""
+    """Import matplotlib and return its class `Figure`, or raise `MissingExtra` if it is not installed."""
     return require("matplotlib.figure", purpose="drawing a study", extra="plot").Figure

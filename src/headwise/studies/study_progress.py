@@ -15,13 +15,16 @@ REFRESH_SECONDS = 1.0
 
 @contextmanager
 def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """Show a progress bar within the context, and yield the function that updates it."""
+    """Show a progress bar of a study within the context, in seconds of the time limit or else in finished trainings,
+    and yield the function that updates it. If not `shown`, that function does nothing.
+    """
     limit = budget.seconds
     total = len(store.settings) * (budget.max_trials + budget.seeds) if limit is None else round(limit)
     unit, shown_units, last_update = "trainings" if limit is None else "s", 0, -math.inf
     with progress_bar("study", total, unit, shown=shown) as advance:
 
         def update() -> None:
+            """Update the progress bar from the database, at most once per second."""
             nonlocal shown_units, last_update
             if time.monotonic() - last_update < REFRESH_SECONDS:
                 return

@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingRow(Row):
-    """Row of a study's table: one setting, with statistics over the models trained with different seeds."""
+    """Row of a study's table: one head setting, with mean and standard error of its loss and other measurements over
+    models trained with different seeds.
+
+    Attributes:
+        num_heads: number of query heads.
+        head_dim: number of features of each head's queries, keys and values.
+        num_kv_heads: number of key/value heads.
+    """
 
     num_heads: int
     head_dim: int
@@ -26,17 +33,18 @@ class SettingRow(Row):
 
     @property
     def setting(self) -> Setting:
-        """Setting of the row."""
+        """Head setting of this row of the table, as a `Setting`."""
         return Setting(self.num_heads, self.head_dim, self.num_kv_heads)
 
     @property
     def name(self) -> str:
-        """Short name of the row's setting, such as 8x64/2."""
+        """Short name of the row's head setting, such as 8x64/2."""
         return self.setting.name
 
 
 class Study(Table[SettingRow]):
-    """Results of a study, one row per setting: losses, seconds per step and further numbers, averaged over seeds.
+    """Table of a study's results, one row per head setting: held-out loss, milliseconds per training step and further
+    measurements, each averaged over seeds. From them it derives significance, Pareto frontier and recommendation.
 
     Losses are in the units of the loss, `step_ms` in milliseconds. `metadata["runs"]` lists every final training, and
     `metadata["search"]` every learning-rate trial.
@@ -47,7 +55,9 @@ class Study(Table[SettingRow]):
 
     @property
     def losses(self) -> dict[Setting, dict[int, float]]:
-        """Held-out loss of each final training, by setting and seed."""
+        """Held-out loss of each final training (with the best learning rate of its setting), by setting and then by
+        seed.
+        """
         losses: dict[Setting, dict[int, float]] = {row.setting: {} for row in self.rows}
         for run in self.metadata["runs"]:
             losses[Setting(*run["setting"])][run["seed"]] = run["loss"]
@@ -55,17 +65,21 @@ class Study(Table[SettingRow]):
 
     @property
     def baseline(self) -> Setting | None:
-        """Setting that is in use, or None."""
+        """Head setting that was declared as the one in use, or None."""
         return None if self.metadata["baseline"] is None else Setting(*self.metadata["baseline"])
 
     @property
     def margin(self) -> float:
-        """Smallest significant difference between two mean losses; NaN with fewer than two settings or seeds."""
+        """Smallest significant difference between the mean held-out losses of two settings; NaN with fewer than two
+        settings or seeds.
+        """
         return significant_difference(self.losses)
 
     @property
     def frontier(self) -> tuple[Setting, ...]:
-        """Settings on the Pareto frontier of loss, training time, decoding speed and cache size."""
+        """Settings on the Pareto frontier: no other setting is at least as good in loss, time per step, decoding speed
+        and cache size, and better in one of them.
+        """
         rows = [row for row in self.rows if row.statistics["loss"].n]
         return tuple(
             row.setting for row in rows if not any(dominates(other.statistics, row.statistics) for other in rows)
@@ -73,12 +87,12 @@ class Study(Table[SettingRow]):
 
     @property
     def recommendation(self) -> Recommendation:
-        """Recommended setting, if the variation over seeds allows one, with the reason."""
+        """Recommended head setting, or None if the variation over seeds does not allow one, with the reason."""
         step_ms = {row.setting: row.statistics["step_ms"].value for row in self.rows if "step_ms" in row.statistics}
         return recommend(self.losses, step_ms, self.baseline)
 
     def row(self, setting: Setting) -> SettingRow:
-        """Return the row of one setting. `InputError` if it was not compared."""
+        """Return the table row of a head setting; raises `InputError` if the setting was not compared."""
         for row in self.rows:
             if row.setting == setting:
                 return row
@@ -114,7 +128,8 @@ def collect_results(
     seeds: int,
     baseline: Setting | None,
 ) -> Study:
-    """Return the table of a study's finished trials.
+    """Return the table of a study: for each head setting, loss and other measurements of its final trainings, averaged
+    over seeds. Every trial is also listed in the table's metadata.
 
     Args:
         trials: learning-rate trials and final trainings.

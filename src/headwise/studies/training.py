@@ -24,7 +24,8 @@ UNTIMED_STEPS = 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """Optimizer and learning-rate schedule of a training: AdamW (Loshchilov and Hutter 2019), warmup, cosine decay.
+    """Optimizer and learning-rate schedule of a training: AdamW (Loshchilov and Hutter 2019) with gradient clipping,
+    linear warmup and cosine decay; also the range of learning rates that a study searches.
 
     Attributes:
         rates: smallest and largest peak learning rate among which a study searches.
@@ -57,14 +58,18 @@ class Recipe:
         finite_number("clip", self.clip, above=0.0)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return AdamW for a model, without weight decay for parameters with one axis, such as norms and biases."""
+        """Return an AdamW optimizer for all parameters of a model. Parameters with one axis, such as norms and biases,
+        have no weight decay.
+        """
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         return torch.optim.AdamW([group for group in groups if group["params"]], betas=self.betas)
 
     def rate_factor(self, step: int, steps: int) -> float:
-        """Return the learning rate at a step, counted from 0, as a share of the peak."""
+        """Return the learning rate at a step, counted from 0, of a training of `steps` steps, as a share of the peak:
+        linear warmup, then cosine decay to `floor`.
+        """
         warmup_steps = self.warmup * steps
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)
@@ -78,7 +83,7 @@ DEFAULT_RECIPE = Recipe()
 
 @dataclass
 class TrainingResult:
-    """Training loss and duration of a training.
+    """Mean training loss over the last tenth of a training's steps, and the duration of each step in seconds.
 
     Attributes:
         loss: mean training loss over the last tenth of the steps.
@@ -90,12 +95,14 @@ class TrainingResult:
 
     @property
     def step_seconds(self) -> float:
-        """Median seconds per step, without the first steps."""
+        """Median duration of a training step in seconds, without the first two steps, which warm up the code."""
         return statistics.median(self.seconds[UNTIMED_STEPS:] or self.seconds)
 
 
 def build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Return the model that `build` makes after seeding torch, and restore torch's random state."""
+    """Return the model that `build` creates after torch is seeded with `seed`; torch's random state is restored
+    afterwards.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return build()
@@ -112,7 +119,8 @@ def train(
     recipe: Recipe = DEFAULT_RECIPE,
     after_step: Callable[[int], None] = lambda _step: None,
 ) -> TrainingResult:
-    """Train a model in place, on its device, for `steps` batches in an order drawn from the seed.
+    """Train a model in place, on its device, for `steps` optimizer steps of one batch each, in an order drawn from the
+    seed. Return the training loss at the end and the duration of each step.
 
     Args:
         model: model to train.
@@ -153,7 +161,9 @@ def train(
 
 
 def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> float:
-    """Return the mean loss over all examples of some batches, in evaluation mode; NaN if any loss is NaN."""
+    """Return the mean loss of a model over all examples of all batches, with the model in evaluation mode; NaN if any
+    loss is NaN.
+    """
     total, examples, device = 0.0, 0, device_of(model)
     with evaluation_mode(model), torch.no_grad():
         for batch in batches:
@@ -163,13 +173,17 @@ def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> float:
 
 
 def batch_order(number: int, seed: int) -> Iterator[int]:
-    """Yield batch indices below `number` forever, in a new random order for each pass over the data."""
+    """Yield the indices of `number` batches without end: each pass over all batches is in a new random order drawn from
+    the seed.
+    """
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(number, generator=generator).tolist()
 
 
 def _loss_at_step(loss: Any, step: int) -> Loss:
-    """Return the loss of a training step: reseeded with the step's number if it supports that."""
+    """Return the loss function of one training step: `loss.reseeded(step)` if the loss has this method, as losses with
+    random masking do; otherwise `loss`.
+    """
     step_loss: Loss = loss.reseeded(step) if hasattr(loss, "reseeded") else loss
     return step_loss

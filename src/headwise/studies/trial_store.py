@@ -27,7 +27,8 @@ KEY = "key"
 
 @dataclass(frozen=True)
 class TrialKey:
-    """Identity of a trial: its setting, its stage and its number.
+    """Identity of a trial, which is one training of a study: its head setting, its stage (learning-rate trial or final
+    training), and its number within these.
 
     Attributes:
         setting: heads of the trained model.
@@ -41,13 +42,16 @@ class TrialKey:
 
     @property
     def name(self) -> str:
-        """Name of the trial among those of its setting: `search 0` or `seed 1`."""
+        """Name of the trial among those of its head setting: `search NUMBER` for a learning-rate trial, `seed NUMBER`
+        for a final training.
+        """
         return f"{'seed' if self.final else 'search'} {self.number}"
 
 
 @dataclass(frozen=True)
 class FinishedTrial:
-    """Result of a trial: its learning rate, held-out loss and further measurements.
+    """Result of a trial that is complete or was stopped early: its learning rate, held-out loss and further
+    measurements.
 
     Attributes:
         key: identity of the trial.
@@ -69,7 +73,8 @@ Objective = Callable[[Any, float], tuple[float, dict[str, Any]]]
 
 
 class TrialStore:
-    """Trials of one study in a database: claims and runs them, and returns their results.
+    """Trials of one study in a database shared by several processes: claims and runs trials in this process, and
+    returns the results of all processes.
 
     Args:
         url: URL of the database, such as sqlite:///study.db.
@@ -116,7 +121,9 @@ class TrialStore:
     # -- agreements between processes ---------------------------------------------------------------------------------
 
     def agree_on_plan(self, make_plan: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the plan that a process stored first; `make_plan` is called if there is none yet."""
+        """Return the plan of the study that a process stored first, as a dictionary. If none is stored yet, call
+        `make_plan` and store its result.
+        """
         if (stored := self._first_plan()) is not None:
             return stored
         trial = self._optuna.trial.create_trial(value=0.0, user_attrs={"plan": make_plan()})
@@ -127,33 +134,40 @@ class TrialStore:
         return stored
 
     def _first_plan(self) -> dict[str, Any] | None:
-        """Return the plan that was stored first, or None."""
+        """Return the plan of the study that was stored first in the database, as a dictionary, or None."""
         return next((trial.user_attrs["plan"] for trial in self._root.get_trials(deepcopy=False)), None)
 
     @property
     def search_sizes(self) -> Mapping[str, int] | None:
-        """Number of learning-rate trials of each setting, by name; None while the search may still add trials."""
+        """Number of learning-rate trials of each head setting, by setting name, once the search is closed; None while
+        it may still add trials.
+        """
         sizes: Mapping[str, int] | None = self._root.user_attrs.get("search sizes")
         return sizes
 
     def close_search(self, sizes: Mapping[Setting, int]) -> None:
-        """Fix the number of learning-rate trials of each setting for all processes."""
+        """Close the learning-rate search for all processes, by storing the number of learning-rate trials of each
+        setting.
+        """
         self._root.set_user_attr("search sizes", {setting.name: number for setting, number in sizes.items()})
 
     # -- results ------------------------------------------------------------------------------------------------------
 
     def claimed(self) -> dict[Setting, set[str]]:
-        """Return the names of running and finished trials, by setting."""
+        """Return the names of the trials that are running or have finished, by head setting."""
         return {setting: {*self._living(setting)} for setting in self.settings}
 
     def running(self, setting: Setting | None = None) -> list[str]:
-        """Return the names of the trials that are running, of one setting or of all."""
+        """Return the names of the trials that any process is running, of one head setting or, by default, of all."""
         state = self._optuna.trial.TrialState.RUNNING
         settings = self.settings if setting is None else (setting,)
-        return [name for each in settings for name, trial in self._living(each).items() if trial.state == state]
+        trials = [item for compared in settings for item in self._living(compared).items()]
+        return [name for name, trial in trials if trial.state == state]
 
     def finished(self) -> list[FinishedTrial]:
-        """Return the results of complete and pruned trials, ordered by setting and trial number."""
+        """Return the results of all trials that are complete or were stopped early, ordered by head setting and trial
+        number.
+        """
         states = self._optuna.trial.TrialState
         results = []
         for setting in self.settings:
@@ -167,7 +181,9 @@ class TrialStore:
         return results
 
     def best_rate(self, setting: Setting) -> float | None:
-        """Return the learning rate with the lowest loss of a setting's search; None if every trial diverged."""
+        """Return the learning rate whose complete learning-rate trial has the lowest held-out loss for a head setting;
+        None if no trial has a finite loss.
+        """
         searched = [trial for trial in self.finished() if trial.key.setting == setting and not trial.key.final]
         complete = [trial for trial in searched if math.isfinite(trial.loss) and not trial.pruned]
         return min(complete, key=lambda trial: trial.loss).rate if complete else None
@@ -175,13 +191,14 @@ class TrialStore:
     # -- running trials -----------------------------------------------------------------------------------------------
 
     def fail_stale_trials(self) -> None:
-        """Mark the trials of processes that died as failed, so that they can be claimed again."""
+        """Mark trials as failed whose process sends no heartbeats any more, so that they can be claimed again."""
         with quiet(self._optuna):
             for study in self._studies.values():
                 self._optuna.storages.fail_stale_trials(study)
 
     def run_trial(self, key: TrialKey, objective: Objective, seed: int) -> None:
-        """Claim a trial and run it, unless another process claimed it first.
+        """Claim a trial, run it with a suggested learning rate, and store its result. If another process claimed the
+        trial first, nothing is run.
 
         Args:
             key: trial to run.
@@ -192,10 +209,13 @@ class TrialStore:
             InputError: a final training of a setting for which every learning rate diverged.
         """
         study, finished_error = self._studies[key.setting], self._optuna.exceptions.UpdateFinishedTrialError
-        numbers: list[int] = []  # of the Optuna trial, once it exists
+        numbers: list[int] = []  # number of the Optuna trial, once it exists
         objective_errors: list[Exception] = []
 
         def claim_and_run(trial: "optuna.Trial") -> float:
+            """Claim the trial for this process, and return the loss of the objective; raise `_ClaimLostError` if
+            another process was first.
+            """
             numbers.append(trial.number)
             trial.set_user_attr(KEY, key.name)
             if not self._claimed_first(study, trial.number, key.name):
@@ -215,20 +235,23 @@ class TrialStore:
             try:
                 study.optimize(claim_and_run, n_trials=1, catch=(_ClaimLostError,))
             except (finished_error, ValueError) as error:
-                # Another process took this one for dead and failed its trial; Optuna raises either error then.
+                # Another process considered this one dead and failed its trial; Optuna then raises either error.
                 failed_by_other = numbers and study.get_trials(deepcopy=False)[numbers[0]].state.is_finished()
                 from_objective = error in objective_errors and not isinstance(error, finished_error)
                 if not failed_by_other or from_objective:
                     raise
 
     def _sampler(self, key: TrialKey, seed: int) -> Any:
-        """Return the Optuna sampler that suggests the learning rate of a trial."""
+        """Return the Optuna sampler that chooses a trial's learning rate: the best one for a final training, else the
+        next one of the search.
+        """
         if key.final:
             return final_sampler(key.setting, self.best_rate(key.setting), seed)
         return search_sampler(key.number, self.rates, seed)
 
     def _claimed_first(self, study: "optuna.Study", number: int, name: str) -> bool:
-        """Return True if no living trial with a lower number has the same name; wait for those without a name yet.
+        """Return True if no trial with a lower number and the same name is running or finished. Wait while such a trial
+        has no name yet.
 
         A trial that never gets a name belongs to a process that died before its first heartbeat, so that Optuna cannot
         detect it; it is failed here.
@@ -249,7 +272,9 @@ class TrialStore:
             time.sleep(0.05)
 
     def _living(self, setting: Setting) -> dict[str, Any]:
-        """Return the Optuna trials of a setting that have not failed, by name; the first one of each name."""
+        """Return the Optuna trials of a head setting that are running or have finished, by trial name; of several with
+        one name, the first.
+        """
         trials: dict[str, Any] = {}
         for trial in self._studies[setting].get_trials(deepcopy=False):
             if KEY in trial.user_attrs and self._is_living(trial):
@@ -257,10 +282,10 @@ class TrialStore:
         return trials
 
     def _is_living(self, trial: Any) -> bool:
-        """Return True for a running, complete or pruned trial, False for a failed one."""
+        """Return True if an Optuna trial is running, complete or pruned, False if it has failed."""
         states = self._optuna.trial.TrialState
         return trial.state in (states.RUNNING, states.COMPLETE, states.PRUNED)
 
 
 class _ClaimLostError(Exception):
-    """Raised when another process claimed the same trial first."""
+    """Raised to end an Optuna trial when another process claimed the same training first."""
