@@ -61,7 +61,15 @@ def document(results: Results) -> str:
     ]
     for name, (section, _) in SECTIONS.items():
         sentence = verdicts[name].sentence
-        lines += [f"## {TITLES[name]}", "", BACKGROUND[name], "", f"Rule: {RULES[name]}", "", *section(results)]
+        lines += [
+            f"## {TITLES[name]}",
+            "",
+            BACKGROUND[name],
+            "",
+            f'Rule for the claim "{TITLES[name]}": {RULES[name]}',
+            "",
+            *section(results),
+        ]
         lines += [f"**{sentence[0].upper()}{sentence[1:]}.**", ""]
     lines += machine(results)
     wrapped = (line if line.startswith(("|", "#", "!")) else textwrap.fill(line, 120) for line in lines)

@@ -38,7 +38,11 @@ def distances(results: Results) -> list[str]:
         for layer in results.layers
     ]
     headers = ("model", "heads", "layer", "trained", "untrained", "untrained, equally sharp")
-    lines = ["Models trained here, means over seeds:", "", *markdown_table(headers, rows)]
+    lines = [
+        "Mean distance between the heads of a layer, in the models trained here; means over seeds:",
+        "",
+        *markdown_table(headers, rows),
+    ]
     real_rows = []
     for saved in results.real.values():
         layers = results.layers_by_real_model[saved["title"]]
@@ -51,7 +55,14 @@ def distances(results: Results) -> list[str]:
         real_rows.append((saved["title"], len(layers), *(f"{mean.mean:.3f}" for mean in means), above, below))
     real_headers = ("model", "layers", "trained", "untrained", "equally sharp", "layers above equally sharp", "below")
     sequences = {f"{saved['sequences']} sequences of {saved['tokens']} tokens" for saved in results.real.values()}
-    lines += [f"Real models, means over layers; {' and '.join(sequences)}, two untrained models each:", ""]
+    lines += [
+        "Mean distance between the heads of a layer in two published models. The text is "
+        f"{' and '.join(sequences)}, and each model is compared with two untrained ones. Distances are means over "
+        "layers. "
+        "The last two columns count the layers whose heads are farther apart, or closer together, than untrained heads "
+        "of equal sharpness:",
+        "",
+    ]
     return (
         lines
         + markdown_table(real_headers, real_rows)
@@ -90,7 +101,11 @@ def relations(results: Results) -> list[str]:
     for heads in (number for number in study.heads if number <= 4):
         for head, weights in enumerate(study.runs[heads][0]["weights"]):
             rows.append((heads, head, *(f"{weight:.2f}" for weight in weights)))
-    lines += ["Attention weights of the heads with weights by position alone, first seed:", ""]
+    lines += [
+        "Attention weights on the four previous symbols, of models whose weights depend on position alone (first "
+        "seed):",
+        "",
+    ]
     return lines + markdown_table(("heads", "head", "1 before", "2 before", "3 before", "4 before"), rows)
 
 
@@ -101,11 +116,13 @@ def example() -> str:
     mixes = ", ".join(f"{a:+.2f} and {b:+.2f}" for a, b in MIXES)
     percent = ", ".join(f"{100 * share:.1f} %" for share in shares)
     return (
-        "The argument requires a slot to be always right. Fewer heads can be right nearly always. Take two heads with "
-        f"the weights {heads} on the four positions, read out with the factors {mixes}. They name the right symbol "
-        f"of the four slots in {percent} of all words of {SYMBOLS} symbols (counted when this page is written). They "
-        "fail only where the right symbol occurs more than once. So accuracy need not fall by one slot for each "
-        "missing head."
+        "Fewer than four heads cannot always name all four previous symbols, but they can do so nearly always. Take "
+        "two "
+        f"heads with the attention weights {heads} on the symbols 1, 2, 3 and 4 positions before. The logits of the "
+        f"four answers are sums of the two head outputs with the factors {mixes}. The four answers are then right for "
+        f"{percent} of all sequences of four symbols from an alphabet of {SYMBOLS}, counted when this page is written. "
+        "An answer is wrong only if its right symbol occurs more than once. So accuracy need not fall by one answer "
+        "for each missing head."
     )
 
 
@@ -133,10 +150,11 @@ def ranks(results: Results) -> list[str]:
             rows.append((study.title, heads, study.saved["width"] // heads, *(f"{mean.mean:.1f}" for mean in means)))
     headers = ("setting", "heads", "head_dim", "rank of the scores", "99 % of the scores", "99 % of the weights")
     words = (
-        "More heads at equal width make each head narrower. The scores of a head, a matrix of all queries and all keys "
-        "before mask and softmax, have at most rank head_dim (Bhojanapalli et al. 2020, who therefore fix head_dim). "
-        "The table shows means over layers, heads, sequences and seeds. The last two columns count the singular "
-        "values that carry 99 % of the sum of squares of the scores and of the weights:"
+        "More heads at equal model width make each head narrower. The attention scores of a head are a matrix of all "
+        "queries and all keys, before mask and softmax. The rank of this matrix is at most head_dim, the number of "
+        "features of a head (Bhojanapalli et al. 2020, who therefore fix head_dim). The table shows means over layers, "
+        "heads, sequences and seeds. Its last two columns count the largest singular values that together carry 99 % "
+        "of the sum of squares: first of the scores, then of the attention weights:"
     )
     return ["### The rank of the scores", "", words, "", *markdown_table(headers, rows)]
 
@@ -151,8 +169,11 @@ def timing(results: Results) -> list[str]:
     headers = ("regime", "pass", "heads", "fused, relative to one head", "list of heads, relative to fused")
     rounds = len(next(iter(results.clock[0]["seconds"].values())))
     words = (
-        f"Width {results.clock[0]['width']}, float32, causal. Each cell is the median and the quartiles of the ratios "
-        f"of pairs measured in the same round, over {rounds} rounds:"
+        f"The timed layers have width {results.clock[0]['width']}, float32 and a causal mask. The table shows ratios "
+        "of "
+        "two times: the fused layer with several heads over the fused layer with one head, and the list of heads over "
+        "the fused layer with as many heads. Each cell is the median of the ratios, with the quartiles in brackets, "
+        f"over {rounds} rounds. Both times of a ratio come from the same round:"
     )
     return [words, "", *markdown_table(headers, rows), *picture("claims-times", "Time against the number of heads")]
 
@@ -166,7 +187,11 @@ def small(results: Results) -> list[str]:
         for heads, loss in study.losses().items()
     ]
     batches, steps = study.saved["training"]["batches"], study.saved["steps"]
-    words = f"{batches} batches, each used about {steps / batches:.0f} times; {len(study.runs[study.heads[0]])} seeds:"
+    words = (
+        f"Training loss, held-out loss and their difference, the generalisation gap, in nats a byte. The models train "
+        f"on {batches} batches, each used about {steps / batches:.0f} times. Values are means over "
+        f"{len(study.runs[study.heads[0]])} seeds:"
+    )
     headers = ("heads", "learning rate", "training loss", "held-out loss", "gap")
     return [words, "", *markdown_table(headers, rows), *picture("claims-gap", "The gap against heads")]
 
@@ -186,9 +211,14 @@ def without(results: Results) -> list[str]:
     headers = ("heads", "in all layers", "loss of the whole model", "all", *halves)
     draws = len(next(iter(study.runs[study.heads[0]][0]["removed"]["random"].values())))
     words = (
-        f"{study.title}: the increase of the held-out loss without some heads. A random half is the mean of {draws} "
-        "draws from all layers. Importance is the mean absolute derivative of the loss with respect to a head's gate "
-        "(Michel et al. 2019) on training data:"
+        f"Increase of the held-out loss, in nats a byte, when heads are removed ({study.title}). Removed are all "
+        "heads, "
+        f"a random half, or the least important half. The effect of a random half is the mean over {draws} random "
+        "draws "
+        "from the heads of all layers. The importance of a head is measured on training data. It is the mean absolute "
+        "derivative of the loss with respect to the head's gate, the factor of its output (Michel et al. 2019). The "
+        "last "
+        "two columns divide by the effect of removing all heads:"
     )
     return [
         words,

@@ -1,25 +1,30 @@
 """Sentences of docs/reports/claims.md that do not depend on the results."""
 
 INTRODUCTION = """\
-Seven claims of teaching notes on multi-head attention (Vaswani et al. 2017), measured on small models. This report is
-written by `research/claims/report.py` from the results of `make claims`. Every number and every verdict is computed
-from these results, and the rules of the verdicts are stated. The models are trained for minutes. The conclusions hold
-for these models on this data."""
+This report tests seven claims of teaching notes on multi-head attention (Vaswani et al. 2017) on small models.
+`research/claims/report.py` writes it from the results of `make claims`. Every number and every verdict is computed
+from these results, and every section states the rule of its verdict. The models are trained for minutes. The
+conclusions hold for these models on this data."""
 
 METHOD = [
     """\
-**Data.** The text is the language reference that comes with Python (`pydoc_data.topics`), read byte by byte. The other
-data are generated: pairs of keys and values to look up, and random symbols of which several are asked for at once.""",
+**Data.** The models train on two kinds of data. The text is the language reference that comes with Python
+(`pydoc_data.topics`), read byte by byte. The generated data are pairs of keys and values to look up, and sequences
+of random symbols in which the model must name the four previous symbols at once.""",
     "",
     """\
-**Training.** In a setting, the models of all numbers of heads have the same number of parameters. They see the same
-batches in the same order. For each, the best of a few learning rates is used.""",
+**Training.** A setting is one combination of data, task, width and number of layers. Within a setting, models that
+differ in the number of heads have the same number of parameters. They see the same batches in the same order. Each
+number of heads is trained with the best of a few learning rates.""",
     "",
     """\
-**Statistics.** ± is a standard error over seeds, unless stated otherwise. Intervals have a confidence of 95 % by
-Student's t. A difference between mean losses is significant by Tukey's range test at 95 %, with seeds as blocks. A
-claim about many settings, layers or cases holds if it is true in more than two thirds of them. It does not hold if it
-is true in fewer than one third.""",
+**Statistics.** In this report, ± is a standard error over seeds (repeated trainings), unless stated otherwise.
+Intervals have a confidence of 95 % by Student's t. A difference between mean losses is significant by Tukey's range
+test at 95 %, with seeds as blocks.""",
+    "",
+    """\
+**Verdicts.** A claim about many settings, layers or cases holds if it is true in more than two thirds of them. It
+does not hold if it is true in fewer than one third. Between one third and two thirds it is undecided.""",
 ]
 
 TITLES = {
@@ -35,91 +40,110 @@ TITLES = {
 
 BACKGROUND = {
     "different": """\
-The distance between two heads of a layer is the Jensen-Shannon distance of their attention weights, averaged over rows
-and over all pairs of heads (`hw.redundancy`). It lies between 0 and sqrt(ln 2) = 0.83. Untrained heads have nearly
-uniform attention, and heads with uniform attention cannot differ. So trained models are also compared with equally
-sharp untrained ones: the queries of the untrained model are scaled, layer by layer, until the mean entropy of the
-heads is that of the trained layer.""",
+The measure is one distance for each layer: the Jensen-Shannon distance between the attention weights of two heads.
+It is averaged over query rows and then over all pairs of heads of the layer (`hw.redundancy`). The distance is
+between 0 and sqrt(ln 2) = 0.83. Untrained heads have nearly uniform attention, and heads with uniform attention
+cannot differ. So trained models are also compared with untrained models of equal sharpness, which means equal
+entropy. For this, the queries of the untrained model are scaled, layer by layer, until its heads have the mean
+entropy of the trained layer.""",
     "capacity": """\
-Three measurements: the loss against the number of heads at equal parameters, a task in which several relations have to
-be followed at once, and the rank of the scores as heads get narrower.""",
+Three measurements show whether more heads give a model more capacity. The first is the held-out loss against the
+number of heads, at equal numbers of parameters. The second is a task in which the model names four earlier symbols
+at once. The third is the rank of the matrix of attention scores as heads get narrower.""",
     "parallel": """\
-One `hw.MultiHeadAttention` is compared with a list of heads that run one after the other, each with its own linear
-maps. Both have the same weights (`hw.to_heads`) and the same output. Training is forward and backward without the
-optimiser. All cases are timed in turns, in an order that changes with each round.""",
+Two implementations of attention are timed. The fused layer is one `hw.MultiHeadAttention`, which computes all heads
+together. The list of heads is a module per head, with linear maps of its own; these modules run one after the other.
+Layer and list have the same weights (`hw.to_heads`) and the same output. A training pass is forward and backward,
+without the optimiser. In each round every implementation, number of heads and pass is timed once, in a new order.""",
     "regularises": """\
-The model sees little data many times, so that it overfits. The gap is the held-out loss minus the training loss, both
-of the trained model in evaluation mode. The gap can also shrink because a model fits the training data less well, so
-the held-out loss is judged too.""",
+To test whether many heads regularise, a model sees little data many times and overfits. The generalisation gap is
+the held-out loss minus the training loss, both of the trained model in evaluation mode. The gap also shrinks when a
+model fits the training data less well. So the held-out loss is judged in addition to the gap.""",
     "robust": """\
-Trained models lose heads without further training: the output of these heads is multiplied by 0 (`hw.ablate`). Models
-with many heads have more to lose, so shares of all heads are compared, not numbers. A model whose attention has little
-effect loses little, so the effect of removing half of the heads is divided by the effect of removing all.""",
+To test whether many heads make a model robust, trained models lose heads without further training. The outputs of
+the removed heads are multiplied by 0 (`hw.ablate`). A model with many heads has more heads to lose, so equal shares
+of the heads are removed, not equal numbers. A model whose attention has little effect loses little. So the effect of
+removing half of the heads is divided by the effect of removing all heads.""",
     "more": """\
-The width of the model is fixed, so that more heads are narrower: head_dim is the width divided by the number of
-heads.""",
+To test whether more heads are always better, the width of the model is fixed while the number of heads grows. Heads
+then get narrower: `head_dim`, the number of features of a head, is the width divided by the number of heads.""",
     "eight": """\
-For every setting of data, width, depth and task: is the loss of 8 heads as good as the best? The settings were chosen,
-not drawn at random, so the share of settings estimates nothing beyond them.""",
+This section asks whether 8 heads have as low a held-out loss as the best number of heads. It asks this for every
+setting, a combination of data, width, number of layers and task. The settings were chosen, not drawn at random. So
+the share of settings in which 8 heads are good estimates nothing beyond these settings.""",
 }
 
 RULES = {
     "different": """\
-trained heads of a layer are farther apart if the interval of the difference to the untrained model is above 0. The
-difference is taken seed by seed, and sequence by sequence in the real models. The claim is judged by the share of such
-layers. The comparison with equally sharp heads is shown and does not decide.""",
+the heads of a trained layer are farther apart if their distance minus that of the untrained model is above 0, by its
+95 % interval. The difference is computed for each seed, or for each sequence in the real models. The claim is judged
+by the share of layers whose heads are farther apart. The comparison with untrained heads of equal sharpness
+(entropy) is shown, but does not decide.""",
     "capacity": """\
-in a setting the claim is true if one head is significantly worse than the best number. It is judged by the share of
-settings.""",
+in a setting (data, task, width and layers), the claim is true if the loss of one head is significantly above that of
+the best number of heads. The claim is judged by the share of settings in which it is true.""",
     "parallel": """\
-a case is a device, batch and length, a pass (forward or training), and a number of heads above 1. More heads are free
-if three quarters of the rounds take at most 1.1 times the time of one head. They are not free if three quarters take
-more. The claim does not hold if more than one third of the cases are not free. It holds if more than two thirds are
-free.""",
+a case is a device, batch and length, a pass (forward or training), and a number of heads above 1. In a case, more
+heads are free if at least three quarters of the timing rounds take at most 1.1 times the time of one head. They are
+not free if at least three quarters take longer. All other cases are open. The claim does not hold if more than one
+third of the cases are not free. It holds if more than two thirds are free.""",
     "regularises": """\
-a line is fitted, for each seed, to the gap against doublings of the heads. The claim does not hold in three cases: the
-interval of the slope is within 1 % of the best held-out loss around 0, the gap grows, or the gap shrinks while the
-held-out loss rises. Otherwise it holds if the interval is below 0, and is undecided if not.""",
+for each seed, a line is fitted to the generalisation gap against doublings of the number of heads. The claim does
+not hold if the gap grows, or if the gap shrinks while the held-out loss rises. It also does not hold if the slope is
+negligible: its 95 % interval is within 1 % of the best held-out loss around 0. Otherwise the claim holds if the
+interval of the slope is below 0, and is undecided if not.""",
     "robust": """\
-a line is fitted, for each seed, to the effect of removing half of the heads, as a share of the effect of removing all,
-against doublings of the heads. The claim holds if the interval of the slope is below 0 both for random halves and for
-the least important half. It does not hold if the interval is above 0 for random halves. Otherwise it is undecided.""",
+the measured share is the effect of removing half of the heads, divided by the effect of removing all. For each seed,
+a line is fitted to this share against doublings of the number of heads. The claim holds if the 95 % interval of the
+slope is below 0 for random halves and for the least important half. It does not hold if the interval is above 0 for
+random halves. Otherwise it is undecided.""",
     "more": """\
-the claim is that in some settings the largest number of heads is significantly worse than the best. It holds if there
-are at least two such settings, since one may be chance. It does not hold if there is none.""",
+the claim is that in some settings (data, task, width and layers) the largest number of heads has a significantly
+higher loss than the best number. It holds if there are at least two such settings, since one may be chance. It does
+not hold if there is none.""",
     "eight": """\
-8 is good in a setting if its mean loss is at most the best mean plus one standard error of that best mean. The claim
-is judged by the share of settings. It is undecided if leaving out one seed would change the outcome.""",
+8 heads are good in a setting if their mean loss is at most the lowest mean loss plus one standard error of that
+lowest mean. The claim is judged by the share of settings in which 8 heads are good. It is undecided if leaving out
+one seed would change the outcome.""",
 }
 
 ONE_HEAD = [
     """\
-The data are sequences of random symbols. At every position the model names the symbols 1, 2, 3 and 4 positions before,
-each in its own slot. The model is one attention layer without a residual path, followed by one linear map for each
-slot. Rotary positions tell the heads where to attend; values carry the symbols.""",
+In the task "several relations" the data are sequences of random symbols. At every position the model must name four
+earlier symbols: those 1, 2, 3 and 4 positions before. Each of the four answers is one output, called a slot: slot j
+names the symbol j positions before. The model is one attention layer without a residual path, followed by one linear
+map for each slot. Rotary position embeddings tell the heads where to attend; the value vectors carry the symbols.""",
     "",
     """\
-H heads serve at most H slots, however wide they are, under two conditions: their weights do not depend on the symbols,
-and the read-out is linear. Let a_h(k) be the weight of head h on the token k positions before. The logit of slot j for
-symbol s is the sum over h and k of a_h(k) B_hj[s, x(k)], plus a constant c_j[s].""",
+Theorem: a layer of H attention heads can have at most H slots whose answers are always right, however wide the heads
+are. A slot is the output that names the symbol j positions before. There are two conditions. Attention weights must
+not depend on the symbols, and the map from head outputs to logits must be linear. Then the logit of slot j for
+symbol s is the sum over h and k of a_h(k) B_hj[s, x(k)], plus c_j[s]. Here x(k) is the symbol k positions before,
+and a_h(k) is the attention weight of head h on it. B_hj is the matrix, symbols by symbols, through which slot j
+reads head h. The constant c_j[s] is the bias of symbol s in slot j.""",
     "",
     """\
-A slot that is always right is also right under every renaming of the symbols. The conditions are linear in B and c, so
-they also hold for their means over all renamings: p_hj on the diagonal of B_hj, q_hj off the diagonal, and a c_j that
-is the same for all symbols. What distinguishes the symbols is then W[j, k] = sum over h of (p_hj - q_hj) a_h(k),
-summed over the positions k at which a symbol occurs.""",
+Step 1 of the proof: a slot (output) that is always right is also right under every renaming of the symbols. "Always
+right" is a set of inequalities that are linear in the matrices B_hj and the biases c_j. So the slot stays right if
+B_hj and c_j are replaced by their means over all renamings. The mean of B_hj has one value p_hj on the diagonal and
+another value q_hj everywhere else; the mean of c_j is equal for all symbols. Define W[j, k] as the sum over heads h
+of (p_hj - q_hj) a_h(k), where a_h(k) is the attention weight of head h on position k. Up to a constant, the logit of
+a symbol in slot j is then the sum of W[j, k] over the positions k at which this symbol occurs.""",
     "",
     """\
-Put the right symbol at j and wherever W[j, k] < 0, and another symbol everywhere else. The slot is right only if
-W[j, j] > sum over all other k of |W[j, k]|. So W, restricted to the slots that are always right, is strictly diagonally
-dominant and has full rank (Levy-Desplanques theorem). But W is the product of the factors and the weights of H heads,
-so its rank is at most H. One head serves one slot, and four slots need four heads.""",
+Step 2 of the proof: W[j, k] is the amount that the symbol k positions before adds to its own logit in slot j. Put
+the right symbol of slot j at position j and wherever W[j, k] < 0, and another symbol everywhere else. The slot is
+right only if W[j, j] > sum over all other k of |W[j, k]|. So W, restricted to the slots that are always right, is
+strictly diagonally dominant and has full rank (Levy-Desplanques theorem). But W is the product of a matrix with H
+columns and the attention weights of H heads, so its rank is at most H. One head serves one slot, and four slots need
+four heads.""",
     "",
     """\
-The kind "weights by place alone" is exactly this case: queries and keys are one learned vector, rotated by position.
-In "ordinary attention" they are computed from the tokens. Rotary scores can then depend on position and token
-together, so the argument does not apply. An MLP after the attention can distinguish
-mixtures that no linear map can.""",
+The theorem, at most one always right answer per head, applies to one of three kinds of models. In "weights by place
+alone", queries and keys are one learned vector, rotated by position, so attention weights ignore the symbols. In
+"ordinary attention", queries and keys are computed from the symbols. Attention weights can then depend on position
+and symbol together, so the theorem does not apply. In "with an MLP", an MLP follows ordinary attention. It can
+distinguish mixtures of symbols that no linear map can.""",
 ]
 
 EXAMPLE = ((0.18, 0.52, 0.30, 0.0), (0.0, 0.30, 0.52, 0.18))

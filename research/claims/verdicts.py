@@ -57,8 +57,11 @@ def different(layers: Sequence[Layer]) -> Verdict:
     outcome = by_share(more, len(layers))
     figure = f"{more} of {len(layers)} layers above untrained; {below} below equally sharp untrained heads"
     sentence = (
-        f"{outcome}: trained heads are farther apart than untrained ones in {more} of {len(layers)} layers; compared "
-        f"with equally sharp untrained heads they are farther apart in {sharp} and closer together in {below}"
+        f"{outcome}: the attention weights of trained heads are farther apart than those of untrained heads in "
+        f"{more} of "
+        f"{len(layers)} layers. Compared with untrained heads of equal entropy, they are significantly farther apart "
+        "in "
+        f"{sharp} layers and significantly closer together in {below}"
     )
     return Verdict(outcome, figure, sentence)
 
@@ -71,9 +74,14 @@ def capacity(studies: Sequence[Study]) -> Verdict:
     worse = [study for study in studies if study.is_worse(1)]
     outcome = by_share(len(worse), len(studies))
     gains = sorted(study.losses()[1].mean - study.losses()[study.best].mean for study in studies)
-    figure = f"one head is significantly worse than the best number in {len(worse)} of {len(studies)} settings"
+    figure = f"one head is significantly worse than the best number of heads in {len(worse)} of {len(studies)} settings"
     span = f"by {gains[0]:.3f} to {gains[-1]:.3f} nats"
-    return Verdict(outcome, figure, f"{outcome}: at equal parameters {figure}; its mean loss is higher {span}")
+    return Verdict(
+        outcome,
+        figure,
+        f"{outcome}: at equal numbers of parameters, {figure}. "
+        f"The mean loss of one head is higher than that of the best number {span}",
+    )
 
 
 def turning(studies: Sequence[Study]) -> Verdict:
@@ -85,7 +93,7 @@ def turning(studies: Sequence[Study]) -> Verdict:
         f"the largest number of heads is significantly worse than the best in {len(worse)} of {len(studies)} settings"
     )
     turns = f"the lowest mean loss is at {min(bests)} to {max(bests)} heads, median {median_high(bests)}"
-    return Verdict(outcome, figure, f"{outcome}: {figure}; {turns}")
+    return Verdict(outcome, figure, f"{outcome}: {figure}. Depending on the setting, {turns}")
 
 
 def eight(studies: Sequence[Study]) -> Verdict:
@@ -103,8 +111,9 @@ def eight(studies: Sequence[Study]) -> Verdict:
     leaders = " and ".join(str(heads) for heads in sorted(others) if others[heads] == most)
     figure = f"within one standard error of the best in {good} of {len(studies)} settings"
     sentence = (
-        f"{outcome}: 8 heads are {figure}, and in {min(counts)} to {max(counts)} if one seed is left out; "
-        f"the most frequent are {leaders}, in {most} settings"
+        f"{outcome}: the mean loss of 8 heads is {figure}. It is so in {min(counts)} to {max(counts)} if one seed is "
+        "left "
+        f"out. The number of heads that is within one standard error in most settings is {leaders}, in {most} settings"
     )
     return Verdict(outcome, figure, sentence)
 
@@ -124,8 +133,9 @@ def regularises(study: Study) -> Verdict:
         outcome = UNDECIDED
     figure = f"gap {gap.mean:+.3f} ± {gap.error:.3f} nats for each doubling"
     sentence = (
-        f"{outcome}: with each doubling of the heads the gap changes by {gap.mean:+.3f} ± {gap.error:.3f} nats and the "
-        f"held-out loss by {loss.mean:+.3f} ± {loss.error:.3f} ({gap.number} seeds; {slight:.3f} counts as no change)"
+        f"{outcome}: with each doubling of the number of heads, the generalisation gap (held-out loss minus training "
+        f"loss) changes by {gap.mean:+.3f} ± {gap.error:.3f} nats. The held-out loss changes by {loss.mean:+.3f} ± "
+        f"{loss.error:.3f} nats. Both are means over {gap.number} seeds; up to {slight:.3f} nats count as no change"
     )
     return Verdict(outcome, figure, sentence)
 
@@ -141,9 +151,12 @@ def robust(study: Study) -> Verdict:
         f"{shares[-1]:.0%} with {last}"
     )
     sentence = (
-        f"{outcome}: with each doubling of the heads, the effect of removing half of them, as a share of the effect of "
-        f"removing all, changes by {random.mean:+.3f} ± {random.error:.3f} for random halves and by "
-        f"{least.mean:+.3f} ± {least.error:.3f} for the least important half ({random.number} seeds)"
+        f"{outcome}: the measured share is the effect on the loss of removing half of the heads, divided by the "
+        "effect of "
+        "removing all heads. With each doubling of the number of heads, this share changes by "
+        f"{random.mean:+.3f} ± {random.error:.3f} for random halves. It changes by {least.mean:+.3f} ± "
+        f"{least.error:.3f} "
+        f"for the least important half. The changes are means over {random.number} seeds"
     )
     return Verdict(outcome, figure, sentence)
 
@@ -163,8 +176,10 @@ def parallel(regimes: Sequence[Mapping[str, Any]]) -> Verdict:
     lists = sorted(ratio.median for ratio in of_lists if ratio.heads == largest)
     figure = f"{largest} heads take {medians[0]:.2f} to {medians[-1]:.2f} times the time of one"
     sentence = (
-        f"{outcome}: in {len(free)} of {len(cases)} cases more heads take at most {FREE:g} times the time of one, in "
-        f"{len(slower)} they take more; {figure}, and a list of as many heads takes {lists[0]:.2f} to {lists[-1]:.2f} "
-        "times the time of the fused layer"
+        f"{outcome}: in {len(free)} of {len(cases)} cases the fused layer with more heads takes at most {FREE:g} times "
+        f"the time of one head. In {len(slower)} cases it takes more, and {len(cases) - len(free) - len(slower)} cases "
+        f"are open, because the rounds disagree. The fused layer with {figure}. A list of {largest} separate heads "
+        "takes "
+        f"{lists[0]:.2f} to {lists[-1]:.2f} times the time of the fused layer with {largest} heads"
     )
     return Verdict(outcome, figure, sentence)

@@ -184,5 +184,5 @@ def test_heads_are_free_or_dear_by_three_quarters_of_the_rounds(times, outcome, 
     found = parallel([regime_of(times)])
     assert found.outcome == outcome
     assert f"in {free} of 6 cases" in found.sentence
-    assert f"in {dear} they take more" in found.sentence
-    assert "as many heads takes 3.00 to 3.00" in found.sentence
+    assert f"In {dear} cases it takes more, and {6 - free - dear} cases are open" in found.sentence
+    assert "separate heads takes 3.00 to 3.00" in found.sentence
