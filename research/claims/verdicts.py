@@ -57,11 +57,11 @@ def different(layers: Sequence[Layer]) -> Verdict:
     outcome = by_share(more, len(layers))
     figure = f"{more} of {len(layers)} layers above untrained; {below} below equally sharp untrained heads"
     sentence = (
-        f"{outcome}: the attention weights of trained heads are farther apart than those of untrained heads in "
-        f"{more} of "
-        f"{len(layers)} layers. Compared with untrained heads of equal entropy, they are significantly farther apart "
-        "in "
-        f"{sharp} layers and significantly closer together in {below}"
+        f"{outcome}: the attention weights of two heads of a layer are farther apart in a trained model than in an "
+        f"untrained one, in {more} of {len(layers)} layers. Compared with an untrained model of equal entropy, the "
+        "heads "
+        f"of {sharp} trained layers are significantly farther apart, and those of {below} layers significantly closer "
+        "together"
     )
     return Verdict(outcome, figure, sentence)
 
@@ -176,10 +176,13 @@ def parallel(regimes: Sequence[Mapping[str, Any]]) -> Verdict:
     lists = sorted(ratio.median for ratio in of_lists if ratio.heads == largest)
     figure = f"{largest} heads take {medians[0]:.2f} to {medians[-1]:.2f} times the time of one"
     sentence = (
-        f"{outcome}: in {len(free)} of {len(cases)} cases the fused layer with more heads takes at most {FREE:g} times "
-        f"the time of one head. In {len(slower)} cases it takes more, and {len(cases) - len(free) - len(slower)} cases "
-        f"are open, because the rounds disagree. The fused layer with {figure}. A list of {largest} separate heads "
+        f"{outcome}: in {len(free)} of {len(cases)} cases (batch, length, pass and number of heads) the fused layer "
         "takes "
-        f"{lists[0]:.2f} to {lists[-1]:.2f} times the time of the fused layer with {largest} heads"
+        f"at most {FREE:g} times the time of one head. In {len(slower)} cases it takes more, and "
+        f"{len(cases) - len(free) - len(slower)} cases are open, because the timing rounds disagree. With {largest} "
+        "heads "
+        f"the fused layer takes {medians[0]:.2f} to {medians[-1]:.2f} times the time that it takes with one. A list of "
+        f"{largest} separate heads takes {lists[0]:.2f} to {lists[-1]:.2f} times the time of the fused layer with "
+        f"{largest} heads"
     )
     return Verdict(outcome, figure, sentence)

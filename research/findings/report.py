@@ -25,11 +25,12 @@ SMALL = 0.01
 """Effect in nats, or cosine distance, that counts as small."""
 
 INTRODUCTION = """\
-The importance of the heads of two real models. This report is written by `research/findings/report.py` from the
+This report measures how important each head of two real models is. `research/findings/report.py` writes it from the
 results of `make findings`. Every number is a mean over sequences with its standard error, on the same data for all
-heads. Differences are taken sequence by sequence. The conclusions hold for these models on this data: topics of the
-language reference that comes with Python. A head is written `layer.head`, both from 0. Unless stated otherwise, a head
-is removed by multiplying its output, before the output projection, by 0."""
+heads. Differences are computed for each sequence. The data are topics of the language reference that comes with
+Python, and the conclusions hold for these models on this data. A head is written `layer.head`, where both numbers
+start at 0. Unless stated otherwise, a head is removed by multiplying its output, before the output projection, by
+0."""
 
 
 # -- how numbers are written ------------------------------------------------------------------------------------------
@@ -77,12 +78,14 @@ def smollm2() -> list[str]:
     lines = [
         f"## {ablation.metadata['model']['name']}, {len(effects)} heads",
         "",
-        f"Next-token loss of the whole model: {with_error(ablation.baseline)} nats a token ({data_of(ablation)}). The "
-        "effect of a head is the increase of this loss when that head alone is removed.",
+        f"The next-token loss of the whole model is {with_error(ablation.baseline)} nats a token "
+        f"({data_of(ablation)}). The effect of a head is the increase of the model's next-token loss, in nats a token, "
+        "when that head alone is removed.",
         "",
         "### Which heads matter",
         "",
-        f"The {MOST} heads with the largest effect:",
+        f"The table shows the {MOST} heads with the largest effect on the next-token loss, in nats a token. The last "
+        "column is the effect that the gradient of the head's gate (the factor of its output) predicts:",
         "",
     ]
     rows = []
@@ -94,12 +97,14 @@ def smollm2() -> list[str]:
     lines += markdown_table(("head", "role", "effect", "in standard errors", "first-order prediction"), rows)
     by_chance = expected_by_chance(len(effects), ablation.baseline.n - 1)
     lines += [
-        f"Of {len(effects)} heads, {len(harmful)} have an effect of {SURE:g} standard errors or more. By chance alone, "
-        f"if no head had an effect, about {by_chance:.0f} would. Removing {len(helpful)} heads lowers the loss by "
-        f"{SURE:g} standard errors or more; chance would again give about {by_chance:.0f}. For {len(small)} heads "
-        f"the effect plus {SURE:g} standard errors is below {SMALL:g} nats. The mean effect of all heads "
-        f"is {_mean(list(effects.values())):.4f} nats. The {MOST} largest effects are {100 * _share(effects):.0f} % of "
-        "the sum of all positive effects. Each of these heads was removed alone; removing many at once can cost more.",
+        f"Each of {len(effects)} heads was removed alone. For {len(harmful)} of them the next-token loss rises by "
+        f"{SURE:g} standard errors or more. If no head had an effect, about {by_chance:.0f} heads would reach this by "
+        f"chance. For {len(helpful)} heads the loss falls by {SURE:g} standard errors or more; by chance, about "
+        f"{by_chance:.0f} would again be expected. For {len(small)} heads the rise of the loss plus {SURE:g} standard "
+        f"errors is below {SMALL:g} nats. The mean rise over all heads is {_mean(list(effects.values())):.4f} nats. "
+        "The "
+        f"{MOST} heads with the largest rises make up {100 * _share(effects):.0f} % of the sum of all rises. Removing "
+        "many heads together can cost more than the sum of their single effects.",
         "",
         *picture("findings-cost", "Ablation effect of each head"),
         *agreement(importance, ablation),
@@ -122,13 +127,18 @@ def agreement(importance: hw.Importance, ablation: hw.Ablation) -> list[str]:
     return [
         "### What the gradient of the gate predicts",
         "",
-        "To first order, removing a head changes the loss by minus the derivative with respect to its gate. One "
-        "backward pass predicts all heads at once. The correlation with the measured effects is "
-        f"{first_order.spearman:.2f} (Spearman) and {first_order.pearson:.2f} (Pearson). The mean over heads is "
+        "A gate is a factor of a head's output. To first order, removing a head changes the loss by minus the "
+        "derivative of the loss with respect to the head's gate. One backward pass predicts the effects of all heads. "
+        "The correlation between predicted and measured effects over heads is "
+        f"{first_order.spearman:.2f} (Spearman) and {first_order.pearson:.2f} (Pearson). The mean effect over heads is "
         f"{_mean(first_order.predicted):.4f} nats predicted and {_mean(first_order.measured):.4f} nats measured; the "
-        "difference is of higher order. The mean absolute derivative (Michel, Levy and Neubig 2019) has no sign. Its "
-        f"correlation is {absolute.spearman:.2f} (Spearman) and {absolute.pearson:.2f} (Pearson), and "
-        f"{len(in_both)} of its first {MOST} heads are among the {MOST} with the largest effect.",
+        "difference is of higher order.",
+        "",
+        "A second predictor of the effect of removing a head is the mean absolute derivative of the loss with respect "
+        "to the head's gate, the factor of its output (Michel, Levy and Neubig 2019). This predictor has no sign. Its "
+        f"correlation with the measured effects is {absolute.spearman:.2f} (Spearman) and {absolute.pearson:.2f} "
+        f"(Pearson). Of the {MOST} heads that it ranks first, {len(in_both)} are among the {MOST} with the largest "
+        "measured effect.",
         "",
         *picture("findings-first-order", "First-order prediction against measured ablation effect"),
     ]
@@ -148,12 +158,17 @@ def induction_heads(folder: Path, profile: hw.Profile) -> list[str]:
     lines = [
         "### The induction heads",
         "",
-        "Random tokens are repeated (25 of them, 4 times, 10 samples; Olsson et al. 2022). On these sequences "
-        f"{len(heads)} heads give at least half of their attention to the token after an earlier copy: "
-        f"{', '.join(shares)}. The table shows the loss without these heads, on the repeated tokens and on the text. "
-        "The controls are random sets of as many other heads: 20 sets drawn from all other heads, and 20 sets with as "
-        "many heads in each layer. Of the controls the table shows the mean and, in brackets, the lowest and the "
-        "highest set.",
+        "An induction head attends to the token that followed an earlier copy of the current token. Such heads are "
+        "found on repeated random tokens: 25 random tokens, 4 times in a row, in 10 samples (Olsson et al. 2022). On "
+        f"them, {len(heads)} heads put at least half of their attention on the token after an earlier copy: "
+        f"{', '.join(shares)}.",
+        "",
+        f"The table shows the rise of the next-token loss, in nats a token, when all {len(heads)} induction heads are "
+        "removed together. The loss is measured on repeated random tokens and on the text. For comparison, random sets "
+        f"of {len(heads)} other heads are removed: 20 sets from all other heads, and 20 sets with as many heads in "
+        "each "
+        "layer as the induction heads. For these sets the table shows the mean rise and, in brackets, the lowest and "
+        "the highest rise:",
         "",
     ]
     rows = []
@@ -196,10 +211,11 @@ def minilm() -> list[str]:
     lines = [
         f"## {ablation.metadata['model']['name']}, {len(distances)} heads",
         "",
-        "The effect of a head is the distance, 1 - cosine, between the embeddings of a sentence with and without it "
-        f"({data_of(ablation)}). A distance cannot be negative. So its standard error can show that two heads differ, "
-        "but not that a head has an effect. Its derivative with respect to a gate is 0 for the whole model, so "
-        "gradients predict nothing here.",
+        "The effect of a head is a distance: 1 - cosine between the embeddings of a sentence that the model computes "
+        f"with and without that head ({data_of(ablation)}). A distance cannot be negative. So its standard error can "
+        "show that two heads differ, but not that a head has an effect. For the whole model, the derivative of the "
+        "distance with respect to a gate (factor of a head's output) is 0. So gradients predict nothing about this "
+        "effect. The table shows the heads with the largest distances:",
         "",
     ]
     rows = [
@@ -212,8 +228,9 @@ def minilm() -> list[str]:
         values = [row.statistics["cost"].value for row in ablation.rows if row.layer == layer]
         by_layer.append((str(layer), f"{statistics.median(values):.4f}", f"{max(values):.4f}"))
     lines += [
-        f"For {len(small)} of {len(distances)} heads the distance plus {SURE:g} standard errors is below {SMALL:g}. By "
-        "layer:",
+        f"For {len(small)} of {len(distances)} heads, removing the head moves sentence embeddings by a distance (1 - "
+        f"cosine) that, plus {SURE:g} standard errors, is below {SMALL:g}. The table shows the median and the largest "
+        "distance over the heads of each layer:",
         "",
         *markdown_table(("layer", "median distance", "largest distance"), by_layer),
         *previous_token_head(ablation, order, profile),
@@ -234,15 +251,19 @@ def previous_token_head(ablation: hw.Ablation, order: hw.Ablation, profile: hw.P
     return [
         "### The previous-token head",
         "",
-        f"Head {layer}.{head} gives {with_error(share, 4)} of its attention to the previous token{more}. Its effect on "
-        f"the embeddings is {with_error(ablation.head(layer, head).statistics['cost'], 4)}, the {_th(rank)} largest of "
+        f"Head {layer}.{head} of {ablation.metadata['model']['name']} puts {with_error(share, 4)} of its attention "
+        "on the "
+        f"previous token{more}. Removing this head moves sentence embeddings by a distance (1 - cosine) of "
+        f"{with_error(ablation.head(layer, head).statistics['cost'], 4)}, the {_th(rank)} largest of "
         f"{len(ablation.rows)} heads.",
         "",
-        "A head that attends to the previous token could encode word order. In the whole model, the distance between "
-        f"a sentence and the same sentence with shuffled tokens is {with_error(order.baseline, 4)}. Removing head "
+        "A head that attends to the previous token could encode word order. In the whole model, the distance (1 - "
+        "cosine) between the embeddings of a sentence and of the same sentence with shuffled tokens is "
+        f"{with_error(order.baseline, 4)}. Removing head "
         f"{layer}.{head} changes this distance by {with_error(order.head(layer, head).statistics['cost'], 4)}, the "
-        f"{_th(place)} lowest change of {len(order.rows)} heads. Removing another head of its layer changes it by "
-        f"{min(same_layer):+.4f} to {max(same_layer):+.4f}. The lowest changes: {lowest}.",
+        f"{_th(place)} lowest change of {len(order.rows)} heads. Removing another head of layer {layer} changes the "
+        f"distance by {min(same_layer):+.4f} to {max(same_layer):+.4f}. The three heads with the lowest changes are "
+        f"{lowest}.",
         "",
     ]
 

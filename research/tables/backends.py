@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "the log-sum-exp": {"return_lse": True},
     "the weights": {"return_weights": True},
 }
-"""What a call may ask for, beside grouped heads and values of a width of their own, which all have."""
+"""Options of a call, by name. All calls also have grouped heads, and values of another width than keys."""
 
 
 def tensors(requires_grad: bool) -> tuple[torch.Tensor, ...]:
@@ -51,7 +51,7 @@ def tensors(requires_grad: bool) -> tuple[torch.Tensor, ...]:
 
 
 def reason(backend: str, options: dict, gradient: bool) -> str | None:
-    """Why not; where there is nothing against it, it is done."""
+    """Return the reason why a backend refuses a call, or run the call, check its results and return None."""
     with torch.set_grad_enabled(gradient):
         q, k, v = tensors(requires_grad=gradient)
         why = hw.why_not(backend, q, k, v, **options)
@@ -75,7 +75,7 @@ def cell(backend: str, options: dict) -> str:
 
 
 def table() -> list[str]:
-    """One row an option, one column a backend."""
+    """Return the table of options: a row per option and a column per backend."""
     lines = [f"| asked for | {' | '.join(f'`{name}`' for name in BACKENDS)} |", f"|{' --- |' * (len(BACKENDS) + 1)}"]
     for name, options in OPTIONS.items():
         lines.append(f"| {name} | {' | '.join(cell(backend, options) for backend in BACKENDS)} |")
@@ -83,7 +83,7 @@ def table() -> list[str]:
 
 
 def combinations(size: int) -> dict[str, int]:
-    """How many combinations of so many options each backend does, forward and backward; and all there are."""
+    """Count the combinations of `size` options that each backend supports, forward and backward, and all of them."""
     counts = dict.fromkeys(BACKENDS, 0)
     counts["all"] = counts["some backend"] = 0
     for chosen in itertools.combinations(OPTIONS.values(), size):
@@ -101,8 +101,9 @@ def combinations(size: int) -> dict[str, int]:
 FUSED_COSTS = f"""\
 ## How the faster backend is predicted
 
-`backend=None` uses the faster of `fused` and `blockwise`. Cost is predicted in units of one score computed by torch's
-kernel at head_dim 64, measured on two CPU cores with AVX-512:
+With `backend=None`, the default, headwise uses the faster of the backends `fused` and `blockwise`. It predicts the
+cost of both. The unit of cost is the time for one attention score of torch's fused kernel at head_dim 64. The costs
+were measured on two CPU cores with AVX-512:
 
 | `fused` | predicted cost |
 | --- | --- |
@@ -118,11 +119,12 @@ BLOCKWISE_COSTS = f"""\
 | float32 scores | {backend_choice.FLOAT32_SCORE_COST} | {scores_fp32.BLOCK_OVERHEAD:,} |
 | bfloat16 scores | {backend_choice.BFLOAT16_SCORE_COST} | {scores_bf16.BLOCK_OVERHEAD:,} |
 
-Scores are bfloat16 for bfloat16 inputs without a softcap, bias, sinks, dropout, log-sum-exp or a scale for each head.
+The `blockwise` backend computes attention scores in bfloat16 only if the inputs are bfloat16. There must also be no
+softcap, bias, sinks, dropout, log-sum-exp or scale for each head. In all other cases its scores are float32.
 
-In four cases `fused` is used without a prediction: fewer than {backend_choice.SMALLEST_PLANNED:,} scores, a mask that
-is a matrix for each sequence or head, a call that returns the weights, and a device other than a CPU. Nothing has been
-measured on other devices; there torch chooses between its own kernels.
+In four cases headwise uses the backend `fused` without predicting costs: fewer than {backend_choice.SMALLEST_PLANNED:,}
+scores, a mask that is a matrix for each sequence or head, a call that returns the weights, and a device other than a
+CPU. No costs have been measured on other devices. There torch chooses between its own kernels.
 """.splitlines()
 
 
@@ -132,12 +134,18 @@ def main() -> None:
     text = [
         "# What each backend supports",
         "",
-        f"Written by `research/tables/backends.py` on {date.today().isoformat()}, torch {torch.__version__}, on CPU.",
-        "How to choose a backend is described in [Backends](../backends.md).",
+        "This page lists the options that each attention backend supports, and the rule that predicts the faster "
+        "backend.",
+        f"`research/tables/backends.py` wrote it on {date.today().isoformat()} with torch {torch.__version__}, on "
+        "CPU. The",
+        "page [Backends](../backends.md) describes how to choose a backend.",
         "",
         "## Options",
         "",
-        "Each cell is the answer of `headwise.why_not`, with and without gradients. Each *yes* was run both ways.",
+        "The table shows the options of an attention call that each backend supports. Each cell is the answer of",
+        "`headwise.why_not`, which returns the reason why a backend refuses a call. Each call was checked with and "
+        "without",
+        "gradients. Each *yes* was also run, with and without gradients.",
         "",
         *table(),
         "",
@@ -147,8 +155,9 @@ def main() -> None:
         "",
         "## Combinations of options",
         "",
-        "Every combination of the options above, forward and backward. Combinations that pass one argument twice are",
-        "left out.",
+        "The table counts the combinations of one, two and three options of an attention call that each backend",
+        "supports, forward and backward. The options are those of the first table on this page. Combinations that pass",
+        "one argument twice are left out.",
         "",
         f"| options at once | combinations | {' | '.join(f'`{name}`' for name in BACKENDS)} | some backend |",
         f"|{' --- |' * (len(BACKENDS) + 3)}",

@@ -301,7 +301,7 @@ def _(cls):
 
 
 @difference(
-    "A boolean padding mask beside a float `attn_mask`",
+    "A boolean padding mask together with a float `attn_mask`",
     BY_DESIGN,
     "Each mask has the meaning that it has alone.",
 )
@@ -340,12 +340,15 @@ def document() -> str:
     lines = [
         "# Differences from `torch.nn.MultiheadAttention`",
         "",
-        "[The replacement for torch's layer](../torch-layer.md) describes how to use it.",
+        "`headwise.compat.MultiheadAttention` replaces `torch.nn.MultiheadAttention`. This page lists every known case",
+        "in which the two layers behave differently. [Replacing torch's layer](../torch-layer.md) describes its use.",
         "",
-        f"Run on {datetime.date.today().isoformat()} with torch {version} on CPU, by",
-        f"`research/tables/torch_differences.py`: batch {BATCH}, length {LENGTH}, width {EMBED}, {HEADS} heads.",
-        "In every other case the two agree: `tests/nn/test_torch_compat.py` compares outputs, weights and gradients in",
-        "float64 to 1e-12.",
+        "Each row of the table ran both layers, `torch.nn.MultiheadAttention` and its replacement in headwise.",
+        f"`research/tables/torch_differences.py` ran them on {datetime.date.today().isoformat()}, with torch "
+        f"{version} on CPU.",
+        f"Inputs have batch {BATCH}, length {LENGTH}, width {EMBED} and {HEADS} heads. In every other case the "
+        "layers agree:",
+        "`tests/nn/test_torch_compat.py` compares outputs, weights and gradients in float64 to 1e-12.",
         "",
         *table(),
     ]
