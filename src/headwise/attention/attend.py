@@ -186,12 +186,12 @@ def explain(
 
 
 def _choice(problem: Problem, backend: str | Blockwise | None) -> Choice:
-    """Return the choice of the named backend, or of the fastest if `backend` is None."""
+    """Return the `Choice` of the backend that the caller named, or of the fastest one if `backend` is None."""
     return choose_fastest(problem) if backend is None else choose_named(backend_named(backend), problem)
 
 
 def _cast(*tensors: Any) -> tuple[Any, ...]:
-    """Return q, k and v in the dtype that autocast would cast them to; anything else is returned unchanged."""
+    """Return q, k and v cast to autocast's dtype if autocast is on; float64 and other types stay unchanged."""
     dtype = autocast_dtype(tensors[0].device) if isinstance(tensors[0], Tensor) else None
     if dtype is None:
         return tensors
@@ -200,7 +200,7 @@ def _cast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def backend_named(backend: str | Blockwise) -> Backend:
-    """Return the backend of a name, or a `Blockwise` unchanged.
+    """Return the backend with the name "fused", "blockwise" or "reference", or a `Blockwise` object unchanged.
 
     Raises:
         InputError: there is no such backend.

@@ -41,14 +41,14 @@ class AttentionInputs(NamedTuple):
 
     @property
     def key_positions(self) -> Int[Tensor, "#batch keys"]:
-        """Positions of the keys for position biases, `(batch, keys)` or `(1, keys)`."""
+        """Positions of all keys, cached ones included, for position biases: `(batch, keys)` or `(1, keys)`."""
         if self.explicit_key_positions is None:
             return torch.arange(self.k.shape[2], device=self.k.device)[None]
         return self.explicit_key_positions
 
     @property
     def grid(self) -> Grid:
-        """Grid of the scores, with default positions."""
+        """Sizes of the score tensor `(batch, heads, queries, keys)` and its device, with default positions."""
         batch, heads, queries, _ = self.q.shape
         return Grid(batch, heads, queries, self.k.shape[2], self.q.device)
 
@@ -122,7 +122,10 @@ def _positions(
     lengths: Any,
     offsets: packed.Offsets | None,
 ) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch queries"], Int[Tensor, "#batch new"]]:
-    """Return the order of the queries, for masks, and the positions of queries and new keys, for rotary embeddings."""
+    """Return three tensors: indices of the queries in their sequences, positions of queries, positions of new keys.
+
+    Masks use the first. Rotary embeddings and position biases use the others, which are `positions` if that is passed.
+    """
     queries, keys, device = q.shape[2], k.shape[2], q.device
     if cache is not None:
         query_positions = new_positions = cache.next_positions(q.shape[0], queries, lengths, device)
@@ -139,8 +142,7 @@ def _positions(
 
 def _rotated_by_length(rotary: Rotary, inputs: AttentionInputs, offsets: packed.Offsets | None) -> AttentionInputs:
     """Return the inputs with queries and keys rotated by angles that depend on the length of their text.
-
-    Packed sequences are separate texts; otherwise the longest sequence of the batch decides.
+    Each packed sequence has its own length; without `offsets`, the largest position of the batch decides for all.
     """
     if offsets is None:
         texts = [(slice(None), slice(None))]

@@ -27,9 +27,9 @@ for the first feature of a pair.
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding (Su et al. 2021, RoFormer, section 3.2.2).
+    """Rotary position embedding: pair i of a head's features is rotated by `position * theta^(-2i / width)` radians.
 
-    Pair i of the `width / 2` pairs of a head's features is rotated by `position * theta^(-2i / width)` radians.
+    Source: Su et al. 2021, RoFormer, section 3.2.2.
 
     Args:
         theta: base of the frequencies.
@@ -63,11 +63,11 @@ class Rotary:
 
     @property
     def depends_on_length(self) -> bool:
-        """True if the angles depend on the length of the text: keys must then be cached unrotated."""
+        """True if angles depend on the length of the text, not on positions alone; keys are then cached unrotated."""
         return self.scaling is not None and self.scaling.depends_on_length
 
     def check(self, head_dim: int) -> None:
-        """Raise `InputError` unless heads of `head_dim` features can be rotated."""
+        """Raise `InputError` if `head_dim` is less than `width`, or odd when all features are rotated."""
         if self.width is None and head_dim % 2:
             raise InputError(
                 "head_dim",
@@ -105,7 +105,7 @@ class Rotary:
         *,
         length: TextLength = None,
     ) -> Angles:
-        """Return cosines and sines of the angles for tokens at these positions, as `apply_angles` takes them.
+        """Return the cosine and the signed sine of each feature's angle at each position, the input of `apply_angles`.
 
         They serve every tensor with the width and positions of `x`, whatever its number of heads. The arguments are
         those of `rotate`.
@@ -124,7 +124,7 @@ class Rotary:
     def apply_angles(
         self, x: Float[Tensor, "batch heads length head_dim"], angles: Angles
     ) -> Float[Tensor, "batch heads length head_dim"]:
-        """Return queries or keys rotated by angles that were computed before; features beyond `width` unchanged."""
+        """Return queries or keys rotated by the result of `angles`. Features beyond `width` stay unchanged."""
         width = x.shape[3] if self.width is None else self.width
         # Autocast changes no dtype here, but under it torch.cat fails for some dtypes.
         with without_autocast(x.device):
@@ -135,7 +135,9 @@ class Rotary:
     def _cos_and_sin(
         self, width: int, positions: Int[Tensor, "#batch length"], length: TextLength, dtype: torch.dtype
     ) -> Angles:
-        """Return cosine and signed sine of the angle of each feature, times the attention factor of the scaling."""
+        """Return cosine and signed sine of each feature's angle at each position, times the scaling's attention factor.
+        The sine is negative for the first feature of each rotated pair.
+        """
         device = positions.device
         if self.scaling is None:
             frequencies, factor = base_frequencies(self.theta, width, device), 1.0
@@ -158,7 +160,9 @@ def _rotated(
     sin: Float[Tensor, "#batch 1 length width"],
     interleaved: bool,
 ) -> Float[Tensor, "batch heads length width"]:
-    """Return every pair of features rotated as a point in the plane, computed in the dtype of the cosines."""
+    """Return `x` with each pair of features rotated in its plane: the feature times `cos` plus its partner times `sin`.
+    The result has the dtype of `x`, but is computed in that of `cos`.
+    """
     width = x.shape[-1]
     partners = x.reshape(*x.shape[:-1], width // 2, 2).flip(-1).flatten(-2) if interleaved else x.roll(width // 2, -1)
     return (x * cos).addcmul_(partners, sin).to(x.dtype)

@@ -27,7 +27,7 @@ CachedTensors = tuple[Float[Tensor, "_ _ _ _"], ...]
 
 
 class CacheUpdate(NamedTuple):
-    """Stored and new tokens of one call, which `Cache.commit` makes the content of the cache.
+    """Stored and new tokens of one call, with positions and counts; `Cache.commit` makes them the cache's content.
 
     Attributes:
         tensors: stored and new tokens, `(batch, kv_heads, keys, width)` each; the layer attends to them.
@@ -45,7 +45,7 @@ class CacheUpdate(NamedTuple):
 
 
 class Cache(ABC):
-    """Keys and values (or latents) of the tokens that one layer has processed.
+    """Base class of caches: keys and values (or latents) of the tokens that one layer has processed so far.
 
     Attributes:
         mask: keys that the cache lets each query attend to, which the layer combines with its own mask; None for all.
@@ -73,7 +73,8 @@ class Cache(ABC):
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
-        """Return the stored tokens followed by the new ones, without changing which tokens count as cached.
+        """Return the tensors of the stored tokens followed by the new ones, with positions and counts.
+        The new tokens count as cached only once `commit` receives the result.
 
         Args:
             new: tensors of the new tokens, `(batch, kv_heads, new, width)` each.
@@ -86,7 +87,7 @@ class Cache(ABC):
 
     @abstractmethod
     def commit(self, update: CacheUpdate) -> None:
-        """Make an update the content of the cache: the last step of a successful forward pass."""
+        """Make the tokens of an update, stored and new, the content of the cache: the last step of a forward pass."""
 
     @abstractmethod
     def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
@@ -94,15 +95,18 @@ class Cache(ABC):
 
     @abstractmethod
     def crop(self, length: int) -> None:
-        """Remove all but the first `length` tokens, as after a rejected guess of speculative decoding."""
+        """Remove all but the first `length` tokens of each sequence, as after a rejected guess of speculative decoding.
+
+        A longer `length` changes nothing.
+        """
 
     @abstractmethod
     def reset(self) -> None:
-        """Remove all tokens."""
+        """Remove all tokens of all sequences."""
 
 
 def first_tokens(length: int, tensors: CachedTensors) -> CachedTensors:
-    """Return views of the first `length` tokens of each tensor."""
+    """Return views of the first `length` tokens of each tensor, along the third axis."""
     return tuple(tensor[:, :, :length] for tensor in tensors)
 
 

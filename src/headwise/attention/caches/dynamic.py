@@ -14,16 +14,16 @@ class DynamicCache(GrowingCache):
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
-        """Return all stored tokens followed by the new ones."""
+        """Return the tensors of all stored tokens followed by the new ones, and the token count with them."""
         tensors, buffers = self._append(new)
         return CacheUpdate(tensors, None, tensors[0].shape[2], buffers)
 
     def commit(self, update: CacheUpdate) -> None:
-        """Store the tensors of an update."""
+        """Make the tokens of an update, stored and new, the content of the cache."""
         self.tensors, self.buffers, self.token_count = update.tensors, update.buffers, update.token_counts
 
     def crop(self, length: int) -> None:
-        """Remove all but the first `length` tokens."""
+        """Remove all but the first `length` tokens of each sequence."""
         length = whole_number("length", length, least=0)
         if self.tensors is not None:
             self.tensors, self.token_count = first_tokens(length, self.tensors), min(self.token_count, length)

@@ -37,13 +37,15 @@ class GrowingCache(Cache):
         self.reset()
 
     def reset(self) -> None:
-        """Remove all tokens."""
+        """Remove all tokens of all sequences, and release the buffers."""
         self.tensors, self.buffers, self.token_count = None, None, 0
 
     def next_positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "1 new"]:
-        """Return the positions of the next `new` tokens, the same for every sequence; `lengths` must be None."""
+        """Return the positions of the next `new` tokens, the same for every sequence, counted from the cached tokens.
+        Raises `InputError` if `lengths` is not None or the batch differs from that of the stored tokens.
+        """
         if lengths is not None:
             expected = "a StaticCache, where each sequence may have its own length"
             raise InputError("lengths", expected=expected, got=repr(self))
@@ -51,7 +53,7 @@ class GrowingCache(Cache):
         return torch.arange(self.token_count, self.token_count + new, device=device)[None]
 
     def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
-        """Replace sequence b by sequence `index[b]`; an index of another length changes the batch size."""
+        """Replace each cached sequence b by sequence `index[b]`; the length of `index` becomes the batch size."""
         if self.tensors is not None and self.buffers is not None:
             self.buffers = reordered(self.buffers, index)
             self.tensors = first_tokens(self.tensors[0].shape[2], self.buffers)
@@ -59,7 +61,8 @@ class GrowingCache(Cache):
             self.tensors = reordered(self.tensors, index)
 
     def _append(self, new: CachedTensors) -> tuple[CachedTensors, CachedTensors | None]:
-        """Return the stored tokens followed by the new ones, and the buffers that contain them, if any.
+        """Return the stored tokens followed by the new ones, and the preallocated buffers that contain them.
+        The buffers are None where nothing may be written in place, so that all tokens are copied.
 
         Stored tokens and the attributes of the cache stay unchanged, so that the call may still fail.
         """
@@ -78,7 +81,9 @@ class GrowingCache(Cache):
         return first_tokens(length, buffers), buffers
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy or a pickle, without buffers: two caches must not write to the same one."""
+        """Return the attributes for a copy or a pickle, with copied tensors and without the preallocated buffers.
+        Two caches must not write to the same buffer.
+        """
         tensors = None if self.tensors is None else tuple(tensor.clone() for tensor in self.tensors)
         return vars(self) | {"tensors": tensors, "buffers": None}
 
@@ -96,7 +101,9 @@ def _require_same_kind(stored: CachedTensors, new: CachedTensors) -> None:
 
 
 def _may_write_in_place(new: CachedTensors) -> bool:
-    """Return whether tokens may be written into buffers: not with gradients enabled, and not while tracing."""
+    """Return whether new tokens may be written into buffers in place: for plain tensors, with gradients disabled.
+    Returns False while compiling, under `torch.func`, and for meta tensors.
+    """
     return not torch.is_grad_enabled() and all(type(tensor) is Tensor and has_readable_values(tensor) for tensor in new)
 
 
@@ -108,7 +115,7 @@ def _are_writable(buffers: CachedTensors) -> bool:
 def _copy_with_spare_memory(
     tensor: Float[Tensor, "batch heads stored width"], length: int
 ) -> Float[Tensor, "batch heads capacity width"]:
-    """Return a buffer for `length` tokens and half as many again, which begins with a copy of the tensor."""
+    """Return a buffer for `length` tokens and half as many to spare (at least 64), beginning with the tensor."""
     batch, heads, stored_length, width = tensor.shape
     buffer = tensor.new_empty(batch, heads, length + max(length // 2, MIN_SPARE_TOKENS), width)
     buffer[:, :, :stored_length] = tensor

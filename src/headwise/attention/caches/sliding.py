@@ -35,21 +35,27 @@ class SlidingCache(GrowingCache):
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
-        """Return the stored sinks and window followed by the new tokens, more than the next call needs."""
+        """Return the stored tokens (the first `sinks` and the last ones) followed by the new ones, with positions.
+        Only `commit` drops the tokens that no later query needs.
+        """
         tensors, buffers = self._append(new)
         token_count = self.token_count + positions.shape[1]
         key_positions = self._key_positions(tensors[0].shape[2], token_count, positions.device)
         return CacheUpdate(tensors, key_positions, token_count, buffers)
 
     def _key_positions(self, keys: int, token_count: int, device: torch.device) -> Int[Tensor, "1 keys"] | None:
-        """Return the positions of the sinks and then of the last keys; None while no token has been dropped."""
+        """Return the positions of `keys` keys, the first `sinks` tokens and then the last ones of `token_count`.
+        None while no token has been dropped, since key j is then at position j.
+        """
         if keys == token_count:
             return None
         sinks = torch.arange(self.sinks, device=device)
         return torch.cat([sinks, torch.arange(token_count - keys + self.sinks, token_count, device=device)])[None]
 
     def commit(self, update: CacheUpdate) -> None:
-        """Store the sinks and the last `window - 1` tokens of an update: the next query brings the last key itself."""
+        """Store the first `sinks` and the last `window - 1` tokens of an update, and drop those between.
+        The next query brings the last key of its window itself.
+        """
         keys = update.tensors[0].shape[2]
         sinks = min(self.sinks, keys)
         dropped = max(keys - (self.window - 1) - sinks, 0)
@@ -62,7 +68,7 @@ class SlidingCache(GrowingCache):
         self.tensors, self.buffers, self.token_count = tensors, buffers, update.token_counts
 
     def crop(self, length: int) -> None:
-        """Remove all but the first `length` tokens.
+        """Remove all but the first `length` tokens of each sequence, which is possible until tokens are dropped.
 
         Raises:
             InputError: tokens before `length` have been dropped already.
@@ -80,7 +86,7 @@ class SlidingCache(GrowingCache):
 
 
 def _window_and_sinks(width: int, sinks: int) -> Mask:
-    """Return the mask of a causal window and of the first `sinks` keys."""
+    """Return the mask under which a query attends to the last `width` keys up to its own, and to the first `sinks`."""
     return window(width) | causal() & prefix(sinks) if sinks else window(width)
 
 
@@ -94,7 +100,9 @@ def _without(
 def _shifted(
     buffer: Float[Tensor, "batch heads capacity width"], sinks: int, dropped: int
 ) -> Float[Tensor, "batch heads remaining width"]:
-    """Return the buffer from token `dropped` on, and copy the sinks in place to its beginning."""
+    """Return a view of a buffer without the `dropped` tokens that follow the first `sinks` tokens.
+    The sinks are moved in place to the beginning of the view; the tokens behind them stay where they are.
+    """
     if sinks:
         # The window stays where it is, and the sinks overwrite dropped tokens.
         buffer[:, :, dropped : dropped + sinks] = buffer[:, :, :sinks].clone()

@@ -58,18 +58,22 @@ class StaticCache(Cache):
 
     @property
     def tensors(self) -> CachedTensors:
-        """Views of the slots without the one for padding, `(batch, kv_heads, capacity, width)` each."""
+        """Views of all slots for tokens, `(batch, kv_heads, capacity, width)` each, without the one for padding."""
         return tuple(slots[:, :, 1:] for slots in self.slots)
 
     @property
     def can_omit_empty_slots(self) -> bool:
-        """True where `prepare_update` may leave out slots beyond the longest sequence: lengths are cheap to read."""
+        """True if `prepare_update` may return only the slots up to the longest sequence.
+        It then has to read the lengths, which is cheap on a CPU and outside of compiling.
+        """
         return _is_cheap_to_read(self.lengths)
 
     def next_positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "batch new"]:
-        """Return the positions of the next `new` tokens of each sequence, and -1 for padding."""
+        """Return the positions of the next `new` tokens of each sequence, counted from its length; -1 for padding.
+        Raises `InputError` for unusable `lengths`, another batch, or a token beyond the capacity if that can be read.
+        """
         require_same_batch(self.slots, batch)
         step = torch.arange(new, device=device)
         positions = self.lengths[:, None] + step
@@ -90,7 +94,9 @@ class StaticCache(Cache):
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
-        """Write the new tokens into empty slots, and return all tokens with their positions.
+        """Write the new tokens into the slots behind each sequence, and return the slots with their key positions.
+        Empty slots have position -1; those beyond the longest sequence are left out if `full_capacity` is False and
+        lengths are cheap to read.
 
         The written slots count as empty until `commit` sets the new lengths. If `commit` is never called, because the
         forward pass failed, the next update clears them.
@@ -111,7 +117,9 @@ class StaticCache(Cache):
         return CacheUpdate(tensors, key_positions, token_counts)
 
     def _check_new(self, new: CachedTensors) -> None:
-        """Raise `InputError` unless tensors of new tokens fit the slots and require no gradient."""
+        """Raise `InputError` unless new keys and values have the heads, width, dtype and device of the cache's slots.
+        Raises it too if they require a gradient, which writing in place would lose.
+        """
         slot_sizes, new_sizes = ([tensor.shape[1:4:2] for tensor in tensors] for tensors in (self.slots, new))
         if slot_sizes != new_sizes:
             expected = f"room for {[tuple(size) for size in new_sizes]} heads and widths, the layer's"
@@ -130,7 +138,9 @@ class StaticCache(Cache):
                 )
 
     def _common_span(self, positions: Int[Tensor, "batch new"]) -> slice | None:
-        """Return the positions of the new tokens as a slice if all sequences share them and they are cheap to read."""
+        """Return the range of positions of the new tokens as one slice, if it is the same in all sequences.
+        None if sequences differ, if there is padding, or if reading the positions is not cheap.
+        """
         if not (self.can_omit_empty_slots and positions.numel()):
             return None
         first, new = int(positions[0, 0]), positions.shape[1]
@@ -140,7 +150,9 @@ class StaticCache(Cache):
     def _write(
         self, new: CachedTensors, positions: Int[Tensor, "batch new"], span: slice | None
     ) -> Int[Tensor, " batch"]:
-        """Write the new tokens into their slots, and return the length of each sequence with them."""
+        """Write the new tokens into their slots, and return the length of each sequence including its new tokens.
+        With `span`, all sequences write to these positions; otherwise each to its own `positions`, padding to slot 0.
+        """
         if span is not None:
             for stored, tensor in zip(self.tensors, new, strict=True):
                 stored[:, :, span] = tensor
@@ -152,12 +164,12 @@ class StaticCache(Cache):
         return self.lengths + (positions >= 0).sum(1)
 
     def commit(self, update: CacheUpdate) -> None:
-        """Set the length of each sequence, so that the written tokens count as cached."""
+        """Set the length of each sequence to that of the update, so that its written tokens count as cached."""
         self.lengths.copy_(update.token_counts)
         self._has_uncommitted_writes = False
 
     def reorder(self, index: Int[Tensor, " batch"] | Sequence[int]) -> None:
-        """Replace sequence b by sequence `index[b]`, in place."""
+        """Replace each cached sequence b by sequence `index[b]`, in place; `index` has one number for each sequence."""
         *slots, lengths = reordered((*self.slots, self.lengths), index)
         if len(lengths) != len(self.lengths):
             expected = f"one for each of {len(self.lengths)} sequences"
@@ -166,7 +178,7 @@ class StaticCache(Cache):
             tensor.copy_(values)
 
     def crop(self, length: int | Int[Tensor, " batch"] | Sequence[int]) -> None:
-        """Remove all but the first `length` tokens: one number for all sequences, or `(batch,)`."""
+        """Remove all but the first `length` tokens of each sequence; `length` is one number, or `(batch,)` numbers."""
         if not isinstance(length, Tensor | Sequence):
             self._crop_to(self.lengths.clamp(max=whole_number("length", length, least=0)))
             return
@@ -177,11 +189,11 @@ class StaticCache(Cache):
         self._crop_to(torch.minimum(self.lengths, lengths.to(self.lengths.device)))
 
     def reset(self) -> None:
-        """Remove all tokens."""
+        """Remove all tokens of all sequences and fill their slots with zeros; the memory stays allocated."""
         self._crop_to(torch.zeros_like(self.lengths))
 
     def _crop_to(self, lengths: Int[Tensor, " batch"]) -> None:
-        """Shorten each sequence to its new length, and clear the slots of the removed tokens."""
+        """Set the length of each sequence, none longer than before, and fill the slots of removed tokens with zeros."""
         removed = slice(None)
         if self.can_omit_empty_slots and not self._has_uncommitted_writes:
             removed = slice(int(lengths.min()), int(self.lengths.max()))
@@ -190,7 +202,7 @@ class StaticCache(Cache):
         self._has_uncommitted_writes = False
 
     def _clear_empty_slots(self, positions: slice) -> None:
-        """Set the slots at these positions that are beyond the length of their sequence to 0.
+        """Fill the slots in a slice of positions with zeros where they are beyond the length of their sequence.
 
         Attention multiplies the value of an empty slot by a weight of 0, which leaves NaN and infinity.
         """

@@ -26,13 +26,13 @@ class Dense(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "#batch #heads rows columns"]:
-        """Return the stored values of each pair of query rows `i` and keys `j`."""
+        """Return the stored values of all pairs of a query row in `i` and a key in `j`; True means "attends"."""
         return self.values.expand(-1, -1, grid.queries, grid.keys)[..., i, j]
 
     def block(
         self, grid: Grid, rows: range | None = None, columns: range | None = None
     ) -> Bool[Tensor, "#batch #heads rows columns"]:
-        """Return a view of the stored values for a block of the grid; by default for all rows and columns."""
+        """Return a view of the stored values for a range of query rows and of keys; by default for all of them."""
         self.check(grid)
         values = self.values.expand(-1, -1, grid.queries, grid.keys)
         if rows is not None:
@@ -40,7 +40,9 @@ class Dense(Mask):
         return values if columns is None else values[..., columns.start : columns.stop]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return whether none, all or some of the stored values of a block are True."""
+        """Return EMPTY, FULL or PARTIAL: none, all or some of the stored values of a block of the grid are True.
+        PARTIAL is returned as well where the values cannot be read, as while compiling.
+        """
         if not has_readable_values(self.values):
             return Coverage.PARTIAL
         block = self.block(grid, rows, columns)
@@ -50,23 +52,23 @@ class Dense(Mask):
 
     @property
     def stored_values(self) -> int:
-        """Number of elements of the tensor."""
+        """Number of elements of the stored boolean tensor."""
         return self.values.numel()
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless the tensor broadcasts to the grid, on its device."""
+        """Raise `InputError` unless the stored tensor broadcasts to the score grid and is on its device."""
         require_broadcast("mask", self.values, grid)
 
     def for_sequence(self, index: int) -> Mask:
-        """Return the mask of sequence `index` alone."""
+        """Return the stored mask of sequence `index` alone, for a grid whose batch is 1."""
         return self if self.values.shape[0] == 1 else Dense(self.values[index : index + 1])
 
     def for_head(self, index: int) -> Mask:
-        """Return the mask of head `index` alone."""
+        """Return the stored mask of head `index` alone, for a grid with one head."""
         return self if self.values.shape[1] == 1 else Dense(self.values[:, index : index + 1])
 
     def natural_grid(self) -> Grid:
-        """Return the sizes of the tensor, 0 on an axis of size 1, and its device."""
+        """Return a grid with the sizes and device of the stored tensor; an axis of size 1 gets 0, for any size."""
         batch, heads, queries, keys = (size if size > 1 else 0 for size in self.values.shape)
         return Grid(batch, heads, queries, keys, self.values.device)
 
@@ -91,7 +93,7 @@ class MaskRule(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "batch heads rows columns"]:
-        """Return the result of the rule for each sequence and head and each pair of query rows `i` and keys `j`.
+        """Return the result of the rule for each sequence, each head, each query row in `i` and each key in `j`.
 
         Raises:
             InputError: the rule returns no boolean tensor, or one of another shape.
@@ -110,11 +112,11 @@ class MaskRule(Mask):
             raise InputError("mask_rule(rule)", expected=expected, got=tuple(allowed.shape)) from None
 
     def for_sequence(self, index: int) -> Mask:
-        """Return the mask of sequence `index` alone, whose rule still receives that index."""
+        """Return the mask of sequence `index` alone; the rule still receives that index, not 0, as its sequence."""
         return MaskRule(self.rule, self.first_sequence + index, self.first_head)
 
     def for_head(self, index: int) -> Mask:
-        """Return the mask of head `index` alone, whose rule still receives that index."""
+        """Return the mask of head `index` alone; the rule still receives that index, not 0, as its head."""
         return MaskRule(self.rule, self.first_sequence, self.first_head + index)
 
     def __repr__(self) -> str:

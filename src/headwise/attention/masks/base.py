@@ -20,7 +20,7 @@ from headwise.shapes import Bool, Int
 
 
 class Mask(ABC):
-    """Rule for which keys each query attends to, evaluated for one block of the score grid at a time.
+    """Rule that states for each query the keys it attends to; it is evaluated for one block of scores at a time.
 
     A new mask must define `allowed`. The other methods have defaults that are correct for every mask.
 
@@ -35,21 +35,22 @@ class Mask(ABC):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return, for all pairs of query rows `i` and keys `j` at once, whether the query attends to the key.
+        """Return a boolean tensor, True where a query attends to a key, for all query rows in `i` and keys in `j`.
 
         A mask that goes by positions reads them from `grid.query_position(i)` and `grid.key_position(j)`.
         """
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return whether the mask allows none, all or some of the pairs of a block, without evaluating the block.
+        """Return EMPTY, FULL or PARTIAL: the mask allows none, all or some of the query-key pairs of a block.
+        The block is not evaluated for it, and PARTIAL is returned where the answer is unknown.
 
-        EMPTY and FULL are always right; PARTIAL is returned when the answer is unknown. Masks that go by positions
+        EMPTY and FULL are always right. Masks that go by positions
         decide only on a grid with default positions, where a range of rows or columns is a range of positions.
         """
         return Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` when the sizes or the device of the mask do not fit the grid."""
+        """Raise `InputError` when the sizes or the device of the mask do not fit the score grid."""
 
     def for_sequence(self, index: int) -> "Mask":
         """Return the mask of sequence `index` alone, for a grid whose batch is 1."""
@@ -61,17 +62,17 @@ class Mask(ABC):
 
     @property
     def stored_values(self) -> int:
-        """Number of stored matrix elements, which `coverage` has to read; 0 for a mask that is computed."""
+        """Number of matrix elements that the mask stores and `coverage` has to read; 0 for a mask that is computed."""
         return 0
 
     def natural_grid(self) -> Grid:
-        """Return the sizes that the mask itself prescribes or describes, 0 for an axis that may have any size."""
+        """Return a grid with the sizes that the mask itself prescribes, and 0 for each axis that may have any size."""
         return Grid(0, 0, 0, 0)
 
     def block(
         self, grid: Grid, rows: range | None = None, columns: range | None = None
     ) -> Bool[Tensor, "#batch #heads rows columns"]:
-        """Return the mask as a boolean tensor for a block of the grid; by default for all rows and columns."""
+        """Return the mask as a boolean tensor for a range of query rows and of keys; by default for all of them."""
         self.check(grid)
         i = _indices(rows, grid.queries, grid.device)[:, None]
         j = _indices(columns, grid.keys, grid.device)[None, :]
@@ -79,7 +80,8 @@ class Mask(ABC):
         return allowed[(None,) * (4 - allowed.ndim)].expand(-1, -1, i.shape[0], j.shape[1])
 
     def picture(self, grid: Grid | None = None) -> str:
-        """Return the mask drawn with ■ (attends) and ·, one drawing for each sequence and head that differ.
+        """Return the mask drawn as text with ■ (attends) and ·, one drawing for each sequence and head of the mask.
+        A mask that is the same for all sequences or heads is drawn once.
 
         The default grid has the sizes that the mask prescribes, and 6 queries and keys where it prescribes none.
 
@@ -118,7 +120,7 @@ class Mask(ABC):
 
 
 def _indices(indices: range | None, count: int, device: torch.device) -> Int[Tensor, " indices"]:
-    """Return a range as a tensor; None stands for all `count` indices.
+    """Return the indices of a range as a tensor; None stands for the range from 0 to `count`.
 
     While compiling, `count` may be a symbol, from which no Python range can be made.
     """
@@ -129,16 +131,16 @@ def _indices(indices: range | None, count: int, device: torch.device) -> Int[Ten
 
 @dataclass(frozen=True)
 class _Combined(Mask):
-    """Base of masks whose dataclass fields are the masks that they combine."""
+    """Base class of the masks made by `&`, `|` and `~`; their dataclass fields are the masks that they combine."""
 
     @property
     def depends_on_distance_only(self) -> bool:  # type: ignore[override]
-        """True if all combined masks depend on the distance alone."""
+        """True if all combined masks depend on the difference of query and key position alone."""
         return all(part.depends_on_distance_only for part in self.parts)
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        """The combined masks."""
+        """The masks that are combined: two for `&` and `|`, one for `~`."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
@@ -147,20 +149,22 @@ class _Combined(Mask):
         return sum(part.stored_values for part in self.parts)
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` when one of the combined masks does not fit the grid."""
+        """Raise `InputError` when the sizes or device of one of the combined masks do not fit the score grid."""
         for part in self.parts:
             part.check(grid)
 
     def for_sequence(self, index: int) -> Mask:
-        """Return the same combination of the masks of sequence `index`."""
+        """Return the same combination, restricted to sequence `index`, for a grid whose batch is 1."""
         return type(self)(*(part.for_sequence(index) for part in self.parts))
 
     def for_head(self, index: int) -> Mask:
-        """Return the same combination of the masks of head `index`."""
+        """Return the same combination, restricted to head `index`, for a grid with one head."""
         return type(self)(*(part.for_head(index) for part in self.parts))
 
     def natural_grid(self) -> Grid:
-        """Return the largest size that one of the combined masks prescribes, for each axis."""
+        """Return a grid with, for each axis, the largest size that any of the combined masks prescribes.
+        Its device is that of the first of these masks that is not on the CPU.
+        """
         grids = [part.natural_grid() for part in self.parts]
         batch, heads, queries, keys = (
             max(getattr(grid, axis) for grid in grids) for axis in ("batch", "heads", "queries", "keys")
@@ -179,11 +183,11 @@ class And(_Combined):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return whether both masks allow each pair of query rows `i` and keys `j`."""
+        """Return True where both masks let a query row in `i` attend to a key in `j`."""
         return self.left.allowed(grid, i, j) & self.right.allowed(grid, i, j)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY for a block where one of the masks is empty, and FULL where both are full."""
+        """Return EMPTY for a block where one of the masks allows nothing, FULL where both allow all, else PARTIAL."""
         coverages = {part.coverage(grid, rows, columns) for part in self.parts}
         if Coverage.EMPTY in coverages:
             return Coverage.EMPTY
@@ -203,11 +207,11 @@ class Or(_Combined):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return whether at least one mask allows each pair of query rows `i` and keys `j`."""
+        """Return True where at least one of the two masks lets a query row in `i` attend to a key in `j`."""
         return self.left.allowed(grid, i, j) | self.right.allowed(grid, i, j)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return FULL for a block where one of the masks is full, and EMPTY where both are empty."""
+        """Return FULL for a block where one of the masks allows all, EMPTY where both allow nothing, else PARTIAL."""
         coverages = {part.coverage(grid, rows, columns) for part in self.parts}
         if Coverage.FULL in coverages:
             return Coverage.FULL
@@ -226,11 +230,11 @@ class Not(_Combined):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return whether the mask forbids each pair of query rows `i` and keys `j`."""
+        """Return True where the negated mask forbids a query row in `i` to attend to a key in `j`."""
         return ~self.mask.allowed(grid, i, j)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return FULL for a block where the mask is empty, and EMPTY where it is full."""
+        """Return FULL for a block where the negated mask allows nothing, EMPTY where it allows all, else PARTIAL."""
         opposite = {Coverage.EMPTY: Coverage.FULL, Coverage.FULL: Coverage.EMPTY}
         coverage = self.mask.coverage(grid, rows, columns)
         return opposite.get(coverage, coverage)

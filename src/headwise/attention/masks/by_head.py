@@ -24,7 +24,7 @@ class PerHead(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "#batch heads rows columns"]:
-        """Return whether each head's own mask allows each pair of query rows `i` and keys `j`."""
+        """Return True where the mask of a head lets its query row in `i` attend to a key in `j`, for every head."""
         one_head = replace(grid, heads=1)
         blocks = [self.for_head(head).allowed(one_head, i, j) for head in range(len(self.masks))]
         blocks = [block[(None,) * (4 - block.ndim)].expand(-1, -1, i.shape[0], j.shape[1]) for block in blocks]
@@ -32,7 +32,7 @@ class PerHead(Mask):
         return torch.cat([block.expand(batch, -1, -1, -1) for block in blocks], dim=1)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return the coverage of a block if it is the same in every head, otherwise PARTIAL."""
+        """Return the coverage of a block (EMPTY, PARTIAL or FULL) if all heads have the same one, otherwise PARTIAL."""
         coverages = {mask.coverage(grid, rows, columns) for mask in dict.fromkeys(self.masks)}
         return coverages.pop() if len(coverages) == 1 else Coverage.PARTIAL
 
@@ -42,22 +42,22 @@ class PerHead(Mask):
         return sum(mask.stored_values for mask in self.masks)
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless there is one mask for each head, and each fits the grid of its head."""
+        """Raise `InputError` unless there is one mask for each head of the score grid, and each of them fits it."""
         if len(self.masks) != grid.heads:
             raise InputError("per_head(masks)", expected=f"one for each of {grid.heads} heads", got=len(self.masks))
         for mask in self.masks:
             mask.check(replace(grid, heads=1))
 
     def for_sequence(self, index: int) -> Mask:
-        """Return the masks that all heads have for sequence `index`."""
+        """Return the per-head mask of sequence `index` alone, for a grid whose batch is 1."""
         return PerHead(tuple(mask.for_sequence(index) for mask in self.masks))
 
     def for_head(self, index: int) -> Mask:
-        """Return the mask of head `index`."""
+        """Return the mask of head `index` alone, for a grid with one head."""
         return self.masks[index].for_head(index)
 
     def natural_grid(self) -> Grid:
-        """Return the number of heads, and for the other axes the largest size that a head's mask prescribes."""
+        """Return a grid with the number of heads, and for other axes the largest size that a head's mask prescribes."""
         grids = [mask.natural_grid() for mask in self.masks]
         batch, queries, keys = (max(getattr(grid, axis) for grid in grids) for axis in ("batch", "queries", "keys"))
         device = next((grid.device for grid in grids if grid.device.type != "cpu"), torch.device("cpu"))

@@ -34,7 +34,7 @@ class Band(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return whether each key `j` is within the band of each query row `i`."""
+        """Return True where a key in `j` is in the window of a query row in `i` (without width: up to the query)."""
         distance_back = grid.query_position(i) - grid.key_position(j)
         inside = distance_back >= -min(self.ahead * self.dilation, MAX_DISTANCE)
         if self.width is not None:
@@ -42,7 +42,9 @@ class Band(Mask):
         return inside if self.dilation == 1 else inside & (distance_back % min(self.dilation, MAX_DISTANCE) == 0)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return whether none, all or some of the keys of a block are within the band of its queries."""
+        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are in the windows of its queries.
+        PARTIAL may also mean unknown, as on a grid with explicit positions or with a dilation.
+        """
         if not grid.uses_default_positions:
             return Coverage.PARTIAL
         # Every distance between the smallest and the largest occurs in the block: exact, without a dilation.
@@ -76,11 +78,13 @@ class Prefix(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return whether each key `j` is among the first `length`."""
+        """Return True where a key in `j` has a position below `length`, for any query row."""
         return grid.key_position(j) < min(self.length, MAX_DISTANCE)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return whether none, all or some of the keys of a block are among the first `length`."""
+        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are among the first `length`.
+        PARTIAL may also mean unknown, on a grid with explicit positions.
+        """
         if not grid.uses_default_positions:
             return Coverage.PARTIAL
         if columns.start >= self.length:
@@ -104,12 +108,14 @@ class Chunked(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return whether each query row `i` and key `j` are in the same chunk."""
+        """Return True where a query row in `i` and a key in `j` have positions in the same chunk of `size`."""
         size = min(self.size, MAX_DISTANCE)
         return grid.query_position(i) // size == grid.key_position(j) // size
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return whether none, all or some of the pairs of a block are in the same chunk."""
+        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's query-key pairs are in the same chunk.
+        PARTIAL may also mean unknown, on a grid with explicit positions.
+        """
         if not grid.uses_default_positions:
             return Coverage.PARTIAL
         query_chunks = range((rows.start + grid.offset) // self.size, (rows.stop - 1 + grid.offset) // self.size + 1)
@@ -132,5 +138,5 @@ class HasPosition(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return whether both the query row `i` and the key `j` have a position of 0 or more."""
+        """Return True where a query row in `i` and a key in `j` both have a position of 0 or more."""
         return (grid.query_position(i) >= 0) & (grid.key_position(j) >= 0)

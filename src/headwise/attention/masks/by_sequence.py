@@ -16,8 +16,7 @@ from headwise.shapes import Bool, Int
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Padding(Mask):
-    """Mask of real lengths: every query of sequence b attends to the first `lengths[b]` keys.
-
+    """Mask of real lengths: every query of sequence b attends to its first `lengths[b]` keys.
     With `side="left"`, where the padding comes first, it attends to the last `lengths[b]` keys.
 
     Attributes:
@@ -33,7 +32,7 @@ class Padding(Mask):
 
     @cached_property
     def _shortest_and_longest(self) -> tuple[int, int]:
-        """The smallest and the largest length, read once, since reading them from a GPU waits for it."""
+        """Smallest and largest of the lengths, (0, 0) without sequences; cached, since reading them waits for a GPU."""
         if not self.lengths.numel():
             return 0, 0
         return int(self.lengths.min()), int(self.lengths.max())
@@ -41,12 +40,14 @@ class Padding(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "batch 1 1 columns"]:
-        """Return for each sequence whether each key `j` is real."""
+        """Return for each sequence True at the keys in `j` that are real, which are visible to every query."""
         lengths = self.lengths.to(grid.device)[:, None, None, None]
         return grid.key_position(j) < lengths if self.side == "right" else j >= grid.keys - lengths
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return whether none, all or some of the keys of a block are real, over all sequences."""
+        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are real, over all sequences.
+        PARTIAL may also mean unknown, on a grid with explicit positions or if the lengths cannot be read.
+        """
         if not grid.uses_default_positions or not has_readable_values(self.lengths):
             return Coverage.PARTIAL
         shortest, longest = self._shortest_and_longest
@@ -59,7 +60,9 @@ class Padding(Mask):
         return Coverage.FULL if last < shortest else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless there is one length for each sequence, and none above the number of keys."""
+        """Raise `InputError` unless there is one length for each sequence, none of them above the number of keys.
+        For a prefix (`bounded` False) the size is not checked. Padding on the left needs default positions.
+        """
         if len(self.lengths) != grid.batch:
             raise InputError(
                 "padding(lengths)", expected=f"one length for each of {grid.batch} sequences", got=len(self.lengths)
@@ -74,11 +77,11 @@ class Padding(Mask):
             raise InputError("padding(lengths)", expected=f"lengths of 0 to {grid.keys} (the keys)", got=got)
 
     def for_sequence(self, index: int) -> Mask:
-        """Return the mask of sequence `index` alone."""
+        """Return the padding mask of sequence `index` alone, for a grid whose batch is 1."""
         return Padding(self.lengths[index : index + 1], self.side, self.bounded)
 
     def natural_grid(self) -> Grid:
-        """Return the number of sequences, and the largest length as the number of keys, or 1 if it is not readable."""
+        """Return a grid with the number of sequences, and as number of keys the largest length (1 if unreadable)."""
         keys = self._shortest_and_longest[1] if has_readable_values(self.lengths) else 1
         return Grid(len(self.lengths), 0, 0, keys, _drawing_device(self.lengths))
 
@@ -103,7 +106,7 @@ class Segments(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "#batch 1 rows columns"]:
-        """Return whether the position of each query row `i` and each key `j` have the same id."""
+        """Return True where a query row in `i` and a key in `j` are in the same document, by the ids at their positions."""
         if 0 in (i.shape[0], j.shape[1], self.ids.shape[1]):
             return torch.zeros(1, 1, i.shape[0], j.shape[1], dtype=torch.bool, device=grid.device)
         query_positions, key_positions = grid.query_position(i), grid.key_position(j)
@@ -112,7 +115,7 @@ class Segments(Mask):
         return (query_ids == self._ids_at(key_positions)) & has_ids
 
     def _ids_at(self, positions: Int[Tensor, "*#batch 1 count"]) -> Int[Tensor, "#batch 1 1 count"]:
-        """Return the ids at these positions in each sequence; a position without an id gets that of the nearest."""
+        """Return the document id at each position in each sequence, the first or last id at positions beyond the ids."""
         ids = self.ids.to(positions.device)
         positions = positions.flatten(0, -2).clamp(0, ids.shape[1] - 1)
         # torch.take_along_dim would fix the lengths while compiling.
@@ -120,7 +123,9 @@ class Segments(Mask):
         return ids.expand(batch, -1).gather(1, positions.expand(batch, -1))[:, None, None]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY for a block whose queries and keys have ids in separate ranges, FULL where all ids are equal."""
+        """Return EMPTY for a block whose queries and keys have document ids in separate ranges, FULL if all are equal.
+        Otherwise, and where ids cannot be read or positions are explicit, return PARTIAL.
+        """
         if not grid.uses_default_positions or not has_readable_values(self.ids):
             return Coverage.PARTIAL
         if not (rows and columns):
@@ -133,7 +138,9 @@ class Segments(Mask):
         return Coverage.FULL if is_one_segment and rows.start + grid.offset >= 0 else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless there is one id for each key, for each sequence or for all."""
+        """Raise `InputError` unless there is one document id for each key, in one row for all sequences or a row each.
+        With explicit positions, the number of ids is not checked.
+        """
         batch, keys = self.ids.shape
         # With explicit positions, as from a cache with empty slots, positions may run as far as there are ids.
         if batch not in (1, grid.batch) or (grid.uses_default_positions and keys != grid.keys):
@@ -144,11 +151,11 @@ class Segments(Mask):
             )
 
     def for_sequence(self, index: int) -> Mask:
-        """Return the mask of sequence `index` alone."""
+        """Return the document mask of sequence `index` alone, for a grid whose batch is 1."""
         return self if self.ids.shape[0] == 1 else Segments(self.ids[index : index + 1])
 
     def natural_grid(self) -> Grid:
-        """Return the number of keys, and that of sequences where they differ."""
+        """Return a grid with the number of keys, and the number of sequences, or 0 if all share one row of ids."""
         batch, keys = self.ids.shape
         return Grid(batch if batch > 1 else 0, 0, 0, keys, _drawing_device(self.ids))
 
@@ -162,5 +169,5 @@ def _drawing_device(values: Int[Tensor, "..."]) -> torch.device:
 
 
 def _shown(values: Int[Tensor, "..."]) -> str:
-    """Return the values for a `repr`, or the shape of a tensor whose values are not readable."""
+    """Return a tensor's values as text for a `repr`, or its shape if the values cannot be read."""
     return str(values.tolist()) if has_readable_values(values) else f"<{' x '.join(map(str, values.shape))}>"

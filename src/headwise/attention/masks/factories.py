@@ -180,7 +180,7 @@ def dense(values: Tensor) -> Mask:
 
 
 def _lengths(argument: str, lengths: Any) -> Int[Tensor, " batch"]:
-    """Return the lengths of the sequences as a tensor, which `argument` supplied; `InputError` below 0."""
+    """Return one length for each sequence as an int64 tensor; raise `InputError` for others or a length below 0."""
     tensor = whole_numbers(argument, lengths, dimensions=(1,), shape="one for each sequence")
     if has_readable_values(tensor) and (tensor < 0).any():
         raise InputError(argument, expected="lengths of 0 or more", got=int(tensor.min()))

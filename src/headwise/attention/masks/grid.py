@@ -43,17 +43,17 @@ class Grid:
 
     @property
     def uses_default_positions(self) -> bool:
-        """True where the positions of queries and keys follow from the sizes of the grid."""
+        """True without explicit positions: key j is at position j, and the last query is aligned with the last key."""
         return self.query_positions is None and self.key_positions is None
 
     def query_position(self, i: Int[Tensor, "rows 1"]) -> Int[Tensor, "*#batch rows 1"]:
-        """Return the positions of query rows `i`, `(rows, 1)` or `(batch, 1, rows, 1)`."""
+        """Return the positions of the query rows in `i`: `(rows, 1)`, or `(batch, 1, rows, 1)` if they are explicit."""
         if self.query_positions is None:
             return i + self.offset
         return self.query_positions[:, None, i[:, 0], None]
 
     def key_position(self, j: Int[Tensor, "1 columns"]) -> Int[Tensor, "*#batch 1 columns"]:
-        """Return the positions of keys `j`, `(1, columns)` or `(batch, 1, 1, columns)`."""
+        """Return the positions of the keys in `j`: `(1, columns)`, or `(batch, 1, 1, columns)` if they are explicit."""
         if self.key_positions is None:
             return j
         return self.key_positions[:, None, None, j[0]]
@@ -89,7 +89,7 @@ def with_four_axes(name: str, values: Tensor) -> Tensor:
 
 
 def require_broadcast(name: str, values: Tensor, grid: Grid) -> None:
-    """Raise `InputError` unless every axis of `values` has the size of the grid's or 1, on the grid's device."""
+    """Raise `InputError` unless each of four axes of `values` has size 1 or that of the grid, on the grid's device."""
     sizes = (grid.batch, grid.heads, grid.queries, grid.keys)
     if any(size not in (1, wanted) for size, wanted in zip(values.shape, sizes, strict=True)):
         raise InputError(
