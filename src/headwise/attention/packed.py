@@ -19,7 +19,7 @@ Other libraries call them `cu_seqlens`.
 
 
 def offsets_as_list(name: str, offsets: Tensor | Sequence[int], total: int) -> list[int]:
-    """Return the offsets of packed sequences as a list: 0, the start of each further sequence, and `total`.
+    """Return checked offsets of packed sequences as a list: 0, the start of each further sequence, and `total` tokens.
 
     Args:
         name: name of the argument, for the error.
@@ -51,7 +51,7 @@ class PaddedBatch(NamedTuple):
 
     @staticmethod
     def from_lengths(lengths: Tensor | Sequence[int], x: Float[Tensor, "*batch queries width"]) -> "PaddedBatch":
-        """Return the padded batch that `x` is, with these lengths.
+        """Return the `PaddedBatch` of a tensor `x` that is padded on the right, given the length of each sequence.
 
         Raises:
             InputError: an `x` without a batch axis, or lengths that are not one number from 0 to the number of tokens
@@ -68,16 +68,16 @@ class PaddedBatch(NamedTuple):
 
     @property
     def should_pack(self) -> bool:
-        """True if packing saves work: at least 1/16 of the tokens is padding, and the lengths may be read."""
+        """True if packing saves work: at least 1/16 of the tokens is padding. False where lengths cannot be read."""
         return has_readable_values(self.lengths) and 16 * int(self.lengths.sum()) <= 15 * self.is_real.numel()
 
     @property
     def offsets(self) -> list[int]:
-        """Index of the first packed token of each sequence, then the number of real tokens."""
+        """Index of the first token of each sequence among the packed tokens, then the number of real tokens."""
         return [0, *self.lengths.cumsum(0).tolist()]
 
     def pack(self, x: Float[Tensor, "batch queries width"]) -> Float[Tensor, "tokens width"]:
-        """Return the real tokens of a padded tensor, concatenated."""
+        """Return the real tokens of all sequences of a padded tensor, concatenated in one axis."""
         return x.flatten(0, 1).index_select(0, self._real_indices)
 
     def unpack(self, tokens: Float[Tensor, "tokens width"]) -> Float[Tensor, "batch queries width"]:
@@ -92,7 +92,8 @@ class PaddedBatch(NamedTuple):
 
 
 def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the values `(tokens, width)` of jagged nested tensors, and their offsets `(sequences + 1,)`, by name.
+    """Return two dictionaries by argument name: packed tokens `(tokens, width)` of jagged nested tensors, and offsets.
+    The offsets `(sequences + 1,)` are the start of each sequence and the number of tokens.
 
     Args:
         inputs: tensors by argument name: "x", and optionally "context" and "value_context".
@@ -113,7 +114,7 @@ def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Te
 
 
 def _require_jagged(name: str, tensor: Any) -> None:
-    """Raise `InputError` unless a tensor is nested, jagged, `(batch, lengths, width)`, and has no gaps."""
+    """Raise `InputError` unless a tensor is nested, jagged, of shape `(batch, lengths, width)`, and without gaps."""
     if not isinstance(tensor, Tensor):
         raise InputError(name, expected="a jagged nested tensor, like x", got=type(tensor).__name__)
     if not tensor.is_nested or tensor.layout != torch.jagged:
@@ -128,14 +129,16 @@ def _require_jagged(name: str, tensor: Any) -> None:
 
 
 def sequence_slices(offsets: Sequence[int]) -> list[slice]:
-    """Return the slice of each sequence among the packed tokens."""
+    """Return for each sequence the slice of its tokens among all packed tokens, given the offsets."""
     return [slice(start, stop) for start, stop in pairwise(offsets)]
 
 
 def positions_in_sequences(
     query_offsets: Sequence[int], key_offsets: Sequence[int], device: torch.device
 ) -> tuple[Int[Tensor, "1 queries"], Int[Tensor, "1 keys"]]:
-    """Return the position of each packed query and key in its sequence; the last query is aligned with the last key."""
+    """Return the position of each packed query and of each packed key within its own sequence, as `(1, tokens)` each.
+    In every sequence the last query is aligned with the last key.
+    """
     query_positions, key_positions = [torch.arange(0, device=device)], [torch.arange(0, device=device)]
     for query_slice, key_slice in zip(sequence_slices(query_offsets), sequence_slices(key_offsets), strict=True):
         queries, keys = query_slice.stop - query_slice.start, key_slice.stop - key_slice.start

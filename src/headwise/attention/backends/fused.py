@@ -44,7 +44,9 @@ def why_not(problem: Problem) -> str | None:
 
 
 def run(problem: Problem) -> Answer:
-    """Compute attention with torch's kernels; `why_not` must have returned None for the problem."""
+    """Compute attention with torch's kernels, without the gate; if weights are asked for, with the reference.
+    `why_not` must have returned None for the problem.
+    """
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that kernels avoid
     q, k, v, scale = problem.q, problem.k, problem.v, problem.scale
@@ -79,7 +81,9 @@ def run(problem: Problem) -> Answer:
 def _without_lse(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, dropout: float
 ) -> Float[Tensor, "batch heads queries width"]:
-    """Return the output of torch's attention."""
+    """Return the output of torch's `scaled_dot_product_attention`, for callers that need no log-sum-exp.
+    One query row in bfloat16 on CPU is passed twice, which is faster. Exported rows without a key are set to 0.
+    """
     if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return _without_lse(q.repeat(1, 1, 2, 1), k, v, attn_mask, False, scale, dropout)[:, :, :1]
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # while compiling, != may be a symbol
@@ -96,7 +100,8 @@ def _without_lse(
 def _with_lse(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads queries"]]:
-    """Return output and log-sum-exp from the operator under torch's attention, computed in float32 at least.
+    """Return output and log-sum-exp from torch's flash operator for the CPU, computed in float32 at least.
+    The log-sum-exp is -inf in a row without a visible key.
 
     In half precision its exponentials have errors of up to 6e-5, which show in a log-sum-exp near 0. On CPU float32 is
     as fast.
@@ -112,7 +117,8 @@ def _with_lse(
 
 
 def uses_is_causal(problem: Problem) -> bool:
-    """Return True if torch's causal flag replaces the mask: for a causal mask over as many queries as keys.
+    """Return True if torch's flag `is_causal` can replace the mask: causal, without bias, as many queries as keys.
+    The scale must be positive in float32, or a tensor.
 
     The flag aligns the first query with the first key, which is the same only then. On CPU the kernel multiplies scores
     by the scale after it has set hidden ones to -inf, so a scale that is not positive in float32 would give NaN.
@@ -123,12 +129,14 @@ def uses_is_causal(problem: Problem) -> bool:
 
 
 def keeps_matrix(problem: Problem) -> bool:
-    """Return True if torch has no fused kernel for a problem on CPU, and computes the whole matrix."""
+    """Return True if torch computes the whole matrix on CPU: with dropout, or with a bias that needs a gradient."""
     return problem.dropout > 0 or _bias_needs_grad(problem)
 
 
 def _needs_lse(problem: Problem) -> bool:
-    """Return True if the log-sum-exp is asked for, or if sinks are computed from it: on CPU, unless exporting."""
+    """Return True if the log-sum-exp must be computed: it is asked for, or sinks are added to the output with it.
+    Sinks use it on CPU, unless the model is exported or the bias needs a gradient.
+    """
     sinks_from_lse = (
         problem.q.device.type == "cpu" and not torch.compiler.is_exporting() and not _bias_needs_grad(problem)
     )
@@ -136,14 +144,17 @@ def _needs_lse(problem: Problem) -> bool:
 
 
 def _bias_needs_grad(problem: Problem) -> bool:
-    """Return True if the bias may need a gradient."""
+    """Return True if there is a bias that requires a gradient, and gradients are enabled."""
     return problem.bias is not None and problem.bias.requires_grad and torch.is_grad_enabled()
 
 
 def _with_sink_key(
     problem: Problem, k: Tensor, v: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Return keys, values and mask with an additional key of score 0 and value 0, to whose score the sink is added."""
+    """Return keys, values, mask and causal flag for a problem whose sinks become one more key with value 0.
+    The key has product 0 with every query, and the mask, now a tensor to add, gives it each head's sink logit as score.
+    The flag is False.
+    """
     assert problem.sinks is not None
     dtype, grid = k.dtype if k.device.type != "cpu" else problem.score_dtype, problem.grid
     if attn_mask is None:
@@ -160,7 +171,7 @@ def _with_sink_key(
 
 
 class _FlashWithLse(torch.autograd.Function):
-    """The CPU flash operator with a gradient for its log-sum-exp as well.
+    """Torch's flash attention operator for the CPU, with a gradient for its log-sum-exp as well as for its output.
 
     With dS the gradient of the scores, A the weights, dO and g those of the output and the log-sum-exp, and
     delta_i = dO_i . O_i, the backward pass is
@@ -182,11 +193,13 @@ class _FlashWithLse(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads queries"]]:
+        """Return output and log-sum-exp of torch's flash operator, with `added` added to the scores."""
         out, lse = _flash(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
         return out, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Save the inputs and results that the backward pass needs."""
         q, k, v, added, ctx.is_causal, ctx.scale = inputs
         ctx.save_for_backward(q, k, v, added, *output)
         ctx.set_materialize_grads(False)
@@ -197,13 +210,16 @@ class _FlashWithLse(torch.autograd.Function):
         grad_out: Float[Tensor, "batch heads queries width"] | None,
         grad_lse: Float[Tensor, "batch heads queries"] | None,
     ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and v, given those of the output and the log-sum-exp."""
         inputs = (grad_out, grad_lse, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
         grads = _FlashWithLseBackward.apply(*inputs)  # type: ignore[no-untyped-call]
         return *grads, None, None, None
 
 
 class _FlashWithLseBackward(torch.autograd.Function):
-    """The backward pass as a function of its own, so that a second derivative raises an error instead of being 0."""
+    """Gradient of `_FlashWithLse` by torch's operator, as a function whose own derivative raises `RuntimeError`.
+    Without it a second derivative would silently be 0.
+    """
 
     generate_vmap_rule = True
 
@@ -220,6 +236,7 @@ class _FlashWithLseBackward(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k and v; that of the log-sum-exp enters as one more column of each tensor."""
         width = q.shape[-1]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -231,10 +248,11 @@ class _FlashWithLseBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save nothing, since there is no second derivative."""
+        """Save no tensors: the gradient of attention cannot be differentiated again."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Raise `RuntimeError`, since the second derivative of fused attention is not implemented."""
         raise RuntimeError(
             "the derivative for the gradient of fused attention is not implemented; backend='reference' has one"
         )
@@ -243,7 +261,9 @@ class _FlashWithLseBackward(torch.autograd.Function):
 def _attn_mask(
     problem: Problem,
 ) -> tuple[Bool[Tensor, "#batch #heads queries keys"] | Float[Tensor, "#batch #heads #queries #keys"] | None, bool]:
-    """Return mask and bias as torch expects them: a boolean mask or a tensor to add (or None), and the causal flag."""
+    """Return mask and bias in the form of torch's attention: one tensor `attn_mask` or None, and the flag `is_causal`.
+    The tensor is boolean without a bias; with one it is the bias, -inf at hidden keys.
+    """
     mask, bias, grid = problem.mask, problem.bias, problem.grid
     if uses_is_causal(problem):
         return None, True
@@ -257,7 +277,9 @@ def _attn_mask(
 def _as_rows(
     q: Float[Tensor, "batch heads queries width"], kv_heads: int, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return queries and mask; one query row of grouped heads becomes the rows of one head for each key/value head."""
+    """Return q and mask; if there is one query, the heads that share a key/value head become the rows of one head.
+    Torch then reads the keys once for the group. Otherwise both are returned unchanged.
+    """
     batch, heads, queries, width = q.shape
     if queries != 1 or heads == kv_heads:
         return q, attn_mask
@@ -267,14 +289,15 @@ def _as_rows(
 
 
 def _widen(tensor: Float[Tensor, "*axes have"], width: int) -> Float[Tensor, "*axes want"]:
-    """Return a tensor with its last axis padded with zeros to `width` and of unit stride; not copied if it is so."""
+    """Return a tensor whose last axis is padded with zeros to `width` and has stride 1; copied only if necessary."""
     if tensor.shape[-1] < width:
         tensor = F.pad(tensor, (0, width - tensor.shape[-1]))  # may keep a channels-last layout
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _empty_result(problem: Problem) -> Answer:
-    """Return the zeros that are the result for an axis of length 0, for which torch's operator would crash the process.
+    """Return the result for a problem with an axis of length 0: output 0, and as log-sum-exp -inf or the sink logit.
+    Torch's operator would crash the process.
 
     The zeros depend on q, k and v, so that these get gradients.
     """

@@ -29,7 +29,9 @@ def why_not(problem: Problem) -> str | None:
 
 
 def run(problem: Problem) -> Answer:
-    """Compute attention by its definition; the result is differentiable in every tensor, any number of times."""
+    """Compute attention by its definition, with the whole matrix in memory, and without the gate.
+    The result is differentiable in every tensor, any number of times.
+    """
     scores = masked_scores(problem)
     weights = attention_weights(scores, problem.sinks)
     used_weights = torch.dropout(weights, problem.dropout, train=True) if problem.dropout > 0 else weights
@@ -45,7 +47,9 @@ def run(problem: Problem) -> Answer:
 
 
 def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, "batch heads rows keys"]:
-    """Return the scores of some query rows, or all, with -inf where mask or bias hides a key, in float32 at least."""
+    """Return the scores of a range of query rows (by default all), with -inf where mask or bias hides a key.
+    Scale, softcap, talking heads and bias are applied. The dtype is float32 at least.
+    """
     part = slice(None) if rows is None else slice(rows.start, rows.stop)
     dtype = problem.score_dtype
     scores = grouped_matmul(problem.q[:, :, part].to(dtype), problem.k.to(dtype).mT) * problem.scale
@@ -66,7 +70,9 @@ def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, 
 def log_sum_exp(
     scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
 ) -> Float[Tensor, "batch heads rows"]:
-    """Return the log-sum-exp of each row with its head's sink logit; -inf in a row without a visible key or a sink."""
+    """Return the log-sum-exp over the keys of each row's scores, with its head's sink logit included if there is one.
+    It is -inf in a row without a visible key or a sink.
+    """
     lse = scores.logsumexp(-1)
     return lse if sinks is None else logaddexp(lse, sinks)
 
@@ -76,7 +82,7 @@ def with_sinks(
     lse: Float[Tensor, "batch heads rows"],
     sinks: Float[Tensor, "heads 1"],
 ) -> tuple[Float[Tensor, "batch heads rows value_dim"], Float[Tensor, "batch heads rows"]]:
-    """Return output and log-sum-exp with sinks, given those without, for a backend that has no sinks of its own.
+    """Return output and log-sum-exp with the sink logit of each head included, given those computed without sinks.
 
     A sink only adds to the divisor of a row, so the output is multiplied by exp(lse) / (exp(lse) + exp(sink)).
     """
@@ -88,7 +94,7 @@ def with_sinks(
 def logaddexp(
     lse: Float[Tensor, "batch heads rows"], sinks: Float[Tensor, "heads 1"]
 ) -> Float[Tensor, "batch heads rows"]:
-    """Return `log(exp lse + exp sinks)`; where both are -inf the result is -inf and the gradient 0 instead of NaN."""
+    """Return `log(exp lse + exp sinks)` for each row; where both terms are -inf, the gradient is 0 instead of NaN."""
     neither = (lse == -torch.inf) & (sinks == -torch.inf)
     return torch.logaddexp(lse.masked_fill(neither, 0.0), sinks).masked_fill(neither, -torch.inf)
 
@@ -96,7 +102,9 @@ def logaddexp(
 def attention_weights(
     scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
 ) -> Float[Tensor, "batch heads rows keys"]:
-    """Return the softmax of the scores and their head's sink, without the sink's weight; 0 in a row without a key."""
+    """Return the weights of the keys: the softmax over the scores and the head's sink, whose own weight is removed.
+    Weights are 0 in a row without a visible key.
+    """
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None].expand(*scores.shape[:-1], 1)], dim=-1)
     empty = scores.amax(-1, keepdim=True) == -torch.inf if scores.shape[-1] else scores[..., :1] == 0.0
@@ -109,16 +117,17 @@ def attention_weights(
 def mix_heads(
     scores: Float[Tensor, "batch heads rows keys"], matrix: Float[Tensor, "heads heads"]
 ) -> Float[Tensor, "batch heads rows keys"]:
-    """Return scores in which each head is a weighted sum over all heads, with weights from its row of the matrix."""
+    """Return scores (or weights) in which head h is the sum of all heads, multiplied by row h of the matrix."""
     return torch.einsum("hg,bgij->bhij", matrix, scores)
 
 
 def grouped_matmul(
     left: Float[Tensor, "batch heads rows inner"], right: Float[Tensor, "batch kv_heads inner columns"]
 ) -> Float[Tensor, "batch heads rows columns"]:
-    """Return `left @ right` of each head with the key/value head of its group, which is not repeated in memory.
+    """Return `left @ right` for each query head with the key/value head that its group shares.
 
-    The heads of a group are consecutive, so their rows are stacked and multiplied at once.
+    The key/value head is not repeated in memory: the heads of a group are consecutive, so their rows are stacked and
+    multiplied at once.
     """
     batch, heads, rows, inner = left.shape
     kv_heads, columns = right.shape[1], right.shape[3]

@@ -106,7 +106,7 @@ class Segments(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "#batch 1 rows columns"]:
-        """Return True where a query row in `i` and a key in `j` are in the same document, by the ids at their positions."""
+        """Return True where a query row in `i` and a key in `j` have positions with the same document id."""
         if 0 in (i.shape[0], j.shape[1], self.ids.shape[1]):
             return torch.zeros(1, 1, i.shape[0], j.shape[1], dtype=torch.bool, device=grid.device)
         query_positions, key_positions = grid.query_position(i), grid.key_position(j)
@@ -115,7 +115,7 @@ class Segments(Mask):
         return (query_ids == self._ids_at(key_positions)) & has_ids
 
     def _ids_at(self, positions: Int[Tensor, "*#batch 1 count"]) -> Int[Tensor, "#batch 1 1 count"]:
-        """Return the document id at each position in each sequence, the first or last id at positions beyond the ids."""
+        """Return the document id at each position in each sequence; the first or last at positions beyond the ids."""
         ids = self.ids.to(positions.device)
         positions = positions.flatten(0, -2).clamp(0, ids.shape[1] - 1)
         # torch.take_along_dim would fix the lengths while compiling.

@@ -30,7 +30,7 @@ PARTIAL_SUMS = 64
 
 
 class CallOptions(NamedTuple):
-    """Everything in addition to the tensors that decides the result of a blockwise call.
+    """Options of one blockwise attention call: the plan of blocks, how scores are computed, dropout, and observation.
 
     Attributes:
         plan: the blocks to compute.
@@ -60,7 +60,10 @@ class CallOptions(NamedTuple):
         pool: Pool,
         shifts: Float[Tensor, "batch heads queries 1"],
     ) -> BFloat16Scores | Float32Scores:
-        """Return the object that computes the scores of each tile and their gradient."""
+        """Return the object that computes each tile's scores and their gradient, in bfloat16 or in the dtype of q. A
+        tile is a rectangle of the score matrix. The forward pass writes each row's shift to `shifts`, and the backward
+        pass reads it.
+        """
         if self.bfloat16_scores:
             return BFloat16Scores(q, k, self.scale, self.plan, pool, shifts)
         return Float32Scores(q, k, bias, self.scale, self.softcap, self.bias_hides, pool, shifts)
@@ -68,7 +71,9 @@ class CallOptions(NamedTuple):
     def dropout_factors(
         self, number: int, tile: Tile, weights: Float[Tensor, "kv stacked columns"], pool: Pool
     ) -> Float[Tensor, "kv stacked columns"] | None:
-        """Return the factors of the weights of tile `number` under dropout, the same in forward and backward pass."""
+        """Return the dropout factors of the weights of tile `number`: 0 or 1 / (1 - dropout), None without dropout.
+        The seed makes them the same in the forward and the backward pass.
+        """
         if self.dropout == 0:
             return None
         generator = torch.Generator(weights.device).manual_seed(self.seed + number)
@@ -77,7 +82,9 @@ class CallOptions(NamedTuple):
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """Attention over the tiles of a plan: the output, and the log-sum-exp of each row with float32 scores."""
+    """Differentiable attention, computed one tile (rectangle of the score matrix) at a time, as a plan lists them.
+    It returns the output, and the log-sum-exp of each row unless scores are in bfloat16.
+    """
 
     @staticmethod
     def forward(
@@ -87,7 +94,9 @@ class BlockwiseAttention(torch.autograd.Function):
         bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
         options: CallOptions,
     ) -> tuple[Tensor | None, ...]:
-        """Return output, log-sum-exp (None with bfloat16 scores), shifts, and sums of the powers."""
+        """Return the output, the log-sum-exp of each row (None with bfloat16 scores), and each row's shift and sum.
+        The shift is subtracted from the row's scores. The sum is that of 2 to the power of the shifted scores.
+        """
         out = _empty_rows(q, v.shape[-1], options.plan)
         shifts = q.new_zeros(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))
         sums = torch.full_like(shifts, torch.inf)
@@ -121,7 +130,7 @@ class BlockwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        """Save the tensors that the backward pass needs."""
+        """Save the inputs, output, shifts and sums that the backward pass needs."""
         q, k, v, bias, ctx.options = inputs
         out, _, shifts, sums = output
         ctx.save_for_backward(q, k, v, bias, out, shifts, sums)
@@ -141,7 +150,9 @@ class BlockwiseAttention(torch.autograd.Function):
 
 
 class _BlockwiseBackward(torch.autograd.Function):
-    """The backward pass as a function of its own, so that a second derivative raises an error instead of being 0."""
+    """Gradient of `BlockwiseAttention`, tile by tile, as a function whose own derivative raises `RuntimeError`.
+    Without it a second derivative would silently be 0.
+    """
 
     @staticmethod
     def forward(
@@ -157,7 +168,7 @@ class _BlockwiseBackward(torch.autograd.Function):
         options: CallOptions,
         bias_needs_grad: bool,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and the bias, recomputing the powers of each tile."""
+        """Return the gradients of q, k, v and the bias (None if not needed); each tile's weights are computed again."""
         upstream, delta = _divided_by_sums(grad_out, grad_lse, out, sums)
         grad_q = _empty_rows(q, q.shape[-1], options.plan)
         # Keys last: the products that give these run a quarter faster so.
@@ -183,11 +194,11 @@ class _BlockwiseBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        """Save nothing, since there is no second derivative."""
+        """Save no tensors: the gradient of attention cannot be differentiated again."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Refuse the second derivative."""
+        """Raise `RuntimeError`, since the second derivative of blockwise attention is not implemented."""
         raise RuntimeError(
             "the derivative for the gradient of blockwise attention is not implemented; backend='reference' has one"
         )
@@ -196,9 +207,8 @@ class _BlockwiseBackward(torch.autograd.Function):
 def _empty_rows(
     like: Float[Tensor, "batch heads length _"], width: int, plan: BlockwisePlan
 ) -> Float[Tensor, "batch heads length {width}"]:
-    """Return a tensor for results of all rows, with heads adjacent in memory as projections want them.
-
-    Rows that are in no block of the plan are zero.
+    """Return a tensor to write the results of all rows to, with heads adjacent in memory as projections need them.
+    If some rows are in no block of the plan, it is filled with zeros; otherwise it is not initialized.
     """
     batch, heads, length, _ = like.shape
     covers_all = all(sum(len(block.rows) for block in group.blocks) == length for group in plan)
@@ -207,8 +217,7 @@ def _empty_rows(
 
 
 def _row_sums(powers: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
-    """Return the sum of each row in float32 at least.
-
+    """Return the sum of each row over its columns, in float32 at least.
     A row of bfloat16 is first added into `PARTIAL_SUMS` sums in bfloat16, since torch would copy all to float32.
     """
     if powers.dtype in (torch.float32, torch.float64):
@@ -221,7 +230,9 @@ def _row_sums(powers: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv 
 def _log_sum_exp(
     shifts: Float[Tensor, "batch heads queries 1"], sums: Float[Tensor, "batch heads queries 1"]
 ) -> Float[Tensor, "batch heads queries"]:
-    """Return the log-sum-exp of each row in nats; -inf in a row without a visible key."""
+    """Return the log-sum-exp of each row in nats, from its shift and its sum of powers of 2 of shifted scores.
+    It is -inf in a row without a visible key, whose sum is infinite.
+    """
     lse = (sums.log2() + shifts) / LOG2_E
     return lse.masked_fill_(sums == torch.inf, -torch.inf)[..., 0]
 
@@ -232,7 +243,9 @@ def _divided_by_sums(
     out: Float[Tensor, "batch heads queries value_dim"],
     sums: Float[Tensor, "batch heads queries 1"],
 ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries 1"]]:
-    """Return dO / l and delta, which is summed in float32 at least."""
+    """Return two tensors for the backward pass: the output's gradient divided by each row's sum of powers, and delta.
+    The delta of a row is (output gradient . output - log-sum-exp gradient) / sum, in float32 at least.
+    """
     delta = torch.zeros_like(sums)
     if grad_out is not None:
         delta = (grad_out * out.to(sums.dtype)).sum(-1, keepdim=True)
@@ -248,7 +261,9 @@ def _times(
     right: Float[Tensor, "batch kv_heads keys width"],
     features: Float[Tensor, "#batch columns features"] | None = None,
 ) -> Float[Tensor, "kv stacked width_and_features"]:
-    """Return `left @ right` over the keys of a tile, with key features as additional columns of `right`."""
+    """Return the sum over a tile's keys of `left` (such as weights) times `right` (such as values).
+    If key features are passed, they are additional columns of `right`.
+    """
     product, offset = None, 0
     for keys, span in tile.spans(left):
         columns = tile.select_keys(right, keys)
@@ -268,7 +283,7 @@ def _add_products(
     rows: Float[Tensor, "kv stacked width"],
     scores: Float[Tensor, "kv stacked columns"],
 ) -> None:
-    """Add `rows^T scores` to the columns of `total` that belong to the tile's keys."""
+    """Add the product `rows^T scores` of a tile, in place, to the columns of `total` that belong to the tile's keys."""
     for keys, span in tile.spans(scores):
         columns = total[tile.sequences, tile.kv_heads, :, keys.start : keys.stop]
         if columns.dtype == rows.dtype and (columns.shape[0] == 1 or columns.shape[1] == total.shape[1]):
@@ -280,6 +295,6 @@ def _add_products(
 def _keys_first(
     grad: Float[Tensor, "batch kv_heads width keys"], like: Float[Tensor, "batch kv_heads keys width"]
 ) -> Float[Tensor, "batch kv_heads keys width"]:
-    """Return a gradient with the axes, dtype and memory layout of its tensor, in one copy."""
+    """Return a gradient of keys or values, computed with keys as last axis, with the axes and dtype of `like`."""
     batch, heads, keys, width = like.shape
     return like.new_empty(batch, keys, heads, width).transpose(1, 2).copy_(grad.mT)

@@ -32,7 +32,7 @@ OBSERVED_ROWS = 256
 
 
 def why_not(problem: Problem) -> str | None:
-    """Return the reason that blockwise attention cannot do a problem, in one sentence; None if it can."""
+    """Return the reason that blockwise attention cannot compute a problem, in one sentence; None if it can."""
     if problem.talking is not None:
         return "blocks hold some heads at a time, and talking_heads mixes all"
     if not has_readable_values(problem.q):
@@ -47,7 +47,8 @@ def run(
     observer: Observer | None = None,
     call_context: CallContext | None = None,
 ) -> Answer:
-    """Compute attention block by block, and show every block to an observer.
+    """Compute attention in blocks of query rows; an observer, if passed, is called with the weights of each block.
+    If weights are asked for, or there is no query or key, the reference computes the result instead.
 
     Args:
         problem: the attention problem; `why_not` must have returned None for it.
@@ -110,22 +111,26 @@ class Blockwise:
             whole_number("rows", self.rows, least=1)
 
     def why_not(self, problem: Problem) -> str | None:
-        """Return the reason that blockwise attention cannot do a problem, in one sentence; None if it can."""
+        """Return the reason that blockwise attention cannot compute a problem, in one sentence; None if it can."""
         return why_not(problem)
 
     def run(self, problem: Problem) -> Answer:
-        """Compute attention in blocks of the chosen number of rows."""
+        """Compute attention in blocks of `rows` query rows; if `rows` is None, mask and sizes decide the number."""
         return run(problem, rows=self.rows)
 
 
 def plan_blocks(problem: Problem, rows: int | None = None, most_rows: int = MOST_ROWS) -> BlockwisePlan:
-    """Return the blocks in which a problem is computed, of `rows` query rows or of at most `most_rows`."""
+    """Return the plan of a problem: the blocks of its score matrix with a visible key, of `rows` query rows each.
+    If `rows` is None, the number is chosen from mask and sizes, up to `most_rows`.
+    """
     scores = scores_bf16 if uses_bfloat16_scores(problem) else scores_fp32
     return plan_of(problem.mask, problem.grid, scores.BLOCK_OVERHEAD, rows, most_rows)
 
 
 def uses_bfloat16_scores(problem: Problem) -> bool:
-    """Return True if scores are computed in bfloat16: for bfloat16 inputs, if only the weights depend on the scores."""
+    """Return True if scores are computed in bfloat16: inputs are, and nothing in the problem needs precise scores.
+    A softcap, bias, sinks, log-sum-exp, dropout, and a scale that is a tensor or not positive need them.
+    """
     needs_exact_scores = (
         problem.softcap is not None
         or problem.bias is not None

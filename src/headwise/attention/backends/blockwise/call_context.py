@@ -39,7 +39,7 @@ class CallContext:
 
     @cached_property
     def is_repeat(self) -> Bool[Tensor, "batch keys"] | None:
-        """True at tokens that occur earlier in the same sequence; None if the tokens are unknown."""
+        """True at keys whose token id occurs earlier in the same sequence too; None if the token ids are unknown."""
         if self.token_ids is None:
             return None
         order = self.token_ids.argsort(dim=1, stable=True)
@@ -49,7 +49,9 @@ class CallContext:
         return torch.zeros_like(repeats).scatter(1, order, repeats)
 
     def visibility(self, tile: Tile, grid: Grid) -> TileVisibility:
-        """Return visible keys and positions of a tile; cached for all layers if the mask depends on distance alone."""
+        """Return the visible keys and positions of a tile (a rectangle of the score matrix), with its padding and
+        tokens. The result is cached for all layers if the mask depends on distance alone.
+        """
         key = (tile.pattern, tile.block, tile.sequences.start, tile.sequences.stop)
         if tile.pattern is not None and key in self._visibilities:
             return self._visibilities[key]
@@ -63,7 +65,7 @@ class CallContext:
     def copy_cells(
         self, sequence: int, positions: range, block: PlannedBlock, shift: int
     ) -> tuple[Int[Tensor, " cells"], Int[Tensor, " ends"]]:
-        """Return the cells of a block whose key is `shift` tokens after an earlier copy of the row's token.
+        """Return the cells of a score block whose key is `shift` tokens after an earlier copy of the query row's token.
 
         Args:
             sequence: index of the sequence in the batch.
@@ -92,15 +94,15 @@ class CallContext:
 
     @cached_property
     def _visibilities(self) -> dict[Hashable, TileVisibility]:
-        """Cache of `visibility`."""
+        """Cache of `visibility`: visible keys and positions, by mask pattern, block and sequences of a tile."""
         return {}
 
     @cached_property
     def _copy_cells(self) -> dict[Hashable, tuple[Int[Tensor, " cells"], Int[Tensor, " ends"]]]:
-        """Cache of `copy_cells`."""
+        """Cache of `copy_cells`: flat cell indices and row ends, by sequence, query positions, key ranges and shift."""
         return {}
 
 
 def _select(tile: Tile, tensor: Bool[Tensor, "batch length"] | None) -> Bool[Tensor, "sequences length"] | None:
-    """Select a tile's sequences from a tensor over the whole batch; None stays None."""
+    """Return the part of a tensor over the whole batch that belongs to a tile's sequences; None for None."""
     return None if tensor is None else tensor[tile.sequences]

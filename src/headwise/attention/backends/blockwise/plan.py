@@ -19,7 +19,7 @@ LEAST_ROWS, MOST_ROWS = 64, 512
 
 
 class KeyRange(NamedTuple):
-    """Adjacent key columns of a block: masked ones, or ones that are visible to all rows of the block.
+    """Range of adjacent key columns of a block of the score matrix, either masked or visible to all of its query rows.
 
     Attributes:
         columns: indices of the keys.
@@ -31,14 +31,16 @@ class KeyRange(NamedTuple):
 
 
 class PlannedBlock(NamedTuple):
-    """Some query rows, and in order the ranges of keys that at least one of them may attend to."""
+    """Block of the score matrix to compute: some query rows, and in order the ranges of keys that are visible to them.
+    A key is included if at least one of the rows may attend to it.
+    """
 
     rows: range
     parts: tuple[KeyRange, ...]
 
     @property
     def spans(self) -> list[range]:
-        """Ranges of columns with adjacent parts joined; each is one matrix product."""
+        """Ranges of the block's key columns, with adjacent `parts` joined; each range is one matrix product."""
         spans: list[range] = []
         for columns, _ in self.parts:
             if spans and spans[-1].stop == columns.start:
@@ -49,7 +51,7 @@ class PlannedBlock(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of key columns."""
+        """Number of key columns that the block includes, over all its ranges."""
         return sum(len(part.columns) for part in self.parts)
 
 
@@ -77,7 +79,8 @@ BlockwisePlan = tuple[MaskGroup, ...]
 def plan_of(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None = None, most_rows: int = MOST_ROWS
 ) -> BlockwisePlan:
-    """Return the cheapest plan for a mask, over all ways to plan sequences and heads together or separately.
+    """Return the cheapest list of score blocks to compute for a mask, as groups of sequences and heads with one mask.
+    Sequences, and heads, are planned together or separately, whichever costs less.
 
     Args:
         mask: the mask; None if it hides nothing.
@@ -91,7 +94,8 @@ def plan_of(
 
 
 def rows_of(mask: Mask | None, grid: Grid, overhead: int, tile_count: int) -> int:
-    """Return the number of query rows of a block for `tile_count` pairs of a sequence and a head: 64, 128, 256 or 512.
+    """Return the number of query rows of a block that is expected to be fastest for a mask: 64, 128, 256 or 512.
+    The blocks are for `tile_count` pairs of a sequence and a head; `overhead` is a block's fixed cost, in scores.
 
     More rows make products faster, but add columns that only some of the rows need. Gain and loss are about equal at a
     quarter of the columns that the last 64 rows need. A lower bound keeps the overhead of blocks from dominating: under
@@ -104,7 +108,9 @@ def rows_of(mask: Mask | None, grid: Grid, overhead: int, tile_count: int) -> in
 
 
 def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list[KeyRange]:
-    """Return the ranges of `columns` with a visible key for `rows`, found by halving ranges of partial coverage."""
+    """Return the ranges of key `columns` that the mask lets some of the query `rows` attend to, masked or fully
+    visible. Ranges that the mask covers in part are halved, down to 64 columns.
+    """
     if mask is None or not columns:
         return [KeyRange(columns, False)] if columns else []
     coverage = mask.coverage(grid, rows, columns)
@@ -122,7 +128,7 @@ def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list
 
 
 def score_count(plan: BlockwisePlan) -> int:
-    """Return the number of scores that a plan computes."""
+    """Return the number of scores (query-key products) in all blocks of a plan, over sequences and heads."""
     return sum(
         len(group.sequences) * len(group.heads) * len(block.rows) * block.width
         for group in plan
@@ -131,17 +137,19 @@ def score_count(plan: BlockwisePlan) -> int:
 
 
 def reads_most_keys(plan: BlockwisePlan) -> bool:
-    """Return True if some block reads at least half of the keys, so that laying the keys out for it pays."""
+    """Return True if some block of a plan reads at least half of the keys; a copy in a better layout then pays."""
     return any(2 * block.width >= group.grid.keys for group in plan for block in group.blocks)
 
 
 def cost_of(plan: BlockwisePlan, overhead: int) -> int:
-    """Return the cost of a plan in scores: the scores it computes, and `overhead` for each block."""
+    """Return the cost of a plan, with one score as unit: the number of scores, plus `overhead` for each block."""
     return score_count(plan) + overhead * sum(len(group.blocks) for group in plan)
 
 
 def _separations(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
-    """Return the ways to plan (sequences, heads) separately that can leave fewer scores to compute."""
+    """Return pairs of flags, (plan sequences separately, plan heads separately), that are worth comparing for a mask.
+    A flag is True only where masks of sequences, or of heads, differ; with explicit positions both are False.
+    """
     if mask is None or not grid.uses_default_positions:
         return [(False, False)]
     sequences = len(_runs([mask.for_sequence(index) for index in range(grid.batch)])) > 1
@@ -158,7 +166,9 @@ def _plan(
     separate_sequences: bool,
     separate_heads: bool,
 ) -> BlockwisePlan:
-    """Return the plan in which sequences, heads or both are planned separately."""
+    """Return the plan of a mask in which sequences, heads, both or neither are planned separately, as the flags say.
+    Adjacent sequences or heads with equal masks form one group.
+    """
     if mask is None:
         blocks = _blocks(None, grid, overhead, rows, most_rows, grid.batch * grid.heads)
         return (MaskGroup(range(grid.batch), range(grid.heads), None, grid, blocks),)
@@ -176,7 +186,7 @@ def _plan(
 
 
 def _runs(masks: list[Mask]) -> list[range]:
-    """Return the index ranges of adjacent equal masks."""
+    """Return the ranges of indices over which adjacent masks of a list are equal; together they cover the list."""
     starts = [index for index in range(len(masks)) if index == 0 or masks[index] != masks[index - 1]]
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(masks)], strict=True)]
 
@@ -184,7 +194,7 @@ def _runs(masks: list[Mask]) -> list[range]:
 def _blocks(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None, most_rows: int, tile_count: int
 ) -> tuple[PlannedBlock, ...]:
-    """Return the blocks of one mask that have a visible key."""
+    """Return the blocks of `rows` query rows (None: chosen by `rows_of`) that have a visible key under one mask."""
     rows = min(rows_of(mask, grid, overhead, tile_count), most_rows) if rows is None else rows
     row_ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))
     blocks = (PlannedBlock(each, tuple(parts_of(mask, grid, each, range(grid.keys)))) for each in row_ranges)

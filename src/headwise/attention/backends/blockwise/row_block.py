@@ -22,7 +22,8 @@ from headwise.shapes import Float
 
 @dataclass(frozen=True, eq=False)
 class RowBlock:
-    """Attention weights of some query rows of some heads over the keys of one tile; all other keys have weight 0.
+    """Attention weights of some query rows of some heads over the keys of one tile, with statistics of each row.
+    Weights are stored as powers of 2 and a normalizer. Keys outside of the tile have weight 0.
 
     Attributes:
         tile: the rows, sequences, heads and keys.
@@ -54,7 +55,7 @@ class RowBlock:
 
     @property
     def rows(self) -> range:
-        """Indices of the query rows in the call."""
+        """Range of the block's query rows, as indices into the queries of the call."""
         return self.tile.block.rows
 
     @property
@@ -63,7 +64,7 @@ class RowBlock:
         return self.tile.sequences, self.tile.heads
 
     def with_call_context(self, call_context: CallContext) -> "RowBlock":
-        """Return the same weights for an observer that knows other tokens or other padding of the call."""
+        """Return the same weights with another call context: other tokens, special tokens or padding of the call."""
         if call_context is self.call_context:
             return self
         visibility = call_context.visibility(self.tile, self.grid)
@@ -73,27 +74,27 @@ class RowBlock:
 
     @cached_property
     def weights(self) -> Float[Tensor, "batch heads rows columns"]:
-        """Attention weights over the keys of the tile, as a new tensor."""
+        """Attention weight of each query row for each key column of the block, as a new tensor."""
         return self.tile.by_head(self.powers / self.normalizer)
 
     @cached_property
     def weight_per_power(self) -> Float[Tensor, "batch heads rows"]:
-        """Factor that turns a power of the row into a weight: 1 / normalizer."""
+        """Factor for each row that turns its stored powers of 2 into attention weights: 1 / `normalizer`."""
         return self._by_head(self.normalizer.reciprocal())
 
     @cached_property
     def weight_sum(self) -> Float[Tensor, "batch heads rows"]:
-        """Sum of each row's weights: 1, less the share of its head's sink; 0 in a row without a visible key."""
+        """Sum of each row's attention weights: 1 less the weight of its head's sink, or 0 without a visible key."""
         return self._by_head(self.power_sum / self.normalizer).nan_to_num(0.0)
 
     @cached_property
     def largest_weight(self) -> Float[Tensor, "batch heads rows"]:
-        """Largest weight of each row."""
+        """Largest attention weight of each row over its keys."""
         return self._by_head(self.largest_power / self.normalizer)
 
     @cached_property
     def entropy(self) -> Float[Tensor, "batch heads rows"]:
-        """Entropy of each row's weights, -sum A ln A, in nats; 0 in a row without a visible key."""
+        """Entropy of each row's attention weights A, -sum A ln A over the keys, in nats; 0 without a visible key."""
         # ln A is the score less the log of the normalizer: no logarithm of a weight that may be 0.
         mean_score = self._by_head(self.power_score_sum / self.normalizer)
         logarithm = self._by_head(self.normalizer.log2()).masked_fill(self.weight_per_power == 0, 0.0)
@@ -102,7 +103,7 @@ class RowBlock:
     def weighted_sums(
         self, features: Float[Tensor, "#batch columns features"]
     ) -> Float[Tensor, "batch heads rows features"]:
-        """Return the sum over keys of weight times feature, for each row and each feature of the keys."""
+        """Return for each row and each feature of the keys the sum over keys of attention weight times feature."""
         sequences, heads, rows = self.tile.shape
         if len(features) == 1:
             product = self.powers @ features[0].to(self.powers.dtype)
@@ -111,7 +112,7 @@ class RowBlock:
         return product.view(sequences, heads, rows, -1) * self.weight_per_power[..., None]
 
     def weight_at_lag(self, lag: int) -> Float[Tensor, "batch heads rows"]:
-        """Return the weight of the key `lag` tokens before the query: 0 its own token, 1 the previous, -1 the next."""
+        """Return each row's attention weight on the key `lag` tokens before it: lag 0 its own, 1 previous, -1 next."""
         if not self.grid.uses_default_positions:
             return (self.weights * (self.visibility.lags == lag)[:, None]).sum(-1)
         powers = torch.zeros_like(self.weight_per_power)
@@ -136,7 +137,7 @@ class RowBlock:
 
     @cached_property
     def distance(self) -> Float[Tensor, "batch heads rows"]:
-        """Mean distance from query to key under each row's weights, in tokens."""
+        """Sum over keys of attention weight times distance |query position - key position|, for each row, in tokens."""
         if not self.grid.uses_default_positions:
             return (self.weights * self.visibility.lags.abs()[:, None]).sum(-1)
         position, sums = self.visibility.centred_positions, self.feature_sums
@@ -149,7 +150,7 @@ class RowBlock:
 
     @property
     def _distance_between(self) -> Float[Tensor, "batch heads rows"]:
-        """Sum over keys of power times distance, for keys between the first and the last row's position."""
+        """Sum of distance times unnormalized weight over the keys from the first to the last row's position."""
         sums, position = torch.zeros_like(self.weight_per_power), self.visibility.query_positions[0]
         first, last = int(position[0]), int(position[-1])
         for keys, span in self.tile.spans(self.tile.by_head(self.powers)):
@@ -162,14 +163,16 @@ class RowBlock:
 
     @cached_property
     def received(self) -> tuple[Float[Tensor, "batch heads columns"], Float[Tensor, "batch heads columns"]]:
-        """Total weight that each key receives from the counted rows, and the number of counted rows that may see it."""
+        """Two numbers for each key: the total attention weight from counted rows, and the number of these that see it.
+        A row counts if it is not padding and has a visible key.
+        """
         row_factors = (self.weight_per_power * self.visibility.counted_rows)[..., None, :]
         received = row_factors @ self.tile.by_head(self.powers)
         return received[..., 0, :], self.visibility.rows_per_key.expand(*received.shape[:2], -1)
 
     @cached_property
     def feature_sums(self) -> dict[str, Float[Tensor, "batch heads rows"]]:
-        """Sums over keys of the weights times each of `visibility.key_features`, by name."""
+        """Sum over keys of attention weight times key feature, for each row, by name of `visibility.key_features`."""
         if self.feature_products is None:
             sums = self.weighted_sums(self.visibility.stacked_key_features)
         else:
@@ -177,7 +180,7 @@ class RowBlock:
         return dict(zip(self.visibility.key_features, sums.unbind(-1), strict=False))
 
     def _by_head(self, column: Float[Tensor, "kv stacked 1"]) -> Float[Tensor, "batch heads rows"]:
-        """Reshape one number for each stacked row to one for each sequence, head and row."""
+        """Return one number for each stacked row (rows of all heads of a group) with axes sequence, head and row."""
         return self.tile.by_head(column)[..., 0]
 
 

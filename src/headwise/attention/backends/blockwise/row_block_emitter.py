@@ -29,7 +29,7 @@ class RowBlockEmitter(NamedTuple):
     sinks: Float[Tensor, "heads 1"] | None
 
     def visibility(self, tile: Tile) -> TileVisibility:
-        """Return the visible keys and positions of a tile."""
+        """Return the visible keys, positions and key features of a tile (a rectangle of the score matrix)."""
         return self.call_context.visibility(tile, self.grid)
 
     def emit(
@@ -51,7 +51,7 @@ class RowBlockEmitter(NamedTuple):
             scores: scores in units of ln 2 less the shift.
             power_sum: sum of each row's powers.
             shift: largest score of each row.
-            product: powers times values, and behind these powers times key features.
+            product: sums over keys of powers times values, followed by the sums of powers times key features.
             value_dim: features of a value.
         """
         power_score_sum = scores.mul_(powers).sum(-1, keepdim=True)

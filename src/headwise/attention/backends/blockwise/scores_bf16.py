@@ -46,7 +46,9 @@ SAMPLE_KEYS = 256
 
 
 class BFloat16Scores:
-    """Scores of each tile in bfloat16, in units of ln 2 and shifted row by row; and the gradient of the products."""
+    """Scores of blockwise attention in bfloat16, one tile (rectangle of the score matrix) at a time, with gradient.
+    Scores are in units of ln 2. From each row a shift is subtracted that brings its heavy scores near zero.
+    """
 
     def __init__(
         self,
@@ -57,13 +59,18 @@ class BFloat16Scores:
         pool: Pool,
         shifts: Float[Tensor, "batch heads queries 1"],
     ) -> None:
-        """Prepare the keys of a call; `shifted_scores` writes the float32 tensor `shifts`, `recompute` reads it."""
+        """Store the tensors of a call, and the keys with two more features that are 1, which subtract a row's shift.
+
+        `shifted_scores` writes the shifts to the float32 tensor `shifts`, and `recompute` reads them.
+        """
         self.q, self.scale, self.plan, self.pool, self.shifts = q, scale, plan, pool, shifts
         self._extended_keys = extend_with_ones(k, plan)
         self._k = k
 
     def shifted_scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile less a shift for each row, near which the row's heavy scores are."""
+        """Return the scores of a tile less one shift for each row, and write these shifts to the tensor of shifts.
+        The shift is predicted, and corrected until it is near the row's largest score.
+        """
         mean, deviation = (tile.stack_rows(moment) for moment in self._moments)
         highest = NormalDist().inv_cdf(max(1 - 1 / tile.block.width, 0.5))
         shift = torch.addcmul(mean, deviation, (deviation * (2 * self.scale)).clamp_(max=highest))
@@ -81,7 +88,7 @@ class BFloat16Scores:
         return scores
 
     def recompute(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the same scores once more, with the shifts that `shifted_scores` wrote."""
+        """Return the scores of a tile less the shifts that `shifted_scores` wrote, as in the forward pass."""
         shift, magnitude = tile.stack_rows(self.shifts), self._written_magnitude
         if not magnitude <= LARGEST_SPLIT_SHIFT:
             magnitude = self._magnitude(shift)
@@ -94,20 +101,24 @@ class BFloat16Scores:
         delta: Float[Tensor, "batch heads queries 1"],
         _: Tensor | None = None,
     ) -> None:
-        """Prepare `score_gradient` with the values, the gradient of the output, and delta (see `attention.py`)."""
+        """Store the values, the divided output gradient and delta for `score_gradient` (formulas in `attention.py`).
+        Both tensors get two more features, so that their product subtracts delta itself.
+        """
         self._extended_upstream = extend_with_shift(upstream, delta)
         self._extended_values = extend_with_ones(v, self.plan)
 
     def score_gradient(
         self, tile: Tile, weights: Float[Tensor, "kv stacked columns"], _: Tensor | None = None
     ) -> Float[Tensor, "kv stacked columns"]:
-        """Return the gradient of the products of queries and keys, given the weights before division."""
+        """Return the gradient with respect to a tile's scaled products of queries and keys, given its powers of 2."""
         upstream = tile.stack_rows(self._extended_upstream)
         return products("gradient", tile, upstream, self._extended_values, 1.0, self.pool).mul_(weights)
 
     @cached_property
     def _moments(self) -> tuple[Float[Tensor, "batch heads queries 1"], Float[Tensor, "batch heads queries 1"]]:
-        """Mean and standard deviation of each row's products, as if the features of the keys were independent."""
+        """Predicted mean and standard deviation of each query's products with the keys, before the scale.
+        The prediction uses a sample of keys and assumes that their features are independent.
+        """
         sample = self._k[:, :, :: max(self._k.shape[2] // SAMPLE_KEYS, 1)].float()
         mean = sample.mean(2, keepdim=True)
         variance = (sample - mean).square_().mean(2, keepdim=True)
@@ -117,17 +128,17 @@ class BFloat16Scores:
 
     @cached_property
     def _predicted_magnitude(self) -> float:
-        """Upper bound of the size of all predicted shifts of the call, in nats; NaN if one overflows."""
+        """Upper bound of the absolute value of all predicted row shifts of the call, in nats; NaN if one overflows."""
         mean, deviation = self._moments
         return float((mean.abs() + 6 * deviation).amax()) * self.scale  # no prediction is 6 deviations from the mean
 
     @cached_property
     def _written_magnitude(self) -> float:
-        """Size of the largest shift of the call, in nats, once all shifts are written."""
+        """Largest absolute value of all row shifts of the call, in nats; to be read once all shifts are written."""
         return self._magnitude(self.shifts)
 
     def _magnitude(self, shift: Float[Tensor, "*axes 1"]) -> float:
-        """Return the size of the largest of some shifts, in nats."""
+        """Return the largest absolute value in a tensor of row shifts, in nats."""
         lowest, highest = torch.aminmax(shift)
         return max(-float(lowest), float(highest)) * self.scale
 
@@ -138,7 +149,10 @@ class BFloat16Scores:
         shift: Float[Tensor, "kv stacked 1"],
         magnitude: float,
     ) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile less `shift`, in units of ln 2, with hidden keys at the lowest score."""
+        """Return the scores of a tile less the `shift` of each row, in units of ln 2, with hidden keys at most
+        `LOWEST`. If `magnitude`, the largest shift, is too large for two bfloat16 features, the product is computed in
+        float32.
+        """
         factor = self.scale * LOG2_E
         if magnitude <= LARGEST_SPLIT_SHIFT:
             scores = products("scores", tile, extend_with_shift(rows, shift), self._extended_keys, factor, self.pool)
@@ -152,14 +166,16 @@ class BFloat16Scores:
 
 
 def _is_near(largest: Float[Tensor, "kv stacked 1"], magnitude: float) -> bool:
-    """Return True if the largest shifted score of every row of a tile is near enough to zero for shifts of a size."""
+    """Return True if the largest shifted score of every row of a tile is within the accepted distance from zero.
+    The distance is 8 nats, or 1 if `magnitude`, the size of the shifts, is above 64 nats.
+    """
     least, most = torch.aminmax(largest)
     farthest = (FARTHEST_IF_LARGE if magnitude > LARGE_SHIFT else FARTHEST) * LOG2_E
     return bool(least >= -farthest and most <= farthest)
 
 
 def _finite(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return a tensor with zeros in place of NaN and infinities, which the prediction of a shift can overflow to."""
+    """Return a tensor with zeros in place of NaN and infinities, to which the prediction of a shift can overflow."""
     return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -184,9 +200,11 @@ def extend_with_ones(
 def extend_with_shift(
     rows: Float[Tensor, "*axes width"], shift: Float[Tensor, "*axes 1"]
 ) -> Float[Tensor, "*axes width_and_2"]:
-    """Return rows whose products with a result of `extend_with_ones` are less by `shift`, subtracted before rounding.
+    """Return rows with two more features, so that their products with tensors of `extend_with_ones` are less by
+    `shift`.
 
-    The two additional features are the negative shift, rounded to the dtype of the rows, and the rest.
+    The shift is subtracted before the product is rounded. The two additional features are the negative shift, rounded
+    to the dtype of the rows, and the rest.
     """
     if shift.dtype == rows.dtype:
         return torch.cat([rows, -shift, torch.zeros_like(shift)], -1)
@@ -195,10 +213,10 @@ def extend_with_shift(
 
 
 def _row_maximum(scores: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
-    """Return the largest score of each row, from the bits as integers: torch compares those eight times as fast.
+    """Return the largest score of each row of a bfloat16 tensor, compared as 16-bit integers, which is faster.
 
-    The bits of positive floats are in the order of the floats. Those of negative ones are in the opposite order, and
-    below them.
+    Torch compares integers eight times as fast. The bits of positive floats are in the order of the floats. Those of
+    negative ones are in the opposite order, and below them.
     """
     bits = scores.view(torch.int16)
     largest = bits.amax(-1, keepdim=True)

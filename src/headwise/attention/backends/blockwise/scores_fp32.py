@@ -11,7 +11,9 @@ BLOCK_OVERHEAD = 2**17
 
 
 class Float32Scores:
-    """Scores of each tile in float32 or float64, in units of ln 2 and less the row's largest; and their gradient."""
+    """Scores of blockwise attention in float32 or float64, one tile (rectangle of the matrix) at a time, with gradient.
+    Scores are in units of ln 2, and each row's largest score is subtracted.
+    """
 
     def __init__(
         self,
@@ -24,22 +26,24 @@ class Float32Scores:
         pool: Pool,
         shifts: Float[Tensor, "batch heads queries 1"],
     ) -> None:
-        """Keep the tensors and options of a call; `shifted_scores` writes `shifts`, `recompute` reads them.
+        """Store the tensors and options of a call. `shifted_scores` writes each row's largest score to `shifts`.
 
-        `bias_hides` is True if the bias is -inf somewhere.
+        `recompute` reads it. `bias_hides` is True if the bias is -inf somewhere.
         """
         self.q, self.k, self.bias, self.shifts = q, k, bias, shifts
         self.scale, self.softcap, self.bias_hides, self.pool = scale, softcap, bias_hides, pool
 
     def shifted_scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile less the largest of their row."""
+        """Return the scores of a tile less the largest score of each row, which is written to the tensor of shifts."""
         scores, _ = self._scores(tile)
         shift = scores.amax(-1, keepdim=True)
         tile.write(self.shifts, shift)
         return scores.sub_(shift)
 
     def recompute(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the same scores once more, and keep what `score_gradient` of this tile needs."""
+        """Return the scores of a tile less the stored shift of each row, as in the forward pass.
+        With a softcap, its tanh is stored for the call of `score_gradient` for this tile.
+        """
         scores, self._tanh = self._scores(tile)
         return scores.sub_(tile.stack_rows(self.shifts))
 
@@ -50,7 +54,9 @@ class Float32Scores:
         delta: Float[Tensor, "batch heads queries 1"],
         grad_bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
     ) -> None:
-        """Prepare `score_gradient`, which adds the gradient of the bias to `grad_bias` unless that is None."""
+        """Store values, divided output gradient and delta for `score_gradient` (formulas in `attention.py`).
+        `score_gradient` also adds the gradient of the bias to `grad_bias`, unless that is None.
+        """
         self._v, self._upstream, self._delta, self._grad_bias = v, upstream, delta, grad_bias
 
     def score_gradient(
@@ -59,7 +65,9 @@ class Float32Scores:
         weights: Float[Tensor, "kv stacked columns"],
         dropout_factors: Float[Tensor, "kv stacked columns"] | None,
     ) -> Float[Tensor, "kv stacked columns"]:
-        """Return the gradient of the products of queries and keys, given the weights before division."""
+        """Return the gradient with respect to a tile's scaled products of queries and keys, given its powers of 2.
+        The gradient of the bias is added to the tensor passed to `start_backward`.
+        """
         grad = products("gradient", tile, tile.stack_rows(self._upstream), self._v.mT, 1.0, self.pool)
         if dropout_factors is not None:
             grad.mul_(dropout_factors)
@@ -75,7 +83,9 @@ class Float32Scores:
     def _scores(
         self, tile: Tile
     ) -> tuple[Float[Tensor, "kv stacked columns"], Float[Tensor, "kv stacked columns"] | None]:
-        """Return the scores of a tile, and with a softcap c also tanh(score / c), which the gradient needs."""
+        """Return the scores of a tile in units of ln 2, with hidden keys at most `LOWEST`; and tanh(score / softcap).
+        The tanh, which the gradient needs, is None without a softcap.
+        """
         rows, tanh = tile.stack_rows(self.q), None
         if self.softcap is None:
             scores = products("scores", tile, rows, self.k.mT, self.scale * LOG2_E, self.pool)

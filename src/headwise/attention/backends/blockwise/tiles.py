@@ -28,7 +28,7 @@ TILE_BYTES = 2**22
 
 
 class Ceiling(NamedTuple):
-    """Upper bounds of the scores of part of a block, from column `offset` on, which hide the keys of its mask.
+    """Upper bounds for a range of columns of a score block, from `offset` on: the minimum with them hides masked keys.
 
     A bound is infinite where a key is visible and `LOWEST` where it is hidden. It is 0 in a row without any visible
     key: the difference of two infinities would be NaN, so such a row gets weights, which an infinite sum turns to 0.
@@ -40,7 +40,8 @@ class Ceiling(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Some sequences and heads of one block of the plan, with the bounds that hide the keys of its mask.
+    """Rectangle of the score matrix that is computed at once: query rows, key columns, some sequences and some heads.
+    It carries the bounds that hide the keys its mask forbids.
 
     Attributes:
         block: the query rows and the key columns.
@@ -72,54 +73,60 @@ class Tile(NamedTuple):
         return self.sequences, self.heads, slice(self.block.rows.start, self.block.rows.stop)
 
     def stack_rows(self, tensor: Float[Tensor, "batch heads queries width"]) -> Float[Tensor, "kv stacked width"]:
-        """Return the tile's rows of a tensor that has the axes of q, stacked for each key/value head."""
+        """Return the tile's rows of a tensor with the axes of q; the rows of heads that share a key/value head are
+        joined. The first axis of the result is sequence and key/value head, the second head of the group and row.
+        """
         rows = tensor[self.row_slices]
         return rows.reshape(self._groups, -1, rows.shape[-1])
 
     def write(
         self, target: Float[Tensor, "batch heads queries width"], rows: Float[Tensor, "kv stacked width"]
     ) -> None:
-        """Copy stacked rows to their places in `target`, the opposite of `stack_rows`."""
+        """Copy rows, stacked as by `stack_rows`, to the tile's sequences, query heads and queries in `target`."""
         target[self.row_slices] = self.by_head(rows)
 
     def select_keys(
         self, tensor: Float[Tensor, "batch kv_heads all width"], keys: range
     ) -> Float[Tensor, "kv keys width"]:
-        """Return a range of keys of k or v, for the tile's sequences and key/value heads."""
+        """Return a range of the keys in k or v for the tile's sequences and key/value heads, joined to one axis."""
         return tensor[self.sequences, self.kv_heads, keys.start : keys.stop].flatten(0, 1)
 
     def spans(self, scores: Float[Tensor, "*heads rows columns"]) -> Iterator[tuple[range, Tensor]]:
-        """Yield each range of adjacent keys of the tile with its columns of the scores."""
+        """Yield each range of adjacent keys of the tile, and the view of the scores with the columns of these keys."""
         offset = 0
         for keys in self.block.spans:
             yield keys, scores[..., offset : offset + len(keys)]
             offset += len(keys)
 
     def hide(self, scores: Float[Tensor, "kv stacked columns"]) -> None:
-        """Set the scores of hidden keys to at most `LOWEST`, in place."""
+        """Lower the scores of keys that the mask hides to at most `LOWEST`, in place; other scores stay unchanged."""
         for offset, bounds in self.ceilings:
             part = self.by_head(scores)[..., offset : offset + bounds.shape[-1]]
             torch.minimum(part, bounds, out=part)
 
     def by_head(self, stacked: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "batch heads rows columns"]:
-        """Return a view of stacked rows with separate axes for sequences, heads and rows."""
+        """Return a view of rows stacked by `stack_rows` with separate axes for sequences, query heads and rows."""
         return stacked.view(*self.shape, stacked.shape[-1])
 
     @property
     def _groups(self) -> int:
-        """Number of pairs of a sequence and a key/value head."""
+        """Number of pairs of a sequence and a key/value head in the tile."""
         return self.shape[0] * int(self.kv_heads.stop - self.kv_heads.start)
 
 
 def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads rows keys"]) -> Tile:
-    """Return the tile of some query rows of all sequences and heads over all keys, with a mask that is computed."""
+    """Return the tile (rectangle of scores) of a range of query rows, all sequences, heads and keys.
+    `allowed` is its mask, True where a row attends to a key.
+    """
     sequences, heads = slice(0, grid.batch), slice(0, grid.heads)
     ceiling = Ceiling(0, torch.where(allowed, torch.inf, LOWEST))
     return Tile(PlannedBlock(rows, (KeyRange(range(grid.keys), True),)), sequences, heads, heads, [ceiling], None)
 
 
 def iterate_tiles(plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor | None) -> Iterator[Tile]:
-    """Yield every tile of a plan, in a fixed order; `hiding_bias` is a bias that hides keys where it is -inf."""
+    """Yield every tile (part of a block that is computed at once) of a plan, in the same order each time.
+    `hiding_bias` is a bias that hides keys where it is -inf, or None.
+    """
     cache: dict[Any, tuple[list[Ceiling], Tensor | None]] = {}
     for group, block in _blocks_of(plan):
         pattern = _pattern(group, block) if hiding_bias is None else None
@@ -134,7 +141,7 @@ def iterate_tiles(plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor
 
 
 class Pool:
-    """Buffers that all tiles of a call reuse, by name, since fresh memory is slow.
+    """Named buffers for the scores of one tile at a time, which all tiles of a call reuse, since new memory is slow.
 
     Each buffer has the size of the largest tile. Each thread keeps its buffers of up to `TILE_BYTES` for its next call.
     """
@@ -147,14 +154,16 @@ class Pool:
         self._buffers: dict[str, Tensor] = {}
 
     def buffer(self, name: str, tile: Tile, rows: Float[Tensor, "kv stacked _"]) -> Float[Tensor, "kv stacked columns"]:
-        """Return the buffer of that name in the shape of a tile's scores; it still holds its last content."""
+        """Return the buffer called `name` as a view in the shape of a tile's scores, with its previous content."""
         if name not in self._buffers:
             self._buffers[name] = self._allocate(name)
         shape = (*rows.shape[:2], tile.block.width)
         return self._buffers[name][: math.prod(shape)].view(shape)
 
     def _allocate(self, name: str) -> Tensor:
-        """Return memory for the largest tile: the thread's own where it is large enough, otherwise new."""
+        """Return memory for the scores of the call's largest tile.
+        Up to `TILE_BYTES` on CPU it is the buffer `name` that the thread keeps between calls; otherwise it is new.
+        """
         size = self._size * self._like.element_size()
         if self._like.device.type != "cpu" or size > TILE_BYTES:
             return self._like.new_empty(self._size)
@@ -173,7 +182,7 @@ def products(
     factor: float,
     pool: Pool,
 ) -> Float[Tensor, "kv stacked columns"]:
-    """Return `factor * rows @ right` over the keys of a tile, rounded once, in the pool's buffer of that name."""
+    """Return `factor * rows @ right` for a tile's keys alone, rounded once, in the pool's buffer called `name`."""
     result = pool.buffer(name, tile, rows)
     for keys, span in tile.spans(result):
         columns = tile.select_keys(right.mT, keys)
@@ -184,12 +193,12 @@ def products(
 
 
 def select(tensor: Tensor, *slices: slice) -> Tensor:
-    """Return slices of the first axes of a tensor; axes of length 1, which broadcast, stay whole."""
+    """Return a tensor with its first axes sliced, one slice for each; axes of size 1, which broadcast, stay whole."""
     return tensor[tuple(slice(None) if size == 1 else part for size, part in zip(tensor.shape, slices, strict=False))]
 
 
 def _blocks_of(plan: BlockwisePlan) -> Iterator[tuple[MaskGroup, PlannedBlock]]:
-    """Yield every block of a plan with its group."""
+    """Yield every block of a plan with its group: the sequences and heads that share the block's mask."""
     return ((group, block) for group in plan for block in group.blocks)
 
 
@@ -219,7 +228,9 @@ def _tile_slices(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) ->
 
 
 def _pattern(group: MaskGroup, block: PlannedBlock) -> Any:
-    """Return a key that blocks with equal masks share, if the mask depends on distance alone; otherwise None."""
+    """Return a dictionary key that is equal for blocks with the same mask relative to their rows.
+    None if the block has no mask, or one that does not depend on distance alone.
+    """
     if group.mask is None or not (group.mask.depends_on_distance_only and group.grid.uses_default_positions):
         return None
     start = block.rows.start
@@ -230,7 +241,9 @@ def _pattern(group: MaskGroup, block: PlannedBlock) -> Any:
 def _ceilings(
     group: MaskGroup, block: PlannedBlock, hiding_bias: Float[Tensor, "#batch #heads #queries #keys"] | None, q: Tensor
 ) -> tuple[list[Ceiling], Bool[Tensor, "#batch #heads rows 1"] | None]:
-    """Return the ceilings of a block's parts, and True at rows with a visible key (None if all rows have one)."""
+    """Return a block's ceilings, the upper bounds that hide scores of masked keys, and a mask of rows with a visible
+    key. The second is None if all rows have one.
+    """
     visible, offset = [], 0
     for columns, masked in block.parts:
         if group.mask is not None and masked:
@@ -254,5 +267,5 @@ def _ceilings(
 
 
 def _relative(part: slice, outer: range) -> slice:
-    """Return a slice counted from the start of the range that contains it."""
+    """Return a slice with its start and stop counted from the start of the range that contains it."""
     return slice(part.start - outer.start, part.stop - outer.start)

@@ -19,7 +19,7 @@ from headwise.shapes import Bool, Float, Int
 
 @dataclass(frozen=True, eq=False)
 class TileVisibility:
-    """Visible keys, counted rows, positions and key features of one tile, each computed on first use.
+    """Visible keys, counted rows, positions and key features of one tile (rectangle of scores), computed on first use.
 
     A key is visible to a row if the mask lets the row attend to it. A row counts in statistics if it is not padding
     and at least one key is visible to it.
@@ -40,14 +40,14 @@ class TileVisibility:
     _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def cached(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        """Return `compute()`, computed once for each `key` and kept as long as this object."""
+        """Return the result of `compute()`, which is called once for each `key` and cached as long as this object."""
         if key not in self._cache:
             self._cache[key] = compute()
         value: Tensor = self._cache[key]
         return value
 
     def without_mask(self) -> "TileVisibility":
-        """Return a copy in which everything that needs the mask is computed, and which keeps no mask in memory."""
+        """Return a copy that holds no mask in memory, with all properties that depend on the mask computed already."""
         names = [
             "visible_keys",
             "counted_rows",
@@ -63,7 +63,7 @@ class TileVisibility:
 
     @cached_property
     def visible_keys(self) -> Int[Tensor, "#batch #heads rows"]:
-        """Number of keys that each row may attend to."""
+        """Number of keys of the tile that the mask lets each query row attend to."""
         count = torch.zeros(1, 1, len(self.tile.block.rows), dtype=torch.int64, device=self.grid.device)
         for columns, allowed in self._allowed:
             count = count + (len(columns) if allowed is None else allowed.sum(-1))
@@ -71,13 +71,15 @@ class TileVisibility:
 
     @cached_property
     def counted_rows(self) -> Bool[Tensor, "#batch #heads rows"]:
-        """True at rows that count in statistics: not padding, and with at least one visible key."""
+        """True at query rows that count in statistics: not padding, and with at least one visible key."""
         rows, has_key = self.tile.block.rows, self.visible_keys > 0
         return has_key if self.is_real is None else has_key & self.is_real[:, None, rows.start : rows.stop]
 
     @cached_property
     def rows_per_key(self) -> Float[Tensor, "#batch #heads columns"]:
-        """Number of counted rows to which each key is visible."""
+        """For each key of the tile, the number of rows that may attend to it and count: not padding, with a visible
+        key.
+        """
         counted, numbers = self.counted_rows.float(), []
         for columns, allowed in self._allowed:
             if allowed is None:
@@ -89,7 +91,7 @@ class TileVisibility:
 
     @cached_property
     def is_backward_only(self) -> bool:
-        """True if no row may attend to a key after its own position. Needs an aligned grid."""
+        """True if no row of the tile may attend to a key after its own position; needs a grid of default positions."""
         position = self.query_positions[0][:, None]
         first = int(position[0])
         for columns, allowed in self._allowed:
@@ -102,7 +104,7 @@ class TileVisibility:
 
     @cached_property
     def _allowed(self) -> list[tuple[range, Bool[Tensor, "#batch #heads rows columns"] | None]]:
-        """Each part of the tile with the mask on it; None in place of the mask where it allows every key."""
+        """Each range of key columns of the tile with the boolean mask for its rows; None where all keys are visible."""
         bounds_at, offset, parts = dict(self.tile.ceilings), 0, []
         for columns, _ in self.tile.block.parts:
             bounds = bounds_at.get(offset)
@@ -114,7 +116,7 @@ class TileVisibility:
 
     @cached_property
     def key_indices(self) -> Int[Tensor, " columns"]:
-        """Index in k of each column of the tile."""
+        """Index of the key that each column of the tile stands for."""
         return key_indices(self.tile.block, self.grid.device)
 
     @cached_property
@@ -135,7 +137,9 @@ class TileVisibility:
         return self.query_positions[..., None] - self.key_positions[:, None]
 
     def has_key_at_lag(self, lag: int) -> Bool[Tensor, "#batch 1 rows"]:
-        """Return True at rows for which a key exists `lag` tokens before the query and is not padding."""
+        """Return True at query rows for which the token `lag` positions before exists and is not padding.
+        Padding is known only in self-attention with default positions.
+        """
         key = self.query_positions - lag
         exists = (key >= 0) & (key <= self.last_position)
         if self.is_real is not None and self.grid.uses_default_positions and self.grid.queries == self.grid.keys:
@@ -144,7 +148,7 @@ class TileVisibility:
 
     @cached_property
     def has_earlier_copy(self) -> Bool[Tensor, "#batch 1 rows"] | None:
-        """True at rows whose token occurs earlier in the sequence; None if tokens or positions are unknown."""
+        """True at query rows whose token occurs earlier in the sequence; None without tokens or default positions."""
         if self.is_repeat is None or not self.grid.uses_default_positions:
             return None
         position = self.query_positions[0]
@@ -152,7 +156,7 @@ class TileVisibility:
 
     @cached_property
     def first_key(self) -> Int[Tensor, "#batch"]:
-        """Index of the key that is the first token of its sequence, after any padding on the left."""
+        """Index of the key that is the first real token of each sequence, after any padding on the left."""
         if not self.grid.uses_default_positions:
             return (self._all_key_positions == 0).int().argmax(-1)
         if self.is_real is None or self.grid.queries != self.grid.keys:
@@ -161,17 +165,17 @@ class TileVisibility:
 
     @cached_property
     def last_position(self) -> Int[Tensor, "#batch 1"]:
-        """Largest key position of each sequence."""
+        """Largest position of a key in each sequence, over all keys of the call."""
         return self._all_key_positions.amax(-1, keepdim=True)
 
     @property
     def _all_key_positions(self) -> Int[Tensor, "#batch keys"]:
-        """Positions of all keys of the call, in the tile and outside."""
+        """Positions of all keys of the call, not only those of the tile, for the tile's sequences."""
         keys = torch.arange(self.grid.keys, device=self.grid.device)
         return self._of_tile(self.grid.key_position(keys[None])[..., 0, :])
 
     def _of_tile(self, positions: Int[Tensor, "*axes length"]) -> Int[Tensor, "#batch length"]:
-        """Select the tile's sequences from positions of all sequences, or return the one row that all share."""
+        """Return the positions of the tile's sequences, out of those of all, or the one row that all share."""
         flat = positions.reshape(-1, positions.shape[-1])
         return flat if len(flat) == 1 else flat[self.tile.sequences]
 
@@ -179,12 +183,12 @@ class TileVisibility:
 
     @cached_property
     def centred_positions(self) -> Int[Tensor, " rows"]:
-        """Query positions minus the position of the middle row. Needs an aligned grid."""
+        """Position of each query row minus that of the tile's middle row. Needs a grid with default positions."""
         return self.query_positions[0] - self._middle
 
     @cached_property
     def key_features(self) -> dict[str, Float[Tensor, "#batch columns"]]:
-        """Features of the keys, by name, whose weighted sums over the keys the statistics need.
+        """Numbers for each key column by name (such as its position) that statistics sum over keys with weights.
 
         On either side of the query its distance to a key is linear in the key's position, so sums of positions give
         sums of distances. Positions are counted from the middle row, so that no two large numbers are subtracted.
@@ -206,7 +210,7 @@ class TileVisibility:
 
     @cached_property
     def stacked_key_features(self) -> Float[Tensor, "#batch columns features"]:
-        """The key features as one tensor, padded with zeros to an even number of features."""
+        """All `key_features` as columns of one tensor, with a column of zeros if their number would be odd."""
         batch = max(map(len, self.key_features.values()))
         features = [feature.expand(batch, -1) for feature in self.key_features.values()]
         if len(features) % 2:
@@ -215,10 +219,10 @@ class TileVisibility:
 
     @property
     def _middle(self) -> Int[Tensor, ""]:
-        """Position of the middle row's query."""
+        """Position of the query in the tile's middle row."""
         return self.query_positions[0][len(self.tile.block.rows) // 2]
 
 
 def key_indices(block: PlannedBlock, device: torch.device) -> Int[Tensor, " columns"]:
-    """Return the index in k of each column of a block."""
+    """Return the index of the key that each column of a planned block stands for, in order."""
     return torch.cat([torch.arange(keys.start, keys.stop, device=device) for keys in block.spans])
