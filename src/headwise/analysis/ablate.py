@@ -125,7 +125,9 @@ def _names_of_heads(sets: HeadSets) -> dict[str, list[str]]:
 
 @dataclass
 class AblationProgress(PassProgress):
-    """Losses measured so far, the current batch included.
+    """Losses that an ablation has measured so far, in the unchanged model and without each unit of heads.
+
+    A checkpoint of these losses lets an interrupted ablation resume, even in the middle of a batch.
 
     Attributes:
         runs_done: number of runs done on the last batch; the run of the unchanged model is the first.
@@ -151,7 +153,10 @@ def _measure_losses(
     *,
     show_progress: bool,
 ) -> tuple[list[AblationUnit], AblationProgress]:
-    """Return the units and the losses of all examples without each; losses of an interrupted run are not recomputed."""
+    """Run the model on all batches, unchanged and without each ablation unit; return the units and all losses.
+
+    A unit is a set of heads that are ablated together. Runs that an interrupted ablation completed are not repeated.
+    """
     batches, device = iterate_batches(dataset), device_of(model)
     first_batch = next(batches, None)
     if first_batch is None:
@@ -188,13 +193,13 @@ def _measure_losses(
 
 @dataclass
 class _BatchRuns:
-    """Runs of a model on one batch: unchanged, and without each ablation unit.
+    """Runs of a model on single batches, unchanged and without each ablation unit (heads that are ablated together).
 
     Attributes:
         model: the model.
         loss: the loss.
         units: units to ablate, one at a time.
-        replay: keeps the layer outputs of the unchanged run for the others.
+        replay: keeps the layer outputs of the unchanged run, which the other runs reuse.
         run: saves progress.
     """
 
@@ -205,7 +210,11 @@ class _BatchRuns:
     run: _Run
 
     def measure(self, batch: dict[str, Any], losses: AblationProgress, advance: Callable[[int, bool], None]) -> None:
-        """Add the losses of the batch's examples in all runs that are not done yet."""
+        """Append the losses of a batch's examples, unchanged and without each ablation unit (set of heads), to
+        `losses`.
+
+        Units that `losses` already contains are not repeated. Progress is saved after each unit.
+        """
         prepare_loss(self.loss, self.model, batch)
         with self.replay.recording():
             baseline = loss_per_example(self.loss, self.model, batch).tolist()
@@ -225,7 +234,10 @@ class _BatchRuns:
 
 
 def _rows(units: Iterable[AblationUnit], losses: AblationProgress) -> Iterator[Any]:
-    """Yield one row per unit; examples whose loss is NaN do not count."""
+    """Yield one result row per ablated unit: mean and standard error of `cost` and `loss` over examples.
+
+    `loss` is the loss without the unit, `cost` that loss minus the unchanged model's. NaN losses do not count.
+    """
     for unit, ablated in zip(units, losses.ablated_losses, strict=True):
         costs = [loss - baseline for loss, baseline in zip(ablated, losses.baseline_losses, strict=True)]
         statistics = {"cost": MeanEstimate.of(costs), "loss": MeanEstimate.of(ablated)}

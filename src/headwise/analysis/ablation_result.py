@@ -35,7 +35,7 @@ class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSet(Row):
-    """Heads that were ablated together.
+    """Row of a table of ablation effects: a named set of heads that were ablated together, and its statistics.
 
     Attributes:
         name: name of the set.

@@ -22,10 +22,10 @@ HeadSets = Mapping[str, Collection[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class AblationUnit:
-    """Heads that are ablated in one run of the model, and the identifiers of the resulting row.
+    """Heads that are ablated together in one run of the model, with the type and identifiers of the resulting row.
 
     Attributes:
-        gates: gates of the ablated heads, by site.
+        gates: gates of the ablated heads, by site (attention module, self or cross).
         row_type: type of the row.
         identifiers: first columns of the row.
     """
@@ -36,7 +36,7 @@ class AblationUnit:
 
 
 class UnitGates(GateInterceptor):
-    """Interceptor that applies the gates of one ablation unit at a time.
+    """Interceptor that applies the gates of one ablation unit (heads ablated together), exchangeable between runs.
 
     Attributes:
         unit: the unit that is ablated; None leaves the model unchanged.
@@ -47,7 +47,9 @@ class UnitGates(GateInterceptor):
         self.unit: AblationUnit | None = None
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that applies the unit's gates at the call's site; None where it has none."""
+        """Return the function that applies the unit's gates to an attention call; None if it has none
+        for this module.
+        """
         gates = None if self.unit is None else self.unit.gates.get(call.site)
         self.gates = {} if gates is None else {call.site.path: gates}
         return super().change(call)
@@ -56,7 +58,9 @@ class UnitGates(GateInterceptor):
 def ablation_units(
     registry: SiteRegistry, units: str | HeadSets, replacement: float | Replacement, model: nn.Module
 ) -> Iterator[AblationUnit]:
-    """Yield the units of an ablation; heads, layers and groups are in the order of the model.
+    """Yield what to ablate together: each head, each layer, each key/value group, or each named set of heads.
+
+    The replacement is prepared for the model first. Heads, layers and groups are in the order of the model.
 
     Args:
         registry: sites of the model and their heads.

@@ -104,7 +104,10 @@ def logit_attribution(
 
 
 class _NormOutputs:
-    """Outputs of all norms of a model in one run, which can take the place of their outputs in another run."""
+    """Outputs of all norms of a model in one run, which can take the place of their outputs in another run.
+
+    A norm is a module with "norm" in the name of its class.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
@@ -118,14 +121,14 @@ class _NormOutputs:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Let norms return their recorded outputs, call by call, while the context is active."""
+        """Make each norm return its recorded outputs, in the order of its calls, while the context is active."""
         remaining = {module: iter(outputs) for module, outputs in self._outputs.items()}
         with self._hooks(lambda module, *_: next(remaining[module], None)):
             yield
 
     @contextmanager
     def _hooks(self, hook: Callable[..., Any]) -> Iterator[None]:
-        """Register a forward hook on every norm while the context is active."""
+        """Register the same forward hook on every norm, and remove it at the end of the context."""
         handles = [module.register_forward_hook(hook) for module in self._outputs]
         try:
             yield
@@ -135,7 +138,7 @@ class _NormOutputs:
 
 
 def _projection_weight(model: nn.Module, path: str, width: int, end: StreamEnd) -> Float[Tensor, "stream width"]:
-    """Return the weight of the output projection of the heads of a module.
+    """Return the weight matrix of the output projection that follows the heads of an attention module.
 
     Raises:
         InputError: no projection from `width` features to the stream is found.
@@ -153,7 +156,10 @@ def _require_direct(
     written: Float[Tensor, "prompts width"],
     stream: Float[Tensor, "prompts width"],
 ) -> None:
-    """Raise `InputError` unless the stream loses, without heads, exactly what the heads write."""
+    """Raise `InputError` if removing all heads changes the residual stream by something else than what they write.
+
+    Differences within rounding are accepted.
+    """
     parameters = (parameter for parameter in model.parameters() if parameter.is_floating_point())
     dtype = next((parameter.dtype for parameter in parameters), stream.dtype)
     rounding = 8 * torch.finfo(dtype).eps * stream.norm(dim=-1)

@@ -14,7 +14,7 @@ from headwise.runs.table import require_statistic
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of one statistic of one head between two profiles.
+    """Difference of one statistic of one head between two profiles, in the statistic's units and in standard errors.
 
     Attributes:
         a, b: the head's row in each profile.
@@ -45,7 +45,9 @@ class Comparison:
     differences: tuple[Difference, ...]
 
     def largest(self, statistics: Collection[str] = ()) -> list[Difference]:
-        """Return the differences sorted by size in standard errors, the largest first and NaN last.
+        """Return the differences of some or all statistics, sorted by absolute size in standard errors, largest first.
+
+        Differences without standard errors (NaN) come last.
 
         Args:
             statistics: names of the statistics to include; all by default.
@@ -53,11 +55,11 @@ class Comparison:
         Raises:
             InputError: a statistic is not in both profiles.
         """
-        available = dict.fromkeys(each.statistic for each in self.differences)
+        available = dict.fromkeys(entry.statistic for entry in self.differences)
         for name in statistics:
             require_statistic(name, available)
-        chosen = [each for each in self.differences if not statistics or each.statistic in statistics]
-        return sorted(chosen, key=lambda each: -1.0 if math.isnan(each.errors) else abs(each.errors), reverse=True)
+        chosen = [entry for entry in self.differences if not statistics or entry.statistic in statistics]
+        return sorted(chosen, key=lambda entry: -1.0 if math.isnan(entry.errors) else abs(entry.errors), reverse=True)
 
     def table(self) -> Any:
         """Return the comparison as a pandas DataFrame, one row per head and statistic.
@@ -70,17 +72,17 @@ class Comparison:
         """
         pandas = require("pandas", purpose="a table", extra="tables")
         rows = []
-        for each in self.differences:
-            a, b = (head.statistics[each.statistic] for head in (each.a, each.b))
-            identifiers = {name: value for name, value in each.a.identifiers.items() if name != "role"}
-            roles = {"role_a": each.a.role, "role_b": each.b.role}
-            values = {"a": a.value, "b": b.value, "difference": each.difference, "errors": each.errors}
-            rows.append({**identifiers, **roles, "statistic": each.statistic, **values})
+        for entry in self.differences:
+            a, b = (head.statistics[entry.statistic] for head in (entry.a, entry.b))
+            identifiers = {name: value for name, value in entry.a.identifiers.items() if name != "role"}
+            roles = {"role_a": entry.a.role, "role_b": entry.b.role}
+            values = {"a": a.value, "b": b.value, "difference": entry.difference, "errors": entry.errors}
+            rows.append({**identifiers, **roles, "statistic": entry.statistic, **values})
         return pandas.DataFrame(rows)
 
 
 def compare(a: Profile, b: Profile) -> Comparison:
-    """Compare two profiles of the same heads, head by head and statistic by statistic.
+    """Return the difference of every statistic of every head between two profiles of the same heads.
 
     Differences are given in standard errors of two independent samples. For two models on the same data these errors
     are too large, because both profiles share the variation between sequences.
@@ -111,7 +113,7 @@ def compare(a: Profile, b: Profile) -> Comparison:
 
 
 def _description(head: ProfiledHead | None) -> str:
-    """Return a head's position in the model in words, for error messages; "no more" for a missing head."""
+    """Return a head's number, module and kind of attention in words, for error messages; "no more" for None."""
     return "no more" if head is None else f"{head.name} in {head.module} ({head.kind} attention)"
 
 
@@ -122,7 +124,7 @@ def _difference(head_a: ProfiledHead, head_b: ProfiledHead, statistic: str) -> D
 
 
 def _difference_in_errors(a: MeanEstimate, b: MeanEstimate) -> float:
-    """Return b - a in units of the standard error of the difference of two independent means."""
+    """Return b - a in units of its standard error, for independent means; 0 or infinite if neither mean varies."""
     difference, error = b.value - a.value, math.hypot(a.sem, b.sem)
     if error == 0.0:  # no variation between sequences in either profile
         return math.copysign(math.inf, difference) if difference else 0.0

@@ -108,7 +108,10 @@ def _gates_by_module(
 
 
 def _prepared(gates: Mapping[str, list[HeadGate]], model: nn.Module) -> dict[str, list[HeadGate]]:
-    """Return the gates with each replacement prepared, once for all modules that use it."""
+    """Return the gates of each module after preparing their replacements, each once for all modules that use it.
+
+    Preparing a replacement may run the model.
+    """
     modules: dict[int, tuple[Replacement, list[str]]] = {}
     for path, module_gates in gates.items():
         for _, value in module_gates:
@@ -133,7 +136,10 @@ def _as_index(value: Any) -> int | None:
 
 
 def _checked_value(value: Any, head: int | None) -> GateValue:
-    """Return the value of a gate, of one head or of all (None); raise `InputError` for another type or shape."""
+    """Return the value of a gate, numbers as floats; raise `InputError` for another type or for too many axes.
+
+    The gate is that of the head with this index, or of all heads of a layer for None.
+    """
     if isinstance(value, Replacement):
         return value
     if isinstance(value, Tensor):
@@ -149,7 +155,7 @@ def _checked_value(value: Any, head: int | None) -> GateValue:
 
 
 def _positions_tensor(positions: Any) -> Tensor | None:
-    """Return positions as a tensor of indices or booleans; None, for all queries, stays None."""
+    """Return query positions as a tensor of indices or booleans, checked; None, for all queries, stays None."""
     if positions is None:
         return None
     try:

@@ -17,7 +17,7 @@ GateValue = float | Tensor | Replacement
 
 
 class HeadGate(NamedTuple):
-    """Value of the gate of one head or key/value group of a module, or of all its heads.
+    """Factor or replacement for the output of one head or key/value group of a module, or of all its heads.
 
     Attributes:
         head: zero-based index of the head or group; None for all heads.
@@ -29,7 +29,7 @@ class HeadGate(NamedTuple):
 
 
 class GateInterceptor(Interceptor):
-    """Interceptor that replaces or multiplies the outputs of gated heads.
+    """Interceptor that replaces or multiplies the outputs of gated heads, at all queries or at some.
 
     Attributes:
         gates: gates of each module, by the module's path. It may be replaced between two runs of the model.
@@ -44,21 +44,21 @@ class GateInterceptor(Interceptor):
         self._unreadable: set[str] = set()
 
     def on_module_call(self, path: str) -> None:
-        """Note that the model ran."""
+        """Record that the model ran, which `require_intercepted` needs to know."""
         self._ran = True
 
     def on_unreadable(self, path: str) -> None:
-        """Note that the module at `path` computed something like attention that cannot be changed."""
+        """Record that the module at `path` computed something like attention that cannot be changed."""
         self._unreadable.add(path)
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that applies the gates of the call's module; None for a module without gates."""
+        """Return the function that applies the gates of a call's module to its head outputs; None without gates."""
         self._first_calls.setdefault(call.site, call)
         gates = self.gates.get(call.site.path)
         return None if not gates else lambda attended: self._apply(gates, attended, call)
 
     def _apply(self, gates: list[HeadGate], attended: HeadOutput, call: Call) -> Tensor:
-        """Return the head outputs after all replacements, and then all factors, at the gated positions."""
+        """Return the head outputs with all replacements and then all factors applied, unchanged at ungated queries."""
         out = attended.out
         for head, value in gates:
             if isinstance(value, Replacement):
@@ -73,11 +73,15 @@ class GateInterceptor(Interceptor):
         return out
 
     def _count(self, call: Call) -> int:
-        """Return the number of heads of a call, or of key/value groups if gates are given by group."""
+        """Return the number of heads of a call, or of its key/value groups if gates are indexed by group."""
         return call.kv_heads if self._groups else call.grid.heads
 
     def _head_range(self, head: int | None, call: Call) -> tuple[int, int]:
-        """Return the first head that a gate applies to, and the one after the last."""
+        """Return the start and stop of the range of query heads of a gate: one head, a key/value group, or all (None).
+
+        Raises:
+            InputError: the module has no such head or group.
+        """
         count = self._count(call)
         if head is None:
             return 0, call.grid.heads

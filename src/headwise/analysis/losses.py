@@ -83,7 +83,10 @@ class MaskedTokenLoss:
         return MaskedTokenLoss(self.mask_id, special=self.special.tolist(), share=self.share, seed=seed)
 
     def __call__(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-        """Return one loss per sequence; NaN for a sequence without tokens that can be masked."""
+        """Run the model on the batch with masked tokens, and return each sequence's mean loss over them, in nats.
+
+        The loss is NaN for a sequence without tokens that can be masked.
+        """
         ids, is_real = _tokens(batch)
         is_masked = self._choose(ids, is_real)
         masked = {**batch, "input_ids": ids.masked_fill(is_masked, self.mask_id)}
@@ -115,12 +118,14 @@ class EmbeddingDistance:
         self._reference: Tensor | None = None
 
     def prepare(self, model: nn.Module, batch: dict[str, Any]) -> None:
-        """Store the embeddings of the unchanged model."""
+        """Run the unchanged model on a batch, and store the sentence embeddings as the reference of distances."""
         with torch.no_grad():
             self._reference = _sentence_embeddings(model, batch)
 
     def __call__(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-        """Return one distance per sentence of the batch that was passed to `prepare` last."""
+        """Return 1 - cosine between each sentence's embedding and its reference, for the batch of the
+        last `prepare`.
+        """
         if self._reference is None:
             raise InputError("loss", expected="prepare(model, batch) before the first loss", got="none")
         return 1.0 - F.cosine_similarity(_sentence_embeddings(model, batch), self._reference, dim=-1)

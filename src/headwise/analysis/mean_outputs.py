@@ -12,7 +12,7 @@ from headwise.shapes import Float
 
 
 class MeanOutputs(OutputReader):
-    """Mean output of each head over tokens that are not padding, for each attention call of a model's run.
+    """Interceptor that averages each head's output over tokens that are not padding, for each attention call of a run.
 
     The sums are in float64.
     """
@@ -22,7 +22,7 @@ class MeanOutputs(OutputReader):
         self._sums: dict[tuple[Site, int], tuple[Float[Tensor, "heads value_dim"], float]] = {}
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Add the head outputs of one attention call to the sums."""
+        """Add the head outputs of one attention call, without padding, to the sums for its site and index."""
         batch, _, queries, _ = out.shape
         out, tokens = out.detach(), float(batch * queries)
         if call.padding is not None and call.padding.shape == (batch, queries):

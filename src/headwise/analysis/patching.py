@@ -128,7 +128,7 @@ def patch_together(
 def _prompt_pair(
     model: Any, clean: Any, corrupted: Any, tokens: AnswerTokens, direction: str
 ) -> Iterator["_PromptPair"]:
-    """Run the clean and the corrupted prompts; patched runs follow while the context is active.
+    """Run the model on the clean and the corrupted prompts, and yield the pair, whose heads can then be patched.
 
     In the context the model is in evaluation mode, without gradients.
     """
@@ -146,7 +146,9 @@ def _prompt_pair(
 
 
 class _PromptPair:
-    """A clean and a corrupted run of a model, and runs on one prompt batch with head outputs of the other.
+    """A clean and a corrupted batch of prompts, and patched runs on one batch with head outputs of the other.
+
+    The model runs on both batches at creation; `direction` decides from which batch head outputs are patched.
 
     Attributes:
         gate_interceptor: puts the recorded head outputs into a run.
@@ -168,7 +170,9 @@ class _PromptPair:
         self._clean, self._corrupted = differences if direction == "denoise" else differences[::-1]
 
     def labels_of(self, heads: Iterable[LayerHead] | None) -> list[dict[str, Any]]:
-        """Return the labels of the given heads, or of all (None), in the order of the model.
+        """Return the labels (layer, head, kv_head, module, kind) of the given heads, or of all heads for None.
+
+        The labels are in the order of the model, each head once.
 
         Raises:
             InputError: a head does not exist.
@@ -185,7 +189,11 @@ class _PromptPair:
         return [labels for labels, names_of_head in pairs if not names_of_head.isdisjoint(wanted)]
 
     def measure_patched(self, labels: Iterable[Mapping[str, Any]]) -> dict[str, MeanEstimate]:
-        """Run the model with the outputs of these heads patched, and return `recovered` and `difference`."""
+        """Run the model with the outputs of these heads patched; return the means of `recovered` and `difference`.
+
+        `difference` is the logit difference of each prompt pair, `recovered` its share between the two runs without
+        patches.
+        """
         gates: dict[str, list[HeadGate]] = {}
         for head_labels in labels:
             gates.setdefault(head_labels["module"], []).append(HeadGate(head_labels["head"], patch(self._source_run)))
@@ -204,7 +212,7 @@ class _PromptPair:
 
 
 def _require_same_layout(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
-    """Raise `InputError` unless both batches have the same arguments, with the same shapes and padding."""
+    """Raise `InputError` unless both prompt batches have the same arguments, with the same shapes and padding."""
     if clean.keys() != corrupted.keys():
         names = ", ".join(clean) or "a tensor"
         expected = f"the arguments of clean, {names}"

@@ -52,21 +52,24 @@ class Profile(HeadTable[ProfiledHead]):
     ROW_TYPE = ProfiledHead
 
     def role_share(self, head: ProfiledHead) -> float:
-        """Return the value that decided a head's role: on the data or on random tokens, whichever is larger."""
+        """Return the mean of the statistic that decides a head's role, on the data or on random tokens, the larger one.
+
+        For most roles this is the share of attention on one kind of position. It is NaN if it was not measured.
+        """
         statistic = next(role.statistic for role in ROLES if role.name == head.role)
         names = (statistic, statistic + RANDOM_SUFFIX)
         shares = [head.statistics[name].value for name in names if name in head.statistics]
         return max((share for share in shares if not math.isnan(share)), default=math.nan)
 
     def roles(self) -> dict[str, list[tuple[int, int]]]:
-        """Return the heads `(layer, head)` of each role that occurs, the most specific roles first."""
+        """Return the heads `(layer, head)` of each role that occurs, by the role's name, most specific roles first."""
         heads = {
             role.name: [(head.layer, head.head) for head in self.heads if head.role == role.name] for role in ROLES
         }
         return {role: members for role, members in heads.items() if members}
 
     def plot(self, statistic: str | None = "entropy") -> "Figure":
-        """Draw the means of one statistic as a matplotlib heatmap: layers down, heads across.
+        """Return a matplotlib heatmap of one statistic's mean for every head: layers down, heads across.
 
         Args:
             statistic: its name; the entropy by default.
@@ -158,7 +161,7 @@ def _sorted_ids(special: Collection[int]) -> list[int]:
 
 
 def _random_ids(repeats: Any) -> Tensor | None:
-    """Return the random token ids that were passed as `repeats`, or None for False and None.
+    """Return the argument `repeats` if it is a matrix of token ids, or None if it is False or None.
 
     Raises:
         InputError: neither of these, or not a matrix of whole numbers.
@@ -179,7 +182,7 @@ def _checkpointed_run(
     out: str | Path | None,
     title: str | None,
 ) -> CheckpointedRun[SiteProgress, Profile]:
-    """Return the run of a profile, with the settings that decide whether another run resumes it."""
+    """Return the object that saves a profile and its checkpoints, with the settings that a resumed run must share."""
     rank, world_size = rank_and_world_size()
     repeats = None if random_ids is None else {"shape": list(random_ids.shape), "digest": digest_of([random_ids])}
     settings = run_settings(model, texts, title, special=special, repeats=repeats, processes=world_size)
@@ -194,7 +197,10 @@ def _measure(
     *,
     shown: bool,
 ) -> SiteProgress:
-    """Run the batches of this process that it has not run before, and return their statistics with earlier ones."""
+    """Run the model on this process's batches, except those in its checkpoint, and return the statistics of all.
+
+    With several processes, each runs a share of the batches.
+    """
     resumed, progress, device = run.load_progress(), SiteProgress(), device_of(model)
     with watch(model, special=special) as heads:
         heads.merge(resumed.records)
@@ -216,7 +222,10 @@ def _finish(
     random_ids: Tensor | None,
     run: CheckpointedRun[SiteProgress, Profile],
 ) -> Profile:
-    """Measure the random tokens, assemble the profile from all processes' statistics, and write it."""
+    """Assemble the profile from the statistics of all processes, write it to the output folder and return it.
+
+    If there are random tokens that repeat, the model is run on them first, for the copying statistics.
+    """
     random_records: list[SiteRecord] = []
     if random_ids is not None:
         with watch(model, special=special) as heads:
@@ -229,7 +238,10 @@ def _finish(
 
 
 def _profiled_heads(registry: SiteRegistry, random_records: list[SiteRecord]) -> Iterator[ProfiledHead]:
-    """Yield the row of every head; all rows have the same statistics, NaN where one was not measured."""
+    """Yield the profile's row of every head: its statistics on the data and on random tokens, and its role.
+
+    All rows have the same statistics, NaN where one was not measured.
+    """
     on_random = {record.site: record for record in random_records}
     names = dict.fromkeys(name for record in registry.records for name in record.statistics)
     random_names = [role.statistic for role in COPYING_ROLES] if random_records else []
@@ -245,14 +257,17 @@ def _profiled_heads(registry: SiteRegistry, random_records: list[SiteRecord]) ->
 
 
 def _estimates(record: SiteRecord | None, name: str, heads: int) -> list[MeanEstimate]:
-    """Return a statistic of each head of a site; estimates of no samples where the site does not have it."""
+    """Return one statistic's mean and standard error for each head of an attention site; NaN if not measured."""
     if record is None or name not in record.statistics:
         return [NO_ESTIMATE] * heads
     return head_estimates(record.statistics[name])
 
 
 def _role_name(statistics: Mapping[str, MeanEstimate]) -> str:
-    """Return the name of a head's role; one sequence with a value is enough for a statistic to decide it."""
+    """Return the name of the role that a head's statistics, on the data and on random tokens, decide.
+
+    A statistic counts if at least one sequence has a value of it.
+    """
     means = {name: estimate.value for name, estimate in statistics.items()}
     rows = {name: math.inf if estimate.n else 0 for name, estimate in statistics.items()}
     columns = {role.statistic: role.statistic + RANDOM_SUFFIX for role in COPYING_ROLES}

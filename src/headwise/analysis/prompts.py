@@ -16,7 +16,7 @@ ONE_OR_PER_PROMPT = "one for all prompts, or (batch,)"
 
 
 class AnswerTokens(NamedTuple):
-    """Token ids of the right and the wrong answer to each prompt, and the position after which they are read.
+    """Token ids of the right and the wrong answer to each prompt, and the position of the token that they follow.
 
     Each is one number for all prompts, or one per prompt.
 
@@ -46,7 +46,7 @@ class AnswerTokens(NamedTuple):
         return cls(answer, wrong, at)
 
     def positions(self, batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> Int[Tensor, " prompts"]:
-        """Return the index, along the length of `like`, of the token that each prompt's answer follows.
+        """Return the index, padding included, of the token of each prompt that its answer follows.
 
         Raises:
             InputError: a prompt has fewer tokens.
@@ -63,7 +63,7 @@ class AnswerTokens(NamedTuple):
     def ids_per_prompt(
         self, prompts: Tensor, vocabulary: int
     ) -> tuple[Int[Tensor, " prompts"], Int[Tensor, " prompts"] | None]:
-        """Return the right and the wrong token id of each prompt.
+        """Return the right token id of each prompt, and the wrong one of each or None; both are checked.
 
         Args:
             prompts: any tensor with one row per prompt.
@@ -102,7 +102,9 @@ class AnswerTokens(NamedTuple):
 
     @contextmanager
     def _output_embedding_restricted(self, model: Any, batch: Mapping[str, Any]) -> Iterator[list[Tensor]]:
-        """Restrict the input of the output embedding to the answers' positions while the context is active.
+        """Restrict the input of the output embedding to one position per prompt, which the answer follows.
+
+        The restriction ends with the context.
 
         Yields:
             A list of the tensor of these positions; empty if the output embedding was not restricted.
@@ -133,7 +135,7 @@ def output_embedding(model: Any) -> nn.Module | None:
 
 
 def one_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return a batch as named arguments on the model's device; raise `InputError` if it is not a batch."""
+    """Return a batch as named arguments on the model's device; `InputError` if it is neither tensor nor mapping."""
     return next(to_device(arguments, device_of(model)) for arguments in iterate_batches([batch]))
 
 
@@ -147,7 +149,7 @@ def _real_tokens(batch: Mapping[str, Any], like: Float[Tensor, "prompts length _
 
 
 def _per_prompt(name: str, numbers: Int[Tensor, "*prompts"], like: Tensor) -> Int[Tensor, " prompts"]:
-    """Return one number per prompt, with as many prompts as `like` has rows."""
+    """Return one number for each row of `like`: a single number is repeated; `InputError` for another count."""
     if numbers.ndim and numbers.shape != (len(like),):
         raise InputError(name, expected=f"one number, or {len(like)}, one per prompt", got=len(numbers))
     return numbers.to(like.device).expand(len(like))

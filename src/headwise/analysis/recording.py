@@ -26,7 +26,7 @@ class OutputReader(Interceptor):
         self.modules = modules
 
     def change(self, call: Call) -> Change | None:
-        """Return a function that passes the head outputs of `call` to `read` and returns them unchanged."""
+        """Return a function that passes head outputs to `read` and returns them unchanged; None for other modules."""
         if self.modules is not None and call.site.path not in self.modules:
             return None
 
@@ -37,11 +37,11 @@ class OutputReader(Interceptor):
         return read_and_return
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Process the head outputs of one attention call."""
+        """Process the head outputs of one attention call; subclasses override this, here it does nothing."""
 
 
 class RecordedOutputs(OutputReader):
-    """Head outputs of a model's last run, one tensor per attention call.
+    """Interceptor that records the head outputs of a model's last run, one tensor per attention call.
 
     Attributes:
         by_site: tensors `(batch, heads, queries, value_dim)` of each site `(module path, is cross-attention)`, in the
@@ -70,14 +70,14 @@ class RecordedOutputs(OutputReader):
 
 
 class RecordedRun(SiteRegistry, RecordedOutputs):
-    """Head outputs of a model's last run, with the sites and heads of the model."""
+    """Interceptor that records the head outputs of a model's last run, and its attention sites and heads."""
 
     def __init__(self, model: nn.Module) -> None:
         SiteRegistry.__init__(self, model)
         RecordedOutputs.__init__(self)
 
     def change(self, call: Call) -> Change | None:
-        """Register the call's site, and return a function that records the head outputs."""
+        """Register the site of an attention call, and return a function that records the call's head outputs."""
         self.register(call)
         return super().change(call)
 

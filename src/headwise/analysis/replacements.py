@@ -88,7 +88,10 @@ class Replacement:
     """Base class of values that take the place of a head's output; one object can serve several heads and models."""
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Return a replacement for heads of these modules, after the runs of the model that it needs."""
+        """Return a replacement that is ready for the heads of these modules; by default the object itself.
+
+        Subclasses that need outputs of the model run it here.
+        """
         return self
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
@@ -100,7 +103,7 @@ class Zero(Replacement):
     """Replacement by zeros, as returned by `zero`."""
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return zeros, one per head."""
+        """Return one zero per head, of shape `(1, heads, 1, 1)`, which broadcasts to the head outputs."""
         return attended.out.new_zeros(1, call.grid.heads, 1, 1)
 
 
@@ -124,7 +127,10 @@ class Mean(Replacement):
         self.dataset, self.means = dataset, means
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Run the model over the data set and return a replacement with the mean outputs of these modules' heads."""
+        """Run the model over the data set and return a replacement with the mean outputs of these modules' heads.
+
+        A replacement that already has them is returned as it is, without a run.
+        """
         if self.means is not None and self.means.modules is not None and set(modules) <= set(self.means.modules):
             return self
         means = MeanOutputs(set(modules))
@@ -134,7 +140,7 @@ class Mean(Replacement):
         return Mean(self.dataset, means)
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return the mean output of each head in calls with the index of this one."""
+        """Return each head's mean output over the data set in the attention call with the same site and index."""
         assert self.means is not None
         return self.means.mean_of_call(call.site, call.index)[None, :, None, :]
 
@@ -150,7 +156,7 @@ class Patch(Replacement):
         self.run = run
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return the recorded outputs of the same call.
+        """Return the head outputs that were recorded in the attention call with the same site and index.
 
         Raises:
             InputError: the recorded call has another shape.
@@ -173,7 +179,7 @@ class Resample(Replacement):
         self.batch = batch
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Run the model on the batch and return a replacement by the outputs of these modules' heads."""
+        """Run the model on the other batch and return a replacement by its outputs of these modules' heads."""
         outputs = RecordedOutputs(set(modules))
         _run_batches(model, [self.batch], outputs)
         return Patch(outputs)

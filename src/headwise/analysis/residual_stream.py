@@ -25,7 +25,10 @@ def not_direct_error(model: nn.Module) -> InputError:
 
 
 class StreamEnd(NamedTuple):
-    """Residual stream before the final norm, at the tokens that answers follow, and its linear effect on the logits.
+    """Input of the final norm at the token that each prompt's answer follows, and its linear effect on the answer's
+    logit.
+
+    The effect is a vector per prompt: its product with any summand of the input is the summand's part of the logit.
 
     Attributes:
         model: the model.
@@ -46,7 +49,11 @@ class StreamEnd(NamedTuple):
     def at_positions(
         self, head_outputs: Float[Tensor, "batch heads queries value_dim"]
     ) -> Float[Tensor, "prompts heads value_dim"]:
-        """Return head outputs at the tokens that answers follow; raise `InputError` if they are of other sequences."""
+        """Return each prompt's head outputs at the token that its answer follows.
+
+        Raises:
+            InputError: the outputs are of another number of prompts, or of another length, than the residual stream.
+        """
         if (len(head_outputs), head_outputs.shape[2]) != (len(self.positions), self.length):
             raise not_direct_error(self.model)
         prompts = torch.arange(len(head_outputs), device=head_outputs.device)
@@ -54,7 +61,7 @@ class StreamEnd(NamedTuple):
 
 
 class _ModuleCall(NamedTuple):
-    """A module, its first argument and its output in one call."""
+    """One finished call of a module: the module, its first argument and its output, both tensors."""
 
     module: nn.Module
     input: Tensor
@@ -62,7 +69,9 @@ class _ModuleCall(NamedTuple):
 
 
 class ResidualStream:
-    """Follows a run of a model to find the final norm: the module whose output the output embedding reads.
+    """Observer of a model's run that finds the final norm, the module whose output the output embedding reads.
+
+    From the input and output of the norm it computes each part's effect on the logits.
 
     Raises:
         InputError: the model does not name its output embedding.
@@ -79,7 +88,7 @@ class ResidualStream:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow the one run of the model that is made while the context is active."""
+        """Record the call of the final norm in the one run of the model that is made while the context is active."""
         self._last_call = self._final_call = None
         hooks = [module.register_forward_hook(self._note_call) for module in self._model.modules()]
         hooks.append(self._embedding.register_forward_pre_hook(self._note_embedding_input))
@@ -90,7 +99,9 @@ class ResidualStream:
                 hook.remove()
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Store a finished call, unless its output is that of the last call: dropout may return its input."""
+        """Store a finished module call as the last one, unless it returned the last call's output, as
+        dropout may do.
+        """
         if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
             return
         if self._last_call is None or not _is_same_memory(output, self._last_call.output):
@@ -109,7 +120,8 @@ class ResidualStream:
         return call
 
     def end(self, tokens: AnswerTokens, batch: Mapping[str, Any]) -> StreamEnd:
-        """Return the end of the stream in the run that was followed, at the tokens that answers follow.
+        """Return the final norm's input in the recorded run, at the tokens that answers follow, and its effect on
+        logits.
 
         Raises:
             InputError: the module before the output embedding is not a norm, or there is none; a token does not exist.
@@ -142,7 +154,10 @@ def _direction_before_norm(
     *,
     like: Tensor,
 ) -> Float[Tensor, "prompts width"]:
-    """Return the direction before a norm that becomes `unembedding` after it, with the norm's scale held constant.
+    """Return the vectors whose products with a norm's input are those of `unembedding` with its output, up to a
+    constant.
+
+    The scale of the norm is held constant at each token, so that the norm is linear.
 
     The norm is probed with three inputs. Zeros give its bias. Numbers whose mean is 0 give its weight, up to a factor.
     Equal numbers show whether it subtracts the mean. The scale at each token follows from its input and output.

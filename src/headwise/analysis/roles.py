@@ -70,7 +70,9 @@ ROLES = (PREVIOUS, NEXT, INDUCTION, DUPLICATE, SAME, MIXED, BROAD, FIRST, SPECIA
 
 
 def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mapping[str, float] | None = None) -> Role:
-    """Return the role of a head, by the rule in this module's docstring.
+    """Return the role of a head: the kind of position with at least half of its attention, otherwise broad or mixed.
+
+    This module's docstring has the whole rule.
 
     Args:
         means: mean of each statistic, by name.

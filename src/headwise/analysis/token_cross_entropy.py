@@ -22,7 +22,7 @@ POSITIONS_PER_TILE, TOKENS_PER_TILE = 1024, 512
 def token_cross_entropy(
     model: nn.Module, batch: dict[str, Any], positions: slice, targets: Int[Tensor, "batch length"]
 ) -> Float[Tensor, "batch length"]:
-    """Return -ln p(target), in nats, at the given positions of a model's output.
+    """Run a model, and return -ln p(target) in nats for each target token, at a slice of the output's positions.
 
     If the logits are exactly the output of the model's output embedding, they are computed tile by tile from its input,
     and never all in memory.

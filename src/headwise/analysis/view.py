@@ -37,7 +37,7 @@ Attention that computes something else than softmax of its scores does not.
 
 
 def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", truncate: bool = False) -> View:
-    """Run a model on one text, and return what each of its heads attends to.
+    """Run a model on one text, and return each head's attention: statistics, role, strongest links between words.
 
     Args:
         model: any model that `watch` can intercept and that reads token ids, in evaluation mode: of `transformers`, or
@@ -82,10 +82,14 @@ def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", t
 
 
 def _call(model: Any, inputs: dict[str, Tensor]) -> None:
-    """Call a model with a tokenizer's output; a module that has no argument `input_ids` gets the token ids alone."""
+    """Call a model with those of the tokenizer's outputs that it accepts; without names, with the token ids alone.
+
+    A `transformers` model gets all outputs, another module those that its `forward` names, or all if it has `**kwargs`
+    but no `input_ids`.
+    """
     parameters = inspect.signature(model.forward).parameters
-    takes_names = "input_ids" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    if hasattr(model, "config") or takes_names:
+    accepts_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if hasattr(model, "config") or accepts_any_name or "input_ids" in parameters:
         is_own = not hasattr(model, "config") and "input_ids" in parameters
         model(**{name: tensor for name, tensor in inputs.items() if not is_own or name in parameters})
     else:
@@ -93,7 +97,7 @@ def _call(model: Any, inputs: dict[str, Tensor]) -> None:
 
 
 class _Viewer(SiteRegistry):
-    """Interceptor that builds a `HeadView` of every head in every call.
+    """Interceptor that builds a `HeadView` (statistics, links and picture) of every head in every attention call.
 
     Attributes:
         heads: the views so far, in the order of the calls.
@@ -110,7 +114,7 @@ class _Viewer(SiteRegistry):
         self.heads: list[HeadView] = []
 
     def observe(self, call: Call) -> Observation | None:
-        """Return an observation that checks the call's weights against the model's output and builds the views.
+        """Return an observation that builds the views of a call's heads, and checks the weights against the output.
 
         None for attention over something else than the tokens of the text.
         """
@@ -134,7 +138,7 @@ class _Viewer(SiteRegistry):
         return Observation(observer, self._call_context, on_end, partial(_require_agreement, call.site.path))
 
     def require_heads(self) -> None:
-        """Raise `InputError` if no attention was over the tokens of the text."""
+        """Raise `InputError` if there is no view of a head: no attention was over the tokens of the text."""
         if not self.heads:
             expected = f"self-attention over the {len(self._word_of)} tokens of the text"
             raise InputError("model", expected=expected, got=self.left_out)
@@ -144,15 +148,16 @@ class _Viewer(SiteRegistry):
         """Sizes and modules of the attention that was not over the tokens of the text; empty if there was none."""
         return ", ".join(f"{shape} in {path}" for path, shape in self._other_shapes.items())
 
-    def _next_layer(self, own: int | None) -> int:
-        """Return the layer number of a call: the model's own, or the next one if it has none or was used before."""
-        layer = max(self._layers, default=-1) + 1 if own is None or own in self._layers else own
+    def _next_layer(self, model_number: int | None) -> int:
+        """Return the layer number of a call: the model's number, or one above all used if that is None or used."""
+        is_used = model_number in self._layers
+        layer = max(self._layers, default=-1) + 1 if model_number is None or is_used else model_number
         self._layers.add(layer)
         return layer
 
 
 def _head_views(layer: int, tally: Tally, weights: WordWeights) -> Iterator[HeadView]:
-    """Yield the view of each head of one call."""
+    """Yield the view (statistics, role, links and picture) of each head of one attention call."""
     means = {name: mean[0].tolist() for name, mean in tally.means().items()}
     counts = {name: count[0].tolist() for name, count in tally.counts().items()}
     for head in range(weights.picture.shape[0]):
@@ -170,7 +175,9 @@ def _head_views(layer: int, tally: Tally, weights: WordWeights) -> Iterator[Head
 
 
 def _require_agreement(path: str, row_block: RowBlock, out: Float[Tensor, "batch heads rows value_dim"]) -> None:
-    """Raise `InputError` if a head's output is not the product of its weights and values: the weights would be wrong.
+    """Raise `InputError` if the model's head output is not the product of observed weights and values, up to rounding.
+
+    The observed weights would be wrong then.
 
     Args:
         path: path of the module.

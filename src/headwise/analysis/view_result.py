@@ -39,7 +39,7 @@ def link_strength(link: Link) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class HeadView:
-    """Attention of one head on the text.
+    """Attention of one head on one text: statistics, role, strongest links between words, and a small picture.
 
     Attributes:
         layer, head: zero-based numbers of the head.
@@ -98,7 +98,8 @@ class View:
         raise InputError("head", expected="a (layer, head) of this view", got=(layer, head))
 
     def strongest_links(self, head: HeadView, count: int) -> list[Link]:
-        """Return up to `count` of a head's strongest links between different pairs of words.
+        """Return up to `count` of the strongest links of a head, each from a word to another, between different word
+        pairs.
 
         Of links between words of the same spelling, only the strongest is returned.
         """
@@ -111,7 +112,7 @@ class View:
         return role.name.replace("the first token", self.words[0].text)
 
     def select(self, layers: Collection[int] = (), heads: Collection[int] = ()) -> "View":
-        """Return the view of the given layers and heads only; an empty collection selects all.
+        """Return a view with only the heads in these layers and with these indices; an empty collection selects all.
 
         Raises:
             InputError: the view has no such layer or head.

@@ -15,7 +15,7 @@ PICTURE = 64
 
 
 class WordWeights:
-    """Attention between words, added up from row blocks.
+    """Attention weights between words for each head, added up from blocks of token rows: links, top keys, picture.
 
     Weights to the tokens of a word are summed, and those from its tokens averaged, so that each word's weights still
     add up to 1 (Clark et al. 2019, section 4.1). The row blocks of a head come in the order of the rows; a word may
@@ -41,7 +41,7 @@ class WordWeights:
         self._unfinished = torch.zeros(heads, words)  # weights of the word whose last rows are still to come
 
     def add(self, row_block: RowBlock) -> None:
-        """Add the rows of one row block."""
+        """Add the attention weights of one row block; a word counts once the rows of all its tokens have arrived."""
         weights = row_block.weights[0].float().cpu()  # (heads, rows, columns)
         part, rows = row_block.sequences_and_heads[1], row_block.rows
         word_of_rows = self.word_of[rows.start : rows.stop]
@@ -58,7 +58,7 @@ class WordWeights:
             self._add_words(part, range(first, last + 1), sums / self.token_counts[first : last + 1, None])
 
     def _add_words(self, part: slice, words: range, weights: Float[Tensor, "heads queries words"]) -> None:
-        """Add the weights of complete words to all words.
+        """Update pictures, top keys and links with the attention of words whose tokens' rows are all complete.
 
         Args:
             part: the heads.
@@ -77,7 +77,9 @@ class WordWeights:
         self.best_weight[part, selected], self.best_key[part, selected] = best
 
     def links(self, head: int) -> tuple[Link, ...]:
-        """Return the strongest link of each word, strongest first; two words that link each other share one link."""
+        """Return each word's strongest link in a head, strongest first; words that link each other may
+        share one link.
+        """
         weights, keys = self.best_weight[head].tolist(), self.best_key[head].tolist()
         uniform_weight = 1 / self.words
         links = []

@@ -38,7 +38,7 @@ def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the batch with all its tensors on the device."""
+    """Return a batch with all its tensors moved to the device, and its other values unchanged."""
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 

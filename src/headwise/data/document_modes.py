@@ -7,14 +7,17 @@ from headwise.errors import InputError
 
 
 class TokenizedDocument(NamedTuple):
-    """Token ids of a document without special tokens, and its location for error messages."""
+    """Token ids of a document without special tokens, and its location ("line 3 of notes.jsonl") for error messages."""
 
     ids: list[int]
     location: str
 
 
 def whole(documents: Iterable[TokenizedDocument], room: int, separator: int | None) -> Iterator[list[int]]:
-    """Yield each document as one sequence; `InputError` for one with more than `room` tokens."""
+    """Yield each document's token ids as one sequence; raise `InputError` for one with more than `room` tokens.
+
+    `separator` is not used.
+    """
     for ids, location in documents:
         if len(ids) > room:
             raise InputError(
@@ -27,13 +30,16 @@ def whole(documents: Iterable[TokenizedDocument], room: int, separator: int | No
 
 
 def truncate(documents: Iterable[TokenizedDocument], room: int, separator: int | None) -> Iterator[list[int]]:
-    """Yield the first `room` tokens of each document."""
+    """Yield the first `room` token ids of each document as one sequence; `separator` is not used."""
     for ids, _ in documents:
         yield ids[:room]
 
 
 def cut(documents: Iterable[TokenizedDocument], room: int, separator: int | None) -> Iterator[list[int]]:
-    """Yield each document in consecutive sequences of `room` tokens, of which the last may be shorter."""
+    """Yield each document in consecutive sequences of `room` token ids, the last of which may be shorter.
+
+    `separator` is not used.
+    """
     for ids, _ in documents:
         yield from (ids[start : start + room] for start in range(0, len(ids), room))
 

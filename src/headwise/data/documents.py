@@ -22,7 +22,7 @@ class Document(NamedTuple):
 
 
 def documents_in_memory(items: Iterable[Any], column: str) -> Iterator[Document]:
-    """Yield a document for each string, and for the named column of each mapping.
+    """Yield each item as a document with its number: a string, or the text in one column of a mapping.
 
     Raises:
         InputError: an item is neither, or has no text in that column.
@@ -82,7 +82,7 @@ def require_unicode(document: Document) -> None:
 
 
 def _unreadable(file: Path, error: Exception) -> InputError:
-    """Return the error for a file that cannot be read, with the reason from the original exception on one line."""
+    """Return the `InputError` for a file that cannot be read, with the original exception's reason on one line."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     return InputError("data", expected=f"a file {str(file)!r} that can be read", got=reason)
 

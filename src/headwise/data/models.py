@@ -13,7 +13,7 @@ from headwise.errors import InputError, MissingExtra, require
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model that a Python package contains, with the hub id of the same model.
+    """Location of a model inside a Python package, and the Hugging Face hub id of the same model.
 
     Attributes:
         package: import name of the package.
@@ -56,7 +56,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode with its tokenizer, and the title for display."""
+    """A loaded model in evaluation mode, its tokenizer, and its title for display."""
 
     title: str
     model: nn.Module
@@ -137,7 +137,7 @@ def lm_head_of(name: str) -> str | None:
 
 
 def _not_loadable(name: str, error: Exception) -> InputError:
-    """Return the error for a model or tokenizer that cannot be loaded, with the reason from the original exception."""
+    """Return the `InputError` for a model or tokenizer that cannot be loaded, with the original exception's reason."""
     return InputError(
         "model",
         expected=f"{', '.join(PACKAGED)}, a folder in Hugging Face format or a hub id that can be reached",

@@ -11,7 +11,7 @@ class SpecialTokens(NamedTuple):
 
     @staticmethod
     def of(tokenizer: Any) -> "SpecialTokens":
-        """Find the special tokens by tokenizing a short text."""
+        """Return the special tokens that a tokenizer adds, which are found by tokenizing a short text."""
         encoded = tokenizer("a", return_special_tokens_mask=True, verbose=False)
         ids, is_text = encoded["input_ids"], [not special for special in encoded["special_tokens_mask"]]
         start, stop = is_text.index(True), len(is_text) - is_text[::-1].index(True)
@@ -23,5 +23,5 @@ class SpecialTokens(NamedTuple):
         return len(self.before) + len(self.after)
 
     def around(self, ids: list[int]) -> list[int]:
-        """Return the ids of a text with the special tokens before and after them."""
+        """Return the token ids of a text with the special tokens added before and after them."""
         return [*self.before, *ids, *self.after]

@@ -76,7 +76,9 @@ class Texts:
                 raise InputError(name, expected="a number of at least 1", got=number)
 
     def within(self, model: nn.Module) -> "Texts":
-        """Return these texts with a context that fits the model: its own limit where `context` is not set.
+        """Return these texts with a context (largest number of tokens per sequence) that the model accepts.
+
+        If `context` is not set, it becomes the limit of model and tokenizer, at most 2048.
 
         Raises:
             InputError: `context` is set and exceeds the model's limit.
@@ -134,7 +136,7 @@ class Texts:
 
     @property
     def _default_context(self) -> int:
-        """The context where none is set and no model is known: the tokenizer's limit, at most 2048."""
+        """Largest number of tokens in a sequence if `context` is not set: the tokenizer's limit, at most 2048."""
         limit = self.tokenizer.model_max_length
         return min(DEFAULT_CONTEXT, limit) if limit and 0 < limit < NO_LIMIT else DEFAULT_CONTEXT
 

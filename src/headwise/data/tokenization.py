@@ -119,7 +119,7 @@ def max_input_tokens(model: Any, tokenizer: Any) -> int | None:
 
 
 def _input_embeddings(model: Any) -> Any:
-    """Return the module that embeds a model's token ids; None if the model does not say which it is."""
+    """Return the module that embeds a model's token ids; None if the model has no usable `get_input_embeddings`."""
     try:
         return model.get_input_embeddings()
     except (AttributeError, NotImplementedError):  # of a plain module, and of some of `transformers`

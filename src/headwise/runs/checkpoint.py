@@ -28,7 +28,7 @@ class Checkpointable(Protocol):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Any:
-        """Restore the partial result from what `to_dict` returned."""
+        """Return a partial result with the contents that `to_dict` returned."""
 
 
 ProgressT = TypeVar("ProgressT", bound=Checkpointable)
@@ -59,10 +59,10 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         self._last_checkpoint = time.monotonic()
 
     def claim_folder(self, *, force: bool) -> None:
-        """Create the output folder, and check that it does not hold another run.
+        """Create the output folder, and check that it holds no run with other settings; `force` deletes any run in it.
 
         Args:
-            force: delete the checkpoints and the table of a run in the folder instead.
+            force: delete the checkpoints and the table of a run in the folder instead of checking them.
 
         Raises:
             InputError: the folder cannot be written, or holds a run with other settings.
@@ -85,7 +85,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             raise self._other_run_error(_first_difference(settings, self.settings) if settings else None)
 
     def finished_table(self) -> TableT | None:
-        """Return the result table if this run has finished before; otherwise None."""
+        """Return the result table in the output folder if a run with the same settings has finished; otherwise None."""
         return self._table_type.load(self.folder) if self.folder is not None and self._is_finished() else None
 
     def load_progress(self) -> ProgressT:
@@ -94,7 +94,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return self._progress_type() if path is None or not path.exists() else self._read_checkpoint(path)
 
     def save_progress(self, progress: ProgressT, *, now: bool = False) -> None:
-        """Write a checkpoint of this process, if the last one is old enough.
+        """Write a checkpoint of this process, if the last one is at least 5 seconds old or `now` is set.
 
         Args:
             progress: the partial result.
@@ -123,6 +123,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
 
     @property
     def _checkpoint_path(self) -> Path | None:
+        """Path of this process's checkpoint in the output folder; None for a run without a folder."""
         return None if self.folder is None else self.folder / f"unfinished-{self.rank}.pt"
 
     def _is_finished(self) -> bool:

@@ -18,7 +18,7 @@ from headwise.statistics.moments import RunningMoments
 
 @dataclass
 class PassProgress:
-    """Number of batches that a pass over the data has reached, with their content digest.
+    """Numbers of batches, sequences and tokens that a pass over the data has reached, and a hash of their content.
 
     All batches count, including those that other processes run.
 
@@ -58,7 +58,7 @@ class PassProgress:
 
 @dataclass
 class SiteProgress(PassProgress):
-    """Progress of a pass over the data, with the statistics that this process has measured so far.
+    """Progress of a pass over the data, with the statistics of heads that this process has measured so far.
 
     Attributes:
         records: the attention sites with the running moments of their statistics.
@@ -79,13 +79,13 @@ class SiteProgress(PassProgress):
 
 
 def _record_to_dict(record: SiteRecord) -> dict[str, Any]:
-    """Return the record of a site as plain containers and tensors, which load without running code."""
+    """Return the record of an attention site as plain containers and tensors, which load without running code."""
     statistics = {name: vars(moments) for name, moments in record.statistics.items()}
     return vars(record) | {"site": tuple(record.site), "statistics": statistics}
 
 
 def _record_from_dict(plain: Mapping[str, Any]) -> SiteRecord:
-    """Restore the record of a site from a checkpoint."""
+    """Restore the record of an attention site (its heads and statistics) from its form in a checkpoint."""
     statistics = {name: RunningMoments(**moments) for name, moments in plain["statistics"].items()}
     return SiteRecord(**{**plain, "site": Site(*plain["site"]), "statistics": statistics})
 
@@ -102,7 +102,7 @@ def run_pass(
     *,
     shown: bool,
 ) -> None:
-    """Process the batches of this process that it has not processed before it was stopped.
+    """Call `process_batch` on each batch of this process's share of the data that its checkpoint does not include.
 
     Process `rank` of `n` processes batches rank, rank + n, rank + 2 n, ... Checkpoints are written between batches.
 

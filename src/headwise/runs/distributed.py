@@ -24,7 +24,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def gather_from_ranks(part: ResultT) -> list[ResultT]:
-    """Return the value of `part` of every process, ordered by rank, on every process."""
+    """Exchange a value between all processes, and return the list of every process's value, ordered by rank."""
     parts: list[Any] = [part]
     world_size = rank_and_world_size()[1]
     if world_size > 1:
@@ -34,7 +34,7 @@ def gather_from_ranks(part: ResultT) -> list[ResultT]:
 
 
 def broadcast_from_rank0(action: Callable[[], ResultT]) -> ResultT:
-    """Run an action on the first process only, and return its result on every process.
+    """Run a function on the first process only, and return its result on every process.
 
     A `HeadwiseError` that the action raises is raised on every process, so that none waits for the others.
     """
@@ -57,7 +57,7 @@ def broadcast_from_rank0(action: Callable[[], ResultT]) -> ResultT:
 
 
 class LocalProcess(NamedTuple):
-    """The current process among those that torchrun started.
+    """Current process among those that torchrun started: whether it is the first, and its number on this machine.
 
     Attributes:
         is_first: True for rank 0, which prints and writes files.

@@ -26,7 +26,7 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
     Returns:
         a dictionary with the keys "model", "data", "versions" and "settings".
     """
-    parameter = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
+    parameter = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.empty(0))
     collected = {
         "model": {
             "name": title or getattr(getattr(model, "config", None), "name_or_path", None) or type(model).__name__,
@@ -62,7 +62,7 @@ def _text_options(texts: Texts) -> dict[str, Any]:
 
 
 def _package_versions() -> dict[str, str]:
-    """Return the versions of headwise, torch and transformers, of those that are installed."""
+    """Return the versions of headwise, torch and transformers by name, without packages that are not installed."""
     versions = {}
     for package in ("headwise", "torch", "transformers"):
         try:

@@ -45,7 +45,7 @@ def head_estimates(moments: RunningMoments) -> list[MeanEstimate]:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a result table: fields that identify what was measured, and its statistics by name.
+    """A row of a result table: fields that identify a head or other unit, and the estimates of its statistics.
 
     A subclass adds the identifying fields; they become the first columns of the table.
 

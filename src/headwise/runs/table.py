@@ -34,7 +34,7 @@ HeadRowT = TypeVar("HeadRowT", bound=HeadRow)
 
 @dataclass(frozen=True)
 class Table(Generic[RowT]):
-    """Rows that share the same statistics, with the settings of the run that measured them.
+    """Table of results: rows that share the same statistics, and the settings of the run that measured them.
 
     Attributes:
         rows: in the order of the model's layers, or in that of the units that were compared.
@@ -72,7 +72,10 @@ class Table(Generic[RowT]):
         return self._data_frame(lambda estimate: estimate.sem)
 
     def _data_frame(self, part: Callable[[MeanEstimate], float]) -> Any:
-        """Return a pandas DataFrame with one number of each estimate, as selected by `part`."""
+        """Return a pandas DataFrame with one row per row of the table, and the number that `part` returns per estimate.
+
+        The columns are the identifiers of the rows and the statistics.
+        """
         pandas = require("pandas", purpose="a table", extra="tables")
         return pandas.DataFrame(
             [
@@ -196,7 +199,7 @@ class HeadTable(Table[HeadRowT]):
         raise InputError("head", expected=f"a (layer, head) of this {self.NAME}", got=(layer, head))
 
     def plot(self, statistic: str | None = None) -> "Figure":
-        """Draw the means of one statistic as a matplotlib heatmap: layers down, heads across.
+        """Return a matplotlib heatmap of one statistic's mean for every head: layers down, heads across.
 
         Args:
             statistic: its name; the first one by default.
@@ -217,7 +220,7 @@ def table_path(folder: Path, name: str) -> Path:
 
 
 def require_statistic(name: str, available: Iterable[str]) -> None:
-    """Raise an `InputError` if a statistic is not among the available ones."""
+    """Raise an `InputError` if the statistic called `name` is not among the available names."""
     if name not in (names := tuple(available)):
         raise InputError("statistic", expected=f"one of {', '.join(names)}", got=repr(name))
 

@@ -120,10 +120,10 @@ def agreement(
 
 
 def _site_and_head(row: HeadRow) -> tuple[str, int, str]:
-    """Return the module path, head index and kind, which identify a head in tables of the same model."""
+    """Return a row's module path, head index and kind (self or cross), which identify a head in tables of one model."""
     return row.module, row.head, row.kind
 
 
 def _error_bars(estimates: Sequence[MeanEstimate]) -> list[float]:
-    """Return the standard errors, 0 where they are unknown."""
+    """Return the standard errors of the estimates, 0 where one is NaN, as for a single example."""
     return [0.0 if math.isnan(estimate.sem) else estimate.sem for estimate in estimates]

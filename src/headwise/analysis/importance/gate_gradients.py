@@ -24,7 +24,10 @@ CreateGates = Callable[[Call, Tensor], Float[Tensor, "#examples heads"]]
 
 
 class GateTensors(SiteRegistry):
-    """Interceptor that multiplies each head's output by a gate, the same one in all calls of a site.
+    """Interceptor that multiplies head outputs by differentiable gates, the same ones in all calls of an attention
+    site.
+
+    A site has one gate per head, either for each example or shared by all examples.
 
     Attributes:
         by_site: gates of each site that was called since the last `reset`.
@@ -37,7 +40,9 @@ class GateTensors(SiteRegistry):
         self._lock = threading.Lock()
 
     def reset(self, create: CreateGates | None) -> None:
-        """Remove all gates; from now on `create` makes the gates of a site at its first call. None: no gates."""
+        """Remove all gates, and create those of each site with `create` at its next call; None leaves outputs
+        unchanged.
+        """
         self.by_site, self._create = {}, create
 
     def change(self, call: Call) -> Change | None:
@@ -128,7 +133,9 @@ class ImportanceTask:
     show_progress: bool
 
     def start_batch(self, gates: GateTensors, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Prepare the loss on the unchanged model; return the batch on its device and the number of examples."""
+        """Prepare the loss on the unchanged model; return the batch on the model's device and its number
+        of examples.
+        """
         batch = to_device(batch, device_of(self.model))
         gates.reset(None)
         prepare_loss(self.loss, self.model, batch)
@@ -137,7 +144,7 @@ class ImportanceTask:
     def gated_losses(
         self, gates: GateTensors, create: CreateGates, batch: dict[str, Any]
     ) -> Float[Tensor, " examples"]:
-        """Return the loss of each example with new gates.
+        """Run the model with new gates on all heads, made by `create`, and return the loss of each example.
 
         Raises:
             InputError: the loss is not one number per example, or has no gradient.

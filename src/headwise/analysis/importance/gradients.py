@@ -31,7 +31,7 @@ from headwise.statistics.moments import RunningMoments
 
 @dataclass
 class GradientProgress(SiteProgress):
-    """Progress of a gradient method in one process: statistics of all sites, and the examples that have a loss.
+    """Progress of a gradient method in one process: statistics of all heads, and the number of examples with a loss.
 
     Attributes:
         counted: number of examples whose loss is not NaN.
@@ -42,21 +42,30 @@ class GradientProgress(SiteProgress):
 
 @dataclass(frozen=True)
 class GradientMethod:
-    """Base class of importance methods that differentiate a loss with respect to gates."""
+    """Base class of importance methods that differentiate a loss with respect to gates, factors of head outputs."""
 
     only_at_one: ClassVar[bool] = True
     """True if the derivative is taken only where all gates are 1, in the unchanged model."""
 
     def gate_values_and_weights(self) -> list[tuple[float, float]]:
-        """Return the values of all gates at which derivatives are taken, each with its weight in their sum."""
+        """Return pairs of a value that all gates of the model share and the weight of the derivatives taken there.
+
+        The method uses the weighted sum of these derivatives; here only those at 1, in the unchanged model.
+        """
         return [(1.0, 1.0)]
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """Return the statistics of each example and head, by name; all are 0 where the derivative is 0."""
+        """Return the method's statistics of each example and head, by name, from the derivatives of the loss by the
+        gates.
+
+        All statistics are 0 where the derivative is 0.
+        """
         raise NotImplementedError
 
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Return every head's statistics over the data set, and a summary of the data."""
+        """Differentiate the loss of each example; return every head's mean statistics, and numbers of sequences and
+        tokens.
+        """
         if self.only_at_one and isinstance(task.loss, EmbeddingDistance):
             got, remedy = "EmbeddingDistance, which is minimal there", 'use method="ablation" or "integrated"'
             raise InputError("loss", expected="one with a slope at the unchanged model", got=got, remedy=remedy)
@@ -80,7 +89,11 @@ class GradientMethod:
     def _gradients(
         self, task: ImportanceTask, gates: GateTensors, batch: dict[str, Any]
     ) -> tuple[dict[Site, Float[Tensor, "examples heads"]], int]:
-        """Return the weighted sum of each example's derivatives, NaN without a loss, and how many examples have one."""
+        """Return the derivatives of each example's loss by the gates of each site, and the number of examples with a
+        loss.
+
+        Derivatives are weighted sums over the method's gate values, and NaN for an example without a loss.
+        """
         batch, examples = task.start_batch(gates, batch)
         sums: dict[Site, Tensor] = {}
         counted = 0
@@ -102,7 +115,7 @@ class GradientMethod:
         return sums, counted
 
     def _rows(self, task: ImportanceTask, progress: GradientProgress) -> list[HeadRow]:
-        """Return every head's row from the progress of all processes.
+        """Return every head's row of mean statistics with standard errors, from the progress of all processes.
 
         A head that did not run for an example has derivative 0 for it.
         """
@@ -128,7 +141,7 @@ class GradientMethod:
 
 
 def _constant_gates(examples: int, value: float) -> CreateGates:
-    """Return a function that creates gates with this value, separate ones for each example."""
+    """Return a function that creates the gates of a site: one for each example and head, all with this value."""
 
     def create(call: Call, out: Tensor) -> Float[Tensor, "examples heads"]:
         size = (examples, call.grid.heads)
@@ -178,7 +191,7 @@ class Integrated(GradientMethod):
         whole_number("steps", self.steps, least=1)
 
     def gate_values_and_weights(self) -> list[tuple[float, float]]:
-        """Return points and weights of Gauss-Legendre quadrature on [0, 1].
+        """Return `steps` values that all gates share, from 0 to 1, with their weights in Gauss-Legendre quadrature.
 
         The points are eigenvalues of the Jacobi matrix (Golub and Welsch 1969).
         """
@@ -188,5 +201,5 @@ class Integrated(GradientMethod):
         return list(zip(((points + 1) / 2).tolist(), (vectors[0] ** 2).tolist(), strict=True))
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """Return the negative integral as `integrated`."""
+        """Return the negative of the derivative, integrated over gate values from 0 to 1, as `integrated`."""
         return {"integrated": -gradient}

@@ -39,7 +39,9 @@ INITIAL_LOG_ALPHA = 2.0
 
 @dataclass(frozen=True)
 class HardConcrete:
-    """Gates learned with Adam, which minimise the loss plus `sparsity` times the expected number of open gates.
+    """Importance method that learns one gate per head, to minimise the loss plus `sparsity` for each open gate.
+
+    Adam minimises the mean loss with random gates plus `sparsity` times the expected number of gates that are not 0.
 
     Attributes:
         sparsity: cost of an open gate, in units of the loss.
@@ -75,7 +77,12 @@ class HardConcrete:
         return (torch.sigmoid(log_alpha) * (HIGH - LOW) + LOW).clamp(0.0, 1.0)
 
     def sample(self, log_alpha: Tensor, noise: Float[Tensor, "examples heads"]) -> Float[Tensor, "examples heads"]:
-        """Return gates for noise that is uniform between 0 and 1 (Louizos et al. 2018, equations 10 and 11)."""
+        """Return a random gate from 0 to 1 for each example and head (Louizos et al. 2018, equations 10 and 11).
+
+        Args:
+            log_alpha: learned parameter of each head's gate.
+            noise: random numbers, uniform between 0 and 1.
+        """
         stretched = torch.sigmoid((torch.logit(noise, 1e-6) + log_alpha) / self.temperature) * (HIGH - LOW) + LOW
         return stretched.clamp(0.0, 1.0)
 
@@ -97,7 +104,7 @@ class HardConcrete:
 
 
 class _GateFit:
-    """One fit of the gates of all heads.
+    """One fit of the gates of all heads, with one seed of the noise.
 
     Attributes:
         method: options of the fit.
@@ -135,7 +142,7 @@ class _GateFit:
             self.registry.merge(gates.records)
 
     def _step(self, gates: GateTensors, batch: dict[str, Any]) -> None:
-        """Take one step of Adam on a batch, if an example of it has a loss and a gate."""
+        """Update all gate parameters with one step of Adam on a batch, if an example of it has a loss and a gate."""
         batch, examples = self.task.start_batch(gates, batch)
 
         def create(call: Call, out: Tensor) -> Float[Tensor, "#examples heads"]:
@@ -161,7 +168,7 @@ class _GateFit:
         self._optimizer(parameters).step()
 
     def _optimizer(self, parameters: list[Tensor]) -> torch.optim.Adam:
-        """Return Adam over all parameters, of which new ones may have been added since the last step."""
+        """Return the optimizer, after adding gate parameters that are new since the last step."""
         if self._adam is None:
             self._adam = torch.optim.Adam(parameters, lr=self.method.learning_rate)
         known = sum(len(group["params"]) for group in self._adam.param_groups)

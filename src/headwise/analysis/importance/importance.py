@@ -64,7 +64,7 @@ class Importance(HeadTable[HeadRow]):
 
 @runtime_checkable
 class ImportanceMethod(Protocol):
-    """A measure of importance: a frozen dataclass whose fields are its options."""
+    """Interface of importance methods: frozen dataclasses, whose fields are the options, that score every head."""
 
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
         """Return every head's statistics, the first of which is larger for more important heads, and a data summary."""
@@ -75,7 +75,7 @@ class AblationMethod:
     """Ablation effect of each head, measured with `ablate` (Michel, Levy and Neubig 2019, section 3.2)."""
 
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Return every head's ablation effect as `ablation`, and a summary of the data."""
+        """Return every head's ablation effect as the statistic `ablation`, and numbers of sequences and tokens."""
         table = ablate(task.model, task.dataset, task.loss, progress=task.show_progress)
         rows = [HeadRow(**row.identifiers, statistics={"ablation": row.statistics["cost"]}) for row in table.rows]
         return rows, table.metadata["measured"]

@@ -10,12 +10,12 @@ from headwise.shapes import Float
 
 
 def require_linkage() -> Any:
-    """Import and return `scipy.cluster.hierarchy`."""
+    """Import and return `scipy.cluster.hierarchy`; raise `MissingExtra` if scipy is not installed."""
     return require("scipy.cluster.hierarchy", purpose="clusters of heads", extra="tables")
 
 
 def find_clusters(similarity: Float[Tensor, "heads heads"], threshold: float) -> list[list[int]]:
-    """Return sets of two or more heads, all pairs of which have at least the threshold's similarity.
+    """Return sets of two or more heads, by index, in which all pairs have a similarity of at least the threshold.
 
     Complete-linkage clustering: the two most similar sets are joined first, where the similarity of two sets is that of
     their least similar pair. SciPy decides the order of equally similar pairs. Each head is in at most one cluster.

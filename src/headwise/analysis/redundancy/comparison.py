@@ -23,7 +23,9 @@ SMALLEST_NORM = 1e-30
 
 
 class HeadComparison(SiteRegistry):
-    """Compares the outputs and attention weights of a model's heads, of each site or of all sites with the same tokens.
+    """Interceptor that compares heads while a model runs: their attention weights within a layer, and their outputs.
+
+    Outputs are compared within a layer, or also across all layers that attend from the same tokens.
 
     Args:
         model: the model that is intercepted.
@@ -40,7 +42,7 @@ class HeadComparison(SiteRegistry):
         self._call_contexts: dict[int, tuple[CallContext, Tensor | None]] = {}
 
     def on_model_call(self) -> None:
-        """Release what was kept of the last call of the model."""
+        """Release the head outputs and call contexts that were kept during the last call of the model."""
         self._pending_outputs, self._call_contexts = {}, {}
 
     def observe(self, call: Call) -> Observation | None:
@@ -56,7 +58,9 @@ class HeadComparison(SiteRegistry):
         return Observation(distances.add, call_context, distances.finish_call)
 
     def change(self, call: Call) -> Change | None:
-        """Return a function that compares the head outputs of the call and returns them unchanged."""
+        """Return a function that compares a call's head outputs, or keeps them for `finish_batch`, and
+        changes nothing.
+        """
 
         def compare_and_return(attended: HeadOutput) -> Tensor:
             self._compare_or_keep(call, attended.out)
@@ -65,7 +69,7 @@ class HeadComparison(SiteRegistry):
         return compare_and_return
 
     def _compare_or_keep(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Compare the heads of a call with each other, or keep their outputs until all layers have run."""
+        """Compare the outputs of a call's heads with each other; across layers, keep them until `finish_batch`."""
         is_real, of_tokens = _real_queries(call), out.detach().transpose(1, 2)
         of_tokens = of_tokens.flatten(0, 1) if is_real is None else of_tokens[is_real]
         of_tokens = of_tokens.to(torch.promote_types(out.dtype, torch.float32))
@@ -79,13 +83,15 @@ class HeadComparison(SiteRegistry):
         self._pending_outputs.setdefault((*same_tokens, index), []).append((call, of_tokens))
 
     def finish_batch(self) -> None:
-        """Compare the outputs that were kept during a call of the model."""
+        """Compare the head outputs that were kept during a call of the model across layers, and release them."""
         for outputs in self._pending_outputs.values():
             self._compare(outputs)
         self._pending_outputs = {}
 
     def _compare(self, outputs: list[tuple[Call, Tensor]]) -> None:
-        """Add the products of the outputs `(tokens, heads, value_dim)` of every two calls on the same tokens."""
+        """Compare the head outputs `(tokens, heads, value_dim)` of every two calls on the same tokens, and of each
+        call.
+        """
         order = list(self._records)
         outputs = sorted(outputs, key=lambda call_and_out: order.index(call_and_out[0].site))
         calls = [call for call, _ in outputs]
@@ -102,7 +108,10 @@ class HeadComparison(SiteRegistry):
     def _written_directions(
         self, call: Call, out: Float[Tensor, "tokens heads value_dim"]
     ) -> Float[Tensor, "heads tokens width"]:
-        """Return unit vectors of the head outputs after the heads' slices of the output projection, if it is found."""
+        """Return the direction (unit vector) in which each head writes into the residual stream at each token.
+
+        That is its output times its slice of the output projection, or its output if no projection is found; 0 stays 0.
+        """
         heads, value_dim = out.shape[1:]
         if call.site not in self._projection_slices:
             projection = output_projection(self._modules[""], call.site.path, heads * value_dim)
@@ -114,7 +123,9 @@ class HeadComparison(SiteRegistry):
         return nn.functional.normalize(written, dim=-1, eps=SMALLEST_NORM)
 
     def cosine(self) -> Float[Tensor, "heads heads"]:
-        """Return the mean cosine of what every two heads write; NaN for pairs that were not compared."""
+        """Return the mean cosine of the vectors that every two heads write into the residual stream; NaN if not
+        compared.
+        """
         return self._fill(lambda site, other: self._products[site, other].mean_cosine)
 
     def cka(self) -> Float[Tensor, "heads heads"]:
@@ -138,7 +149,11 @@ class HeadComparison(SiteRegistry):
         return matrix
 
     def _fill(self, of_sites: Callable[[Site, Site], Tensor]) -> Float[Tensor, "heads heads"]:
-        """Return the symmetric matrix of all heads with the parts that `of_sites` returns for every two sites."""
+        """Return a symmetric matrix over all heads from the blocks that `of_sites` returns for two sites; NaN
+        elsewhere.
+
+        A block has a row for each head of the first attention site and a column for each of the second.
+        """
         matrix, columns = self._empty_matrix()
         for site, other in self._products:
             part = of_sites(site, other)
@@ -147,7 +162,7 @@ class HeadComparison(SiteRegistry):
         return matrix
 
     def _empty_matrix(self) -> tuple[Float[Tensor, "heads heads"], dict[Site, slice]]:
-        """Return a matrix of NaN, heads in the order of the model, and the columns of each site's heads."""
+        """Return a square matrix of NaN over all heads in the order of the model, and each site's rows and columns."""
         columns, start = {}, 0
         for record in self.records:
             columns[record.site] = slice(start, start + record.heads)

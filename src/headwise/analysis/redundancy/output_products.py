@@ -1,4 +1,4 @@
-"""Sums over tokens from which the similarity of head outputs follows: cross-covariance and cosine."""
+"""Running sums over tokens from which the similarity of head outputs follows: cross-covariance and mean cosine."""
 
 from functools import partial
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from headwise.shapes import Float
 
 
 class TokenOutputs(NamedTuple):
-    """Outputs of a site's heads at some tokens.
+    """Outputs of the heads of one attention module at several tokens, and the directions in which they write.
 
     Attributes:
         out: head outputs, before the output projection.
@@ -22,9 +22,10 @@ class TokenOutputs(NamedTuple):
 
 
 class OutputProducts:
-    """Products of the outputs of two sites' heads, summed over tokens that arrive in parts.
+    """Running cross-covariance and mean cosine between the heads of two attention modules, over tokens in parts.
 
-    The cross-covariance is updated part by part (Chan, Golub and LeVeque 1983), so that no token is kept.
+    The covariance is that of the head outputs. The cosine is between the vectors that the heads write into the residual
+    stream. Both are updated part by part (Chan, Golub and LeVeque 1983), so that no token is kept.
     """
 
     def __init__(self, first: TokenOutputs, second: TokenOutputs) -> None:
@@ -35,7 +36,7 @@ class OutputProducts:
         self._cosine_sums, self._cosine_counts = zeros(2, first.out.shape[1], second.out.shape[1])
 
     def add(self, first: TokenOutputs, second: TokenOutputs) -> None:
-        """Add the outputs of both sites at the same tokens."""
+        """Update the covariance and the cosines with the outputs of both modules at the same new tokens."""
         flat = [outputs.out.flatten(1) for outputs in (first, second)]
         means = [outputs.mean(0) for outputs in flat]
         tokens, total = len(flat[0]), self._tokens + len(flat[0])
@@ -53,15 +54,17 @@ class OutputProducts:
 
     @property
     def mean_cosine(self) -> Float[Tensor, "first_heads second_heads"]:
-        """Mean cosine of what two heads write, over the tokens at which both write something."""
+        """Mean cosine between the vectors that two heads write into the residual stream, over tokens where both write.
+
+        NaN if there is no such token, or if the modules write vectors of different widths.
+        """
         cosines: Tensor = self._cosine_sums / self._cosine_counts
         return cosines
 
     @property
     def squared_covariance(self) -> Float[Tensor, "first_heads second_heads"]:
-        """Squared Frobenius norm of the cross-covariance of every two heads' outputs, times a constant.
-
-        The constant is the square of the number of tokens, the same for all heads.
+        """Squared Frobenius norm of the cross-covariance of every two heads' outputs, times the squared number of
+        tokens.
         """
         norms: Tensor = self._covariance.view(self._shape).square().sum((1, 3))
         return norms

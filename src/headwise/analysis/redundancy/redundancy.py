@@ -92,7 +92,10 @@ def redundancy(
 def _run_over(
     model: nn.Module, dataset: Texts | Iterable[Any], comparison: HeadComparison, *, show_progress: bool
 ) -> tuple[int, int]:
-    """Compare the heads of a model over a data set, and return the number of its sequences and of their tokens."""
+    """Run the model on a data set while `comparison` compares its heads; return the numbers of sequences and tokens.
+
+    Padding does not count.
+    """
     sequences, tokens, device = 0, 0, device_of(model)
     total = len(dataset) if isinstance(dataset, Sized) else None
     bar = progress_bar("redundancy", total, "batches", shown=show_progress)
@@ -111,7 +114,7 @@ def _run_over(
 def _cluster_costs(
     model: nn.Module, dataset: Any, loss: Loss, clusters: tuple[tuple[tuple[int, int], ...], ...]
 ) -> Iterator[ClusterCost]:
-    """Yield the ablation effects of each cluster's heads, alone and together."""
+    """Yield, for each cluster of similar heads, the ablation effect of every head alone and of all heads together."""
     sets = {f"{layer}.{head}": [(layer, head)] for heads in clusters for layer, head in heads}
     sets |= {f"cluster {index}": list(heads) for index, heads in enumerate(clusters)}
     rows = ablate(model, dataset, loss, units=sets).rows

@@ -10,7 +10,7 @@ from headwise.shapes import Bool, Float
 
 
 class _HeadRows(NamedTuple):
-    """Attention weights of some heads in the rows of one tile.
+    """Attention weights of consecutive heads in the rows of one tile (part of the score matrix computed at once).
 
     Attributes:
         heads: the heads.
@@ -23,7 +23,7 @@ class _HeadRows(NamedTuple):
     counted: Bool[Tensor, "batch heads rows"]
 
     def from_head(self, index: int) -> "_HeadRows":
-        """Return the rows of all heads but the first `index` ones."""
+        """Return the attention weights of the same rows without the first `index` heads."""
         heads = slice(self.heads.start + index, self.heads.stop)
         return _HeadRows(heads, self.weights[:, index:], self.counted[:, index:])
 
@@ -40,7 +40,7 @@ class WeightDistances:
         self._tiles: list[_HeadRows] = []
 
     def add(self, rows: RowBlock) -> None:
-        """Compare the heads of a row block with each other, and with heads of earlier blocks of the same rows."""
+        """Add the distances between the heads of a row block, and to heads of earlier blocks of the same rows."""
         tile = rows.tile
         current_rows = (tile.block.rows, tuple(tile.block.spans), tile.sequences.start, tile.sequences.stop)
         if current_rows != self._current_rows:
@@ -57,7 +57,9 @@ class WeightDistances:
         self._current_rows, self._tiles = None, []
 
     def _compare(self, rows: _HeadRows, index: int, others: _HeadRows) -> None:
-        """Add the distances between one head and other heads, over the rows that count for both."""
+        """Add the Jensen-Shannon distances between one head and other heads to the sums, over rows that
+        count for both.
+        """
         p, q = rows.weights[:, index, None], others.weights
         # With p = m (1 + t) and q = m (1 - t), numbers that are nearly equal are not subtracted.
         total = p + q
