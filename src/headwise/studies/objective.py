@@ -23,7 +23,7 @@ PRUNING_POINTS = (0.5, 0.75)
 @dataclass
 class TrialObjective:
     """Function that trains and evaluates the model of one trial, which is a learning-rate trial or a final training of
-    a head setting.
+    a head setting. A learning-rate trial may be stopped early.
 
     Attributes:
         definition: models and data of the study.

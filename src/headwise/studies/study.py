@@ -145,9 +145,8 @@ def run_study(
     baseline: Setting | None,
     left_out: Sequence[str],
 ) -> Study:
-    """Train the models of a study, or resume an interrupted one, and return the table of results.
-
-    The table is also saved if there is an output folder.
+    """Train and compare the models of a study, or resume an interrupted study, and return the table of results. The
+    table is also saved if the options have an output folder.
 
     Args:
         definition: models and data of the study.

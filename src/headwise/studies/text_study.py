@@ -180,7 +180,9 @@ def _model_saver(models: Path, tokenizer: Any, context: int, labels: Sequence[st
     """
 
     def save(model: nn.Module, setting: Setting, seed: int) -> None:
-        """Save a trained transformer to `models/SETTING-seed-N` in Hugging Face format."""
+        """Save a trained transformer to `models/SETTING-seed-N` in Hugging Face format. If `clear`, the first call
+        deletes the models of an earlier study.
+        """
         nonlocal clear
         if clear:
             shutil.rmtree(models, ignore_errors=True)
