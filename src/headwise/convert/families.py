@@ -16,21 +16,30 @@ from headwise.nn.projections import has_hooks
 
 
 class Family(Protocol):
-    """Description of the attention blocks that several model classes share, for conversion to our layer."""
+    """Reader of one kind of attention block in `transformers`, which several model classes share: it returns the
+    options and the parameters of the `MultiHeadAttention` that computes the same.
+    """
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Class names of the blocks; `transformers` itself is not imported."""
+        """Names of the `transformers` attention classes that this family can convert; strings, so that `transformers`
+        is not imported.
+        """
 
     def options(self, block: Any) -> dict[str, Any]:
-        """Return the constructor arguments of the layer that computes what a block does."""
+        """Return the constructor arguments of the `MultiHeadAttention` that computes the same as an attention block of
+        `transformers`.
+        """
 
     def parameters(self, block: Any) -> dict[str, Tensor]:
-        """Return the tensors of a block, or views of them, by the name of the parameter of our layer that they fill."""
+        """Return the parameters of an attention block of `transformers`, or views of them, by the name of the parameter
+        of `MultiHeadAttention` that has the same values.
+        """
 
 
 class Decoder:
-    """Blocks of Llama-type decoders: separate query, key and value projections, and rotary embedding.
+    """Reader of the attention blocks of Llama-type decoders (Llama, Mistral, Qwen, Gemma 2, gpt-oss, OLMo 2, Phi):
+    separate query, key and value projections, and rotary embedding.
 
     The options are read from these attributes:
 
@@ -53,7 +62,9 @@ class Decoder:
     causal: ClassVar[bool] = True
 
     def options(self, block: Any) -> dict[str, Any]:
-        """Return the constructor arguments of the layer, read from the block and its configuration."""
+        """Return the constructor arguments of the `MultiHeadAttention` that computes the same as a block, read from the
+        block and its configuration. Raise `InputError` if the block is causal and the family is not, or the reverse.
+        """
         if block.is_causal != self.causal:
             expected = "one that is causal" if self.causal else "one that is not causal"
             raise InputError("block", expected=expected, got=f"is_causal {block.is_causal}")
@@ -77,7 +88,9 @@ class Decoder:
         }
 
     def parameters(self, block: Any) -> dict[str, Tensor]:
-        """Return weights and biases of the projections, weights of the norms, and sinks."""
+        """Return the parameters of a block's projections and of its query and key norms, and its sink logits, by the
+        name of the parameter of `MultiHeadAttention` that has the same values.
+        """
         parts = {"q_proj": block.q_proj, "k_proj": block.k_proj, "v_proj": block.v_proj}
         parameters = _linear_parameters(parts | {"out_proj": _output_projection(block)})
         for layer_name, norm in zip(("q_norm", "k_norm"), _qk_norm_modules(block), strict=False):
@@ -86,14 +99,17 @@ class Decoder:
 
 
 class Encoder(Decoder):
-    """Blocks of encoders in the form of Llama-type decoders, without a causal mask: EuroBERT."""
+    """Reader of the attention blocks of EuroBERT: an encoder whose blocks are those of Llama-type decoders, without a
+    causal mask.
+    """
 
     classes = ("EuroBertAttention",)
     causal = False
 
 
 class Bert:
-    """Blocks of BERT-type encoders: separate projections with biases, in two modules.
+    """Reader of the attention blocks of BERT-type encoders: separate projections with biases, in the two submodules
+    `self` and `output` of the block.
 
     The block is the parent of both: `self` with the query, key and value projections, and `output` with the output
     projection `dense`. Dropout, residual connection and `LayerNorm` are not part of the layer: the block computes
@@ -104,7 +120,9 @@ class Bert:
     classes = ("BertAttention", "RobertaAttention", "XLMRobertaAttention", "CamembertAttention", "ElectraAttention")
 
     def options(self, block: Any) -> dict[str, Any]:
-        """Return the constructor arguments of the layer, read from the `self` and `output` modules."""
+        """Return the constructor arguments of the `MultiHeadAttention` that computes the same as a block, read from the
+        block's submodules `self` and `output`.
+        """
         attention = block.self
         return {
             "embed_dim": attention.query.in_features,
@@ -117,14 +135,17 @@ class Bert:
         }
 
     def parameters(self, block: Any) -> dict[str, Tensor]:
-        """Return weights and biases of the four projections."""
+        """Return weights and biases of a block's query, key, value and output projections, by their names in
+        `MultiHeadAttention`.
+        """
         attention = block.self
         parts = {"q_proj": attention.query, "k_proj": attention.key, "v_proj": attention.value}
         return _linear_parameters(parts | {"out_proj": block.output.dense})
 
 
 class GPT2:
-    """Blocks of GPT-2: one projection for queries, keys and values, with transposed weights (`Conv1D`).
+    """Reader of the attention blocks of GPT-2: one projection for queries, keys and values together, with transposed
+    weights (`Conv1D`).
 
     The layer has `fused_qkv=True`. `scaling` of the block includes `scale_attn_weights` and
     `scale_attn_by_inverse_layer_idx`. Dropout of the output is not part of the layer, and positions are added to the
@@ -134,7 +155,9 @@ class GPT2:
     classes = ("GPT2Attention",)
 
     def options(self, block: Any) -> dict[str, Any]:
-        """Return the constructor arguments of the layer, read from the block."""
+        """Return the constructor arguments of the `MultiHeadAttention` that computes the same as a block; raise
+        `InputError` for cross-attention and for a block that is not causal.
+        """
         if block.is_cross_attention or not block.is_causal:
             got = "cross attention" if block.is_cross_attention else "is_causal False"
             raise InputError("block", expected="causal self-attention", got=got)
@@ -148,7 +171,9 @@ class GPT2:
         }
 
     def parameters(self, block: Any) -> dict[str, Tensor]:
-        """Return transposed views of the weights of both `Conv1D` modules, and their biases."""
+        """Return the weights of a block's two `Conv1D` modules as transposed views, and their biases, by their names in
+        `MultiHeadAttention`.
+        """
         parameters = _linear_parameters({"qkv_proj": block.c_attn, "out_proj": block.c_proj}, kind="Conv1D")
         return {name: tensor.T if tensor.ndim == 2 else tensor for name, tensor in parameters.items()}
 
@@ -158,24 +183,28 @@ FAMILIES: tuple[Family, ...] = (Decoder(), Encoder(), Bert(), GPT2())
 
 
 def _scores(scale: float, head_dim: int, *, softcap: float | None = None, sinks: bool = False) -> Scores | None:
-    """Return the score options of a layer; None if all of them are the defaults."""
+    """Return the `Scores` option of a layer with this scale, softcap and sinks; None if all three are the defaults."""
     scores = Scores(scale=None if scale == head_dim**-0.5 else scale, softcap=softcap, sinks=sinks)
     return None if scores == Scores() else scores
 
 
 def _output_projection(block: Any) -> Any:
-    """Return the output projection of a decoder block."""
+    """Return the output projection of a decoder block: `dense` in Phi, `o_proj` in all others."""
     return block.dense if type(block).__name__ == "PhiAttention" else block.o_proj
 
 
 def _qk_norm_modules(block: Any) -> tuple[Any, ...]:
-    """Return the modules that normalise queries and keys in a decoder block; an empty tuple without them."""
+    """Return the two modules of a decoder block that normalise its queries and its keys; an empty tuple for a block
+    without them.
+    """
     name = "layernorm" if type(block).__name__ == "PhiAttention" else "norm"
     return (getattr(block, f"q_{name}"), getattr(block, f"k_{name}")) if hasattr(block, f"q_{name}") else ()
 
 
 def _qk_norm(block: Any) -> QKNorm | None:
-    """Return the normalisation option that a decoder block needs; None without a norm."""
+    """Return the `QKNorm` option that describes the query and key norms of a decoder block: their kind (RMS or layer
+    norm), span (each head or all heads together) and epsilon; None for a block without norms.
+    """
     norms = _qk_norm_modules(block)
     if not norms:
         return None
@@ -186,7 +215,9 @@ def _qk_norm(block: Any) -> QKNorm | None:
 
 
 def _linear_parameters(parts: Mapping[str, Any], kind: str = "Linear") -> dict[str, Tensor]:
-    """Return weights and biases of plain linear modules by the names of our projections; `InputError` for others."""
+    """Return weight and bias of each linear module, named `NAME.weight` and `NAME.bias` after its key in `parts`. Raise
+    `InputError` for a module whose class is not called `kind`, that has other parameters, or that has a hook.
+    """
     parameters: dict[str, Tensor] = {}
     for name, part in parts.items():
         extra = part.state_dict().keys() - {"weight", "bias"}

@@ -19,7 +19,8 @@ SEPARATE = ("q_proj", "k_proj", "v_proj")
 
 
 def fuse_projections(layer: Layer) -> Layer:
-    """Return a copy of a self-attention layer with one projection `qkv_proj` for queries, keys and values.
+    """Return a copy of a self-attention layer in which one projection `qkv_proj`, their weights stacked, takes the
+    place of `q_proj`, `k_proj` and `v_proj`.
 
     Everything else is a deep copy, a shared `position_bias` included. `separate_projections` is the reverse.
 
@@ -31,7 +32,7 @@ def fuse_projections(layer: Layer) -> Layer:
     widths = (layer.context_dim, layer.value_context_dim)
     if widths != (layer.embed_dim, layer.embed_dim):
         raise InputError("layer", expected=f"contexts of width {layer.embed_dim} like x", got=f"widths {widths}")
-    linears = [_plain(layer, name) for name in SEPARATE]
+    linears = [_plain_projection(layer, name) for name in SEPARATE]
     _require_alike("one bias setting", ["a bias" if each.bias is not None else "none" for each in linears])
     for kind in ("weight", "bias") if linears[0].bias is not None else ("weight",):
         parameters = [getattr(each, kind) for each in linears]
@@ -41,11 +42,12 @@ def fuse_projections(layer: Layer) -> Layer:
     weights: list[Tensor] = [each.weight for each in linears]
     biases: list[Tensor] = [each.bias for each in linears if each.bias is not None]
     stacked = LinearMap(torch.cat(weights), torch.cat(biases) if biases else None)
-    return _with_projections(layer, SEPARATE, {"qkv_proj": _like(linears[0], stacked)}, fused=True)
+    return _with_projections(layer, SEPARATE, {"qkv_proj": _linear_like(linears[0], stacked)}, fused=True)
 
 
 def separate_projections(layer: Layer) -> Layer:
-    """Return a copy of a layer with `q_proj`, `k_proj` and `v_proj` in place of `qkv_proj`, for cross-attention too.
+    """Return a copy of a layer in which `q_proj`, `k_proj` and `v_proj` take the place of the fused `qkv_proj`, with
+    the same weights. Unlike the fused layer, the copy can also compute cross-attention.
 
     Everything else is a deep copy, a shared `position_bias` included. `fuse_projections` is the reverse.
 
@@ -53,9 +55,9 @@ def separate_projections(layer: Layer) -> Layer:
         InputError: a layer that is not fused, or whose projection is not a plain `nn.Linear`.
     """
     _require_layer(layer, fused=True)
-    linear = _plain(layer, "qkv_proj")
+    linear = _plain_projection(layer, "qkv_proj")
     parts = LinearMap.from_linear("layer", linear).split_rows(list(layer.qkv_widths))
-    made = {name: _like(linear, part) for name, part in zip(SEPARATE, parts, strict=True)}
+    made = {name: _linear_like(linear, part) for name, part in zip(SEPARATE, parts, strict=True)}
     return _with_projections(layer, ("qkv_proj",), made, fused=False)
 
 
@@ -67,8 +69,10 @@ def _require_layer(layer: Any, *, fused: bool) -> None:
         raise InputError("layer", expected=f"a layer with fused_qkv={fused}", got=f"fused_qkv={layer.fused_qkv}")
 
 
-def _plain(layer: MultiHeadAttention, name: str) -> nn.Linear:
-    """Return a projection by name; raise `InputError` unless it is a plain `nn.Linear`."""
+def _plain_projection(layer: MultiHeadAttention, name: str) -> nn.Linear:
+    """Return the projection of a layer with this name. Raise `InputError` if it is missing, or is anything but a plain
+    `nn.Linear`: another class, further parameters, a hook.
+    """
     linear = getattr(layer, name, None)
     problem = None
     if type(linear) is not nn.Linear:
@@ -86,14 +90,18 @@ def _plain(layer: MultiHeadAttention, name: str) -> nn.Linear:
 
 
 def _require_alike(expected: str, values: Sequence[Any]) -> None:
-    """Raise `InputError` unless one property has the same value in all three projections."""
+    """Raise `InputError` unless three values are equal: one property, such as the dtype, of the query, key and value
+    projections of a layer.
+    """
     if len(set(values)) > 1:
         got = ", ".join(f"{name} {value}" for name, value in zip(SEPARATE, values, strict=True))
         raise InputError("layer", expected=expected, got=got)
 
 
-def _like(linear: nn.Linear, map_: LinearMap) -> nn.Linear:
-    """Return a map as an `nn.Linear` with the `requires_grad` and training flags of another."""
+def _linear_like(linear: nn.Linear, map_: LinearMap) -> nn.Linear:
+    """Return a new `nn.Linear` with weight and bias of `map_`, and with the training flag and the parameters'
+    `requires_grad` of `linear`.
+    """
     made = map_.to_linear()
     for name, parameter in made.named_parameters():
         like: Tensor = getattr(linear, name)
@@ -102,7 +110,9 @@ def _like(linear: nn.Linear, map_: LinearMap) -> nn.Linear:
 
 
 def _with_projections(layer: Layer, removed: Sequence[str], added: dict[str, nn.Linear], *, fused: bool) -> Layer:
-    """Return a deep copy of a layer with new projections where the removed ones were: parameters keep their order."""
+    """Return a deep copy of a layer in which the `added` projections take the place of the `removed` ones, at the
+    position of the first of these, so that parameters keep their order. Set `fused_qkv` of the copy to `fused`.
+    """
     new = copy.deepcopy(layer)
     modules = dict(new._modules)
     new._modules.clear()

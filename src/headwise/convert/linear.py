@@ -35,7 +35,8 @@ def from_heads(
     heads: Sequence[Head],
     projection: nn.Linear | Float[Tensor, "concatenated out"],
 ) -> MultiHeadAttention:
-    """Return a layer made from a list of heads, each a `(query, key, value)` triple of `nn.Linear` modules.
+    """Return a `MultiHeadAttention` with the weights of separate heads, each a `(query, key, value)` triple of
+    `nn.Linear` modules, and of an output projection.
 
     If consecutive heads share their key and value modules, in groups of equal size, the layer has one key/value head
     for each group.
@@ -70,7 +71,8 @@ def from_heads(
 
 
 def to_heads(layer: MultiHeadAttention) -> tuple[list[Head], nn.Linear]:
-    """Return the heads of a layer as `(query, key, value)` triples of `nn.Linear`, and its output projection.
+    """Return the heads of a layer as `(query, key, value)` triples of new `nn.Linear` modules, and its output
+    projection as another.
 
     `from_heads` makes the same layer from them. Heads that share a key/value head share its two modules. Code that
     multiplies by a matrix uses `projection.weight.mT`.
@@ -104,7 +106,8 @@ def from_projections(
     dropout: float = 0.0,
     backend: str | None = None,
 ) -> MultiHeadAttention:
-    """Return a layer made from four `nn.Linear` modules whose output features are the heads, one after the other.
+    """Return a `MultiHeadAttention` with the weights of four `nn.Linear` modules. Heads lie one after the other in the
+    output features of query, key and value, and in the input features of the output projection.
 
     If one of query, key and value has a bias, the layer has one for all three, zero where there was none. The other
     arguments are options of the layer; their learned parameters start as in a new layer.
@@ -146,7 +149,8 @@ def from_projections(
 
 
 def to_projections(layer: MultiHeadAttention) -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
-    """Return the query, key, value and output projection of a layer, fused or not, as new `nn.Linear` modules.
+    """Return the query, key, value and output projections of a layer as four new `nn.Linear` modules; a fused
+    `qkv_proj` is split into three.
 
     Raises:
         InputError: not a `MultiHeadAttention`.
@@ -166,14 +170,18 @@ def _triple(head: Any) -> Any:
 
 
 def _group_size(triples: Sequence[Any]) -> int:
-    """Return the number of consecutive heads that share key and value modules; 1 if groups differ in size."""
+    """Return the number of consecutive heads that share one key and one value module; 1 if groups of sharing heads
+    differ in size.
+    """
     groups = groupby(triples, key=lambda triple: (id(triple[1]), id(triple[2])))
     sizes = {len(list(group)) for _, group in groups}
     return sizes.pop() if len(sizes) == 1 else 1
 
 
 def _stacked(name: str, maps: Sequence[LinearMap]) -> LinearMap:
-    """Return the projections of one kind of all heads as a single map, its output rows head after head."""
+    """Return the projections of all heads of one kind (query, key or value) as one map, with output rows head after
+    head. Raise `InputError` if only some of them have a bias.
+    """
     weight = torch.cat([map_.weight for map_ in maps])
     biases = [map_.bias for map_ in maps if map_.bias is not None]
     if len(biases) not in (0, len(maps)):

@@ -17,14 +17,18 @@ from headwise.shapes import Float
 
 
 class LinearMap(NamedTuple):
-    """Weight `(out, in)` and bias of a linear map, the bias None without one."""
+    """Weight `(out, in)` and bias `(out,)` of a linear map `weight x + bias`; the bias is None for a map
+    without one.
+    """
 
     weight: Float[Tensor, "out in"]
     bias: Float[Tensor, " out"] | None
 
     @staticmethod
     def from_linear(argument: str, linear: Any) -> "LinearMap":
-        """Return weight and bias of an `nn.Linear` that was passed as `argument`; `InputError` for other modules."""
+        """Return weight and bias of a plain `nn.Linear`, not copied. Raise `InputError` for any other module and for
+        one with a hook; `argument` is the name of the user's argument for that message.
+        """
         if not isinstance(linear, nn.Linear):
             raise InputError(argument, expected="an nn.Linear for every map", got=type(linear).__name__)
         # A parametrised weight is computed when read. Torch's attention has its own class for the output map.
@@ -36,13 +40,15 @@ class LinearMap(NamedTuple):
         return LinearMap(linear.weight, linear.bias)
 
     def split_rows(self, widths: list[int] | int) -> "list[LinearMap]":
-        """Return the map as several maps: its output rows split into parts of these widths."""
+        """Return several maps, each with consecutive output rows of this one, as `torch.split` cuts them: a list states
+        the number of rows of each part, an int that of every part (the last one may be smaller).
+        """
         weights = torch.split(self.weight, widths)
         biases = [None] * len(weights) if self.bias is None else torch.split(self.bias, widths)
         return [LinearMap(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
     def to_linear(self) -> nn.Linear:
-        """Return a new `nn.Linear` with copies of weight and bias."""
+        """Return a new `nn.Linear` with copies of the map's weight and bias."""
         made: nn.Linear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
             nn.Linear,
             self.weight.shape[1],
@@ -56,14 +62,17 @@ class LinearMap(NamedTuple):
 
     @torch.no_grad()
     def copy_to(self, linear: nn.Linear) -> None:
-        """Copy the weight, and the bias if there is one, into an `nn.Linear`."""
+        """Copy the map's weight into an `nn.Linear`, in place, and its bias if it has one; otherwise the bias of the
+        module is left unchanged.
+        """
         linear.weight.copy_(self.weight)
         if self.bias is not None:
             linear.bias.copy_(self.bias)
 
 
 def linear_maps_of(layer: Any) -> tuple[LinearMap, LinearMap, LinearMap, LinearMap]:
-    """Return the query, key, value and output projection of a layer, fused or not.
+    """Return the query, key, value and output projections of a `MultiHeadAttention` as four maps; a fused `qkv_proj` is
+    split into three.
 
     Raises:
         InputError: not a `MultiHeadAttention`, or one of a derived class, whose projections may mean something else.
@@ -80,7 +89,9 @@ def linear_maps_of(layer: Any) -> tuple[LinearMap, LinearMap, LinearMap, LinearM
 
 
 def scores_with_scale(layer: MultiHeadAttention) -> Scores:
-    """Return the score options of a layer, with its default scale as a number."""
+    """Return the `Scores` option of a layer with the scale always a number: `head_dim ** -0.5` if the layer leaves it
+    None.
+    """
     scores = layer.scores or Scores()
     return replace(scores, scale=layer.head_dim**-0.5) if scores.scale is None else scores
 
@@ -88,7 +99,8 @@ def scores_with_scale(layer: MultiHeadAttention) -> Scores:
 def layer_from_maps(
     maps: Sequence[LinearMap], arguments: Sequence[str], num_heads: int, num_kv_heads: int, **options: Any
 ) -> MultiHeadAttention:
-    """Return a layer with these query, key, value and output projections, and further constructor options.
+    """Return a new `MultiHeadAttention` with copies of the query, key, value and output projections in `maps`. Its
+    widths follow from their shapes and the numbers of heads; `options` are further constructor arguments.
 
     If one of query, key and value has a bias, the layer has one for all three, zero where there was none.
 

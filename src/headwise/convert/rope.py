@@ -9,7 +9,7 @@ from headwise.errors import InputError
 
 
 def rotary_of(config: Any, head_dim: int, *, partial: bool) -> Rotary:
-    """Return the rotary embedding of a model for heads of `head_dim` features.
+    """Return the `Rotary` embedding that a configuration of `transformers` describes, for heads of `head_dim` features.
 
     Args:
         config: of the model; its `rope_parameters` contain `rope_theta`, `rope_type` and the options of that type.
@@ -31,22 +31,26 @@ def rotary_of(config: Any, head_dim: int, *, partial: bool) -> Rotary:
 
 
 def _no_scaling(config: Any, parameters: dict[str, Any]) -> None:
-    """Return None for `rope_type` "default"."""
+    """Return None, since `rope_type` "default" does not scale the rotation frequencies."""
     return None
 
 
 def _linear(config: Any, parameters: dict[str, Any]) -> Scaling:
-    """Return the scaling of `rope_type` "linear"."""
+    """Return the scaling of rotation frequencies for `rope_type` "linear", with the configuration's factor."""
     return LinearScaling(parameters["factor"])
 
 
 def _dynamic(config: Any, parameters: dict[str, Any]) -> Scaling:
-    """Return the scaling of `rope_type` "dynamic"."""
+    """Return the scaling of rotation frequencies for `rope_type` "dynamic" (dynamic NTK), with the configuration's
+    factor and `max_position_embeddings`.
+    """
     return DynamicNTK(parameters["factor"], config.max_position_embeddings)
 
 
 def _yarn(config: Any, parameters: dict[str, Any]) -> Scaling:
-    """Return the scaling of `rope_type` "yarn"."""
+    """Return the scaling of rotation frequencies for `rope_type` "yarn", with its options read from the
+    configuration.
+    """
     trained_length = _trained_length(config, parameters)
     factor = parameters.get("factor") or config.max_position_embeddings / trained_length
     attention_factor = parameters.get("attention_factor")
@@ -64,7 +68,9 @@ def _yarn(config: Any, parameters: dict[str, Any]) -> Scaling:
 
 
 def _llama3(config: Any, parameters: dict[str, Any]) -> Scaling:
-    """Return the scaling of `rope_type` "llama3"."""
+    """Return the scaling of rotation frequencies for `rope_type` "llama3", with its options read from the
+    configuration.
+    """
     return Llama3(
         parameters["factor"],
         _trained_length(config, parameters),
@@ -74,7 +80,9 @@ def _llama3(config: Any, parameters: dict[str, Any]) -> Scaling:
 
 
 def _trained_length(config: Any, parameters: dict[str, Any]) -> int:
-    """Return the number of tokens of the training texts."""
+    """Return the number of tokens of the texts that the model was trained on before its context was extended:
+    `original_max_position_embeddings`, or else `max_position_embeddings`.
+    """
     length: int = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
     return length
 

@@ -12,7 +12,8 @@ from headwise.nn.multihead import MultiHeadAttention
 
 
 def from_transformers(block: nn.Module, *, backend: str | None = None) -> MultiHeadAttention:
-    """Return a layer that computes what an attention block of `transformers` does, with the same weights.
+    """Return a `MultiHeadAttention` that computes the same as an attention block of `transformers`, with copies of its
+    weights.
 
     Rotary embedding, causal or window mask and score options are converted too. The model computes padding masks
     outside its blocks: pass them to the layer's `forward`. A dropout of the output, the residual connection and a
@@ -43,7 +44,8 @@ def from_transformers(block: nn.Module, *, backend: str | None = None) -> MultiH
 
 
 def to_transformers(layer: MultiHeadAttention, block: nn.Module) -> None:
-    """Write the weights of a layer into an attention block of `transformers`; none of them if one does not fit.
+    """Copy the weights of a `MultiHeadAttention` into an attention block of `transformers`, in place. Nothing is
+    written if an option, shape or dtype of the two differs.
 
     Args:
         layer: with the options of `from_transformers(block)`.
@@ -66,7 +68,10 @@ def to_transformers(layer: MultiHeadAttention, block: nn.Module) -> None:
 
 
 def _options_and_parameters(block: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the options of the layer that equals a block, and the tensors of the block by our parameter names."""
+    """Return the constructor arguments of the `MultiHeadAttention` that computes the same as an attention block of
+    `transformers`, and the block's parameters by their names in `MultiHeadAttention`. Raise `InputError` for an unknown
+    class of block.
+    """
     name = type(block).__name__
     family = next((candidate for candidate in FAMILIES if name in candidate.classes), None)
     if family is None:
@@ -89,7 +94,9 @@ _COMPARED_OPTIONS = (
 
 
 def _require_same(layer: Any, wanted: MultiHeadAttention, block: str) -> None:
-    """Raise `InputError` unless a layer has the options of the wanted one, whatever its weights are."""
+    """Raise `InputError` unless a layer has the same sizes, options and score options as the `wanted` layer; their
+    weights are not compared.
+    """
     linear_maps_of(layer)
     pairs = {name: (getattr(wanted, name), getattr(layer, name)) for name in _COMPARED_OPTIONS}
     for name, (expected_option, got) in (
@@ -105,5 +112,5 @@ def _require_same(layer: Any, wanted: MultiHeadAttention, block: str) -> None:
 
 
 def _shape_and_dtype(tensor: Tensor | None) -> str:
-    """Return shape and dtype of a parameter as text; "none" for a missing one."""
+    """Return shape and dtype of a parameter as text for an error message; "none" for a missing parameter."""
     return "none" if tensor is None else f"shape {tuple(tensor.shape)} in {tensor.dtype}"

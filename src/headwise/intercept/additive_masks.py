@@ -10,13 +10,16 @@ HIDING_DIFFERENCE = 1e4
 
 
 def with_infinite(added: Float[Tensor, "*batch keys"]) -> Float[Tensor, "*batch keys"]:
-    """Return an additive mask with -inf at the keys that it hides."""
+    """Return an additive mask with -inf at every hidden key: where it adds at least 1e4 less than to another key of the
+    same row, and everywhere in a row that hides all keys.
+    """
     hidden = (added <= added.amax(-1, keepdim=True) - HIDING_DIFFERENCE) | hides_all_keys(added)
     return added.masked_fill(hidden, -torch.inf)
 
 
 def hides_all_keys(added: Float[Tensor, "*batch keys"]) -> Bool[Tensor, "*batch 1"]:
-    """Return True for the rows of an additive mask that hide every key.
+    """Return True for each row of an additive mask that hides every key: all its numbers are at most half the smallest
+    (most negative) number of the dtype.
 
     Libraries write the smallest number of a dtype to hide a key, possibly added to another mask.
     """
@@ -28,7 +31,8 @@ def fill_hidden_rows_as_torch(
     v: Float[Tensor, "batch kv_heads keys value_dim"],
     mask: Tensor | None = None,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Return the output with torch's values in rows whose keys a finite mask hides, where headwise returns 0.
+    """Return head outputs with the mean of all values in the rows where a finite additive mask hides every key. Torch's
+    softmax attends uniformly there, and headwise returns 0. Other rows are unchanged.
 
     A finite number that is added to all scores of a row cancels in torch's softmax: the row attends uniformly to all
     keys. Some models read such rows.

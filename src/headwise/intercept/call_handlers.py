@@ -23,7 +23,8 @@ from headwise.statistics.row_blocks import row_blocks_of_problem, row_blocks_of_
 
 
 class CallHandlers(NamedTuple):
-    """Observations and changes that all interceptors of a model asked for in one attention call.
+    """Observations and output changes that the interceptors of running models requested for one attention call, with
+    methods that carry them out.
 
     Attributes:
         observations: how the call is observed.
@@ -34,7 +35,8 @@ class CallHandlers(NamedTuple):
     changes: list[Change]
 
     def answer(self, read_problem: Callable[[], Problem], compute: Callable[[], Answer]) -> Answer:
-        """Return the answer of the call, with every row block passed to the observers.
+        """Return the answer to the attention call, before any change of its output. With observers, also pass all its
+        attention weights to them in row blocks (some query rows at a time), and notify them of the end.
 
         Args:
             read_problem: function that states the call as a `Problem`; called only if there are observers.
@@ -60,7 +62,8 @@ class CallHandlers(NamedTuple):
         out: Float[Tensor, "batch heads queries value_dim"],
         values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
     ) -> None:
-        """Pass the row blocks of weights that the model computed itself to the observers.
+        """Pass attention weights that the model computed itself to the observers in row blocks (some query rows at a
+        time), and notify them of the end. Do nothing without observers.
 
         Args:
             weights: the weights.
@@ -83,7 +86,7 @@ class CallHandlers(NamedTuple):
         out: Float[Tensor, "batch heads queries value_dim"],
         uniform_output: Callable[[], Float[Tensor, "batch heads queries value_dim"]],
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return the head outputs after all changes."""
+        """Return the head outputs of the call after all requested changes, applied one after the other."""
         with call_stack.paused():
             for change in self.changes:
                 out = change(HeadOutput(out, uniform_output))
@@ -91,19 +94,27 @@ class CallHandlers(NamedTuple):
 
     @property
     def _call_context(self) -> CallContext:
+        """Tokens and padding of the call, as the first observation states them."""
         return self.observations[0].call_context
 
     @property
     def _has_check(self) -> bool:
+        """True if at least one observation compares the observed output with the model's own."""
         return any(observation.check is not None for observation in self.observations)
 
     def _observe(self, row_block: RowBlock) -> None:
+        """Pass one row block (some query rows of the call) to every observer, with the tokens and padding of its own
+        observation.
+        """
         for observation in self.observations:
             observation.observer(row_block.with_call_context(observation.call_context))
 
     def _observe_checked(
         self, row_blocks: Iterable[RowBlock], out: Float[Tensor, "batch heads queries value_dim"]
     ) -> None:
+        """Pass each row block, with the same rows of the model's own output `out`, to every check, and then to every
+        observer.
+        """
         for row_block in row_blocks:
             for observation in self.observations:
                 if observation.check is not None:
@@ -111,6 +122,7 @@ class CallHandlers(NamedTuple):
             self._observe(row_block)
 
     def _end(self) -> None:
+        """Notify every observation that the call has ended."""
         for observation in self.observations:
             observation.on_end()
 
@@ -118,7 +130,8 @@ class CallHandlers(NamedTuple):
 def handlers_of_call(
     grid: Grid, kv_heads: int, value_dim: int | None, module_calls: Sequence[ModuleCall] | None = None
 ) -> CallHandlers:
-    """Return what each interceptor wants done with an attention call of these sizes.
+    """Report an attention call of these sizes to the interceptor of every running model, and return the observations
+    and output changes that they request. The call is also counted at its site.
 
     Args:
         grid: size of the scores.
@@ -147,7 +160,9 @@ def handlers_of_call(
 
 
 def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Return the answer to a problem of `headwise.attend`, observed and changed if an intercepted model poses it."""
+    """Return the answer to a problem of `headwise.attend`. Inside an intercepted model, the interceptors observe the
+    weights and may change the output.
+    """
     if not call_stack.intercepts:
         return run(problem)
     handlers = handlers_of_call(problem.grid, problem.k.shape[1], problem.v.shape[-1])
@@ -156,7 +171,8 @@ def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> An
 
 
 def _outside_torch_modes(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which torch's modes do not see the thousands of small operations of an observation.
+    """Return a context in which torch's function modes do not intercept operations, so that the thousands of small
+    operations of an observation are fast. It does nothing for a subclass of Tensor.
 
     For tensor subclasses, which work by torch's function protocol, the context does nothing.
     """

@@ -12,7 +12,8 @@ from headwise.intercept.pending_softmax import PendingSoftmax
 
 
 class CallStack(threading.local):
-    """This thread's running calls of intercepted modules, with all other state of interception.
+    """State of interception in one thread: the running calls of modules of intercepted models, softmaxes that await
+    their product with the values, and switches.
 
     Attributes:
         module_calls: the running calls, outermost first.
@@ -33,12 +34,14 @@ class CallStack(threading.local):
 
     @property
     def intercepts(self) -> bool:
-        """True if attention calls in this thread belong to an intercepted model."""
+        """True if attention calls in this thread are to be intercepted: a module of an intercepted model runs, and
+        interception is not paused.
+        """
         return bool(self.module_calls) and not self.is_paused
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not intercept attention calls within the context."""
+        """Pause the interception of attention calls in this thread within the context."""
         before, self.is_paused = self.is_paused, True
         try:
             yield
@@ -47,7 +50,7 @@ class CallStack(threading.local):
 
     @contextmanager
     def torch_attention(self) -> Iterator[None]:
-        """Mark the context as a call of `F.multi_head_attention_forward`."""
+        """Set `in_torch_attention` within the context, which runs `F.multi_head_attention_forward`."""
         self.in_torch_attention = True
         try:
             yield
@@ -56,7 +59,9 @@ class CallStack(threading.local):
 
     @contextmanager
     def exclusive_to(self, interceptor: Interceptor) -> Iterator[None]:
-        """Report attention calls within the context to this interceptor only, not to those of surrounding contexts."""
+        """Report attention calls of this thread within the context to `interceptor` only, although other interceptors
+        may also be active.
+        """
         before, self.only_interceptor = self.only_interceptor, interceptor
         try:
             yield

@@ -44,7 +44,8 @@ PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
 
 
 def on_softmax(scores: Tensor, result: Tensor, dim: Any) -> None:
-    """Note the result of a softmax as pending if it may be attention's: in an attention module, over the last axis.
+    """Record the result of a softmax as possible attention weights, to be followed until it is multiplied with the
+    values. It must run over the last axis, inside an attention module; others are ignored.
 
     Args:
         scores: argument of the softmax.
@@ -65,7 +66,8 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any) -> None:
 
 
 def on_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return the result of a torch function, changed by the interceptors if it is the output of attention.
+    """Return the result of a torch function. If an argument holds softmax weights that await their product with the
+    values, follow them; if the function is that product, return it as the interceptors change it.
 
     A function of pending weights is followed: it returns the same weights, fills some, or multiplies them.
     """
@@ -76,7 +78,9 @@ def on_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def on_module_end(module_call: ModuleCall) -> None:
-    """Report the pending softmaxes of a module that has ended as unreadable: no product followed them."""
+    """Discard the softmaxes that an ended module call left without a product with the values, and report the module to
+    its interceptors as one whose attention cannot be read.
+    """
     for pending in [each for each in call_stack.pending_softmaxes if each.module_calls[-1] is module_call]:
         call_stack.pending_softmaxes.remove(pending)
         for innermost in {id(each.interceptor): each for each in pending.module_calls}.values():
@@ -90,7 +94,9 @@ def _follow(
     kwargs: dict[str, Any],
     result: Any,
 ) -> Any:
-    """Return the result of a function of pending weights, changed by the interceptors if it is the heads' output."""
+    """Update recorded softmax weights after a torch function of them: a copy, a fill, or the product with the values.
+    Return the function's result, changed by the interceptors if it is that product.
+    """
     if function in PASS_THROUGH:
         pending.tensor = result
     elif function in FILLS:
@@ -107,7 +113,9 @@ def _product(
     kwargs: dict[str, Any],
     result: Tensor,
 ) -> Tensor:
-    """Return the product of pending weights and something else, observed and changed if it is the heads' output."""
+    """Return a product of recorded softmax weights and another tensor. If its shape is that of head outputs, it is the
+    product with the values: report it, and return it as the interceptors change it. Otherwise return it unchanged.
+    """
     assert pending.weights is not None
     batch, heads, queries, keys = pending.weights.shape
     order = list(range(result.ndim)) if function is not torch.einsum else _einsum_order(args, pending.tensor)
@@ -136,12 +144,14 @@ def _product(
 
 
 def _mask_and_value(input: Tensor, mask: Tensor, value: Tensor | float) -> tuple[Tensor, Tensor | float]:  # noqa: A002
-    """Return mask and value of a call of `masked_fill`, however they were passed."""
+    """Return the arguments `mask` and `value` of a call of `masked_fill`, passed by position or by name."""
     return mask, value
 
 
 def _replaced(argument: Any, before: Tensor, after: Tensor) -> Any:
-    """Return an argument, or arguments in a tuple, list or dict, with one tensor replaced by another."""
+    """Return an argument with one tensor replaced by another, also inside nested lists, tuples (returned as lists) and
+    dicts.
+    """
     if isinstance(argument, list | tuple):
         return [_replaced(element, before, after) for element in argument]
     if isinstance(argument, dict):
@@ -150,7 +160,7 @@ def _replaced(argument: Any, before: Tensor, after: Tensor) -> Any:
 
 
 def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the arguments, and the elements of those that are lists or tuples."""
+    """Yield each argument; in place of a list or tuple, yield its elements."""
     for argument in arguments:
         if isinstance(argument, list | tuple):
             yield from argument
@@ -159,7 +169,8 @@ def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _einsum_order(arguments: tuple[Any, ...], weights: Tensor) -> list[int] | None:
-    """Return the axes of an einsum's result: first those of the weights, in their order, then the others.
+    """Return the permutation of the axes of an einsum's result that puts the axes of the attention weights first, in
+    their order, and the other axes after them.
 
     None for an equation that is not understood.
     """

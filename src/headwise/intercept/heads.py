@@ -11,7 +11,8 @@ from headwise.statistics.weight_capture import CapturedWeights
 
 
 class Heads(SiteRegistry):
-    """Statistics of every head of a watched model, after it has run.
+    """Result of `watch`: statistics of the attention of every head of a model, as means over all sequences of all
+    observed calls.
 
     Each sequence has the same weight in the means, and further calls of the model add to them.
     """
@@ -21,12 +22,15 @@ class Heads(SiteRegistry):
         self._captured: dict[Site, CapturedWeights] = {}
 
     def set_captured(self, site: Site, captured: CapturedWeights) -> None:
-        """Store the captured weights of a site's last call."""
+        """Store the captured weights of the last call at a site (module, self or cross), in place of those of an
+        earlier call.
+        """
         self._captured[site] = captured
 
     @property
     def details(self) -> dict[str, CapturedWeights]:
-        """Captured weights of the last call of each module, by its path.
+        """Captured attention weights of the last call of each attention module, by the module's path; empty without
+        capture.
 
         The key is `"path, cross"` for the cross-attention of a module that computes self-attention too.
         """
@@ -55,7 +59,8 @@ class Heads(SiteRegistry):
         ]
 
     def table(self) -> Any:
-        """Return `rows` as a pandas DataFrame.
+        """Return a pandas DataFrame with one row per head: layer, head, kv_head, module, kind, and the mean of every
+        statistic over sequences.
 
         Raises:
             InputError: the model did not run, or no attention was intercepted.

@@ -27,7 +27,9 @@ READABLE = ("sdpa", "eager")
 
 
 def intercepting_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `AttentionInterface.get_interface` such that the functions it returns are intercepted."""
+    """Return a replacement for `AttentionInterface.get_interface` of `transformers`, given as `dispatch`. The attention
+    functions that it returns are intercepted inside intercepted models, and otherwise unchanged.
+    """
 
     @wraps(dispatch)
     def get_interface(interface: Any, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +49,8 @@ def intercepting_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 def _intercepted_call(
     implementation: str, attention: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Compute an attention call of `transformers`, observed and changed by the interceptors.
+    """Compute an attention call of `transformers` inside an intercepted model: the interceptors observe its weights and
+    may change its output.
 
     Returns:
         what the attention function returns: the output `(batch, queries, heads, value_dim)`, the weights or None, and
@@ -87,12 +90,16 @@ def _intercepted_call(
 def _split_arguments(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[nn.Module, tuple[Tensor, Tensor, Tensor], Tensor | None, dict[str, Any]]:
-    """Return module, `(q, k, v)`, mask and other options of a call, however they were passed."""
+    """Return the module, `(q, k, v)`, the mask and all other options of a call of a `transformers` attention function,
+    passed by position or by name.
+    """
     return module, (query, key, value), attention_mask, options
 
 
 def _require_readable(implementation: str) -> None:
-    """Raise `InputError` for an attention implementation whose masks are not tensors."""
+    """Raise `InputError` unless a `transformers` attention implementation is "sdpa" or "eager", whose masks are
+    tensors.
+    """
     if implementation not in READABLE:
         raise InputError(
             "model",
@@ -117,7 +124,9 @@ def _problem_of(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> Problem:
-    """Return the `Problem` that a call of an attention function with these arguments poses."""
+    """Return a call of a `transformers` attention function as a headwise `Problem`, with causality and masks as that
+    implementation applies them.
+    """
     queries = query.shape[2]
     mask: Mask | Tensor | None = attention_mask
     bias = position_bias
@@ -134,7 +143,9 @@ def _problem_of(
 
 
 def _zeros_in_hidden_rows(weights: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the weights of an eager function with 0 in rows whose keys are all hidden, where softmax is uniform."""
+    """Return the weights of an eager attention function with 0 in the rows where an additive mask hides every key; its
+    softmax is uniform there.
+    """
     if mask is None or not mask.is_floating_point():
         return weights
     return weights.masked_fill(hides_all_keys(mask), 0.0)

@@ -52,14 +52,18 @@ def intercepted(model: nn.Module, interceptor: Interceptor) -> Iterator[None]:
 
 
 class _ModuleHooks:
-    """Forward hooks of one module, which push its calls onto the call stack and pop them."""
+    """Forward hooks of one module of an intercepted model: they push each call of the module onto the thread's call
+    stack at its start, and pop it at its end.
+    """
 
     def __init__(self, interceptor: Interceptor, path: str, module: nn.Module) -> None:
         self._interceptor, self._path = interceptor, path
         self._argument_names = tuple(inspect.signature(module.forward).parameters)
 
     def on_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Push a call of the module, and report it to the interceptor."""
+        """Push a call of the module onto the call stack and report it to the interceptor, also as a call of the model
+        if no other module of the model runs.
+        """
         is_outermost = all(call.interceptor is not self._interceptor for call in call_stack.module_calls)
         arguments = dict(zip(self._argument_names, args, strict=False)) | kwargs
         _push(ModuleCall(self._interceptor, self._path, module, arguments))
@@ -68,20 +72,26 @@ class _ModuleHooks:
         self._interceptor.on_module_call(self._path)
 
     def on_end(self, module: nn.Module, *_: Any) -> None:
-        """Pop the call of the module, unless another hook failed before `on_start` could push it."""
+        """Pop the call of the module from the call stack. If another hook failed before `on_start` could push the call,
+        do nothing.
+        """
         innermost = call_stack.module_calls[-1] if call_stack.module_calls else None
         if innermost is not None and innermost.module is module and innermost.interceptor is self._interceptor:
             _pop()
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
-    """Return True if a module has forward hooks other than those of interception, which may read its output."""
+    """Return True if a module has forward hooks that interception did not register; such a hook may read the module's
+    output.
+    """
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(not isinstance(getattr(hook, "__self__", None), _ModuleHooks) for hook in hooks)
 
 
 def _push(module_call: ModuleCall) -> None:
-    """Push a module call, and turn torch's function mode on at the first."""
+    """Push a module call onto this thread's call stack; the first one turns on the mode that intercepts torch's
+    functions.
+    """
     if not call_stack.module_calls:
         call_stack.torch_mode = TorchCalls()
         call_stack.torch_mode.__enter__()  # type: ignore[no-untyped-call]
@@ -89,7 +99,9 @@ def _push(module_call: ModuleCall) -> None:
 
 
 def _pop() -> None:
-    """Pop the innermost module call, and turn torch's function mode off after the last."""
+    """Pop the innermost module call from this thread's call stack and report its unreadable attention; the last one
+    turns off the mode that intercepts torch's functions.
+    """
     eager_softmax.on_module_end(call_stack.module_calls.pop())
     if not call_stack.module_calls and call_stack.torch_mode is not None:
         call_stack.pending_softmaxes.clear()  # an exception may have left some

@@ -13,7 +13,7 @@ from headwise.shapes import Float
 
 
 class Site(NamedTuple):
-    """One place where a model attends.
+    """One place where a model attends: a module, in self-attention or in cross-attention.
 
     Attributes:
         path: path of the innermost module that computes the attention.
@@ -26,7 +26,8 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One attention call inside a model, as its interceptors see it.
+    """One attention call inside a model, as reported to interceptors: where it happens, its sizes, and its tokens and
+    padding.
 
     Attributes:
         site: where in the model.
@@ -50,7 +51,8 @@ class Call:
 
 
 class Observation(NamedTuple):
-    """One interceptor's observation of one attention call.
+    """Functions with which one interceptor observes one attention call: for its weights, for its end, and possibly to
+    compare the observed output with the model's own.
 
     Attributes:
         observer: function that receives every row block of the call once.
@@ -69,7 +71,8 @@ class Observation(NamedTuple):
 
 
 class HeadOutput(NamedTuple):
-    """Output of the heads in one attention call, before the output projection.
+    """Output of all heads in one attention call, before the output projection, with their output under uniform
+    attention for comparison.
 
     Attributes:
         out: output of each head.
@@ -85,21 +88,27 @@ Change = Callable[[HeadOutput], Float[Tensor, "batch heads queries value_dim"]]
 
 
 class Interceptor:
-    """Base class of objects that observe or change the attention calls of a model; this one does neither."""
+    """Base class of objects that observe or change the attention calls of a model; the methods of this class do
+    nothing.
+    """
 
     def on_model_call(self) -> None:
-        """Handle the start of a call of the model."""
+        """Handle the start of a call of the intercepted model; by default do nothing."""
 
     def on_module_call(self, path: str) -> None:
-        """Handle the start of a call of the module at `path`; the model's own path is empty."""
+        """Handle the start of a call of the module at `path` in the intercepted model (empty for the model itself); by
+        default do nothing.
+        """
 
     def on_unreadable(self, path: str) -> None:
-        """Handle a computation in the attention module at `path` that looks like attention and cannot be read."""
+        """Handle a computation in the attention module at `path` that looks like attention but whose weights cannot be
+        read; by default do nothing.
+        """
 
     def observe(self, call: Call) -> Observation | None:
-        """Return how the row blocks of `call` are observed; None to observe nothing."""
+        """Return the functions that observe the attention weights of `call`; None, the default, to observe nothing."""
         return None
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that changes the head outputs of `call`; None to leave them unchanged."""
+        """Return the function that changes the head outputs of `call`; None, the default, to leave them unchanged."""
         return None

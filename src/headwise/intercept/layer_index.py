@@ -14,13 +14,16 @@ def layer_numbers(own_numbers: Sequence[int | None]) -> list[int]:
 
 
 def layer_number_of(module: nn.Module) -> int | None:
-    """Return the number that a model gives a module, its `layer_idx` in `transformers`; None where it gives none."""
+    """Return the layer number that a model stores in an attention module, as its attribute `layer_idx`; None if there
+    is none.
+    """
     number = getattr(module, "layer_idx", None)
     return number if isinstance(number, int) else None
 
 
 def innermost_attention_modules(modules: Mapping[str, nn.Module], paths: Collection[str]) -> list[str]:
-    """Return the paths whose module's class is called attention and contains no such module, in the model's order.
+    """Return, in the model's order, those of `paths` whose module has a class name with "attention", not ending in
+    "output", and contains no other such module.
 
     Args:
         modules: all modules of a model by path.
@@ -33,7 +36,8 @@ def innermost_attention_modules(modules: Mapping[str, nn.Module], paths: Collect
 
 
 def module_path_of_layer(model: nn.Module, layer: int | str) -> str:
-    """Return the path of the module that attends in a layer.
+    """Return the path of the attention module of a layer. The layer is a number, counted by the model or else from 0,
+    or already the path, which is then checked.
 
     Args:
         model: the model.

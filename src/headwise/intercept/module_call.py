@@ -18,7 +18,8 @@ NON_TOKEN_ARGUMENTS = ("pixel_values", "input_features", "input_values")
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """One running call of a module of an intercepted model.
+    """One running call of a module of an intercepted model: the module, the arguments of the call, and the number of
+    attention calls made in it so far.
 
     Attributes:
         interceptor: the model's interceptor; with several, each has a `ModuleCall` of its own.
@@ -36,7 +37,9 @@ class ModuleCall:
 
     @property
     def is_cross_attention(self) -> bool:
-        """True if an argument makes the module attend to something else than its own input."""
+        """True if an argument such as `encoder_hidden_states` makes the module attend to something else than its own
+        input.
+        """
         own_input = next(iter(self.arguments.values()), None)
         contexts = map(self.arguments.get, CONTEXT_ARGUMENTS)
         return any(context is not None and context is not own_input for context in contexts)
@@ -49,7 +52,8 @@ class ModuleCall:
 
 
 def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | None, Tensor | None]:
-    """Return token ids and padding mask of the innermost module that reads tokens, so a decoder has its own.
+    """Return token ids and padding mask, each the one passed to the innermost running module that has it, so that a
+    decoder's own are preferred to its encoder-decoder model's. Return None for what is missing.
 
     Args:
         module_calls: nested calls of one model's modules, outermost first.

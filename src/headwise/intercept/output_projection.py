@@ -10,7 +10,8 @@ PROJECTION_NAMES = ("o_proj", "out_proj", "out", "c_proj", "o", "dense", "out_li
 
 
 def output_projection(model: nn.Module, path: str, width: int) -> nn.Module | None:
-    """Return the linear layer that projects the output of all heads of an attention module; None if none is found.
+    """Return the linear layer that projects the output of all heads of an attention module, found by its usual names
+    and its input width; None if there is none.
 
     It is a child of that module, of its parent, or, as in BERT, of the parent's child `output`.
 
@@ -31,7 +32,9 @@ def output_projection(model: nn.Module, path: str, width: int) -> nn.Module | No
 
 
 def weight_of(projection: nn.Module, width: int) -> Float[Tensor, "out width"] | None:
-    """Return a linear layer's weight, output features first; None for other modules and other input widths."""
+    """Return the weight `(out, width)` of a linear layer (`nn.Linear`, or `Conv1D`, transposed); None for a module
+    without such a weight and for another input width.
+    """
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         return None

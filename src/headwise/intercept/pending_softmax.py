@@ -15,7 +15,7 @@ HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads",
 
 @dataclass(eq=False)
 class PendingSoftmax:
-    """Attention weights that a module computed itself and has not multiplied with the values yet.
+    """Attention weights that a module computed with softmax and has not multiplied with the values yet.
 
     Attributes:
         weights: the weights by head; None where it is unknown which axis is the heads'.
@@ -32,13 +32,15 @@ class PendingSoftmax:
     zeroed: Tensor | None = None
 
     def fill(self, result: Tensor, mask: Tensor, value: Tensor | float) -> None:
-        """Follow a `masked_fill` of the weights, which wrote `value` where `mask` is True and returned `result`."""
+        """Update the weights after the model called `masked_fill` on them, which wrote `value` where `mask` is True and
+        returned `result`; remember which weights became 0.
+        """
         self.tensor, self.weights = result, weights_by_head(result, self.module_calls[-1].module)
         if not bool(value):
             self.zeroed = mask if self.zeroed is None else self.zeroed | mask
 
     def uniform_weights(self) -> Tensor:
-        """Return uniform attention over each row's visible keys, in the shape of `tensor`.
+        """Return equal weights over the visible keys of each row, adding up to 1, in the shape of `tensor`.
 
         Keys that were filled with zeros are not visible. A row whose scores are all hidden by a finite number sees all
         keys, as in torch's softmax.
@@ -51,7 +53,9 @@ class PendingSoftmax:
 
 
 def weights_by_head(result: Tensor, module: nn.Module) -> Float[Tensor, "batch heads queries keys"] | None:
-    """Return a softmax's result with an axis of heads; None where it is unknown which axis that is."""
+    """Return a softmax's result as `(batch, heads, queries, keys)`, with the number of heads read from the module; None
+    if it is unknown which axis is that of the heads.
+    """
     counts = [getattr(module, name, None) for name in HEAD_COUNTS]
     heads = [count for count in counts if isinstance(count, int) and count > 0]
     if result.ndim == 4:

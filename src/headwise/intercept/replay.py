@@ -20,7 +20,8 @@ from headwise.intercept.swap_forward import swap_forward
 
 @dataclass
 class _RecordedCall:
-    """A recorded call of a module.
+    """Output of one call of a module in a recorded run of a model, with its rank in the order in which the recorded
+    calls ended, and the tensors' version counters, which show whether the output was written to since.
 
     Attributes:
         output: what the module returned.
@@ -34,12 +35,13 @@ class _RecordedCall:
 
     @property
     def is_unmodified(self) -> bool:
-        """True if nobody wrote into the output's tensors afterwards."""
+        """True if no tensor of the recorded output was written to in place since it was recorded."""
         return self.versions == _versions(self.output)
 
 
 class Replay:
-    """A recorded run of a model, whose module outputs other runs on the same inputs reuse.
+    """Module outputs of one recorded run of a model. Later runs on the same inputs, in which heads of some modules are
+    gated (scaled or replaced), return them in place of computing them again, up to the first such module.
 
     Args:
         model: a deterministic model: in evaluation mode, and without a cache in its inputs.
@@ -56,7 +58,9 @@ class Replay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the model's one run within the context, in place of an earlier recording."""
+        """Record module outputs of the model's one run within the context, in place of an earlier recording. Outputs
+        that ended after the last site began to attend, or were later modified in place, are not stored.
+        """
         self._calls, self._attention_start, self._ended = {}, {}, 0
         counts: Counter[str] = Counter()
 
@@ -91,7 +95,9 @@ class Replay:
 
     @contextmanager
     def reused_until(self, gated: Collection[str]) -> Iterator[None]:
-        """Reuse the recorded outputs in runs within the context, until attention begins in one of the gated modules."""
+        """Return recorded module outputs, in place of computing them, in model runs within the context. Only calls that
+        ended before attention first began in one of the `gated` modules (paths) are reused.
+        """
         first = min(
             (self._attention_start[path] for path in gated if path in self._attention_start), default=self._ended
         )
@@ -113,7 +119,9 @@ class Replay:
 
 
 def _modules_to_record(modules: dict[str, nn.Module], sites: Collection[str]) -> list[str]:
-    """Return the paths of the outermost modules with at most one site, inside of modules that contain several."""
+    """Return the paths of the modules whose outputs are recorded: the outermost ones with at most one attending module
+    each, such as the layers of a model and its embeddings.
+    """
     site_counts = {path: sum(path == site or is_inside(site, path) for site in sites) for path in modules}
     paths: list[str] = []
     for path, module in modules.items():
@@ -125,5 +133,5 @@ def _modules_to_record(modules: dict[str, nn.Module], sites: Collection[str]) ->
 
 
 def _versions(output: Any) -> list[int]:
-    """Return torch's version counter, the number of in-place writes, of each tensor in a module's output."""
+    """Return torch's version counter (the number of in-place writes so far) of each tensor in a module's output."""
     return [leaf._version for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]

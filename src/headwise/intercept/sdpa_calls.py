@@ -23,7 +23,9 @@ SDPA = F.scaled_dot_product_attention
 
 
 def intercepted_sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute `scaled_dot_product_attention`, observed and changed if an intercepted model calls it."""
+    """Compute torch's `scaled_dot_product_attention`. Inside an intercepted model, the interceptors observe its weights
+    and may change its output.
+    """
     if not call_stack.intercepts:
         return SDPA(query, key, value, *args, **kwargs)
     q, k, v = map(_by_head, (query, key, value))
@@ -47,7 +49,9 @@ def intercepted_sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw
 
 
 def _by_head(tensor: Tensor) -> Float[Tensor, "batch heads length width"]:
-    """Return a tensor of SDPA with four axes: heads are the third axis from the end, or there is one head."""
+    """Return a tensor passed to SDPA with four axes: with three, an axis of one head is inserted; with more than four,
+    all axes before the heads become one batch axis.
+    """
     return tensor[:, None] if tensor.ndim == 3 else tensor.reshape(-1, *tensor.shape[-3:])
 
 
@@ -62,7 +66,7 @@ def _problem_of(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Problem:
-    """Return the `Problem` that a call of SDPA with these arguments poses."""
+    """Return a call of torch's `scaled_dot_product_attention` with these arguments as a headwise `Problem`."""
     q, k, v = widest_dtype_under_autocast(_by_head(query), _by_head(key), _by_head(value))
     mask: Mask | Tensor | None = attn_mask
     if attn_mask is not None and query.ndim == 3 and attn_mask.ndim == 3:
@@ -81,7 +85,9 @@ def _problem_of(
 
 
 def widest_dtype_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tensors in the widest dtype among them under autocast, which allows mixed ones; else unchanged."""
+    """Return q, k and v, under autocast converted to the widest of their dtypes, since autocast allows mixed ones;
+    otherwise unchanged.
+    """
     if autocast_dtype(q.device) is None:
         return q, k, v
     widest = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)

@@ -16,7 +16,8 @@ from headwise.statistics.tally import Tally
 
 @dataclass
 class SiteRecord:
-    """Heads of one site, and the statistics of their attention over all observed sequences.
+    """Numbers of heads at one site (one place where a model attends), and the moments of each statistic of their
+    attention over all observed sequences.
 
     Attributes:
         site: where in the model.
@@ -33,19 +34,20 @@ class SiteRecord:
     statistics: dict[str, RunningMoments] = field(default_factory=dict)
 
     def add(self, tally: Tally) -> None:
-        """Add the statistics of one call, one value per sequence and head."""
+        """Add the statistics of one attention call at this site, as one value per sequence and head."""
         for name, values in tally.means().items():
             self.merge({name: RunningMoments.from_values(values.double().cpu())})
 
     def merge(self, statistics: Mapping[str, RunningMoments]) -> None:
-        """Add the statistics of other sequences."""
+        """Add, in place, the moments of each statistic over other sequences at the same site."""
         for name, moments in statistics.items():
             before = self.statistics.get(name)
             self.statistics[name] = moments if before is None else before.merge(moments)
 
 
 class SiteRegistry(Interceptor):
-    """Sites where a model attends, recorded while it runs, and modules whose attention could not be read.
+    """Interceptor that records the sites (places where a model attends) while the model runs, and the modules whose
+    attention could not be read.
 
     Subclasses override `observe` or `change` and call `register` in them.
     """
@@ -57,15 +59,16 @@ class SiteRegistry(Interceptor):
         self._unreadable: set[str] = set()
 
     def on_module_call(self, path: str) -> None:
-        """Note that the module at `path` ran."""
+        """Record that the module at `path` ran."""
         self._ran.add(path)
 
     def on_unreadable(self, path: str) -> None:
-        """Note that the module at `path` computed something like attention that cannot be read."""
+        """Record that the module at `path` computed something like attention that cannot be read."""
         self._unreadable.add(path)
 
     def register(self, call: Call) -> SiteRecord:
-        """Return the record of a call's site, which is created at the site's first call.
+        """Return the record of the site (place in the model) where an attention call happens, created at the site's
+        first call.
 
         Raises:
             InputError: the module has another number of heads than in an earlier call.
@@ -77,7 +80,7 @@ class SiteRegistry(Interceptor):
         return record
 
     def merge(self, records: Iterable[SiteRecord]) -> None:
-        """Add records of the same model from an earlier run or another process."""
+        """Add, in place, the site records of the same model from an earlier run or another process."""
         for other in records:
             record = self._records.setdefault(other.site, replace(other, statistics={}))
             record.merge(other.statistics)
@@ -89,13 +92,15 @@ class SiteRegistry(Interceptor):
 
     @property
     def records(self) -> list[SiteRecord]:
-        """Records of all sites, in the order of the model's modules."""
+        """Records of all sites where the model attended, in the order of the model's modules."""
         order = {path: index for index, path in enumerate(self._modules)}
         return sorted(self._records.values(), key=lambda record: (order[record.site.path], record.site.cross))
 
     @property
     def layers(self) -> list[int]:
-        """Layer number of each record: the model's own numbers if they are all distinct, otherwise 0, 1, 2, ..."""
+        """Layer number of each element of `records`: the model's own numbers if they are complete and distinct,
+        otherwise 0, 1, 2, ...
+        """
         return layer_numbers([record.layer for record in self.records])
 
     def head_labels(self) -> Iterator[tuple[SiteRecord, dict[str, Any]]]:
@@ -109,7 +114,9 @@ class SiteRegistry(Interceptor):
 
     @property
     def unread(self) -> list[str]:
-        """Paths of the modules that ran and are called attention, but whose attention was not intercepted."""
+        """Paths of the modules that ran and look like attention, by class name or computation, but whose attention
+        could not be intercepted.
+        """
         innermost = innermost_attention_modules(self._modules, self._ran)
         read = [site.path for site in self._records]
         return sorted(self._unreadable.union(path for path in innermost if not any(is_related(path, p) for p in read)))
@@ -123,7 +130,7 @@ class SiteRegistry(Interceptor):
             raise InputError("model", expected="attention in a way that can be seen", got=f"none in {names}")
 
     def warn_of_unread(self, stacklevel: int = 4) -> None:
-        """Warn of the modules whose attention was not intercepted.
+        """Issue a warning that lists the modules whose attention could not be intercepted, if there are any.
 
         Args:
             stacklevel: frame that the warning names; by default the caller of a context manager that ends with it.

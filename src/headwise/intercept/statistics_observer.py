@@ -17,7 +17,8 @@ from headwise.statistics.weight_capture import CapturedWeights, WeightCapture
 
 
 class _ThreadContexts(threading.local):
-    """Call contexts of the model call that runs in this thread.
+    """Call contexts (tokens and padding of attention calls) created in this thread during the current model call, for
+    reuse by all layers with the same inputs.
 
     Attributes:
         by_inputs: call context and its two input tensors, by the identities of token ids and padding. The tensors are
@@ -29,7 +30,8 @@ class _ThreadContexts(threading.local):
 
 
 class StatisticsObserver(Interceptor):
-    """Interceptor that computes statistics of every call and adds them to the record of its site.
+    """Interceptor that computes the statistics of every attention call of a model and adds them to the result of
+    `watch`. It also captures weights of each site's last call, if asked to.
 
     Args:
         model: the intercepted model.
@@ -45,19 +47,21 @@ class StatisticsObserver(Interceptor):
         self._contexts, self._lock = _ThreadContexts(), threading.Lock()
 
     def on_model_call(self) -> None:
-        """Drop the call contexts of the previous call of the model in this thread."""
+        """Discard the cached call contexts (tokens and padding) of the previous call of the model in this thread."""
         self._contexts.by_inputs = {}
 
     def on_module_call(self, path: str) -> None:
-        """Note that the module at `path` ran."""
+        """Record in the result that the module at `path` ran."""
         self._heads.on_module_call(path)
 
     def on_unreadable(self, path: str) -> None:
-        """Note that the module at `path` computed something like attention that cannot be read."""
+        """Record in the result that the module at `path` computed something like attention that cannot be read."""
         self._heads.on_unreadable(path)
 
     def observe(self, call: Call) -> Observation:
-        """Return an observation that tallies the statistics of `call` and captures its weights."""
+        """Return functions that sum the statistics of `call` while it runs, capture its weights if asked to, and add
+        both to the result at its end.
+        """
         record, tally = self._heads.register(call), Tally(self._gram(call))
         captured = None if self._capture is None else CapturedWeights(self._capture, call.grid)
 
@@ -75,7 +79,9 @@ class StatisticsObserver(Interceptor):
         return Observation(observer, self._call_context(call), on_end)
 
     def _gram(self, call: Call) -> Float[Tensor, "heads value_dim value_dim"] | None:
-        """Return `W_h^T W_h` of each head's slice of the output projection; None where no projection is found."""
+        """Return `W_h^T W_h` for each head's slice `W_h` of the output projection of the module that `call` runs in;
+        None if that projection is not found.
+        """
         heads, value_dim, path = call.grid.heads, call.value_dim, call.site.path
         if value_dim is None:
             return None
@@ -85,7 +91,8 @@ class StatisticsObserver(Interceptor):
         return None if projection is None else gram_of(projection, heads, value_dim)
 
     def _call_context(self, call: Call) -> CallContext:
-        """Return tokens and padding of a call; the same object for all layers that read the same tokens.
+        """Return token ids, special tokens and padding of a call; the same object for all layers that read the same
+        inputs.
 
         Both are unknown for cross-attention, and for attention over other lengths than the model's input.
         """

@@ -11,15 +11,18 @@ from headwise.intercept.sites import SiteRegistry
 
 
 class _Survey(SiteRegistry):
-    """Interceptor that records the sites of all calls, and observes and changes none."""
+    """Interceptor that records at which sites (module, self or cross) a model attends, and neither observes nor changes
+    the calls.
+    """
 
     def observe(self, call: Call) -> None:
-        """Record the call's site."""
+        """Record the site of an attention call; return None, so that its weights are not observed."""
         self.register(call)
 
 
 def survey(model: nn.Module, run: Callable[[], Any]) -> SiteRegistry:
-    """Return the sites at which `model` attends during one call of `run`.
+    """Return a registry of the sites (module, self or cross) at which `model` attends while `run`, a function that
+    calls the model, runs once.
 
     Raises:
         InputError: no attention was intercepted, or the model did not run.

@@ -9,7 +9,7 @@ from torch import nn
 
 @contextmanager
 def swap_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the `forward` of one module object within the context, and restore its own afterwards."""
+    """Replace the `forward` of one module object within the context, and restore the previous one afterwards."""
     instance_forward = vars(module).get("forward")  # None where the class has the only one
     module.forward = forward
     try:

@@ -22,12 +22,16 @@ from headwise.intercept.sdpa_calls import SDPA, intercepted_sdpa
 
 
 class TorchCalls(TorchFunctionMode):
-    """Mode of torch that intercepts its attention and softmax under any name, in the thread where it is entered."""
+    """Torch function mode that intercepts `scaled_dot_product_attention`, softmax, and functions of softmax weights,
+    under any of their names, in the thread that enters it.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return the result of a torch function, intercepted if it is part of attention."""
+        """Call a torch function and return its result. Inside an intercepted model, functions that are part of
+        attention are reported to the interceptors, which may change the result.
+        """
         kwargs = kwargs or {}
         func = eager_softmax.DROPOUT if func is _dropout else func
         if func is SDPA:
@@ -49,7 +53,9 @@ class TorchCalls(TorchFunctionMode):
 
 
 def _softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-    """Compute softmax as torch does, and note the result as pending attention weights inside torch's attention."""
+    """Compute softmax as torch does. Inside `F.multi_head_attention_forward` of an intercepted model, also record the
+    result as attention weights that await their product with the values.
+    """
     result = eager_softmax.SOFTMAX(input, dim, *args, **kwargs)
     if call_stack.in_torch_attention and call_stack.intercepts:
         eager_softmax.on_softmax(input, result, dim)
@@ -57,17 +63,23 @@ def _softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -
 
 
 def _dropout(*args: Any, **kwargs: Any) -> Any:
-    """Compute dropout as torch does, and follow attention weights through it inside torch's attention."""
+    """Compute dropout as torch does. Inside `F.multi_head_attention_forward` of an intercepted model, also follow
+    attention weights through it.
+    """
     return _followed(eager_softmax.DROPOUT, args, kwargs)
 
 
 def _bmm(*args: Any, **kwargs: Any) -> Any:
-    """Compute a batched matrix product as torch does, intercepted inside torch's attention."""
+    """Compute a batched matrix product as torch does. Inside `F.multi_head_attention_forward` of an intercepted model,
+    the product of weights and values is reported to the interceptors, which may change it.
+    """
     return _followed(eager_softmax.BMM, args, kwargs)
 
 
 def _followed(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a torch function's result, through which attention weights are followed inside torch's attention."""
+    """Call a torch function and return its result. Inside `F.multi_head_attention_forward` of an intercepted model,
+    attention weights are followed through it, and the interceptors may change their product with the values.
+    """
     result = function(*args, **kwargs)
     if call_stack.in_torch_attention and call_stack.intercepts:
         return eager_softmax.on_function(function, args, kwargs, result)
@@ -78,7 +90,8 @@ def _followed(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: di
 
 
 class _FunctionPatches:
-    """Reentrant context, for all threads together, in which functions of torch and transformers are replaced.
+    """Reentrant context in which the attention functions of torch, `transformers` and headwise are replaced by
+    intercepting ones, in all threads.
 
     The last thread that leaves restores them.
     """
@@ -109,6 +122,7 @@ class _FunctionPatches:
                 self._restore.pop()()
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Replace an attribute of `owner`, and remember how to restore it."""
         before = getattr(owner, name)
         self._restore.append(lambda: setattr(owner, name, before))
         setattr(owner, name, function)

@@ -15,7 +15,7 @@ from headwise.statistics.weight_capture import WeightCapture
 
 @contextmanager
 def watch(model: Any, *, special: Collection[int] = (), detail: Any = None) -> Iterator[Heads]:
-    """Collect statistics of every head in all attention calls of a model within the context.
+    """Collect statistics of the attention weights of every head, in all attention calls of a model within the context.
 
     The model computes the same output, up to rounding.
 

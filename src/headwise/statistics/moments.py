@@ -10,7 +10,8 @@ from headwise.shapes import Float
 
 @dataclass
 class RunningMoments:
-    """Count, mean and squared deviations of each head's values, which arrive in parts and merge exactly.
+    """Count, mean and sum of squared deviations of each head's values. The moments of two sets of values can be merged
+    into those of both sets together, without approximation.
 
     The merge formula is that of Chan, Golub and LeVeque (1983).
 
@@ -26,14 +27,18 @@ class RunningMoments:
 
     @staticmethod
     def from_values(values: Float[Tensor, "sequences heads"]) -> "RunningMoments":
-        """Return the moments of one value per sequence and head; NaN values do not count."""
+        """Return each head's moments (count, mean, squared deviations) over its values, one per sequence; NaN values do
+        not count.
+        """
         is_value = ~values.isnan()
         count = is_value.sum(0).double()
         mean = values.nan_to_num(0.0).sum(0) / count.clamp(min=1)
         return RunningMoments(count, mean, ((values - mean).masked_fill(~is_value, 0.0) ** 2).sum(0))
 
     def merge(self, other: "RunningMoments") -> "RunningMoments":
-        """Return the moments of the values of two parts together."""
+        """Return the moments of two sets of values together, from the moments of each set; both sets have the same
+        heads.
+        """
         count = self.count + other.count
         share = other.count / count.clamp(min=1)
         difference = other.mean - self.mean
@@ -42,11 +47,11 @@ class RunningMoments:
 
     @property
     def value(self) -> Float[Tensor, " heads"]:
-        """Mean of each head; NaN for a head without values."""
+        """Mean of each head's values; NaN for a head without values."""
         return self.mean.masked_fill(self.count == 0, math.nan)
 
     @property
     def standard_error(self) -> Float[Tensor, " heads"]:
-        """Standard error of each head's mean; NaN for a head with fewer than two values."""
+        """Standard error of the mean of each head's values; NaN for a head with fewer than two values."""
         variance = self.deviations / (self.count - 1).clamp(min=1)
         return (variance / self.count.clamp(min=1)).sqrt().masked_fill(self.count < 2, math.nan)

@@ -15,41 +15,55 @@ from headwise.statistics.statistic import MeanOfRows, RowValues, Statistic, Sums
 
 
 def _evenness(row_block: RowBlock) -> RowValues:
-    """Return each row's entropy divided by its largest possible value, the logarithm of the number of visible keys."""
+    """Return, for each query row, the entropy of its attention weights divided by the largest possible entropy: the
+    logarithm of the number of keys that are visible to the row (2 at least).
+    """
     return row_block.entropy / row_block.visibility.visible_keys.clamp(min=2).log()
 
 
 def _weight_at_lag(name: str, lag: int) -> MeanOfRows:
-    """Return the statistic of the weight of the key `lag` tokens before the query, in rows that have such a key."""
+    """Return the definition of a statistic called `name`: the weight of the key `lag` tokens before the query (after it
+    if negative), as the mean over query rows that have such a key.
+    """
     return MeanOfRows(
         name, "share", lambda row_block: row_block.weight_at_lag(lag), lambda tile: tile.has_key_at_lag(lag)
     )
 
 
 def _special(row_block: RowBlock) -> RowValues | None:
-    """Return each row's weight on special tokens; None if these are unknown."""
+    """Return each query row's total weight on special tokens, such as [CLS] and [SEP]; None if it is unknown which
+    tokens are special.
+    """
     return None if row_block.visibility.is_special is None else row_block.feature_sums["special"]
 
 
 def _weight_after_copies(name: str, shift: int) -> MeanOfRows:
-    """Return the statistic of the weight `shift` tokens after earlier copies of the query's token.
+    """Return the definition of a statistic called `name`: the total weight on the keys `shift` tokens after earlier
+    copies of the query's token, as the mean over query rows.
 
     Rows whose token has no earlier copy do not count.
     """
 
     def measure(row_block: RowBlock) -> RowValues | None:
+        """Return each query row's total weight on the keys `shift` tokens after earlier copies of its token; None if
+        the token ids are unknown.
+        """
         return None if row_block.visibility.has_earlier_copy is None else row_block.weight_after_copies(shift)
 
     return MeanOfRows(name, "share", measure, lambda tile: tile.has_earlier_copy)
 
 
 def _output_norm(row_block: RowBlock) -> RowValues | None:
-    """Return the norm of each row's output; None if the output is unknown."""
+    """Return the Euclidean norm of the head's output (before the output projection) in each query row; None if the
+    output was not computed.
+    """
     return None if row_block.out is None else row_block.tile.by_head(row_block.out).norm(dim=-1)
 
 
 def _written_norm(row_block: RowBlock) -> RowValues | None:
-    """Return the norm of each row's output after the head's slice of the output projection; None if unknown."""
+    """Return the Euclidean norm of each query row's head output after the head's slice of the output projection, which
+    is the head's contribution to the layer's output. Return None if the output or the projection is unknown.
+    """
     if row_block.out is None or row_block.gram is None:
         return None
     out = row_block.tile.by_head(row_block.out)
@@ -58,7 +72,9 @@ def _written_norm(row_block: RowBlock) -> RowValues | None:
 
 
 def _received_sums(row_block: RowBlock) -> Sums:
-    """Return the sum of weights that each key received, and the number of counted rows that may see it, in float64."""
+    """Return two sums over the counted query rows of a row block, for each key of the call: the weights that the key
+    received, and the number of rows that may see it. Both are `(batch, heads, keys)` in float64.
+    """
     totals = []
     for columns in row_block.received:
         total = columns.new_zeros((*columns.shape[:2], row_block.grid.keys), dtype=torch.float64)
@@ -71,7 +87,8 @@ def _received_sums(row_block: RowBlock) -> Sums:
 def _largest_received(
     received: Float[Tensor, "batch heads keys"], seen_by: Float[Tensor, "batch heads keys"]
 ) -> Float[Tensor, "batch heads"]:
-    """Return the largest mean weight of a key over the rows that may see it.
+    """Return, for each head, the largest mean weight that any key received, where the mean is over the query rows that
+    may see the key. NaN for a head without a counted row.
 
     Keys that fewer than half as many rows see as see any other key are left out: their means are of few rows.
     """

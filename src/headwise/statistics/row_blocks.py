@@ -20,7 +20,8 @@ ROW_BLOCK_BYTES = 2**24
 def row_blocks_of_problem(
     problem: Problem, call_context: CallContext | None = None, with_output: bool = False
 ) -> Iterator[RowBlock]:
-    """Yield the weights of a problem, some query rows of all heads at a time, so the whole matrix never exists.
+    """Yield the attention weights of a problem as row blocks, each with all heads and keys for some of the query rows.
+    Weights are computed one row block at a time, so the whole matrix is never stored.
 
     Args:
         problem: the attention call.
@@ -43,7 +44,8 @@ def row_blocks_of_weights(
     call_context: CallContext,
     values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
 ) -> Iterator[RowBlock]:
-    """Yield existing weights, some query rows of all heads at a time. Keys of weight 0 count as hidden.
+    """Yield attention weights that exist already as row blocks, each with all heads and keys for some of the query
+    rows. Keys of weight 0 count as hidden.
 
     Args:
         weights: the weights.
@@ -61,7 +63,9 @@ def row_blocks_of_weights(
 
 
 def _row_ranges(grid: Grid) -> Iterator[range]:
-    """Yield ranges of the query rows, each with at most `ROW_BLOCK_BYTES` of float32 weights, or a single row."""
+    """Yield consecutive ranges that together cover all query rows. The float32 weights of a range, over all sequences,
+    heads and keys, have at most `ROW_BLOCK_BYTES`, unless it is a single row.
+    """
     step = max(1, ROW_BLOCK_BYTES // (4 * max(1, grid.batch * grid.heads * grid.keys)))
     for start in range(0, grid.queries, step):
         yield range(start, min(start + step, grid.queries))
@@ -75,7 +79,7 @@ def _row_block(
     call_context: CallContext,
     out: Float[Tensor, "batch heads rows value_dim"] | None,
 ) -> RowBlock:
-    """Return the row block of these weights over all keys."""
+    """Return the `RowBlock` of some query rows whose attention weights over all keys are already computed."""
     powers = weights.flatten(0, 1)
     tile = full_width_tile(grid, rows, is_visible)
     power_score_sum = torch.special.xlogy(powers, powers).sum(-1, keepdim=True) * LOG2_E

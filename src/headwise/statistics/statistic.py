@@ -17,7 +17,8 @@ CountedRows = Bool[Tensor, "*#batch_heads rows"]
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic that each row block contributes sums to, and whose value is computed from the merged sums.
+    """Definition of a statistic of a head's attention weights that is not a mean of row values. Each row block (some
+    query rows of a call) contributes sums, the sums are merged, and each head's value follows from the merged sums.
 
     Attributes:
         name: name of the statistic.
@@ -39,7 +40,8 @@ class Statistic:
 
 @dataclass(frozen=True)
 class MeanOfRows:
-    """A statistic that has a value in each query row, and whose value for a head is the mean over its rows.
+    """Definition of a statistic of a head's attention weights that has a value in each query row; the head's value is
+    the mean over the rows that count.
 
     Attributes:
         name: name of the statistic.

@@ -15,7 +15,8 @@ from headwise.statistics.statistic import MeanOfRows, Statistic, Sums
 
 @dataclass
 class Tally:
-    """Sums of every statistic over the rows of one call. The tallies of two parts of its rows merge.
+    """Sums of every statistic over the query rows of one attention call, for each sequence and head. Rows are added in
+    blocks; two tallies of different rows of the same call can be merged.
 
     Attributes:
         gram: `W_h^T W_h` of each head's slice of the output projection, for `written_norm`; None if unknown.
@@ -30,7 +31,7 @@ class Tally:
     other_sums: dict[str, Sums] = field(default_factory=dict)
 
     def add(self, row_block: RowBlock) -> None:
-        """Add the rows of one row block."""
+        """Add the sums of every statistic over one row block: some query rows of the call."""
         if self.gram is not None:
             row_block = replace(row_block, gram=self.gram)
         grid, (sequences, heads) = row_block.grid, row_block.sequences_and_heads
@@ -50,7 +51,7 @@ class Tally:
                 total[sequences, heads] = statistic.merge(total[sequences, heads], part)
 
     def merge(self, other: "Tally") -> None:
-        """Add the tally of other rows of the same call."""
+        """Add, in place, a tally of other query rows of the same call."""
         if other.row_sums is None:
             return
         self.mean_names = other.mean_names
@@ -63,7 +64,9 @@ class Tally:
                 self.other_sums[name] = other.other_sums[name]
 
     def means(self) -> dict[str, Float[Tensor, "batch heads"]]:
-        """Return the value of every statistic for each sequence and head, by name; NaN where no row counted."""
+        """Return, by name, the value of every statistic for each sequence and head: the mean over its counted query
+        rows, or the value that follows from other sums. NaN where no row counted.
+        """
         if self.row_sums is None:
             return {}
         values = dict(zip(self.mean_names, self.row_sums[0] / self.row_sums[1], strict=True))
@@ -73,17 +76,20 @@ class Tally:
         return {name: values[name] for name in STATISTICS if name in values}
 
     def counts(self) -> dict[str, Float[Tensor, "batch heads"]]:
-        """Return the number of rows that counted for each mean of rows, by name."""
+        """Return, by name, the number of query rows that counted in each statistic that is a mean over rows, for each
+        sequence and head.
+        """
         return {} if self.row_sums is None else dict(zip(self.mean_names, self.row_sums[1], strict=True))
 
 
 def _other_statistics() -> Iterator[Statistic]:
-    """Yield the statistics that are not means of rows."""
+    """Yield the definitions of all statistics that are not means over query rows."""
     return (statistic for statistic in STATISTICS.values() if isinstance(statistic, Statistic))
 
 
 def _sums_of_means(row_block: RowBlock) -> tuple[tuple[str, ...], Float[Tensor, "sum_and_count means batch heads"]]:
-    """Return the names of the means of rows that a row block has values for, with their sums and row counts.
+    """Return the names of the mean-over-rows statistics that a row block has values for, and for each of them the sum
+    of the row values and the number of counted rows, by sequence and head.
 
     All means are summed at once: a few operations for each would cost as much as the attention products. Sums are in
     float64, since thousands of rows in float32 would lose the digits in which heads differ.
@@ -96,7 +102,9 @@ def _sums_of_means(row_block: RowBlock) -> tuple[tuple[str, ...], Float[Tensor, 
 
 
 def _counted_rows(visibility: TileVisibility, names: tuple[str, ...]) -> Bool[Tensor, "means #batch #heads rows"]:
-    """Return True for the rows of a tile that count for each of these means of rows; cached with the visibility."""
+    """Return, for each of the named mean-over-rows statistics, True at the query rows of a tile that count in it;
+    cached with the visibility of the tile.
+    """
 
     def compute() -> Tensor:
         counted_rows, statistics = visibility.counted_rows, [STATISTICS[name] for name in names]

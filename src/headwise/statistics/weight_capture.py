@@ -19,7 +19,8 @@ LARGEST_PICTURE = 128
 
 @dataclass(frozen=True)
 class WeightCapture:
-    """Choice of attention weights to keep of a call.
+    """Choice of the attention weights of a call to store: whole query rows, whole key columns, the strongest keys of
+    every row, and a pooled picture of the matrix.
 
     Args:
         rows: query rows to keep whole, by index; negative indices count from the end.
@@ -46,7 +47,8 @@ class WeightCapture:
 
 
 class CapturedWeights:
-    """Attention weights that were kept of one call; what the `WeightCapture` did not choose is None.
+    """Attention weights of one call that a `WeightCapture` chose to store, for all sequences and heads; attributes that
+    it did not choose are None.
 
     Attributes:
         rows: the chosen rows, `(batch, heads, chosen, keys)`.
@@ -64,7 +66,7 @@ class CapturedWeights:
     picture: Float[Tensor, "batch heads side side"] | None = None
 
     def __init__(self, capture: WeightCapture, grid: Grid) -> None:
-        """Allocate the chosen weights of a call of this size; `add` fills them.
+        """Allocate zeros for the chosen weights of a call with the sizes of `grid`; `add` fills them.
 
         Raises:
             InputError: a row or column index outside the call.
@@ -85,7 +87,9 @@ class CapturedWeights:
             self.picture = torch.zeros(*batch_and_heads, *sides, device=device)
 
     def add(self, row_block: RowBlock) -> None:
-        """Keep the chosen weights of one row block."""
+        """Copy the chosen rows, columns and strongest keys from one row block (some query rows of the call), and add
+        its share to the picture.
+        """
         weights, rows, keys = row_block.weights.float(), row_block.rows, row_block.visibility.key_indices
         part = row_block.sequences_and_heads
         if self.rows is not None:
@@ -110,14 +114,18 @@ class CapturedWeights:
 
 
 def _pooling_matrix(indices: Int[Tensor, " chosen"], length: int, side: int) -> Float[Tensor, "chosen side"]:
-    """Return the matrix that sums values at some of `length` indices into the means of `side` nearly equal parts."""
+    """Return the rows at `indices` of the matrix `(length, side)` that averages an axis of `length` entries into `side`
+    nearly equal parts.
+    """
     part = torch.arange(length, device=indices.device) * side // length
     sizes = torch.bincount(part, minlength=side).float()
     return torch.nn.functional.one_hot(part[indices], side).float() / sizes
 
 
 def _nonnegative(name: str, indices: Sequence[int], length: int) -> list[int]:
-    """Return indices counted from the start of an axis; `InputError` for one outside of it."""
+    """Return the indices with each negative one, which counts from the end of an axis of `length` entries, made
+    non-negative. Raise `InputError`, which names the argument `name`, for an index outside the axis.
+    """
     for index in indices:
         if not -length <= index < length:
             raise InputError(name, expected=f"numbers from {-length} to {length - 1}", got=index)
