@@ -1,6 +1,6 @@
 """Replacements of the functions by which models compute attention, active while any model is intercepted.
 
-Each replacement looks at the call stack of its thread and leaves calls outside of intercepted models unchanged.
+Each replacement reads the call stack of its thread and leaves calls outside of intercepted models unchanged.
 """
 
 import sys

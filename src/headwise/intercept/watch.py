@@ -28,7 +28,7 @@ def watch(model: Any, *, special: Collection[int] = (), detail: Any = None) -> I
         the `Heads`, which are complete when the context ends.
 
     Raises:
-        InputError: the model is no module, is compiled, or uses an attention implementation of `transformers` whose
+        InputError: the model is not a torch module, is compiled, or uses an attention implementation of `transformers` whose
             masks cannot be read. When the context ends: the model ran, and no attention was intercepted.
 
     Warns:
