@@ -28,8 +28,9 @@ def watch(model: Any, *, special: Collection[int] = (), detail: Any = None) -> I
         the `Heads`, which are complete when the context ends.
 
     Raises:
-        InputError: the model is not a torch module, is compiled, or uses an attention implementation of `transformers` whose
-            masks cannot be read. When the context ends: the model ran, and no attention was intercepted.
+        InputError: the model is not a torch module, is compiled, or uses an attention implementation of
+            `transformers` whose masks cannot be read. When the context ends: the model ran, and no
+            attention was intercepted.
 
     Warns:
         UserWarning: when the context ends, of modules that ran and are called attention, but whose attention was not

@@ -35,7 +35,8 @@ INPUT_PROJECTIONS = ("qkv_proj", "q_proj", "q_down")
 
 
 class ScoreParameters(NamedTuple):
-    """Values for one call of everything that `Scores` describes, as `attend` takes them.
+    """Scale, softcap, sink logits and talking-heads matrices of one call of a layer, as arguments of `attend`. Sizes
+    are in score maps: one per head, or two in differential attention.
 
     Attributes:
         scale: factor of the scores, one number or one per score map.
@@ -50,13 +51,16 @@ class ScoreParameters(NamedTuple):
     talking_heads: tuple[Float[Tensor, "heads heads"], Float[Tensor, "heads heads"]] | None
 
     def of_maps(self, maps: slice) -> "ScoreParameters":
-        """Return the values of some of the score maps; heads must not talk to each other."""
+        """Return the parameters of a slice of the score maps (softmax maps, one or two per head), without talking-heads
+        matrices.
+        """
         scale = self.scale[maps] if isinstance(self.scale, Tensor) else self.scale
         return ScoreParameters(scale, self.softcap, None if self.sinks is None else self.sinks[maps], None)
 
 
 class AttentionLayer(nn.Module):
-    """Base class of the attention layers.
+    """Base class of the attention layers: options and learned parameters of the scores, the call of `attend`, caches,
+    and checks of inputs.
 
     Attributes:
         rotary: rotation of queries and keys by position.
@@ -86,7 +90,8 @@ class AttentionLayer(nn.Module):
     # -- parameters of the scores -----------------------------------------------------------------------------
 
     def _register_score_parameters(self, maps: int, **factory: Any) -> None:
-        """Register the learned parameters that `scores` asks for, and None for the others.
+        """Register the learned parameters (sinks, temperature, talking-heads matrices) that the option `scores`
+        switches on; those switched off are registered as None.
 
         Args:
             maps: number of score maps of the layer.
@@ -96,7 +101,7 @@ class AttentionLayer(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)) if shape else None)
 
     def _reset_score_parameters(self) -> None:
-        """Set the learned parameters of the scores to the values at which they change nothing; sinks to 0."""
+        """Set learned sink logits to 0, temperatures to 1, and talking-heads matrices to the identity."""
         for parameter, initialise in (
             (self.sinks, nn.init.zeros_),
             (self.temperature, nn.init.ones_),
@@ -107,7 +112,8 @@ class AttentionLayer(nn.Module):
                 initialise(parameter)
 
     def _score_parameters(self, head_dim: int) -> ScoreParameters:
-        """Return scale, softcap, sinks and talking heads for one call.
+        """Return scale, softcap, sinks and talking-heads matrices for one call; a learned temperature divides the
+        scale.
 
         Args:
             head_dim: width of the queries and keys, from which the default scale follows.
@@ -126,7 +132,9 @@ class AttentionLayer(nn.Module):
     def _split_heads(
         self, projected: Float[Tensor, "batch length width"], heads: int
     ) -> Float[Tensor, "batch {heads} length head_width"]:
-        """Return a view in which the width is split into heads, and the heads axis precedes the length."""
+        """Return a view in which the width of projected features is split into heads, and the heads axis precedes the
+        length.
+        """
         return projected.view(*projected.shape[:-1], heads, projected.shape[-1] // heads).transpose(1, 2)
 
     def _prepare(
@@ -137,7 +145,8 @@ class AttentionLayer(nn.Module):
         call: LayerCall,
         rotary: Rotary | None,
     ) -> AttentionInputs:
-        """Return queries and keys rotated by position, and keys and values preceded by those of the cache.
+        """Return the queries and new keys rotated by their positions, with the cached keys and values before the new
+        ones.
 
         Args:
             q: queries.
@@ -161,7 +170,9 @@ class AttentionLayer(nn.Module):
     def _call_attend(
         self, inputs: AttentionInputs, call: LayerCall, parameters: ScoreParameters
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return the output of each head, gated, and its weights; None for weights that the call does not want."""
+        """Return the output of each head, multiplied by the gate of the call, and the attention weights, or None if the
+        call does not want them.
+        """
         attended = attend(
             inputs.q,
             inputs.k,
@@ -185,7 +196,9 @@ class AttentionLayer(nn.Module):
         return attended, None
 
     def _commit(self, inputs: AttentionInputs, call: LayerCall) -> None:
-        """Make the cache hold the tokens of this call; the last step, so that a failed call leaves the cache as is."""
+        """Write the new keys and values of this call into its cache, if it has one. This is the last step of a call, so
+        that a failed call leaves the cache unchanged.
+        """
         if call.cache is not None and inputs.cache_update is not None:
             call.cache.commit(inputs.cache_update)
 
@@ -193,11 +206,11 @@ class AttentionLayer(nn.Module):
 
     @property
     def _cached_sizes(self) -> list[tuple[int, int]]:
-        """Number of heads and width of each tensor that a cache of this layer holds."""
+        """Number of heads and width of each tensor that a cache of this layer stores, one pair per tensor."""
         raise NotImplementedError
 
     def static_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> StaticCache:
-        """Return an empty `StaticCache` that fits this layer.
+        """Return an empty `StaticCache` (a cache of fixed capacity) that fits the cached tensors of this layer.
 
         Args:
             batch: number of sequences.
@@ -214,7 +227,9 @@ class AttentionLayer(nn.Module):
     # -- checks -----------------------------------------------------------------------------------------------
 
     def _check_option_types(self) -> None:
-        """Raise `InputError` for an option of the wrong type and for a backend that does not exist."""
+        """Raise `InputError` if an option of the layer, such as `rotary`, has the wrong type, or if its backend does
+        not exist.
+        """
         for name, (kind, expected) in OPTION_TYPES.items():
             option = getattr(self, name, None)
             if option is not None and (not isinstance(option, kind) or isinstance(option, Tensor | type)):
@@ -234,12 +249,16 @@ class AttentionLayer(nn.Module):
         check_like_layer(name, tensor, self)
 
     def _input_parameter(self) -> Tensor | None:
-        """Return a parameter of the projection that x goes into, or None if it has no float parameter."""
+        """Return a floating-point parameter of the projection of x (`qkv_proj`, `q_proj` or `q_down`), whose device and
+        dtype inputs must have; None if that projection has none, as when quantised.
+        """
         projection = next(module for name, module in self.named_children() if name in INPUT_PROJECTIONS)
         return next((parameter for parameter in projection.parameters() if parameter.is_floating_point()), None)
 
     def _mask_and_bias(self, mask: Any, bias: Any, cache: Cache | None) -> tuple[Mask | None, Tensor | None]:
-        """Return the masks of the layer, the cache and the call as one mask, and the bias of the call."""
+        """Return one mask that combines those of the layer, the cache and the call by `&`, and the bias of the call. A
+        float tensor passed as the call's mask becomes the bias.
+        """
         mask, bias = mask_and_bias(mask, bias)
         for other in (cache and cache.mask, self.mask):
             if other is not None:
@@ -247,7 +266,8 @@ class AttentionLayer(nn.Module):
         return mask, bias
 
     def _check_cache(self, cache: Any, lengths: Any, *, cross: bool = False, packed: bool = False) -> None:
-        """Raise `InputError` for a cache that the call cannot use, and for lengths without a cache.
+        """Raise `InputError` if the cache is not a `Cache`, or is passed together with a context or packed sequences,
+        and if lengths are passed without a cache.
 
         Args:
             cache: argument of the caller.
@@ -269,7 +289,8 @@ class AttentionLayer(nn.Module):
     def _checked_positions(
         self, x: Float[Tensor, "batch queries embed"], positions: Any, cache: Cache | None, *, cross: bool = False
     ) -> Int[Tensor, "#batch queries"] | None:
-        """Return the positions that the caller passed with a batch axis, or None without positions.
+        """Return the positions of the tokens of x that the caller passed as a tensor with a batch axis; None without
+        positions.
 
         Raises:
             InputError: positions of the wrong shape, with a context, or with a cache whose keys get new positions
@@ -288,7 +309,8 @@ class AttentionLayer(nn.Module):
 
 
 def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
-    """Raise `InputError` unless device and dtype are those of the layer's parameters, or autocast converts the dtype.
+    """Raise `InputError` unless a tensor has the device and dtype of the layer's parameters; the dtype may differ if
+    autocast converts it.
 
     Args:
         name: name of the argument, for the error.

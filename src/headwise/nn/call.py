@@ -14,7 +14,8 @@ from headwise.shapes import Float, Int
 
 @dataclass(frozen=True)
 class LayerCall:
-    """Checked options of one call of an attention layer.
+    """Checked options of one call of an attention layer: mask, bias, gate, positions, cache and the like, but not its
+    input tensors.
 
     Attributes:
         mask: keys that each query may attend to, according to the layer, the cache and the caller together.
@@ -39,7 +40,8 @@ class LayerCall:
 
     @property
     def needs_full_capacity(self) -> bool:
-        """True if the keys must be as many as the cache has room for, not only those that it holds.
+        """True if attention must run over all slots of the cache, empty ones included, rather than over the stored
+        tokens only; also True without a `StaticCache`, the only cache with empty slots.
 
         That is so if a mask, a bias or the returned weights have an axis of keys. It is also so if the cache cannot
         leave out its empty room, because its lengths cannot be read now.

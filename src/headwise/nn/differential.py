@@ -28,7 +28,8 @@ from headwise.shapes import Float
 
 
 class DifferentialAttention(MultiHeadAttention):
-    """Differential attention (Ye et al. 2024, Differential Transformer, section 2.1).
+    """Multi-head attention in which each head subtracts a second softmax map from its first (Ye et al. 2024,
+    Differential Transformer, section 2.1).
 
     Each head computes two softmax maps A1 and A2 of the same keys and values, and its output is
 
@@ -100,7 +101,9 @@ class DifferentialAttention(MultiHeadAttention):
         self._reset_lambdas()
 
     def reset_parameters(self) -> None:
-        """Initialise as `MultiHeadAttention` does, and lambda vectors with standard deviation 0.1 (Ye et al. 2024)."""
+        """Initialise as `MultiHeadAttention` does, and draw the lambda vectors from a normal distribution with standard
+        deviation 0.1 (Ye et al. 2024).
+        """
         super().reset_parameters()
         self._reset_lambdas()
 
@@ -111,7 +114,9 @@ class DifferentialAttention(MultiHeadAttention):
                 nn.init.normal_(parameter, std=0.1)
 
     def lambda_value(self) -> Float[Tensor, ""]:
-        """Return lambda, the current factor of the second map, a scalar in float32 or wider."""
+        """Return lambda, the current factor of the second softmax map that is subtracted from the first: one number for
+        all heads, in float32 or wider.
+        """
         wide = torch.promote_types(self.lambda_q1.dtype, torch.float32)
         first = (self.lambda_q1.to(wide) * self.lambda_k1.to(wide)).sum().exp()
         second = (self.lambda_q2.to(wide) * self.lambda_k2.to(wide)).sum().exp()
@@ -120,7 +125,9 @@ class DifferentialAttention(MultiHeadAttention):
     def _attend(
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return the normalised output of each head, and the difference of its two maps if the call wants weights."""
+        """Return the output of each head, normalised, scaled by 1 - lambda_init and multiplied by the gate of the call,
+        and the weights A1 - lambda A2, or None if the call does not want them.
+        """
         (first_inputs, first_parameters), (second_inputs, second_parameters) = self._score_maps(inputs)
         call = self._with_position_bias(first_inputs, call)
         factor = None if call.gate is None else gate_factor(call.gate, first_inputs.q)
@@ -137,7 +144,9 @@ class DifferentialAttention(MultiHeadAttention):
         return heads if factor is None else heads * factor, weights
 
     def _score_maps(self, inputs: AttentionInputs) -> list[tuple[AttentionInputs, ScoreParameters]]:
-        """Return queries, keys and score parameters of the first map and of the second; both have the same values."""
+        """Return two pairs of attention inputs and score parameters: those of the first softmax map of all heads, and
+        those of the second. Both have the same values.
+        """
         parameters = self._score_parameters(self.head_dim)
         maps = []
         for index in range(2):
@@ -148,12 +157,13 @@ class DifferentialAttention(MultiHeadAttention):
         return maps
 
     def extra_repr(self) -> str:
-        """Return the sizes and options, for `repr`."""
+        """Return the sizes and options of the layer as text, for `repr`."""
         return f"{super().extra_repr()}, lambda_init={self.lambda_init:g}"
 
 
 def _checked_lambda_init(lambda_init: float | None, depth: int | None) -> float:
-    """Return the initial share of the second map: the argument, 0.8 by default, or the value for the depth.
+    """Return the initial factor of the second softmax map: `lambda_init` itself, 0.8 if it is None, or the value that
+    follows from the depth of the layer if that is passed.
 
     Raises:
         InputError: both arguments, a share outside [0, 1), a negative depth.

@@ -40,7 +40,8 @@ INTERLEAVED = Rotary(interleaved=True)
 
 
 class LatentAttention(AttentionLayer):
-    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1); self-attention.
+    """Self-attention in which keys and values of all heads are computed from one latent vector per token, so that a
+    cache is small: multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
 
     Each token has one latent of width `kv_rank` and one rotated key of width `rotary_dim`, both shared by all heads,
     and a cache holds nothing else. With c_j the latent of token j, head h attends with
@@ -139,7 +140,9 @@ class LatentAttention(AttentionLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise weights uniformly after Glorot and Bengio 2010, biases with 0, norms and options to do nothing."""
+        """Initialise weights uniformly after Glorot and Bengio 2010, biases and sinks with 0, norm weights and
+        temperatures with 1, and talking-heads matrices with the identity.
+        """
         for name, module in self.named_children():
             if isinstance(module, nn.Linear):
                 reset_linear(module, (self.kv_rank, self.rotary_dim) if name == "kv_down" else (module.out_features,))
@@ -173,8 +176,8 @@ class LatentAttention(AttentionLayer):
             bias: added to the scores, see `attend`.
             gate: factor of each head's output before the output projection: `(heads,)`, `(batch, heads)` or
                 `(batch, heads, queries)`.
-            positions: positions of the tokens for the rotation, `(queries,)` or `(batch, queries)`. Masks follow the
-                order of the tokens instead. By default tokens stand in order.
+            positions: `(queries,)` or `(batch, queries)`, for the rotation; masks follow the order of the tokens.
+                By default tokens are in order.
             cache: latents and rotated keys of earlier tokens, to which those of x are appended.
             lengths: number of real tokens at the start of each sequence, `(batch,)`; only those enter the
                 `StaticCache` that must be passed with them.
@@ -211,13 +214,17 @@ class LatentAttention(AttentionLayer):
         return layout_of_x.restore(y, weights)
 
     def _queries(self, x: Float[Tensor, "batch queries embed"]) -> Float[Tensor, "batch heads queries width"]:
-        """Return the queries of each head, with the part to be rotated first, where `Rotary` rotates."""
+        """Return the queries of each head, projected from x, with features in the order of `Rotary`: first the
+        `rotary_dim` to be rotated, then the `head_dim` others.
+        """
         q = self.q_proj(x) if self.q_rank is None else self.q_up(apply_norm(self.q_norm, self.q_down(x)))
         content, rotated = torch.split(self._split_heads(q, self.num_heads), [self.head_dim, self.rotary_dim], dim=-1)
         return torch.cat((rotated, content), dim=-1)
 
     def _latents(self, x: Float[Tensor, "batch new embed"]) -> Float[Tensor, "batch 1 new width"]:
-        """Return the key that all heads share, to be rotated, followed by the latent: all that a cache holds of x."""
+        """Return the features of x that a cache stores, one row per token: the key that all heads share, still to be
+        rotated, then the normalised latent.
+        """
         latent, rotated = torch.split(self.kv_down(x), [self.kv_rank, self.rotary_dim], dim=-1)
         return torch.cat((rotated, apply_norm(self.kv_norm, latent).to(rotated.dtype)), dim=-1).unsqueeze(1)
 
@@ -226,7 +233,9 @@ class LatentAttention(AttentionLayer):
     def _attend_expanded(
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return head outputs and weights, from keys and values of each head (equations 9 to 11 and 16 to 19)."""
+        """Return head outputs, and weights or None, by computing keys and values of each head from the latents with
+        `kv_up`, and attending to those (equations 9 to 11 and 16 to 19).
+        """
         rotated, latent = torch.split(inputs.k, [self.rotary_dim, self.kv_rank], dim=-1)
         expanded = self._split_heads(self.kv_up(latent.squeeze(1)), self.num_heads)
         content, v = torch.split(expanded, [self.head_dim, self.value_dim], dim=-1)
@@ -237,7 +246,8 @@ class LatentAttention(AttentionLayer):
     def _attend_absorbed(
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return head outputs and weights, from the latents c alone, as if they were keys and values.
+        """Return head outputs, and weights or None, by attending to the latents c themselves: `kv_up` is multiplied
+        into the queries and the outputs in place of the keys and values.
 
         q . (K c) = (q K) . c and sum_j A_j (V c_j) = V sum_j A_j c_j, with K and V the two parts of `kv_up`.
         """
@@ -250,7 +260,7 @@ class LatentAttention(AttentionLayer):
         return latent_outputs @ values_up.mT, weights
 
     def _kv_up_matrices(self, like: Tensor) -> Float[Tensor, "heads head_dim_value_dim kv_rank"]:
-        """Return the matrix of `kv_up` for each head.
+        """Return the weight matrix of `kv_up` for each head: from a latent to the head's keys, then its values.
 
         A module that is not a plain `nn.Linear`, such as an adapter, is applied to the unit vectors.
 
@@ -265,7 +275,8 @@ class LatentAttention(AttentionLayer):
         return matrix.reshape(self.num_heads, self.head_dim + self.value_dim, self.kv_rank)
 
     def _is_absorbed(self, absorbed: bool | None, *, queries: int, keys: int) -> bool:
-        """Return True if attention runs over the latents: as the caller wants, or if that multiplies less.
+        """Return True to attend to the latents themselves, False to keys and values of each head. The caller's choice
+        comes first; None selects the form with fewer multiplications. A `kv_up` with a bias needs False.
 
         Args:
             absorbed: argument of the caller; None for the form with fewer multiplications.
@@ -291,11 +302,13 @@ class LatentAttention(AttentionLayer):
 
     @property
     def _cached_sizes(self) -> list[tuple[int, int]]:
-        """Number of heads and width of the one cached tensor: the rotated key, then the latent."""
+        """Number of heads and width of the single tensor that a cache stores: one shared head, with the rotated key
+        followed by the latent.
+        """
         return [(1, self.rotary_dim + self.kv_rank)]
 
     def _check_rotary(self) -> None:
-        """Raise `InputError` unless the rotation fits `rotary_dim`."""
+        """Raise `InputError` unless the layer's rotation fits the `rotary_dim` features that are rotated."""
         if self.rotary is None:
             return
         if self.rotary.width is None and self.rotary_dim % 2:
@@ -306,7 +319,7 @@ class LatentAttention(AttentionLayer):
             raise InputError("Rotary(width)", expected=expected, got=self.rotary.width)
 
     def extra_repr(self) -> str:
-        """Return the sizes and options, for `repr`."""
+        """Return the sizes and options of the layer as text, for `repr`."""
         sizes: dict[str, Any] = {"num_heads": self.num_heads, "kv_rank": self.kv_rank}
         if self.q_rank is not None:
             sizes["q_rank"] = self.q_rank

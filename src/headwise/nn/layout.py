@@ -23,36 +23,40 @@ from headwise.shapes import Float
 
 
 class Layout(ABC):
-    """Layout of the sequences in x, to which the output returns."""
+    """Arrangement of the sequences in a layer's input x (batch, nested tensor and others), with the conversion of the
+    output and the attention weights back to it.
+    """
 
     @abstractmethod
     def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Tensor:
-        """Return the output in the layout of x."""
+        """Return the output, which the layer computed with a batch axis, in the layout of the layer's input x."""
 
     def restore_weights(self, weights: Float[Tensor, "batch heads queries keys"]) -> Tensor:
-        """Return the attention weights in the layout of x."""
+        """Return the attention weights in the layout of the layer's input x; unchanged by default."""
         return weights
 
     def restore(
         self, y: Float[Tensor, "batch queries out"], weights: Float[Tensor, "batch heads queries keys"] | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return what `forward` returns: the output, or output and weights if there are weights."""
+        """Return the result of a layer's `forward` in the layout of its input: the output alone, or a tuple of output
+        and weights if there are weights.
+        """
         y = self.restore_output(y)
         return y if weights is None else (y, self.restore_weights(weights))
 
 
 @dataclass(frozen=True)
 class Batch(Layout):
-    """One sequence per row, `(batch, length, width)`."""
+    """Layout with one sequence per row, `(batch, length, width)`; output and weights have it already."""
 
     def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Float[Tensor, "batch queries out"]:
-        """Return the output unchanged."""
+        """Return the output unchanged, since it has a batch axis already."""
         return y
 
 
 @dataclass(frozen=True)
 class SingleRow(Layout):
-    """One sequence, or packed sequences end to end, without a batch axis: `(length, width)`."""
+    """Layout without a batch axis, `(length, width)`: one sequence, or packed sequences end to end."""
 
     def restore_output(self, y: Float[Tensor, "1 queries out"]) -> Float[Tensor, "queries out"]:
         """Return the output without the batch axis."""
@@ -65,7 +69,7 @@ class SingleRow(Layout):
 
 @dataclass(frozen=True)
 class Nested(Layout):
-    """Sequences of a jagged nested tensor.
+    """Layout of a jagged nested tensor, in which each component is one sequence.
 
     Attributes:
         offsets: start of each sequence among all tokens, then the number of tokens.
@@ -80,7 +84,8 @@ class Nested(Layout):
 
 @dataclass(frozen=True)
 class MaskedPadding(Layout):
-    """Batch padded on the right whose padding was masked; output and weights of padding are set to 0.
+    """Layout of a batch padded on the right whose padding the layer hid with a mask; output and weights of padding are
+    set to 0.
 
     Attributes:
         padded: lengths of the sequences.
@@ -101,7 +106,7 @@ class MaskedPadding(Layout):
 
 @dataclass(frozen=True)
 class PackedPadding(Layout):
-    """Batch padded on the right whose real tokens were packed; the output of padding is 0.
+    """Layout of a batch padded on the right whose real tokens the layer packed end to end; the output of padding is 0.
 
     Attributes:
         padded: lengths of the sequences.
@@ -110,14 +115,15 @@ class PackedPadding(Layout):
     padded: packed.PaddedBatch
 
     def restore_output(self, y: Float[Tensor, "1 tokens out"]) -> Float[Tensor, "batch queries out"]:
-        """Return the output of the real tokens in their places, with 0 at padding."""
+        """Return the output of the packed real tokens in their places in the padded batch, with 0 at padding."""
         return self.padded.unpack(y.squeeze(0))
 
 
 def unpack_padded(
     x: Float[Tensor, "batch queries embed"], padded: packed.PaddedBatch, call: LayerCall
 ) -> tuple[Float[Tensor, "rows length embed"], LayerCall, Layout]:
-    """Return the input, the call and the layout for a batch that is padded on the right.
+    """Return the input and the options with which a layer computes a batch that is padded on the right, and the layout
+    that converts the output back.
 
     The real tokens are packed if that saves work and the call allows it. Otherwise the padding is masked, and its
     inputs are replaced by 0: a weight of 0 would not stop NaN and infinity from reaching other tokens.
@@ -139,7 +145,9 @@ def unpack_padded(
 
 
 def _can_be_packed(call: LayerCall) -> bool:
-    """Return True if nothing in the call has an axis of queries or keys, which packing would cut differently."""
+    """Return True if padded tokens may be packed end to end in this call: mask, bias, gate and returned weights have no
+    axis of queries or keys.
+    """
     if call.mask is not None:
         extent = call.mask.natural_grid()
         if extent.queries or extent.keys:
@@ -150,7 +158,8 @@ def _can_be_packed(call: LayerCall) -> bool:
 def unpack_nested(
     x: Tensor, context: Any, value_context: Any, offsets: Any, context_offsets: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tokens `(tokens, width)` of jagged nested inputs and the offsets of their sequences, by input name.
+    """Return two dicts by input name ("x", "context", "value_context"): the tokens `(tokens, width)` of each jagged
+    nested input, and the offsets of its sequences.
 
     Raises:
         InputError: offsets in addition to a nested x, or inputs that are not jagged tensors of matching lengths.

@@ -144,7 +144,8 @@ class MultiHeadAttention(QKVProjection):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise weights uniformly after Glorot and Bengio 2010, biases with 0, options so that they do nothing.
+        """Initialise weights uniformly after Glorot and Bengio 2010, biases and sinks with 0, norm weights and
+        temperatures with 1, and talking-heads matrices with the identity.
 
         A `position_bias` may be shared by several layers and is not changed.
         """
@@ -260,7 +261,8 @@ class MultiHeadAttention(QKVProjection):
         context_offsets: Any,
         return_weights: bool,
     ) -> tuple[LayerInputs, LayerCall, layout.Layout]:
-        """Return the inputs as `(batch, length, width)`, the checked options of the call, and the layout of x.
+        """Return the inputs of a call as `(batch, length, width)`, its checked options, and the layout of x, to which
+        the output is converted back.
 
         The arguments are those of `forward`.
         """
@@ -291,12 +293,16 @@ class MultiHeadAttention(QKVProjection):
     def _attend(
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return the output of each head, gated by the call, and its weights if the call wants them."""
+        """Return the output of each head, multiplied by the gate of the call, and the attention weights, or None if the
+        call does not want them.
+        """
         call = self._with_position_bias(inputs, call)
         return self._call_attend(inputs, call, self._score_parameters(self.head_dim))
 
     def _with_position_bias(self, inputs: AttentionInputs, call: LayerCall) -> LayerCall:
-        """Return the call with the layer's position bias added to its bias."""
+        """Return the options of the call with the layer's position bias, if it has one, added to the
+        bias of the call.
+        """
         if self.position_bias is None:
             return call
         if call.bias is not None:
@@ -308,7 +314,9 @@ class MultiHeadAttention(QKVProjection):
     def _attend_packed(
         self, inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
     ) -> tuple[Float[Tensor, "1 heads queries value_dim"], None]:
-        """Return the output of each head, computed for each packed sequence separately, and None for the weights."""
+        """Return the output of each head for packed sequences, each of which attends to itself or its context alone,
+        and None in place of the weights.
+        """
         check_packed_options(call, sequences=len(offsets[0]) - 1, num_heads=self.num_heads, like=inputs.q)
         heads: list[Tensor] = [inputs.q.new_zeros(1, 0, self.num_heads, self.value_dim)]
         for sequence, options in each_sequence(inputs, call, offsets):
@@ -330,7 +338,7 @@ class MultiHeadAttention(QKVProjection):
             raise InputError("fused_qkv", expected=f"contexts of width {self.embed_dim} like x", got=f"widths {widths}")
 
     def extra_repr(self) -> str:
-        """Return the sizes and options, for `repr`."""
+        """Return the sizes and options of the layer as text, for `repr`."""
         sizes = {"num_heads": self.num_heads}
         if self.num_kv_heads != self.num_heads:
             sizes["num_kv_heads"] = self.num_kv_heads

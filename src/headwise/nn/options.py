@@ -11,7 +11,8 @@ from headwise.errors import InputError
 
 @dataclass(frozen=True)
 class Scores:
-    """Options of the attention scores, between the product of queries and keys and the softmax.
+    """Options of a layer for its attention scores, applied between the product of queries and keys and the softmax, and
+    of talking heads also after it.
 
     Example:
         >>> layer = MultiHeadAttention(512, num_heads=8, scores=Scores(softcap=30.0, sinks=True), backend="blockwise")
@@ -45,7 +46,8 @@ class Scores:
             flag(f"Scores({name})", getattr(self, name))
 
     def parameter_shapes(self, heads: int) -> dict[str, tuple[int, ...] | None]:
-        """Return the shape of each learned parameter by its name in the layer; None for one that is switched off.
+        """Return the shape of each learned parameter of the scores (sinks, temperature, talking-heads matrices) by its
+        name in the layer; None for one that is switched off.
 
         Args:
             heads: number of score maps: one per head, or two in differential attention.
@@ -61,7 +63,8 @@ class Scores:
 
 @dataclass(frozen=True)
 class QKNorm:
-    """Normalisation of queries and keys before the rotation (Henry et al. 2020; Dehghani et al. 2023).
+    """Option of a layer: normalisation of queries and keys before their rotation (Henry et al. 2020; Dehghani et al.
+    2023).
 
     Example:
         >>> layer = MultiHeadAttention(512, num_heads=8, qk_norm=QKNorm("rms"))
@@ -88,7 +91,7 @@ class QKNorm:
         finite_number("QKNorm(eps)", self.eps, above=0.0)
 
     def module(self, heads: int, head_dim: int, **factory: Any) -> nn.RMSNorm | nn.LayerNorm:
-        """Create the norm for the queries, or the keys, of a layer.
+        """Create the norm module for the queries of a layer, or for its keys.
 
         Args:
             heads: number of heads of the queries or keys.

@@ -17,7 +17,8 @@ from headwise.shapes import Float
 def query_and_key_offsets(
     x: Float[Tensor, "*batch queries embed"], num_keys: int, offsets: Any, context_offsets: Any, *, cross: bool
 ) -> packed.Offsets | None:
-    """Return the offsets of the packed queries and of the packed keys, or None if nothing is packed.
+    """Return the checked start offsets of the packed sequences among the queries and among the keys, equal in
+    self-attention; None if nothing is packed.
 
     Args:
         x: input as the caller passed it.
@@ -48,7 +49,8 @@ def query_and_key_offsets(
 
 
 def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, like: Tensor) -> None:
-    """Raise `InputError` for options that packed sequences do not support or that do not fit their number.
+    """Raise `InputError` for a bias or returned weights, which packed sequences do not support, and for a gate or mask
+    that does not fit the number of sequences.
 
     Args:
         call: options of the call.
@@ -72,7 +74,7 @@ def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, lik
 def each_sequence(
     inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
 ) -> Iterator[tuple[AttentionInputs, LayerCall]]:
-    """Yield queries, keys, values and options of each packed sequence, as of a batch of one."""
+    """Yield the queries, keys, values and call options of each packed sequence, as for a batch of one."""
     for index, (queries, keys) in enumerate(zip(*map(packed.sequence_slices, offsets), strict=True)):
         one_input = inputs._replace(
             q=inputs.q[:, :, queries],

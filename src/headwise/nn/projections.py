@@ -15,12 +15,15 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if a hook, or a `forward` replaced on the instance, may change the output of the module."""
+    """Return True if a module's output may be changed by a forward hook or forward pre-hook, or by a `forward` set on
+    the instance.
+    """
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
 def reset_linear(linear: nn.Linear, blocks: tuple[int, ...]) -> None:
-    """Initialise the weight uniformly after Glorot and Bengio 2010, and the bias with zeros.
+    """Initialise the weight of a linear layer uniformly after Glorot and Bengio 2010, each block of rows on its own,
+    and the bias with zeros.
 
     Args:
         linear: projection to initialise.
@@ -34,7 +37,7 @@ def reset_linear(linear: nn.Linear, blocks: tuple[int, ...]) -> None:
 
 
 def apply_norm(norm: nn.Module, x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
-    """Return `norm(x)` in the dtype of x, computed in the dtype of the norm's weight.
+    """Return `norm(x)` in the dtype of x, computed in the dtype of the norm's weight, if it has one.
 
     Under autocast the weight has a wider dtype than x.
     """

@@ -13,7 +13,8 @@ from headwise.shapes import Float
 
 
 class ProjectedContext(NamedTuple):
-    """Keys and values of a context, computed once by `project_context` for many calls of the same layer.
+    """Keys and values of a context, split into heads; `project_context` computes them once for many calls of the same
+    layer.
 
     Attributes:
         k: keys, normalised if the layer has a `qk_norm`.
@@ -25,7 +26,7 @@ class ProjectedContext(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """Checked input tensors of one call, all with a batch axis.
+    """Checked input tensors of one call of a layer, all with a batch axis: x, and the sources of keys and of values.
 
     Attributes:
         x: source of the queries.
@@ -39,12 +40,12 @@ class LayerInputs(NamedTuple):
 
     @property
     def num_keys(self) -> int:
-        """Number of tokens in the context."""
+        """Number of tokens in the context, before cached ones are added."""
         return self.context.k.shape[2] if isinstance(self.context, ProjectedContext) else self.context.shape[1]
 
 
 class QKVProjection(AttentionLayer):
-    """Attention layer that projects queries from x, and keys and values from x or from a context.
+    """Base of attention layers that project queries from x, and keys and values from x or from a context.
 
     Attributes:
         maps: score maps per head, each with its own queries and keys; more than 1 only in derived layers.
@@ -84,7 +85,7 @@ class QKVProjection(AttentionLayer):
         value_context_dim: int | None,
         out_dim: int | None,
     ) -> None:
-        """Check the sizes of the constructor and store them, with the default in place of each None.
+        """Check the sizes passed to the constructor and store them as attributes; each None is replaced by its default.
 
         Raises:
             InputError: a size that is not positive, or heads that do not divide what they share.
@@ -110,7 +111,8 @@ class QKVProjection(AttentionLayer):
         self.out_dim = out_dim or embed_dim
 
     def _make_projections(self, bias: bool, **factory: Any) -> None:
-        """Create the projections of queries, keys and values, and the norms of queries and keys.
+        """Create the linear projections of queries, keys and values, separate or fused, and the norms of queries and
+        keys (None without `qk_norm`).
 
         Args:
             bias: True for projections with a bias.
@@ -141,7 +143,7 @@ class QKVProjection(AttentionLayer):
         context: Float[Tensor, "*batch keys context"],
         value_context: Float[Tensor, "*batch keys value_context"] | None = None,
     ) -> ProjectedContext:
-        """Return the keys and values of a context that many calls attend to.
+        """Return the projected keys and values of a context, for use in many calls that attend to it.
 
         A decoder attends to the same encoder output in every step. `layer(x, layer.project_context(context))` equals
         `layer(x, context)`, and the projection is computed once.
@@ -164,7 +166,9 @@ class QKVProjection(AttentionLayer):
         Float[Tensor, "batch maps_kv_heads keys head_dim"],
         Float[Tensor, "batch kv_heads keys value_dim"],
     ]:
-        """Return queries, keys and values, projected, split into heads and normalised."""
+        """Return queries, keys and values of a call, projected and split into heads, with queries and keys normalised.
+        Keys and values of a `ProjectedContext` are returned unchanged.
+        """
         if isinstance(inputs.context, ProjectedContext):
             return self._query_heads(self.q_proj(inputs.x)), inputs.context.k, inputs.context.v
         if self.fused_qkv:
@@ -176,19 +180,21 @@ class QKVProjection(AttentionLayer):
     def _query_heads(
         self, projected: Float[Tensor, "batch queries width"]
     ) -> Float[Tensor, "batch maps_heads queries head_dim"]:
-        """Return the projected queries split into heads and normalised."""
+        """Return projected queries split into heads, and normalised if the layer has a `qk_norm`."""
         return self._normalised_heads(projected, self.maps * self.num_heads, self.q_norm)
 
     def _key_heads(
         self, projected: Float[Tensor, "batch keys width"]
     ) -> Float[Tensor, "batch maps_kv_heads keys head_dim"]:
-        """Return the projected keys split into heads and normalised."""
+        """Return projected keys split into heads, and normalised if the layer has a `qk_norm`."""
         return self._normalised_heads(projected, self.maps * self.num_kv_heads, self.k_norm)
 
     def _normalised_heads(
         self, projected: Float[Tensor, "batch length width"], heads: int, norm: nn.Module | None
     ) -> Float[Tensor, "batch {heads} length head_dim"]:
-        """Return projected queries or keys split into heads, and normalised per head or over all heads together."""
+        """Return projected queries or keys split into heads, and normalised by `norm` per head or over all heads
+        together; not normalised without a norm.
+        """
         if self.qk_norm is None or norm is None:
             return self._split_heads(projected, heads)
         if self.qk_norm.over == "heads":
@@ -198,7 +204,8 @@ class QKVProjection(AttentionLayer):
     # -- checks -----------------------------------------------------------------------------------------------
 
     def _checked_inputs(self, x: Any, context: Any, value_context: Any) -> LayerInputs:
-        """Return the inputs of a call with a batch axis; x takes the place of a missing context.
+        """Return the checked inputs of a call, with a batch axis added where it is missing; x is the source of keys and
+        values if there is no context.
 
         Raises:
             InputError: inputs that do not fit the layer or each other.
@@ -223,7 +230,8 @@ class QKVProjection(AttentionLayer):
     def _checked_contexts(
         self, context: Any, value_context: Any
     ) -> tuple[Float[Tensor, "batch keys context"], Float[Tensor, "batch keys value_context"]]:
-        """Return the sources of keys and of values with a batch axis.
+        """Return the checked sources of keys and of values with a batch axis; the context is both if there is no value
+        context.
 
         Raises:
             InputError: contexts that do not fit the layer or each other.
@@ -242,7 +250,7 @@ class QKVProjection(AttentionLayer):
         return _with_batch(context), _with_batch(value_context)
 
     def _check_takes_context(self) -> None:
-        """Raise `InputError` if the layer has `fused_qkv`, because `qkv_proj` projects x alone."""
+        """Raise `InputError` if the layer cannot take a context, because its fused `qkv_proj` projects x alone."""
         if self.fused_qkv:
             raise InputError(
                 "context",
@@ -254,7 +262,7 @@ class QKVProjection(AttentionLayer):
     def _checked_x_for(
         self, context: ProjectedContext, x: Any, value_context: Any
     ) -> Float[Tensor, "batch queries embed"]:
-        """Return x with a batch axis, for a call with a projected context.
+        """Return x with a batch axis, after checking that it and a projected context fit the layer and each other.
 
         Raises:
             InputError: a context of another layer or batch, or a value context in addition.
@@ -274,7 +282,7 @@ class QKVProjection(AttentionLayer):
 
     @property
     def _cached_sizes(self) -> list[tuple[int, int]]:
-        """Number of heads and width of the keys, and of the values."""
+        """Number of heads and width of the two tensors that a cache stores: the keys, and the values."""
         return [(self.maps * self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.value_dim)]
 
 

@@ -22,7 +22,8 @@ from headwise.shapes import Float
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """Replacement for `torch.nn.MultiheadAttention` with the same arguments, results and state dict.
+    """Replacement for `torch.nn.MultiheadAttention` with the same arguments and state dict, and the same results except
+    as listed below.
 
     In a boolean mask True means *ignored*, as in torch's layer and unlike in the rest of headwise. Three things
     differ. The output of a query that may attend to nothing is `out_proj.bias`, and its weights are 0, where torch
@@ -116,15 +117,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         # q (batch, heads, queries, head_dim), k and v (batch, heads, keys, head_dim)
         k, v = self._append_learned(k, self.bias_k), self._append_learned(v, self.bias_v)
         mask, bias = self._mask_and_bias(q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
-        attended = attend(
-            q,
-            k,
-            v,
-            mask=mask,
-            bias=bias,
-            dropout=self.dropout if self.training else 0.0,
-            return_weights=need_weights,
-        )
+        dropout = self.dropout if self.training else 0.0
+        attended = attend(q, k, v, mask=mask, bias=bias, dropout=dropout, return_weights=need_weights)
         heads, *weights = attended if isinstance(attended, tuple) else (attended,)
         # heads (batch, heads, queries, head_dim), weights[0] (batch, heads, queries, keys)
         y: Tensor = self.out_proj(self._join_heads(heads, batched=query.ndim == 3))
@@ -141,7 +135,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         key: Float[Tensor, "*keys kdim"],
         value: Float[Tensor, "*keys vdim"],
     ) -> tuple[Tensor, ...]:
-        """Return queries, keys and values, projected to `embed_dim`, with the other axes of their inputs.
+        """Return queries, keys and values, each projected to width `embed_dim`; the other axes are those of the inputs.
 
         Each parameter is read once, because a parametrization computes it at every read.
         """
@@ -157,7 +151,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         return tuple(F.linear(x, weight, add) for x, weight, add in zip(inputs, weights, biases, strict=True))
 
     def _split_heads(self, projected: Float[Tensor, "*any embed"]) -> Float[Tensor, "batch heads length head_dim"]:
-        """Return a view with the width split into heads, from inputs with or without a batch axis, in either order."""
+        """Return a view `(batch, heads, length, head_dim)` of projected features that have no batch axis, or have it
+        first or second.
+        """
         heads = projected.view(*projected.shape[:-1], self.num_heads, self.head_dim)
         if heads.ndim == 3:
             return heads.transpose(0, 1).unsqueeze(0)
@@ -166,7 +162,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _join_heads(
         self, heads: Float[Tensor, "batch heads queries head_dim"], *, batched: bool
     ) -> Float[Tensor, "*any embed"]:
-        """Return the heads side by side on the last axis, with the other axes in the order of the inputs."""
+        """Return head outputs side by side on the last axis, with batch and length axes as in the layer's inputs: batch
+        first, length first, or no batch axis.
+        """
         if not batched:
             return heads.squeeze(0).transpose(0, 1).flatten(1)
         return (heads.transpose(1, 2) if self.batch_first else heads.permute(2, 0, 1, 3)).flatten(2)
@@ -174,7 +172,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _append_learned(
         self, heads: Float[Tensor, "batch heads keys head_dim"], learned: Float[Tensor, "1 1 embed"] | None
     ) -> Float[Tensor, "batch heads more_keys head_dim"]:
-        """Return keys or values with the learned token of `add_bias_kv` and the zeros of `add_zero_attn` appended.
+        """Return keys or values followed by one learned token (with `add_bias_kv`) and one token of zeros (with
+        `add_zero_attn`).
 
         Args:
             heads: keys or values of all heads.
@@ -198,7 +197,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> tuple[Mask | None, Float[Tensor, "#batch #heads #queries keys"] | None]:
-        """Return the masks of the call as arguments of `attend`: the causal mask, or the sum of both as a bias.
+        """Return the mask and the bias with which `attend` computes what torch's two masks mean: the causal mask
+        without a bias, or no mask and the sum of both masks as a bias, or neither.
 
         They become a bias because `attend` reads the values of boolean masks, which waits for a GPU and is forbidden
         under `vmap`. Appended keys are visible to all queries.
@@ -223,7 +223,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     # -- nested input ---------------------------------------------------------------------------------------------
 
     def _attend_nested(self, x: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-        """Return output and weights of self-attention over a nested tensor, which `nn.TransformerEncoder` passes.
+        """Return output and weights (None if not needed) of self-attention over a nested tensor, as
+        `nn.TransformerEncoder` passes it.
 
         The output is nested; the weights are padded with zeros, as torch's are.
         """
@@ -240,7 +241,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     # -- checks ---------------------------------------------------------------------------------------------------
 
     def _check_nested(self, query: Tensor, key: Any, value: Any, *masks: Any) -> None:
-        """Raise `InputError` unless a nested query attends to itself, batch first and without a mask, as in torch."""
+        """Raise `InputError` unless a nested query is strided and batch first, is also the key and the value, and comes
+        without masks, as torch requires.
+        """
         if query.layout is not torch.strided or not self.batch_first:
             raise InputError(
                 "query",
@@ -255,7 +258,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
-        """Raise `InputError` unless axes, widths, dtypes, devices and lengths fit the layer and each other."""
+        """Raise `InputError` unless query, key and value have axes, widths, dtypes, devices and lengths that fit the
+        layer and each other.
+        """
         widths = (self.embed_dim, self.kdim, self.vdim)
         for name, tensor, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
             _check_tensor(name, tensor, width, query, batch_first=self.batch_first)
@@ -268,7 +273,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise InputError("value", expected=expected, got=tuple(value.shape[:-1]))
 
     def _check_masks(self, query: Tensor, key: Tensor, key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:
-        """Raise `InputError` for masks of the wrong dtype, device or shape, or for `is_causal` without a mask."""
+        """Raise `InputError` if `key_padding_mask` or `attn_mask` has the wrong dtype, device or shape, or if
+        `is_causal` comes without an `attn_mask`.
+        """
         (batch, queries), (_, keys) = self._batch_and_length(query), self._batch_and_length(key)
         if key_padding_mask is not None:
             _check_mask("key_padding_mask", key_padding_mask, query, (batch, keys) if query.ndim == 3 else (keys,))
@@ -291,18 +298,24 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _do_nothing(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Hook without effect; its presence makes `nn.TransformerEncoderLayer` call the layer."""
+    """Do nothing, as a forward pre-hook of the layer. A layer with a hook is called by `nn.TransformerEncoderLayer`,
+    which otherwise computes attention itself.
+    """
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Float[Tensor, "..."]:
-    """Return a mask of torch's layer as a bias of the scores; True becomes -inf, and a float mask stays as it is."""
+    """Return a mask of torch's layer as a bias that is added to the scores: a boolean mask with -inf where it is True
+    and 0 elsewhere, a float mask unchanged.
+    """
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
 
 
 def _check_tensor(name: str, tensor: Any, width: int, query: Any, *, batch_first: bool) -> None:
-    """Raise `InputError` unless an input is a tensor of this width with as many axes as the query."""
+    """Raise `InputError` unless query, key or value (`name`) is a tensor of this width on its last axis, with as many
+    axes as the query: 2 or 3.
+    """
     if not isinstance(tensor, Tensor) or tensor.is_nested:
         got = "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise InputError(name, expected="a tensor", got=got)
