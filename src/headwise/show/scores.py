@@ -63,7 +63,7 @@ def print_scores(table: Table[Any], console: Console, statistic: str, top: int) 
 
 def errors(measured: MeanEstimate) -> float:
     """Return a mean divided by its standard error: its distance from zero in standard errors. It is NaN if the mean or
-    its error is unknown.
+    its error is unknown, and infinite if a mean other than 0 has the error 0.
     """
     if measured.sem == 0.0:
         return math.copysign(math.inf, measured.value) if measured.value else 0.0

@@ -95,9 +95,9 @@ def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]
 
 
 def recommend(losses: Losses, step_ms: Mapping[Setting, float], baseline: Setting | None) -> Recommendation:
-    """Return the recommendation of a study. Of the settings whose mean loss is not significantly worse than the lowest,
-    it is the one that trains fastest. It is None if all settings or the baseline are among these, or if the losses do
-    not allow a test.
+    """Return the recommendation of a study. The recommended setting is the fastest to train of those whose mean loss is
+    not significantly worse than the lowest. No setting is recommended if all settings or the baseline are among these,
+    or if the losses do not allow a test.
 
     Nothing is recommended if no difference is significant, or if the baseline is among the best.
 

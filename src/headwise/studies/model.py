@@ -35,7 +35,7 @@ root of their number (Radford et al. 2019)."""
 class Transformer(nn.Module):
     """Small pre-norm transformer of a study, with rotary positions and SwiGLU: a decoder, encoder or classifier whose
     attention heads are those of one setting. The width of its MLP is chosen so that models with different heads have
-    the same number of parameters.
+    about the same number of parameters.
 
     Its parameters have the names of Llama in `transformers`, to which it can be converted.
 
