@@ -210,8 +210,7 @@ class _BatchRuns:
     run: _Run
 
     def measure(self, batch: dict[str, Any], losses: AblationProgress, advance: Callable[[int, bool], None]) -> None:
-        """Append the losses of a batch's examples, unchanged and without each ablation unit (set of heads), to
-        `losses`.
+        """Run the model on a batch, unchanged and without each ablation unit (set of heads), and add to `losses`.
 
         Units that `losses` already contains are not repeated. Progress is saved after each unit.
         """

@@ -36,7 +36,7 @@ class AblationUnit:
 
 
 class UnitGates(GateInterceptor):
-    """Interceptor that applies the gates of one ablation unit (heads ablated together), exchangeable between runs.
+    """Interceptor that ablates one unit (set of heads) at a time; the unit is replaced between runs of the model.
 
     Attributes:
         unit: the unit that is ablated; None leaves the model unchanged.

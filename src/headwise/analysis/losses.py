@@ -30,7 +30,7 @@ def prepare_loss(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
 
 
 def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-    """Return the loss of each example of a batch.
+    """Call a loss on a batch, and return the loss of each example, whose shape and dtype are checked.
 
     Raises:
         InputError: the loss does not return one floating-point number per example.
@@ -62,7 +62,7 @@ def next_token_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " 
 
 
 class MaskedTokenLoss:
-    """Each sequence's mean of -ln p(token | text with masked tokens) over its masked tokens, in nats.
+    """Loss function: each sequence's mean of -ln p(token | text with masked tokens) over masked tokens, in nats.
 
     For masked language models. The same tokens of a sequence are masked each time it occurs (Devlin et al. 2019,
     section 3.1, without its random words).
@@ -108,7 +108,7 @@ class MaskedTokenLoss:
 
 
 class EmbeddingDistance:
-    """Distance of each sentence's embedding to its embedding in the unchanged model: 1 - cosine, from 0 to 2.
+    """Loss function: 1 - cosine of each sentence's embedding and its embedding in the unchanged model, 0 to 2.
 
     The embedding is the mean of the last hidden state over tokens that are not padding (Reimers and Gurevych 2019,
     section 3). The unchanged model is the reference, so no labels are needed; its own distance is 0.
@@ -136,7 +136,7 @@ LOSSES = {"next-token": "causal", "masked-token": "masked", "embedding": None}
 
 
 def loss_by_name(name: str, tokenizer: Any) -> Any:
-    """Return the loss with this name of the command line, one of `LOSSES`.
+    """Return the loss that the command line calls "next-token", "masked-token" or "embedding".
 
     Raises:
         InputError: no such loss; "masked-token" with a tokenizer that has no mask token.

@@ -33,7 +33,7 @@ class MeanOutputs(OutputReader):
         self._sums[key] = earlier_total + total, earlier_tokens + tokens
 
     def mean_of_call(self, site: Site, index: int) -> Float[Tensor, "heads value_dim"]:
-        """Return the mean head outputs of the call with this index at a site.
+        """Return each head's mean output over the data in a site's attention call with this index (the nth in a run).
 
         Raises:
             InputError: the site made fewer calls on the data set.

@@ -54,7 +54,9 @@ def activation_patching(
     direction: str = "denoise",
     progress: bool = False,
 ) -> Patching:
-    """Put each head's output of one run into another run, and measure how much of the logit difference it recovers.
+    """Put each head's output of one run into another run, one head at a time, and measure the change of the answer.
+
+    The measure is the share of the logit difference between the right and the wrong answer that the head recovers.
 
     With d the logit of the right answer minus that of the wrong one, each pair of prompts has
 
@@ -146,7 +148,7 @@ def _prompt_pair(
 
 
 class _PromptPair:
-    """A clean and a corrupted batch of prompts, and patched runs on one batch with head outputs of the other.
+    """A clean and a corrupted batch of prompts; the model runs on one with head outputs patched in from the other.
 
     The model runs on both batches at creation; `direction` decides from which batch head outputs are patched.
 

@@ -100,7 +100,7 @@ class Replacement:
 
 
 class Zero(Replacement):
-    """Replacement by zeros, as returned by `zero`."""
+    """Replacement of a head's output by zeros, as returned by `zero`."""
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
         """Return one zero per head, of shape `(1, heads, 1, 1)`, which broadcasts to the head outputs."""
@@ -108,15 +108,15 @@ class Zero(Replacement):
 
 
 class Uniform(Replacement):
-    """Replacement by the output under uniform attention, as returned by `uniform`."""
+    """Replacement of a head's output by its output under uniform attention, as returned by `uniform`."""
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return each query's mean of the values of its visible keys."""
+        """Return each head's output under uniform attention: each query's mean of the values of its visible keys."""
         return attended.uniform_output()
 
 
 class Mean(Replacement):
-    """Replacement by the mean output over a data set, as returned by `mean`.
+    """Replacement of a head's output by its mean over a data set, as returned by `mean`.
 
     Attributes:
         dataset: `Texts` or batches.
@@ -146,7 +146,7 @@ class Mean(Replacement):
 
 
 class Patch(Replacement):
-    """Replacement by the outputs of a recorded run, as returned by `patch`.
+    """Replacement of a head's output by its output in a recorded run, as returned by `patch`.
 
     Attributes:
         run: the recorded outputs.
@@ -169,7 +169,7 @@ class Patch(Replacement):
 
 
 class Resample(Replacement):
-    """Replacement by the outputs on another batch, as returned by `resample`.
+    """Replacement of a head's output by its output on another batch, as returned by `resample`.
 
     Attributes:
         batch: a tensor, or a mapping of the model's arguments.

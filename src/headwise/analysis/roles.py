@@ -70,7 +70,8 @@ ROLES = (PREVIOUS, NEXT, INDUCTION, DUPLICATE, SAME, MIXED, BROAD, FIRST, SPECIA
 
 
 def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mapping[str, float] | None = None) -> Role:
-    """Return the role of a head: the kind of position with at least half of its attention, otherwise broad or mixed.
+    """Return a head's role from its mean statistics: the position with at least half of the attention, or broad, or
+    mixed.
 
     This module's docstring has the whole rule.
 

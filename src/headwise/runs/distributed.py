@@ -94,7 +94,7 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 @contextmanager
 def process_group() -> Iterator[LocalProcess]:
-    """Join the process group of torchrun for the duration of the context, if torchrun started this process."""
+    """Join torchrun's process group while the context is active, if there is one, and yield this process's numbers."""
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if world_size == 1:
         yield LocalProcess(True, local_rank)

@@ -23,7 +23,7 @@ class MeanEstimate(NamedTuple):
 
     @staticmethod
     def of(values: Iterable[float]) -> "MeanEstimate":
-        """Return the mean and standard error of the values, without those that are NaN."""
+        """Return the mean, standard error and number of the values, without those that are NaN."""
         valid = [value for value in values if not math.isnan(value)]
         if not valid:
             return NO_ESTIMATE

@@ -116,7 +116,7 @@ class Table(Generic[RowT]):
 
     @classmethod
     def load(cls: type[TableT], folder: str | Path) -> TableT:
-        """Read the table that `save` wrote to a folder.
+        """Read the table and its metadata that `save` wrote to a folder.
 
         Raises:
             InputError: the folder has no such file, or the file cannot be read.
@@ -180,7 +180,7 @@ class Table(Generic[RowT]):
 
 
 class HeadTable(Table[HeadRowT]):
-    """Table with one row per attention head."""
+    """Table with one row per attention head, which can be looked up by layer and head and drawn as a heatmap."""
 
     @property
     def heads(self) -> tuple[HeadRowT, ...]:

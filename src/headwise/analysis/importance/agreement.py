@@ -41,7 +41,7 @@ class Agreement:
 
     @property
     def spearman(self) -> float:
-        """Spearman correlation: that of the ranks, where equal values share the mean of their ranks.
+        """Spearman correlation of predicted and measured values, that of their ranks; equal values share a mean rank.
 
         NaN for fewer than two heads, or constant values.
 
@@ -84,7 +84,7 @@ class Agreement:
 def agreement(
     predicted: HeadTable[Any], measured: HeadTable[Any], statistics: tuple[str, str] | None = None
 ) -> Agreement:
-    """Pair a predicted with a measured statistic for every head that both tables have.
+    """Pair a predicted with a measured statistic for every head that has a value of both, to correlate them.
 
         scores = hw.importance(model, texts, hw.next_token_loss)
         effects = hw.ablate(model, texts, hw.next_token_loss)

@@ -46,12 +46,12 @@ class GateTensors(SiteRegistry):
         self.by_site, self._create = {}, create
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that multiplies the head outputs of the call by their gates; None without gates."""
+        """Register a call's attention site, and return the function that multiplies head outputs by gates, or None."""
         self.register(call)
         return None if self._create is None else lambda attended: self._multiply(call, attended)
 
     def _multiply(self, call: Call, attended: HeadOutput) -> Tensor:
-        """Return the head outputs times the gates of the call's site."""
+        """Return the head outputs times the gates of the call's site, which are created at the site's first call."""
         if not torch.is_grad_enabled():
             remedy = 'use method="ablation", which needs none'
             got = f"none in {call.site.path}"

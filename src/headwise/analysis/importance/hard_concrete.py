@@ -69,11 +69,11 @@ class HardConcrete:
             raise InputError("seeds", expected="at least one", got="none")
 
     def open_probability(self, log_alpha: Tensor) -> Tensor:
-        """Return the probability that a gate is not 0 (Louizos et al. 2018, equation 12)."""
+        """Return the probability that a gate with this parameter is not 0 (Louizos et al. 2018, equation 12)."""
         return torch.sigmoid(log_alpha - self.temperature * math.log(-LOW / HIGH))
 
     def gate_without_noise(self, log_alpha: Tensor) -> Tensor:
-        """Return the deterministic gate of evaluation (Louizos et al. 2018, equation 13)."""
+        """Return the value, 0 to 1, of a gate with this parameter and no noise (Louizos et al. 2018, equation 13)."""
         return (torch.sigmoid(log_alpha) * (HIGH - LOW) + LOW).clamp(0.0, 1.0)
 
     def sample(self, log_alpha: Tensor, noise: Float[Tensor, "examples heads"]) -> Float[Tensor, "examples heads"]:
@@ -87,7 +87,10 @@ class HardConcrete:
         return stretched.clamp(0.0, 1.0)
 
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Fit the gates with each seed; return every head's `open` and `gate` over fits, and a summary of the data."""
+        """Fit the gates once per seed; return every head's means over the fits, and numbers of sequences and tokens.
+
+        The statistics are `open`, the probability that the gate is not 0, and `gate`, its value without noise.
+        """
         assert isinstance(self.seeds, list)
         fits = [_GateFit(self, task, seed) for seed in self.seeds]
         is_shown = task.show_progress and rank_and_world_size()[0] == 0

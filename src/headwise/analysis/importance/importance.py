@@ -56,7 +56,7 @@ class Importance(HeadTable[HeadRow]):
     ROW_TYPE = HeadRow
 
     def ranking(self) -> list[tuple[int, int]]:
-        """Return every `(layer, head)` by descending first statistic; heads without a value come last."""
+        """Return every head as `(layer, head)`, most important first, by the first statistic; NaN comes last."""
         first = self.statistics[0]
         values = {(head.layer, head.head): head.statistics[first].value for head in self.heads}
         return sorted(values, key=lambda head: math.inf if math.isnan(values[head]) else -values[head])
@@ -67,7 +67,7 @@ class ImportanceMethod(Protocol):
     """Interface of importance methods: frozen dataclasses, whose fields are the options, that score every head."""
 
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Return every head's statistics, the first of which is larger for more important heads, and a data summary."""
+        """Return a row of statistics per head, the first larger for more important heads, and a summary of the data."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ def require_linkage() -> Any:
 
 
 def find_clusters(similarity: Float[Tensor, "heads heads"], threshold: float) -> list[list[int]]:
-    """Return sets of two or more heads, by index, in which all pairs have a similarity of at least the threshold.
+    """Cluster heads, and return sets of at least two head indices in which all pairs reach the threshold of similarity.
 
     Complete-linkage clustering: the two most similar sets are joined first, where the similarity of two sets is that of
     their least similar pair. SciPy decides the order of equally similar pairs. Each head is in at most one cluster.

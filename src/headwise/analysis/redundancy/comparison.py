@@ -23,9 +23,9 @@ SMALLEST_NORM = 1e-30
 
 
 class HeadComparison(SiteRegistry):
-    """Interceptor that compares heads while a model runs: their attention weights within a layer, and their outputs.
+    """Interceptor that compares a model's heads: attention weights within a layer, outputs within or across layers.
 
-    Outputs are compared within a layer, or also across all layers that attend from the same tokens.
+    Outputs of different layers are compared if the layers attend from the same tokens.
 
     Args:
         model: the model that is intercepted.
@@ -89,7 +89,7 @@ class HeadComparison(SiteRegistry):
         self._pending_outputs = {}
 
     def _compare(self, outputs: list[tuple[Call, Tensor]]) -> None:
-        """Compare the head outputs `(tokens, heads, value_dim)` of every two calls on the same tokens, and of each
+        """Update the similarity of head outputs `(tokens, heads, value_dim)` between every two calls and within each
         call.
         """
         order = list(self._records)

@@ -29,7 +29,8 @@ class _HeadRows(NamedTuple):
 
 
 class WeightDistances:
-    """Mean Jensen-Shannon distance, over rows, between the attention weights of every two heads of a site.
+    """Running mean, over rows, of the Jensen-Shannon distance between the attention weights of every two heads of a
+    site.
 
     A tile may hold the weights of some heads only. Tiles of the same rows are kept until tiles of other rows arrive.
     """
