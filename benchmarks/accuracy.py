@@ -1,8 +1,8 @@
-"""How far the backends are from float64, next to attention written plainly in the same dtype.
+"""Error of the attention backends against float64, compared with a plain implementation of attention in the same dtype.
 
-Regime: random problems of `tests/strategies.py` (1 to 23 queries and keys, every mask, biases with holes, softcap,
-sinks). For each dtype and backend, the share of problems whose output is beyond twice the error of one plain run, and
-beyond twice that of the worst of eight orders of the same sums.
+Regime: random problems of `tests/strategies.py` (1 to 23 queries and keys, every mask, biases with -inf, softcap,
+sinks). For each dtype and backend, the script prints the share of problems in which the output error is more than twice
+the error of one plain run, and the share in which it is more than twice the largest error among eight summation orders.
 
     python -m benchmarks.accuracy [problems]
 """
@@ -20,7 +20,9 @@ from tests.strategies import problems
 
 
 def measure(dtype: torch.dtype, number: int) -> Counter:
-    """Count the problems, of so many, that exceed each bound, by backend."""
+    """Run `number` random problems in `dtype`. Return, for each (backend, bound), the number of problems whose error
+    exceeds the bound, and for each (backend, "problems") the number of problems that the backend supports.
+    """
     beyond: Counter = Counter()
 
     @settings(
@@ -34,16 +36,16 @@ def measure(dtype: torch.dtype, number: int) -> Counter:
     @given(problems())
     def run(drawn):
         q, k, v = drawn.tensors(dtype)
-        wide = (q.double(), k.double(), v.double())
-        exact = plain_attention(*wide, **drawn.oracle_options)
-        once = distance(plain_attention(q, k, v, **drawn.oracle_options).out, exact.out)
+        in_float64 = (q.double(), k.double(), v.double())
+        exact = plain_attention(*in_float64, **drawn.oracle_options)
+        plain_error = distance(plain_attention(q, k, v, **drawn.oracle_options).out, exact.out)
         worst = plain_errors(q, k, v, exact, **drawn.oracle_options)["out"]
         for backend in ("fused", "reference"):
             if hw.why_not(backend, q, k, v, **drawn.attend_options) is not None:
                 continue
             out = hw.attend(q, k, v, **drawn.attend_options, backend=backend)
             error = distance(out, exact.out)
-            beyond[backend, "one plain run"] += error > 2 * once
+            beyond[backend, "one plain run"] += error > 2 * plain_error
             beyond[backend, "worst of eight orders"] += error > 2 * worst
             beyond[backend, "problems"] += 1
 

@@ -3,8 +3,8 @@
     python -m benchmarks.all [--quick] [--rounds N] [--tiny] [--peers torch]
 
 A full run saves the results of each script in `benchmarks/results/`, from which `benchmarks.report` writes the report.
-The GPU benchmark runs only on a machine with a GPU; elsewhere its last results stay. The last line is JSON: each
-target with its bound, the worst median and whether it is met.
+The GPU benchmark runs only on a machine with a GPU; otherwise its saved results remain. The last line is JSON: for each
+target its bound, the worst median ratio, and true if every regime reaches the bound.
 """
 
 import json
@@ -23,10 +23,15 @@ RESULTS = HERE / "results"
 SCRIPTS = ("layer", "windows", "padding", "grouped", "decoding", "memory", "watching", "ablating")
 
 
-def run(script: str, given: Sequence[str]) -> dict | None:
-    """Run a script, show its output as it comes, and return its results; None if it failed."""
+def run(script: str, command_line: Sequence[str]) -> dict | None:
+    """Run a benchmark script in its own process and print its output as it arrives. Return the results it printed as
+    JSON, or None if it failed.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", f"benchmarks.{script}", *given], cwd=HERE.parent, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", f"benchmarks.{script}", *command_line],
+        cwd=HERE.parent,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     last = ""
     for line in process.stdout:
@@ -36,26 +41,26 @@ def run(script: str, given: Sequence[str]) -> dict | None:
     return json.loads(last) if process.wait() == 0 else None
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def main(command_line: Sequence[str] | None = None) -> None:
     """Run all scripts, and print the table of targets and a line of JSON; exit with status 1 if a script failed."""
-    given = sys.argv[1:] if given is None else given
-    options = arguments(__doc__, given)
+    command_line = sys.argv[1:] if command_line is None else command_line
+    options = arguments(__doc__, command_line)
     require("tabulate")
     from tabulate import tabulate
 
-    kept = not (options.quick or options.tiny or options.only or options.peers != "all")
-    found, failed = [], []
+    save = not (options.quick or options.tiny or options.only or options.peers != "all")
+    all_results, failed = [], []
     for script in (*SCRIPTS, *(["gpu"] if torch.cuda.is_available() else [])):
         print(f"\n== {script}", flush=True)
-        results = run(script, given)
+        results = run(script, command_line)
         if results is None:
             failed.append(script)
             continue
-        found.append(results)
-        if kept:
+        all_results.append(results)
+        if save:
             RESULTS.mkdir(exist_ok=True)
             (RESULTS / f"{script}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(tabulate(table(found), headers=HEADERS, tablefmt="github", disable_numparse=True))
+    print(tabulate(table(all_results), headers=HEADERS, tablefmt="github", disable_numparse=True))
     by_target = [
         {
             "target": target.description,
@@ -63,7 +68,7 @@ def main(given: Sequence[str] | None = None) -> None:
             "worst": target.worst(rows).ratio.median if rows else None,
             "met": all(map(target.met, rows)) if rows else None,
         }
-        for target, rows in rows_by_target(found)
+        for target, rows in rows_by_target(all_results)
     ]
     print(json.dumps({"benchmark": "all", "failed": failed, "targets": by_target}))
     if failed:

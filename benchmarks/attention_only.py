@@ -16,9 +16,11 @@ ATTEND, BLOCKWISE, SDPA = "attend", "blockwise", "SDPA"
 
 
 def attention(name: str, regime: Regime) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
-    """A run, which gives the output, and of a regime that trains the gradients of q, k and v; and all that goes in.
+    """Return a function that runs attention in a regime, and the list of its input tensors.
 
-    `ATTEND` takes the backend that is expected to be the fastest, `BLOCKWISE` that one.
+    The function returns the output and, if the regime trains, the gradients of q, k and v. `name` selects the
+    implementation: `ATTEND` is `hw.attend` with the backend that headwise chooses, `BLOCKWISE` is its blockwise
+    backend, and `SDPA` is torch's `scaled_dot_product_attention`.
     """
     torch.manual_seed(0)
     shape = (regime.batch, regime.heads, regime.length, regime.head_dim)
@@ -39,10 +41,12 @@ def attention(name: str, regime: Regime) -> tuple[Callable[[], list[Tensor]], li
 
 
 def check(name: str, regime: Regime) -> None:
-    """Exit with a message unless the output is right, with at most twice the error of SDPA."""
+    """Exit with a message if the output or a gradient of the named implementation is wrong, or has more than twice the
+    error of torch's SDPA against float64.
+    """
     results = []
-    for each in (name, SDPA):
-        run, (q, k, v, upstream) = attention(each, regime)
+    for implementation in (name, SDPA):
+        run, (q, k, v, upstream) = attention(implementation, regime)
         results.append(_by_token(run()))
     exact = _by_token(oracle.attention(q, k, v, regime, upstream if regime.training else None))
     try:
@@ -52,5 +56,8 @@ def check(name: str, regime: Regime) -> None:
 
 
 def _by_token(tensors: Sequence[Tensor]) -> oracle.Results:
+    """Return output and gradients by name, each reshaped from `(batch, heads, length, head_dim)` to `(batch, length,
+    heads * head_dim)`.
+    """
     names = ("out", "q", "k", "v")[: len(tensors)]
     return {name: tensor.transpose(1, 2).flatten(2) for name, tensor in zip(names, tensors, strict=True)}

@@ -1,4 +1,6 @@
-"""What is timed: a layer in a regime, given weights and an input, that can be run and asked for what it computed."""
+"""Timed layers: a layer in a regime, with given weights and input, that can be run and returns its output and
+gradients.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,12 +15,18 @@ from benchmarks.regime import NARROW, WINDOW, Data, Regime
 
 
 class LeftOutError(Exception):
-    """Why a peer cannot be measured in a regime, in a few words."""
+    """Error of a peer that cannot be measured in a regime; the message states the reason in a few words."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """`run` is what is timed; `results` makes of what it returned what the oracle knows."""
+    """A layer in a regime that is ready to be timed.
+
+    Attributes:
+        run: the timed call, without arguments.
+        results: converts the return value of `run` to the output and gradients by name, for comparison with the float64
+            definition.
+    """
 
     run: Callable[[], object]
     results: Callable[[object], Results]
@@ -26,9 +34,15 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Peer:
-    """How a peer is built, and how its layer differs from ours as it comes: ours and the oracle are then the same.
+    """An implementation that headwise is compared with.
 
-    One that keeps the matrix of weights takes minutes and gigabytes for long texts, and is left out there.
+    Attributes:
+        build: creates the contestant from a regime and its data.
+        flavour: regime options that the peer's layer requires, such as `{"bias": False}`; headwise and the float64
+            definition are then built with the same options.
+        torch_only: the peer needs no package other than torch.
+        keeps_matrix: the peer stores the matrix of attention weights. It is left out for long sequences, where that
+            would take minutes and gigabytes.
     """
 
     build: Callable[[Regime, Data], Contestant]
@@ -44,14 +58,15 @@ def of_torch(
     regime: Regime,
     data: Data,
 ) -> Contestant:
-    """A layer of torch, given the weights: evaluated without gradients, or trained.
+    """Return the contestant for a torch layer, after copying the data's weights into it. It runs without gradients, or
+    with a backward pass if the regime trains.
 
     Args:
         call: from x to the output.
-        modules: set to evaluate or to train.
-        parameters: for each name of the oracle's the parameters that make it up, end to end.
-        regime: what is computed.
-        data: with which numbers.
+        modules: are set to evaluation or training mode.
+        parameters: for each name in the oracle's results, the parameters that form it when concatenated.
+        regime: sizes, mask and dtype.
+        data: input, weights and output gradient.
     """
     load(parameters, data)
     for module in modules:
@@ -59,28 +74,31 @@ def of_torch(
     if not regime.training:
         return Contestant(lambda: _without_gradients(call, data.x), lambda out: {"out": out})
     x = data.x.clone().requires_grad_()
-    leaves = [x, *(each for parts in parameters.values() for each in parts)]
+    leaves = [x, *(part for parts in parameters.values() for part in parts)]
 
     def step() -> tuple[Tensor, tuple[Tensor, ...]]:
         out = call(x)
         return out, torch.autograd.grad(out, leaves, data.upstream)
 
-    def results(found: tuple[Tensor, tuple[Tensor, ...]]) -> Results:
-        out, (of_x, *rest) = found
-        gradients = iter(rest)
+    def results(returned: tuple[Tensor, tuple[Tensor, ...]]) -> Results:
+        out, (x_gradient, *parameter_gradients) = returned
+        gradients = iter(parameter_gradients)
         named = {name: torch.cat([next(gradients) for _ in parts]) for name, parts in parameters.items()}
-        return {"out": out, "x": of_x, **named}
+        return {"out": out, "x": x_gradient, **named}
 
     return Contestant(step, results)
 
 
 def _without_gradients(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return `call(x)`, computed without gradients."""
     with torch.no_grad():
         return call(x)
 
 
 def load(parameters: dict[str, list[Tensor]], data: Data) -> None:
-    """Give a layer its weights; `parameters` as in `of_torch`."""
+    """Copy the weights of `data` into the parameters of a layer, which `parameters` lists by the oracle's names. Raise
+    `LeftOutError` if the layer has other parameters.
+    """
     wanted = data.weights.named()
     if parameters.keys() != wanted.keys():
         raise LeftOutError(f"has {sorted(parameters)} where {sorted(wanted)} are given")
@@ -91,15 +109,17 @@ def load(parameters: dict[str, list[Tensor]], data: Data) -> None:
 
 
 def linear_parameters(projections: list[nn.Linear], out: nn.Linear) -> dict[str, list[Tensor]]:
-    """The parameters of linear maps by the oracle's names."""
-    found = {"qkv": [each.weight for each in projections], "out_proj": [out.weight]}
+    """Return the weights, and biases if there are any, of the input and output projections by the oracle's names:
+    "qkv", "out_proj", "qkv_bias", "out_bias".
+    """
+    parameters = {"qkv": [projection.weight for projection in projections], "out_proj": [out.weight]}
     if projections[0].bias is not None:
-        found |= {"qkv_bias": [each.bias for each in projections], "out_bias": [out.bias]}
-    return found
+        parameters |= {"qkv_bias": [projection.bias for projection in projections], "out_bias": [out.bias]}
+    return parameters
 
 
 def our_layer(regime: Regime) -> hw.MultiHeadAttention:
-    """Headwise's layer, as a user writes it."""
+    """Return headwise's layer for a regime, built as a user would."""
     half = regime.heads // 2
     per_head = [NARROW] * half + [None] * (regime.heads - half)
     masks = {"causal": hw.causal(), "window": hw.window(WINDOW), "heads": hw.window(per_head)}
@@ -115,20 +135,21 @@ def our_layer(regime: Regime) -> hw.MultiHeadAttention:
 
 
 def our_parameters(layer: hw.MultiHeadAttention) -> dict[str, list[Tensor]]:
-    """Its parameters by the oracle's names."""
+    """Return the parameters of a headwise layer by the oracle's names."""
     return linear_parameters([layer.q_proj, layer.k_proj, layer.v_proj], layer.out_proj)
 
 
 def ours(regime: Regime, data: Data) -> Contestant:
-    """Headwise's layer; of a padded batch it is told the lengths."""
+    """Return the contestant for headwise's layer. Padding is passed as `lengths`."""
     return _ours(regime, data, {"lengths": regime.lengths} if regime.mask == "padding" else {})
 
 
 def ours_masked(regime: Regime, data: Data) -> Contestant:
-    """Headwise's layer, given the padding as a mask."""
+    """Return the contestant for headwise's layer when padding is passed as a mask rule instead of `lengths`."""
     return _ours(regime, data, {"mask": hw.padding(regime.lengths)})
 
 
-def _ours(regime: Regime, data: Data, given: dict[str, Any]) -> Contestant:
+def _ours(regime: Regime, data: Data, call_options: dict[str, Any]) -> Contestant:
+    """Return the contestant for headwise's layer, called with the given keyword arguments."""
     layer = our_layer(regime)
-    return of_torch(lambda x: layer(x, **given), [layer], our_parameters(layer), regime, data)
+    return of_torch(lambda x: layer(x, **call_options), [layer], our_parameters(layer), regime, data)

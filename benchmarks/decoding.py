@@ -1,11 +1,11 @@
-"""One token after 4,096 cached ones, against Llama's attention with its caches.
+"""Time of decoding one token after 4,096 cached ones, against Llama's attention with its caches.
 
-Regime: batch 1, embed 512 with 8 heads, and embed 768 with 12 heads on 4; rotary, causal, no biases, float32 and
-bfloat16, no gradients. A sample is 64 tokens, one after another, after a prompt of 4,096; each begins with a fresh copy
-of the cache as the prompt left it, made outside the timing, so that what a cache pays for growing is paid. Both kinds
-of cache, growing and static (with room for 4,352 tokens), each against the peer's of that kind, and against what people
-write: a block around SDPA that appends to its keys. Cosines, sines and masks of peers are made beforehand, as a model
-does once for all its layers. The outputs of prompt and steps are first compared with the definition in float64.
+Regime: batch 1, embed 512 with 8 heads, and embed 768 with 12 query heads on 4 key/value heads; rotary, causal, no
+biases, float32 and bfloat16, no gradients. A sample is 64 single-token steps after a prompt of 4,096 tokens. Each
+sample starts with a fresh copy of the prompt's cache; the copy is not timed, but the growth of the cache is. Dynamic
+and static caches (capacity 4,352 tokens) are compared with the peer's cache of the same kind, and with a block around
+SDPA that appends to its keys and values. Cosines, sines and masks of peers are precomputed, as a model does once for
+all its layers. The outputs of prompt and steps are first compared with the definition in float64.
 
     python -m benchmarks.decoding [--quick] [--rounds N] [--only "float32"]
 """
@@ -34,7 +34,14 @@ SIZES = [(512, 8, None), (768, 12, 4)]
 
 @dataclass(frozen=True)
 class Decoder:
-    """A layer with a cache: `step(x, cache, position)` is the next tokens' output, `fresh` an empty cache."""
+    """An attention layer with a cache.
+
+    Attributes:
+        layer: the module.
+        fresh: returns an empty cache.
+        step: `step(x, cache, position)` returns the output of the next tokens, the first of which has that position,
+            and updates the cache.
+    """
 
     layer: nn.Module
     fresh: Callable[[], Any]
@@ -42,13 +49,15 @@ class Decoder:
 
 
 def decoding(decoder: Decoder, regime: Regime, data: Data) -> tuple[Contestant, Call]:
-    """The prompt once; what is checked, and what is timed."""
+    """Run the prompt once. Return the contestant, whose results (output of prompt and steps) are checked, and the call
+    that is timed: `STEPS` single-token steps on a copy of the prompt's cache.
+    """
     decoder.layer.eval()
     prompt = regime.length - STEPS
-    tokens = [data.x[:, at : at + 1].clone() for at in range(prompt, regime.length)]
+    tokens = [data.x[:, position : position + 1].clone() for position in range(prompt, regime.length)]
     cache = decoder.fresh()
     with torch.no_grad():
-        said = decoder.step(data.x[:, :prompt], cache, 0)
+        prompt_output = decoder.step(data.x[:, :prompt], cache, 0)
 
     def steps(cache: Any) -> list[Tensor]:
         with torch.no_grad():
@@ -57,17 +66,19 @@ def decoding(decoder: Decoder, regime: Regime, data: Data) -> tuple[Contestant, 
     def fresh() -> Any:
         return copy.deepcopy(cache)
 
-    contestant = Contestant(lambda: steps(fresh()), lambda outs: {"out": torch.cat([said, *outs], 1)})
+    contestant = Contestant(lambda: steps(fresh()), lambda outs: {"out": torch.cat([prompt_output, *outs], 1)})
     return contestant, Call(steps, fresh)
 
 
 def capacity(regime: Regime) -> int:
-    """Of static caches: room for what comes, in steps of 256."""
+    """Return the capacity in tokens of the static caches: the length of the regime plus one, rounded up to a multiple
+    of 256.
+    """
     return -(-(regime.length + 1) // 256) * 256
 
 
 def our_decoder(regime: Regime, data: Data, *, static: bool) -> Decoder:
-    """Headwise's layer with one of its caches."""
+    """Return headwise's layer with its static or its dynamic cache."""
     layer = our_layer(regime)
     load(our_parameters(layer), data)
     fresh = (lambda: layer.static_cache(regime.batch, capacity(regime))) if static else hw.DynamicCache
@@ -75,7 +86,7 @@ def our_decoder(regime: Regime, data: Data, *, static: bool) -> Decoder:
 
 
 def llama_decoder(regime: Regime, data: Data, *, static: bool) -> Decoder:
-    """Llama's attention with one of transformers' caches."""
+    """Return Llama's attention with the static or the dynamic cache of transformers."""
     from transformers import DynamicCache, StaticCache
 
     layer = llama_layer(regime)
@@ -84,9 +95,9 @@ def llama_decoder(regime: Regime, data: Data, *, static: bool) -> Decoder:
     masks = (torch.arange(capacity(regime)) <= torch.arange(regime.length)[:, None])[:, None, None, None]
 
     def step(x: Tensor, cache: Any, position: int) -> Tensor:
-        turns = (cos[:, position : position + x.shape[1]], sin[:, position : position + x.shape[1]])
+        cos_sin = (cos[:, position : position + x.shape[1]], sin[:, position : position + x.shape[1]])
         mask = masks[position] if static and x.shape[1] == 1 else None
-        return layer(x, turns, mask, past_key_values=cache)[0]
+        return layer(x, cos_sin, mask, past_key_values=cache)[0]
 
     def fresh() -> Any:
         return StaticCache(layer.config, max_cache_len=capacity(regime)) if static else DynamicCache()
@@ -95,22 +106,22 @@ def llama_decoder(regime: Regime, data: Data, *, static: bool) -> Decoder:
 
 
 class AppendingBlock(nn.Module):
-    """What people write: keys and values appended to those of before, and SDPA."""
+    """Hand-written attention block that appends new keys and values to the cached ones and calls SDPA."""
 
     def __init__(self, regime: Regime):
         super().__init__()
-        self.widths, self.head_dim, self.turns = regime.widths, regime.head_dim, cos_and_sin(regime)
+        self.widths, self.head_dim, self.cos_sin = regime.widths, regime.head_dim, cos_and_sin(regime)
         self.qkv = nn.Linear(regime.embed, sum(regime.widths), bias=False, dtype=regime.torch_dtype)
         self.out = nn.Linear(regime.embed, regime.embed, bias=False, dtype=regime.torch_dtype)
 
     def forward(self, x: Tensor, cache: dict[str, Tensor], position: int) -> Tensor:
-        """From `(batch, new, embed)` to the same."""
+        """Return the output of the new tokens, `(batch, new, embed)`, and append their keys and values to the cache."""
         batch, new, embed = x.shape
         q, k, v = (
             part.view(batch, new, -1, self.head_dim).transpose(1, 2) for part in self.qkv(x).split(self.widths, -1)
         )
-        turns = [each[:, position : position + new] for each in self.turns]
-        q, k = rotated(q, *turns), rotated(k, *turns)
+        cos_sin = [table[:, position : position + new] for table in self.cos_sin]
+        q, k = rotated(q, *cos_sin), rotated(k, *cos_sin)
         if cache:
             k, v = torch.cat([cache["k"], k], 2), torch.cat([cache["v"], v], 2)
         cache["k"], cache["v"] = k, v
@@ -119,42 +130,46 @@ class AppendingBlock(nn.Module):
 
 
 def appending_decoder(regime: Regime, data: Data) -> Decoder:
-    """The block, given the weights."""
+    """Return the block that appends to its keys and values, with the weights of `data`."""
     block = AppendingBlock(regime)
     load(linear_parameters([block.qkv], block.out), data)
     return Decoder(block, dict, block)
 
 
-def compare(found: Comparison, regime: Regime) -> None:
-    """Check all, and time them by turns."""
+def compare(comparison: Comparison, regime: Regime) -> None:
+    """Check the decoders of headwise and of the peers in a regime, time them interleaved, and add the rows to the
+    comparison.
+    """
     data, calls, opponent = regime.data(), {}, {}
-    kinds = {"DynamicCache": False, "StaticCache": True}
-    mine = {f"ours, {kind}": our_decoder(regime, data, static=static) for kind, static in kinds.items()}
-    theirs = {"block that appends, SDPA": (appending_decoder, {}, "ours, DynamicCache")}
-    if found.options.peers == "all":
-        for kind, static in kinds.items():
-            theirs[f"{LLAMA}, {kind}"] = (llama_decoder, {"static": static}, f"ours, {kind}")
-    for name, decoder in mine.items():
+    static_by_cache = {"DynamicCache": False, "StaticCache": True}
+    our_decoders = {
+        f"ours, {kind}": our_decoder(regime, data, static=static) for kind, static in static_by_cache.items()
+    }
+    peers = {"block that appends, SDPA": (appending_decoder, {}, "ours, DynamicCache")}
+    if comparison.options.peers == "all":
+        for kind, static in static_by_cache.items():
+            peers[f"{LLAMA}, {kind}"] = (llama_decoder, {"static": static}, f"ours, {kind}")
+    for name, decoder in our_decoders.items():
         contestant, calls[name] = decoding(decoder, regime, data)
         checked(regime, lambda *_, contestant=contestant: contestant)
-    for name, (build, options, rival) in theirs.items():
+    for name, (build, options, rival) in peers.items():
         contestant, call = decoding(build(regime, data, **options), regime, data)
-        if found.sane(name, lambda *_, contestant=contestant: contestant, regime):
+        if comparison.sane(name, lambda *_, contestant=contestant: contestant, regime):
             calls[name], opponent[name] = call, rival
-    found.keep(regime, interleaved(calls, found.options.rounds), opponent, runs=STEPS)
+    comparison.keep(regime, interleaved(calls, comparison.options.rounds), opponent, runs=STEPS)
 
 
-def main(given: Sequence[str] | None = None) -> dict:
-    """Every regime, and a line of JSON last."""
-    options = arguments(__doc__, given)
-    found = Comparison(options)
+def main(command_line: Sequence[str] | None = None) -> dict:
+    """Measure every regime, and print a line of JSON last."""
+    options = arguments(__doc__, command_line)
+    comparison = Comparison(options)
     for embed, heads, kv_heads in SIZES[:1] if options.quick else SIZES:
         for dtype in ("float32", "bfloat16"):
             length = (40 if options.tiny else 4096) + STEPS
             regime = Regime(1, length, embed, heads, "causal", dtype, kv_heads=kv_heads, bias=False, rotary=True)
             if options.wants(regime):
-                compare(found, regime)
-    return report("decoding", found.rows, options, found.left_out)
+                compare(comparison, regime)
+    return report("decoding", comparison.rows, options, comparison.left_out)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Attention on a GPU: ours as it chooses, against torch's kernels by name and FlexAttention.
+"""Attention on a GPU: `hw.attend` with its own choice of backend, against torch's SDPA kernels and FlexAttention.
 
-Regime: bfloat16, lengths 1,024 to 32,768 with batch times length 32,768, heads of 64 (32 of them) and of 128 (16 of
-them); full, causal and a causal window of 256; forward, and forward with backward. Time is the device's own, between
-two of its events. Each is first compared with the definition in float64, in the first sequence, on the first, a middle
-and the last block of 512 rows, and with gradients that come from these alone; ours may be at most twice as far off as
+Regime: bfloat16, lengths 1,024 to 32,768 with batch times length 32,768, head dim 64 (32 heads) and 128 (16 heads);
+full, causal, and a causal window of 256; forward, and forward with backward. Time is measured by device events. Every
+implementation is first compared with the definition in float64, on the first sequence and on the first, a middle and
+the last block of 512 rows; gradients are those of these rows alone. The error of headwise may be at most twice that of
 torch's default.
 
     python -m benchmarks.gpu [--quick] [--rounds N] [--only "window"]
 
-Where there is no GPU it says so and ends; with --tiny it then runs on the CPU, to show that it runs.
+Without a GPU the script exits with a message; with --tiny it then runs on the CPU, to test the code.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,14 +37,15 @@ KERNELS = {
 }
 OURS, FLEX, TOKENS = "ours", "FlexAttention", 32768
 LARGEST_MASK = 2**28
-"""Entries of a boolean mask beyond which SDPA is not given one."""
+"""Largest number of entries of a boolean mask that is passed to SDPA; SDPA is left out above it."""
 
 
 @dataclass(frozen=True)
 class DeviceCall(Call):
-    """Timed by the device's events."""
+    """A call that is timed by events on the GPU instead of a clock on the CPU."""
 
     def seconds(self, times: int, clock: Callable[[], float]) -> float:
+        """Return the mean seconds of one run over `times` runs, from two device events; `clock` is not used."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(times):
@@ -55,26 +56,30 @@ class DeviceCall(Call):
 
 
 def functions(regime: Regime, device: str) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Every way to the heads' output that there is here."""
+    """Return every implementation that can compute the regime on the device, by name; each maps q, k, v to the heads'
+    output.
+    """
     mask = {"causal": hw.causal(), "window": hw.window(256)}.get(regime.mask)
-    found = {OURS: lambda q, k, v: hw.attend(q, k, v, mask=mask)}
-    causal, given = regime.mask == "causal", None
+    by_name = {OURS: lambda q, k, v: hw.attend(q, k, v, mask=mask)}
+    is_causal, sdpa_mask = regime.mask == "causal", None
     if regime.mask == "window" and regime.length**2 <= LARGEST_MASK:
-        given = regime.allowed().to(device)
-    if regime.mask != "window" or given is not None:
+        sdpa_mask = regime.allowed().to(device)
+    if regime.mask != "window" or sdpa_mask is not None:
         for name, kernel in KERNELS.items():
-            found[name] = lambda q, k, v, kernel=kernel: _sdpa(q, k, v, given, causal, kernel)
+            by_name[name] = lambda q, k, v, kernel=kernel: _sdpa(q, k, v, sdpa_mask, is_causal, kernel)
     if device == "cuda":
-        found[FLEX] = _flex(regime, device)
-    return found
+        by_name[FLEX] = _flex(regime, device)
+    return by_name
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, kernel: SDPBackend | None) -> Tensor:
+    """Return the output of torch's SDPA, restricted to one kernel; None allows all kernels."""
     with nullcontext() if kernel is None else sdpa_kernel(kernel):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
 
 
 def _flex(regime: Regime, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return compiled FlexAttention with the block mask of the regime."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()
@@ -87,20 +92,24 @@ def _flex(regime: Regime, device: str) -> Callable[[Tensor, Tensor, Tensor], Ten
 
 
 def blocks(regime: Regime) -> list[int]:
-    """First rows of the blocks that are compared."""
+    """Return the first row of each block of `ROWS` rows that is compared with float64: the first, a middle and the last
+    one.
+    """
     middle = regime.length // 2 // ROWS * ROWS
     return sorted({0, middle, max(regime.length - ROWS, 0)})
 
 
 def compare(regime: Regime, rounds: int, device: str) -> tuple[list[Row], dict[str, str]]:
-    """Rows for what is right, and what was left out."""
+    """Check and time every implementation in a regime. Return one row for each correct one other than headwise, and the
+    reasons why others were left out.
+    """
     torch.manual_seed(0)
     shape = (regime.batch, regime.heads, regime.length, regime.head_dim)
     q, k, v, upstream = (torch.randn(shape, device=device).to(regime.torch_dtype) for _ in range(4))
     leaves = [tensor.requires_grad_(regime.training) for tensor in (q, k, v)]
-    wanted = torch.zeros(regime.length, 1, dtype=torch.bool, device=device)
+    checked_rows = torch.zeros(regime.length, 1, dtype=torch.bool, device=device)
     for start in blocks(regime):
-        wanted[start : start + ROWS] = True
+        checked_rows[start : start + ROWS] = True
     names = ("out", "q", "k", "v") if regime.training else ("out",)
 
     def run(function: Callable[[Tensor, Tensor, Tensor], Tensor], upstream: Tensor) -> list[Tensor]:
@@ -110,39 +119,47 @@ def compare(regime: Regime, rounds: int, device: str) -> tuple[list[Row], dict[s
 
     def named(tensors: Sequence[Tensor]) -> oracle.Results:
         out, *gradients = (tensor.detach().cpu() for tensor in tensors)
-        by_token = (each.transpose(1, 2).flatten(2) for each in (out * wanted.cpu(), *gradients))
+        by_token = (tensor.transpose(1, 2).flatten(2) for tensor in (out * checked_rows.cpu(), *gradients))
         return dict(zip(names, by_token, strict=True))
 
-    some = [tensor.detach()[:1].cpu() for tensor in (q, k, v, upstream * wanted)]
-    one = Regime(1, *shape[2:3], regime.embed, regime.heads, regime.mask, regime.dtype, regime.training)
-    exact = named(oracle.attention(*some[:3], one, some[3] if regime.training else None, blocks(regime)))
-    right, left_out = {}, {}
+    first_sequence = [tensor.detach()[:1].cpu() for tensor in (q, k, v, upstream * checked_rows)]
+    one_sequence = Regime(1, *shape[2:3], regime.embed, regime.heads, regime.mask, regime.dtype, regime.training)
+    exact = named(
+        oracle.attention(
+            *first_sequence[:3], one_sequence, first_sequence[3] if regime.training else None, blocks(regime)
+        )
+    )
+    correct, left_out = {}, {}
     for name, function in functions(regime, device).items():
         try:
-            results = named([tensor[:1] for tensor in run(function, upstream * wanted)])
-            oracle.sane(results, exact, one)
-        except Exception as error:  # a kernel that is not for this device or mask is named, and left out
+            results = named([tensor[:1] for tensor in run(function, upstream * checked_rows)])
+            oracle.sane(results, exact, one_sequence)
+        except Exception as error:  # a kernel that does not support the device or mask is listed as left out
             if name == OURS:
                 raise SystemExit(f"{regime.name}: {error}") from error
             left_out[f"{name}, {regime.name}"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             continue
-        right[name] = (function, results)
-    if "SDPA" in right:
+        correct[name] = (function, results)
+    if "SDPA" in correct:
         try:
-            oracle.check(right[OURS][1], right["SDPA"][1], exact, one)
+            oracle.check(correct[OURS][1], correct["SDPA"][1], exact, one_sequence)
         except WrongError as reason:
             raise SystemExit(f"{regime.name}: {reason}") from reason
     timer = DeviceCall if device == "cuda" else Call
-    calls = {name: timer(lambda function=function: run(function, upstream)) for name, (function, _) in right.items()}
-    taken = interleaved(calls, rounds)
-    of = {name: median(seconds) for name, seconds in taken.items()}
-    rows = [Row(regime, name, Ratio.of(taken[name], taken[OURS]), of[OURS], of[name]) for name in right if name != OURS]
+    calls = {name: timer(lambda function=function: run(function, upstream)) for name, (function, _) in correct.items()}
+    seconds_by_name = interleaved(calls, rounds)
+    medians = {name: median(seconds) for name, seconds in seconds_by_name.items()}
+    rows = [
+        Row(regime, name, Ratio.of(seconds_by_name[name], seconds_by_name[OURS]), medians[OURS], medians[name])
+        for name in correct
+        if name != OURS
+    ]
     return rows, left_out
 
 
-def main(given: Sequence[str] | None = None) -> dict:
-    """Every regime, and a line of JSON last."""
-    options = arguments(__doc__, given)
+def main(command_line: Sequence[str] | None = None) -> dict:
+    """Measure every regime, and print a line of JSON last."""
+    options = arguments(__doc__, command_line)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not options.tiny:
         raise SystemExit("gpu: there is no GPU here; nothing was measured")
@@ -152,11 +169,11 @@ def main(given: Sequence[str] | None = None) -> dict:
         batch = 2 if options.tiny else TOKENS // length
         regime = Regime(batch, length, 2048, heads, mask, "bfloat16", training)
         if options.wants(regime):
-            found, missing = compare(regime, options.rounds, device)
-            for row in found:
+            regime_rows, regime_left_out = compare(regime, options.rounds, device)
+            for row in regime_rows:
                 show(row)
-            rows += found
-            left_out |= missing
+            rows += regime_rows
+            left_out |= regime_left_out
     return report("gpu", rows, options, left_out)
 
 

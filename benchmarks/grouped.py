@@ -1,7 +1,7 @@
-"""Grouped heads: 12 query heads on 4 heads of keys and values.
+"""Grouped-query attention: 12 query heads on 4 key/value heads, against every peer that supports it.
 
 Regime: (batch, length, embed, heads) = (4, 512, 768, 12), (2, 1024, 768, 12); full and causal; float32 and bfloat16;
-forward, and forward with backward. The block around SDPA has `enable_gqa`. Everything is first compared with the
+forward, and forward with backward. The block around SDPA uses `enable_gqa`. Everything is first compared with the
 definition in float64.
 
     python -m benchmarks.grouped [--quick] [--rounds N] [--only "causal"]
@@ -19,16 +19,16 @@ SIZES = [(4, 512, 768, 12), (2, 1024, 768, 12)]
 KV_HEADS = 4
 
 
-def main(given: Sequence[str] | None = None) -> dict:
-    """Every regime, and a line of JSON last."""
-    options = arguments(__doc__, given)
-    found = Comparison(options)
+def main(command_line: Sequence[str] | None = None) -> dict:
+    """Measure every regime, and print a line of JSON last."""
+    options = arguments(__doc__, command_line)
+    comparison = Comparison(options)
     sizes = options.sizes(SIZES)
     sizes = sizes[:1] if options.quick else sizes
     for size, mask, dtype in product(sizes, ("full", "causal"), ("float32", "bfloat16")):
         for regime in both(Regime(*size, mask, dtype, kv_heads=KV_HEADS)):
-            found.add(regime)
-    return report("grouped", found.rows, options, found.left_out)
+            comparison.add(regime)
+    return report("grouped", comparison.rows, options, comparison.left_out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Peers that run on JAX, under jit on CPU: Equinox and Flax NNX. Training is a compiled gradient of a sum.
+"""Peers that run on JAX, compiled by jit on CPU: Equinox and Flax NNX. For training, the gradient of a sum is compiled.
 
-Parameters, input and mask are arguments of the compiled function, so that nothing is folded into it.
+Parameters, input and mask are arguments of the compiled function, so that the compiler cannot fold them into constants.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from benchmarks.torch_peers import require_room
 
 
 def to_jax(tensor: Tensor | None) -> Any:
-    """The same numbers in the same dtype."""
+    """Return a tensor as a JAX array with the same values and dtype; None stays None."""
     import jax.numpy as jnp
 
     if tensor is None:
@@ -27,7 +27,7 @@ def to_jax(tensor: Tensor | None) -> Any:
 
 
 def to_torch(array: Any) -> Tensor:
-    """The same numbers, in float32."""
+    """Return a JAX array as a float32 tensor."""
     import numpy as np
 
     return torch.from_numpy(np.array(array, dtype=np.float32))
@@ -36,7 +36,9 @@ def to_torch(array: Any) -> Tensor:
 def _contestant(
     call: Callable[[Any, Any, Any], Any], parameters: Any, named: Callable[[Any], Results], regime: Regime, data: Data
 ) -> Contestant:
-    """`call(parameters, x, mask)`, compiled, alone or with its gradient; `named` gives those the oracle's names."""
+    """Return the contestant that runs `call(parameters, x, mask)`, compiled, alone or with its gradient. `named`
+    converts the gradients of the parameters to the oracle's names.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -51,15 +53,15 @@ def _contestant(
 
     step, upstream = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)), to_jax(data.upstream)
 
-    def results(found: Any) -> Results:
-        (_, out), (gradients, of_x) = found
-        return {"out": to_torch(out), "x": to_torch(of_x), **named(gradients)}
+    def results(returned: Any) -> Results:
+        (_, out), (gradients, x_gradient) = returned
+        return {"out": to_torch(out), "x": to_torch(x_gradient), **named(gradients)}
 
     return Contestant(lambda: jax.block_until_ready(step(parameters, x, mask, upstream)), results)
 
 
 def equinox(regime: Regime, data: Data) -> Contestant:
-    """`equinox.nn.MultiheadAttention`, mapped over the batch."""
+    """Return the contestant for `equinox.nn.MultiheadAttention`, mapped over the batch."""
     require_room(regime)
     if regime.kv_heads is not None:
         raise LeftOutError("has no grouped heads")
@@ -77,13 +79,13 @@ def equinox(regime: Regime, data: Data) -> Contestant:
         key=jax.random.key(0),
     )
 
-    def maps(layer: Any) -> list[Any]:
+    def parameters_of(layer: Any) -> list[Any]:
         linears = (layer.query_proj, layer.key_proj, layer.value_proj, layer.output_proj)
-        return [*(each.weight for each in linears), *(each.bias for each in linears)]
+        return [*(linear.weight for linear in linears), *(linear.bias for linear in linears)]
 
     weights = data.weights
-    given = [*weights.qkv.chunk(3), weights.out, *weights.qkv_bias.chunk(3), weights.out_bias]
-    arrays, fixed = eqx.partition(eqx.tree_at(maps, layer, [to_jax(each) for each in given]), eqx.is_array)
+    values = [*weights.qkv.chunk(3), weights.out, *weights.qkv_bias.chunk(3), weights.out_bias]
+    arrays, fixed = eqx.partition(eqx.tree_at(parameters_of, layer, [to_jax(value) for value in values]), eqx.is_array)
 
     def call(arrays: Any, x: Any, mask: Any) -> Any:
         layer = eqx.combine(arrays, fixed)
@@ -93,19 +95,21 @@ def equinox(regime: Regime, data: Data) -> Contestant:
         mask = jax.numpy.broadcast_to(mask, shape)
         if shape[1] == 1:
             mask = mask[:, 0]
-        over = 0 if shape[0] > 1 else None
-        return jax.vmap(lambda one, seen: layer(one, one, one, mask=seen), (0, over))(x, mask if over == 0 else mask[0])
+        mask_axis = 0 if shape[0] > 1 else None
+        return jax.vmap(lambda one, seen: layer(one, one, one, mask=seen), (0, mask_axis))(
+            x, mask if mask_axis == 0 else mask[0]
+        )
 
     def named(gradients: Any) -> Results:
-        found = [to_torch(each) for each in maps(gradients)]
-        biases = {"qkv_bias": torch.cat(found[4:7]), "out_bias": found[7]}
-        return {"qkv": torch.cat(found[:3]), "out_proj": found[3], **biases}
+        tensors = [to_torch(gradient) for gradient in parameters_of(gradients)]
+        biases = {"qkv_bias": torch.cat(tensors[4:7]), "out_bias": tensors[7]}
+        return {"qkv": torch.cat(tensors[:3]), "out_proj": tensors[3], **biases}
 
     return _contestant(call, arrays, named, regime, data)
 
 
 def flax(regime: Regime, data: Data) -> Contestant:
-    """`flax.nnx.MultiHeadAttention`, its state an argument of the compiled function."""
+    """Return the contestant for `flax.nnx.MultiHeadAttention`; its state is an argument of the compiled function."""
     require_room(regime)
     import jax.numpy as jnp
     from flax import nnx
@@ -122,11 +126,11 @@ def flax(regime: Regime, data: Data) -> Contestant:
         rngs=nnx.Rngs(0),
     )
     weights, projections = data.weights, (layer.query, layer.key, layer.value)
-    for map_, weight, bias in zip(
+    for projection, weight, bias in zip(
         projections, weights.qkv.split(regime.widths), weights.qkv_bias.split(regime.widths), strict=True
     ):
-        map_.kernel[...] = to_jax(weight.T.unflatten(1, (-1, regime.head_dim)))
-        map_.bias[...] = to_jax(bias.unflatten(0, (-1, regime.head_dim)))
+        projection.kernel[...] = to_jax(weight.T.unflatten(1, (-1, regime.head_dim)))
+        projection.bias[...] = to_jax(bias.unflatten(0, (-1, regime.head_dim)))
     layer.out.kernel[...] = to_jax(weights.out.T.unflatten(0, (-1, regime.head_dim)))
     layer.out.bias[...] = to_jax(weights.out_bias)
     definition, state = nnx.split(layer)
@@ -139,9 +143,9 @@ def flax(regime: Regime, data: Data) -> Contestant:
         return nnx.merge(definition, state)(x, mask=mask)
 
     def named(gradients: Any) -> Results:
-        maps = [gradients[name] for name in ("query", "key", "value")]
-        kernels = [to_torch(each["kernel"][...]).flatten(1).T for each in maps]
-        biases = [to_torch(each["bias"][...]).flatten() for each in maps]
+        inputs = [gradients[name] for name in ("query", "key", "value")]
+        kernels = [to_torch(gradient["kernel"][...]).flatten(1).T for gradient in inputs]
+        biases = [to_torch(gradient["bias"][...]).flatten() for gradient in inputs]
         out = gradients["out"]
         return {
             "qkv": torch.cat(kernels),

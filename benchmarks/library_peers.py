@@ -1,4 +1,6 @@
-"""Peers of two libraries over torch, x-transformers and transformers. See `torch_peers.py` for what they are given."""
+"""Peers from two libraries based on torch, x-transformers and transformers. They receive the same weights and masks as
+the peers in `torch_peers.py`.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from benchmarks.torch_peers import boolean_mask, cos_and_sin
 
 
 def x_transformers(regime: Regime, data: Data) -> Contestant:
-    """x-transformers' `Attention`, flash on. It has no biases."""
+    """Return the contestant for the `Attention` of x-transformers with flash attention. That layer has no biases."""
     from x_transformers.x_transformers import Attention
 
     layer = Attention(
@@ -29,31 +31,31 @@ def x_transformers(regime: Regime, data: Data) -> Contestant:
     parameters = linear_parameters([layer.to_q, layer.to_k, layer.to_v], layer.to_out)
     if regime.kv_heads is None:
         return of_torch(lambda x: layer(x, **options), [layer], parameters, regime, data)
-    # Query head j shares key/value head j % kv_heads there, here consecutive heads share one: the same heads in
-    # another order.
+    # In x-transformers, query head j uses key/value head j % kv_heads; in headwise, consecutive query heads share one.
+    # The same heads in another order compute the same output.
     order = torch.arange(regime.embed).view(regime.kv_heads, -1, regime.head_dim).transpose(0, 1).flatten()
-    made = of_torch(
+    contestant = of_torch(
         lambda x: layer(x, **options), [layer], parameters, regime, data._replace(weights=_heads(data.weights, order))
     )
 
-    def results(found: object) -> Results:
-        named = made.results(found)
+    def results(returned: object) -> Results:
+        named = contestant.results(returned)
         if regime.training:
             named |= _heads(Weights(named["qkv"], named["out_proj"], None, None), order.argsort()).named()
         return named
 
-    return Contestant(made.run, results)
+    return Contestant(contestant.run, results)
 
 
 def _heads(weights: Weights, order: Tensor) -> Weights:
-    """The query heads in another order; `order` says it for every feature of theirs."""
+    """Return weights with reordered query heads. `order` is the index of the old query feature for each new one."""
     queries = len(order)
     qkv = torch.cat([weights.qkv[:queries][order], weights.qkv[queries:]])
     return weights._replace(qkv=qkv, out=weights.out[:, order])
 
 
 def llama_layer(regime: Regime) -> nn.Module:
-    """Transformers' `LlamaAttention` on SDPA, without biases."""
+    """Return transformers' `LlamaAttention` on SDPA, without biases."""
     from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
 
     config = LlamaConfig(
@@ -67,20 +69,22 @@ def llama_layer(regime: Regime) -> nn.Module:
 
 
 def llama_parameters(layer: nn.Module) -> dict[str, list[Tensor]]:
-    """Its parameters by the oracle's names."""
+    """Return the parameters of a Llama attention layer by the oracle's names."""
     return linear_parameters([layer.q_proj, layer.k_proj, layer.v_proj], layer.o_proj)
 
 
 def llama(regime: Regime, data: Data) -> Contestant:
-    """Llama's attention, with rotary positions and no cache."""
+    """Return the contestant for Llama's attention, with rotary positions and without a cache."""
     layer = llama_layer(regime)
     options = {"attention_mask": boolean_mask(regime), "is_causal": regime.mask == "causal"}
-    turns = cos_and_sin(regime)
-    return of_torch(lambda x: layer(x, turns, **options)[0], [layer], llama_parameters(layer), regime, data)
+    cos_sin = cos_and_sin(regime)
+    return of_torch(lambda x: layer(x, cos_sin, **options)[0], [layer], llama_parameters(layer), regime, data)
 
 
 def bert(regime: Regime, data: Data) -> Contestant:
-    """BERT's attention on SDPA with its output map, without the residual and the norm that follow."""
+    """Return the contestant for BERT's attention on SDPA with its output projection, without the residual connection
+    and the norm.
+    """
     if regime.kv_heads is not None:
         raise LeftOutError("has no grouped heads")
     from transformers.models.bert.modeling_bert import BertConfig, BertSelfAttention

@@ -1,4 +1,4 @@
-"""Interleaved timing, ratios of pairs, the matrix-multiplication rate of the machine, and the output of a script."""
+"""Interleaved timing, ratios of paired samples, the machine's matrix-multiplication rate, and a script's output."""
 
 import importlib.metadata
 import importlib.util
@@ -22,10 +22,10 @@ from benchmarks.regime import Regime
 LEAST = 0.02
 """Shortest sample in seconds. A faster call is repeated within the sample."""
 SHORT = 0.3
-"""Seconds below which a call is run once more ahead of its sample."""
+"""Duration in seconds below which a call is warmed up by one extra run before each sample."""
 PEERS = ("torch", "transformers", "x-transformers", "jax", "equinox", "flax", "bertviz", "transformer-lens")
 SIDE = 1024
-"""Of the square matrices whose product is the machine's rate."""
+"""Side length of the square matrices whose product defines the machine's rate."""
 
 
 # -- time -------------------------------------------------------------------------------------------------------------
@@ -44,7 +44,9 @@ class Call:
     prepare: Callable[[], object] | None = None
 
     def seconds(self, times: int, clock: Callable[[], float]) -> float:
-        """Return the mean seconds of one run, over `times` runs."""
+        """Return the mean seconds of one run over `times` runs, measured by `clock`. Time spent in `prepare` is not
+        counted.
+        """
         if self.prepare is None:
             start = clock()
             for _ in range(times):
@@ -62,28 +64,28 @@ class Call:
 def interleaved(
     calls: dict[str, Call], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Seconds of one run of each call, a sample a round, every round in another order, so that none follows always the
-    same.
+    """Measure each call once per round, in a different random order each round. Return, by name, the seconds of one run
+    in every round.
 
-    Each has run when it was checked; another run, not counted, says how many make a sample of 20 ms. What takes less
-    than `SHORT` runs once, not counted, ahead of each sample: none pays for the caches, the freed memory and the
-    threads that the one before it left.
+    Each call must have run before. One uncounted run determines how many runs make a sample of at least 20 ms. A call
+    that takes less than `SHORT` seconds also runs once, uncounted, before each sample, so that no call pays for the
+    caches, freed memory and threads of its predecessor.
     """
-    once = {name: max(call.seconds(1, clock), 1e-9) for name, call in calls.items()}
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    order, shuffled = list(calls), random.Random(0)
+    first_seconds = {name: max(call.seconds(1, clock), 1e-9) for name, call in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    order, shuffler = list(calls), random.Random(0)
     for _ in range(rounds):
-        shuffled.shuffle(order)
+        shuffler.shuffle(order)
         for name in order:
-            if once[name] < SHORT:
+            if first_seconds[name] < SHORT:
                 calls[name].seconds(1, clock)
-            taken[name].append(calls[name].seconds(math.ceil(LEAST / once[name]), clock))
-    return taken
+            samples[name].append(calls[name].seconds(math.ceil(LEAST / first_seconds[name]), clock))
+    return samples
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median, smallest and largest of the ratios of pairs that were measured in the same round."""
+    """Median, smallest and largest of ratios of two measurements from the same round."""
 
     median: float
     lowest: float
@@ -91,19 +93,21 @@ class Ratio:
 
     @classmethod
     def of(cls, over: Sequence[float], under: Sequence[float]) -> "Ratio":
-        """Return the ratio `over / under`, pair by pair."""
+        """Return the median, smallest and largest of `over[i] / under[i]` over all rounds i."""
         ratios = [a / b for a, b in zip(over, under, strict=True)]
         return cls(statistics.median(ratios), min(ratios), max(ratios))
 
 
 def gemm(dtype: torch.dtype) -> Call:
-    """Return the call of a product of square matrices; its rate is `gemm_flops` divided by its seconds."""
+    """Return a call that multiplies two square matrices of the dtype. The machine's rate is `gemm_flops()` divided by
+    its seconds.
+    """
     a, b, into = (torch.randn(SIDE, SIDE).to(dtype) for _ in range(3))
     return Call(lambda: torch.mm(a, b, out=into))
 
 
 def gemm_flops() -> int:
-    """Return the number of floating-point operations of one product of `gemm`."""
+    """Return the number of floating-point operations in one matrix product of `gemm`."""
     return 2 * SIDE**3
 
 
@@ -112,7 +116,16 @@ def gemm_flops() -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: `against` whom or what, the ratio, and the seconds (bytes, FLOP/s) of both, medians."""
+    """One result: a ratio between headwise and something else in a regime.
+
+    Attributes:
+        regime: sizes, mask and dtype.
+        against: name of the peer or quantity headwise is compared with.
+        ratio: median, lowest and highest ratio over the rounds.
+        ours: median for headwise, in seconds, bytes or FLOP/s.
+        theirs: median for the other, in the same unit.
+        note: additional text for the report.
+    """
 
     regime: Regime
     against: str
@@ -142,17 +155,17 @@ def machine() -> dict[str, object]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, headwise and the installed peers."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in ("headwise", *PEERS):
         if importlib.util.find_spec(package.replace("-", "_")) is not None:
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def show(row: Row) -> None:
     """Print a row of results."""
-    spread = f"({row.ratio.lowest:.2f} to {row.ratio.highest:.2f})"
-    print(f"{row.ratio.median:7.2f} {spread:18} {row.regime.name}, against {row.against} {row.note}", flush=True)
+    bounds = f"({row.ratio.lowest:.2f} to {row.ratio.highest:.2f})"
+    print(f"{row.ratio.median:7.2f} {bounds:18} {row.regime.name}, against {row.against} {row.note}", flush=True)
 
 
 def report(benchmark: str, rows: Sequence[Row], options: Options, left_out: dict[str, str] | None = None) -> dict:
@@ -173,7 +186,7 @@ def report(benchmark: str, rows: Sequence[Row], options: Options, left_out: dict
 
 
 def _rounded(value: object) -> object:
-    """Return a value with its floats rounded to four significant digits."""
+    """Return a value with its floats rounded to four significant digits, inside nested dictionaries too."""
     if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
+        return {name: _rounded(item) for name, item in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -1,10 +1,11 @@
-"""Peak memory of attention over blocks, forward with backward, beside its inputs and outputs.
+"""Peak extra memory of blockwise attention and of whole layers, forward with backward.
 
-Regime: 8,192 tokens, 8 heads of 64, full, causal, and a window of 256; float32 and bfloat16. Each case runs in an
-interpreter of its own, twice; the second run counts, since the first keeps what is compiled for each shape, and what is
-freed is given back at once. `hw.attend(backend="blockwise")`: the peak beside q, k, v, the output and the gradients of
-these four, over the size of these eight tensors. The whole layer: the peak beside input and weights of the block around
-SDPA and of `nn.MultiheadAttention`, over that of ours. Everything is first compared with the definition in float64.
+Regime: 8,192 tokens, 8 heads of 64, full, causal, and a window of 256; float32 and bfloat16. Each case runs twice in
+its own interpreter, which returns freed memory at once; the second run counts, because the first one also stores what
+is compiled for each shape. For `hw.attend(backend="blockwise")`, the extra memory is the peak minus the size of q, k,
+v, the output and the gradients of these four; the ratio is that extra memory over the size of these eight tensors. For
+whole layers, the ratio is the peak, minus input and weights, of the block around SDPA and of `nn.MultiheadAttention`,
+over that of headwise. Everything is first compared with the definition in float64.
 
     python -m benchmarks.memory [--quick] [--rounds N] [--only "causal float32"]
 """
@@ -31,7 +32,9 @@ SIZES = "inputs and outputs"
 
 
 def child(name: str, regime: Regime) -> dict[str, int]:
-    """What the interpreter that is measured reports: its peak, and the sizes of what goes in and comes out."""
+    """Run the named case in the current interpreter. Return its peak memory, the size of its results, and the size of
+    inputs and results together, in bytes; both sizes are 0 for a layer.
+    """
     if name in LAYERS:
         return {"peak": peak(LAYERS[name](regime, regime.data()).run), "results": 0, "sizes": 0}
     run, inputs = attention(name, regime)
@@ -43,29 +46,32 @@ def child(name: str, regime: Regime) -> dict[str, int]:
 
 
 def of_attention(regime: Regime, rounds: int) -> Row:
-    """What blockwise attention takes beside its inputs and outputs, over these."""
+    """Return the row for the extra memory of blockwise attention, divided by the size of its inputs and outputs."""
     check(BLOCKWISE, regime)
-    found = [measured("memory", BLOCKWISE, regime) for _ in range(rounds)]
-    extra, sizes = [each["peak"] - each["results"] for each in found], [each["sizes"] for each in found]
+    measurements = [measured("memory", BLOCKWISE, regime) for _ in range(rounds)]
+    extra = [case["peak"] - case["results"] for case in measurements]
+    sizes = [case["sizes"] for case in measurements]
     return Row(regime, SIZES, Ratio.of(extra, sizes), median(extra), median(sizes), "blockwise")
 
 
-def of_layers(regime: Regime, rounds: int, found: Comparison) -> list[Row]:
-    """What whole layers take, over what ours takes."""
+def of_layers(regime: Regime, rounds: int, comparison: Comparison) -> list[Row]:
+    """Return one row for each peer's layer: its peak memory divided by that of headwise. Peers with wrong results are
+    listed as left out in `comparison`.
+    """
     checked(regime)
-    right = [name for name in LAYERS if name == OURS or found.sane(name, LAYERS[name], regime)]
-    peaks = {name: [measured("memory", name, regime)["peak"] for _ in range(rounds)] for name in right}
-    of = {name: median(taken) for name, taken in peaks.items()}
-    rows = [(name, Ratio.of(peaks[name], peaks[OURS])) for name in right if name != OURS]
-    return [Row(regime, f"peak of {name}", ratio, of[OURS], of[name]) for name, ratio in rows]
+    correct = [name for name in LAYERS if name == OURS or comparison.sane(name, LAYERS[name], regime)]
+    peaks = {name: [measured("memory", name, regime)["peak"] for _ in range(rounds)] for name in correct}
+    medians = {name: median(taken) for name, taken in peaks.items()}
+    rows = [(name, Ratio.of(peaks[name], peaks[OURS])) for name in correct if name != OURS]
+    return [Row(regime, f"peak of {name}", ratio, medians[OURS], medians[name]) for name, ratio in rows]
 
 
-def main(given: Sequence[str] | None = None) -> dict:
-    """Every regime, and a line of JSON last."""
-    options: Options = arguments(__doc__, given)
+def main(command_line: Sequence[str] | None = None) -> dict:
+    """Measure every regime, and print a line of JSON last."""
+    options: Options = arguments(__doc__, command_line)
     if not TOLD:
         raise SystemExit(f"memory: {UNTOLD}")
-    found, rounds = Comparison(options), 1 if options.quick or options.tiny else min(options.rounds, 3)
+    comparison, rounds = Comparison(options), 1 if options.quick or options.tiny else min(options.rounds, 3)
     length = 256 if options.tiny else 8192
     regimes = product(("full", "causal", "window"), ("float32", "bfloat16"))
     for mask, dtype in [("causal", "bfloat16")] if options.quick else regimes:
@@ -74,11 +80,11 @@ def main(given: Sequence[str] | None = None) -> dict:
             continue
         rows = [of_attention(regime, rounds)]
         if not options.quick:
-            rows += of_layers(regime, min(rounds, 2), found)
+            rows += of_layers(regime, min(rounds, 2), comparison)
         for row in rows:
             show(row)
-        found.rows += rows
-    return report("memory", found.rows, options, found.left_out)
+        comparison.rows += rows
+    return report("memory", comparison.rows, options, comparison.left_out)
 
 
 if __name__ == "__main__":

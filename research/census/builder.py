@@ -1,6 +1,7 @@
-"""From a model type of transformers to a tiny model of random weights.
+"""Tiny models with random weights, built from the model types of transformers.
 
-Configs are shrunk by the names of their sizes; what does not follow from names stands in exceptions.py.
+Configs are shrunk by the names of their sizes (see `shrink.py`). Everything that does not follow from names is in
+`exceptions.py`.
 """
 
 import copy
@@ -21,37 +22,39 @@ from research.census.shrink import DERIVED, shrunk
 
 
 def tiny_config(model_type: str) -> Any:
-    """The config of a model type, shrunk."""
+    """Return the default config of a model type with tiny sizes."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[model_type]
+    config_class = CONFIG_MAPPING[model_type]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         start, overrides = CONFIGS.get(model_type, ({}, {}))
-        sizes = shrunk(kind(**start).to_dict() | start)
+        sizes = shrunk(config_class(**start).to_dict() | start)
         for path, value in overrides.items():
-            *inside, name = path.split(".")
-            place = sizes
-            for each in inside:
-                place = place.setdefault(each, {})
+            *parents, name = path.split(".")
+            entries = sizes
+            for parent in parents:
+                entries = entries.setdefault(parent, {})
             if value is Ellipsis:
-                place.pop(name, None)
+                entries.pop(name, None)
             else:
-                place[name] = copy.deepcopy(value)
-        return kind(**{name: value for name, value in sizes.items() if name not in DERIVED})
+                entries[name] = copy.deepcopy(value)
+        return config_class(**{name: value for name, value in sizes.items() if name not in DERIVED})
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
 def class_of(model_type: str, config: Any) -> type[nn.Module]:
-    """The class that is built: the plain model where there is one, and otherwise one that takes the config."""
+    """Return the class to build for a model type: the base model if there is one, otherwise a class with a head,
+    otherwise any model class that takes the config.
+    """
     from transformers import PreTrainedModel
     from transformers.models.auto import modeling_auto
 
     modules = _modeling(type(config))
     if model_type in CLASSES:
-        return next(getattr(each, CLASSES[model_type]) for each in modules if hasattr(each, CLASSES[model_type]))
+        return next(getattr(module, CLASSES[model_type]) for module in modules if hasattr(module, CLASSES[model_type]))
     tables = sorted(
         name for name in dir(modeling_auto) if name.startswith("MODEL_") and name.endswith("_MAPPING_NAMES")
     )
@@ -73,44 +76,46 @@ def class_of(model_type: str, config: Any) -> type[nn.Module]:
 
 
 def _modeling(config: type) -> list[Any]:
-    """The files of models beside that of a config."""
+    """Return the `modeling_*` modules in the same folder as a config class."""
     folder = config.__module__.rpartition(".")[0]
-    names = sorted(each.stem for each in Path(inspect.getfile(config)).parent.glob("modeling_*.py"))
+    names = sorted(file.stem for file in Path(inspect.getfile(config)).parent.glob("modeling_*.py"))
     return [importlib.import_module(f"{folder}.{name}") for name in names]
 
 
 def _config_of(model: type) -> str:
-    """The name of the config that a class takes."""
-    said = inspect.get_annotations(model).get("config") or getattr(model, "config_class", None)
-    first = list(inspect.signature(model.__init__).parameters.values())[1:2]  # type: ignore[misc]
-    if first and first[0].annotation is not inspect.Parameter.empty:
-        said = first[0].annotation
-    return said if isinstance(said, str) else getattr(said, "__name__", "")
+    """Return the name of the config class that a model class takes; "" if it is not annotated."""
+    config_class = inspect.get_annotations(model).get("config") or getattr(model, "config_class", None)
+    first_parameter = list(inspect.signature(model.__init__).parameters.values())[1:2]  # type: ignore[misc]
+    if first_parameter and first_parameter[0].annotation is not inspect.Parameter.empty:
+        config_class = first_parameter[0].annotation
+    return config_class if isinstance(config_class, str) else getattr(config_class, "__name__", "")
 
 
 def build(model_type: str, implementation: str | None = None, seed: int = 0) -> nn.Module:
-    """A model of random weights whose heads differ, on the CPU, in float32, under an implementation of attention.
+    """Return a tiny model of random weights whose heads differ, in float32 on the CPU and in evaluation mode.
 
     Args:
-        model_type: as `transformers` calls it.
-        implementation: of attention; the model's default unless given.
-        seed: of the weights.
+        model_type: name of the model type in `transformers`.
+        implementation: attention implementation; by default the model's own.
+        seed: seed of the random weights.
     """
     torch.manual_seed(seed)
     config = tiny_config(model_type)
-    kind: Any = class_of(model_type, config)
+    model_class: Any = class_of(model_type, config)
     config = getattr(config, PARTS.get(model_type, ""), config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options = {} if implementation is None else {"attn_implementation": implementation}
-        model = kind._from_config(config, **options)
-    spread(model, seed, GAINS.get(model_type, 1.0))
+        model = model_class._from_config(config, **options)
+    randomise(model, seed, GAINS.get(model_type, 1.0))
     return model.float().eval()
 
 
 @torch.no_grad()
-def spread(model: nn.Module, seed: int = 0, gain: float = 1.0) -> None:
-    """Weights wide enough that heads differ by more than rounding."""
+def randomise(model: nn.Module, seed: int = 0, gain: float = 1.0) -> None:
+    """Replace the weights by random ones, large enough that heads differ by more than rounding errors. `gain` scales
+    the matrices.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or not parameter.numel():

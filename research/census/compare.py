@@ -1,7 +1,7 @@
-"""Every statistic of every head by its definition, from whole matrices in float64, compared with `hw.watch`.
+"""Definition of every statistic of every head, from whole matrices in float64, and its comparison with `hw.watch`.
 
-The definitions are those of docs/watch.md. `Truth` averages them as a watch does: each sequence of each call of a
-place counts once, those in which no row counts do not.
+The definitions are those of docs/watch.md. `truth` averages them as a watch does: each sequence of each call of a site
+counts once, and sequences without a counted row do not count.
 """
 
 import math
@@ -26,8 +26,9 @@ SHARES = (
     "induction",
     "received",
 )
-"""Statistics whose error is absolute; that of others is relative as well."""
+"""Statistics with absolute errors. Errors of other statistics are divided by 1 + |expected value|."""
 BUDGET = 1e-5
+"""Largest accepted error."""
 
 
 def statistics(
@@ -41,17 +42,17 @@ def statistics(
     out: Tensor | None = None,
     projection: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Every statistic of every head of every sequence, `(batch, heads)`; NaN where no row counts.
+    """Return every statistic of every head of every sequence, `(batch, heads)`; NaN where no row counts.
 
     Args:
-        weights: `(batch, heads, queries, keys)`; a key with weight 0 is out of sight.
-        tokens: of the keys, `(batch, keys)`.
-        special: keys that are special tokens, `(batch, keys)`.
-        counts: rows that count, `(batch or 1, heads or 1, queries)`; those with a key, unless given.
-        first: the key of the first token, `(batch,)`; 0 unless given.
-        real: keys that are no padding, `(batch, keys)`; all unless given.
+        weights: `(batch, heads, queries, keys)`; a key with weight 0 counts as hidden.
+        tokens: token ids of the keys, `(batch, keys)`.
+        special: True at keys that are special tokens, `(batch, keys)`.
+        counts: True at rows that count, `(batch or 1, heads or 1, queries)`; by default rows with a visible key.
+        first: index of the key of the first token, `(batch,)`; 0 by default.
+        real: True at keys that are not padding, `(batch, keys)`; all by default.
         out: the output of every head, `(batch, heads, queries, value_dim)`.
-        projection: of the heads' outputs side by side, `(heads * value_dim, width)`.
+        projection: of the heads' concatenated outputs, `(heads * value_dim, width)`.
     """
     a = weights.double()
     batch, heads, queries, keys = a.shape
@@ -60,55 +61,67 @@ def statistics(
     counted = a.sum(-1) != 0
     if counts is not None:
         counted = counted & counts
-    seen = (a > 0).sum(-1)
-    found: dict[str, Tensor] = {}
+    visible_keys = (a > 0).sum(-1)
+    result: dict[str, Tensor] = {}
 
     def mean(name: str, value: Tensor, where: Tensor | None = None) -> None:
-        here = counted if where is None else counted & where
-        number = here.sum(-1)
-        total = value.masked_fill(~here, 0.0).sum(-1)
-        found[name] = (total / number).masked_fill(number == 0, math.nan)
+        """Store the mean of `value` over the counted rows of each head, restricted to the rows in `where`."""
+        rows = counted if where is None else counted & where
+        row_count = rows.sum(-1)
+        total = value.masked_fill(~rows, 0.0).sum(-1)
+        result[name] = (total / row_count).masked_fill(row_count == 0, math.nan)
 
     entropy = -(a * a.clamp(min=1e-300).log()).sum(-1)
     mean("entropy", entropy)
-    mean("evenness", entropy / seen.double().clamp(min=2).log(), seen > 1)
+    mean("evenness", entropy / visible_keys.double().clamp(min=2).log(), visible_keys > 1)
     mean("confidence", a.amax(-1))
     mean("distance", (a * (p - j).abs()).sum(-1))
-    for name, back in (("self", 0), ("previous", 1), ("next", -1)):
-        key = (p - back)[:, 0]
-        there = (key >= 0) & (key < keys)
+    for name, offset in (("self", 0), ("previous", 1), ("next", -1)):
+        key = (p - offset)[:, 0]
+        is_key = (key >= 0) & (key < keys)
         if real is not None:
-            there = there & real[:, key.clamp(0, keys - 1)][:, None]
-        at = a.gather(-1, key.clamp(0, keys - 1).view(1, 1, -1, 1).expand(batch, heads, -1, 1))[..., 0]
-        mean(name, at, there)
+            is_key = is_key & real[:, key.clamp(0, keys - 1)][:, None]
+        weight_of_key = a.gather(-1, key.clamp(0, keys - 1).view(1, 1, -1, 1).expand(batch, heads, -1, 1))[..., 0]
+        mean(name, weight_of_key, is_key)
     start = torch.zeros(batch, dtype=torch.int64) if first is None else first
     mean("first", a.gather(-1, start.view(-1, 1, 1, 1).expand(-1, heads, queries, 1))[..., 0])
     if special is not None:
         mean("special", (a * special[:, None, None]).sum(-1))
     if tokens is not None:
-        own = tokens.gather(1, p[:, 0].clamp(min=0).expand(batch, -1))
-        alike = (own[..., None] == tokens[:, None]) & (j < p) & (p >= 0)  # (batch, queries, keys)
-        mean("duplicate", (a * alike[:, None]).sum(-1), alike.any(-1)[:, None])
+        query_tokens = tokens.gather(1, p[:, 0].clamp(min=0).expand(batch, -1))
+        is_copy = (query_tokens[..., None] == tokens[:, None]) & (j < p) & (p >= 0)  # (batch, queries, keys)
+        mean("duplicate", (a * is_copy[:, None]).sum(-1), is_copy.any(-1)[:, None])
         # The key after an earlier copy; the last key has none after it, and a copy at p - 1 is followed by p itself.
-        after = torch.zeros_like(alike)
-        after[..., 1:] = alike[..., :-1]
-        mean("induction", (a * after[:, None]).sum(-1), after.any(-1)[:, None])
-    got = (a * counted[..., None]).sum(-2)
-    seen_by = ((a > 0) & counted[..., None]).sum(-2)
-    most = seen_by.amax(-1, keepdim=True)
-    share = (got / seen_by).masked_fill((2 * seen_by < most) | (seen_by == 0), -torch.inf).amax(-1)
-    found["received"] = share.masked_fill(most[..., 0] == 0, math.nan)
+        after_copy = torch.zeros_like(is_copy)
+        after_copy[..., 1:] = is_copy[..., :-1]
+        mean("induction", (a * after_copy[:, None]).sum(-1), after_copy.any(-1)[:, None])
+    received = (a * counted[..., None]).sum(-2)
+    visible_rows = ((a > 0) & counted[..., None]).sum(-2)
+    most_rows = visible_rows.amax(-1, keepdim=True)
+    share = (
+        (received / visible_rows).masked_fill((2 * visible_rows < most_rows) | (visible_rows == 0), -torch.inf).amax(-1)
+    )
+    result["received"] = share.masked_fill(most_rows[..., 0] == 0, math.nan)
     if out is not None:
         mean("output_norm", out.double().norm(dim=-1))
     if out is not None and projection is not None:
         written = out.double() @ projection.double().unflatten(0, (heads, -1))
         mean("written_norm", written.norm(dim=-1))
-    return found
+    return result
 
 
 @dataclass
-class Place:
-    """What was computed at one place: values of every sequence of every call."""
+class SiteStatistics:
+    """Reference statistics of one attention site, the module path and whether it is cross-attention.
+
+    Attributes:
+        path: the module path.
+        cross: whether the site is cross-attention.
+        route: how the module computes attention, such as "sdpa".
+        heads: number of heads.
+        values: by statistic, one tensor `(batch, heads)` for each call.
+        calls: number of calls so far.
+    """
 
     path: str
     cross: bool
@@ -117,14 +130,16 @@ class Place:
     values: dict[str, list[Tensor]] = field(default_factory=dict)
     calls: int = 0
 
-    def add(self, found: dict[str, Tensor]) -> None:
-        """Take in a call."""
+    def add(self, statistics_of_call: dict[str, Tensor]) -> None:
+        """Store the statistics of one call."""
         self.calls += 1
-        for name, value in found.items():
+        for name, value in statistics_of_call.items():
             self.values.setdefault(name, []).append(value)
 
     def means(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The mean over sequences and their number, by statistic and head."""
+        """Return, by statistic, the mean over sequences and the number of sequences that have a value, both
+        `(heads,)`.
+        """
         result = {}
         for name, parts in self.values.items():
             values = torch.cat(parts)
@@ -132,15 +147,17 @@ class Place:
         return result
 
 
-def truth(calls: Iterable[Weights], special: Iterable[int]) -> dict[tuple[str, bool], Place]:
-    """Return the expected statistics, by path and whether it is cross-attention."""
-    places: dict[tuple[str, bool], Place] = {}
+def truth(calls: Iterable[Weights], special: Iterable[int]) -> dict[tuple[str, bool], SiteStatistics]:
+    """Return the reference statistics of every site of the recorded calls, by module path and whether it is
+    cross-attention.
+    """
+    sites: dict[tuple[str, bool], SiteStatistics] = {}
     for call in calls:
         batch, heads, queries, keys = call.weights.shape
-        known = not call.cross and queries == keys
+        keys_are_tokens = not call.cross and queries == keys
         real, tokens = (
-            each if known and each is not None and each.shape == (batch, keys) else None
-            for each in (call.padding, call.tokens)
+            tensor if keys_are_tokens and tensor is not None and tensor.shape == (batch, keys) else None
+            for tensor in (call.padding, call.tokens)
         )
         counts = torch.ones(1, 1, queries, dtype=torch.bool)
         if real is not None:
@@ -150,7 +167,7 @@ def truth(calls: Iterable[Weights], special: Iterable[int]) -> dict[tuple[str, b
         out = call.out
         if out is not None and out.shape[:3] != call.weights.shape[:3]:
             out = None
-        found = statistics(
+        call_statistics = statistics(
             call.weights,
             tokens=tokens,
             special=None if tokens is None else torch.isin(tokens, torch.tensor(list(special))),
@@ -160,14 +177,23 @@ def truth(calls: Iterable[Weights], special: Iterable[int]) -> dict[tuple[str, b
             out=out,
             projection=None if out is None else call.projection,
         )
-        place = places.setdefault((call.path, call.cross), Place(call.path, call.cross, call.route, heads))
-        place.add(found)
-    return places
+        site = sites.setdefault((call.path, call.cross), SiteStatistics(call.path, call.cross, call.route, heads))
+        site.add(call_statistics)
+    return sites
 
 
 @dataclass
 class Difference:
-    """A statistic of one head that differs from its definition."""
+    """A statistic of one head whose watched value differs from its definition.
+
+    Attributes:
+        path: the module path of the site.
+        statistic: name of the statistic, "heads", or "number of ..." for a different count.
+        head: index of the head.
+        got: the watched value.
+        expected: the value by definition.
+        error: the error that exceeds the budget.
+    """
 
     path: str
     statistic: str
@@ -179,14 +205,17 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What a watch found, beside what it should have found.
+    """Differences between the statistics of a watch and the reference.
 
     Attributes:
-        missed, beyond: places that it did not see, and that the reference does not know.
-        differences: the largest of every place and statistic that is over the budget.
-        absent: statistics that the watch did not have.
-        unchecked: statistics that the reference did not have.
-        worst: the largest error, in parts of which 1e-5 is the budget.
+        missed: sites of the reference that the watch did not observe.
+        beyond: sites that the watch observed and the reference does not have.
+        differences: for each site and statistic over the budget, the head with the largest error.
+        absent: statistics of the reference that the watch did not measure.
+        unchecked: statistics of the watch that the reference does not have.
+        worst: the largest error; the budget is 1e-5.
+        worst_at: site, statistic and head of the largest error.
+        compared: number of compared values.
     """
 
     missed: list[str] = field(default_factory=list)
@@ -199,31 +228,35 @@ class Comparison:
     compared: int = 0
 
 
-def compare(sites: Iterable[Any], places: dict[tuple[str, bool], Place]) -> Comparison:
-    """Compare every statistic of every head with its definition."""
-    found, sites = Comparison(), {record.site: record for record in sites}
-    sites = _joined(sites, places)
-    found.missed = [f"{path}{' (cross)' * cross}" for path, cross in places if (path, cross) not in sites]
-    found.beyond = [f"{path}{' (cross)' * cross}" for path, cross in sites if (path, cross) not in places]
-    for key, place in places.items():
+def compare(records: Iterable[Any], reference: dict[tuple[str, bool], SiteStatistics]) -> Comparison:
+    """Compare every statistic of every head in the watched records with the reference statistics of its site."""
+    comparison = Comparison()
+    sites = _joined({record.site: record for record in records}, reference)
+    comparison.missed = [f"{path}{' (cross)' * cross}" for path, cross in reference if (path, cross) not in sites]
+    comparison.beyond = [f"{path}{' (cross)' * cross}" for path, cross in sites if (path, cross) not in reference]
+    for key, expected_site in reference.items():
         if key not in sites:
             continue
-        site = sites[key]
-        if site.heads != place.heads:
-            found.differences.append(Difference(place.path, "heads", 0, site.heads, place.heads, math.inf))
+        record = sites[key]
+        if record.heads != expected_site.heads:
+            comparison.differences.append(
+                Difference(expected_site.path, "heads", 0, record.heads, expected_site.heads, math.inf)
+            )
             continue
-        means = place.means()
-        found.unchecked += [f"{place.path}: {name}" for name in site.statistics if name not in means]
-        for name, (expected, number) in means.items():
-            spread = site.statistics.get(name)
-            if spread is None:
-                found.absent.append(f"{place.path}: {name}")
+        means = expected_site.means()
+        comparison.unchecked += [f"{expected_site.path}: {name}" for name in record.statistics if name not in means]
+        for name, (expected, count) in means.items():
+            moments = record.statistics.get(name)
+            if moments is None:
+                comparison.absent.append(f"{expected_site.path}: {name}")
                 continue
-            got = spread.value
-            found.compared += got.numel()
-            if spread.count.long().tolist() != number.tolist():
-                found.differences.append(
-                    Difference(place.path, f"number of {name}", 0, float(spread.count[0]), float(number[0]), math.inf)
+            got = moments.value
+            comparison.compared += got.numel()
+            if moments.count.long().tolist() != count.tolist():
+                comparison.differences.append(
+                    Difference(
+                        expected_site.path, f"number of {name}", 0, float(moments.count[0]), float(count[0]), math.inf
+                    )
                 )
                 continue
             error = (got - expected).abs().nan_to_num(0.0)
@@ -233,24 +266,26 @@ def compare(sites: Iterable[Any], places: dict[tuple[str, bool], Place]) -> Comp
                 error = error / (1 + expected.abs().nan_to_num(0.0))
             head = int(error.argmax())
             largest = float(error[head])
-            if largest > found.worst:
-                found.worst, found.worst_at = largest, f"{place.path} {name} head {head}"
+            if largest > comparison.worst:
+                comparison.worst, comparison.worst_at = largest, f"{expected_site.path} {name} head {head}"
             if not largest <= BUDGET:
-                found.differences.append(
-                    Difference(place.path, name, head, float(got[head]), float(expected[head]), largest)
+                comparison.differences.append(
+                    Difference(expected_site.path, name, head, float(got[head]), float(expected[head]), largest)
                 )
-    return found
+    return comparison
 
 
 def _joined(sites: dict, places: dict) -> dict:
-    """Sites under the reference's paths: a softmax that is a module of its own counts as the module around it."""
-    found = {}
+    """Return watched records by the reference's sites. A softmax module inside of an attention module counts as that
+    attention module, and the reverse.
+    """
+    joined = {}
     for (path, cross), site in sites.items():
-        for other in (path, path.rpartition(".")[0]):
-            if (other, cross) in places:
-                found[other, cross] = site
+        for candidate in (path, path.rpartition(".")[0]):
+            if (candidate, cross) in places:
+                joined[candidate, cross] = site
                 break
         else:
             inside = [key for key in places if key[0].rpartition(".")[0] == path and key[1] == cross]
-            found[inside[0] if len(inside) == 1 else (path, cross)] = site
-    return found
+            joined[inside[0] if len(inside) == 1 else (path, cross)] = site
+    return joined

@@ -1,4 +1,4 @@
-"""What does not follow from names: sizes, classes and inputs of single model types."""
+"""Config sizes, model classes and forward inputs of single model types that cannot be derived from names."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ TIMM_FREE: dict[str, Any] = {
         "out_features": ["stage2", "stage3", "stage4"],
     },
 }
-"""A backbone that needs no other package."""
+"""Config of a backbone that needs no other package."""
 ONE_STAGE = TIMM_FREE | {"backbone_config": TIMM_FREE["backbone_config"] | {"out_features": ["stage4"]}}
 FLOW = {"flow_head_config.condition_dim": 96}
 SERIES = {"prediction_length": 5, "context_length": 11, "lags_sequence": [1, 2, 3]}
@@ -374,13 +374,19 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"text_config.rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [3, 3, 2]}},
     ),
 }
-"""Model type -> what its config starts from, and what replaces shrunk entries, by path; `...` leaves one out."""
+"""For each model type, the arguments of its config, and values that replace shrunk entries, by dotted path; `...`
+removes an entry.
+"""
 
 PARTS = {"bark": "semantic_config", "qwen3_omni_moe": "thinker_config", "qwen2_5_omni": "thinker_config"}
-"""Model type -> which part of its config the class takes, where its own class runs nothing."""
+"""For each model type, the part of its config that the model class takes, if the model class of the whole config has no
+forward pass.
+"""
 
 GAINS = {"mobilebert": 0.4, "florence_vision": 0.5, "florence2": 0.5, "albert": 0.5, "sam2": 0.5}
-"""Model type -> how much narrower weights are, where nothing in the model keeps activations in bounds."""
+"""For each model type, a factor that makes its weight matrices smaller, if nothing in the model bounds the
+activations.
+"""
 
 CLASSES: dict[str, str] = {
     "bark": "BarkSemanticModel",
@@ -389,18 +395,24 @@ CLASSES: dict[str, str] = {
     "musicgen": "MusicgenForConditionalGeneration",
     "musicgen_melody": "MusicgenMelodyForConditionalGeneration",
 }
-"""Model type -> the class that is built."""
+"""For each model type, the name of the class to build."""
 
 
-def _with_images(make: Any, images: int, **more: Any) -> dict[str, Any]:
-    """Text of which the first tokens stand for the parts of an image."""
-    ids, place = make.tokens(), make.size("image_token_index", "image_token_id", "video_token_index")
+def _with_images(make: Any, images: int, **other_inputs: Any) -> dict[str, Any]:
+    """Return text whose first tokens are image placeholders, with an image."""
+    ids, placeholder = make.tokens(), make.size("image_token_index", "image_token_id", "video_token_index")
     start = 5 if make.side == "left" else 0
-    ids[:, start : start + images] = place
-    return {"input_ids": ids, "attention_mask": make.attention_mask(), "pixel_values": make.pixel_values(), **more}
+    ids[:, start : start + images] = placeholder
+    return {
+        "input_ids": ids,
+        "attention_mask": make.attention_mask(),
+        "pixel_values": make.pixel_values(),
+        **other_inputs,
+    }
 
 
 def _series(make: Any) -> dict[str, Any]:
+    """Return the inputs of time series models."""
     names = ("past_values", "past_time_features", "past_observed_mask", "future_values", "future_time_features")
     return {name: make(name) for name in names}
 
@@ -411,12 +423,13 @@ def _blocks(make: Any, text: int = 3) -> dict[str, Any]:
 
 
 def _dia(make: Any) -> dict[str, Any]:
+    """Return text, and decoder tokens of nine codebooks."""
     codes = torch.stack([make.tokens(11)] * 9, -1)
     return {"input_ids": make.tokens(), "attention_mask": make.attention_mask(), "decoder_input_ids": codes}
 
 
 def _detection(make: Any) -> dict[str, Any]:
-    """Text that is asked for, and an image."""
+    """Return an image, and a text prompt that names the objects to find."""
     return {
         "pixel_values": make.noise(2, 3, 64, 64),
         "input_ids": make.tokens(),
@@ -425,25 +438,25 @@ def _detection(make: Any) -> dict[str, Any]:
 
 
 def _heard(make: Any) -> dict[str, Any]:
-    """Sound, of which a part is padding."""
+    """Return audio features, a part of which is padding."""
     bins = make.size("num_mel_bins", default=80)
     mask = (torch.arange(128) < torch.tensor([[128], [96]])).long()
     return {"input_features": make.noise(2, bins, 128), "input_features_mask": mask}
 
 
 def _flattened(make: Any) -> torch.Tensor:
-    """Patches, each after its row and column."""
-    place = torch.stack([1 + torch.arange(13) // 4, 1 + torch.arange(13) % 4], -1).expand(2, -1, -1)
-    return torch.cat([place, make.noise(2, 13, 768)], -1)
+    """Return image patches, each after its row and column number."""
+    row_and_column = torch.stack([1 + torch.arange(13) // 4, 1 + torch.arange(13) % 4], -1).expand(2, -1, -1)
+    return torch.cat([row_and_column, make.noise(2, 13, 768)], -1)
 
 
 def _ragged(make: Any) -> dict[str, Any]:
-    """Sounds one after the other."""
+    """Return the features of two recordings of different length, concatenated."""
     return {"input_features": make.noise(128, 100), "feature_lens": torch.tensor([60, 40])}
 
 
 def _shaped(make: Any) -> dict[str, Any]:
-    """Images of several shapes, as patches."""
+    """Return images of different shapes as patches."""
     return {
         "pixel_values": make.noise(2, 16, 192),
         "pixel_attention_mask": (torch.arange(16) < torch.tensor([[16], [12]])).long(),
@@ -452,12 +465,12 @@ def _shaped(make: Any) -> dict[str, Any]:
 
 
 def _line(make: Any) -> dict[str, Any]:
-    """The image of a line of text."""
+    """Return the image of a line of text."""
     return {"pixel_values": make.noise(2, 3, 96, 96)}
 
 
 def _packed(make: Any) -> dict[str, Any]:
-    """Images whose patches lie side by side."""
+    """Return images whose patches are concatenated along the width."""
     return {"pixel_values": make.noise(1, 3, 8, 8 * 40), "target_sizes": torch.tensor([[4, 6], [4, 4]])}
 
 
@@ -719,4 +732,4 @@ INPUTS: dict[str, Any] = {
         "decoder_input_values": make.noise(2, 11, 96),
     },
 }
-"""Model type -> what makes the arguments of its forward."""
+"""For each model type, a function that returns the arguments of its forward from a `Maker`."""

@@ -1,7 +1,7 @@
-"""Inputs for a tiny model's forward, from its signature: tokens, images, sound, and what else it asks for.
+"""Inputs for the forward pass of a tiny model, derived from its signature: tokens, images, audio and other arguments.
 
-Of the sequences of a batch one is padded, on the left or on the right, where the model takes a mask of padding. What
-a signature leaves open, such as which axis of sound is time, is tried in turn: `attempts` gives the ways.
+One sequence of the batch is padded, on the left or on the right, if the model takes a padding mask. `attempts` returns
+several sets of inputs where the signature is ambiguous, for example about the time axis of audio.
 """
 
 import inspect
@@ -16,74 +16,83 @@ from research.census.exceptions import INPUTS
 BATCH, LENGTH, PADDING, DECODER_LENGTH = 2, 13, 4, 11
 SIDES = ("left", "right")
 OPTIONAL = ("pixel_values", "input_features", "input_values", "inputs_embeds", "decoder_input_ids")
-"""What a model may need although its signature does not say so."""
+"""Arguments that a model may need although its signature declares them optional."""
 
 
 def attempts(model_type: str, model: nn.Module, side: str | None) -> Iterator[dict[str, Any]]:
-    """The arguments of a call, in several ways, one of which the model may take.
+    """Yield sets of arguments for a forward pass, one of which the model may accept.
 
     Args:
-        model_type: as `transformers` calls it.
-        model: a tiny one.
-        side: on which the last sequence is padded; None for no padding.
+        model_type: name of the model type in `transformers`.
+        model: a tiny model of that type.
+        side: side on which the last sequence is padded; None for no padding.
     """
-    own = INPUTS.get(model_type)
-    given = inspect.signature(model.forward).parameters
-    asked = [name for name, each in given.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    required = [name for name in asked if given[name].default is inspect.Parameter.empty]
+    special_inputs = INPUTS.get(model_type)
+    parameters = inspect.signature(model.forward).parameters
+    names_in_signature = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    required = [name for name in names_in_signature if parameters[name].default is inspect.Parameter.empty]
     main = getattr(model, "main_input_name", "input_ids")
-    for extra in ((), *((name,) for name in OPTIONAL if name in asked), OPTIONAL):
+    for extra in ((), *((name,) for name in OPTIONAL if name in names_in_signature), OPTIONAL):
         for layout in range(3):
             make = Maker(model.config, torch.Generator().manual_seed(1), side, layout)
-            make.taken = tuple(asked)
-            if own is not None:
-                yield own(make)
+            make.signature = tuple(names_in_signature)
+            if special_inputs is not None:
+                yield special_inputs(make)
                 continue
             names = dict.fromkeys([*required, main, *extra, "decoder_input_ids", "bbox"])
-            if "input_ids" in asked and not (main != "input_ids" and "input_ids" not in required):
+            if "input_ids" in names_in_signature and not (main != "input_ids" and "input_ids" not in required):
                 names = dict.fromkeys(["input_ids", *names])
-            found = {name: make(name) for name in names if name in asked}
-            if "input_ids" in found and "attention_mask" in asked and side is not None:
-                found["attention_mask"] = make.padding()
-            if not found:
-                found = {name: make(name) for name in OPTIONAL if name in asked}
-            if "input_ids" in found:
-                found.pop("inputs_embeds", None)
-            yield found
-            if not any(name in LAYOUTS for name in found):
+            arguments = {name: make(name) for name in names if name in names_in_signature}
+            if "input_ids" in arguments and "attention_mask" in names_in_signature and side is not None:
+                arguments["attention_mask"] = make.padding()
+            if not arguments:
+                arguments = {name: make(name) for name in OPTIONAL if name in names_in_signature}
+            if "input_ids" in arguments:
+                arguments.pop("inputs_embeds", None)
+            yield arguments
+            if not any(name in LAYOUTS for name in arguments):
                 break
-        if own is not None:
+        if special_inputs is not None:
             break
 
 
 LAYOUTS = ("pixel_values", "input_features", "input_values", "hidden_states")
-"""What comes with its axes in different orders."""
+"""Arguments whose order of axes differs between models."""
 
 
 def takes_padding(model: nn.Module) -> bool:
-    """Whether padding can be said."""
-    asked = inspect.signature(model.forward).parameters
-    return "attention_mask" in asked and "input_ids" in asked and model.main_input_name in ("input_ids", *OPTIONAL)
+    """Return whether the model takes token ids and a padding mask."""
+    parameters = inspect.signature(model.forward).parameters
+    return (
+        "attention_mask" in parameters
+        and "input_ids" in parameters
+        and model.main_input_name in ("input_ids", *OPTIONAL)
+    )
 
 
 class Maker:
-    """Arguments by name.
+    """Creates the arguments of a model's forward by name; each argument has a method of that name.
 
     Attributes:
-        config: of the model.
-        generator: of random numbers.
-        side: on which the last sequence is padded.
-        layout: which of the orders of axes is tried.
+        config: config of the model.
+        generator: random number generator.
+        side: side on which the last sequence is padded; None for no padding.
+        layout: index of the order of axes to try.
+        signature: names of the forward's parameters.
     """
 
     def __init__(self, config: Any, generator: torch.Generator, side: str | None, layout: int = 0) -> None:
         self.config, self.generator, self.side, self.layout = config, generator, side, layout
 
     def __call__(self, name: str) -> Any:
-        """An argument.
+        """Return the argument with this name.
 
         Raises:
-            LookupError: nobody knows how it is made.
+            LookupError: the class has no method for this argument.
         """
         maker = getattr(self, name, None)
         if maker is None:
@@ -91,21 +100,21 @@ class Maker:
         return maker()
 
     def size(self, *names: str, default: Any = None) -> Any:
-        """A size that the config, or one inside of it, calls by one of these names."""
+        """Return the first config entry with one of these names, also from nested configs; otherwise the default."""
         return find(self.config, names, default)
 
     def noise(self, *shape: int) -> Tensor:
-        """Numbers."""
+        """Return normally distributed random numbers of this shape."""
         return torch.randn(shape, generator=self.generator)
 
     def tokens(self, length: int = LENGTH, batch: int = BATCH) -> Tensor:
-        """Ids that are not special, with repetitions."""
+        """Return random token ids `(batch, length)` that are not special and contain repetitions."""
         most = min(self.size("vocab_size", "text_vocab_size", "src_vocab_size", default=97), 50)
         low = 8 if most > 20 else 1
         return torch.randint(low, most, (batch, length), generator=self.generator) // 2 + low // 2
 
     def padding(self, length: int = LENGTH) -> Tensor:
-        """1 at tokens, 0 at padding."""
+        """Return a padding mask: 1 at tokens, 0 at padding."""
         place, count = torch.arange(length), torch.tensor([[0]] * (BATCH - 1) + [[PADDING]])
         return (place >= count if self.side == "left" else place < length - count).long()
 
@@ -125,11 +134,11 @@ class Maker:
         return torch.cat([corner, corner + 5], -1)
 
     def hidden_states(self) -> Tensor:
-        if "grid_thw" in self.taken:
+        if "grid_thw" in self.signature:
             return self.patches()
         return self.noise(BATCH, LENGTH, self.size("hidden_size", "d_model", default=96))
 
-    taken: tuple[str, ...] = ()
+    signature: tuple[str, ...] = ()
 
     def inputs_embeds(self) -> Tensor:
         return self.noise(BATCH, LENGTH, self.size("hidden_size", "d_model", default=96))
@@ -140,7 +149,7 @@ class Maker:
     # -- images -------------------------------------------------------------------------------------------------------
 
     def pixel_values(self) -> Tensor:
-        if "grid_thw" in self.taken or "image_grid_thw" in self.taken:
+        if "grid_thw" in self.signature or "image_grid_thw" in self.signature:
             return self.patches()
         side = self.size("image_size", "img_size", "spec_size", default=32)
         height, width = side if isinstance(side, (list, tuple)) else (side, side)
@@ -239,14 +248,14 @@ class Maker:
 
 
 def find(config: Any, names: tuple[str, ...], default: Any = None) -> Any:
-    """The first of these names that a config has, or else that one inside of it has."""
+    """Return the first entry of a config with one of these names; if it has none, that of a nested config."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:
             return value
-    for each in vars(config).values():
-        if hasattr(each, "to_dict"):
-            value = find(each, names)
+    for nested in vars(config).values():
+        if hasattr(nested, "to_dict"):
+            value = find(nested, names)
             if value is not None:
                 return value
     return default

@@ -1,4 +1,6 @@
-"""Verdict on one model type: build it, run it under `hw.watch`, and compare the statistics."""
+"""Verdict on one model type: build a tiny model, run it under `hw.watch`, and compare the statistics with their
+definition.
+"""
 
 import time
 import warnings
@@ -10,28 +12,32 @@ from torch import nn
 
 import headwise as hw
 from research.census.builder import build
-from research.census.compare import Comparison, Place, compare, truth
+from research.census.compare import Comparison, SiteStatistics, compare, truth
 from research.census.inputs import SIDES, attempts, takes_padding
 from research.census.reference import recorded
 
 SPECIAL = (7, 11, 13)
 OF_OUTPUTS = {"output_norm", "written_norm"}
-"""Statistics that need more than weights, which a watch does not always have."""
+"""Statistics that need the head outputs in addition to the weights; a watch may leave them out."""
 OUTCOMES = ("right", "partly seen", "refused", "wrong", "silent", "no attention", "not built")
 
 
 @dataclass
 class Verdict:
-    """What the census says of a model type.
+    """Result of the census for one model type.
 
     Attributes:
-        model_type: as `transformers` calls it.
+        model_type: name of the model type in `transformers`.
         outcome: one of `OUTCOMES`.
-        reason: why, where it is not right.
-        model: the class.
-        routes: how attention is called.
-        sites, heads: how many the reference knows.
+        reason: reason for an outcome other than "right".
+        model: name of the model class.
+        routes: ways in which the model computes attention.
+        sites, heads: number of attention sites and of their heads in the reference.
         worst: the largest error.
+        worst_at: run, site, statistic and head of the largest error.
+        notes: exceptions in the comparison, such as statistics that were not checked.
+        runs: unused, kept for the format of the results.
+        seconds: duration.
     """
 
     model_type: str
@@ -49,17 +55,20 @@ class Verdict:
 
 
 def judge(model_type: str) -> Verdict:
-    """Build, run, compare; never raises but for what ends a process."""
+    """Build, run and compare a model type, and return its verdict. An exception while the model is built or run gives
+    the outcome "not built".
+    """
     start = time.perf_counter()
     try:
         verdict = _judge(model_type)
     except Exception as error:
-        verdict = Verdict(model_type, "not built", _said(error))
+        verdict = Verdict(model_type, "not built", _described(error))
     verdict.seconds = round(time.perf_counter() - start, 2)
     return verdict
 
 
-def _said(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
+    """Return an exception as one line: class, message, file and line."""
     import traceback
 
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -69,11 +78,15 @@ def _said(error: BaseException) -> str:
 
 @torch.no_grad()
 def _run(model: nn.Module, inputs: dict[str, Any]) -> Any:
+    """Return the output of the model for the inputs, without gradients and with a fixed seed."""
     torch.manual_seed(0)
     return model(**inputs)
 
 
 def _judge(model_type: str) -> Verdict:
+    """Build a model type with its default and with eager attention, run both under a watch with padding on each side,
+    and return the verdict.
+    """
     model = build(model_type)
     eager = build(model_type, "eager")
     eager.load_state_dict(model.state_dict())
@@ -83,27 +96,29 @@ def _judge(model_type: str) -> Verdict:
         inputs = _inputs(model_type, model, side)
         with recorded(eager) as record:
             _run(eager, inputs)
-        with recorded(model) as own:
+        with recorded(model) as own_record:
             _run(model, inputs)
-        places, own_places = (truth(each.calls, SPECIAL) for each in (record, own))
+        places, own_places = (truth(calls, SPECIAL) for calls in (record.calls, own_record.calls))
         verdict.routes = sorted({place.route for place in places.values()} | set(verdict.routes))
         verdict.sites = max(verdict.sites, len(places))
         verdict.heads = max(verdict.heads, sum(place.heads for place in places.values()))
-        for path, what in list(record.failures.items())[:2]:
-            verdict.notes.append(f"no weights over keys: {what} in {path}")
-        for name, each in (("default", model), ("eager", eager)):
+        for path, failure in list(record.failures.items())[:2]:
+            verdict.notes.append(f"no weights over keys: {failure} in {path}")
+        for name, run_model in (("default", model), ("eager", eager)):
             if name == "default" and getattr(model.config, "_attn_implementation", "eager") == "eager":
                 continue
             run = f"{side or 'no padding'}, {name}"
             truths = Truths(places, own_places if name == "default" else None, record.failures)
-            _watched(verdict, run, each, inputs, truths)
+            _watched(verdict, run, run_model, inputs, truths)
     if not verdict.sites and verdict.outcome == "right":
         verdict.outcome = "no attention"
     return verdict
 
 
 def _inputs(model_type: str, model: nn.Module, side: str | None) -> dict[str, Any]:
-    """The first arguments that the model takes; a model that takes none is not built."""
+    """Return the first set of arguments that the model accepts. If it accepts none, raise the error of the first
+    set.
+    """
     failure: Exception | None = None
     for inputs in attempts(model_type, model, side):
         try:
@@ -118,24 +133,24 @@ def _inputs(model_type: str, model: nn.Module, side: str | None) -> dict[str, An
 WORSE = ("right", "no attention", "refused", "partly seen", "silent", "wrong")
 
 
-def _settle(verdict: Verdict, outcome: str, reason: str) -> None:
-    """The worst outcome of all runs is the type's."""
+def _worsen(verdict: Verdict, outcome: str, reason: str) -> None:
+    """Set the outcome and reason of a verdict if the outcome is worse than those of earlier runs."""
     if WORSE.index(outcome) > WORSE.index(verdict.outcome):
         verdict.outcome, verdict.reason = outcome, reason
 
 
 @dataclass
 class Truths:
-    """What a run should show.
+    """Reference statistics for one run.
 
     Attributes:
-        places: by the weights of eager attention.
-        own: by the definition of torch's attention, where the run calls that.
-        unreadable: modules whose softmax is over something else than keys, and its shape.
+        places: statistics by site from the weights of eager attention.
+        own: statistics by site from the definition of torch's attention, if the run does not use eager attention.
+        unreadable: shape of each softmax that is not over keys, by module path.
     """
 
-    places: dict[tuple[str, bool], Place]
-    own: dict[tuple[str, bool], Place] | None
+    places: dict[tuple[str, bool], SiteStatistics]
+    own: dict[tuple[str, bool], SiteStatistics] | None
     unreadable: dict[str, str]
 
 
@@ -147,49 +162,58 @@ def _watched(verdict: Verdict, run: str, model: nn.Module, inputs: dict[str, Any
             with hw.watch(model, special=SPECIAL) as heads:
                 _run(model, inputs)
         except hw.InputError as error:
-            none = not truths.places and not truths.unreadable and str(error).endswith(f" {type(model).__name__}")
-            return _settle(verdict, "no attention" if none else "refused", f"{run}: {error}")
+            has_no_attention = (
+                not truths.places and not truths.unreadable and str(error).endswith(f" {type(model).__name__}")
+            )
+            return _worsen(verdict, "no attention" if has_no_attention else "refused", f"{run}: {error}")
         except Exception as error:
-            return _settle(verdict, "wrong", f"{run}: {_said(error)}")
-    said = [str(each.message) for each in caught if "was not seen" in str(each.message)]
-    found = compare(heads.records, truths.places)
-    if found.differences and truths.own is not None:
-        mine = compare(heads.records, truths.own)
-        if not mine.differences and not mine.missed:
+            return _worsen(verdict, "wrong", f"{run}: {_described(error)}")
+    warned = [str(warning.message) for warning in caught if "was not seen" in str(warning.message)]
+    comparison = compare(heads.records, truths.places)
+    if comparison.differences and truths.own is not None:
+        own_comparison = compare(heads.records, truths.own)
+        if not own_comparison.differences and not own_comparison.missed:
             verdict.notes.append(f"{run}: this implementation is not eager's, and right as it is")
-            found = mine
-    if found.worst > verdict.worst:
-        verdict.worst, verdict.worst_at = found.worst, f"{run}: {found.worst_at}"
-    _weigh(verdict, run, found)
-    # What else a module does beside a call that says its weights is no attention over keys.
-    whole = {place.path for place in truths.places.values() if place.route != "softmax"}
-    missed = [*found.missed, *(path for path in truths.unreadable if path not in whole)]
-    unsaid = [each for each in missed if not any(_named(each, text) for text in said)]
-    if unsaid:
-        _settle(verdict, "silent", f"{run}: not seen and not said: {', '.join(unsaid[:4])} ({len(unsaid)})")
-    if said:
-        _settle(verdict, "partly seen", f"{run}: {said[0][:300]}")
+            comparison = own_comparison
+    if comparison.worst > verdict.worst:
+        verdict.worst, verdict.worst_at = comparison.worst, f"{run}: {comparison.worst_at}"
+    _add_findings(verdict, run, comparison)
+    # In a module with a recorded attention call, another softmax is not attention over keys.
+    recorded_paths = {place.path for place in truths.places.values() if place.route != "softmax"}
+    missed = [*comparison.missed, *(path for path in truths.unreadable if path not in recorded_paths)]
+    unnamed = [path for path in missed if not any(_named(path, text) for text in warned)]
+    if unnamed:
+        _worsen(verdict, "silent", f"{run}: not seen and not said: {', '.join(unnamed[:4])} ({len(unnamed)})")
+    if warned:
+        _worsen(verdict, "partly seen", f"{run}: {warned[0][:300]}")
 
 
-def _weigh(verdict: Verdict, run: str, found: Comparison) -> None:
-    """What was seen, against what it should be."""
-    if found.differences:
-        worst = max(found.differences, key=lambda each: each.error)
-        wrong = ", ".join(sorted({each.statistic for each in found.differences}))
+def _add_findings(verdict: Verdict, run: str, comparison: Comparison) -> None:
+    """Worsen the verdict for statistics that differ, sites without a reference, and statistics that were not measured;
+    note those that were not checked.
+    """
+    if comparison.differences:
+        worst = max(comparison.differences, key=lambda difference: difference.error)
+        wrong = ", ".join(sorted({difference.statistic for difference in comparison.differences}))
         numbers = f"{worst.got:.6g} where {worst.expected:.6g} is right"
         where = f"{worst.path} {worst.statistic} head {worst.head}"
-        _settle(verdict, "wrong", f"{run}: {len(found.differences)} differ ({wrong}); {where}: {numbers}")
-    if found.beyond:
-        _settle(verdict, "wrong", f"{run}: seen, but no reference: {', '.join(found.beyond[:4])} ({len(found.beyond)})")
-    for what, places in (("not checked", found.unchecked), ("not measured", found.absent)):
-        names = sorted({each.rsplit(": ", 1)[1] for each in places})
+        _worsen(verdict, "wrong", f"{run}: {len(comparison.differences)} differ ({wrong}); {where}: {numbers}")
+    if comparison.beyond:
+        _worsen(
+            verdict,
+            "wrong",
+            f"{run}: seen, but no reference: {', '.join(comparison.beyond[:4])} ({len(comparison.beyond)})",
+        )
+    for problem, places in (("not checked", comparison.unchecked), ("not measured", comparison.absent)):
+        names = sorted({place.rsplit(": ", 1)[1] for place in places})
         if names:
-            verdict.notes.append(f"{run}: {what}: {', '.join(names)}")
-        if what == "not measured" and not set(names) <= OF_OUTPUTS:
-            _settle(verdict, "wrong", f"{run}: {what}: {', '.join(names)}")
+            verdict.notes.append(f"{run}: {problem}: {', '.join(names)}")
+        if problem == "not measured" and not set(names) <= OF_OUTPUTS:
+            _worsen(verdict, "wrong", f"{run}: {problem}: {', '.join(names)}")
 
 
 def _named(place: str, text: str) -> bool:
+    """Return whether a watch's warning names the site, a module around it, or one inside of it."""
     path = place.removesuffix(" (cross)")
     names = text.split("not seen: ", 1)[-1].split(", ")
     return any(path == name or path.startswith(f"{name}.") or name.startswith(f"{path}.") for name in names)

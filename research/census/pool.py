@@ -1,4 +1,4 @@
-"""Worker processes that are replaced when they crash or hang, so that no model type ends the census."""
+"""Worker processes that are replaced when they crash or hang, so that no single model type can stop the census."""
 
 import json
 import queue
@@ -11,11 +11,19 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS, TYPES_EACH = 40.0, 40
-"""Time limit for one model type, and number of types for one worker, whose imports stay in memory."""
+"""Time limit in seconds for one model type, and number of model types for one worker; a worker's imports stay in
+memory.
+"""
 
 
 class Worker:
-    """A worker process, and the thread that reads its answers."""
+    """A worker process, and the thread that reads its verdicts.
+
+    Attributes:
+        process: the process.
+        answers: lines that the process printed and nobody has read yet; None once it has ended.
+        done: number of model types sent to it.
+    """
 
     def __init__(self) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "research.census.worker"]
@@ -32,6 +40,7 @@ class Worker:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
+        """Put every line that the process prints into `answers`, and None when it ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.answers.put(line)
@@ -54,12 +63,15 @@ class Worker:
         return None if line is None else json.loads(line)
 
     def end(self) -> None:
+        """Kill the process and wait for its end."""
         self.process.kill()
         self.process.wait()
 
 
 def judged(model_types: Sequence[str], on_verdict: Callable[[dict[str, Any]], None], seconds: float = SECONDS) -> None:
-    """Judge every model type in order, and call `on_verdict` with each verdict."""
+    """Judge the model types in order, in worker processes, and call `on_verdict` with each verdict. A crash or a
+    timeout gives the outcome "not built".
+    """
     worker: Worker | None = None
     try:
         for model_type in model_types:

@@ -1,12 +1,12 @@
-"""The weights that eager attention computes, recorded while a model runs, without anything of headwise.
+"""The weights that eager attention computes, recorded while a model runs, without using headwise.
 
-    what a module calls                   what is recorded
-    transformers' attention interface     the weights that its function returns
+    module calls                          recorded
+    attention interface of transformers   the weights that its function returns
     `scaled_dot_product_attention`        its definition in float64, from its arguments
-    `F.multi_head_attention_forward`      the weights that it returns where they are asked for
-    softmax over four axes                its result, in modules that are called attention
+    `F.multi_head_attention_forward`      the weights that it returns on request
+    softmax over four axes                its result, in modules that are named attention
 
-A call belongs to the innermost module that runs.
+A call is assigned to the innermost module that is running.
 """
 
 import inspect
@@ -23,28 +23,30 @@ from torch.overrides import TorchFunctionMode
 
 SDPA, MULTI_HEAD, SOFTMAX = F.scaled_dot_product_attention, F.multi_head_attention_forward, F.softmax
 CALLED_ATTENTION = re.compile(r"att(n|ention)?\d*$")
-"""Of the last part of a module's path."""
+"""Pattern for the last part of the path of an attention module."""
 ELSEWHERE = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context")
+"""Arguments that make a module's attention cross-attention."""
 
 
 NOT_TEXT = ("pixel_values", "input_features", "input_values")
+"""Inputs of images and audio, whose positions are not tokens."""
 
 
 @dataclass
 class Weights:
-    """What one call of attention computed.
+    """Weights and outputs of one recorded attention call.
 
     Attributes:
-        path: the innermost module that ran.
-        route: how attention was called.
-        cross: whether that module was told to attend to something else than its own input.
-        weights: of the keys, `(batch, heads, queries, keys)`.
-        out: of every head, `(batch, heads, queries, value_dim)`, where it is known.
-        hidden: rows that see no key, `(batch or 1, heads or 1, queries)`, where a mask says so.
-        tokens: ids that the innermost module which reads any was called with.
-        padding: which of them are real, where that module, or one inside of it, was told.
-        projection: what maps the heads' outputs, side by side, to the model's width, `(heads * value_dim, width)`: the
-            first linear map whose input they are.
+        path: path of the innermost running module.
+        route: function that computed attention.
+        cross: whether that module received another sequence to attend to.
+        weights: attention weights, `(batch, heads, queries, keys)`.
+        out: the output of every head, `(batch, heads, queries, value_dim)`, if known.
+        hidden: True at rows whose mask allows no key, `(batch or 1, heads or 1, queries)`, if there is such a mask.
+        tokens: token ids passed to the innermost running module that takes any.
+        padding: False at padding, from the mask passed to that module or one inside of it.
+        projection: weight of the first linear map whose input is the heads' concatenated output, `(heads * value_dim,
+            width)`.
     """
 
     path: str
@@ -59,7 +61,17 @@ class Weights:
 
 
 class Recorder(TorchFunctionMode):
-    """Records every call of attention of a model, in order."""
+    """Records every attention call of a model, in order.
+
+    Attributes:
+        model: the model.
+        calls: the recorded calls.
+        frames: path, module and whether it is cross-attention, for each running module.
+        read: arguments of each running module, by name.
+        inside: number of running functions whose inner softmax and product are not recorded.
+        softmaxes: results of softmax inside such a function.
+        failures: by module path, the reason why a call could not be recorded.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -71,9 +83,12 @@ class Recorder(TorchFunctionMode):
         self.softmaxes: list[Tensor] = []
         self.failures: dict[str, str] = {}
 
-    # -- what is met --------------------------------------------------------------------------------------------------
+    # -- intercepted functions ----------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a torch function, and record it if it computes attention, a softmax over the last axis, or a matrix
+        product.
+        """
         kwargs = kwargs or {}
         if func is SDPA:
             return self.sdpa(*args, **kwargs)
@@ -89,55 +104,65 @@ class Recorder(TorchFunctionMode):
         return result
 
     def note(self, route: str, weights: Tensor, out: Tensor | None = None, hidden: Tensor | None = None) -> None:
-        """Record a call."""
+        """Record a call of the innermost running module, with copies of its weights and output."""
         path, _, cross = self.frames[-1] if self.frames else ("", None, False)
-        optional = [None if each is None else each.detach().clone() for each in (out, hidden, *self.tokens())]
-        self.calls.append(Weights(path, route, cross, weights.detach().clone(), *optional))
+        copies = [None if tensor is None else tensor.detach().clone() for tensor in (out, hidden, *self.tokens())]
+        self.calls.append(Weights(path, route, cross, weights.detach().clone(), *copies))
 
     def tokens(self) -> tuple[Tensor | None, Tensor | None]:
-        """What the modules that run read: tokens, and which of them are real."""
+        """Return the token ids and the padding mask that the innermost running modules received; None for what they did
+        not receive.
+        """
         real = None
-        for given in reversed(self.read):
-            mask, ids = given.get("attention_mask"), given.get("input_ids")
+        for arguments in reversed(self.read):
+            mask, ids = arguments.get("attention_mask"), arguments.get("input_ids")
             if real is None and isinstance(mask, Tensor) and mask.ndim == 2:
                 real = mask.bool()
             if isinstance(ids, Tensor):
                 return ids, real
-            decodes = given.get("inputs_embeds") is not None and given.get("encoder_hidden_states") is not None
-            if decodes or any(given.get(name) is not None for name in NOT_TEXT):
+            is_decoder = (
+                arguments.get("inputs_embeds") is not None and arguments.get("encoder_hidden_states") is not None
+            )
+            if is_decoder or any(arguments.get(name) is not None for name in NOT_TEXT):
                 break
         return None, real
 
     def sdpa(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Torch's attention, and its definition where it is not part of a function that says its weights."""
+        """Return the output of torch's SDPA. Record the weights and output of its definition, except inside a function
+        that returns its weights.
+        """
         if not self.inside:
             weights, out = definition(query, key, value, *args, **kwargs)
             self.note("sdpa", weights, out, (weights.sum(-1) == 0))
         return SDPA(query, key, value, *args, **kwargs)
 
     def multi_head(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Torch's attention layer, once more with weights."""
-        asked = kwargs | {"need_weights": True, "average_attn_weights": False}
+        """Return the output of torch's multi-head function, and record the weights of a second run that returns
+        them.
+        """
+        options = kwargs | {"need_weights": True, "average_attn_weights": False}
         self.inside += 1
-        _, weights = MULTI_HEAD(query, *args, **asked)
+        _, weights = MULTI_HEAD(query, *args, **options)
         assert weights is not None
         result = MULTI_HEAD(query, *args, **kwargs)
         self.inside -= 1
         weights = weights if weights.ndim == 4 else weights[None]
         self.note("multi_head_attention_forward", weights.nan_to_num(0.0), None, weights.isnan().any(-1))
         names = inspect.signature(MULTI_HEAD).parameters
-        given = dict(zip(names, (query, *args), strict=False)) | kwargs
-        if given["bias_v"] is None and given["value"].ndim == 3:
-            apart = given.get("use_separate_proj_weight")
-            weight = given["v_proj_weight"] if apart else given["in_proj_weight"].chunk(3)[2]
-            weight, bias = weight.double(), given["in_proj_bias"].double().chunk(3)[2]
-            values = (given["value"].double() @ weight.T + bias).unflatten(-1, (weights.shape[1], -1))
+        arguments = dict(zip(names, (query, *args), strict=False)) | kwargs
+        if arguments["bias_v"] is None and arguments["value"].ndim == 3:
+            has_separate_weights = arguments.get("use_separate_proj_weight")
+            weight = arguments["v_proj_weight"] if has_separate_weights else arguments["in_proj_weight"].chunk(3)[2]
+            weight, bias = weight.double(), arguments["in_proj_bias"].double().chunk(3)[2]
+            values = (arguments["value"].double() @ weight.T + bias).unflatten(-1, (weights.shape[1], -1))
             self.calls[-1].out = self.calls[-1].weights.double() @ values.permute(1, 2, 0, 3)
-            self.calls[-1].projection = given["out_proj_weight"].double().T
+            self.calls[-1].projection = arguments["out_proj_weight"].double().T
         return result
 
     def softmax(self, result: Tensor) -> None:
-        """A softmax, which is attention in modules that are called so."""
+        """Record the result of a softmax as attention weights if the running module is named attention. Inside a
+        recorded function, store it for that function.
+        """
         if self.inside:
             self.softmaxes.append(result)
             return
@@ -153,46 +178,55 @@ class Recorder(TorchFunctionMode):
                 self.failures[path] = f"softmax of {tuple(result.shape)}"
                 return
             result = result.unflatten(0, (-1, heads))
-        # Deformable attention weighs points, and its heads stand on another axis.
+        # Deformable attention computes weights of points, and has its heads on another axis.
         if result.ndim != 4 or (heads is not None and result.shape[1] != heads):
             self.failures[path] = f"softmax of {tuple(result.shape)}"
             return
         self.calls.append(Weights(path, "softmax", cross, result.detach().clone(), None, None, *self.tokens()))
 
     def product(self, factors: tuple[Any, ...], result: Tensor) -> None:
-        """A product, which gives the output of one of the last softmaxes where that is a factor."""
-        for call in self.calls[-2:]:  # a module may have two, of which both are computed before either is used
+        """Store the result of a matrix product as head output of one of the last two calls if that call's weights are a
+        factor.
+        """
+        for call in self.calls[-2:]:  # a module may compute two softmaxes before it uses either
             if self.inside or call.route != "softmax" or call.out is not None:
                 continue
             batch, heads, queries, _ = call.weights.shape
-            own = any(isinstance(each, Tensor) and _same(each, call.weights) for each in factors)
-            if own and result.shape[:-1] in ((batch, heads, queries), (batch * heads, queries)):
+            has_weights = any(isinstance(factor, Tensor) and _same(factor, call.weights) for factor in factors)
+            if has_weights and result.shape[:-1] in ((batch, heads, queries), (batch * heads, queries)):
                 call.out = result.detach().reshape(batch, heads, queries, -1).clone()
 
-    def maps(self, module: nn.Module, given: Any) -> None:
-        """A linear map is called, which projects the output of the last calls where that is its input."""
+    def maps(self, module: nn.Module, inputs: Any) -> None:
+        """Store the weight of a linear map as output projection of the last calls if its input is their concatenated
+        head output.
+        """
         waiting: list[Any] = []
         for call in reversed(self.calls):
             if call.out is None or call.projection is not None or call.path != self.calls[-1].path:
                 break
             waiting.insert(0, call)
-        if not waiting or not isinstance(given, Tensor):
+        if not waiting or not isinstance(inputs, Tensor):
             return
-        if given.shape[-1] != waiting[-1].out.shape[1] * waiting[-1].out.shape[-1]:
+        if inputs.shape[-1] != waiting[-1].out.shape[1] * waiting[-1].out.shape[-1]:
             return
-        for calls in (waiting[-1:], waiting):  # one call, or sequences one after the other in one batch
+        for calls in (
+            waiting[-1:],
+            waiting,
+        ):  # the last call, or several calls with one sequence each, concatenated to a batch
             # (batch, queries, heads, value_dim), or with the queries first
             for order, axis in (((0, 2, 1, 3), 1), ((2, 0, 1, 3), 0)):
                 if len({call.out.shape[:2] for call in calls}) > 1:
                     continue
-                if _same(given, torch.cat([call.out.permute(*order) for call in calls], axis)):
+                if _same(inputs, torch.cat([call.out.permute(*order) for call in calls], axis)):
                     weight = module.get_parameter("weight").detach().double()
                     for call in calls:
                         call.projection = weight if type(module).__name__ == "Conv1D" else weight.T
                     return
 
     def interface(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
-        """Transformers' choice of a function, wrapped."""
+        """Wrap the function with which transformers selects an attention implementation, so that calls of the eager
+        implementation are recorded.
+        """
 
         def chosen(interface: Any, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
             attention = dispatch(interface, implementation, default)
@@ -206,15 +240,15 @@ class Recorder(TorchFunctionMode):
                     result = attention(module, query, key, value, *args, **kwargs)
                 finally:
                     self.inside -= 1
-                    found, self.softmaxes = self.softmaxes, before
+                    softmaxes, self.softmaxes = self.softmaxes, before
                 weights = result[1] if isinstance(result, tuple) and len(result) > 1 else None
-                if weights is None and len(found) == 1:
-                    weights = found[0]
+                if weights is None and len(softmaxes) == 1:
+                    weights = softmaxes[0]
                 if weights is None:
                     self.failures[self.frames[-1][0]] = "no weights"
                     return result
-                given = kwargs.get("attention_mask", args[0] if args else None)
-                hidden = hidden_rows(given, weights)
+                mask = kwargs.get("attention_mask", args[0] if args else None)
+                hidden = hidden_rows(mask, weights)
                 out = result[0].transpose(1, 2) if result[0].ndim == 4 else None
                 self.note("interface", weights, out, hidden)
                 return result
@@ -225,17 +259,17 @@ class Recorder(TorchFunctionMode):
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same numbers in the same order, but for rounding."""
+    """Return whether two tensors have the same values in the same order, up to rounding; shapes may differ."""
     if one.numel() != other.numel():
         return False
     return torch.allclose(one.detach().double().reshape(-1), other.double().reshape(-1), rtol=1e-4, atol=1e-5)
 
 
 def heads_of(module: nn.Module) -> int | None:
-    """How many heads a module says it has."""
+    """Return the number of heads according to an attribute of a module; None if it has none."""
     named = {name: value for name, value in vars(module).items() if "head" in name and type(value) is int and value > 0}
     for name in sorted(
-        named, key=lambda each: ("kv" in each or "key_value" in each, "num" not in each and "n_" not in each)
+        named, key=lambda key: ("kv" in key or "key_value" in key, "num" not in key and "n_" not in key)
     ):
         if "dim" not in name and "size" not in name and "group" not in name:
             return named[name]
@@ -243,7 +277,9 @@ def heads_of(module: nn.Module) -> int | None:
 
 
 def hidden_rows(mask: Any, weights: Tensor) -> Tensor | None:
-    """The rows without a key, of which eager attention makes an even row."""
+    """Return True at the rows whose mask allows no key, `(batch or 1, heads or 1, queries)`; None if the mask is not a
+    mask over queries and keys. Eager attention computes uniform weights there.
+    """
     if not isinstance(mask, Tensor) or mask.ndim != 4:
         return None
     if mask.shape[-1] < weights.shape[-1]:
@@ -262,23 +298,25 @@ def definition(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The weights and the output of `scaled_dot_product_attention`, as torch's documentation defines it, in float64."""
-    q, k, v = (each.double() for each in (query, key, value))
+    """Return the weights and the output of `scaled_dot_product_attention` in float64, as torch's documentation defines
+    them. Hidden keys, and rows without a visible key, have weight 0.
+    """
+    q, k, v = (tensor.double() for tensor in (query, key, value))
     if q.ndim == 3:
-        q, k, v = (each[:, None] for each in (q, k, v))
+        q, k, v = (tensor[:, None] for tensor in (q, k, v))
         if attn_mask is not None and attn_mask.ndim == 3:
             attn_mask = attn_mask[:, None]
     if enable_gqa:
-        k, v = (each.repeat_interleave(q.shape[-3] // each.shape[-3], -3) for each in (k, v))
+        k, v = (tensor.repeat_interleave(q.shape[-3] // tensor.shape[-3], -3) for tensor in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    seen = torch.ones(scores.shape, dtype=torch.bool)
+    visible = torch.ones(scores.shape, dtype=torch.bool)
     if is_causal:
-        seen = seen.tril()
+        visible = visible.tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        seen = seen & attn_mask
+        visible = visible & attn_mask
     elif attn_mask is not None:
-        scores, seen = scores + attn_mask, seen & (attn_mask > torch.finfo(attn_mask.dtype).min / 2)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0).nan_to_num(0.0)
+        scores, visible = scores + attn_mask, visible & (attn_mask > torch.finfo(attn_mask.dtype).min / 2)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).masked_fill(~visible, 0.0).nan_to_num(0.0)
     out = weights @ v
     return weights.reshape(-1, *weights.shape[-3:]), out.reshape(-1, *out.shape[-3:])
 
@@ -289,7 +327,7 @@ SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[Recorder]:
-    """Within the context, what a model's attention computes is recorded."""
+    """Within the context, a `Recorder` records every attention call of a model. Torch's fused fast path is disabled."""
     from transformers.modeling_utils import AttentionInterface
 
     recorder, hooks = Recorder(model), []
@@ -298,13 +336,13 @@ def recorded(model: nn.Module) -> Iterator[Recorder]:
         names = list(inspect.signature(module.forward).parameters)
 
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            own = next(iter(given.values()), None)
-            cross = any(given.get(name) is not None and given[name] is not own for name in ELSEWHERE)
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            first_argument = next(iter(arguments.values()), None)
+            cross = any(arguments.get(name) is not None and arguments[name] is not first_argument for name in ELSEWHERE)
             recorder.frames.append((path, module, cross))
-            recorder.read.append(given)
+            recorder.read.append(arguments)
             if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-                recorder.maps(module, own)
+                recorder.maps(module, first_argument)
 
         return hook
 
@@ -317,13 +355,13 @@ def recorded(model: nn.Module) -> Iterator[Recorder]:
         hooks.append(module.register_forward_hook(leave, always_call=True))
     dispatch = AttentionInterface.get_interface
     AttentionInterface.get_interface = recorder.interface(dispatch)
-    fast = torch.backends.mha.get_fastpath_enabled()
+    fast_path_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with recorder:
             yield recorder
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        torch.backends.mha.set_fastpath_enabled(fast_path_enabled)
         AttentionInterface.get_interface = dispatch
         for hook in hooks:
             hook.remove()

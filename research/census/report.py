@@ -40,6 +40,7 @@ REASONS = ("partly seen", "refused", "silent", "wrong", "not built")
 
 
 def _markdown(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    """Return a table in GitHub's Markdown."""
     from tabulate import tabulate
 
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
@@ -47,14 +48,14 @@ def _markdown(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
 
 def counts(verdicts: Sequence[dict]) -> str:
     """Return the table of the number of model types with each outcome."""
-    number = {name: sum(each["outcome"] == name for each in verdicts) for name in OUTCOMES}
+    number = {name: sum(verdict["outcome"] == name for verdict in verdicts) for name in OUTCOMES}
     return _markdown(
         [(name, str(number[name]), meaning) for name, meaning in OUTCOMES.items()], ("outcome", "types", "")
     )
 
 
 def reasons(verdicts: Sequence[dict]) -> list[str]:
-    """Return the reasons of all types that are not right, one section for each outcome."""
+    """Return the lines that state the reason of each type in `REASONS`, one section for each outcome."""
     lines = []
     for outcome in REASONS:
         of_outcome = [verdict for verdict in verdicts if verdict["outcome"] == outcome]
@@ -74,7 +75,9 @@ def _plain(verdict: dict) -> str:
 
 
 def notes(verdicts: Sequence[dict]) -> list[str]:
-    """Return the sections that list types which are compared differently, or not in every statistic."""
+    """Return the lines that list model types whose weights are not those of eager attention, and those in which a
+    statistic of head outputs was not checked or not measured.
+    """
     other_weights = _noted(verdicts, "not eager's")
     lines = []
     if other_weights:
@@ -88,7 +91,7 @@ def notes(verdicts: Sequence[dict]) -> list[str]:
 
 
 def _noted(verdicts: Sequence[dict], *parts: str) -> list[str]:
-    """Return the model types with a note that contains all these parts."""
+    """Return the model types that have a note containing all these parts, in Markdown."""
     return [
         f"`{each['model_type']}`"
         for each in verdicts
@@ -97,7 +100,7 @@ def _noted(verdicts: Sequence[dict], *parts: str) -> list[str]:
 
 
 def types(verdicts: Sequence[dict]) -> str:
-    """Return the table of every model type with attention that was built."""
+    """Return the table of every model type that was built and has attention."""
     rows = []
     for each in verdicts:
         if each["outcome"] in ("not built", "no attention"):
@@ -109,8 +112,8 @@ def types(verdicts: Sequence[dict]) -> str:
 
 
 def document(results: dict) -> str:
-    """Return the text of the report."""
-    verdicts = sorted(results["verdicts"], key=lambda each: each["model_type"].lower())
+    """Return the text of docs/reports/census.md from the results of a census."""
+    verdicts = sorted(results["verdicts"], key=lambda verdict: verdict["model_type"].lower())
     packages = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     without_attention = [verdict for verdict in verdicts if verdict["outcome"] == "no attention"]
     lines = [
@@ -143,7 +146,7 @@ def document(results: dict) -> str:
 
 
 def main() -> None:
-    """Write the report."""
+    """Write docs/reports/census.md."""
     results = json.loads((ROOT / "research" / "census" / "results.json").read_text(encoding="utf-8"))
     (ROOT / "docs" / "reports" / "census.md").write_text(document(results), encoding="utf-8")
 

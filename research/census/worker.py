@@ -1,4 +1,4 @@
-"""Worker process of the census: reads model types, one a line, and prints a verdict for each as a line of JSON."""
+"""Worker process of the census: reads model types, one per line, and prints a verdict for each as a line of JSON."""
 
 import json
 import logging
@@ -11,9 +11,9 @@ THREADS = 1
 
 
 def main() -> None:
-    """Judge model types until the input ends."""
+    """Judge the model types on standard input until it ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    os.dup2(2, 1)  # what models print is no answer
+    os.dup2(2, 1)  # output of models must not mix with the verdicts
     warnings.filterwarnings("ignore")
     import torch
     from transformers.utils import logging as chatter

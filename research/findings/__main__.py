@@ -23,7 +23,7 @@ from research.findings.data import LENGTH, documents, sentences, shuffled
 
 RESULTS = Path(__file__).parent / "results"
 CONTROLS = 20
-"""Number of random sets of heads, of each kind."""
+"""Number of random control sets of each kind."""
 
 Heads = list[tuple[int, int]]
 
@@ -38,7 +38,7 @@ def smollm2() -> None:
     texts = hw.Texts(documents(), loaded.tokenizer, LENGTH, "truncate", batch=16)
     common: dict[str, Any] = {"progress": True, "title": loaded.title}
     hw.ablate(model, texts, hw.next_token_loss, out=folder, **common)
-    few = hw.Texts(documents(), loaded.tokenizer, LENGTH, "truncate", batch=4)  # the graph of 16 takes 10 GB
+    few = hw.Texts(documents(), loaded.tokenizer, LENGTH, "truncate", batch=4)  # the graph of a batch of 16 takes 10 GB
     hw.importance(model, few, hw.next_token_loss, out=folder, force=True, **common)
     profile = hw.profile(model, texts, out=folder, **common)
     sets = with_controls(profile.roles()["induction"], profile)
@@ -58,17 +58,19 @@ def repeated_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def with_controls(heads: Heads, profile: hw.Profile) -> dict[str, Heads]:
-    """Return the given heads and random sets of as many others: from all layers, and with as many in each layer."""
+    """Return the given heads as "induction", and random control sets of as many other heads: `CONTROLS` sets from all
+    layers, and `CONTROLS` sets with as many heads in each layer.
+    """
     others = [(head.layer, head.head) for head in profile.heads if (head.layer, head.head) not in heads]
-    drawn = random.Random(0)
+    generator = random.Random(0)
     sets = {"induction": heads}
     for number in range(CONTROLS):
-        sets[f"anywhere {number}"] = sorted(drawn.sample(others, len(heads)))
-        alike = []
+        sets[f"anywhere {number}"] = sorted(generator.sample(others, len(heads)))
+        same_layers = []
         for layer in sorted({layer for layer, _ in heads}):
-            here = [head for head in others if head[0] == layer]
-            alike += drawn.sample(here, min(len(here), sum(each == layer for each, _ in heads)))
-        sets[f"same layers {number}"] = alike
+            in_layer = [head for head in others if head[0] == layer]
+            same_layers += generator.sample(in_layer, min(len(in_layer), sum(other == layer for other, _ in heads)))
+        sets[f"same layers {number}"] = same_layers
     return sets
 
 
@@ -90,8 +92,8 @@ def minilm() -> None:
 
 def order_distance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return 1 - cosine between the embeddings of a sentence and of its shuffled tokens: `(batch,)`."""
-    one, other = (model(input_ids=batch[name]).last_hidden_state.mean(1) for name in ("input_ids", "shuffled"))
-    return 1.0 - F.cosine_similarity(one, other, dim=-1)
+    original, permuted = (model(input_ids=batch[name]).last_hidden_state.mean(1) for name in ("input_ids", "shuffled"))
+    return 1.0 - F.cosine_similarity(original, permuted, dim=-1)
 
 
 MODELS = {"minilm": minilm, "smollm2": smollm2}
@@ -100,12 +102,12 @@ MODELS = {"minilm": minilm, "smollm2": smollm2}
 def main() -> None:
     """Measure both models, or those that `--only` names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=MODELS, action="append")
-    parser.add_argument("--force", action="store_true", help="measure again what has results already")
-    given = parser.parse_args()
+    parser.add_argument("--only", choices=MODELS, action="append", help="measure only this model; may be repeated")
+    parser.add_argument("--force", action="store_true", help="repeat measurements that already have results")
+    options = parser.parse_args()
     torch.manual_seed(0)
-    for name in given.only or MODELS:
-        if given.force:
+    for name in options.only or MODELS:
+        if options.force:
             shutil.rmtree(RESULTS / name, ignore_errors=True)
         MODELS[name]()
 

@@ -49,10 +49,10 @@ def data_of(table: hw.Ablation | hw.SetAblation) -> str:
 
 
 def expected_by_chance(number: int, degrees: int) -> float:
-    """Return how many of `number` means of pure noise would be above `SURE` standard errors, by Student's t.
+    """Return the expected number of means above `SURE` standard errors if all of them were pure noise, by Student's t.
 
     Args:
-        number: of means.
+        number: number of means.
         degrees: degrees of freedom of each mean.
     """
     return number * float(scipy.stats.t.sf(SURE, degrees))
@@ -114,6 +114,7 @@ def smollm2() -> list[str]:
 
 
 def _share(effects: dict[str, MeanEstimate]) -> float:
+    """Return the sum of the `MOST` largest effects divided by the sum of all positive effects."""
     positive = sorted((effect.value for effect in effects.values() if effect.value > 0), reverse=True)
     return sum(positive[:MOST]) / sum(positive)
 
@@ -145,7 +146,8 @@ def agreement(importance: hw.Importance, ablation: hw.Ablation) -> list[str]:
 
 
 def _mean(values: Sequence[MeanEstimate]) -> float:
-    return statistics.fmean(each.value for each in values)
+    """Return the mean of the values of several estimates."""
+    return statistics.fmean(estimate.value for estimate in values)
 
 
 def induction_heads(folder: Path, profile: hw.Profile) -> list[str]:
@@ -194,6 +196,7 @@ def induction_heads(folder: Path, profile: hw.Profile) -> list[str]:
 
 
 def _range(effects: dict[str, MeanEstimate], kind: str) -> str:
+    """Return the mean, lowest and highest effect of the control sets of one kind, as text."""
     values = [effect.value for name, effect in effects.items() if name.startswith(kind)]
     return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
@@ -269,6 +272,7 @@ def previous_token_head(ablation: hw.Ablation, order: hw.Ablation, profile: hw.P
 
 
 def _th(rank: int) -> str:
+    """Return a rank as an ordinal number, such as 1st or 12th."""
     ending = "th" if 10 <= rank % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(rank % 10, "th")
     return f"{rank}{ending}"
 

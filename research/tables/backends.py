@@ -21,6 +21,7 @@ BATCH, HEADS, KV_HEADS, LENGTH, HEAD_DIM, VALUE_DIM = 2, 6, 2, 7, 5, 3
 
 
 def bias(requires_grad: bool = False) -> torch.Tensor:
+    """Return a random additive bias with different values for every sequence, head, query and key."""
     return torch.randn(BATCH, HEADS, LENGTH, LENGTH).requires_grad_(requires_grad)
 
 
@@ -42,16 +43,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "the log-sum-exp": {"return_lse": True},
     "the weights": {"return_weights": True},
 }
-"""Options of a call, by name. All calls also have grouped heads, and values of another width than keys."""
+"""Options of a call, by name, that a backend may not support. All calls also have grouped heads, and values whose width
+differs from that of the keys.
+"""
 
 
 def tensors(requires_grad: bool) -> tuple[torch.Tensor, ...]:
+    """Return random q, k and v with grouped heads and values whose width differs from that of the keys."""
     shapes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
     return tuple(torch.randn(BATCH, heads, LENGTH, width).requires_grad_(requires_grad) for heads, width in shapes)
 
 
 def reason(backend: str, options: dict, gradient: bool) -> str | None:
-    """Return the reason why a backend refuses a call, or run the call, check its results and return None."""
+    """Return the reason why a backend does not support the options, with or without gradients; None if it does, in
+    which case the call is run and checked for NaN.
+    """
     with torch.set_grad_enabled(gradient):
         q, k, v = tensors(requires_grad=gradient)
         why = hw.why_not(backend, q, k, v, **options)
@@ -63,11 +69,12 @@ def reason(backend: str, options: dict, gradient: bool) -> str | None:
         if gradient:
             loss = torch.stack([result[result.isfinite()].sum() for result in results]).sum()
             gradients = torch.autograd.grad(loss, (q, k, v), allow_unused=True, materialize_grads=True)
-            assert not any(each.isnan().any() for each in gradients)
+            assert not any(gradient.isnan().any() for gradient in gradients)
     return None
 
 
 def cell(backend: str, options: dict) -> str:
+    """Return the table's text for a backend and options: yes, no with the reason, or forward only with the reason."""
     forward, backward = (reason(backend, options, gradient) for gradient in (False, True))
     if forward is None and backward is None:
         return "yes"
@@ -75,7 +82,7 @@ def cell(backend: str, options: dict) -> str:
 
 
 def table() -> list[str]:
-    """Return the table of options: a row per option and a column per backend."""
+    """Return the table of options, with a row per option and a column per backend."""
     lines = [f"| asked for | {' | '.join(f'`{name}`' for name in BACKENDS)} |", f"|{' --- |' * (len(BACKENDS) + 1)}"]
     for name, options in OPTIONS.items():
         lines.append(f"| {name} | {' | '.join(cell(backend, options) for backend in BACKENDS)} |")
@@ -83,15 +90,17 @@ def table() -> list[str]:
 
 
 def combinations(size: int) -> dict[str, int]:
-    """Count the combinations of `size` options that each backend supports, forward and backward, and all of them."""
+    """Return the number of combinations of `size` options that each backend supports forward and backward, and as "all"
+    and "some backend" the number of combinations and of those that any backend supports.
+    """
     counts = dict.fromkeys(BACKENDS, 0)
     counts["all"] = counts["some backend"] = 0
     for chosen in itertools.combinations(OPTIONS.values(), size):
         options: dict[str, Any] = {}
-        if sum(map(len, chosen)) > len({name for each in chosen for name in each}):
+        if sum(map(len, chosen)) > len({name for option in chosen for name in option}):
             continue  # two values of one argument
-        for each in chosen:
-            options |= each
+        for option in chosen:
+            options |= option
         can = [backend for backend in BACKENDS if cell(backend, options) == "yes"]
         for backend in [*can, "all", *(["some backend"] if can else [])]:
             counts[backend] += 1
@@ -129,6 +138,7 @@ CPU. No costs have been measured on other devices. There torch chooses between i
 
 
 def main() -> None:
+    """Write docs/reports/backends.md."""
     torch.manual_seed(0)
     counts = {size: combinations(size) for size in (1, 2, 3)}
     text = [

@@ -1,4 +1,4 @@
-"""Make the pictures of the README from the real model: `make pictures`."""
+"""Draw the picture of the README from a real model: `make pictures`."""
 
 from pathlib import Path
 

@@ -208,6 +208,7 @@ class Adapter(nn.Linear):
     """Linear map whose forward adds 1, as an adapter adds a correction."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the linear map of x, plus 1."""
         return super().forward(x) + 1.0
 
 
