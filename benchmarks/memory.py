@@ -19,7 +19,7 @@ from benchmarks.command_line import Options, arguments
 from benchmarks.contestants import ours
 from benchmarks.measure import Ratio, Row, report, show
 from benchmarks.oracle import YARDSTICK
-from benchmarks.peak_memory import TOLD, UNTOLD, measured, peak
+from benchmarks.peak_memory import IS_SUPPORTED, UNSUPPORTED_REASON, measured, peak
 from benchmarks.peers import PEERS, TORCH_LAYER, Comparison, checked
 from benchmarks.regime import Regime
 
@@ -69,8 +69,8 @@ def of_layers(regime: Regime, rounds: int, comparison: Comparison) -> list[Row]:
 def main(command_line: Sequence[str] | None = None) -> dict:
     """Measure every regime, and print a line of JSON last."""
     options: Options = arguments(__doc__, command_line)
-    if not TOLD:
-        raise SystemExit(f"memory: {UNTOLD}")
+    if not IS_SUPPORTED:
+        raise SystemExit(f"memory: {UNSUPPORTED_REASON}")
     comparison, rounds = Comparison(options), 1 if options.quick or options.tiny else min(options.rounds, 3)
     length = 256 if options.tiny else 8192
     regimes = product(("full", "causal", "window"), ("float32", "bfloat16"))

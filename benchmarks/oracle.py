@@ -1,7 +1,7 @@
-"""The layer by definition, in float64, some rows of the matrix at a time; and who is how far from it.
+"""The attention layer by definition in float64, computed in blocks of rows, and the error of other results against it.
 
-Nothing here imports headwise. It is the yardstick: ours may be at most twice as far from it as a block around torch's
-`scaled_dot_product_attention` in the same dtype, in the output and in every gradient.
+Nothing here imports headwise. The accepted error of headwise, in the output and in every gradient, is twice that of a
+block around torch's `scaled_dot_product_attention` in the same dtype.
 """
 
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ from torch import Tensor
 from benchmarks.regime import Regime
 
 Results = dict[str, Tensor]
-"""The output, and after training the gradients: "out", "x", "qkv", "out_proj" and the biases'."""
+"""The output, and after training the gradients, by name: "out", "x", "qkv", "out_proj", "qkv_bias" and "out_bias"."""
 
 ROWS = 512
 SANE = {"float32": 1e-2, "bfloat16": 1e-1}
-"""Errors, relative to the size of what is computed, beyond which something else was computed."""
+"""Largest relative error of a correct result, by dtype. With a larger error, something else was computed."""
 YARDSTICK = "SDPA block"
 
 
@@ -30,36 +30,39 @@ def attention(
     upstream: Tensor | None = None,
     starts: Iterable[int] | None = None,
 ) -> list[Tensor]:
-    """The heads' output `(batch, heads, length, head_dim)`, and given its gradient those of q, k and v. In float64.
+    """Return the heads' output in float64, `(batch, heads, length, head_dim)`; if the gradient of the output is given,
+    also the gradients of q, k and v.
 
     Args:
         q: `(batch, heads, length, head_dim)`.
         k: `(batch, kv_heads, length, head_dim)`.
-        v: the same.
-        regime: says which keys are allowed.
+        v: `(batch, kv_heads, length, head_dim)`.
+        regime: defines the allowed keys of each query.
         upstream: the gradient of the output.
-        starts: first rows of the blocks of `ROWS` that are wanted, all unless given; elsewhere the output is 0, and
-            taken to have gradient 0.
+        starts: first rows of the blocks of `ROWS` query rows to compute, by default all. In other rows the output and
+            its gradient are treated as 0.
     """
     q, k, v = (tensor.detach().double() for tensor in (q, k, v))
     out, gradients = torch.zeros_like(q), [torch.zeros_like(tensor) for tensor in (q, k, v)]
     for start in range(0, q.shape[2], ROWS) if starts is None else starts:
         rows = slice(start, min(start + ROWS, q.shape[2]))
         allowed = regime.allowed(range(rows.start, rows.stop))
-        keys = _seen(allowed, k.shape[2])
+        keys = _key_span(allowed, k.shape[2])
         parts = [tensor[:, :, span].requires_grad_() for tensor, span in ((q, rows), (k, keys), (v, keys))]
         with torch.set_grad_enabled(upstream is not None):
-            here = _block(*parts, None if allowed is None else allowed[..., keys])
-        out[:, :, rows] = here.detach()
+            block_output = _block(*parts, None if allowed is None else allowed[..., keys])
+        out[:, :, rows] = block_output.detach()
         if upstream is not None:
-            found = torch.autograd.grad(here, parts, upstream[:, :, rows].double())
-            for total, gradient, span in zip(gradients, found, (rows, keys, keys), strict=True):
+            block_gradients = torch.autograd.grad(block_output, parts, upstream[:, :, rows].double())
+            for total, gradient, span in zip(gradients, block_gradients, (rows, keys, keys), strict=True):
                 total[:, :, span] += gradient
     return [out, *(gradients if upstream is not None else [])]
 
 
-def _seen(allowed: Tensor | None, length: int) -> slice:
-    """From the first key that a block of rows sees to the last: the others weigh nothing."""
+def _key_span(allowed: Tensor | None, length: int) -> slice:
+    """Return the slice from the first to the last key that any row of a block attends to. Keys outside of it have
+    weight 0.
+    """
     if allowed is None:
         return slice(0, length)
     seen = allowed.flatten(0, 2).any(0).nonzero()
@@ -67,7 +70,7 @@ def _seen(allowed: Tensor | None, length: int) -> slice:
 
 
 def _block(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim) + mask) v."""
+    """Return softmax(q k^T / sqrt(head_dim) + mask) v, the heads' output for a block of query rows."""
     k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
     scores = q @ k.mT / q.shape[-1] ** 0.5
     if allowed is not None:
@@ -75,8 +78,10 @@ def _block(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
     return torch.softmax(scores, -1) @ v
 
 
-def turned(x: Tensor, theta: float = 10_000.0) -> Tensor:
-    """Rotary positions (Su et al. 2021), i and i + head_dim / 2 a pair; x `(batch, heads, length, head_dim)`."""
+def rotate(x: Tensor, theta: float = 10_000.0) -> Tensor:
+    """Apply rotary position embeddings (Su et al. 2021), in which features i and i + head_dim / 2 form a pair; x is
+    `(batch, heads, length, head_dim)`.
+    """
     half = x.shape[-1] // 2
     angles = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * theta ** -(torch.arange(half).double() / half)
     first, second = x[..., :half], x[..., half:]
@@ -86,71 +91,84 @@ def turned(x: Tensor, theta: float = 10_000.0) -> Tensor:
 
 @lru_cache(maxsize=3)
 def _with_gradients(regime: Regime) -> Results:
+    """Return the float64 output and all gradients of a regime's layer. Cached for the last three regimes."""
     data = regime.data()
-    given = {"x": data.x, **data.weights.named()}
-    named = {name: tensor.double().requires_grad_() for name, tensor in given.items()}
+    inputs = {"x": data.x, **data.weights.named()}
+    named = {name: tensor.double().requires_grad_() for name, tensor in inputs.items()}
     projected = named["x"] @ named["qkv"].T + named.get("qkv_bias", 0.0)
     q, k, v = (part.unflatten(-1, (-1, regime.head_dim)).transpose(1, 2) for part in projected.split(regime.widths, -1))
     if regime.rotary:
-        q, k = turned(q), turned(k)
+        q, k = rotate(q), rotate(k)
     upstream = data.upstream.double()
-    of_heads = (upstream @ named["out_proj"].detach()).unflatten(-1, (regime.heads, -1)).transpose(1, 2)
-    heads, *gradients = attention(q, k, v, regime, of_heads)
+    heads_upstream = (upstream @ named["out_proj"].detach()).unflatten(-1, (regime.heads, -1)).transpose(1, 2)
+    heads, *gradients = attention(q, k, v, regime, heads_upstream)
     merged = heads.transpose(1, 2).flatten(2).requires_grad_()
     out = merged @ named["out_proj"].T + named.get("out_bias", 0.0)
-    after = {name: tensor for name, tensor in named.items() if name.startswith("out")}
-    before = {name: tensor for name, tensor in named.items() if name not in after}
-    found = dict(zip(after, torch.autograd.grad(out, list(after.values()), upstream), strict=True))
-    found |= dict(zip(before, torch.autograd.grad([q, k, v], list(before.values()), gradients), strict=True))
-    return {"out": out.detach(), **found}
+    output_parameters = {name: tensor for name, tensor in named.items() if name.startswith("out")}
+    input_parameters = {name: tensor for name, tensor in named.items() if name not in output_parameters}
+    gradients_by_name = dict(
+        zip(output_parameters, torch.autograd.grad(out, list(output_parameters.values()), upstream), strict=True)
+    )
+    gradients_by_name |= dict(
+        zip(input_parameters, torch.autograd.grad([q, k, v], list(input_parameters.values()), gradients), strict=True)
+    )
+    return {"out": out.detach(), **gradients_by_name}
 
 
 def layer(regime: Regime) -> Results:
-    """What the layer of a regime gives: the output, and if it is trained every gradient."""
-    everything = _with_gradients(replace(regime, training=True))
-    return everything if regime.training else {"out": everything["out"]}
+    """Return the float64 output of a regime's layer, and all gradients if the regime trains."""
+    results = _with_gradients(replace(regime, training=True))
+    return results if regime.training else {"out": results["out"]}
 
 
 class WrongError(Exception):
-    """Something computed something else; the message is one sentence."""
+    """Error for a result that differs from the definition; the message is one sentence."""
 
 
 def errors(results: Results, exact: Results, regime: Regime) -> dict[str, float]:
-    """Each result's distance from the oracle, relative to its size; and that of the worst row of the output.
-
-    Padding is left out: what stands there is nobody's business. What is not a number is infinitely far off.
+    """Return the error of each result, relative to the norm of the exact one, and as "worst row" the largest error of
+    one output row, relative to the mean row. Padding is ignored; a result that is not finite has an infinite error.
     """
     if results.keys() != exact.keys():
         raise WrongError(f"returned {sorted(results)} where {sorted(exact)} is wanted")
-    found = {}
-    for name, right in exact.items():
-        if results[name].shape != right.shape:
-            raise WrongError(f"{name} is of shape {tuple(results[name].shape)}, not {tuple(right.shape)}")
-        where = regime.real if name == "out" else slice(None)
-        wanted = right[where]
-        difference = results[name].detach()[where].double() - wanted
-        found[name] = _relative(difference.norm(), wanted.norm())
+    relative_errors = {}
+    for name, expected in exact.items():
+        if results[name].shape != expected.shape:
+            raise WrongError(f"{name} is of shape {tuple(results[name].shape)}, not {tuple(expected.shape)}")
+        counted = regime.real if name == "out" else slice(None)
+        expected_values = expected[counted]
+        difference = results[name].detach()[counted].double() - expected_values
+        relative_errors[name] = _relative(difference.norm(), expected_values.norm())
         if name == "out":
-            found["worst row"] = _relative(difference.norm(dim=-1).max(), wanted.norm(dim=-1).square().mean().sqrt())
-    return found
+            relative_errors["worst row"] = _relative(
+                difference.norm(dim=-1).max(), expected_values.norm(dim=-1).square().mean().sqrt()
+            )
+    return relative_errors
 
 
 def _relative(error: Tensor, size: Tensor) -> float:
+    """Return error / size as a float; infinity if the error is not finite."""
     return float(error / size) if error.isfinite() else float("inf")
 
 
 def sane(results: Results, exact: Results, regime: Regime) -> dict[str, float]:
-    """The errors, of what computed the same thing; otherwise `WrongError`, with what was off."""
-    found = errors(results, exact, regime)
-    name, worst = max(found.items(), key=lambda each: each[1])
+    """Return the relative errors of results that are correct up to rounding. Raise `WrongError`, which names the
+    largest error, if it exceeds `SANE`.
+    """
+    relative_errors = errors(results, exact, regime)
+    name, worst = max(relative_errors.items(), key=lambda item: item[1])
     if not worst <= SANE[regime.dtype]:
         raise WrongError(f"{name} is off by {worst:.1e} of its size")
-    return found
+    return relative_errors
 
 
 def check(ours: Results, yardstick: Results, exact: Results, regime: Regime) -> None:
-    """`WrongError` unless ours is right, and at most twice as far off as the yardstick."""
-    mine, plain = sane(ours, exact, regime), sane(yardstick, exact, regime)
-    for name, error in mine.items():
-        if name != "worst row" and not error <= 2 * plain[name]:
-            raise WrongError(f"{name} is off by {error:.1e} of its size, and the {YARDSTICK} by {plain[name]:.1e}")
+    """Raise `WrongError` unless the results of headwise are correct, and each error is at most twice that of the
+    yardstick, the block around SDPA.
+    """
+    our_errors, yardstick_errors = sane(ours, exact, regime), sane(yardstick, exact, regime)
+    for name, error in our_errors.items():
+        if name != "worst row" and not error <= 2 * yardstick_errors[name]:
+            raise WrongError(
+                f"{name} is off by {error:.1e} of its size, and the {YARDSTICK} by {yardstick_errors[name]:.1e}"
+            )

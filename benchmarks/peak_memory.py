@@ -1,4 +1,4 @@
-"""Peak memory of a run, read from /proc/self on Linux, and runs in separate interpreters."""
+"""Peak memory of a function call, read from /proc/self on Linux, and calls in separate interpreters."""
 
 import gc
 import json
@@ -11,30 +11,30 @@ from pathlib import Path
 
 from benchmarks.regime import Regime
 
-TOLD = os.access("/proc/self/clear_refs", os.W_OK)
-"""Whether this system reports peak memory."""
-UNTOLD = "the peak is read from Linux's /proc/self/clear_refs, which is not there"
+IS_SUPPORTED = os.access("/proc/self/clear_refs", os.W_OK)
+"""True if this system reports peak memory."""
+UNSUPPORTED_REASON = "peak memory needs Linux's /proc/self/clear_refs, which does not exist"
 
 
-def kept(name: str) -> int:
-    """Return a value of /proc/self/status, such as VmRSS, in bytes."""
+def status_bytes(name: str) -> int:
+    """Return an entry of /proc/self/status, such as VmRSS, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def peak(run: Callable[[], object], first: Callable[[], object] | None = None) -> int:
-    """Return the peak memory of a run in bytes, minus the memory in use before it.
+    """Return the peak memory of a call in bytes, minus the memory in use before it; at least one page.
 
     Args:
-        run: is measured.
+        run: the call whose memory is measured.
         first: runs before and is not measured; by default `run` itself.
     """
     (first or run)()
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
-    before = kept("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = status_bytes("VmRSS")
     run()
-    return max(kept("VmHWM") - before, 4096)  # a page: what is smaller is not seen
+    return max(status_bytes("VmHWM") - before, 4096)  # one page, the smallest amount that shows
 
 
 CHILD = """
@@ -46,7 +46,9 @@ print(json.dumps(script.child(sys.argv[2], Regime(**json.loads(sys.argv[3])))))
 
 
 def measured(script: str, name: str, regime: Regime) -> dict[str, int]:
-    """Call `child` of a script in a separate interpreter that returns freed memory at once, and return its result."""
+    """Call `child(name, regime)` of a benchmark script in a separate interpreter that returns freed memory at once, and
+    return its result: sizes in bytes by name.
+    """
     done = subprocess.run(
         [sys.executable, "-c", CHILD, f"benchmarks.{script}", name, json.dumps(asdict(regime))],
         cwd=Path(__file__).parent.parent,

@@ -1,4 +1,4 @@
-"""The peers by name, the fair comparison of ours with all of them, and what it found as rows."""
+"""All peers by name, and the comparison of headwise with them in a regime, as rows of results."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -28,32 +28,46 @@ PEERS = {
     "Equinox": Peer(jax_peers.equinox, torch_only=False, keeps_matrix=True),
     "Flax NNX": Peer(jax_peers.flax, torch_only=False, keeps_matrix=True),
 }
-"""Every peer. A flavour says what its layer has not, or has more; ours is then built alike."""
+"""Every peer by name. A flavour lists the regime options that differ because of the peer's layer; headwise is then
+built with the same options.
+"""
 
 QUICK = (YARDSTICK, TORCH_LAYER)
-"""Those that a quick run keeps: what people write, and what torch has."""
+"""Peers of a quick run: the usual hand-written block, and torch's own layer."""
 
 
 LONGEST_MATRIX = 2048
-"""Texts longer than this have no peer that keeps the matrix, and `FEW_ROUNDS`, since each takes seconds."""
+"""Longest sequence for peers that store the matrix of weights. Longer ones are measured in `FEW_ROUNDS` rounds, since
+each round takes seconds.
+"""
 
 FEW_ROUNDS = 3
 
 
 @dataclass
 class Comparison:
-    """What comparing several regimes found."""
+    """Results of comparing headwise with its peers in one regime after another.
+
+    Attributes:
+        options: command-line options of the benchmark.
+        rows: results so far.
+        left_out: reason for each peer and regime that was left out.
+        also: other ways to call headwise, by name. They must meet the same error bound and are reported like peers.
+    """
 
     options: Options
     rows: list[Row] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     also: dict[str, Callable[[Regime, Data], Contestant]] = field(default_factory=dict)
-    """Other ways to write ours, held to the same error and shown beside the peers."""
 
     def add(self, regime: Regime, *, without: Sequence[str] = (), gemm_share: bool = False) -> None:
-        """Check ours and every peer in a regime, time them by turns, and keep a row for each.
+        """Check headwise and every peer in a regime, time them interleaved, and add one row for each peer. Exit with a
+        message if a result of headwise is wrong.
 
-        Ends the script with one sentence where ours is wrong.
+        Args:
+            regime: sizes, mask and dtype. Nothing happens if the command line excludes it.
+            without: names of peers to skip.
+            gemm_share: also measure the share of the machine's matrix-multiplication rate.
         """
         if not self.options.wants(regime):
             return
@@ -76,18 +90,18 @@ class Comparison:
             show(self.rows[-1])
 
     def keep(self, regime: Regime, taken: dict[str, list[float]], opponent: dict[str, str], runs: int = 1) -> None:
-        """A row for each peer and one for the fastest: the one that ours beats by least.
+        """Add and print a row for each peer, and one for the fastest peer, which is the one with the smallest ratio.
 
         Args:
-            regime: what was computed.
+            regime: sizes, mask and dtype.
             taken: seconds of every contestant in every round.
-            opponent: for each peer, with which of ours it is compared.
-            runs: what those seconds are of.
+            opponent: for each peer, the name of the headwise contestant it is compared with.
+            runs: number of runs in each of these times.
         """
         rows = []
-        for name, mine in opponent.items():
-            seconds = (statistics.median(taken[each]) / runs for each in (mine, name))
-            rows.append(Row(regime, name, Ratio.of(taken[name], taken[mine]), *seconds))
+        for name, our_name in opponent.items():
+            seconds = (statistics.median(taken[contestant]) / runs for contestant in (our_name, name))
+            rows.append(Row(regime, name, Ratio.of(taken[name], taken[our_name]), *seconds))
         fastest = min(rows, key=lambda row: row.ratio.median)
         rows.append(replace(fastest, against=FASTEST, note=fastest.against))
         for row in rows:
@@ -95,63 +109,77 @@ class Comparison:
         self.rows += rows
 
     def _asked(self, name: str, peer: Peer) -> bool:
+        """Return whether the command line asks for a peer."""
         return (peer.torch_only or self.options.peers == "all") and (name in QUICK or not self.options.quick)
 
     def _checked(self, regime: Regime, names: list[str]) -> tuple[dict[str, Call], dict[str, str]]:
-        """Everything that is right, to be timed; and for each peer which of ours it is compared with."""
+        """Return the calls to time, all of which are correct, by name; and for each peer the name of the headwise
+        contestant with the same flavour.
+        """
         timed: dict[str, Call] = {name: Call(checked(regime, build)[0].run) for name, build in self.also.items()}
         opponent: dict[str, str] = {}
         for flavour in _flavours(names):
-            alike = replace(regime, **flavour)
-            mine = "ours" + "".join(f", {option} {given}" for option, given in flavour.items())
-            right, yardstick = checked(alike)
-            timed[mine] = Call(right.run)
+            flavoured = replace(regime, **flavour)
+            our_name = "ours" + "".join(f", {option} {value}" for option, value in flavour.items())
+            our_contestant, yardstick = checked(flavoured)
+            timed[our_name] = Call(our_contestant.run)
             for name in names:
                 if PEERS[name].flavour != flavour:
                     continue
-                contestant = yardstick if name == YARDSTICK else self.sane(name, PEERS[name].build, alike)
+                contestant = yardstick if name == YARDSTICK else self.sane(name, PEERS[name].build, flavoured)
                 if contestant is not None:
-                    timed[name], opponent[name] = Call(contestant.run), mine
+                    timed[name], opponent[name] = Call(contestant.run), our_name
         return timed, opponent
 
     def sane(self, name: str, build: Callable[[Regime, Data], Contestant], regime: Regime) -> Contestant | None:
-        """A peer that computes the same thing; otherwise None, and it is named among those left out."""
+        """Return the contestant of a peer if its results are correct. Otherwise return None, and print and store the
+        reason why it is left out.
+        """
         try:
             contestant = build(regime, regime.data())
             oracle.sane(contestant.results(contestant.run()), oracle.layer(regime), regime)
         except (LeftOutError, WrongError) as reason:
-            said = str(reason)
-        except Exception as error:  # what a peer cannot do is its own affair, and no reason to stop
-            said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            message = str(reason)
+        except Exception as error:  # a peer that fails is reported and must not stop the benchmark
+            message = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
         else:
             return contestant
-        print(f"LEFT OUT  {regime.name}  {name}: {said}", flush=True)
-        self.left_out[f"{name}, {regime.name}"] = said
+        print(f"LEFT OUT  {regime.name}  {name}: {message}", flush=True)
+        self.left_out[f"{name}, {regime.name}"] = message
         return None
 
 
 def checked(regime: Regime, build: Callable[[Regime, Data], Contestant] = ours) -> tuple[Contestant, Contestant]:
-    """Ours and the yardstick, once they are shown to be right; otherwise the script ends."""
+    """Return the contestants of headwise, built by `build`, and of the block around SDPA. Exit with a message if
+    headwise's result is wrong or has more than twice the error of that block.
+    """
     data = regime.data()
-    mine, yardstick = build(regime, data), torch_peers.sdpa_block(regime, data)
+    our_contestant, yardstick = build(regime, data), torch_peers.sdpa_block(regime, data)
     try:
-        oracle.check(mine.results(mine.run()), yardstick.results(yardstick.run()), oracle.layer(regime), regime)
+        oracle.check(
+            our_contestant.results(our_contestant.run()),
+            yardstick.results(yardstick.run()),
+            oracle.layer(regime),
+            regime,
+        )
     except WrongError as reason:
         raise SystemExit(f"{regime.name}: {reason}") from reason
-    return mine, yardstick
+    return our_contestant, yardstick
 
 
 def _flavours(names: list[str]) -> list[dict[str, bool]]:
-    """Every flavour once."""
-    found: list[dict[str, bool]] = []
+    """Return the distinct flavours of the named peers."""
+    flavours: list[dict[str, bool]] = []
     for name in names:
-        if PEERS[name].flavour not in found:
-            found.append(PEERS[name].flavour)
-    return found
+        if PEERS[name].flavour not in flavours:
+            flavours.append(PEERS[name].flavour)
+    return flavours
 
 
 def _share(regime: Regime, taken: dict[str, list[float]]) -> Row:
-    """Which part of the rate of a large product the layer reaches."""
-    ratio = Ratio.of([regime.flops * each for each in taken[GEMM]], [gemm_flops() * each for each in taken["ours"]])
+    """Return the row for the rate of headwise's layer in FLOP/s, divided by that of a large matrix product."""
+    ratio = Ratio.of(
+        [regime.flops * seconds for seconds in taken[GEMM]], [gemm_flops() * seconds for seconds in taken["ours"]]
+    )
     rates = regime.flops / statistics.median(taken["ours"]), gemm_flops() / statistics.median(taken[GEMM])
     return Row(regime, GEMM, ratio, *rates)

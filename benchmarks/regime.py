@@ -1,4 +1,6 @@
-"""What is computed in one comparison: sizes, dtype, mask, and the numbers that go in. Nothing here imports headwise."""
+"""Regimes of the benchmarks: sizes, dtype and mask of a layer, and its input and weights. Nothing here imports
+headwise.
+"""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -8,16 +10,23 @@ from torch import Tensor
 
 MASKS = {
     "full": "every query attends to every key",
-    "causal": "each to itself and what came before",
-    "window": "to 256 keys that end with itself",
-    "heads": "the first half of the heads to 128 keys that end with the query, the others to all before it",
-    "padding": "sequences of evenly spread lengths, from 1/16 of the longest to all of it",
+    "causal": "every query attends to its own position and all before it",
+    "window": "every query attends to 256 keys that end with its own position",
+    "heads": "the first half of the heads attends to 128 keys that end with the query; the others are causal",
+    "padding": "sequences with equally spaced lengths, from 1/16 of the longest to its full length",
 }
 WINDOW, NARROW = 256, 128
 
 
 class Weights(NamedTuple):
-    """The two maps of a layer; queries, keys and values are one, in this order. No biases where there are none."""
+    """Weights of a layer, as `(out_features, in_features)` matrices.
+
+    Attributes:
+        qkv: the projections to queries, keys and values, concatenated in this order.
+        out: the output projection.
+        qkv_bias: biases of the projections; None for a layer without biases.
+        out_bias: bias of the output projection; None for a layer without biases.
+    """
 
     qkv: Tensor
     out: Tensor
@@ -25,23 +34,38 @@ class Weights(NamedTuple):
     out_bias: Tensor | None
 
     def named(self) -> dict[str, Tensor]:
-        """Those that there are, by the names that the oracle gives their gradients."""
-        every = {"qkv": self.qkv, "out_proj": self.out, "qkv_bias": self.qkv_bias, "out_bias": self.out_bias}
-        return {name: tensor for name, tensor in every.items() if tensor is not None}
+        """Return the weights and existing biases by the oracle's names: "qkv", "out_proj", "qkv_bias", "out_bias"."""
+        by_name = {"qkv": self.qkv, "out_proj": self.out, "qkv_bias": self.qkv_bias, "out_bias": self.out_bias}
+        return {name: tensor for name, tensor in by_name.items() if tensor is not None}
 
 
 class Data(NamedTuple):
-    """What every contestant is given."""
+    """Input, weights and output gradient, which are the same for every contestant.
+
+    Attributes:
+        x: the input, `(batch, length, embed)`.
+        upstream: the gradient of the output; 0 for padding, which no loss reads.
+        weights: the weights of the layer.
+    """
 
     x: Tensor
     upstream: Tensor
-    """The gradient of the output; 0 for padding, which no loss reads."""
     weights: Weights
 
 
 @dataclass(frozen=True)
 class Regime:
-    """One layer on one input. The heads are `embed / heads` wide."""
+    """Sizes, mask, dtype and kind of layer of one comparison. The head dim is `embed / heads`.
+
+    Attributes:
+        batch, length, embed, heads: sizes.
+        mask: one of `MASKS`.
+        dtype: "float32" or "bfloat16".
+        training: whether the backward pass is included.
+        kv_heads: number of key/value heads; by default as many as query heads.
+        bias: whether the projections have biases.
+        rotary: whether the layer applies rotary position embeddings.
+    """
 
     batch: int
     length: int
@@ -56,14 +80,14 @@ class Regime:
 
     @property
     def name(self) -> str:
-        """In words, as it is printed."""
+        """The regime as it is printed: sizes, mask, dtype, and "forward" or "training"."""
         heads = f"{self.heads}/{self.kv_heads}" if self.kv_heads else str(self.heads)
-        done = "training" if self.training else "forward"
-        return f"({self.batch}, {self.length}, {self.embed}, {heads}) {self.mask} {self.dtype} {done}"
+        phase = "training" if self.training else "forward"
+        return f"({self.batch}, {self.length}, {self.embed}, {heads}) {self.mask} {self.dtype} {phase}"
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
+        """Number of features of one head."""
         return self.embed // self.heads
 
     @property
@@ -74,24 +98,24 @@ class Regime:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch's."""
+        """The dtype as a `torch.dtype`."""
         return getattr(torch, self.dtype)
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each sequence that are real, `(batch,)`."""
+        """Number of tokens of each sequence without padding, `(batch,)`."""
         if self.mask != "padding":
             return torch.full((self.batch,), self.length)
         return torch.linspace(self.length / 16, self.length, self.batch).round().long()
 
     @property
     def real(self) -> Tensor:
-        """Which tokens are no padding, `(batch, length)`."""
+        """Boolean tensor `(batch, length)` that is False for padding."""
         return torch.arange(self.length) < self.lengths[:, None]
 
     @property
     def matrix_bytes(self) -> int:
-        """What one copy of the scores takes in float32."""
+        """Size in bytes of one copy of the score matrix in float32."""
         return self.batch * self.heads * self.length**2 * 4
 
     @property
@@ -106,7 +130,9 @@ class Regime:
         return projections + 4 * self.batch * self.embed * pairs
 
     def allowed(self, rows: range | None = None) -> Tensor | None:
-        """The mask on some query rows or all, True where it attends, `(batch or 1, heads or 1, rows or 1, length)`."""
+        """Return the mask for the given query rows, by default all: True where a query may attend to a key, `(batch or
+        1, heads or 1, rows or 1, length)`; None for the full mask.
+        """
         rows = range(self.length) if rows is None else rows
         i, j = torch.arange(rows.start, rows.stop)[:, None], torch.arange(self.length)
         if self.mask == "full":
@@ -118,15 +144,17 @@ class Regime:
             seen = seen & (i - j < WINDOW)
         if self.mask != "heads":
             return seen[None, None]
-        narrow = torch.arange(self.heads) < self.heads // 2
-        return (seen & ((i - j < NARROW) | ~narrow[:, None, None]))[None]
+        is_windowed = torch.arange(self.heads) < self.heads // 2
+        return (seen & ((i - j < NARROW) | ~is_windowed[:, None, None]))[None]
 
     def data(self) -> Data:
-        """Numbers that depend on the sizes alone, rounded to the dtype. Scores have a deviation of about 2."""
-        drawn = torch.Generator().manual_seed(0)
+        """Return random input, weights and output gradient in the regime's dtype. They depend only on the sizes. The
+        scores have a standard deviation of about 2.
+        """
+        generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(*shape, generator=drawn) * scale).to(self.torch_dtype)
+            return (torch.randn(*shape, generator=generator) * scale).to(self.torch_dtype)
 
         queries, keys, values = self.widths
         unit = self.embed**-0.5
@@ -141,5 +169,5 @@ class Regime:
 
 
 def both(regime: Regime) -> tuple[Regime, Regime]:
-    """The regime forward, and forward with backward."""
+    """Return the regime once without and once with the backward pass."""
     return replace(regime, training=False), replace(regime, training=True)

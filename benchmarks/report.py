@@ -43,17 +43,18 @@ script states the rest.
 def load(folder: Path) -> list[dict]:
     """Return the saved results of each script, in the order of the document."""
     results = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
-    return sorted(results, key=lambda each: list(TITLES).index(each["benchmark"]))
+    return sorted(results, key=lambda result: list(TITLES).index(result["benchmark"]))
 
 
 def _markdown(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    """Return a table in GitHub's Markdown."""
     from tabulate import tabulate
 
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def where(results: dict) -> str:
-    """Return date, machine, rounds and versions of a run as text, and whether it left out regimes."""
+def environment(results: dict) -> str:
+    """Return date, machine, rounds and versions of a run as text, and state if the run left out regimes."""
     machine, versions = results["machine"], results["versions"]
     device = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores, {machine['capability']}"
     part = "" if results.get("only") == "" and not results["quick"] else " Some regimes only."
@@ -62,18 +63,22 @@ def where(results: dict) -> str:
 
 
 def _units(row: Row, benchmark: str) -> tuple[str, str]:
-    """Return both measurements of a row with their units."""
+    """Return the two measurements of a row, of headwise and of the other, as text with their unit."""
     if benchmark == "memory" or row.against in MEMORY:
-        return tuple(f"{each / 1e6:.1f} MB" for each in (row.ours, row.theirs))
+        return tuple(f"{size / 1e6:.1f} MB" for size in (row.ours, row.theirs))
     if row.against == "GEMM rate":
-        return tuple(f"{each / 1e9:.1f} GFLOP/s" for each in (row.ours, row.theirs))
-    return tuple(f"{each:.3g} s" if each >= 1 else f"{each * 1e3:.3g} ms" for each in (row.ours, row.theirs))
+        return tuple(f"{rate / 1e9:.1f} GFLOP/s" for rate in (row.ours, row.theirs))
+    return tuple(
+        f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms" for seconds in (row.ours, row.theirs)
+    )
 
 
 def section(results: dict) -> list[str]:
-    """Return the section of a script: every row, and what was left out."""
+    """Return the lines of the report's section for one script: a table with every row, and the peers that were left
+    out.
+    """
     name = results["benchmark"]
-    lines = [f"## {TITLES[name]}", "", f"`benchmarks/{name}.py`: {where(results)}", ""]
+    lines = [f"## {TITLES[name]}", "", f"`benchmarks/{name}.py`: {environment(results)}", ""]
     rows = []
     for row in map(Row.read, results["rows"]):
         ratio = f"{row.ratio.median:.2f} ({row.ratio.lowest:.2f} to {row.ratio.highest:.2f})"
@@ -85,7 +90,7 @@ def section(results: dict) -> list[str]:
 
 
 def document(results: Sequence[dict]) -> str:
-    """Return the text of the report."""
+    """Return the text of the whole report, from the results of all scripts."""
     lines = [
         "# Benchmarks",
         "",
@@ -99,9 +104,9 @@ def document(results: Sequence[dict]) -> str:
         _markdown(table(results), HEADERS),
         "",
     ]
-    for each in results:
-        lines += section(each)
-    if "gpu" not in {each["benchmark"] for each in results}:
+    for result in results:
+        lines += section(result)
+    if "gpu" not in {result["benchmark"] for result in results}:
         lines += [
             f"## {TITLES['gpu']}",
             "",
@@ -112,7 +117,7 @@ def document(results: Sequence[dict]) -> str:
 
 
 def main() -> None:
-    """Write the report."""
+    """Write docs/reports/benchmarks.md."""
     require("tabulate")
     text = document(load(ROOT / "benchmarks" / "results"))
     (ROOT / "docs" / "reports" / "benchmarks.md").write_text(text, encoding="utf-8")

@@ -40,21 +40,27 @@ class Target:
 
 
 def _plain(row: Row, dtype: str, *masks: str, training: bool) -> bool:
+    """Return whether a row has at least 1,024 tokens, the dtype, one of the masks, and is training or not as stated."""
     regime = row.regime
     return regime.length >= 1024 and (regime.dtype, regime.training) == (dtype, training) and regime.mask in masks
 
 
 def _fastest(training: bool) -> Callable[[str, Row], bool]:
+    """Return the condition for rows against the fastest peer in float32."""
     return lambda _, row: (row.against, row.regime.dtype, row.regime.training) == (FASTEST, "float32", training)
 
 
 def _torch_layer(mask: str) -> Callable[[str, Row], bool]:
+    """Return the condition for forward rows of the layer benchmark against torch's layer, in float32 under the mask."""
     return lambda name, row: (
         name == "layer" and row.against == TORCH_LAYER and _plain(row, "float32", mask, training=False)
     )
 
 
 def _sdpa_block(training: bool) -> Callable[[str, Row], bool]:
+    """Return the condition for bfloat16 rows against the block around SDPA, full or causal, with equal or grouped
+    heads.
+    """
     return lambda name, row: (
         name in ("layer", "grouped")
         and row.against == YARDSTICK
@@ -63,6 +69,9 @@ def _sdpa_block(training: bool) -> Callable[[str, Row], bool]:
 
 
 def _share(dtype: str) -> Callable[[str, Row], bool]:
+    """Return the condition for rows with the share of the matrix-multiplication rate, at 1,024 tokens under the full
+    mask.
+    """
     return lambda _, row: (
         (row.against, row.regime.mask, row.regime.dtype, row.regime.length)
         == (
@@ -75,6 +84,7 @@ def _share(dtype: str) -> Callable[[str, Row], bool]:
 
 
 def _window(training: bool) -> Callable[[str, Row], bool]:
+    """Return the condition for rows of window attention without projections, at 8,192 tokens, against SDPA."""
     return lambda name, row: (
         (name, row.against, row.regime.mask, row.regime.length, row.regime.training)
         == (
@@ -88,14 +98,17 @@ def _window(training: bool) -> Callable[[str, Row], bool]:
 
 
 def _padded(against: str) -> Callable[[str, Row], bool]:
+    """Return the condition for forward rows of padded batches against the named peer."""
     return lambda name, row: (name, row.against, row.regime.training) == ("padding", against, False)
 
 
 def _decoded(name: str, row: Row) -> bool:
+    """Return whether a row compares decoding after 4,096 tokens with a Llama cache."""
     return name == "decoding" and row.regime.length == 4096 + STEPS and row.against.startswith(LLAMA)
 
 
 def _watched(against: str, length: int) -> Callable[[str, Row], bool]:
+    """Return the condition for rows of a watched model of this length, against the named peer or limit."""
     return lambda name, row: (name, row.against, row.regime.length) == ("watching", against, length)
 
 
@@ -153,15 +166,15 @@ TARGETS = (
 
 
 def rows_by_target(results: Sequence[dict]) -> list[tuple[Target, list[Row]]]:
-    """Return each target with the rows it covers, which are none if nothing was measured."""
-    rows = [(each["benchmark"], Row.read(row)) for each in results for row in each["rows"]]
+    """Return each target with the rows that it covers; the list is empty if nothing was measured."""
+    rows = [(result["benchmark"], Row.read(row)) for result in results for row in result["rows"]]
     return [(target, [row for name, row in rows if target.covers(name, row)]) for target in TARGETS]
 
 
 def is_partial(target: Target, results: Sequence[dict]) -> bool:
     """Return whether a target covers rows of a run that left out regimes."""
-    parts = [each for each in results if each["quick"] or each.get("only") != ""]
-    return any(target.covers(each["benchmark"], Row.read(row)) for each in parts for row in each["rows"])
+    parts = [result for result in results if result["quick"] or result.get("only") != ""]
+    return any(target.covers(part["benchmark"], Row.read(row)) for part in parts for row in part["rows"])
 
 
 HEADERS = ("target", "bound", "worst median", "spread", "regime", "regimes met", "")

@@ -1,8 +1,7 @@
-"""Peers that need torch alone: its own layer, and what people write by hand.
+"""Peers that need only torch: its attention layer, and blocks as users write them by hand.
 
-Each is given the weights of ours, and its best settings for the regime: a flag for what it has a flag for, otherwise a
-boolean mask that was made beforehand. Positions of rotary layers are worked out beforehand too, as a model does once
-for all its layers.
+Each peer receives the same weights as headwise and its best options for the regime: a flag where it has one, otherwise
+a precomputed boolean mask. Rotary tables are also precomputed, as a model does once for all its layers.
 """
 
 from collections.abc import Callable
@@ -15,24 +14,26 @@ from benchmarks.contestants import Contestant, LeftOutError, linear_parameters, 
 from benchmarks.regime import Data, Regime
 
 FLAGS = ("full", "causal")
-"""Masks that peers have a word for."""
+"""Masks for which peers have a flag."""
 LARGEST_MATRIX = 1e9
-"""Bytes of one copy of the scores, beyond which peers that keep several are left out."""
+"""Largest size in bytes of one copy of the scores; above it, peers that store several copies are left out."""
 
 
 def boolean_mask(regime: Regime) -> Tensor | None:
-    """The mask where there is no flag for it, True where a query attends."""
+    """Return the mask of a regime, True where a query attends; None if peers have a flag for it."""
     return None if regime.mask in FLAGS else regime.allowed()
 
 
 def require_room(regime: Regime) -> None:
-    """A peer that keeps the whole matrix is left out where it is large."""
+    """Raise `LeftOutError` if the score matrix of a regime is too large for peers that store it."""
     if regime.matrix_bytes > LARGEST_MATRIX:
         raise LeftOutError(f"keeps the whole matrix, {regime.matrix_bytes / 1e9:.1f} GB a copy")
 
 
 def cos_and_sin(regime: Regime, length: int | None = None) -> tuple[Tensor, Tensor]:
-    """Of every position, as Llama's models make them: `(1, length, head_dim)`."""
+    """Return the rotary tables of cosines and sines for every position, each `(1, length, head_dim)`, in the layout of
+    Llama.
+    """
     half = regime.head_dim // 2
     angles = torch.arange(length or regime.length)[:, None] * 10_000.0 ** -(torch.arange(half) / half)
     angles = torch.cat([angles, angles], -1)[None]
@@ -40,39 +41,42 @@ def cos_and_sin(regime: Regime, length: int | None = None) -> tuple[Tensor, Tens
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turned by their positions; x `(batch, heads, length, head_dim)`."""
+    """Apply rotary position embeddings to x, `(batch, heads, length, head_dim)`."""
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
 
 
 class Block(nn.Module):
-    """What people write: one map for queries, keys and values, the attention of torch, one map after it."""
+    """Hand-written self-attention: one projection to queries, keys and values, a given attention function, and an
+    output projection.
+    """
 
     def __init__(self, regime: Regime, attention: Callable[[Tensor, Tensor, Tensor], Tensor]):
         super().__init__()
         self.widths, self.head_dim, self.attention = regime.widths, regime.head_dim, attention
         self.qkv = nn.Linear(regime.embed, sum(regime.widths), bias=regime.bias, dtype=regime.torch_dtype)
         self.out = nn.Linear(regime.embed, regime.embed, bias=regime.bias, dtype=regime.torch_dtype)
-        self.turns = cos_and_sin(regime) if regime.rotary else None
+        self.cos_sin = cos_and_sin(regime) if regime.rotary else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """From `(batch, length, embed)` to the same."""
+        """Return the output `(batch, length, embed)` for an input of the same shape."""
         batch, length, embed = x.shape
         q, k, v = (
             part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in self.qkv(x).split(self.widths, -1)
         )
-        if self.turns is not None:
-            q, k = rotated(q, *self.turns), rotated(k, *self.turns)
+        if self.cos_sin is not None:
+            q, k = rotated(q, *self.cos_sin), rotated(k, *self.cos_sin)
         return self.out(self.attention(q, k, v).transpose(1, 2).reshape(batch, length, embed))
 
 
 def _block(regime: Regime, data: Data, attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Contestant:
+    """Return the contestant for the hand-written block with this attention function."""
     block = Block(regime, attention)
     return of_torch(block, [block], linear_parameters([block.qkv], block.out), regime, data)
 
 
 def sdpa_block(regime: Regime, data: Data) -> Contestant:
-    """The block around `scaled_dot_product_attention`."""
+    """Return the contestant for the hand-written block around `scaled_dot_product_attention`."""
     mask, causal, grouped = boolean_mask(regime), regime.mask == "causal", regime.kv_heads is not None
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,18 +86,18 @@ def sdpa_block(regime: Regime, data: Data) -> Contestant:
 
 
 def flex_block(regime: Regime, data: Data) -> Contestant:
-    """The block around FlexAttention, compiled, with its block mask."""
+    """Return the contestant for the hand-written block around compiled FlexAttention with its block mask."""
     if regime.training:
         raise LeftOutError("FlexAttention has no backward on CPU")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch.compiler.reset()  # past its limit of compilations it would run unfused, and not say so
+    torch.compiler.reset()  # above its limit of compilations it would silently run unfused
     allowed, mask = regime.allowed(), None
     if allowed is not None:
-        of_all = allowed.expand(-1, -1, regime.length, -1)
-        batch, heads = (size if size > 1 else None for size in of_all.shape[:2])
+        full_mask = allowed.expand(-1, -1, regime.length, -1)
+        batch, heads = (size if size > 1 else None for size in full_mask.shape[:2])
         mask = create_block_mask(
-            lambda b, h, i, j: of_all[b if batch else 0, h if heads else 0, i, j],
+            lambda b, h, i, j: full_mask[b if batch else 0, h if heads else 0, i, j],
             batch,
             heads,
             regime.length,
@@ -106,7 +110,7 @@ def flex_block(regime: Regime, data: Data) -> Contestant:
 
 
 def torch_layer(regime: Regime, data: Data, *, need_weights: bool = False) -> Contestant:
-    """`nn.MultiheadAttention`: its masks are True where a query does not attend."""
+    """Return the contestant for `nn.MultiheadAttention`. Its masks are True where a query must not attend."""
     if regime.kv_heads is not None:
         raise LeftOutError("has no grouped heads")
     if need_weights:
@@ -117,8 +121,8 @@ def torch_layer(regime: Regime, data: Data, *, need_weights: bool = False) -> Co
         options["key_padding_mask"] = ~regime.real
     elif (allowed := regime.allowed()) is not None:
         hidden = ~allowed.expand(regime.batch, -1, -1, -1)
-        of_heads = regime.mask == "heads"
-        options["attn_mask"] = hidden.flatten(0, 1) if of_heads else hidden[0, 0]
+        differs_by_head = regime.mask == "heads"
+        options["attn_mask"] = hidden.flatten(0, 1) if differs_by_head else hidden[0, 0]
         options["is_causal"] = regime.mask == "causal"
     parameters = {
         "qkv": [layer.in_proj_weight],
@@ -130,5 +134,5 @@ def torch_layer(regime: Regime, data: Data, *, need_weights: bool = False) -> Co
 
 
 def torch_layer_with_weights(regime: Regime, data: Data) -> Contestant:
-    """`nn.MultiheadAttention` as it comes, which also returns weights."""
+    """Return the contestant for `nn.MultiheadAttention` with its default options, which also returns the weights."""
     return torch_layer(regime, data, need_weights=True)

@@ -1,7 +1,8 @@
-"""What replacing `torch.nn.MultiheadAttention` changes in time and memory.
+"""Time of headwise's replacement for `torch.nn.MultiheadAttention`, as a ratio to torch's layer.
 
-Regime: self-attention of 2 sequences of 1,024 tokens, 512 wide, 8 heads, in float32, alone and in an encoder of two
-blocks; the two layers by turns, and the median of the ratios. Each case first checks that both give the same.
+Regime: self-attention of 2 sequences of 1,024 tokens, width 512, 8 heads, in float32, alone and in an encoder of two
+blocks. The two layers run alternately; the result is the median ratio. Each case first checks that both return the same
+output or gradient.
 
     python -m benchmarks.torch_replacement [repeats]
 """
@@ -18,7 +19,9 @@ from headwise.compat import MultiheadAttention
 
 
 def calls_of(cls: type[nn.MultiheadAttention]) -> dict[str, Callable[[], torch.Tensor]]:
-    """Each case as a call that returns something to compare."""
+    """Return the benchmark cases for a layer class, by name. Each case is a function that returns an output or a
+    gradient to compare.
+    """
     torch.manual_seed(0)
     layer = cls(512, 8, batch_first=True)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True), 2)
@@ -39,7 +42,7 @@ def calls_of(cls: type[nn.MultiheadAttention]) -> dict[str, Callable[[], torch.T
 
     def encoded(**options: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return encoder.eval()(x, **options)[1]  # the sequence that has no padding
+            return encoder.eval()(x, **options)[1]  # the sequence without padding
 
     return {
         "training step": lambda: trained(False),
@@ -52,7 +55,7 @@ def calls_of(cls: type[nn.MultiheadAttention]) -> dict[str, Callable[[], torch.T
 
 
 def main() -> None:
-    """A line a case, and one of JSON last."""
+    """Print a line for each case, and a line of JSON last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repeats", type=int, nargs="?", default=15, help="samples of each case; 15 by default")
     repeats = parser.parse_args().repeats

@@ -1,7 +1,7 @@
-"""The statistics of heads from whole matrices of weights, as one computes them who has these. Causal, no padding.
+"""The statistics of attention heads, computed from whole matrices of attention weights. Causal, without padding.
 
-Nothing here imports headwise. In float64 it is the definition that what is watched is compared with; in float32, what
-everyone is timed with who asks for the matrices.
+Nothing here imports headwise. In float64 these statistics are the definition that watched models are compared with. In
+float32 they are part of the timing of every peer that returns matrices.
 """
 
 from dataclasses import dataclass
@@ -12,25 +12,30 @@ from torch import Tensor
 
 from benchmarks.oracle import WrongError
 
-Found = dict[str, Tensor]
+Statistics = dict[str, Tensor]
 """Every statistic by name, `(heads,)` or `(layers, heads)`."""
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-7
-"""How far a statistic may be from the definition: of its size, and where it is next to nothing."""
+"""Accepted difference from the definition: relative to its absolute value, and absolute for values near 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """The tokens `(length,)`, and which of them are special. What depends on them alone is made once for all layers."""
+    """Token ids of one sequence, and masks that depend on them alone, which are computed once for all layers.
+
+    Attributes:
+        tokens: token ids, `(length,)`.
+        special: True at special tokens, `(length,)`; None to leave out that statistic.
+    """
 
     tokens: Tensor
     special: Tensor | None = None
 
     @cached_property
     def away(self) -> Tensor:
-        """How many tokens lie between, `(length, length)`."""
-        place = torch.arange(len(self.tokens), dtype=torch.float32)
-        return (place[:, None] - place).abs()
+        """Distance in tokens between each query and each key, `(length, length)`."""
+        positions = torch.arange(len(self.tokens), dtype=torch.float32)
+        return (positions[:, None] - positions).abs()
 
     @cached_property
     def copies(self) -> Tensor:
@@ -39,30 +44,30 @@ class Text:
 
     @cached_property
     def after_copies(self) -> Tensor:
-        """True where a key comes next after such a copy."""
+        """True where a key directly follows an earlier copy of the query's token, `(length, length)`."""
         return torch.cat([torch.zeros_like(self.copies[:, :1]), self.copies[:, :-1]], 1)
 
     @cached_property
     def has_copy(self) -> Tensor:
-        """Rows whose token has an earlier copy, `(length,)`."""
+        """True for queries whose token has an earlier copy, `(length,)`."""
         return self.copies.any(-1)
 
 
-def statistics(weights: Tensor, out: Tensor, text: Text, written: Tensor | None = None) -> Found:
-    """Every statistic of a layer's heads.
+def statistics(weights: Tensor, out: Tensor, text: Text, written: Tensor | None = None) -> Statistics:
+    """Return every statistic of one layer, by name, each `(heads,)`: means over the query rows.
 
     Args:
         weights: `(heads, length, length)`.
-        out: of every head, `(heads, length, head_dim)`.
-        text: which tokens they are.
-        written: the slices of the output projection, `(heads, head_dim, embed)`.
+        out: the output of every head, `(heads, length, head_dim)`.
+        text: the tokens.
+        written: the output projection by heads, `(heads, head_dim, embed)`; None to leave out the norm after it.
     """
     length = weights.shape[-1]
-    seen = torch.arange(1, length + 1, dtype=weights.dtype)
+    visible_keys = torch.arange(1, length + 1, dtype=weights.dtype)
     entropy = torch.special.entr(weights).sum(-1)
-    found = {
+    by_row = {
         "entropy": entropy,
-        "evenness": entropy[:, 1:] / seen[1:].log(),
+        "evenness": entropy[:, 1:] / visible_keys[1:].log(),
         "confidence": weights.amax(-1),
         "distance": (weights * text.away).sum(-1),
         "self": weights.diagonal(0, -2, -1),
@@ -74,27 +79,27 @@ def statistics(weights: Tensor, out: Tensor, text: Text, written: Tensor | None 
         "output_norm": out.norm(dim=-1),
     }
     if text.special is not None:
-        found["special"] = weights[:, :, text.special].sum(-1)
+        by_row["special"] = weights[:, :, text.special].sum(-1)
     if written is not None:
-        found["written_norm"] = (out @ written).norm(dim=-1)
-    means = {name: rows.mean(-1) for name, rows in found.items()}
-    # Of these keys each is seen by at least half of the rows.
-    often = slice(length // 2 + 1)
-    return means | {"received": (weights.sum(-2) / seen.flip(0))[:, often].amax(-1)}
+        by_row["written_norm"] = (out @ written).norm(dim=-1)
+    means = {name: rows.mean(-1) for name, rows in by_row.items()}
+    # Each of these keys is visible to at least half of the rows.
+    common_keys = slice(length // 2 + 1)
+    return means | {"received": (weights.sum(-2) / visible_keys.flip(0))[:, common_keys].amax(-1)}
 
 
-def of_layers(found: list[Found]) -> Found:
-    """The layers of a model, one after the other."""
-    return {name: torch.stack([each[name] for each in found]) for name in found[0]}
+def of_layers(layers: list[Statistics]) -> Statistics:
+    """Return the statistics of all layers, stacked to `(layers, heads)`."""
+    return {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
 
 
-def check(found: Found, exact: Found) -> None:
-    """`WrongError` unless every statistic of every head is that of the definition."""
-    if found.keys() != exact.keys():
-        raise WrongError(f"measured {sorted(found)} where {sorted(exact)} is wanted")
-    for name, right in exact.items():
-        off = (found[name].double() - right).abs()
-        alike = (off <= RELATIVE * right.abs() + ABSOLUTE) | (found[name].isnan() & right.isnan())
-        if not alike.all():
-            worst = (off / right.abs()).nan_to_num(torch.inf).max()
-            raise WrongError(f"{name} is off by {float(worst):.1e} of its size in {int((~alike).sum())} heads")
+def check(measured: Statistics, exact: Statistics) -> None:
+    """Raise `WrongError` unless every statistic of every head equals the definition within the accepted difference."""
+    if measured.keys() != exact.keys():
+        raise WrongError(f"measured {sorted(measured)} where {sorted(exact)} is wanted")
+    for name, expected in exact.items():
+        difference = (measured[name].double() - expected).abs()
+        is_equal = (difference <= RELATIVE * expected.abs() + ABSOLUTE) | (measured[name].isnan() & expected.isnan())
+        if not is_equal.all():
+            worst = (difference / expected.abs()).nan_to_num(torch.inf).max()
+            raise WrongError(f"{name} is off by {float(worst):.1e} of its size in {int((~is_equal).sum())} heads")

@@ -1,11 +1,17 @@
-"""Attention to a window: against what computes the whole matrix, window by head, and growth with the length.
+"""Window attention: against implementations that compute the whole matrix, with a window for some heads only, and its
+growth with the length.
 
-Regime: (1, 8192, 512, 8) under a causal window of 256 keys, against every peer that does not keep the whole matrix,
-given that mask as a boolean matrix, or FlexAttention its block mask; (2, 1024, 512, 8) and (1, 4096, 512, 8) with a
-window of 128 for half of the heads and causal attention for the others; attention alone, without a layer's
-projections, under the window of 256 at 8,192; and the time of ours at 32,768 tokens over that at 4,096 under that
-window. float32 and bfloat16, forward, and forward with backward. Everything is first compared with the definition in
-float64; at 32,768 tokens, which the block around SDPA cannot do, without twice its error as the bound.
+Regime: float32 and bfloat16, forward, and forward with backward.
+
+- (1, 8192, 512, 8) under a causal window of 256 keys, against every peer that does not store the whole matrix. Peers
+  receive a boolean matrix, FlexAttention its block mask.
+- (2, 1024, 512, 8) and (1, 4096, 512, 8) with a window of 128 keys for half of the heads and causal attention for the
+  others.
+- Attention alone, without the projections of a layer, under the window of 256 at 8,192 tokens.
+- The time of headwise at 32,768 tokens over that at 4,096, under the window of 256.
+
+Everything is first compared with the definition in float64. At 32,768 tokens, which the block around SDPA cannot
+compute, that block's error is not used as a bound.
 
     python -m benchmarks.windows [--quick] [--rounds N] [--only "8192"]
 """
@@ -30,16 +36,18 @@ SHORT_AND_LONG = (4096, 32768)
 GROWTH = "length 4,096"
 
 
-def alone(regime: Regime, options: Options) -> Row:
-    """`hw.attend` against SDPA with that mask."""
+def attention_row(regime: Regime, options: Options) -> Row:
+    """Return the row for `hw.attend` against SDPA with the same mask, without the projections of a layer."""
     check(ATTEND, regime)
     taken = interleaved({name: Call(attention(name, regime)[0]) for name in (ATTEND, SDPA)}, options.rounds)
     ratio = Ratio.of(taken[SDPA], taken[ATTEND])
     return Row(regime, SDPA, ratio, *(statistics.median(taken[name]) for name in (ATTEND, SDPA)), "attention alone")
 
 
-def growth(regime: Regime, options: Options) -> Row:
-    """The time at the longer of two lengths over that at the shorter; both are right."""
+def growth_row(regime: Regime, options: Options) -> Row:
+    """Return the row for the time of headwise's layer at the longer of two lengths, divided by that at the shorter.
+    Both results are checked first.
+    """
     lengths = (64, 512) if options.tiny else SHORT_AND_LONG
     short, long = (replace(regime, length=length) for length in lengths)
     contestants = {"short": checked(short)[0], "long": ours(long, long.data())}
@@ -53,26 +61,26 @@ def growth(regime: Regime, options: Options) -> Row:
     return Row(long, GROWTH, ratio, statistics.median(taken["long"]), statistics.median(taken["short"]))
 
 
-def main(given: Sequence[str] | None = None) -> dict:
-    """Every regime, and a line of JSON last."""
-    options = arguments(__doc__, given)
-    found = Comparison(options)
+def main(command_line: Sequence[str] | None = None) -> dict:
+    """Measure every regime, and print a line of JSON last."""
+    options = arguments(__doc__, command_line)
+    comparison = Comparison(options)
     by_head = product(options.sizes(BY_HEAD), ["heads"])
-    long = product(options.sizes(LONG), ["window"])  # none where it is to be quick
+    long = product(options.sizes(LONG), ["window"])  # empty in a quick run
     for (size, mask), dtype in product([*by_head, *long], ("float32", "bfloat16")):
         for regime in both(Regime(*size, mask, dtype)):
-            found.add(regime)
+            comparison.add(regime)
     for size, dtype in product(options.sizes(LONG) if options.tiny else LONG, ("float32", "bfloat16")):
         for regime in both(Regime(*size, "window", dtype)):
             if options.wants(regime):
-                found.rows.append(alone(regime, options))
-                show(found.rows[-1])
+                comparison.rows.append(attention_row(regime, options))
+                show(comparison.rows[-1])
     for dtype in ("float32",) if options.quick else ("float32", "bfloat16"):
         for regime in both(Regime(1, SHORT_AND_LONG[1], 512, 8, "window", dtype)):
             if options.wants(regime):
-                found.rows.append(growth(regime, options))
-                show(found.rows[-1])
-    return report("windows", found.rows, options, found.left_out)
+                comparison.rows.append(growth_row(regime, options))
+                show(comparison.rows[-1])
+    return report("windows", comparison.rows, options, comparison.left_out)
 
 
 if __name__ == "__main__":
