@@ -52,7 +52,7 @@ def test_the_definitions_are_those_of_the_oracle(keys):
 
 def watched(number):
     """A place whose values are all one number, and what a watch says of it."""
-    place = compare.Place("attention", False, "interface", 3)
+    place = compare.SiteStatistics("attention", False, "interface", 3)
     place.add({"entropy": torch.full((2, 3), 0.5), "self": torch.full((2, 3), 0.25)})
     spreads = {name: RunningMoments.from_values(torch.cat(parts)) for name, parts in place.values.items()}
     spreads["self"] = replace(spreads["self"], mean=spreads["self"].mean + number)
