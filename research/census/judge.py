@@ -36,7 +36,7 @@ class Verdict:
         worst: the largest error.
         worst_at: run, site, statistic and head of the largest error.
         notes: exceptions in the comparison, such as statistics that were not checked.
-        runs: unused, kept for the format of the results.
+        runs: always empty; part of the saved format.
         seconds: duration.
     """
 

@@ -18,12 +18,15 @@ TINY = Regime(3, 37, 35, 5)
 
 
 def results_of(regime, build=contestants.ours):
+    """Return output and gradients, by name, of the contestant that `build` creates for a regime."""
     contestant = build(regime, regime.data())
     return contestant.results(contestant.run())
 
 
 def plain_layer(regime):
-    """The layer in a few lines of float64, the whole matrix, differentiated by autograd."""
+    """Return the float64 output and all gradients of a layer: a few lines with the whole matrix, differentiated by
+    autograd.
+    """
     data = regime.data()
     x, weights = data.x.double().requires_grad_(), {n: t.double() for n, t in data.weights.named().items()}
     weights = {name: tensor.requires_grad_() for name, tensor in weights.items()}
@@ -41,6 +44,7 @@ def plain_layer(regime):
 
 
 def results(*rows, benchmark="layer", left_out=None):
+    """Return the saved results of a benchmark script with these rows."""
     return {
         "benchmark": benchmark,
         "date": "2026-01-02",
@@ -55,9 +59,11 @@ def results(*rows, benchmark="layer", left_out=None):
 
 
 def row(median, regime=None, against=peers.TORCH_LAYER):
+    """Return a row of results with this median ratio; the lowest and highest are 0.1 away from it."""
     return Row(regime or Regime(2, 1024, 512, 8), against, Ratio(median, median - 0.1, median + 0.1), 0.01, 0.02)
 
 
 def line(text, *parts):
-    (found,) = [line for line in text.splitlines() if all(part in line for part in parts)]
-    return [cell.strip() for cell in found.strip("|").split("|")]
+    """Return the cells of the only line of a Markdown text that contains all these parts."""
+    (matching_line,) = [line for line in text.splitlines() if all(part in line for part in parts)]
+    return [cell.strip() for cell in matching_line.strip("|").split("|")]

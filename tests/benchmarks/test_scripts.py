@@ -1,4 +1,4 @@
-"""Each script on tiny sizes: it runs, prints JSON, and rejects wrong results before timing."""
+"""Each benchmark script at tiny sizes: it runs, prints JSON, and rejects wrong results before timing."""
 
 import json
 from pathlib import Path
@@ -26,8 +26,8 @@ SCRIPTS = [layer, windows, decoding, watching, ablating, gpu]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-def test_a_script_runs_and_says_it_in_json_last(script, capsys, monkeypatch):
-    # An interpreter of its own takes seconds to start.
+def test_script_runs_and_prints_json_last(script, capsys, monkeypatch):
+    # A separate interpreter takes seconds to start.
     monkeypatch.setattr(watching, "measured", lambda _, name, regime: watching.child(name, regime))
     results = script.main(["--tiny", "--peers", "torch", "--rounds", "1", "--only", "forward"])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -39,32 +39,32 @@ def test_a_script_runs_and_says_it_in_json_last(script, capsys, monkeypatch):
 
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
 @pytest.mark.parametrize("name", [attention_only.ATTEND, attention_only.BLOCKWISE])
-def test_attention_alone_is_checked_before_it_is_measured(name, training, monkeypatch):
+def test_attention_without_projections_is_checked_before_timing(name, training, monkeypatch):
     regime = Regime(1, 64, 30, 5, "window", training=training)
     attention_only.check(name, regime)
-    right = attention_only.attention
+    original = attention_only.attention
 
-    def wrong(asked, regime):
-        run, inputs = right(asked, regime)
-        return (lambda: [*run()[:-1], run()[-1] * 1.1]) if asked == name else run, inputs
+    def wrong(requested, regime):
+        run, inputs = original(requested, regime)
+        return (lambda: [*run()[:-1], run()[-1] * 1.1]) if requested == name else run, inputs
 
     monkeypatch.setattr(attention_only, "attention", wrong)
     with pytest.raises(SystemExit, match=f"{name}, attention alone: .* is off by"):
         attention_only.check(name, regime)
 
 
-def test_the_peak_of_a_run_is_what_it_holds_at_once():
+def test_peak_of_a_call_is_its_largest_memory_use():
     if not Path("/proc/self/clear_refs").exists():
-        pytest.skip("Linux alone tells the peak")
+        pytest.skip("peak memory is only available on Linux")
     megabytes = peak_memory.peak(lambda: torch.ones(64, 1024, 1024).sum()) / 2**20
     assert 240 < megabytes < 300
 
 
-def test_what_is_watched_wrongly_is_not_timed(monkeypatch):
-    right = watching.ours
+def test_wrong_statistics_of_headwise_end_the_script(monkeypatch):
+    original = watching.ours
 
     def wrong(of):
-        way = right(of)
+        way = original(of)
         return lambda length: {**(found := way(length)), "distance": found["distance"] * 1.001}
 
     of = watching.subject(watching.TINY)
@@ -76,36 +76,40 @@ def test_what_is_watched_wrongly_is_not_timed(monkeypatch):
             watching.checked(of, [watching.OURS], 40)
 
 
-def test_other_losses_than_those_of_whole_forwards_are_not_timed():
+def test_losses_that_differ_from_whole_forwards_end_the_script():
     model, batch = ablating.subject(ablating.TINY)
     heads = [(1, 2)]
-    found = {name: way(model, batch, heads, 24)[1] for name, way in ablating.WAYS.items()}
-    ablating.require_same(found)
-    found["ours"] = ablating.ours(model, batch, [(1, 3)], 24)[1]
+    losses_by_way = {name: way(model, batch, heads, 24)[1] for name, way in ablating.WAYS.items()}
+    ablating.require_same(losses_by_way)
+    losses_by_way["ours"] = ablating.ours(model, batch, [(1, 3)], 24)[1]
     with pytest.raises(SystemExit, match="ours: losses differ from those of whole forwards by"):
-        ablating.require_same(found)
+        ablating.require_same(losses_by_way)
 
 
-def test_a_peer_that_measures_something_else_is_left_out_by_name(monkeypatch, capsys):
-    right = watching.eager
-    monkeypatch.setitem(watching.WAYS, watching.EAGER, lambda of: lambda length: right(of)(length - 1))
+def test_peer_with_wrong_statistics_is_left_out_and_named(monkeypatch, capsys):
+    original = watching.eager
+    monkeypatch.setitem(watching.WAYS, watching.EAGER, lambda of: lambda length: original(of)(length - 1))
     with torch.no_grad():
         ways, left_out = watching.checked(watching.subject(watching.TINY), [watching.PLAIN, watching.EAGER], 40)
     assert (list(ways), list(left_out)) == ([watching.PLAIN], [watching.EAGER])
     assert f"LEFT OUT  {watching.EAGER}: " in capsys.readouterr().out
 
 
-def test_statistics_of_a_matrix_that_are_not_there_or_too_many_are_refused():
+def test_missing_and_additional_statistics_are_rejected():
     weights = torch.eye(5, dtype=torch.float64).expand(2, 5, 5)
-    found = weight_statistics.statistics(weights, weights, weight_statistics.Text(torch.tensor([7, 8, 7, 9, 8])))
-    weight_statistics.check(found, found)
-    assert found["self"].tolist() == [1, 1]
-    assert found["received"].tolist() == pytest.approx([1 / 3, 1 / 3])  # the third key, which three rows see
-    assert found["entropy"].tolist() == found["previous"].tolist() == found["duplicate"].tolist() == [0, 0]
+    statistics = weight_statistics.statistics(weights, weights, weight_statistics.Text(torch.tensor([7, 8, 7, 9, 8])))
+    weight_statistics.check(statistics, statistics)
+    assert statistics["self"].tolist() == [1, 1]
+    assert statistics["received"].tolist() == pytest.approx(
+        [1 / 3, 1 / 3]
+    )  # the third key, which is visible to three rows
+    assert (
+        statistics["entropy"].tolist() == statistics["previous"].tolist() == statistics["duplicate"].tolist() == [0, 0]
+    )
     with pytest.raises(WrongError, match=r"measured \['confidence'.* where \['confidence'"):
-        weight_statistics.check({**found, "special": found["self"]}, found)
+        weight_statistics.check({**statistics, "special": statistics["self"]}, statistics)
 
 
-def test_a_missing_peer_is_one_sentence():
+def test_missing_package_gives_a_one_sentence_message():
     with pytest.raises(SystemExit, match=r'not_there: not installed, .*; pip install "headwise\[bench\]"'):
         command_line.require("torch", "not_there")

@@ -19,7 +19,7 @@ from benchmarks import report as make_benchmarks
 from benchmarks.regime import Regime
 
 
-def test_the_targets_are_those_that_were_set():
+def test_bounds_of_all_targets():
     assert [(target.bound, target.at_most) for target in targets.TARGETS] == [
         (1.0, False),  # fastest peer, float32, forward
         (1.0, False),  # and training
@@ -45,7 +45,7 @@ def test_the_targets_are_those_that_were_set():
     ]
 
 
-def test_a_claim_is_judged_by_its_worst_regime_and_a_miss_is_marked():
+def test_target_is_judged_by_its_worst_regime_and_a_miss_is_marked():
     longer = Regime(1, 4096, 512, 8)
     text = make_benchmarks.document([results(row(1.6), row(1.3, longer))])
     cells = line(text, "float32, 1,024 and more, forward, full")
@@ -57,18 +57,19 @@ def test_a_claim_is_judged_by_its_worst_regime_and_a_miss_is_marked():
 
 
 @pytest.mark.parametrize("part", [{"only": "1024"}, {"quick": True}])
-def test_what_was_measured_in_part_is_not_called_met(part):
-    found = results(row(1.6)) | part
+def test_partly_measured_target_does_not_count_as_met(part):
+    partial_results = results(row(1.6)) | part
     assert (
-        line(make_benchmarks.document([found]), "float32, 1,024 and more, forward, full")[-1] == "met in some regimes"
+        line(make_benchmarks.document([partial_results]), "float32, 1,024 and more, forward, full")[-1]
+        == "met in some regimes"
     )
-    assert "Some regimes only." in make_benchmarks.document([found])
+    assert "Some regimes only." in make_benchmarks.document([partial_results])
     assert (
         line(make_benchmarks.document([results(row(1.3)) | part]), "1,024 and more, forward, full")[-1] == "**missed**"
     )
 
 
-def test_growth_and_memory_may_not_exceed_their_targets():
+def test_growth_and_memory_bounds_are_upper_bounds():
     regime = Regime(1, 8192, 512, 8, "window", training=True)
     longer = replace(regime, length=32768)
     for median, verdict in ((1.9, "met"), (2.1, "**missed**")):
@@ -84,7 +85,7 @@ LONG_WINDOW = {"mask": "window", "length": 8192}
 
 
 @pytest.mark.parametrize(
-    ("says", "benchmark", "against", "covered", "other"),
+    ("part_of_description", "benchmark", "against", "covered", "other"),
     [
         ("fastest peer, float32, every regime, forward", "padding", peers.FASTEST, {}, NARROW),
         ("fastest peer, float32, every regime, training", "layer", peers.FASTEST, TRAINING, {"training": False}),
@@ -109,8 +110,8 @@ LONG_WINDOW = {"mask": "window", "length": 8192}
         ("every head of SmolLM2", "ablating", ablating.WHOLE, {"batch": 16}, {"batch": 4}),
     ],
 )
-def test_a_claim_covers_its_regimes_and_no_others(says, benchmark, against, covered, other):
-    (target,) = [target for target in targets.TARGETS if says in target.description]
+def test_target_covers_its_regimes_and_no_others(part_of_description, benchmark, against, covered, other):
+    (target,) = [target for target in targets.TARGETS if part_of_description in target.description]
     regime = replace(Regime(2, 1024, 512, 8), **covered)
     assert target.covers(benchmark, row(1.0, regime, against))
     assert not target.covers(benchmark, row(1.0, regime, "somebody else"))

@@ -1,4 +1,6 @@
-"""The census of models: its definitions are those of the oracle, and its comparison can fail."""
+"""The census of models: its definitions agree with the test oracle, its comparison detects errors, and its verdicts
+name the reason.
+"""
 
 import json
 from dataclasses import asdict, replace
@@ -21,63 +23,72 @@ REAL = torch.arange(7) >= torch.tensor([[0], [2]])
 
 
 def weights(queries, keys):
+    """Return random causal attention weights of two sequences and three heads, with some keys hidden, in float64."""
     scores = torch.randn(2, 3, queries, keys, dtype=torch.float64)
     seen = torch.ones(queries, keys).tril(keys - queries).bool() & (torch.rand(2, 1, queries, keys) < 0.8)
     return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
 
 
 @pytest.mark.parametrize("keys", [7, 11])
-def test_the_definitions_are_those_of_the_oracle(keys):
+def test_definitions_agree_with_the_test_oracle(keys):
     a, square = weights(7, keys), keys == 7
     projection = torch.randn(15, 13).double()
     out, special = torch.randn(2, 3, 7, 5), TOKENS == 3
-    known = {"tokens": TOKENS, "special": special, "first": REAL.int().argmax(-1)} if square else {}
-    found = compare.statistics(a, **known, counts=REAL[:, None], out=out, projection=projection)
+    token_options_of_batch = {"tokens": TOKENS, "special": special, "first": REAL.int().argmax(-1)} if square else {}
+    batch_statistics = compare.statistics(
+        a, **token_options_of_batch, counts=REAL[:, None], out=out, projection=projection
+    )
     for sequence in range(2):
         for head in range(3):
             rows = a[sequence, head].masked_fill(~REAL[sequence, :, None], 0.0)
-            told = {"tokens": TOKENS[sequence].tolist(), "special": special[sequence].tolist()} if square else {}
+            token_options = (
+                {"tokens": TOKENS[sequence].tolist(), "special": special[sequence].tolist()} if square else {}
+            )
             first = int(REAL[sequence].int().argmax()) if square else 0
             expected = statistics_of(
                 rows,
-                **told,
+                **token_options,
                 out=out[sequence, head].double(),
                 projection=projection[5 * head : 5 * head + 5],
                 first=first,
             )
-            got = {name: float(value[sequence, head]) for name, value in found.items()}
-            assert expected == pytest.approx({name: got[name] for name in expected}, rel=1e-12)
-            assert all(got[name] != got[name] for name in got.keys() - expected.keys())
+            measured = {name: float(value[sequence, head]) for name, value in batch_statistics.items()}
+            assert expected == pytest.approx({name: measured[name] for name in expected}, rel=1e-12)
+            assert all(measured[name] != measured[name] for name in measured.keys() - expected.keys())
 
 
 def watched(number):
-    """A place whose values are all one number, and what a watch says of it."""
-    place = compare.SiteStatistics("attention", False, "interface", 3)
-    place.add({"entropy": torch.full((2, 3), 0.5), "self": torch.full((2, 3), 0.25)})
-    spreads = {name: RunningMoments.from_values(torch.cat(parts)) for name, parts in place.values.items()}
-    spreads["self"] = replace(spreads["self"], mean=spreads["self"].mean + number)
-    site = SimpleNamespace(site=("attention", False), heads=3, statistics=spreads)
-    return site, {("attention", False): place}
+    """Return a site's watched record, whose statistic "self" is off by `number`, and the reference statistics by
+    site.
+    """
+    reference_site = compare.SiteStatistics("attention", False, "interface", 3)
+    reference_site.add({"entropy": torch.full((2, 3), 0.5), "self": torch.full((2, 3), 0.25)})
+    moments = {name: RunningMoments.from_values(torch.cat(parts)) for name, parts in reference_site.values.items()}
+    moments["self"] = replace(moments["self"], mean=moments["self"].mean + number)
+    record = SimpleNamespace(site=("attention", False), heads=3, statistics=moments)
+    return record, {("attention", False): reference_site}
 
 
-def test_what_differs_is_found():
-    site, places = watched(0.0)
-    assert not compare.compare([site], places).differences
-    site, places = watched(2e-5)
-    (found,) = compare.compare([site], places).differences
+def test_comparison_reports_every_kind_of_difference():
+    record, reference_sites = watched(0.0)
+    assert not compare.compare([record], reference_sites).differences
+    record, reference_sites = watched(2e-5)
+    (found,) = compare.compare([record], reference_sites).differences
     assert (found.statistic, found.got, found.expected) == ("self", pytest.approx(0.25002), 0.25)
-    site, places = watched(torch.nan)
-    assert compare.compare([site], places).differences
-    site, places = watched(0.0)
-    site.statistics["self"] = replace(site.statistics["self"], count=torch.ones(3))
-    assert [each.statistic for each in compare.compare([site], places).differences] == ["number of self"]
-    site.heads = 2
-    assert [each.statistic for each in compare.compare([site], places).differences] == ["heads"]
-    assert compare.compare([], places).missed == ["attention"]
-    assert compare.compare([site], {}).beyond == ["attention"]
+    record, reference_sites = watched(torch.nan)
+    assert compare.compare([record], reference_sites).differences
+    record, reference_sites = watched(0.0)
+    record.statistics["self"] = replace(record.statistics["self"], count=torch.ones(3))
+    assert [difference.statistic for difference in compare.compare([record], reference_sites).differences] == [
+        "number of self"
+    ]
+    record.heads = 2
+    assert [difference.statistic for difference in compare.compare([record], reference_sites).differences] == ["heads"]
+    assert compare.compare([], reference_sites).missed == ["attention"]
+    assert compare.compare([record], {}).beyond == ["attention"]
 
 
-def test_the_definition_of_torchs_attention():
+def test_reference_definition_agrees_with_torch_attention():
     q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 4)
     mask = torch.randn(5, 9).masked_fill(torch.rand(5, 9) < 0.3, -torch.inf)
     for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask > 0}, {"scale": 0.3}):
@@ -87,38 +98,38 @@ def test_the_definition_of_torchs_attention():
         torch.testing.assert_close(a.sum(-1), torch.ones(2, 6, 5).double() * (a.sum(-1) > 0))
 
 
-def test_sizes_shrink_also_in_configs_inside():
+def test_nested_configs_are_shrunk():
     config = tiny_config("gemma3")
     assert config.text_config.hidden_size < 100
     assert set(config.text_config.layer_types) == {"sliding_attention", "full_attention"}
 
 
 @pytest.mark.parametrize("model_type", ["llama", "t5", "gpt_oss"])
-def test_a_model_type_is_judged(model_type):
+def test_supported_model_types_are_right(model_type):
     verdict = judge(model_type)
     assert (verdict.outcome, verdict.reason) == ("right", "")
     assert 0 < verdict.worst < compare.BUDGET
     assert verdict.routes == ["interface"]
 
 
-def test_a_wrong_statistic_is_judged_wrong(monkeypatch):
+def test_wrong_statistic_gives_the_outcome_wrong(monkeypatch):
     monkeypatch.setattr(RunningMoments, "value", property(lambda spread: spread.mean + 1e-4))
     verdict = judge("bert")
     assert verdict.outcome == "wrong"
     assert "where" in verdict.reason
 
 
-def test_what_is_not_seen_is_judged_silent(monkeypatch):
+def test_unobserved_module_without_warning_gives_the_outcome_silent(monkeypatch):
     monkeypatch.setattr(hw.intercept.watch.Heads, "records", property(lambda heads: list(heads._records.values())[1:]))
     assert judge("bert").outcome == "silent"
 
 
-def test_what_cannot_be_built_says_why():
+def test_model_type_without_a_class_is_not_built_and_the_reason_is_stated():
     assert (judge("glmga").outcome, "no model class" in judge("glmga").reason) == ("not built", True)
 
 
 @torch.no_grad()
-def test_the_reference_is_what_the_model_returns():
+def test_recorded_weights_are_those_the_model_returns():
     model = build("bert", "eager")
     inputs = next(attempts("bert", model, "left"))
     with reference.recorded(model) as record:
@@ -128,7 +139,7 @@ def test_the_reference_is_what_the_model_returns():
         torch.testing.assert_close(call.weights, expected)
 
 
-def test_the_document_has_every_type():
+def test_report_lists_every_type():
     right = Verdict("bert", "right", routes=["interface"], sites=2, heads=12, worst=1e-7)
     refused = Verdict("autoformer", "refused", "model: expected attention, got <none>")
     results = {"versions": {"torch": "2"}, "seconds": 90, "verdicts": [asdict(right), asdict(refused)]}

@@ -1,4 +1,4 @@
-"""The report of the claims, written from made-up results."""
+"""The report of the claims, written from invented results."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from research.claims.study_results import Study
 
 
 def saved_study(name, **more):
-    """A study as it is saved, with everything that may be looked at, three seeds."""
+    """Return a study as it is saved, with every measure that the report uses, for three seeds."""
     runs = {}
     for heads in HEADS:
         runs[str(heads)] = [
@@ -40,6 +40,7 @@ def saved_study(name, **more):
 
 @pytest.fixture
 def results():
+    """Results of all studies, of one real model and of timings."""
     studies = {name: saved_study(name) for name in (MAIN, FEW_DATA, *RANKED)}
     studies["relations-places"] = saved_study("generated", task="several relations, by place", is_setting=False)
     for heads, runs in studies["relations-places"]["runs"].items():
@@ -53,7 +54,7 @@ def results():
     return Results(made, real, [regime_of([1.0] * 6)], dict.fromkeys((MAIN, "clock"), metadata))
 
 
-def test_the_document_holds_every_claim_its_verdict_and_tables_that_are_whole(results):
+def test_report_has_every_claim_its_verdict_and_complete_tables(results):
     text = make_claims.document(results)
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == [*TITLES.values(), "How it was measured"]
     wanted = {"capacity": HELD, "parallel": HELD, "regularises": HELD, "more": NOT, "eight": HELD, "robust": UNDECIDED}

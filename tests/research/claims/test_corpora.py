@@ -1,4 +1,4 @@
-"""The text and the generated tasks that models are trained on."""
+"""The text and the generated tasks on which models are trained."""
 
 from collections import Counter
 
@@ -10,24 +10,25 @@ from research.claims import (
 
 
 def rows_of(batches):
+    """Return how often each sequence of token ids occurs in the batches."""
     return Counter(tuple(row) for batch in batches for row in batch["input_ids"].tolist())
 
 
-def test_the_text_is_cut_into_rows_that_are_learned_from_or_judged_by():
-    """Every row of the text is dealt once at most: rows that occur twice may be dealt twice."""
+def test_text_is_split_into_training_and_held_out_rows():
+    """Every row of the text is used at most once; a row that occurs twice in the text may be used twice."""
     training, held_out = corpora.next_bytes(3)
     assert {tuple(batch["input_ids"].shape) for batch in training + held_out} == {(8, 64)}
     number = {byte: place for place, byte in enumerate(sorted(set(corpora.text())))}
     ids = [number[byte] for byte in corpora.text()]
     all_rows = Counter(tuple(ids[start : start + 64]) for start in range(0, len(ids) // 64 * 64, 64))
-    dealt = rows_of(training) + rows_of(held_out)
+    used_rows = rows_of(training) + rows_of(held_out)
     assert len(held_out) == 3
-    assert dealt <= all_rows
-    assert all_rows.total() - dealt.total() < 8
+    assert used_rows <= all_rows
+    assert all_rows.total() - used_rows.total() < 8
     assert max(number.values()) < corpora.MASK == corpora.VOCABULARY - 1
 
 
-def test_the_text_is_the_same_each_time_and_held_out_for_any_number():
+def test_batches_of_text_are_reproducible_and_held_out_rows_are_fixed():
     training, held_out = corpora.next_bytes(3)
     few, again = corpora.next_bytes(3, 5)
     assert len(few) == 5
@@ -39,7 +40,7 @@ def test_the_text_is_the_same_each_time_and_held_out_for_any_number():
     assert starts != sorted(starts)
 
 
-def test_a_lookup_can_be_answered_by_the_first_half_and_not_without():
+def test_lookup_is_answered_by_the_first_half_of_the_sequence_only():
     batches = corpora.lookups(3, 7)
     values = {}
     changed = 0

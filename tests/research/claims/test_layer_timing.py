@@ -1,4 +1,4 @@
-"""Timing of one fused layer against a list of heads, with a made-up clock."""
+"""Timing of one fused layer against a list of separate heads, with a simulated clock."""
 
 from collections import Counter
 from dataclasses import replace
@@ -13,23 +13,25 @@ from research.claims import (
 from research.claims.sizes import SIZES
 
 
-def test_a_list_of_heads_is_the_layer():
+def test_list_of_heads_computes_the_same_as_the_layer():
     layer = hw.MultiHeadAttention(15, 3, bias=False, mask=hw.causal()).double()
-    apart = layer_timing.ListOfHeads(layer)
+    separate_heads = layer_timing.ListOfHeads(layer)
     x, upstream = torch.randn(2, 7, 15, dtype=torch.float64), torch.randn(2, 7, 15, dtype=torch.float64)
     one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-    given, wanted = apart(other), layer(one)
-    torch.testing.assert_close(given, wanted, rtol=1e-12, atol=1e-12)
-    wanted.backward(upstream)
-    given.backward(upstream)
+    list_output, expected = separate_heads(other), layer(one)
+    torch.testing.assert_close(list_output, expected, rtol=1e-12, atol=1e-12)
+    expected.backward(upstream)
+    list_output.backward(upstream)
     torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-12)
-    for place, name in enumerate(("q_proj", "k_proj", "v_proj")):
-        together = torch.cat([head[place].weight.grad for head in apart.heads])
+    for index, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        together = torch.cat([head[index].weight.grad for head in separate_heads.heads])
         torch.testing.assert_close(together, getattr(layer, name).weight.grad, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(apart.projection.weight.grad, layer.out_proj.weight.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        separate_heads.projection.weight.grad, layer.out_proj.weight.grad, rtol=1e-12, atol=1e-12
+    )
 
 
-def test_seconds_are_of_one_run_by_a_clock_that_is_made_up(monkeypatch):
+def test_samples_are_seconds_of_one_run(monkeypatch):
     now = [0.0]
     ran = Counter()
 
@@ -50,7 +52,7 @@ def test_seconds_are_of_one_run_by_a_clock_that_is_made_up(monkeypatch):
 SIZE = replace(SIZES["tiny"], heads=(1, 2, 4), rounds=2, width=16, lengths=((2, 5),))
 
 
-def test_the_clock_runs_and_refuses_lists_that_are_not_the_layer(monkeypatch):
+def test_all_cases_are_timed_and_a_list_with_wrong_results_is_rejected(monkeypatch):
     monkeypatch.setattr(layer_timing, "LEAST", 0.0)
     monkeypatch.setattr(layer_timing.torch.cuda, "is_available", lambda: False)
     (found,) = layer_timing.time_layers(SIZE)

@@ -1,4 +1,4 @@
-"""The task of several relations, the lookup loss, and the proof that one head serves one slot."""
+"""The task with several relations, the lookup loss, and the proof that one head serves at most one slot."""
 
 import itertools
 import math
@@ -19,8 +19,8 @@ from research.claims import (
 from research.claims.report_text import EXAMPLE, MIXES
 
 
-class Given(nn.Module):
-    """A model that gives these logits."""
+class FixedLogits(nn.Module):
+    """A model that returns the same logits for every input."""
 
     def __init__(self, logits):
         super().__init__()
@@ -30,16 +30,16 @@ class Given(nn.Module):
         return self.logits
 
 
-def test_the_loss_of_lookups_is_that_of_the_values_of_the_second_half():
+def test_lookup_loss_is_over_the_values_of_the_second_half():
     batch = {"input_ids": corpora.lookups(1, 3)[0]["input_ids"][:5]}
     logits = torch.randn(5, 24, 32, dtype=torch.float64)
-    found = training_tasks.lookup_loss(Given(logits), batch)
+    found = training_tasks.lookup_loss(FixedLogits(logits), batch)
     for row, each, ids in zip(logits, found, batch["input_ids"], strict=True):
-        wanted = [-row[place].log_softmax(-1)[ids[place + 1]] for place in range(12, 24, 2)]
-        torch.testing.assert_close(each, torch.stack(wanted).mean(), rtol=1e-12, atol=0)
+        expected = [-row[place].log_softmax(-1)[ids[place + 1]] for place in range(12, 24, 2)]
+        torch.testing.assert_close(each, torch.stack(expected).mean(), rtol=1e-12, atol=0)
 
 
-def test_what_is_asked_for_is_the_tokens_before():
+def test_answers_are_the_preceding_tokens():
     ids = torch.arange(3 * 11).view(3, 11)
     found = relations_task.answers(ids)
     assert found.shape == (3, 7, 4)
@@ -47,33 +47,37 @@ def test_what_is_asked_for_is_the_tokens_before():
         assert found[row, place - 4, slot] == ids[row, place - (slot + 1)]
 
 
-def test_the_loss_of_relations_and_the_share_that_is_right():
+def test_relations_loss_and_accuracy_equal_the_definition():
     batch = {"input_ids": torch.randint(16, (5, 11))}
     logits = torch.randn(5, 11, 4, 16, dtype=torch.float64)
     logits[:, :, 2] = -1.0
-    logits[:, :, 2, 6] = 0.0  # always says 6
+    logits[:, :, 2, 6] = 0.0  # the prediction is always 6
     losses, right = torch.zeros(5, 7, 4, dtype=torch.float64), torch.zeros(5, 7, 4)
     for row, place, slot in itertools.product(range(5), range(4, 11), range(4)):
-        asked = batch["input_ids"][row, place - slot - 1]
-        losses[row, place - 4, slot] = -logits[row, place, slot].log_softmax(-1)[asked]
-        right[row, place - 4, slot] = logits[row, place, slot].argmax() == asked
-    found = relations_task.relations_loss(Given(logits), batch)
+        answer = batch["input_ids"][row, place - slot - 1]
+        losses[row, place - 4, slot] = -logits[row, place, slot].log_softmax(-1)[answer]
+        right[row, place - 4, slot] = logits[row, place, slot].argmax() == answer
+    found = relations_task.relations_loss(FixedLogits(logits), batch)
     torch.testing.assert_close(found, losses.mean((1, 2)), rtol=1e-12, atol=0)
-    assert relations_task.accuracy(Given(logits), [batch, batch]) == pytest.approx(right.double().mean((0, 1)).tolist())
+    assert relations_task.accuracy(FixedLogits(logits), [batch, batch]) == pytest.approx(
+        right.double().mean((0, 1)).tolist()
+    )
 
 
-def test_of_chance():
+def test_uniform_logits_have_the_loss_and_accuracy_of_chance():
     batch = corpora.symbols(1, 3)[0]
-    nothing = Given(torch.zeros(64, 16, 4, 16))
+    nothing = FixedLogits(torch.zeros(64, 16, 4, 16))
     found = relations_task.relations_loss(nothing, batch)
     torch.testing.assert_close(found, torch.full((64,), math.log(16)))
     assert relations_task.accuracy(nothing, [batch]) == pytest.approx([1 / 16] * 4, abs=0.03)
 
 
-def built(kind):
-    """Four heads of which each looks 1, 2, 3 or 4 back, by a query turned as far back as the key that it meets.
+def hand_made_model(kind):
+    """Return a model with four heads that attend 1, 2, 3 and 4 tokens back: the key projection of each head is rotated
+    so that it matches a query at that distance.
 
-    Symbols are unit vectors in the first 16 axes; axis 16 is in every token, and the place alone where it decides.
+    Symbols are unit vectors in the first 16 axes. Axis 16 is 1 in every token, and in `place` if the model has that
+    parameter.
     """
     model = relations_task.Relations(hw.Setting(4, 16, 4), kind)
     attention = model.self_attn
@@ -97,8 +101,8 @@ def built(kind):
 
 
 @pytest.mark.parametrize("kind", relations_task.KINDS)
-def test_four_heads_made_by_hand_serve_four_slots(kind):
-    batches, model = corpora.symbols(2, 3), built(kind)
+def test_four_hand_made_heads_serve_four_slots(kind):
+    batches, model = corpora.symbols(2, 3), hand_made_model(kind)
     assert relations_task.accuracy(model, batches) == [1.0] * 4
     assert relations_task.relations_loss(model, batches[0]).max() < 1e-4
     torch.testing.assert_close(
@@ -106,7 +110,7 @@ def test_four_heads_made_by_hand_serve_four_slots(kind):
     )
 
 
-def test_weights_by_place_alone_do_not_depend_on_the_symbols():
+def test_weights_of_kind_places_do_not_depend_on_the_symbols():
     one, other = (batch["input_ids"] for batch in corpora.symbols(2, 3))
     for kind in ("places", "tokens"):
         model = relations_task.Relations(hw.Setting(2, 32, 2), kind)
@@ -115,18 +119,22 @@ def test_weights_by_place_alone_do_not_depend_on_the_symbols():
 
 
 WORDS = np.array(list(itertools.product(range(5), repeat=4)))
-"""Everything that can stand on four places, of five symbols: there is always one that does not occur."""
+"""All words of four symbols out of five. In each of them at least one symbol does not occur."""
 
 
-def answered(factors):
-    """Of each word and slot, whether the slot names its own place; `factors` of the symbol on each place, by slot."""
+def is_answered(factors):
+    """Return, for each word and slot, whether the largest logit of the slot is that of its symbol. `factors[slot,
+    position]` multiplies the symbol at a position.
+    """
     logits = np.einsum("jk,nks->njs", factors, np.eye(5)[WORDS])
-    own = np.eye(5, dtype=bool)[WORDS]
-    return np.where(own, logits, np.inf).min(-1) > np.where(own, -np.inf, logits).max(-1) + 1e-9
+    is_answer = np.eye(5, dtype=bool)[WORDS]
+    return np.where(is_answer, logits, np.inf).min(-1) > np.where(is_answer, -np.inf, logits).max(-1) + 1e-9
 
 
-def test_one_head_serves_one_slot_at_most():
-    """Read out alike under renaming: p for the symbol that stands there, q for others, tried over a grid."""
+def test_one_head_serves_at_most_one_slot():
+    """The readout is the same after renaming symbols: p for the symbol at the position, q for all others. Weights are
+    tried over a grid.
+    """
     served = Counter()
     for weights in itertools.product((0.05, 0.1, 0.25, 0.6, 0.8), repeat=4):
         if sum(weights) > 1 + 1e-9:
@@ -135,31 +143,33 @@ def test_one_head_serves_one_slot_at_most():
             logits = np.einsum("k,nks->ns", np.array(weights), np.where(np.eye(5, dtype=bool)[WORDS], p, q))
             slots = 0
             for slot in range(4):
-                own = np.eye(5, dtype=bool)[WORDS[:, slot]]
-                others = np.where(own, -np.inf, logits).max(1)
-                slots += bool((logits[own] > others + 1e-9).all())
+                is_answer = np.eye(5, dtype=bool)[WORDS[:, slot]]
+                others = np.where(is_answer, -np.inf, logits).max(1)
+                slots += bool((logits[is_answer] > others + 1e-9).all())
             served[slots] += 1
     assert set(served) == {0, 1}
     assert min(served.values()) > 20
 
 
-def test_two_heads_serve_all_slots_where_what_is_asked_for_stands_there_once():
-    right = answered(np.array(MIXES) @ np.array(EXAMPLE))
+def test_two_heads_serve_all_slots_whose_answer_occurs_once():
+    right = is_answered(np.array(MIXES) @ np.array(EXAMPLE))
     once = (WORDS[:, :, None] == WORDS[:, None]).sum(-1) == 1
     assert right[once].all()
     assert all(abs(sum(head) - 1) < 1e-9 and min(head) >= 0 for head in EXAMPLE)
 
 
-def test_two_heads_serve_two_slots_whatever_repeats():
-    """Always right is a matrix whose diagonal outweighs the rest of each row: of full rank, one head for each slot."""
-    assert answered(np.array(MIXES) @ np.array(EXAMPLE)).all(0).tolist() == [False, True, True, False]
-    assert answered(np.eye(4)).all()
+def test_two_heads_serve_two_slots_for_every_word():
+    """Answering every word requires a matrix whose diagonal outweighs the rest of each row. It has full rank, so each
+    slot needs a head.
+    """
+    assert is_answered(np.array(MIXES) @ np.array(EXAMPLE)).all(0).tolist() == [False, True, True, False]
+    assert is_answered(np.eye(4)).all()
     draw = np.random.default_rng(0)
     found = Counter()
     for _ in range(300):
         factors = draw.dirichlet([0.3] * 4, 2)
         for mixes in (draw.normal(size=(4, 2)), np.linalg.pinv(factors).clip(-1, 1)):
-            served = answered(mixes @ factors).all(0)
+            served = is_answered(mixes @ factors).all(0)
             if served.any():
                 rows = (mixes @ factors)[served][:, served]
                 others = np.abs(rows).sum(1) - np.abs(np.diag(rows))
@@ -168,9 +178,11 @@ def test_two_heads_serve_two_slots_whatever_repeats():
     assert set(found) == {0, 1, 2}
 
 
-def test_the_page_checks_its_example(monkeypatch):
+def test_report_checks_its_example(monkeypatch):
     assert "(0.18, 0.52, 0.30, 0.00) and (0.00, 0.30, 0.52, 0.18)" in report_tables.example()
     monkeypatch.setattr(report_tables, "SYMBOLS", 5)
-    assert report_tables.right_of_all() == pytest.approx(answered(np.array(MIXES) @ np.array(EXAMPLE)).mean(0).tolist())
+    assert report_tables.right_of_all() == pytest.approx(
+        is_answered(np.array(MIXES) @ np.array(EXAMPLE)).mean(0).tolist()
+    )
     monkeypatch.setattr(report_tables, "MIXES", (*MIXES[:2], (0.2, 1.0), MIXES[3]))
     assert report_tables.right_of_all()[2] < 0.9

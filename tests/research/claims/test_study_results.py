@@ -1,4 +1,4 @@
-"""What is computed from the saved results of a study, of layers and of timings."""
+"""Numbers computed from the saved results of studies, layers and timings."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from research.claims import (
 from research.claims.estimates import Estimate
 
 
-def test_slopes_are_of_the_seeds_that_all_have():
+def test_slopes_use_the_seeds_that_every_number_of_heads_has():
     lines = {1: 0.5, 2: -0.25, 4: 0.125}
     values = {heads: {seed: 3.0 + each * math.log2(heads) for seed, each in lines.items()} for heads in HEADS}
     values[4][9] = 100.0
@@ -24,7 +24,7 @@ def test_slopes_are_of_the_seeds_that_all_have():
     assert found.error == pytest.approx(scipy.stats.sem([0.5, -0.25, 0.125]))
 
 
-def test_what_is_told_from_the_best():
+def test_not_worse_lists_the_numbers_of_heads_within_the_margin_of_the_best():
     study = study_of(WORSE, 0.125)
     assert (study.best, study.not_worse) == (2, [2, 4])
     assert study_of(ALIKE, 0.125).not_worse == list(HEADS)
@@ -33,10 +33,13 @@ def test_what_is_told_from_the_best():
 
 
 def is_good_by_definition(losses, heads, without=None):
+    """Return whether the mean loss with this number of heads is at most the best mean plus its standard error,
+    optionally without one seed.
+    """
     means, errors = {}, {}
     for number, values in losses.items():
-        kept = [each for seed, each in enumerate(values, 1) if seed != without]
-        means[number], errors[number] = np.mean(kept), scipy.stats.sem(kept)
+        included_losses = [each for seed, each in enumerate(values, 1) if seed != without]
+        means[number], errors[number] = np.mean(included_losses), scipy.stats.sem(included_losses)
     best = min(means, key=means.get)
     return means[heads] <= means[best] + errors[best]
 
@@ -52,25 +55,25 @@ def is_good_by_definition(losses, heads, without=None):
         ({2: [0.0, 0.0], 4: [1.0, 3.0], 8: [3.0, 3.0]}, False),
     ],
 )
-def test_good_is_within_the_standard_error_of_the_best(losses, good):
+def test_good_means_within_one_standard_error_of_the_best(losses, good):
     assert study_results.is_good(study_of(losses), 8) == good == is_good_by_definition(losses, 8)
 
 
-def test_good_on_random_losses():
+def test_good_agrees_with_its_definition_on_random_losses():
     draw = np.random.default_rng(5)
     found = Counter()
     for _ in range(20):
         losses = {heads: draw.normal(3.0, 0.1, 4).tolist() for heads in HEADS}
         for heads, without in itertools.product(HEADS, (None, 1, 3)):
-            wanted = is_good_by_definition(losses, heads, without)
-            assert study_results.is_good(study_of(losses), heads, without) == wanted
-            found[bool(wanted)] += 1
+            expected = is_good_by_definition(losses, heads, without)
+            assert study_results.is_good(study_of(losses), heads, without) == expected
+            found[bool(expected)] += 1
     assert min(found[True], found[False]) > 40
     assert not study_results.is_good(study_of({4: [1.0, 2.0]}), 8)
 
 
-def test_good_in_pairs_takes_out_what_a_seed_does_to_all():
-    """Differences 0.4, 0.5, 0.6 with an error of 0.06, where the seeds themselves are an error of 1.2 apart."""
+def test_good_in_pairs_removes_the_effect_of_the_seed():
+    """The differences 0.4, 0.5, 0.6 have an error of 0.06, while the losses of the seeds have an error of 1.2."""
     losses = {4: [1.0, 3.0, 5.0], 8: [1.4, 3.5, 5.6]}
     assert study_results.is_good(study_of(losses), 8)
     assert not study_results.is_good_in_pairs(study_of(losses), 8)
@@ -79,7 +82,7 @@ def test_good_in_pairs_takes_out_what_a_seed_does_to_all():
     assert not study_results.is_good_in_pairs(study_of({4: [1.0, 2.0]}), 8)
 
 
-def test_costs_are_of_every_regime_and_both_ways():
+def test_time_ratios_cover_forward_and_training_of_every_regime():
     found = study_results.time_ratios([regime_of([1.0, 2.0, 3.0, 4.0, 5.0, ASTRIDE])], "fused {n}", "fused 1")
     medians = [1.0, 1.0, 2.0, 3.0, 1.0, 4.0, 5.0, 1.1]
     assert [(each.what, each.heads) for each in found] == list(itertools.product(("forward", "training"), HEADS))
@@ -104,7 +107,7 @@ def test_layers_are_compared_seed_by_seed():
         assert each.over_as_sharp.error == pytest.approx(scipy.stats.sem(rows[0] - rows[2]))
 
 
-def test_layers_of_a_real_model_are_compared_sequence_by_sequence_with_the_mean_of_the_untrained():
+def test_layers_of_a_real_model_are_compared_by_sequence_with_the_mean_of_untrained_models():
     saved = {
         "title": "a model",
         "trained": [{"3": 0.5}, {"3": 0.75}],

@@ -1,4 +1,4 @@
-"""The rule of each claim: from results to held, did not hold, or undecided."""
+"""The rule of each claim: from results to "held", "did not hold" or "undecided"."""
 
 import itertools
 from fractions import Fraction
@@ -16,13 +16,13 @@ from research.claims.study_results import Layer
 from research.claims.verdicts import by_share, capacity, different, eight, parallel, regularises, robust, turning
 
 
-def test_two_thirds_and_one_third_are_undecided_and_beyond_is_not():
+def test_shares_from_one_third_to_two_thirds_are_undecided():
     for number, of in itertools.combinations_with_replacement(range(100), 2):
         if not of:
             continue
         share = Fraction(number, of)
-        wanted = HELD if share > Fraction(2, 3) else NOT if share < Fraction(1, 3) else UNDECIDED
-        assert by_share(number, of) == wanted, (number, of)
+        expected = HELD if share > Fraction(2, 3) else NOT if share < Fraction(1, 3) else UNDECIDED
+        assert by_share(number, of) == expected, (number, of)
     assert by_share(0, 0) == UNDECIDED
 
 
@@ -30,6 +30,9 @@ SIGNED = {1: [0.2, 0.21, 0.19], 0: [0.2, -0.2, 0.01], -1: [-0.2, -0.21, -0.19]}
 
 
 def layer_of(untrained, sharp):
+    """Return a layer whose differences from an untrained model, and from one with equal entropies, have these signs: 1,
+    0 or -1.
+    """
     nothing = Estimate.of([0.0, 0.0])
     return Layer("m", 8, 0, nothing, nothing, nothing, *(Estimate.of(SIGNED[each]) for each in (untrained, sharp)))
 
@@ -63,7 +66,7 @@ def test_capacity_is_the_share_of_settings_in_which_one_head_is_worse(worse, of,
 
 
 @pytest.mark.parametrize(("worse", "outcome"), [(0, NOT), (1, UNDECIDED), (2, HELD), (5, HELD)])
-def test_more_is_worse_in_two_settings_at_least(worse, outcome):
+def test_more_heads_are_worse_if_two_settings_show_it(worse, outcome):
     found = turning([study_of(WORSE if each < worse else ALIKE, 0.125) for each in range(5)])
     assert found.outcome == outcome
     assert f"{worse} of 5 settings" in found.figure
@@ -75,7 +78,9 @@ BEST = {4: [1.1, 1.1, 1.2, 1.2], 8: [1.0, 1.0, 1.1, 1.1]}
 FAR = {4: [1.0, 1.0, 1.1, 1.1], 8: [2.0, 2.0, 2.1, 2.1]}
 
 SWINGS = {4: [1.0, 1.0, 1.0, 1.2], 8: [1.09] * 4}
-"""Good by the error of 0.05 that the last seed makes; without it 4 heads are sure, and better."""
+"""Eight heads are good because the last seed causes an error of 0.05. Without that seed, 4 heads have no error and are
+better.
+"""
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,7 @@ SWINGS = {4: [1.0, 1.0, 1.0, 1.2], 8: [1.09] * 4}
         ([FAR] * 3 + [SWINGS], NOT, "0 to 1"),
     ],
 )
-def test_eight_is_undecided_where_one_seed_would_change_it(settings, outcome, counts):
+def test_eight_is_undecided_if_one_seed_changes_the_outcome(settings, outcome, counts):
     found = eight([study_of(losses) for losses in settings])
     assert found.outcome == outcome
     assert found.figure.endswith(f"in {len(settings) - settings.count(FAR)} of {len(settings)} settings")
@@ -111,7 +116,7 @@ def test_eight_is_undecided_where_one_seed_would_change_it(settings, outcome, co
         ((-0.3, 0.3, -0.05), (0.1, 0.11, 0.09), UNDECIDED),
     ],
 )
-def test_heads_regularise_where_the_gap_falls_and_the_loss_does_not_rise(gap, loss, outcome):
+def test_heads_regularise_if_the_gap_falls_and_the_loss_does_not_rise(gap, loss, outcome):
     held, gaps = lines_of(3.0, loss), lines_of(1.0, gap)
     train = {heads: [a - b for a, b in zip(held[heads], gaps[heads], strict=True)] for heads in HEADS}
     study = study_of(held, train_loss=train)
@@ -134,9 +139,11 @@ FALLS, NEITHER, RISES = (-0.1, -0.11, -0.09), (-0.3, 0.3, 0.1), (0.1, 0.11, 0.09
         (RISES, FALLS, NOT),
     ],
 )
-def test_robust_is_the_part_that_half_of_the_heads_have_in_what_all_cost(random, least, outcome):
-    """In two layers; the draws are 0.25 around the line; all heads are worth 2 with one head, and less with more."""
-    at_random, at_least, worth = lines_of(1.0, random), lines_of(1.0, least), lines_of(2.0, (-0.4, -0.4, -0.4))
+def test_robust_compares_removing_half_of_the_heads_with_removing_all(random, least, outcome):
+    """Two layers. The random draws are 0.25 around the line. Removing all heads costs 2 with one head, and less with
+    more heads.
+    """
+    at_random, at_least, effect_of_all = lines_of(1.0, random), lines_of(1.0, least), lines_of(2.0, (-0.4, -0.4, -0.4))
     removed = {
         heads: [
             {
@@ -145,19 +152,19 @@ def test_robust_is_the_part_that_half_of_the_heads_have_in_what_all_cost(random,
                 "random": {str(heads): [3.0 + (a - 0.25) * c, 3.0 + (a + 0.25) * c], "other": [9.0, 9.0]},
                 "least": {str(heads): 3.0 + b * c, str(2 * heads): 3.0 + c, "other": 9.0},
             }
-            for a, b, c in zip(at_random[heads], at_least[heads], worth[heads], strict=True)
+            for a, b, c in zip(at_random[heads], at_least[heads], effect_of_all[heads], strict=True)
         ]
         for heads in HEADS
     }
     study = study_of(lines_of(3.0, FALLS), removed=removed)
-    for how, wanted in (("random", at_random), ("least", at_least)):
+    for how, expected in (("random", at_random), ("least", at_least)):
         of_half, part = study_results.cost_of_half(study, how), study_results.share_of_half(study, how)
         for heads in HEADS:
-            assert list(part[heads].values()) == pytest.approx(wanted[heads])
-            costs = [a * c for a, c in zip(wanted[heads], worth[heads], strict=True)]
+            assert list(part[heads].values()) == pytest.approx(expected[heads])
+            costs = [a * c for a, c in zip(expected[heads], effect_of_all[heads], strict=True)]
             assert list(of_half[heads].values()) == pytest.approx(costs)
     assert {n: list(each.values()) for n, each in study_results.cost_of_all(study).items()} == {
-        n: pytest.approx(each) for n, each in worth.items()
+        n: pytest.approx(each) for n, each in effect_of_all.items()
     }
     found = robust(study)
     assert found.outcome == outcome
@@ -168,7 +175,7 @@ def test_robust_is_the_part_that_half_of_the_heads_have_in_what_all_cost(random,
 
 
 @pytest.mark.parametrize(
-    ("times", "outcome", "free", "dear"),
+    ("times", "outcome", "free", "costly"),
     [
         ([1.1] * 6, HELD, 6, 0),
         ([1.0] * 5 + [2.0], HELD, 5, 1),
@@ -180,9 +187,9 @@ def test_robust_is_the_part_that_half_of_the_heads_have_in_what_all_cost(random,
         ([1.11] * 6, NOT, 0, 6),
     ],
 )
-def test_heads_are_free_or_dear_by_three_quarters_of_the_rounds(times, outcome, free, dear):
+def test_heads_cost_nothing_or_more_by_three_quarters_of_the_rounds(times, outcome, free, costly):
     found = parallel([regime_of(times)])
     assert found.outcome == outcome
     assert f"in {free} of 6 cases" in found.sentence
-    assert f"In {dear} cases it takes more, and {6 - free - dear} cases are open" in found.sentence
+    assert f"In {costly} cases it takes more, and {6 - free - costly} cases are open" in found.sentence
     assert "separate heads takes 3.00 to 3.00" in found.sentence
