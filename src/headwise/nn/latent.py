@@ -168,7 +168,7 @@ class LatentAttention(AttentionLayer):
         Float[Tensor, "*batch queries out"]
         | tuple[Float[Tensor, "*batch queries out"], Float[Tensor, "*batch heads queries keys"]]
     ):
-        """Attend from each token of x to the tokens of x and of the cache.
+        """Attend from each token of x to the tokens of x and of the cache; return output and, on request, weights.
 
         Args:
             x: `(batch, queries, embed_dim)`, or `(queries, embed_dim)` for one sequence.

@@ -177,7 +177,8 @@ class MultiHeadAttention(QKVProjection):
         Float[Tensor, "*batch queries out"]
         | tuple[Float[Tensor, "*batch queries out"], Float[Tensor, "*batch heads queries keys"]]
     ):
-        """Attend from each token of x to the tokens of the context, or of x itself.
+        """Attend from each token of x to the tokens of the context, or of x itself, cached ones included. Return
+        the output after the output projection, and on request the attention weights of each head.
 
         Example:
             >>> layer = MultiHeadAttention(512, num_heads=8, mask=causal())

@@ -84,7 +84,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from each token of `query` to the tokens of `key`.
+        """Attend from each token of `query` to the tokens of `key`; return the output, and the weights or None.
 
         Args:
             query: `(batch, queries, embed_dim)` with `batch_first`, `(queries, batch, embed_dim)` without, or
