@@ -119,7 +119,7 @@ def example() -> str:
         "Fewer than four heads cannot always name all four previous symbols, but they can do so nearly always. Take "
         "two "
         f"heads with the attention weights {heads} on the symbols 1, 2, 3 and 4 positions before. The logits of the "
-        f"four answers are sums of the two head outputs with the factors {mixes}. The four answers are then right for "
+        f"four answers are sums of the two head outputs with the factors {mixes}. The four answers are then right in "
         f"{percent} of all sequences of four symbols from an alphabet of {SYMBOLS}, counted when this page is written. "
         "An answer is wrong only if its right symbol occurs more than once. So accuracy need not fall by one answer "
         "for each missing head."

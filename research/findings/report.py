@@ -135,8 +135,10 @@ def agreement(importance: hw.Importance, ablation: hw.Ablation) -> list[str]:
         f"{_mean(first_order.predicted):.4f} nats predicted and {_mean(first_order.measured):.4f} nats measured; the "
         "difference is of higher order.",
         "",
-        "A second predictor of the effect of removing a head is the mean absolute derivative of the loss with respect "
-        "to the head's gate, the factor of its output (Michel, Levy and Neubig 2019). This predictor has no sign. Its "
+        "The effect of removing a head can also be predicted by the mean absolute derivative of the loss with "
+        "respect to "
+        "the head's gate (Michel, Levy and Neubig 2019). A gate is the factor of a head's output. This predictor has "
+        "no sign. Its "
         f"correlation with the measured effects is {absolute.spearman:.2f} (Spearman) and {absolute.pearson:.2f} "
         f"(Pearson). Of the {MOST} heads that it ranks first, {len(in_both)} are among the {MOST} with the largest "
         "measured effect.",
@@ -166,7 +168,8 @@ def induction_heads(folder: Path, profile: hw.Profile) -> list[str]:
         f"{', '.join(shares)}.",
         "",
         f"The table shows the rise of the next-token loss, in nats a token, when all {len(heads)} induction heads are "
-        "removed together. The loss is measured on repeated random tokens and on the text. For comparison, random sets "
+        "removed together. Their outputs are replaced by 0, or by their mean on the text. The loss is measured on "
+        "repeated random tokens and on the text. For comparison, random sets "
         f"of {len(heads)} other heads are removed: 20 sets from all other heads, and 20 sets with as many heads in "
         "each "
         "layer as the induction heads. For these sets the table shows the mean rise and, in brackets, the lowest and "
