@@ -1,4 +1,4 @@
-"""Token by token, in pieces or at once: the same output, for every cache, position scheme and mask that allows it."""
+"""A text read token by token, in pieces or at once has the same output, for all caches, position schemes and masks."""
 
 import copy
 import itertools
@@ -27,7 +27,7 @@ MASKS = {
     "dilated": hw.window(3, dilation=2),
     "a window per head": hw.window([1, 2, 3, 5, 8, None]),
     "chunked": hw.causal() & hw.chunked(4),
-    "a rule": hw.mask_rule(lambda b, h, q, k: (q >= k) & ((q + k + h) % 3 != b)),
+    "mask rule": hw.mask_rule(lambda b, h, q, k: (q >= k) & ((q + k + h) % 3 != b)),
 }
 CACHES = {
     "dynamic": lambda layer: hw.DynamicCache(),
@@ -38,6 +38,7 @@ PIECES = ([1] * LENGTH, [5, 1, 1, 6], [LENGTH])
 
 
 def filled(layer):
+    """Return the layer in float64 and evaluation mode, with random parameters."""
     layer = layer.double().eval()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
@@ -45,7 +46,10 @@ def filled(layer):
 
 
 def layers(mask, positions):
-    """The layer, and its variants."""
+    """Yield a layer of each kind with this mask and these position options: multi-head, differential and latent.
+
+    The latent layer is left out with a position bias, which it does not take.
+    """
     common = {"mask": mask, **positions, "dtype": torch.float64}
     options = {"num_kv_heads": 2, "qk_norm": hw.QKNorm(), "output_gate": "head", "scores": hw.Scores(sinks=True)}
     yield hw.MultiHeadAttention(EMBED, HEADS, **common, **options)
@@ -55,13 +59,14 @@ def layers(mask, positions):
 
 
 def in_pieces(layer, x, cache, pieces):
+    """Return the outputs of a text that is fed to the layer and its cache in pieces of these lengths."""
     with torch.no_grad():
         return torch.cat([layer(piece, cache=cache) for piece in x.split(pieces, dim=1)], dim=1)
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_every_cache_position_scheme_and_mask(positions, mask):
+def test_cached_decoding_equals_one_forward_pass(positions, mask):
     x = torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
     for layer in layers(MASKS[mask], POSITIONS[positions]):
         expected = filled(layer)(x).detach()
@@ -71,23 +76,23 @@ def test_every_cache_position_scheme_and_mask(positions, mask):
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "sliding"])
-def test_angles_that_grow_equal_a_forward_of_all_there_is(cache):
-    """With dynamic scaling every token changes all angles: each step equals the last row of a forward so far.
+def test_dynamic_angles_in_each_step_equal_those_of_a_forward_pass_so_far(cache):
+    """With dynamic scaling, each token changes all angles; each step equals the last row of a forward pass so far.
 
-    Whose base is theta * (1 + factor * (length / trained - 1)) ^ (width / (width - 2)), once it is longer than that.
+    Beyond the trained length, the base is theta * (1 + factor * (length / trained - 1)) ^ (width / (width - 2)).
     """
     layer = filled(
         hw.MultiHeadAttention(EMBED, HEADS, rotary=hw.Rotary(scaling=hw.DynamicNTK(2.0, 6)), mask=hw.causal())
     )
     x = torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
-    kept = CACHES[cache](layer)
+    layer_cache = CACHES[cache](layer)
     with torch.no_grad():
         for t in range(LENGTH):
-            y = layer(x[:, t : t + 1], cache=kept)
+            y = layer(x[:, t : t + 1], cache=layer_cache)
             torch.testing.assert_close(y, layer(x[:, : t + 1])[:, -1:], rtol=0, atol=1e-12)
-    same = copy.deepcopy(layer)
-    same.rotary = hw.Rotary(1e4 * (1 + 2.0 * (LENGTH / 6 - 1)) ** (4 / 2))
-    torch.testing.assert_close(layer(x), same(x), rtol=0, atol=1e-12)
+    static_angles = copy.deepcopy(layer)
+    static_angles.rotary = hw.Rotary(1e4 * (1 + 2.0 * (LENGTH / 6 - 1)) ** (4 / 2))
+    torch.testing.assert_close(layer(x), static_angles(x), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (4, 0), (3, 2), (1, 3)])
@@ -107,39 +112,39 @@ def test_a_batch_of_different_lengths_shares_a_static_cache(kind):
     texts = torch.randn(2, LENGTH, EMBED, dtype=torch.float64)
     expected = layer(texts).detach()
     cache = layer.static_cache(2, LENGTH)
-    begun, got = [0, 0], [[], []]
+    starts, got = [0, 0], [[], []]
     for counts in ([6, 2], [0, 3], [1, 1], [2, 4]):
-        x = torch.full((2, max(counts), EMBED), 1e6, dtype=torch.float64)  # padding that would show
+        x = torch.full((2, max(counts), EMBED), 1e6, dtype=torch.float64)  # large padding
         for row, count in enumerate(counts):
-            x[row, :count] = texts[row, begun[row] : begun[row] + count]
+            x[row, :count] = texts[row, starts[row] : starts[row] + count]
         with torch.no_grad():
             y = layer(x, cache=cache, lengths=counts)
         for row, count in enumerate(counts):
             got[row].append(y[row, :count])
-            begun[row] += count
+            starts[row] += count
     for row in range(2):
-        torch.testing.assert_close(torch.cat(got[row]), expected[row, : begun[row]], rtol=0, atol=1e-12)
+        torch.testing.assert_close(torch.cat(got[row]), expected[row, : starts[row]], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_beams_reorder_and_guesses_are_taken_back(cache):
-    """After reorder and crop, decoding goes on as if the text had always been that."""
+def test_decoding_after_crop_and_reorder_equals_a_forward_pass_of_the_new_text(cache):
+    """Speculated tokens are removed with crop, and a beam is duplicated with reorder."""
     layer = filled(hw.MultiHeadAttention(EMBED, HEADS, rotary=hw.Rotary(), mask=hw.causal()))
     x = torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
     wrong = torch.randn(BATCH, 3, EMBED, dtype=torch.float64)
-    kept = CACHES[cache](layer)
-    in_pieces(layer, x[:, :5], kept, [5])
-    in_pieces(layer, wrong, kept, [3])
-    kept.crop(5)
+    layer_cache = CACHES[cache](layer)
+    in_pieces(layer, x[:, :5], layer_cache, [5])
+    in_pieces(layer, wrong, layer_cache, [3])
+    layer_cache.crop(5)
     beams = torch.tensor([1, 1])
-    kept.reorder(beams)
-    y = in_pieces(layer, x[:, 5:], kept, [1] * (LENGTH - 5))
+    layer_cache.reorder(beams)
+    y = in_pieces(layer, x[:, 5:], layer_cache, [1] * (LENGTH - 5))
     text = torch.cat([x[beams, :5], x[:, 5:]], dim=1)
     torch.testing.assert_close(y, layer(text)[:, 5:].detach(), rtol=0, atol=1e-12)
 
 
-def test_explicit_positions_beside_a_cache():
-    """A text on the left of which there is padding: its positions begin where its words do."""
+def test_positions_of_a_left_padded_text_can_be_passed_with_a_cache():
+    """Position 0 is that of the first token after the padding."""
     layer = filled(hw.MultiHeadAttention(EMBED, HEADS, rotary=hw.Rotary(), mask=hw.causal()))
     words = torch.randn(1, 6, EMBED, dtype=torch.float64)
     padded = torch.cat([torch.full((1, 3, EMBED), 1e3, dtype=torch.float64), words], dim=1)
@@ -164,17 +169,17 @@ def test_gradients_go_through_a_dynamic_cache():
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "sliding"])
-def test_gradients_of_queries_alone_while_the_cache_goes_on(cache):
-    """Keys that need no gradient are still what the gradient of queries is made of; no later step may change them."""
+def test_later_steps_do_not_change_the_gradient_of_earlier_queries(cache):
+    """The gradient of queries depends on the keys in the cache, also when these need no gradient themselves."""
     layer = filled(hw.MultiHeadAttention(EMBED, HEADS, num_kv_heads=2, rotary=hw.Rotary(), mask=hw.causal()))
     layer.requires_grad_(False)
     layer.q_proj.requires_grad_(True)
     x = torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
     upstream = torch.randn(BATCH, LENGTH, EMBED, dtype=torch.float64)
-    kept, loss, rows = CACHES[cache](layer), 0.0, []
+    layer_cache, loss, rows = CACHES[cache](layer), 0.0, []
     for t, piece in enumerate(x.split(1, dim=1)):
         with torch.set_grad_enabled(t % 3 == 1):
-            y = layer(piece, cache=kept)
+            y = layer(piece, cache=layer_cache)
         if t % 3 == 1:
             loss, rows = loss + (y * upstream[:, t : t + 1]).sum(), [*rows, t]
     got = torch.autograd.grad(loss, list(layer.q_proj.parameters()))
@@ -184,29 +189,32 @@ def test_gradients_of_queries_alone_while_the_cache_goes_on(cache):
 
 
 @pytest.mark.parametrize("kind", ["layer", "latent"])
-def test_tensors_beside_a_static_cache_speak_of_all_its_room(kind):
-    """Weights, a bias and a boolean mask have an axis of as many keys as there is room for, while compiling and not."""
+def test_key_axes_cover_the_capacity_of_a_static_cache(kind):
+    """The key axis of weights, biases and boolean masks has the capacity of the cache as its length."""
     first, _, latent = layers(hw.causal(), POSITIONS["none"])
     layer = filled({"layer": first, "latent": latent}[kind])
-    room, length = 17, 5
+    capacity, length = 17, 5
     x = torch.randn(BATCH, length, EMBED, dtype=torch.float64)
-    bias, allowed = torch.randn(length, room, dtype=torch.float64), torch.rand(length, room) > 0.3
+    bias, allowed = torch.randn(length, capacity, dtype=torch.float64), torch.rand(length, capacity) > 0.3
     expected = layer(x, bias=bias[:, :length], mask=hw.dense(allowed[:, :length]))
     with torch.no_grad():
-        y = layer(x, bias=bias, mask=hw.dense(allowed), cache=layer.static_cache(BATCH, room))
-        alone = [
-            layer(x, cache=layer.static_cache(BATCH, room), **each) for each in ({"bias": bias}, {"mask": allowed})
+        y = layer(x, bias=bias, mask=hw.dense(allowed), cache=layer.static_cache(BATCH, capacity))
+        separate = [
+            layer(x, cache=layer.static_cache(BATCH, capacity), **options)
+            for options in ({"bias": bias}, {"mask": allowed})
         ]
-        _, shown = layer(x, cache=layer.static_cache(BATCH, room), return_weights=True)
+        _, cached_weights = layer(x, cache=layer.static_cache(BATCH, capacity), return_weights=True)
     torch.testing.assert_close(y, expected.detach(), rtol=0, atol=1e-12)
-    torch.testing.assert_close(alone[0], layer(x, bias=bias[:, :length]).detach(), rtol=0, atol=1e-12)
-    torch.testing.assert_close(alone[1], layer(x, mask=allowed[:, :length]).detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(separate[0], layer(x, bias=bias[:, :length]).detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(separate[1], layer(x, mask=allowed[:, :length]).detach(), rtol=0, atol=1e-12)
     _, weights = layer(x, return_weights=True)
-    torch.testing.assert_close(shown, torch.nn.functional.pad(weights.detach(), (0, room - length)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        cached_weights, torch.nn.functional.pad(weights.detach(), (0, capacity - length)), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.usefixtures("as_user")
-def test_a_call_that_fails_leaves_the_cache_as_it_was():
+def test_a_rejected_call_leaves_the_cache_unchanged():
     layer = filled(hw.MultiHeadAttention(EMBED, HEADS, mask=hw.causal()))
     x = torch.randn(BATCH, 3, EMBED, dtype=torch.float64)
     for make in CACHES.values():

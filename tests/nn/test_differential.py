@@ -1,4 +1,4 @@
-"""Differential attention against its formula written out by hand, and against DiffLlama's."""
+"""Differential attention against its definition, computed independently, and against DiffLlama of transformers."""
 
 import copy
 import math
@@ -30,21 +30,24 @@ OPTIONS = {
 
 
 def by_hand(layer, x, context, allowed=None, bias=None, gate=None):
-    """The layer's definition, head by head, from its weights."""
+    """Return the output and weights of a differential layer by their definition, computed head by head.
 
-    def heads(projection, tensor, norm=None):
+    The weights of a head are its first attention map minus lambda times its second.
+    """
+
+    def project(projection, tensor, norm=None):
         projected = tensor @ projection.weight.T + (0 if projection.bias is None else projection.bias)
         if norm is not None:
             projected = projected / (projected.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
         return projected
 
-    q = heads(layer.q_proj, x, getattr(layer, "q_norm", None))
-    k = heads(layer.k_proj, context, getattr(layer, "k_norm", None))
-    v = heads(layer.v_proj, context)
+    q = project(layer.q_proj, x, getattr(layer, "q_norm", None))
+    k = project(layer.k_proj, context, getattr(layer, "k_norm", None))
+    v = project(layer.v_proj, context)
     d, w, group = layer.head_dim, layer.value_dim, layer.num_heads // layer.num_kv_heads
     scores = layer.scores or hw.Scores()
     q1, k1, q2, k2 = (getattr(layer, name) for name in LAMBDAS)
-    share = torch.exp(q1 @ k1) - torch.exp(q2 @ k2) + layer.lambda_init
+    lambda_value = torch.exp(q1 @ k1) - torch.exp(q2 @ k2) + layer.lambda_init
     outputs, differences = [], []
     for head in range(layer.num_heads):
         kv_head, maps = head // group, []
@@ -63,7 +66,7 @@ def by_hand(layer, x, context, allowed=None, bias=None, gate=None):
                     sinks=None if layer.sinks is None else layer.sinks[at : at + 1],
                 ).weights[:, 0]
             )
-        difference = maps[0] - share * maps[1]
+        difference = maps[0] - lambda_value * maps[1]
         out = difference @ v[..., kv_head * w : kv_head * w + w]
         out = out / (out.pow(2).mean(-1, keepdim=True) + layer.head_norm.eps).sqrt() * (1 - layer.lambda_init)
         if layer.head_norm.weight is not None:
@@ -75,6 +78,7 @@ def by_hand(layer, x, context, allowed=None, bias=None, gate=None):
 
 
 def layer_with(**options):
+    """Return a small float64 layer with these options and random parameters."""
     layer = DifferentialAttention(EMBED, HEADS, dtype=torch.float64, **options)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
@@ -84,27 +88,28 @@ def layer_with(**options):
 
 
 def text(length=QUERIES):
+    """Return a random input of this length."""
     return torch.randn(BATCH, length, EMBED, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_output_weights_and_gradients(options, cross):
+def test_output_weights_and_gradients_equal_the_definition(options, cross):
     layer, x = layer_with(**OPTIONS[options]), text().requires_grad_()
-    given = (x, text(KEYS)) if cross else (x,)
-    y, weights = layer(*given, return_weights=True)
-    expected, expected_weights = by_hand(layer, x, given[-1])
+    arguments = (x, text(KEYS)) if cross else (x,)
+    y, weights = layer(*arguments, return_weights=True)
+    expected, expected_weights = by_hand(layer, x, arguments[-1])
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
-    wanted = [x, *layer.parameters()]
+    leaves = [x, *layer.parameters()]
     upstream, of_weights = torch.randn_like(y), torch.randn_like(weights)
-    ours = torch.autograd.grad((y * upstream).sum() + (weights * of_weights).sum(), wanted)
-    theirs = torch.autograd.grad((expected * upstream).sum() + (expected_weights * of_weights).sum(), wanted)
+    ours = torch.autograd.grad((y * upstream).sum() + (weights * of_weights).sum(), leaves)
+    theirs = torch.autograd.grad((expected * upstream).sum() + (expected_weights * of_weights).sum(), leaves)
     for got, exact in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-11)
 
 
-def test_masks_biases_and_gates():
+def test_masks_biases_and_gates_equal_the_definition():
     layer, x = layer_with(num_kv_heads=KV_HEADS, mask=hw.causal()), text()
     causal = torch.ones(QUERIES, QUERIES, dtype=torch.bool).tril()
     allowed = causal & (torch.arange(QUERIES) < torch.tensor([3, 5])[:, None, None, None])
@@ -123,7 +128,7 @@ def test_a_gate_is_not_undone_by_the_norm():
     torch.testing.assert_close(layer(x, gate=gate), layer(x) / 2, rtol=0, atol=1e-12)
 
 
-def test_a_query_that_sees_nothing_gives_nothing():
+def test_a_query_without_visible_keys_has_output_0():
     layer, x = layer_with(out_bias=False), text().requires_grad_()
     y, weights = layer(x, mask=torch.zeros(QUERIES, QUERIES, dtype=torch.bool), return_weights=True)
     assert not y.any()
@@ -132,16 +137,16 @@ def test_a_query_that_sees_nothing_gives_nothing():
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
 
 
-def test_options_that_are_made_elsewhere():
-    """ALiBi as the bias it is, a gated output as a factor, one projection as three."""
+def test_alibi_output_gate_and_fused_projection_equal_their_plain_forms():
+    """ALiBi equals its values as a bias, the output gate its values as `gate`, and one projection three."""
     x = text()
     layer = layer_with(position_bias=hw.ALiBi(), mask=hw.causal())
     plain = copy.deepcopy(layer)
     plain.position_bias = None
     distance = (torch.arange(QUERIES) - torch.arange(QUERIES)[:, None]).abs()
-    own = layer.position_bias.values(HEADS, torch.arange(QUERIES)[None], torch.arange(QUERIES)[None], torch.float64)
-    assert own.shape == (1, HEADS, *distance.shape)
-    torch.testing.assert_close(layer(x), plain(x, bias=own), rtol=0, atol=1e-12)
+    alibi = layer.position_bias.values(HEADS, torch.arange(QUERIES)[None], torch.arange(QUERIES)[None], torch.float64)
+    assert alibi.shape == (1, HEADS, *distance.shape)
+    torch.testing.assert_close(layer(x), plain(x, bias=alibi), rtol=0, atol=1e-12)
 
     layer = layer_with(output_gate="head", out_bias=False)
     plain = copy.deepcopy(layer)
@@ -157,12 +162,12 @@ def test_options_that_are_made_elsewhere():
     torch.testing.assert_close(fused(x), layer(x), rtol=0, atol=1e-12)
 
 
-def test_packed_sequences_are_those_sequences():
+def test_packed_sequences_equal_a_call_for_each_sequence():
     layer = layer_with(num_kv_heads=KV_HEADS, rotary=hw.Rotary(), mask=hw.causal(), head_dim=4)
     x, offsets = torch.randn(11, EMBED, dtype=torch.float64), [0, 3, 3, 11]
     gate = torch.rand(3, HEADS, dtype=torch.float64)
-    each = [layer(x[a:b][None], gate=g[None])[0] for a, b, g in zip(offsets, offsets[1:], gate, strict=False)]
-    torch.testing.assert_close(layer(x, offsets=offsets, gate=gate), torch.cat(each), rtol=0, atol=1e-12)
+    separate = [layer(x[a:b][None], gate=g[None])[0] for a, b, g in zip(offsets, offsets[1:], gate, strict=False)]
+    torch.testing.assert_close(layer(x, offsets=offsets, gate=gate), torch.cat(separate), rtol=0, atol=1e-12)
 
 
 CACHES = {
@@ -174,7 +179,7 @@ CACHES = {
 
 @pytest.mark.parametrize("pieces", [[1] * 11, [5, 3, 1, 1, 1]], ids=["token by token", "in pieces"])
 @pytest.mark.parametrize("kind", CACHES)
-def test_a_cache_changes_nothing(kind, pieces):
+def test_cached_decoding_equals_one_forward_pass(kind, pieces):
     make, mask = CACHES[kind]
     layer = layer_with(num_kv_heads=KV_HEADS, rotary=hw.Rotary(), mask=mask, head_dim=4, value_dim=7)
     x = text(11)
@@ -184,7 +189,7 @@ def test_a_cache_changes_nothing(kind, pieces):
         torch.testing.assert_close(y, layer(x), rtol=0, atol=1e-12)
 
 
-def test_lambda_init():
+def test_lambda_init_comes_from_the_argument_or_the_depth():
     assert layer_with().lambda_init == 0.8
     assert layer_with(depth=0).lambda_init == pytest.approx(0.2)
     assert layer_with(depth=4).lambda_init == 0.8 - 0.6 * math.exp(-1.2)
@@ -194,7 +199,7 @@ def test_lambda_init():
     assert layer.lambda_value().item() == 0.25
 
 
-def test_it_begins_with_narrow_lambdas_of_one_dimension():
+def test_initial_lambdas_have_standard_deviation_0_1_and_one_axis():
     layer = DifferentialAttention(4000, 2)
     assert layer.head_dim == 1000
     assert layer.value_dim == 2000
@@ -203,7 +208,7 @@ def test_it_begins_with_narrow_lambdas_of_one_dimension():
     assert all(parameter.ndim >= 1 for parameter in layer.parameters())
 
 
-def test_made_on_meta_and_filled():
+def test_a_layer_made_on_meta_is_initialised_by_reset_parameters():
     layer = DifferentialAttention(EMBED, HEADS, norm_weight=True, scores=hw.Scores(sinks=True), device="meta")
     layer = layer.to_empty(device="cpu")
     for parameter in layer.parameters():
@@ -214,7 +219,7 @@ def test_made_on_meta_and_filled():
     assert layer.lambda_q1.std() > 0.01
 
 
-def test_copies_and_reloads():
+def test_copied_pickled_and_reloaded_layers_compute_the_same():
     options = {"mask": hw.causal(), "num_kv_heads": KV_HEADS, "depth": 3, "norm_weight": True}
     layer, loaded, x = layer_with(**options), layer_with(**options), text()
     loaded.load_state_dict(layer.state_dict(), strict=True)
@@ -222,7 +227,7 @@ def test_copies_and_reloads():
         assert torch.equal(twin(x), layer(x))
 
 
-def test_half_precision_and_autocast():
+def test_half_precision_and_autocast_stay_near_float32():
     layer, x = layer_with().float(), text().float()
     exact = layer(x)
     y, weights = layer.bfloat16()(x.bfloat16(), gate=torch.ones(HEADS), return_weights=True)
@@ -240,7 +245,7 @@ def test_dropout_acts_in_training_only():
     torch.testing.assert_close(layer.eval()(x), expected, rtol=0, atol=1e-12)
 
 
-def test_it_compiles_to_one_graph():
+def test_layers_compile_to_one_graph():
     code = """
 import torch, headwise as hw
 from headwise.nn.differential import DifferentialAttention
@@ -257,7 +262,7 @@ print("same")
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4, 8])
-def test_transformers_diffllama(kv_heads):
+def test_output_equals_diffllama_of_transformers(kv_heads):
     from transformers import DiffLlamaConfig
     from transformers.models.diffllama import modeling_diffllama as theirs
 
@@ -313,18 +318,18 @@ def test_transformers_diffllama(kv_heads):
         ),
     ],
 )
-def test_a_mistake_in_construction(arguments, message):
+def test_unusable_layer_options_are_refused(arguments, message):
     with pytest.raises(hw.InputError, match="^" + message):
         DifferentialAttention(**({"embed_dim": EMBED, "num_heads": HEADS} | arguments))
 
 
 @pytest.mark.usefixtures("as_user")
-def test_a_gate_of_another_number_of_heads():
+def test_a_gate_for_another_number_of_heads_is_refused():
     with pytest.raises(
         hw.InputError, match=r"^gate: expected a shape of .* = \(6,\), \(2, 6\), \(2, 6, 5\), got \(12,"
     ):
         layer_with()(text(), gate=torch.ones(12, dtype=torch.float64))
 
 
-def test_it_says_what_it_is():
+def test_repr_shows_sizes_mask_and_lambda_init():
     assert "num_heads=6, head_dim=3, value_dim=6, mask=causal(), lambda_init=0.8" in repr(layer_with(mask=hw.causal()))

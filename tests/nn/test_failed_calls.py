@@ -1,4 +1,4 @@
-"""A call that raises leaves the cache as it was, so that the same call can be repeated."""
+"""A call that raises leaves the cache unchanged, so that the same call can be repeated."""
 
 import pytest
 import torch
@@ -21,10 +21,11 @@ CACHES = {
 
 
 class Refusal(RuntimeError):
-    """Error of the hook below."""
+    """Error that the hook `refuse` raises in the middle of a call."""
 
 
 def refuse(module, arguments):
+    """Raise `Refusal`; a forward pre-hook that makes the call of a projection fail."""
     raise Refusal
 
 
@@ -32,7 +33,7 @@ def refuse(module, arguments):
 @pytest.mark.parametrize("projection", ["gate_proj", "out_proj"])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_call_can_be_repeated_after_a_projection_has_failed(kind, cache, projection, grad):
+def test_a_call_can_be_repeated_after_a_projection_failed(kind, cache, projection, grad):
     layer = LAYERS[kind]()
     layer.mask = hw.causal()
     module = getattr(layer, projection, layer.out_proj)
@@ -48,5 +49,5 @@ def test_a_call_can_be_repeated_after_a_projection_has_failed(kind, cache, proje
                 layer(piece, cache=repeated)
             hook.remove()
             assert torch.equal(layer(piece, cache=repeated), y)
-    for got, wanted in zip(repeated.tensors, expected.tensors, strict=True):
-        assert torch.equal(got, wanted)
+    for repeated_tensor, expected_tensor in zip(repeated.tensors, expected.tensors, strict=True):
+        assert torch.equal(repeated_tensor, expected_tensor)

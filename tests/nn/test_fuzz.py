@@ -1,4 +1,4 @@
-"""Random combinations of the layer's options: each right against the oracle, or refused for the reason foreseen."""
+"""Random combinations of the layer's options: each equals the oracle, or is refused for the predicted reason."""
 
 import os
 from dataclasses import dataclass, field
@@ -13,33 +13,45 @@ from oracles import plain_layer
 from strategies import biases, masks
 
 COMBINATIONS = int(os.environ.get("HEADWISE_FUZZ", "1000"))
-"""How many are drawn for each way of calling the layer, five ways; without the slow tests, 400 for all but refusals."""
+"""Number of random combinations for each way of calling the layer; without the slow tests, at most 400.
+
+The test of refused options always draws all of them.
+"""
 
 few = settings(max_examples=min(COMBINATIONS, 400), deadline=None, derandomize=True)
 many = settings(max_examples=COMBINATIONS, deadline=None, derandomize=True)
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
-"""Float64, where a random scale may make scores of a hundred."""
+"""Tolerances for float64; random scales can make scores as large as a hundred."""
 
 
 @dataclass
-class Draw:
-    """A layer, how it was made, and what the oracle is told of it."""
+class DrawnLayer:
+    """Random layer in float64, and the options with which `plain_layer` computes the same.
+
+    Attributes:
+        layer: the layer.
+        oracle: keyword arguments for `plain_layer`.
+        refusals: parts of error messages; if any, every call must be refused with one of them.
+    """
 
     layer: hw.MultiHeadAttention
     oracle: dict
     refusals: list[str] = field(default_factory=list)
 
     def expected(self, x, context=None, values=None, *, at_q, at_k, **call):
-        """The oracle's output and weights, with gradients for the layer's parameters."""
+        """Return the output and weights that `plain_layer` computes from the layer's parameters.
+
+        Both can be differentiated with respect to the parameters. `at_q` and `at_k` are the positions.
+        """
         context = x if context is None else context
         values = context if values is None else values
         return plain_layer(dict(self.layer.named_parameters()), x, context, values, at_q, at_k, **(self.oracle | call))
 
 
 @st.composite
-def layers(draw, *, cross: bool, mask=None) -> Draw:
-    """A layer of random widths and options."""
+def layers(draw, *, cross: bool, mask=None) -> DrawnLayer:
+    """Draw a layer with random widths, options and parameters; for `cross`, with random widths of the contexts."""
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads = kv_heads * group
     head_dim, value_dim = draw(st.integers(1, 7)), draw(st.none() | st.integers(1, 7))
@@ -57,8 +69,8 @@ def layers(draw, *, cross: bool, mask=None) -> Draw:
     if head_dim >= 2 and draw(st.booleans()):
         theta, width = draw(st.floats(2.0, 1e5)), 2 * draw(st.integers(1, head_dim // 2))
         interleaved = draw(st.booleans())
-        whole = width == head_dim and draw(st.booleans())
-        made["rotary"] = hw.Rotary(theta, None if whole else width, interleaved)
+        is_default_width = width == head_dim and draw(st.booleans())
+        made["rotary"] = hw.Rotary(theta, None if is_default_width else width, interleaved)
         oracle["rotary"] = (theta, width, interleaved)
     kind = draw(st.sampled_from([None, "alibi", "learned"]))
     if kind == "alibi":
@@ -94,33 +106,39 @@ def layers(draw, *, cross: bool, mask=None) -> Draw:
             refusals.append("have no softcap")
         if scores.talking_heads:
             refusals += ["keep heads apart", "talking_heads mixes all"]
-    return Draw(layer, oracle, refusals)
+    return DrawnLayer(layer, oracle, refusals)
 
 
 def random(draw, *shape):
+    """Draw a float64 tensor of normally distributed numbers."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def right_or_refused(drawn, call, expected):
-    """Whether the call gave what the oracle says, once it was clear that it had not to be refused."""
+def equals_oracle_unless_refused(drawn, call, expected):
+    """Check that a call is refused if it must be, and that it equals the oracle otherwise.
+
+    Returns:
+        True if the call was not refused.
+    """
     if drawn.refusals:
         with pytest.raises(hw.InputError) as caught:
             call()
         assert any(reason in str(caught.value) for reason in drawn.refusals), caught.value
         return False
-    for got, wanted in zip(call(), expected(), strict=True):
-        assert not got.isnan().any()
-        torch.testing.assert_close(got, wanted, **EXACT)
+    for result, exact in zip(call(), expected(), strict=True):
+        assert not result.isnan().any()
+        torch.testing.assert_close(result, exact, **EXACT)
     return True
 
 
-def same_gradients(drawn, got, wanted):
-    """The same gradient for every parameter, from the same random direction."""
+def check_gradients(drawn, y, expected):
+    """Check that two outputs have the same gradient for every parameter, from the same random upstream gradient."""
     parameters = list(drawn.layer.parameters())
-    direction = torch.randn(wanted.shape, dtype=torch.float64)
+    direction = torch.randn(expected.shape, dtype=torch.float64)
     ours, theirs = (
-        torch.autograd.grad(y, parameters, direction, allow_unused=True, materialize_grads=True) for y in (got, wanted)
+        torch.autograd.grad(output, parameters, direction, allow_unused=True, materialize_grads=True)
+        for output in (y, expected)
     )
     for (name, _), mine, right in zip(drawn.layer.named_parameters(), ours, theirs, strict=True):
         scale = max(1.0, right.abs().max().item())
@@ -132,7 +150,7 @@ def same_gradients(drawn, got, wanted):
 
 @few
 @given(st.data())
-def test_a_call(data):
+def test_calls_with_random_options_equal_the_oracle(data):
     draw = data.draw
     cross = draw(st.booleans())
     batch, queries = draw(st.integers(1, 3)), draw(st.integers(1, 6))
@@ -142,7 +160,7 @@ def test_a_call(data):
     full = (batch, layer.num_heads, queries, keys)
     mask, allowed = draw(st.none() | masks(*full)) or (None, torch.ones(full, dtype=torch.bool))
     bias = draw(st.none() | biases(*full))
-    whole_bias = None if bias is None else bias.double().expand(full)
+    full_bias = None if bias is None else bias.double().expand(full)
     given_gate = random(draw, *draw(st.sampled_from([full[1:2], full[:2], full[:3]]))) if draw(st.booleans()) else None
     gate = None
     if given_gate is not None:
@@ -161,25 +179,30 @@ def test_a_call(data):
         positions = torch.randint(0, 50, draw(st.sampled_from([(queries,), (batch, queries)])))
         at_q = at_k = positions.expand(batch, -1)
     unbatched = batch == 1 and draw(st.booleans())
-    sent = [each[0] for each in inputs] if unbatched else inputs
-    want_weights = draw(st.booleans())
+    arguments = [tensor[0] for tensor in inputs] if unbatched else inputs
+    return_weights = draw(st.booleans())
 
     def call():
-        result = layer(*sent, mask=mask, bias=bias, gate=given_gate, positions=positions, return_weights=want_weights)
-        results = result if want_weights else (result,)
-        return [each[None] for each in results] if unbatched else results
+        result = layer(
+            *arguments, mask=mask, bias=bias, gate=given_gate, positions=positions, return_weights=return_weights
+        )
+        results = result if return_weights else (result,)
+        return [tensor[None] for tensor in results] if unbatched else results
 
     def expected():
-        y, weights = drawn.expected(*inputs, at_q=at_q, at_k=at_k, allowed=allowed, bias=whole_bias, gate=gate)
-        return (y, weights) if want_weights else (y,)
+        y, weights = drawn.expected(*inputs, at_q=at_q, at_k=at_k, allowed=allowed, bias=full_bias, gate=gate)
+        return (y, weights) if return_weights else (y,)
 
-    if right_or_refused(drawn, call, expected):
-        same_gradients(drawn, call()[0], expected()[0])
+    if equals_oracle_unless_refused(drawn, call, expected):
+        check_gradients(drawn, call()[0], expected()[0])
 
 
 @st.composite
-def backward_looking(draw, heads: int):
-    """A mask that never looks ahead and means the same however much of the text is there: rule(query, key)."""
+def causal_masks(draw, heads: int):
+    """Draw a causal mask whose rule for a query and a key does not depend on the length of the text.
+
+    Returns the mask and its values for 9 sequences of 20 tokens, `(9, heads, 20, 20)`.
+    """
     kind = draw(st.sampled_from(["causal", "window", "dilated", "chunked", "prefix", "mask_rule", "per head"]))
     size = draw(st.integers(1, 5))
     rules = {
@@ -205,19 +228,19 @@ def backward_looking(draw, heads: int):
 
 
 def pieces(draw, total: int) -> list[int]:
-    """The total in pieces."""
+    """Draw lengths of pieces that add up to `total`."""
     cuts = sorted(draw(st.sets(st.integers(1, max(total - 1, 1)))) - {total})
     return [stop - start for start, stop in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
 @few
 @given(st.data())
-def test_a_text_in_pieces(data):
+def test_a_text_in_pieces_with_a_cache_equals_the_oracle(data):
     draw = data.draw
     drawn = draw(layers(cross=False))
     layer, heads = drawn.layer, drawn.layer.num_heads
     batch, total = draw(st.integers(1, 3)), draw(st.integers(1, 8))
-    layer.mask, allowed = draw(backward_looking(heads))
+    layer.mask, allowed = draw(causal_masks(heads))
     allowed = allowed[:batch, :, :total, :total]
     kind = draw(st.sampled_from(["dynamic", "static", "sliding"]))
     if kind == "sliding":
@@ -237,35 +260,37 @@ def test_a_text_in_pieces(data):
         with torch.no_grad():
             return [torch.cat([layer(piece, cache=cache) for piece in x.split(cut, dim=1)], dim=1)]
 
-    right_or_refused(drawn, call, lambda: [drawn.expected(x, at_q=at, at_k=at, allowed=allowed)[0].detach()])
+    equals_oracle_unless_refused(
+        drawn, call, lambda: [drawn.expected(x, at_q=at, at_k=at, allowed=allowed)[0].detach()]
+    )
 
 
 @few
 @given(st.data())
-def test_texts_of_different_lengths_in_one_static_cache(data):
+def test_texts_of_different_lengths_share_a_static_cache(data):
     draw = data.draw
     drawn = draw(layers(cross=False))
     layer, heads = drawn.layer, drawn.layer.num_heads
     batch = draw(st.integers(1, 3))
-    layer.mask, allowed = draw(backward_looking(heads))
+    layer.mask, allowed = draw(causal_masks(heads))
     calls = draw(st.lists(st.lists(st.integers(0, 4), min_size=batch, max_size=batch), min_size=1, max_size=3))
     totals = [sum(counts) for counts in zip(*calls, strict=True)]
     cache = layer.static_cache(batch, max(*totals, 1))
     texts = [random(draw, total, layer.embed_dim) for total in totals]
 
     def call():
-        out, begun = [[] for _ in range(batch)], [0] * batch
+        out, starts = [[] for _ in range(batch)], [0] * batch
         for counts in calls:
-            x = torch.full((batch, max(counts), layer.embed_dim), 1e3, dtype=torch.float64)  # padding that would show
-            for row, (text, start, count) in enumerate(zip(texts, begun, counts, strict=True)):
+            x = torch.full((batch, max(counts), layer.embed_dim), 1e3, dtype=torch.float64)  # large padding
+            for row, (text, start, count) in enumerate(zip(texts, starts, counts, strict=True)):
                 x[row, :count] = text[start : start + count]
             with torch.no_grad():
                 y = layer(x, cache=cache, lengths=counts)
             assert not y.isnan().any()
             for row, count in enumerate(counts):
                 out[row].append(y[row, :count])
-                begun[row] += count
-        return [torch.cat(each) for each in out]
+                starts[row] += count
+        return [torch.cat(rows) for rows in out]
 
     def expected():
         for row, (text, total) in enumerate(zip(texts, totals, strict=True)):
@@ -273,12 +298,12 @@ def test_texts_of_different_lengths_in_one_static_cache(data):
             y, _ = drawn.expected(text[None], at_q=at, at_k=at, allowed=allowed[row : row + 1, :, :total, :total])
             yield y[0].detach()
 
-    right_or_refused(drawn, call, lambda: list(expected()))
+    equals_oracle_unless_refused(drawn, call, lambda: list(expected()))
 
 
 @few
 @given(st.data())
-def test_packed_sequences(data):
+def test_packed_sequences_equal_the_oracle(data):
     draw = data.draw
     cross = draw(st.booleans())
     drawn = draw(layers(cross=cross))
@@ -312,9 +337,9 @@ def test_packed_sequences(data):
         return [layer(*inputs, mask=mask, gate=gate, **offsets)]
 
     def expected():
-        parts = [x.split(lengths), *(each.split(of_keys) for each in inputs[1:])]
+        parts = [x.split(lengths), *(tensor.split(of_keys) for tensor in inputs[1:])]
         out = []
-        for s, own in enumerate(zip(*parts, strict=True)):
+        for s, sequence in enumerate(zip(*parts, strict=True)):
             queries, keys = lengths[s], of_keys[s]
             at_q, at_k = torch.arange(keys - queries, keys)[None], torch.arange(keys)[None]
             q, k, h = at_q[0, :, None], at_k[0, None, :], torch.arange(heads)[:, None, None]
@@ -326,14 +351,19 @@ def test_packed_sequences(data):
             }[kind].expand(1, heads, queries, keys)
             call = {"at_q": at_q, "at_k": at_k, "allowed": allowed}
             call["gate"] = None if gate is None else gate[s][None, :, None, None]
-            out.append(drawn.expected(*(each[None] for each in own), **call)[0][0])
+            out.append(drawn.expected(*(tensor[None] for tensor in sequence), **call)[0][0])
         return [torch.cat(out)]
 
-    if right_or_refused(drawn, call, expected):
-        same_gradients(drawn, call()[0], expected()[0])
+    if equals_oracle_unless_refused(drawn, call, expected):
+        check_gradients(drawn, call()[0], expected()[0])
 
 
-WAYS = [test_a_call, test_a_text_in_pieces, test_texts_of_different_lengths_in_one_static_cache, test_packed_sequences]
+WAYS = [
+    test_calls_with_random_options_equal_the_oracle,
+    test_a_text_in_pieces_with_a_cache_equals_the_oracle,
+    test_texts_of_different_lengths_share_a_static_cache,
+    test_packed_sequences_equal_the_oracle,
+]
 
 
 @pytest.mark.slow
@@ -350,8 +380,8 @@ def test_all_combinations(way):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data())
-def test_what_does_not_go_together_is_refused(data):
-    """Options that contradict each other: one sentence that names the argument, whatever else was asked for."""
+def test_contradictory_arguments_are_refused_with_any_options(data):
+    """The error names the argument, whatever the options of the layer are."""
     draw = data.draw
     drawn = draw(layers(cross=False))
     layer = drawn.layer

@@ -1,4 +1,4 @@
-"""Forward hooks of a layer run once per call and see the arguments and the result of the caller."""
+"""Forward hooks of a layer run once per call, with the arguments and the result of that call."""
 
 import pytest
 import torch
@@ -10,10 +10,12 @@ BATCH, LENGTH, EMBED, HEADS = 2, 8, 24, 6
 
 
 def text():
+    """Return a random batch of sequences of equal length."""
     return torch.randn(BATCH, LENGTH, EMBED)
 
 
 def jagged():
+    """Return a nested tensor of two sequences of 3 and 8 tokens."""
     return torch.nested.nested_tensor_from_jagged(torch.randn(11, EMBED), torch.tensor([0, 3, 11]))
 
 
@@ -37,34 +39,37 @@ ONLY_MULTI_HEAD = {name for name in CALLS if name.startswith(("padded", "packed"
 
 
 def count_calls(layer):
-    """Count the calls of forward pre-hooks and of forward hooks, and record what the latter see."""
-    counts, seen = {"before": 0, "after": 0}, []
+    """Register hooks that count their calls, "before" and "after" the forward pass, and record input and result.
+
+    Returns the counts and a list of pairs (first argument, result), both updated by later calls.
+    """
+    counts, recorded = {"before": 0, "after": 0}, []
 
     def before(module, arguments, options):
         counts["before"] += 1
 
     def after(module, arguments, options, result):
         counts["after"] += 1
-        seen.append((arguments[0], result))
+        recorded.append((arguments[0], result))
 
     layer.register_forward_pre_hook(before, with_kwargs=True)
     layer.register_forward_hook(after, with_kwargs=True)
-    return counts, seen
+    return counts, recorded
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_hooks_run_once(kind, call):
+def test_hooks_run_once_per_call(kind, call):
     if kind == "latent" and call in ONLY_MULTI_HEAD:
         call = "batch"
     make_x, options = CALLS[call]
     options = {name: hw.DynamicCache() if name == "cache" else value for name, value in options.items()}
     layer, x = LAYERS[kind](), make_x()
-    counts, seen = count_calls(layer)
+    counts, recorded = count_calls(layer)
     result = layer(x, **options)
     assert counts == {"before": 1, "after": 1}
-    assert seen[0][0] is x
-    assert seen[0][1] is result
+    assert recorded[0][0] is x
+    assert recorded[0][1] is result
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -72,10 +77,10 @@ def test_hooks_of_the_replacement_of_torchs_layer_run_once():
     layer = MultiheadAttention(EMBED, HEADS, batch_first=True)
     nested = torch.nested.nested_tensor([torch.randn(3, EMBED), torch.randn(5, EMBED)])
     for x in (text(), nested):
-        counts, seen = count_calls(layer)
+        counts, recorded = count_calls(layer)
         result = layer(x, x, x)
         assert counts == {"before": 1, "after": 1}
-        assert seen[0][1] is result
+        assert recorded[0][1] is result
         layer._forward_hooks.clear()
         layer._forward_pre_hooks.clear()
 

@@ -1,4 +1,4 @@
-"""Latent attention against its equations written out by hand, against itself in its other form, and DeepSeek's."""
+"""Latent attention against its definition, in the expanded and the absorbed form, and against DeepSeek's models."""
 
 import copy
 import math
@@ -23,8 +23,8 @@ OPTIONS = {
     "only an output bias": {"out_bias": True, "out_dim": 17},
     "eps": {"q_rank": 5, "norm_eps": 0.1},
     "halves": {"rotary": hw.Rotary(theta=50.0)},
-    "partly turned": {"rotary": hw.Rotary(theta=50.0, width=2)},
-    "not turned": {"rotary": None},
+    "partial rotary": {"rotary": hw.Rotary(theta=50.0, width=2)},
+    "no rotary": {"rotary": None},
     "scale": {"scores": hw.Scores(scale=0.3)},
     "sinks": {"scores": hw.Scores(sinks=True, temperature=True)},
     "softcap": {"scores": hw.Scores(softcap=2.0), "backend": "reference"},
@@ -34,6 +34,7 @@ FORMS = pytest.mark.parametrize("absorbed", [False, True], ids=["expanded", "abs
 
 
 def layer_with(**options):
+    """Return a small float64 layer with these options and random parameters."""
     layer = LatentAttention(EMBED, HEADS, dtype=torch.float64, **(SIZES | options))
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -43,11 +44,12 @@ def layer_with(**options):
 
 
 def text(length=LENGTH):
+    """Return a random input of this length."""
     return torch.randn(BATCH, length, EMBED, dtype=torch.float64)
 
 
-def turned(rotary, x):
-    """Every pair of features by its angle, pair by pair."""
+def rotated(rotary, x):
+    """Return x with rotary embedding at positions 0, 1, 2, ..., computed pair by pair of features."""
     if rotary is None:
         return x
     width = rotary.width or x.shape[-1]
@@ -62,7 +64,7 @@ def turned(rotary, x):
 
 
 def by_hand(layer, x, allowed=None, bias=None, gate=None):
-    """The layer's definition, from its weights, keys and values written out for every head."""
+    """Return the output and weights of a latent layer by their definition, with keys and values of every head."""
 
     def linear(module, tensor):
         return tensor @ module.weight.T + (0 if module.bias is None else module.bias)
@@ -76,14 +78,17 @@ def by_hand(layer, x, allowed=None, bias=None, gate=None):
     else:
         queries = linear(layer.q_up, rms(layer.q_norm, linear(layer.q_down, x)))
     down = linear(layer.kv_down, x)
-    made, shared = linear(layer.kv_up, rms(layer.kv_norm, down[..., :rank])), turned(layer.rotary, down[..., rank:])
+    expanded, shared_key = (
+        linear(layer.kv_up, rms(layer.kv_norm, down[..., :rank])),
+        rotated(layer.rotary, down[..., rank:]),
+    )
     q, k, v = [], [], []
     for head in range(layer.num_heads):
-        query, pair = queries[..., head * (d + r) :][..., : d + r], made[..., head * (d + w) :][..., : d + w]
-        q.append(torch.cat([query[..., :d], turned(layer.rotary, query[..., d:])], -1))
-        k.append(torch.cat([pair[..., :d], shared], -1))
+        query, pair = queries[..., head * (d + r) :][..., : d + r], expanded[..., head * (d + w) :][..., : d + w]
+        q.append(torch.cat([query[..., :d], rotated(layer.rotary, query[..., d:])], -1))
+        k.append(torch.cat([pair[..., :d], shared_key], -1))
         v.append(pair[..., d:])
-    q, k, v = (torch.stack(each, 1) for each in (q, k, v))
+    q, k, v = (torch.stack(of_heads, 1) for of_heads in (q, k, v))
     scores = layer.scores or hw.Scores()
     scale = (d + r) ** -0.5 if scores.scale is None else scores.scale
     if layer.temperature is not None:
@@ -96,22 +101,22 @@ def by_hand(layer, x, allowed=None, bias=None, gate=None):
 
 @FORMS
 @pytest.mark.parametrize("options", OPTIONS)
-def test_output_weights_and_gradients(options, absorbed):
+def test_output_weights_and_gradients_equal_the_definition(options, absorbed):
     layer, x = layer_with(**OPTIONS[options]), text().requires_grad_()
     y, weights = layer(x, absorbed=absorbed, return_weights=True)
     expected, expected_weights = by_hand(layer, x)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
-    wanted = [x, *layer.parameters()]
+    leaves = [x, *layer.parameters()]
     upstream, of_weights = torch.randn_like(y), torch.randn_like(weights)
-    ours = torch.autograd.grad((y * upstream).sum() + (weights * of_weights).sum(), wanted)
-    theirs = torch.autograd.grad((expected * upstream).sum() + (expected_weights * of_weights).sum(), wanted)
+    ours = torch.autograd.grad((y * upstream).sum() + (weights * of_weights).sum(), leaves)
+    theirs = torch.autograd.grad((expected * upstream).sum() + (expected_weights * of_weights).sum(), leaves)
     for got, exact in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-11)
 
 
 @FORMS
-def test_masks_biases_and_gates(absorbed):
+def test_masks_biases_and_gates_equal_the_definition(absorbed):
     layer, x = layer_with(mask=hw.causal()), text()
     allowed = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     allowed = allowed & (torch.arange(LENGTH) < torch.tensor([3, 5])[:, None, None, None])
@@ -119,14 +124,14 @@ def test_masks_biases_and_gates(absorbed):
     bias = torch.randn(BATCH, HEADS, LENGTH, LENGTH, dtype=torch.float64)
     gate = torch.rand(BATCH, HEADS, dtype=torch.float64)
     expected, expected_weights = by_hand(layer, x, allowed, bias, gate)
-    given = {"mask": hw.padding([3, 5]), "bias": bias, "gate": gate, "absorbed": absorbed}
-    y, weights = layer(x, return_weights=True, **given)
+    options = {"mask": hw.padding([3, 5]), "bias": bias, "gate": gate, "absorbed": absorbed}
+    y, weights = layer(x, return_weights=True, **options)
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
 
 
 @FORMS
-def test_positions_and_a_missing_batch(absorbed):
+def test_only_differences_of_positions_matter_and_the_batch_axis_is_optional(absorbed):
     layer, x = layer_with(mask=hw.causal()), text()
     later = torch.arange(LENGTH) + 100
     torch.testing.assert_close(layer(x, positions=later, absorbed=absorbed), layer(x), rtol=0, atol=1e-12)
@@ -140,7 +145,7 @@ def test_positions_and_a_missing_batch(absorbed):
 
 @pytest.mark.parametrize("shape", [(2, 0, EMBED), (0, 5, EMBED), (0, EMBED)], ids=str)
 @FORMS
-def test_an_empty_input(absorbed, shape):
+def test_empty_inputs_have_empty_outputs(absorbed, shape):
     assert layer_with()(torch.zeros(shape, dtype=torch.float64), absorbed=absorbed).shape == shape
 
 
@@ -156,7 +161,7 @@ CACHES = {
 @pytest.mark.parametrize("absorbed", [False, True, None], ids=str)
 @pytest.mark.parametrize("pieces", [[1] * 11, [5, 3, 1, 1, 1]], ids=["token by token", "in pieces"])
 @pytest.mark.parametrize("kind", CACHES)
-def test_a_cache_changes_nothing(kind, pieces, absorbed):
+def test_cached_decoding_equals_one_forward_pass(kind, pieces, absorbed):
     make, mask = CACHES[kind]
     layer, x = layer_with(q_rank=5, mask=mask), text(11)
     with torch.no_grad():
@@ -167,19 +172,19 @@ def test_a_cache_changes_nothing(kind, pieces, absorbed):
 
 
 @FORMS
-def test_prompts_of_different_lengths(absorbed):
+def test_prompts_of_different_lengths_share_a_static_cache(absorbed):
     layer, x, more = layer_with(mask=hw.causal()), text(), text(2)
     cache = layer.static_cache(BATCH, 8)
     with torch.no_grad():
         layer(x, cache=cache, lengths=[3, 5], absorbed=absorbed)
         y = layer(more, cache=cache, absorbed=absorbed)
         for sequence, length in enumerate([3, 5]):
-            whole = torch.cat([x[sequence, :length], more[sequence]])
-            torch.testing.assert_close(y[sequence], layer(whole)[-2:], rtol=0, atol=1e-12)
+            complete = torch.cat([x[sequence, :length], more[sequence]])
+            torch.testing.assert_close(y[sequence], layer(complete)[-2:], rtol=0, atol=1e-12)
 
 
 @FORMS
-def test_angles_that_change_with_the_length_turn_cached_keys_anew(absorbed):
+def test_cached_keys_are_rotated_again_when_angles_depend_on_the_length(absorbed):
     layer, x = layer_with(mask=hw.causal(), rotary=hw.Rotary(scaling=hw.DynamicNTK(2.0, 3))), text(7)
     cache = hw.DynamicCache()
     last = [layer(token, cache=cache, absorbed=absorbed) for token in x.split(1, dim=1)][-1]
@@ -196,7 +201,7 @@ def test_gradients_go_through_a_dynamic_cache(absorbed):
         torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-11)
 
 
-def test_the_form_taken_unasked_is_the_cheaper_one():
+def test_the_cheaper_form_is_the_default():
     layer = LatentAttention(64, 2, kv_rank=32, head_dim=16, rotary_dim=8)
     assert not layer._is_absorbed(None, queries=100, keys=100)
     assert layer._is_absorbed(None, queries=1, keys=100)
@@ -204,7 +209,7 @@ def test_the_form_taken_unasked_is_the_cheaper_one():
     assert wide._is_absorbed(None, queries=100, keys=100)
 
 
-def test_absorbed_makes_nothing_for_each_head_and_key():
+def test_decoding_uses_the_absorbed_form_by_default():
     layer, x, cache = layer_with(mask=hw.causal()), text(1), hw.DynamicCache()
     layer(text(11), cache=cache)
     with pytest.MonkeyPatch.context() as patch:
@@ -214,11 +219,11 @@ def test_absorbed_makes_nothing_for_each_head_and_key():
             layer(x, cache=cache, absorbed=False)
 
 
-# -- what may be put in the place of the up-projection --------------------------------------------------------
+# -- replaced and changed up-projections ----------------------------------------------------------------------
 
 
 class LoRA(nn.Module):
-    """A linear map and a correction of low rank."""
+    """Linear map plus a low-rank update; `weight` is that of the linear map without the update."""
 
     def __init__(self, base, rank=2):
         super().__init__()
@@ -227,7 +232,7 @@ class LoRA(nn.Module):
         self.up = nn.Linear(rank, base.out_features, bias=False, dtype=base.weight.dtype)
 
     @property
-    def weight(self):  # as PEFT has it: the weight before the correction
+    def weight(self):  # like PEFT: the weight without the update
         return self.base.weight
 
     def forward(self, x):
@@ -235,29 +240,35 @@ class LoRA(nn.Module):
 
 
 class Doubled(nn.Module):
+    """Parametrization that doubles a weight."""
+
     def forward(self, weight):
         return 2 * weight
 
 
 def with_lora(layer):
+    """Add a low-rank update to the up-projection."""
     layer.kv_up = LoRA(layer.kv_up)
 
 
 def with_parametrization(layer):
+    """Double the weight of the up-projection with a parametrization."""
     nn.utils.parametrize.register_parametrization(layer.kv_up, "weight", Doubled())
 
 
 def with_hook(layer):
+    """Triple the output of the up-projection with a forward hook."""
     layer.kv_up.register_forward_hook(lambda module, inputs, output: 3 * output)
 
 
 def with_forward(layer):
+    """Replace the forward method of the up-projection by one with the negative output."""
     plain = layer.kv_up.forward
     layer.kv_up.forward = lambda x: -plain(x)
 
 
 @pytest.mark.parametrize("change", [with_lora, with_parametrization, with_hook, with_forward])
-def test_what_replaces_the_up_projection_is_honoured(change):
+def test_changes_of_the_up_projection_act_in_the_absorbed_form(change):
     layer, x = layer_with(mask=hw.causal()), text()
     before = layer(x, absorbed=True)
     change(layer)
@@ -286,7 +297,7 @@ def test_an_up_projection_with_a_bias_is_never_absorbed():
 # -- the module -----------------------------------------------------------------------------------------------
 
 
-def test_copies_and_reloads():
+def test_copied_pickled_and_reloaded_layers_compute_the_same():
     options = {"q_rank": 5, "mask": hw.causal(), "scores": hw.Scores(sinks=True), "bias": True}
     layer, loaded, x = layer_with(**options), layer_with(**options), text()
     loaded.load_state_dict(layer.state_dict(), strict=True)
@@ -294,7 +305,7 @@ def test_copies_and_reloads():
         assert torch.equal(twin(x), layer(x))
 
 
-def test_made_on_meta_and_filled():
+def test_a_layer_made_on_meta_is_initialised_by_reset_parameters():
     layer = LatentAttention(EMBED, HEADS, q_rank=5, bias=True, device="meta", dtype=torch.bfloat16, **SIZES)
     assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
     assert layer(torch.empty(2, 5, EMBED, device="meta", dtype=torch.bfloat16)).shape == (2, 5, EMBED)
@@ -307,7 +318,7 @@ def test_made_on_meta_and_filled():
     assert not layer.kv_down.bias.any()
 
 
-def test_it_begins_with_glorot_weights():
+def test_initial_weights_are_glorot():
     layer = LatentAttention(300, 4, kv_rank=60, head_dim=20, rotary_dim=10)
     for weight, width in ((layer.kv_down.weight[:60], 60), (layer.kv_down.weight[60:], 10)):
         bound = (6 / (300 + width)) ** 0.5
@@ -315,7 +326,7 @@ def test_it_begins_with_glorot_weights():
 
 
 @FORMS
-def test_half_precision_and_autocast(absorbed):
+def test_half_precision_and_autocast_stay_near_float32(absorbed):
     layer, x = layer_with(q_rank=5, mask=hw.causal()).float(), text().float()
     exact = layer(x)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -337,7 +348,7 @@ def test_dropout_acts_in_training_only(absorbed):
     torch.testing.assert_close(layer.eval()(x, absorbed=absorbed), expected, rtol=0, atol=1e-12)
 
 
-def test_it_compiles_to_one_graph():
+def test_layers_compile_to_one_graph():
     code = """
 import torch, headwise as hw
 from headwise.nn.latent import LatentAttention
@@ -360,13 +371,13 @@ print("same")
     assert result.stdout == "same\n", result.stderr
 
 
-def test_it_says_what_it_is():
+def test_repr_shows_sizes_rotary_and_mask():
     text = repr(layer_with(q_rank=5, mask=hw.causal()))
     assert "num_heads=3, kv_rank=7, q_rank=5, head_dim=11, rotary_dim=4, value_dim=13, rotary=Rotary(" in text
     assert "mask=causal()" in text
 
 
-# -- DeepSeek's ---------------------------------------------------------------------------------------------------
+# -- DeepSeek ----------------------------------------------------------------------------------------------------
 
 YARN = {
     "rope_type": "yarn",
@@ -393,7 +404,7 @@ NAMES = {
 @pytest.mark.parametrize("rope", ["default", "yarn"])
 @pytest.mark.parametrize("q_rank", [None, 10])
 @pytest.mark.parametrize("family", ["V2", "V3", "V3, halves"])
-def test_transformers_deepseek(family, q_rank, rope, absorbed):
+def test_output_equals_deepseek_of_transformers(family, q_rank, rope, absorbed):
     if family == "V2":
         from transformers import DeepseekV2Config as Config
         from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention as Attention
@@ -471,7 +482,7 @@ def test_transformers_deepseek(family, q_rank, rope, absorbed):
         ({"backend": "flash"}, "backend: expected one of fused, blockwise, reference, got 'flash'"),
     ],
 )
-def test_a_mistake_in_construction(arguments, message):
+def test_unusable_layer_options_are_refused(arguments, message):
     with pytest.raises(hw.InputError, match="^" + message):
         LatentAttention(**({"embed_dim": EMBED, "num_heads": HEADS} | SIZES | arguments))
 
@@ -492,13 +503,13 @@ X = torch.zeros(2, 5, EMBED, dtype=torch.float64)
         (X, {"gate": torch.ones(4)}, r"gate: expected a shape of .* = \(3,\), \(2, 3\), \(2, 3, 5\), got \(4,\)"),
     ],
 )
-def test_a_mistake_in_a_call(x, arguments, message):
+def test_unusable_arguments_are_refused(x, arguments, message):
     with pytest.raises(hw.InputError, match="^" + message):
         layer_with()(x, **arguments)
 
 
 @pytest.mark.usefixtures("as_user")
-def test_a_call_that_fails_leaves_the_cache_as_it_was():
+def test_a_rejected_call_leaves_the_cache_unchanged():
     layer, cache = layer_with(mask=hw.causal()), hw.DynamicCache()
     layer(X, cache=cache)
     with pytest.raises(hw.InputError, match="^gate: "):
@@ -507,7 +518,7 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was():
 
 
 @pytest.mark.usefixtures("as_user")
-def test_an_up_projection_with_a_bias_inside_is_never_absorbed():
+def test_an_up_projection_whose_inner_module_has_a_bias_is_never_absorbed():
     layer = hw.LatentAttention(12, 3, kv_rank=4, head_dim=4, rotary_dim=2)
     layer.kv_up = torch.nn.Sequential(torch.nn.Linear(4, layer.kv_up.out_features))
     torch.nn.init.ones_(layer.kv_up[0].bias)

@@ -1,4 +1,4 @@
-"""The layer against attention written out by hand, and its own promises."""
+"""`MultiHeadAttention` against an independent implementation, its documented properties, and its error messages."""
 
 import copy
 import pickle
@@ -54,7 +54,10 @@ OPTIONS = {
 
 
 def by_hand(layer, x, context, allowed=None, bias=None, gate=None, values=None):
-    """The layer's definition, from its parameters and what it was asked for."""
+    """Return the output and weights of a layer, computed by `plain_layer` from the layer's parameters and options.
+
+    `allowed` and `bias` are `(batch, heads, queries, keys)`, `gate` is `(batch, heads)`.
+    """
     keys, queries = context.shape[1], x.shape[1]
     at_k = torch.arange(keys).expand(x.shape[0], -1)
     at_q = torch.arange(keys - queries, keys).expand(x.shape[0], -1)
@@ -83,6 +86,7 @@ def by_hand(layer, x, context, allowed=None, bias=None, gate=None, values=None):
 
 
 def layer_with(**options) -> hw.MultiHeadAttention:
+    """Return a float64 layer of 6 heads with these options and random parameters."""
     layer = hw.MultiHeadAttention(EMBED, 6, dtype=torch.float64, **options)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)  # biases too, which start at zero
@@ -93,6 +97,7 @@ def layer_with(**options) -> hw.MultiHeadAttention:
 
 
 def inputs(width: int = EMBED):
+    """Return a random x of `EMBED` features and a random context of `width` features."""
     x = torch.randn(BATCH, QUERIES, EMBED, dtype=torch.float64)
     return x, torch.randn(BATCH, KEYS, width, dtype=torch.float64)
 
@@ -102,23 +107,23 @@ CALLS.remove(("one projection", True))  # projects x alone; its refusal is teste
 
 
 @pytest.mark.parametrize(("options", "cross"), CALLS, ids=[f"{o}-{'cross' if c else 'self'}" for o, c in CALLS])
-def test_output_weights_and_gradients(options, cross):
+def test_output_weights_and_gradients_equal_the_oracle(options, cross):
     options = copy.deepcopy(OPTIONS[options]) | ({"context_dim": CONTEXT} if cross else {})
     layer = layer_with(**options)
     x, context = inputs(CONTEXT)
-    given = (x, context) if cross else (x,)
-    y, weights = layer(*given, return_weights=True)
+    arguments = (x, context) if cross else (x,)
+    y, weights = layer(*arguments, return_weights=True)
     expected, expected_weights = by_hand(layer, x, context if cross else x)
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
     upstream = torch.randn_like(y)
-    ours = torch.autograd.grad((layer(*given) * upstream).sum(), list(layer.parameters()))
+    ours = torch.autograd.grad((layer(*arguments) * upstream).sum(), list(layer.parameters()))
     theirs = torch.autograd.grad((expected * upstream).sum(), list(layer.parameters()))
     for got, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 
 
-def test_keys_and_values_from_contexts_of_their_own_widths():
+def test_keys_and_values_come_from_contexts_of_different_widths():
     layer = layer_with(context_dim=CONTEXT, value_context_dim=17, num_kv_heads=2)
     x, context = inputs(CONTEXT)
     values = torch.randn(BATCH, KEYS, 17, dtype=torch.float64)
@@ -130,21 +135,21 @@ def test_keys_and_values_from_contexts_of_their_own_widths():
 
 
 @pytest.mark.parametrize("options", ["grouped", "rotary", "rms norm", "layer norm over heads", "relative", "sinks"])
-def test_a_context_projected_once_is_the_context(options):
+def test_a_projected_context_has_the_result_of_the_context(options):
     layer = layer_with(context_dim=CONTEXT, value_context_dim=17, **copy.deepcopy(OPTIONS[options]))
     x, context = inputs(CONTEXT)
     values = torch.randn(BATCH, KEYS, 17, dtype=torch.float64)
     projected = layer.project_context(context, values)
     assert torch.equal(layer(x, projected), layer(x, context, values))
     assert torch.equal(layer(x[:, :1], projected), layer(x[:, :1], context, values))
-    alone = layer.project_context(context[0], values[0])
-    torch.testing.assert_close(layer(x[0], alone), layer(x, projected)[0], rtol=0, atol=1e-12)
+    one_sequence = layer.project_context(context[0], values[0])
+    torch.testing.assert_close(layer(x[0], one_sequence), layer(x, projected)[0], rtol=0, atol=1e-12)
     packed = {"offsets": [0, 2, 5], "context_offsets": [0, 4, 7]}
-    assert torch.equal(layer(x[0], alone, **packed), layer(x[0], context[0], values[0], **packed))
+    assert torch.equal(layer(x[0], one_sequence, **packed), layer(x[0], context[0], values[0], **packed))
 
 
 @pytest.mark.usefixtures("as_user")
-def test_mistakes_with_a_projected_context():
+def test_unusable_projected_contexts_are_refused():
     layer, x = hw.MultiHeadAttention(12, 6, num_kv_heads=2, context_dim=10), torch.zeros(2, 5, 12)
     projected = layer.project_context(torch.zeros(2, 7, 10))
     fused = hw.MultiHeadAttention(12, 6, num_kv_heads=2, fused_qkv=True)
@@ -171,13 +176,13 @@ def test_unbatched_input_is_a_batch_of_one_without_the_axis():
     assert torch.equal(weights, batched_weights[0])
 
 
-def test_masks_of_layer_and_call_join():
+def test_the_masks_of_layer_and_call_are_combined():
     layer = layer_with(mask=hw.causal())
     x, _ = inputs()
     causal = torch.ones(QUERIES, QUERIES, dtype=torch.bool).tril()
     padded = torch.arange(QUERIES) < torch.tensor([3, 5])[:, None, None, None]
     bias = torch.randn(1, 6, QUERIES, QUERIES, dtype=torch.float64)
-    everywhere = (BATCH, 6, QUERIES, QUERIES)
+    full = (BATCH, 6, QUERIES, QUERIES)
     for options, allowed, added in (
         ({}, causal, None),
         ({"mask": hw.padding([3, 5])}, causal & padded, None),
@@ -185,7 +190,7 @@ def test_masks_of_layer_and_call_join():
         ({"mask": bias}, causal, bias),
         ({"mask": padded, "bias": bias}, causal & padded, bias),
     ):
-        expected, _ = by_hand(layer, x, x, allowed.expand(everywhere), added)
+        expected, _ = by_hand(layer, x, x, allowed.expand(full), added)
         torch.testing.assert_close(layer(x, **options), expected, rtol=0, atol=1e-12)
 
 
@@ -198,7 +203,7 @@ def test_gate_multiplies_heads_before_the_output_projection(shape):
     torch.testing.assert_close(layer(x, gate=gate), expected, rtol=0, atol=1e-12)
 
 
-def test_gradients_of_gate_and_bias():
+def test_gradients_of_gate_and_bias_equal_the_oracle():
     layer = layer_with()
     x, _ = inputs()
     gate = torch.rand(BATCH, 6, dtype=torch.float64, requires_grad=True)
@@ -210,24 +215,24 @@ def test_gradients_of_gate_and_bias():
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 
 
-def test_the_backend_asked_for_is_the_one_that_runs():
+def test_the_chosen_backend_runs():
     x, _ = inputs()
     bias = torch.zeros(QUERIES, QUERIES, dtype=torch.float64)
     q = torch.zeros(1, 1, QUERIES, 2, dtype=torch.float64)
     assert hw.why_not("fused", q, q, q, bias=bias, softcap=3.0) is not None
     layer_with(backend="reference").forward(x, bias=bias)
 
-    def ran(problem):
+    def raise_error(problem):
         raise RuntimeError("fused ran")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headwise.attention.backends.fused.run", ran)
+        patch.setattr("headwise.attention.backends.fused.run", raise_error)
         layer_with(backend="reference")(x)
         with pytest.raises(RuntimeError, match="fused ran"):
             layer_with()(x)
 
 
-def test_it_begins_with_glorot_weights_and_zero_biases():
+def test_initial_weights_are_glorot_and_biases_zero():
     layer = hw.MultiHeadAttention(300, 5, head_dim=20)
     bound = (6 / (300 + 100)) ** 0.5
     assert bound * 0.99 < layer.q_proj.weight.max() <= bound
@@ -235,7 +240,7 @@ def test_it_begins_with_glorot_weights_and_zero_biases():
     assert not any(projection.bias.any() for projection in layer.children())
 
 
-def test_widths_are_what_was_asked_for():
+def test_projections_have_the_widths_of_the_options():
     def widths(**options):
         layer = hw.MultiHeadAttention(12, 6, **options)
         return [tuple(projection.weight.shape) for projection in layer.children()]
@@ -250,22 +255,22 @@ def test_widths_are_what_was_asked_for():
     ]
 
 
-def test_it_is_made_where_and_as_it_is_told():
+def test_parameters_have_the_given_device_and_dtype():
     layer = hw.MultiHeadAttention(12, 6, device="meta", dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
     assert layer(torch.empty(2, 5, 12, device="meta", dtype=torch.bfloat16)).shape == (2, 5, 12)
 
 
 @pytest.mark.parametrize("shape", [(2, 0, 12), (0, 5, 12), (0, 12)], ids=str)
-def test_an_empty_input(shape):
+def test_empty_inputs_have_empty_outputs_and_empty_contexts_add_nothing(shape):
     layer = hw.MultiHeadAttention(12, 6)
     assert layer(torch.zeros(shape)).shape == shape
     x = torch.zeros(2, 5, 12)
     torch.testing.assert_close(layer(x, x[:, :0]), layer.out_proj.bias.expand(2, 5, 12))
 
 
-def test_it_compiles_to_one_graph():
-    # In a process of its own: dynamo cannot trace the checks of shapes that the tests put around every call.
+def test_layers_compile_to_one_graph():
+    # In a new process: dynamo cannot trace the shape checks that the tests add to every function.
     code = """
 import torch, headwise as hw
 x = torch.randn(2, 5, 12)
@@ -281,7 +286,7 @@ print("same")
     assert result.stdout == "same\n", result.stderr
 
 
-def test_a_gate_at_zero_is_that_head_without_its_columns_of_the_output_projection():
+def test_a_gate_of_zero_removes_the_head_from_the_output_projection():
     layer = layer_with()
     x, _ = inputs()
     gated = layer(x, gate=torch.tensor([1.0, 1, 0, 1, 1, 1], dtype=torch.float64))
@@ -299,7 +304,7 @@ def test_dropout_acts_in_training_only():
     torch.testing.assert_close(layer.eval()(x), expected, rtol=0, atol=1e-12)
 
 
-def test_dropout_has_its_probability():
+def test_dropout_drops_the_given_share_of_weights():
     layer = layer_with(dropout=0.25, bias=False)
     layer.v_proj.weight.data.zero_()
     q = torch.zeros(1, 1, 100, 2)
@@ -307,14 +312,14 @@ def test_dropout_has_its_probability():
     assert dropped.float().mean().item() == pytest.approx(0.25, abs=0.02)
 
 
-def test_half_precision():
+def test_output_and_weights_have_the_half_precision_of_the_layer():
     layer = layer_with().bfloat16()
     x = inputs()[0].bfloat16()
     y, weights = layer(x, gate=torch.ones(6), return_weights=True)
     assert y.dtype == weights.dtype == torch.bfloat16
 
 
-def test_autocast_keeps_the_scores_wide():
+def test_autocast_keeps_the_scores_in_float32():
     layer = layer_with(scores=hw.Scores(scale=2.0)).float()
     x = 3 * inputs()[0].float()
     with torch.autocast("cpu", torch.bfloat16):
@@ -324,12 +329,12 @@ def test_autocast_keeps_the_scores_wide():
     assert y.dtype == weights.dtype == q.dtype == torch.bfloat16
     exact = plain_attention(q.double(), k.double(), k.double(), scale=2.0)
     torch.testing.assert_close(weights.double(), exact.weights, rtol=2**-8, atol=1e-6)  # one rounding to bfloat16
-    for each in lse:
-        assert each.dtype == torch.float32
-        torch.testing.assert_close(each.double(), exact.lse, rtol=1e-5, atol=1e-4)
+    for backend_lse in lse:
+        assert backend_lse.dtype == torch.float32
+        torch.testing.assert_close(backend_lse.double(), exact.lse, rtol=1e-5, atol=1e-4)
 
 
-def test_copies_and_reloads():
+def test_copied_pickled_and_reloaded_layers_compute_the_same():
     layer = layer_with(mask=hw.causal() & hw.window(3), num_kv_heads=2)
     x, _ = inputs()
     loaded = layer_with(mask=hw.causal() & hw.window(3), num_kv_heads=2)
@@ -338,7 +343,7 @@ def test_copies_and_reloads():
         assert torch.equal(twin(x), layer(x))
 
 
-def test_it_says_what_it_is():
+def test_repr_shows_sizes_and_mask():
     text = repr(hw.MultiHeadAttention(12, 6, num_kv_heads=2, value_dim=5, mask=hw.causal()))
     assert "num_heads=6, num_kv_heads=2, head_dim=2, value_dim=5, mask=causal()" in text
 
@@ -374,7 +379,7 @@ def test_it_says_what_it_is():
         ({"backend": "flash"}, "backend: expected one of fused, blockwise, reference, got 'flash'"),
     ],
 )
-def test_a_mistake_in_construction(arguments, message):
+def test_unusable_layer_options_are_refused(arguments, message):
     with pytest.raises(hw.InputError, match="^" + message):
         hw.MultiHeadAttention(**({"embed_dim": 12, "num_heads": 6} | arguments))
 
@@ -392,7 +397,7 @@ def test_a_mistake_in_construction(arguments, message):
         (lambda: hw.QKNorm(eps=0.0), r"QKNorm\(eps\): expected a finite number above 0, got 0.0"),
     ],
 )
-def test_a_mistake_in_an_option(make, message):
+def test_unusable_scores_and_norms_are_refused(make, message):
     with pytest.raises(hw.InputError, match="^" + message):
         make()
 
@@ -441,7 +446,7 @@ X = torch.zeros(2, 5, 12)
         ),
     ],
 )
-def test_what_does_not_go_together(options, arguments, message):
+def test_contradictory_arguments_are_refused(options, arguments, message):
     with pytest.raises(hw.InputError, match="^" + message):
         hw.MultiHeadAttention(12, 6, **options)(X, **arguments)
 
@@ -470,7 +475,7 @@ def test_what_does_not_go_together(options, arguments, message):
         ),
     ],
 )
-def test_a_mistake_with_packed_sequences(arguments, message):
+def test_unusable_arguments_with_packed_sequences_are_refused(arguments, message):
     with pytest.raises(hw.InputError, match="^" + message):
         hw.MultiHeadAttention(12, 6)(X[0], **arguments)
 
@@ -491,22 +496,25 @@ def test_a_mistake_with_packed_sequences(arguments, message):
         ((X, X[..., :3]), r"context: expected width 12 on the last axis, got \(2, 5, 3\)"),
     ],
 )
-def test_a_mistake_in_a_call(arguments, message):
+def test_unusable_inputs_are_refused(arguments, message):
     with pytest.raises(hw.InputError, match="^" + message):
         hw.MultiHeadAttention(12, 6)(*arguments)
 
 
 def jagged(*lengths, width=12):
+    """Return a jagged nested tensor of random sequences of these lengths."""
     values = torch.randn(sum(lengths), width)
     return torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, *lengths]).cumsum(0))
 
 
-@pytest.mark.usefixtures("as_user")  # two jagged tensors have lengths of two names, though they are the same
-def test_nested_cross_attention_is_that_of_each_sequence():
+@pytest.mark.usefixtures("as_user")  # the shape checks name the lengths of two jagged tensors differently
+def test_nested_cross_attention_equals_a_call_for_each_sequence():
     layer = hw.MultiHeadAttention(12, 6, context_dim=5, value_context_dim=7, mask=hw.causal())
     x, context, values = jagged(2, 3), jagged(4, 1, width=5), jagged(4, 1, width=7)
-    for y, *each in zip(layer(x, context, values).unbind(), x.unbind(), context.unbind(), values.unbind(), strict=True):
-        torch.testing.assert_close(y, layer(*each))
+    for y, *sequence in zip(
+        layer(x, context, values).unbind(), x.unbind(), context.unbind(), values.unbind(), strict=True
+    ):
+        torch.testing.assert_close(y, layer(*sequence))
 
 
 @pytest.mark.usefixtures("as_user")
@@ -529,25 +537,25 @@ def test_nested_cross_attention_is_that_of_each_sequence():
         ),
     ],
 )
-def test_a_mistake_with_nested_tensors(call, message):
+def test_unusable_arguments_with_nested_tensors_are_refused(call, message):
     with pytest.raises(hw.InputError, match="^" + message):
         hw.MultiHeadAttention(12, 6)(**({"x": jagged(2, 3)} | call))
 
 
 @pytest.mark.usefixtures("as_user")
-def test_cross_attention_needs_its_context():
+def test_a_missing_context_is_refused():
     with pytest.raises(hw.InputError, match=r"^context: expected a tensor of width 10, .*, got none"):
         hw.MultiHeadAttention(12, 6, context_dim=10)(X)
 
 
-def test_packed_sequences_of_nothing():
+def test_packed_sequences_without_tokens_have_an_empty_output():
     layer = layer_with(mask=hw.causal())
     assert layer(torch.zeros(0, EMBED, dtype=torch.float64), offsets=[0]).shape == (0, EMBED)
     assert layer(torch.zeros(0, EMBED, dtype=torch.float64), offsets=[0, 0, 0]).shape == (0, EMBED)
 
 
-def test_a_layer_whose_parts_have_dtypes_of_their_own():
-    """Inputs are compared with the projection they go into, not with whatever parameter comes first."""
+def test_the_projections_decide_the_dtype_of_a_mixed_precision_layer():
+    """Inputs are compared with the dtype of their projection, not with that of the first parameter."""
     layer = hw.MultiHeadAttention(EMBED, 6, position_bias=hw.RelativeBias(6), scores=hw.Scores(sinks=True))
     layer.bfloat16()
     layer.position_bias.float()

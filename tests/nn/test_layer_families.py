@@ -1,6 +1,6 @@
-"""The layer against attention of transformers that has positions of its own: T5's learned bias, BLOOM's ALiBi.
+"""The layer against attention of transformers with position biases: T5's learned bias and BLOOM's ALiBi.
 
-Families whose blocks convert as they are, Llama and its kin among them, are in tests/convert.
+Families whose blocks `from_transformers` converts, such as Llama, are tested in tests/convert.
 """
 
 import copy
@@ -14,8 +14,8 @@ from oracles import within_budget
 HEADS, EMBED, HEAD_DIM, BATCH, LENGTH = 6, 30, 7, 3, 19
 
 
-def copied(layer, **maps):
-    """The layer with the weights (and biases) of these maps, its gradients like theirs."""
+def with_weights(layer, **maps):
+    """Copy a weight and a bias (or None) into each named projection of the layer, and return the layer."""
     with torch.no_grad():
         for name, (weight, bias) in maps.items():
             projection = getattr(layer, name)
@@ -26,7 +26,7 @@ def copied(layer, **maps):
 
 
 @pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
-def test_t5(decoder):
+def test_relative_bias_computes_t5_attention(decoder):
     from transformers import T5Config
     from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -52,7 +52,7 @@ def test_t5(decoder):
         scores=hw.Scores(scale=1.0),
         mask=hw.causal() if decoder else None,
     )
-    copied(
+    with_weights(
         layer,
         q_proj=(theirs.q.weight, None),
         k_proj=(theirs.k.weight, None),
@@ -60,10 +60,10 @@ def test_t5(decoder):
         out_proj=(theirs.o.weight, None),
     )
     x = torch.randn(BATCH, LENGTH, EMBED)
-    hidden = torch.zeros(LENGTH, LENGTH)
+    added_mask = torch.zeros(LENGTH, LENGTH)
     if decoder:
-        hidden = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)
-    expected, _, *weights = theirs(x, mask=hidden.expand(BATCH, 1, -1, -1), output_attentions=True)
+        added_mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)
+    expected, _, *weights = theirs(x, mask=added_mask.expand(BATCH, 1, -1, -1), output_attentions=True)
     y, ours = layer(x, return_weights=True)
     exact, exact_weights = copy.deepcopy(layer).double()(x.double(), return_weights=True)
     within_budget(y, expected, exact)
@@ -76,7 +76,7 @@ def test_t5(decoder):
     )
 
 
-def test_bloom():
+def test_alibi_computes_bloom_attention():
     from transformers import BloomConfig
     from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi_tensor
 
@@ -85,21 +85,21 @@ def test_bloom():
     torch.nn.init.normal_(theirs.query_key_value.bias)
     width = HEADS * HEAD_DIM
     layer = hw.MultiHeadAttention(width, HEADS, position_bias=hw.ALiBi(), mask=hw.causal())
-    # Theirs lie head by head, each with its query, key and value.
+    # Rows of their fused weight are ordered by head, then by query, key and value.
     weight = theirs.query_key_value.weight.view(HEADS, 3, HEAD_DIM, width)
     bias = theirs.query_key_value.bias.view(HEADS, 3, HEAD_DIM)
     parts = {
         name: (weight[:, index].reshape(width, width), bias[:, index].flatten())
         for index, name in enumerate(("q_proj", "k_proj", "v_proj"))
     }
-    copied(layer, **parts, out_proj=(theirs.dense.weight, theirs.dense.bias))
+    with_weights(layer, **parts, out_proj=(theirs.dense.weight, theirs.dense.bias))
     x = torch.randn(BATCH, LENGTH, width)
-    there = torch.ones(BATCH, LENGTH)
-    there[1, 11:] = 0  # padding on the right
-    alibi = build_alibi_tensor(there, HEADS, torch.float32)
-    hidden = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1).expand(BATCH, 1, -1, -1)
-    hidden = hidden.masked_fill(there[:, None, None, :] == 0, torch.finfo(torch.float32).min)
-    expected, _ = theirs(x, torch.zeros_like(x), alibi, hidden)
+    is_token = torch.ones(BATCH, LENGTH)
+    is_token[1, 11:] = 0  # padding on the right
+    alibi = build_alibi_tensor(is_token, HEADS, torch.float32)
+    added_mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1).expand(BATCH, 1, -1, -1)
+    added_mask = added_mask.masked_fill(is_token[:, None, None, :] == 0, torch.finfo(torch.float32).min)
+    expected, _ = theirs(x, torch.zeros_like(x), alibi, added_mask)
     y = layer(x, mask=hw.padding([LENGTH, 11, LENGTH]))
     exact = copy.deepcopy(layer).double()(x.double(), mask=hw.padding([LENGTH, 11, LENGTH]))
-    within_budget(*(each[there.bool()] for each in (y, expected, exact)))
+    within_budget(*(output[is_token.bool()] for output in (y, expected, exact)))

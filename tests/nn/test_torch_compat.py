@@ -1,4 +1,4 @@
-"""`headwise.compat.MultiheadAttention` against torch's own layer; where they differ, against a plain implementation."""
+"""`headwise.compat.MultiheadAttention` against torch's layer; where they differ, against an independent oracle."""
 
 import copy
 import inspect
@@ -24,7 +24,7 @@ EMBED = HEADS * HEAD_DIM
 DOCS = Path(__file__).parent.parent.parent / "docs"
 EXACT = {"rtol": 0, "atol": 1e-12}
 
-pytestmark = pytest.mark.filterwarnings(  # said by torch about itself
+pytestmark = pytest.mark.filterwarnings(  # warnings of torch about its own code
     "ignore:Support for mismatched",
     "ignore:The PyTorch API of nested tensors",
     "ignore:enable_nested_tensor is True",
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings(  # said by torch about itself
 
 
 def pair(*, seed=0, **options) -> tuple[MultiheadAttention, nn.MultiheadAttention]:
-    """Our layer and torch's with the same random parameters, biases too, which start at zero."""
+    """Return our layer and torch's layer with these options and the same random weights and biases."""
     options = {"dtype": torch.float64} | options
     theirs = nn.MultiheadAttention(EMBED, HEADS, **options)
     generator = torch.Generator().manual_seed(seed)
@@ -45,8 +45,8 @@ def pair(*, seed=0, **options) -> tuple[MultiheadAttention, nn.MultiheadAttentio
     return ours, theirs
 
 
-def standing_in(layer: nn.MultiheadAttention) -> MultiheadAttention:
-    """Ours in the place of a layer of torch's that was made as nn.Transformer makes its own."""
+def replacement_of(layer: nn.MultiheadAttention) -> MultiheadAttention:
+    """Return our layer with the options and weights of a layer of torch that `nn.Transformer` created."""
     ours = MultiheadAttention(
         layer.embed_dim,
         layer.num_heads,
@@ -60,36 +60,40 @@ def standing_in(layer: nn.MultiheadAttention) -> MultiheadAttention:
 
 
 def migrated(model: nn.Module) -> nn.Module:
-    """A copy of the model with every attention layer ours."""
+    """Return a copy of a model in which our layers replace all attention layers of torch."""
     model = copy.deepcopy(model)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.MultiheadAttention:
-                setattr(module, name, standing_in(child))
+                setattr(module, name, replacement_of(child))
     return model
 
 
 def causal_mask(length: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Return torch's float causal mask `(length, length)`: 0 for visible keys, otherwise -inf."""
     return nn.Transformer.generate_square_subsequent_mask(length, dtype=dtype)
 
 
-# -- the same function --------------------------------------------------------------------------------------------
+# -- equal results ------------------------------------------------------------------------------------------------
 
 
 @st.composite
 def calls(draw):
-    """A layer's options, its inputs and the options of the call. Key 0 is never hidden: no row is without a key."""
-    own_widths = draw(st.booleans())
+    """Draw options of a layer, its three inputs, and keyword arguments of the call.
+
+    Masks never hide key 0, so that every query sees a key.
+    """
+    other_widths = draw(st.booleans())
     made = {
         "batch_first": draw(st.booleans()),
         "bias": draw(st.booleans()),
         "add_bias_kv": draw(st.booleans()),
         "add_zero_attn": draw(st.booleans()),
-        "kdim": KDIM if own_widths else None,
-        "vdim": VDIM if own_widths else None,
+        "kdim": KDIM if other_widths else None,
+        "vdim": VDIM if other_widths else None,
     }
     batched = draw(st.booleans())
-    inputs = "three" if own_widths else draw(st.sampled_from(["one", "two", "three"]))
+    inputs = "three" if other_widths else draw(st.sampled_from(["one", "two", "three"]))
     keys = QUERIES if inputs == "one" or draw(st.booleans()) else KEYS
     batch = BATCH if batched else 1
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
@@ -111,13 +115,13 @@ def calls(draw):
 
     kinds = st.sampled_from([None, "bool", "float", "infinite"])
     padding, attention = draw(kinds), draw(kinds)
-    wide = draw(st.booleans())
+    mask_per_head = draw(st.booleans())
     call = {"need_weights": draw(st.booleans()), "average_attn_weights": draw(st.booleans())}
     if padding is not None:
         call["key_padding_mask"] = mask(padding, *((batch, keys) if batched else (keys,)))
     if attention is not None:
-        call["attn_mask"] = mask(attention, *((batch * HEADS,) if wide else ()), QUERIES, keys)
-    # Where torch takes the hint alone, it hides the keys it has appended itself (docs/reports/torch-differences.md).
+        call["attn_mask"] = mask(attention, *((batch * HEADS,) if mask_per_head else ()), QUERIES, keys)
+    # When torch uses only the hint, it hides the keys it has appended itself (docs/reports/torch-differences.md).
     appended = made["add_bias_kv"] or made["add_zero_attn"]
     if keys == QUERIES and not (appended and padding is None and not call["need_weights"]) and draw(st.booleans()):
         call |= {"attn_mask": causal_mask(QUERIES), "is_causal": True}
@@ -130,18 +134,19 @@ def calls(draw):
 
 
 def leaves(inputs, call):
-    """Copies of the inputs and float masks that ask for gradients; what was one tensor stays one."""
+    """Return copies of the inputs and of float masks that require gradients; equal tensor objects share one copy."""
     copies = {id(x): x.clone().requires_grad_() for x in inputs}
     masks = {
         name: value.clone().requires_grad_() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in call.items()
     }
     if call.get("is_causal"):
-        masks["attn_mask"] = call["attn_mask"]  # which the hint stands for, so torch gives it no gradient
+        masks["attn_mask"] = call["attn_mask"]  # replaced by the hint, so torch computes no gradient
     return [copies[id(x)] for x in inputs], masks
 
 
 def results_and_gradients(layer, inputs, call):
+    """Return output, weights, and the gradients for the distinct inputs, float masks and parameters."""
     inputs, call = leaves(inputs, call)
     y, weights = layer(*inputs, **call)
     generator = torch.Generator().manual_seed(1)
@@ -149,13 +154,13 @@ def results_and_gradients(layer, inputs, call):
     if weights is not None:
         loss = loss + (weights * torch.randn(weights.shape, generator=generator, dtype=y.dtype)).sum()
     masks = [mask for mask in call.values() if isinstance(mask, torch.Tensor) and mask.requires_grad]
-    wanted = [*dict.fromkeys(inputs), *masks, *layer.parameters()]
-    return y, weights, torch.autograd.grad(loss, wanted, allow_unused=True)
+    differentiated = [*dict.fromkeys(inputs), *masks, *layer.parameters()]
+    return y, weights, torch.autograd.grad(loss, differentiated, allow_unused=True)
 
 
 @settings(deadline=None, max_examples=300)
 @given(calls())
-def test_output_weights_and_gradients(drawn):
+def test_output_weights_and_gradients_equal_torchs(drawn):
     made, inputs, call = drawn
     ours, theirs = pair(**made)
     y, weights, gradients = results_and_gradients(ours, inputs, call)
@@ -172,7 +177,7 @@ def test_output_weights_and_gradients(drawn):
 
 @settings(deadline=None, max_examples=60)
 @given(calls())
-def test_in_evaluation_without_gradients(drawn):
+def test_results_in_evaluation_without_gradients_equal_torchs(drawn):
     made, inputs, call = drawn
     ours, theirs = pair(**made)
     with torch.no_grad():
@@ -187,27 +192,27 @@ def test_in_evaluation_without_gradients(drawn):
     [
         ({"is_causal": True}, [(None, True)]),
         ({}, [("a mask", False)]),
-        ({"is_causal": True, "need_weights": True}, []),  # the matrix is there: no kernel is called
+        ({"is_causal": True, "need_weights": True}, []),  # weights are computed without a kernel
         ({"is_causal": True, "key_padding_mask": torch.zeros(BATCH, QUERIES)}, [("a mask", False)]),
     ],
     ids=["hint", "no hint", "weights", "padding"],
 )
 def test_the_causal_hint_reaches_the_kernel(options, called_with, monkeypatch):
-    seen = []
+    hints = []
     kernel = torch.nn.functional.scaled_dot_product_attention
 
     def recorded(*tensors, attn_mask, is_causal, **rest):
-        seen.append((attn_mask if attn_mask is None else "a mask", is_causal))
+        hints.append((attn_mask if attn_mask is None else "a mask", is_causal))
         return kernel(*tensors, attn_mask=attn_mask, is_causal=is_causal, **rest)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
     layer, _ = pair()
     x = torch.randn(QUERIES, BATCH, EMBED, dtype=torch.float64)
     layer(x, x, x, attn_mask=causal_mask(QUERIES), **({"need_weights": False} | options))
-    assert seen == called_with
+    assert hints == called_with
 
 
-def test_the_signatures_are_those_of_torch():
+def test_signatures_equal_torchs():
     for name in ("__init__", "forward"):
         ours, theirs = (
             {
@@ -223,7 +228,7 @@ OPTIONS = [{}, {"kdim": KDIM, "vdim": VDIM}, {"kdim": KDIM}, {"bias": False}, {"
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_parameters_are_those_of_torch(options):
+def test_parameters_equal_torchs(options):
     torch.manual_seed(3)
     ours = MultiheadAttention(EMBED, HEADS, **options)
     torch.manual_seed(3)
@@ -238,7 +243,7 @@ def test_parameters_are_those_of_torch(options):
     assert torch.equal(ours.out_proj.weight, theirs.out_proj.weight)
 
 
-def test_it_is_made_where_and_as_it_is_told():
+def test_parameters_have_the_given_device_and_dtype():
     layer = MultiheadAttention(EMBED, HEADS, device="meta", dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", torch.bfloat16)}
     x = torch.empty(QUERIES, BATCH, EMBED, device="meta", dtype=torch.bfloat16)
@@ -247,7 +252,7 @@ def test_it_is_made_where_and_as_it_is_told():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision(dtype):
+def test_half_precision_stays_near_torch(dtype):
     ours, theirs = pair(dtype=dtype)
     x = torch.randn(QUERIES, BATCH, EMBED).to(dtype)
     hidden = torch.arange(QUERIES) >= torch.tensor([3, 5, 1])[:, None]
@@ -258,7 +263,7 @@ def test_half_precision(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"kdim": KDIM}], ids=str)
-def test_an_input_bias_may_have_another_dtype_than_the_weights(options, dtype):
+def test_the_input_bias_can_have_another_dtype_than_the_weights(options, dtype):
     layers = pair(batch_first=True, **options)
     x = torch.randn(BATCH, QUERIES, EMBED, dtype=torch.float64)
     key = torch.randn(BATCH, QUERIES, KDIM, dtype=torch.float64) if "kdim" in options else x
@@ -270,7 +275,7 @@ def test_an_input_bias_may_have_another_dtype_than_the_weights(options, dtype):
         torch.testing.assert_close(got, wanted, **EXACT)
 
 
-def test_autocast():
+def test_autocast_equals_torchs():
     ours, theirs = pair(dtype=torch.float32)
     x = torch.randn(QUERIES, BATCH, EMBED)
     for options in ({}, {"attn_mask": causal_mask(QUERIES, torch.float32), "is_causal": True, "need_weights": False}):
@@ -281,7 +286,7 @@ def test_autocast():
 
 
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 5, 7), (2, 0, 7)], ids=str)
-def test_an_empty_input(batch, queries, keys):
+def test_empty_inputs_have_outputs_of_the_right_shape(batch, queries, keys):
     ours, _ = pair(batch_first=True)
     query, key = torch.zeros(batch, queries, EMBED).double(), torch.zeros(batch, keys, EMBED).double()
     hidden = torch.zeros(batch * HEADS, queries, keys, dtype=torch.bool)
@@ -289,7 +294,7 @@ def test_an_empty_input(batch, queries, keys):
     assert (y.shape, weights.shape) == ((batch, queries, EMBED), (batch, queries, keys))
 
 
-# -- where it differs ---------------------------------------------------------------------------------------------
+# -- documented differences ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
@@ -310,8 +315,8 @@ def test_a_row_without_a_key_gives_zeros(need_weights, dropout, kind):
         assert gradient.isfinite().all()
     if not dropout:
         q, k, v = (
-            each.view(BATCH, QUERIES, HEADS, HEAD_DIM).transpose(1, 2)
-            for each in (x @ ours.in_proj_weight.T + ours.in_proj_bias).chunk(3, -1)
+            projected.view(BATCH, QUERIES, HEADS, HEAD_DIM).transpose(1, 2)
+            for projected in (x @ ours.in_proj_weight.T + ours.in_proj_bias).chunk(3, -1)
         )
         plain = plain_attention(q, k, v, allowed=~hidden)
         joined = torch.cat(plain.out.unbind(1), -1)
@@ -339,7 +344,7 @@ def test_weights_are_those_before_dropout():
     assert not torch.allclose(y, expected)
 
 
-def test_appended_keys_are_seen_beside_the_causal_hint():
+def test_appended_keys_are_visible_with_the_causal_hint():
     ours, theirs = pair(add_bias_kv=True, add_zero_attn=True)
     x = torch.randn(QUERIES, BATCH, EMBED, dtype=torch.float64)
     hinted, _ = ours(x, x, x, attn_mask=causal_mask(QUERIES), is_causal=True, need_weights=False)
@@ -349,12 +354,12 @@ def test_appended_keys_are_seen_beside_the_causal_hint():
 
 @pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda difference: difference.name)
-def test_the_document_lists_what_differs(difference):
+def test_the_documentation_lists_every_difference(difference):
     assert difference.behaviour(nn.MultiheadAttention) != difference.behaviour(MultiheadAttention)
     assert f"| {difference.name} |" in (DOCS / "reports" / "torch-differences.md").read_text(encoding="utf-8")
 
 
-def test_the_code_of_the_document_runs():
+def test_the_code_of_the_documentation_runs():
     names = {"nn": nn}
     for block in re.findall(r"```python\n(.*?)```", (DOCS / "torch-layer.md").read_text(encoding="utf-8"), re.DOTALL):
         exec(block, names)
@@ -378,7 +383,7 @@ def test_dropout_leaves_the_expected_value_and_is_off_in_evaluation(need_weights
     assert y.std(1).min() > 0.01
 
 
-def test_dropout_repeats_with_the_seed():
+def test_dropout_is_reproducible_with_a_seed():
     layer, _ = pair(dropout=0.5)
     x = torch.randn(QUERIES, BATCH, EMBED, dtype=torch.float64)
     outputs = []
@@ -390,7 +395,7 @@ def test_dropout_repeats_with_the_seed():
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_dropout_leaves_out_what_torch_does_with_the_same_seed(need_weights):
+def test_dropout_drops_the_weights_that_torch_drops_with_the_same_seed(need_weights):
     x = torch.randn(QUERIES, BATCH, EMBED, dtype=torch.float64)
     outputs = []
     for layer in pair(dropout=0.5):
@@ -403,12 +408,13 @@ def test_dropout_leaves_out_what_torch_does_with_the_same_seed(need_weights):
 
 
 def encoder(**options) -> nn.TransformerEncoder:
+    """Return a small encoder of torch with these options."""
     layer = nn.TransformerEncoderLayer(EMBED, HEADS, 31, **({"dropout": 0.0, "batch_first": True} | options))
     return nn.TransformerEncoder(layer, 2)
 
 
 def forwards_of(monkeypatch) -> list[MultiheadAttention]:
-    """A list that every one of our layers joins when its forward runs."""
+    """Return a list to which each of our layers is added whenever its forward pass runs."""
     ran = []
     forward = MultiheadAttention.forward
 
@@ -427,7 +433,7 @@ HIDDEN = torch.arange(QUERIES) >= torch.tensor([3, 5, 1])[:, None]
 @pytest.mark.parametrize(
     "options", [{}, {"src_key_padding_mask": HIDDEN}, {"mask": causal_mask(QUERIES)}], ids=["none", "padding", "causal"]
 )
-def test_an_encoder_in_evaluation_runs_our_forward(options, norm_first, monkeypatch):
+def test_a_converted_encoder_in_evaluation_runs_our_forward(options, norm_first, monkeypatch):
     theirs = encoder(norm_first=norm_first).double().eval()
     ours = migrated(theirs)
     ran = forwards_of(monkeypatch)
@@ -440,7 +446,7 @@ def test_an_encoder_in_evaluation_runs_our_forward(options, norm_first, monkeypa
         torch.testing.assert_close(y, expected, **EXACT)
 
 
-def test_an_encoder_made_of_our_layers_runs_them_too(monkeypatch):
+def test_an_encoder_created_with_our_layers_runs_our_forward(monkeypatch):
     layer = encoder().layers[0]
     layer.self_attn = MultiheadAttention(EMBED, HEADS, batch_first=True)
     ours = nn.TransformerEncoder(layer, 2).eval()
@@ -450,7 +456,7 @@ def test_an_encoder_made_of_our_layers_runs_them_too(monkeypatch):
     assert {id(layer) for layer in ran} == {id(layer.self_attn) for layer in ours.layers}
 
 
-def test_what_the_fast_path_makes_nan_stays_finite():
+def test_outputs_stay_finite_where_torchs_fast_path_returns_nan():
     theirs = encoder().eval()
     ours = migrated(theirs)
     x = torch.randn(BATCH, QUERIES, EMBED)
@@ -462,7 +468,7 @@ def test_what_the_fast_path_makes_nan_stays_finite():
 
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_a_nested_tensor(need_weights, average):
+def test_nested_tensors_have_the_results_of_their_sequences(need_weights, average):
     ours = MultiheadAttention(EMBED, HEADS, batch_first=True).eval()
     theirs = nn.MultiheadAttention(EMBED, HEADS, batch_first=True).eval()
     theirs.load_state_dict(ours.state_dict())
@@ -476,6 +482,7 @@ def test_a_nested_tensor(need_weights, average):
 
 
 def losses(model: nn.Module) -> list[float]:
+    """Train a model on a small task and return its loss after each step."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(BATCH, QUERIES, EMBED, generator=generator)
     target = torch.randn(BATCH, QUERIES, EMBED, generator=generator)
@@ -491,16 +498,16 @@ def losses(model: nn.Module) -> list[float]:
     return seen
 
 
-def test_it_trains_as_torch_does():
+def test_training_losses_equal_torchs():
     theirs = encoder()
     ours = migrated(theirs)
-    got, wanted = losses(ours), losses(theirs)
-    assert wanted[-1] < 0.7 * wanted[0]
-    assert got == pytest.approx(wanted, abs=1e-5)
+    our_losses, torch_losses = losses(ours), losses(theirs)
+    assert torch_losses[-1] < 0.7 * torch_losses[0]
+    assert our_losses == pytest.approx(torch_losses, abs=1e-5)
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_decoder_and_transformer(train):
+def test_decoder_and_transformer_equal_torchs(train):
     theirs = nn.Transformer(EMBED, HEADS, 2, 2, 31, dropout=0.0, dtype=torch.float64).train(train)
     ours = migrated(theirs)
     assert sum(isinstance(module, MultiheadAttention) for module in ours.modules()) == 6
@@ -519,10 +526,10 @@ def test_decoder_and_transformer(train):
         torch.testing.assert_close(decoded, theirs.decoder(target, source, tgt_mask=causal_mask(QUERIES)), **EXACT)
 
 
-# -- what others do with a layer ----------------------------------------------------------------------------------
+# -- copies, adapters, compilation --------------------------------------------------------------------------------
 
 
-def test_copies_and_pickles(monkeypatch):
+def test_copied_and_pickled_layers_compute_the_same(monkeypatch):
     layer, _ = pair(batch_first=True)
     x = torch.randn(BATCH, QUERIES, EMBED, dtype=torch.float64)
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -535,7 +542,7 @@ def test_copies_and_pickles(monkeypatch):
 
 
 class LowRank(nn.Module):
-    """A low-rank update beside a linear map, as adapters put it in a layer's place (Hu et al. 2021, equation 3)."""
+    """Linear map plus a low-rank update, an adapter in place of a linear layer (Hu et al. 2021, equation 3)."""
 
     def __init__(self, base: nn.Linear):
         super().__init__()
@@ -555,7 +562,7 @@ class LowRank(nn.Module):
         return self.base(x) + x @ self.down.T @ self.up.T
 
 
-def test_an_adapter_in_place_of_the_output_projection_acts():
+def test_an_adapter_in_place_of_the_output_projection_changes_the_output():
     layer, _ = pair(batch_first=True)
     merged = copy.deepcopy(layer)
     layer.out_proj = LowRank(layer.out_proj)
@@ -568,12 +575,14 @@ def test_an_adapter_in_place_of_the_output_projection_acts():
 
 
 class Doubled(nn.Module):
+    """Parametrization that doubles a weight."""
+
     def forward(self, weight):
         return 2 * weight
 
 
 @pytest.mark.parametrize("name", ["in_proj_weight", "in_proj_bias"])
-def test_a_parametrization_acts(name):
+def test_a_parametrization_changes_the_output(name):
     layer, doubled = pair()[0], pair()[0]
     getattr(doubled, name).data.mul_(2)
     nn.utils.parametrize.register_parametrization(layer, name, Doubled())
@@ -584,7 +593,7 @@ def test_a_parametrization_acts(name):
         torch.testing.assert_close(layer(*inputs)[0], doubled(*inputs)[0], **EXACT)
 
 
-def test_vmap_and_grad():
+def test_vmap_and_grad_equal_separate_calls():
     layer, _ = pair()
     x = torch.randn(BATCH, QUERIES, EMBED, dtype=torch.float64)
     hidden = HIDDEN
@@ -603,14 +612,14 @@ def test_vmap_and_grad():
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x, hidden), expected, **EXACT)
 
 
-def fresh(code: str) -> None:
-    """Run in a process of its own: dynamo cannot trace the checks of shapes that the tests put around every call."""
+def run_in_new_process(code: str) -> None:
+    """Run code in a new interpreter, because dynamo cannot trace the shape checks that the tests add to functions."""
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout == "same\n", result.stderr
 
 
-def test_it_compiles_to_one_graph():
-    fresh("""
+def test_the_layer_compiles_to_one_graph():
+    run_in_new_process("""
 import torch
 from torch import nn
 from headwise.compat import MultiheadAttention
@@ -631,8 +640,8 @@ print("same")
 """)
 
 
-def test_it_exports_with_free_lengths():
-    fresh("""
+def test_the_layer_exports_with_free_lengths():
+    run_in_new_process("""
 import torch
 from torch import nn
 from headwise.compat import MultiheadAttention
@@ -698,13 +707,13 @@ X = torch.zeros(2, 5, 12)
         ((X,) * 3, {"is_causal": True}, r"attn_mask: expected the causal mask \(5, 5\) that is_causal=True .* none"),
     ],
 )
-def test_a_mistake_in_a_call(inputs, options, message):
+def test_unusable_inputs_are_refused(inputs, options, message):
     with pytest.raises(hw.InputError, match="^" + message):
         MultiheadAttention(12, 6, batch_first=True)(*inputs, **options)
 
 
 @pytest.mark.usefixtures("as_user")
-def test_mistakes_with_a_nested_tensor():
+def test_unusable_nested_tensors_are_refused():
     layer = MultiheadAttention(12, 6, batch_first=True)
     x = torch.nested.nested_tensor([X[0], X[0, :3]])
     with pytest.raises(hw.InputError, match=r"^key: expected query itself, and value too, when query is nested"):
@@ -718,6 +727,6 @@ def test_mistakes_with_a_nested_tensor():
 
 
 @pytest.mark.usefixtures("as_user")
-def test_a_mistake_without_batch_first_is_told_in_that_order():
+def test_errors_name_the_axes_in_the_order_of_batch_first():
     with pytest.raises(hw.InputError, match=r"^query: expected \(length, batch, 12\) or \(length, 12\), got \(12,\)"):
         MultiheadAttention(12, 6)(X[0, 0], X, X)

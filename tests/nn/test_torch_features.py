@@ -1,4 +1,4 @@
-"""The layer under what people do with modules: torch.func, checkpointing, adapters, parametrizations, meta, FSDP."""
+"""The layer with features of torch: torch.func, checkpointing, adapters, parametrizations, meta devices, FSDP, jit."""
 
 import copy
 import pickle
@@ -29,6 +29,7 @@ OPTIONS = {
 
 @pytest.fixture(params=OPTIONS)
 def layer(request):
+    """Return a float64 layer with random parameters, once for each set of options."""
     made = hw.MultiHeadAttention(EMBED, 6, **copy.deepcopy(OPTIONS[request.param])).double()
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -36,21 +37,22 @@ def layer(request):
 
 
 def x_of(*shape):
+    """Return a random float64 input with these leading axes."""
     return torch.randn(*shape, EMBED, dtype=torch.float64)
 
 
 by_torch = pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented")
-"""On CPU, torch's vmap goes over its attention operator one by one, and says so."""
+"""Ignores the warning that vmap has no batched form of torch's attention operator on CPUs."""
 
 
 @by_torch
-def test_vmap_over_sequences_is_the_batch(layer):
+def test_vmap_over_sequences_equals_the_batch(layer):
     x = x_of(BATCH, LENGTH)
     torch.testing.assert_close(vmap(layer)(x), layer(x), rtol=0, atol=1e-12)
 
 
 @by_torch
-def test_vmap_over_masks():
+def test_vmap_over_masks_equals_a_batch_of_masks():
     layer = hw.MultiHeadAttention(EMBED, 6).double()
     x, allowed = x_of(BATCH, LENGTH), torch.rand(BATCH, LENGTH, LENGTH) > 0.3
     together = vmap(lambda one, mask: layer(one, mask=mask))(x, allowed)
@@ -61,8 +63,8 @@ def test_vmap_over_masks():
 
 
 @by_torch
-def test_gradients_of_each_sample(layer):
-    """vmap of grad, as in differentially private training, equals one backward pass for each."""
+def test_gradients_per_sample_equal_separate_backward_passes(layer):
+    """They are computed with vmap of grad, as in differentially private training."""
     parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
     x = x_of(BATCH, LENGTH)
 
@@ -72,11 +74,11 @@ def test_gradients_of_each_sample(layer):
     together = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
     for index in range(BATCH):
         alone = torch.autograd.grad(layer(x[index]).square().sum(), list(layer.parameters()))
-        for each, wanted in zip(together.values(), alone, strict=True):
-            torch.testing.assert_close(each[index], wanted, rtol=0, atol=1e-11)
+        for batched_gradient, gradient in zip(together.values(), alone, strict=True):
+            torch.testing.assert_close(batched_gradient[index], gradient, rtol=0, atol=1e-11)
 
 
-def test_a_second_derivative_is_refused_by_the_kernels_and_right_in_the_reference(layer):
+def test_second_derivatives_are_refused_by_kernels_and_correct_in_the_reference_backend(layer):
     x = x_of(1, 3).requires_grad_()
 
     def gradient(x):
@@ -90,7 +92,7 @@ def test_a_second_derivative_is_refused_by_the_kernels_and_right_in_the_referenc
     assert torch.autograd.gradgradcheck(layer.__call__, (x,), atol=1e-6)
 
 
-def test_checkpointing_changes_nothing(layer):
+def test_checkpointing_does_not_change_output_or_gradients(layer):
     layer.dropout = 0.3
     x = x_of(BATCH, LENGTH)
     parameters = list(layer.parameters())
@@ -99,11 +101,11 @@ def test_checkpointing_changes_nothing(layer):
         torch.manual_seed(1)
         y = call(x)
         results.append((y, *torch.autograd.grad(y.square().sum(), parameters)))
-    for got, wanted in zip(*results, strict=True):
-        assert torch.equal(got, wanted)
+    for direct, checkpointed in zip(*results, strict=True):
+        assert torch.equal(direct, checkpointed)
 
 
-def test_copies_and_reloads(layer):
+def test_copied_pickled_and_reloaded_layers_compute_the_same(layer):
     x = x_of(BATCH, LENGTH)
     fresh = copy.deepcopy(layer)
     fresh.reset_parameters()
@@ -113,22 +115,22 @@ def test_copies_and_reloads(layer):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_made_on_meta_and_reset_is_made_on_the_device(name):
+def test_a_layer_made_on_meta_and_reset_equals_one_made_on_the_device(name):
     options = copy.deepcopy(OPTIONS[name])
-    options.pop("position_bias", None)  # made elsewhere, maybe for several layers
+    options.pop("position_bias", None)  # created by the caller, possibly for several layers
     on_meta = hw.MultiHeadAttention(EMBED, 6, **options, device="meta")
     assert all(parameter.is_meta for parameter in on_meta.parameters())
     assert on_meta(torch.randn(2, 3, EMBED, device="meta")).shape == (2, 3, EMBED)
-    here, landed = hw.MultiHeadAttention(EMBED, 6, **options), on_meta.to_empty(device="cpu")
-    for made in (here, landed):
+    direct, moved = hw.MultiHeadAttention(EMBED, 6, **options), on_meta.to_empty(device="cpu")
+    for made in (direct, moved):
         torch.manual_seed(7)
         made.reset_parameters()
-    for (which, got), wanted in zip(landed.named_parameters(), here.parameters(), strict=True):
-        assert torch.equal(got, wanted), which
+    for (parameter_name, actual), expected in zip(moved.named_parameters(), direct.parameters(), strict=True):
+        assert torch.equal(actual, expected), parameter_name
 
 
 class Adapter(nn.Module):
-    """A low-rank adapter as they are written: the layer kept, its output added to. It has no `weight`."""
+    """Low-rank adapter around a linear layer, which adds to its output; the adapter has no `weight` of its own."""
 
     def __init__(self, base: nn.Linear):
         super().__init__()
@@ -141,7 +143,7 @@ class Adapter(nn.Module):
 
 
 def merged(layer):
-    """The same layer with the adapters' products added to the weights."""
+    """Return a copy of the layer without adapters, their products added to the weights."""
     plain = copy.deepcopy(layer)
     for name, module in layer.named_children():
         if isinstance(module, Adapter):
@@ -166,6 +168,8 @@ def test_adapters_on_projections_are_called(layer):
 
 
 class Doubled(nn.Module):
+    """Parametrization that doubles a weight."""
+
     def forward(self, weight):
         return 2 * weight
 
@@ -181,8 +185,8 @@ def test_parametrizations_are_honoured(layer):
     torch.testing.assert_close(layer(x), doubled(x), rtol=0, atol=1e-12)
 
 
-def test_no_parameter_is_a_single_number_and_all_are_used(layer):
-    """Sharded training splits parameters along their first axis, and waits for every gradient."""
+def test_every_parameter_has_an_axis_and_a_gradient(layer):
+    """Sharded training splits parameters along their first axis, and waits for the gradient of each."""
     layer(x_of(BATCH, LENGTH)).sum().backward()
     for name, parameter in layer.named_parameters():
         assert parameter.ndim >= 1, name
@@ -205,35 +209,35 @@ fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
 y = layer(x)
 y.square().sum().backward()
 torch.testing.assert_close(y, expected)
-for parameter, wanted in zip(layer.parameters(), gradients, strict=True):
-    torch.testing.assert_close(parameter.grad.full_tensor(), wanted)
+for parameter, gradient in zip(layer.parameters(), gradients, strict=True):
+    torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
 dist.destroy_process_group()
 print("sharded")
 """
 
 
-def test_fully_sharded():
+def test_a_fully_sharded_layer_computes_the_same():
     result = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, check=False)
     assert result.stdout.strip().endswith("sharded"), result.stderr[-2000:]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_and_autocast(layer, dtype):
+def test_half_precision_and_autocast_stay_near_float64(layer, dtype):
     x = x_of(BATCH, LENGTH)
     exact = layer(x)
-    narrow = copy.deepcopy(layer).to(dtype)
-    y = narrow(x.to(dtype))
+    half = copy.deepcopy(layer).to(dtype)
+    y = half(x.to(dtype))
     assert y.dtype == dtype
     torch.testing.assert_close(y.double(), exact, rtol=0.05, atol=0.05 * exact.abs().max().item())
-    wide = copy.deepcopy(layer).float()
+    single = copy.deepcopy(layer).float()
     with torch.autocast("cpu", dtype):
-        y = wide(x.float())
+        y = single(x.float())
     torch.testing.assert_close(y.double(), exact, rtol=0.05, atol=0.05 * exact.abs().max().item())
     y.sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in wide.parameters())
+    assert all(parameter.grad.isfinite().all() for parameter in single.parameters())
 
 
-def test_a_cache_under_autocast():
+def test_cached_decoding_under_autocast_equals_one_forward_pass():
     layer = hw.MultiHeadAttention(EMBED, 6, mask=hw.causal(), rotary=hw.Rotary())
     x = torch.randn(BATCH, LENGTH, EMBED)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -243,8 +247,8 @@ def test_a_cache_under_autocast():
             torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
 
 
-def test_dropout():
-    """Right in training, off in evaluation, and the same for the same seed."""
+def test_dropout_is_unbiased_in_training_and_off_in_evaluation():
+    """Its mean over many draws is the output without dropout, and equal seeds give equal outputs."""
     layer = hw.MultiHeadAttention(EMBED, 6, dropout=0.4).double()
     x = x_of(1, LENGTH)
     layer.eval()
@@ -256,9 +260,9 @@ def test_dropout():
     torch.manual_seed(3)
     assert torch.equal(first, layer(x))
     assert not torch.equal(first, layer(x))
-    many = layer(x.expand(4000, -1, -1))  # the mean over dropped weights is the output without
-    deviation = many.std(0) / 4000**0.5
-    assert ((many.mean(0) - expected[0]).abs() < 5 * deviation).all()
+    samples = layer(x.expand(4000, -1, -1))
+    deviation = samples.std(0) / 4000**0.5
+    assert ((samples.mean(0) - expected[0]).abs() < 5 * deviation).all()
 
 
 @pytest.mark.usefixtures("as_user")  # sizes are tensors while tracing

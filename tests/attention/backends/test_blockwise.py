@@ -109,7 +109,7 @@ CASES = {
     "two spans": hw.causal() & (hw.prefix(8) | hw.window(40)),
     "sparse": hw.dense(torch.rand(2, 6, 300, 517, generator=torch.Generator().manual_seed(0)) < 0.002),
     "rule": hw.mask_rule(lambda b, h, q, k: (b + 2 * h + q * k) % 3 > 0),
-    "rule beside heads": hw.mask_rule(lambda b, h, q, k: (b + h + k) % 3 > 0) & hw.window([20] * 3 + [None] * 3),
+    "rule, windows per head": hw.mask_rule(lambda b, h, q, k: (b + h + k) % 3 > 0) & hw.window([20] * 3 + [None] * 3),
 }
 
 
