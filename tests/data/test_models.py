@@ -1,4 +1,4 @@
-"""Models by name."""
+"""Models are loaded by packaged name or folder, and unusable ones are refused."""
 
 import json
 
@@ -9,7 +9,7 @@ from headwise.data import models as models_module
 from headwise.data.models import load
 
 
-def test_a_packaged_model_is_found_without_importing_its_package(minilm):
+def test_a_packaged_model_is_loaded_without_importing_its_package(minilm):
     assert minilm.title == "all-MiniLM-L6-v2"
     assert type(minilm.model).__name__ == "BertModel"
     assert not minilm.model.training
@@ -23,7 +23,7 @@ def test_a_folder_is_loaded(tmp_path, minilm):
     assert loaded.model.num_parameters() == minilm.model.num_parameters()
 
 
-def test_weights_that_are_missing_are_not_made_up(tmp_path, minilm):
+def test_missing_weights_are_refused_instead_of_initialised(tmp_path, minilm):
     minilm.model.save_pretrained(tmp_path)
     minilm.tokenizer.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -32,13 +32,13 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path, minilm):
         load(str(tmp_path))
 
 
-def test_a_folder_without_a_tokenizer(tmp_path, minilm):
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path, minilm):
     minilm.model.save_pretrained(tmp_path)
     with pytest.raises(hw.InputError, match="^model: .* the reason: the folder has none of tokenizer.json"):
         load(str(tmp_path))
 
 
-def test_a_file_of_weights_that_is_broken(tmp_path, minilm):
+def test_a_broken_file_of_weights_is_refused(tmp_path, minilm):
     minilm.model.save_pretrained(tmp_path)
     minilm.tokenizer.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not a model")
@@ -46,18 +46,18 @@ def test_a_file_of_weights_that_is_broken(tmp_path, minilm):
         load(str(tmp_path))
 
 
-def test_a_folder_without_a_model(tmp_path):
+def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(hw.InputError, match=r"^model: expected a folder with a config.json .*, got '.*'"):
         load(str(tmp_path))
 
 
-def test_a_folder_with_a_broken_model(tmp_path):
+def test_a_folder_with_a_broken_configuration_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(hw.InputError, match="^model: expected minilm, smollm2, a folder .*; the reason: "):
         load(str(tmp_path))
 
 
-def test_a_name_that_is_nowhere(monkeypatch):
+def test_an_unknown_name_is_refused_with_the_reason(monkeypatch):
     def offline(name):
         raise OSError("no network here")
 

@@ -1,4 +1,4 @@
-"""Random tokens that repeat."""
+"""Sequences of random tokens, repeated several times: distinct ids, special tokens, and refused sizes."""
 
 import pytest
 
@@ -7,7 +7,7 @@ import tiny
 from headwise.data.random_repeats import repeats_for_model
 
 
-def test_25_tokens_4_times_10_samples():
+def test_by_default_25_distinct_tokens_repeat_4_times_in_10_samples():
     ids = hw.random_repeats(97, avoid=[0, 3, 96])
     assert ids.shape == (10, 100)
     for sample in ids.tolist():
@@ -19,13 +19,13 @@ def test_25_tokens_4_times_10_samples():
     assert not ids.equal(hw.random_repeats(97, avoid=[0, 3, 96], seed=1))
 
 
-def test_all_ids_are_drawn_from():
+def test_every_allowed_id_is_drawn():
     ids = hw.random_repeats(7, tokens=5, times=2, samples=200, avoid=[1, 5])
     assert ids.shape == (200, 10)
     assert set(ids.flatten().tolist()) == {0, 2, 3, 4, 6}
 
 
-def test_they_stand_within_what_the_tokenizer_puts_around_a_text():
+def test_repeats_are_surrounded_by_the_special_tokens_of_the_tokenizer():
     ids = repeats_for_model(tiny.model("encoder"), range(5), tiny.tokenizer("encoder"))
     assert ids.shape == (10, 102)
     assert ids[:, 0].tolist() == [2] * 10
@@ -34,13 +34,13 @@ def test_they_stand_within_what_the_tokenizer_puts_around_a_text():
     assert repeats_for_model(tiny.model("decoder"), range(5), tiny.tokenizer("decoder")).shape == (10, 100)
 
 
-def test_ids_that_no_tokenizer_knows_are_left_out():
+def test_ids_outside_the_tokenizer_are_left_out():
     assert repeats_for_model(tiny.model("decoder", vocab_size=500), (), tiny.tokenizer("decoder")).max() < 97
     assert repeats_for_model(tiny.model("decoder", vocab_size=500), ()).max() >= 97
 
 
 @pytest.mark.usefixtures("as_user")
-def test_what_cannot_be_drawn():
+def test_unusable_sizes_are_refused():
     with pytest.raises(hw.InputError, match="^vocabulary: expected at least 25 ids to draw from, got 24$"):
         hw.random_repeats(25, avoid=[3])
     with pytest.raises(hw.InputError, match="^times: expected at least 1, got 0$"):

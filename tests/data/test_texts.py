@@ -1,4 +1,4 @@
-"""Documents read, tokenized and cut, against what is written out by hand."""
+"""Documents are read, tokenized, cut or packed, and batched as written out in the tests."""
 
 import json
 
@@ -34,23 +34,23 @@ DOCUMENTS = ["w5 w6 w7", "w8 w9 w10 w11 w12", "w13"]
         (DECODER, {"documents": "pack", "context": 3, "limit": 1}, [[5, 6, 7]]),
     ],
 )
-def test_what_becomes_of_documents(tokenizer, options, expected):
-    found = hw.Texts(DOCUMENTS, tokenizer, **options)
-    assert [sequence.tolist() for sequence in found.sequences] == expected
-    assert found.tokens == sum(map(len, expected))
+def test_documents_become_the_expected_sequences(tokenizer, options, expected):
+    texts = hw.Texts(DOCUMENTS, tokenizer, **options)
+    assert [sequence.tolist() for sequence in texts.sequences] == expected
+    assert texts.tokens == sum(map(len, expected))
 
 
-def test_packing_equals_cutting_the_whole_stream():
-    """A property, over many shapes: nothing is lost but the end, and nothing comes twice."""
-    for room in range(1, 13):
+def test_packing_equals_cutting_the_stream_of_all_documents():
+    """For every context length, only an incomplete sequence at the end is lost, and no token appears twice."""
+    for context in range(1, 13):
         documents = tiny.texts(3, 1, 11, 2, 5)
         stream = [token for text in documents for token in [*DECODER(text)["input_ids"], END]][:-1]
-        packed = [s.tolist() for s in hw.Texts(documents, DECODER, context=room, documents="pack").sequences]
-        whole = len(stream) // room * room
-        assert packed == [stream[start : start + room] for start in range(0, whole, room)]
+        packed = [s.tolist() for s in hw.Texts(documents, DECODER, context=context, documents="pack").sequences]
+        complete = len(stream) // context * context
+        assert packed == [stream[start : start + context] for start in range(0, complete, context)]
 
 
-def test_batches_hold_sequences_of_one_length_the_longest_first():
+def test_batches_have_sequences_of_equal_length_longest_first():
     batches = list(hw.Texts([*DOCUMENTS, "w14 w15 w16", "w17 w18 w19"], ENCODER, batch=2))
     assert [batch["input_ids"].tolist() for batch in batches] == [
         [[2, 8, 9, 10, 11, 12, 3]],
@@ -62,7 +62,7 @@ def test_batches_hold_sequences_of_one_length_the_longest_first():
     assert all(tensor.dtype == torch.int64 for batch in batches for tensor in batch.values())
 
 
-def test_texts_can_be_iterated_again_also_those_of_a_generator():
+def test_texts_from_a_generator_can_be_iterated_repeatedly():
     texts = hw.Texts((text for text in DOCUMENTS), DECODER)
     first = [batch["input_ids"].tolist() for batch in texts]
     assert [batch["input_ids"].tolist() for batch in texts.within(tiny.model("decoder"))] == first
@@ -74,7 +74,7 @@ def test_blank_documents_are_left_out():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A document in every format."""
+    """Return a folder with documents in every format, and a hidden file."""
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfw5 w6\nw7\n")  # with a byte-order mark
     (tmp_path / "c.jsonl").write_text('{"text": "w8", "id": 1}\n\n{"text": "w9 w10"}\n')
     (tmp_path / ".hidden").write_bytes(b"\0")
@@ -83,17 +83,17 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_folder_is_all_its_files_in_order(folder):
-    found = list(read_documents(folder, "text"))
-    assert [document.text for document in found] == ["w11", "w12", "w5 w6\nw7\n", "w8", "w9 w10"]
-    assert [document.location.removeprefix("row ").removeprefix("line ")[:4] for document in found[:2]] == [
+def test_a_folder_contains_the_documents_of_all_its_files_in_order(folder):
+    documents = list(read_documents(folder, "text"))
+    assert [document.text for document in documents] == ["w11", "w12", "w5 w6\nw7\n", "w8", "w9 w10"]
+    assert [document.location.removeprefix("row ").removeprefix("line ")[:4] for document in documents[:2]] == [
         "1 of",
         "2 of",
     ]
-    assert found[-1].location == f"line 3 of {folder / 'c.jsonl'}"
+    assert documents[-1].location == f"line 3 of {folder / 'c.jsonl'}"
 
 
-def test_documents_in_memory_may_be_rows():
+def test_documents_in_memory_can_be_rows():
     rows = [{"body": "w5", "id": 3}, {"body": "w6"}]
     assert [document.text for document in documents_in_memory(rows, "body")] == ["w5", "w6"]
 
@@ -140,7 +140,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_read_is_one_sentence(name, tmp_path):
+def test_unreadable_files_are_refused(name, tmp_path):
     content, sentence = BAD[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(hw.InputError) as refused:
@@ -148,7 +148,7 @@ def test_what_cannot_be_read_is_one_sentence(name, tmp_path):
     assert str(refused.value) == sentence.format(file=tmp_path / name)
 
 
-def test_a_parquet_file_without_the_column(tmp_path):
+def test_a_parquet_file_without_the_column_or_its_text_is_refused(tmp_path):
     pandas.DataFrame({"body": ["w5"], "id": [1]}).to_parquet(tmp_path / "rows.parquet")
     sentence = "^column: expected one of .*rows.parquet, which has body, id, got 'text'$"
     with pytest.raises(hw.InputError, match=sentence):
@@ -158,7 +158,7 @@ def test_a_parquet_file_without_the_column(tmp_path):
         list(read_documents(tmp_path / "rows.parquet", "text"))
 
 
-def test_a_damaged_parquet_file_is_one_sentence(tmp_path):
+def test_a_damaged_parquet_file_is_refused(tmp_path):
     path = tmp_path / "rows.parquet"
     pandas.DataFrame({"text": ["w5", "w6"]}).to_parquet(path)
     data = path.read_bytes()
@@ -171,12 +171,12 @@ def test_a_damaged_parquet_file_is_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
-def test_a_path_that_cannot_exist(name):
+def test_an_impossible_path_is_refused(name):
     with pytest.raises(hw.InputError, match="^data: expected a file .* that can be read, got "):
         list(read_documents(name, "text"))
 
 
-def test_files_that_are_not_there(tmp_path):
+def test_missing_files_are_refused(tmp_path):
     with pytest.raises(hw.InputError, match="^data: expected a file .*no.txt' that can be read, got No such file or"):
         list(read_documents(tmp_path / "no.txt", "text"))
     (tmp_path / ".hidden").write_text("w5")
@@ -199,13 +199,13 @@ def test_files_that_are_not_there(tmp_path):
         ({"context": 2}, "context: expected more than the 2 special tokens of a sequence, got 2"),
     ],
 )
-def test_options_that_cannot_be(options, sentence):
+def test_unusable_options_are_refused(options, sentence):
     with pytest.raises(hw.InputError) as refused:
         _ = hw.Texts(**{"source": DOCUMENTS, "tokenizer": ENCODER} | options).sequences
     assert str(refused.value) == sentence
 
 
-def test_a_context_is_what_the_model_takes():
+def test_the_default_context_is_the_limit_of_the_model():
     model = tiny.model("decoder")
     assert hw.Texts(DOCUMENTS, DECODER).within(model).context == 128
     assert hw.Texts(DOCUMENTS, DECODER, context=5).within(model).context == 5
@@ -213,6 +213,6 @@ def test_a_context_is_what_the_model_takes():
         hw.Texts(DOCUMENTS, DECODER, context=129).within(model)
 
 
-def test_json_lines_with_text_of_other_scripts(tmp_path):
+def test_json_lines_can_contain_any_script(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "茶 ☕ é"}))
     assert [document.text for document in read_documents(tmp_path / "a.jsonl", "text")] == ["茶 ☕ é"]

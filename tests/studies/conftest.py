@@ -1,16 +1,16 @@
-"""Databases of studies, made quickly."""
+"""Fast SQLite databases for the tests of studies."""
 
 import pytest
 import sqlalchemy
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _without_waiting_for_the_disk():
-    """Nobody pulls the plug: a database need not be safe from that, and each of its writes is far quicker."""
+def _writes_without_waiting_for_the_disk():
+    """Turn off SQLite's waits for the disk: they protect from power failures, and slow down every write."""
 
-    def connected(connection, _record):
+    def set_synchronous_off(connection, _record):
         connection.execute("PRAGMA synchronous=OFF")
 
-    sqlalchemy.event.listen(sqlalchemy.engine.Engine, "connect", connected)
+    sqlalchemy.event.listen(sqlalchemy.engine.Engine, "connect", set_synchronous_off)
     yield
-    sqlalchemy.event.remove(sqlalchemy.engine.Engine, "connect", connected)
+    sqlalchemy.event.remove(sqlalchemy.engine.Engine, "connect", set_synchronous_off)

@@ -1,4 +1,4 @@
-"""Which settings there are, what they are called, and why the others cannot be."""
+"""Settings of a search space (heads, head width, key/value heads): enumeration, names, and refused numbers."""
 
 import itertools
 import re
@@ -12,6 +12,7 @@ pytestmark = pytest.mark.usefixtures("as_user")
 
 
 def names(*arguments, **options):
+    """Return the names of all settings of a space, in order."""
     return [setting.name for setting in hw.Space(*arguments, **options).settings()]
 
 
@@ -37,12 +38,12 @@ def names(*arguments, **options):
         ({"embed_dim": 24, "heads": (6,), "kv_heads": (1, 2, 3, 6), "tensor_parallel": 3}, ["6x4/3", "6x4"]),
     ],
 )
-def test_every_combination_that_can_exist(space, expected):
+def test_a_space_has_every_valid_combination(space, expected):
     assert names(**space) == expected
 
 
-def test_the_same_as_by_trying_everything():
-    """Enumerated over all numbers up to the width, of which only those asked for are kept."""
+def test_a_space_equals_a_filtered_enumeration_of_all_numbers():
+    """The enumeration covers all numbers up to the width, and keeps those that the space allows."""
     heads, widths, shared, ranks = (1, 2, 3, 5, 6, 9, 10), (1, 2, 7, 8), (1, 2, 3, 4, 6), (1, 2, 3)
     for rank in ranks:
         expected = [
@@ -53,12 +54,12 @@ def test_the_same_as_by_trying_everything():
         assert hw.Space(30, heads, widths, shared, rank).settings() == tuple(expected)
 
 
-def test_numbers_of_heads_where_none_are_given():
+def test_numbers_of_heads_have_defaults():
     assert DEFAULT_HEADS == (1, 2, 4, 8, 16)
     assert hw.Space(32).heads == DEFAULT_HEADS
 
 
-def test_numbers_may_be_anything_that_can_be_gone_through():
+def test_numbers_can_be_any_iterable():
     space = hw.Space(8, iter([2, 1]), range(2, 5, 2), {1})
     assert (space.heads, space.head_dims, space.kv_heads) == ((2, 1), (2, 4), (1,))
     assert names(8, iter([2, 1]), range(2, 5, 2), {1}) == ["1x2", "1x4", "2x2/1", "2x4/1"]
@@ -68,7 +69,7 @@ def test_numbers_may_be_anything_that_can_be_gone_through():
     ("setting", "name"),
     [(hw.Setting(8, 64, 8), "8x64"), (hw.Setting(8, 64, 2), "8x64/2"), (hw.Setting(1, 2, 1), "1x2")],
 )
-def test_the_name_of_a_setting_is_read_back(setting, name):
+def test_a_setting_is_parsed_from_its_name(setting, name):
     assert setting.name == str(setting) == name
     assert hw.Space(512).parse(name) == setting
 
@@ -84,8 +85,8 @@ def test_the_name_of_a_setting_is_read_back(setting, name):
         ("32/32", hw.Setting(32, 8, 32)),
     ],
 )
-def test_a_setting_as_it_is_written(text, setting):
-    """Also one that is not compared."""
+def test_a_setting_is_parsed_from_text(text, setting):
+    """Settings outside every space are parsed as well."""
     assert hw.Space(256, (1, 2)).parse(text) == setting
 
 
@@ -115,12 +116,12 @@ WRITTEN = "heads as in 8, 8x64, 8x64/2 or 8/2"
         ("4/1", "a valid setting", "'4/1': 4x64/1 has heads that 2 ranks cannot share equally"),
     ],
 )
-def test_a_setting_that_is_none(text, expected, got):
+def test_unusable_names_of_settings_are_refused(text, expected, got):
     with pytest.raises(hw.InputError, match=f"^{re.escape(f'baseline: expected {expected}, got {got}')}$"):
         hw.Space(256, tensor_parallel=2).parse(text)
 
 
-def test_what_is_left_out_is_told_once_each():
+def test_each_omitted_number_is_reported_once():
     space = hw.Space(24, (1, 5, 12, 24, 4), None, (1, 2, 4), 2)
     assert names(24, (1, 5, 12, 24, 4), None, (1, 2, 4), 2) == ["4x6/2", "4x6", "12x2/2", "12x2/4"]
     assert space.left_out() == (
@@ -149,7 +150,7 @@ def test_what_is_left_out_is_told_once_each():
         ),
     ],
 )
-def test_no_setting_at_all(heads, got):
+def test_a_space_without_settings_is_refused(heads, got):
     with pytest.raises(
         hw.InputError, match=f"^{re.escape(f'space: expected at least one valid setting, got none: {got}')}$"
     ):
@@ -171,7 +172,7 @@ def test_no_setting_at_all(heads, got):
         ({"kv_heads": (1, "2")}, "kv_heads: expected a whole number of 1 or more, got '2'"),
     ],
 )
-def test_numbers_that_are_none(options, sentence):
+def test_unusable_numbers_of_a_space_are_refused(options, sentence):
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
         hw.Space(**{"embed_dim": 8} | options)
 
@@ -184,6 +185,6 @@ def test_numbers_that_are_none(options, sentence):
         ((2, 8, -1), "num_kv_heads: expected a whole number of 1 or more, got -1"),
     ],
 )
-def test_a_setting_of_numbers_that_are_none(numbers, sentence):
+def test_unusable_numbers_of_a_setting_are_refused(numbers, sentence):
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
         hw.Setting(*numbers)
