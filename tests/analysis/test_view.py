@@ -1,4 +1,4 @@
-"""A view of the real all-MiniLM-L6-v2, against eager attention, and of tiny models that refuse."""
+"""Views of all-MiniLM-L6-v2 and tiny models against eager attention, and models and texts that are refused."""
 
 import pytest
 import torch
@@ -17,14 +17,14 @@ from oracles import statistics_of
 
 @pytest.fixture(scope="module")
 def eager(minilm):
-    """The weights of every layer on the demo's question, `(layers, heads, tokens, tokens)`."""
+    """Eager attention weights of MiniLM on the question of the demo, `(layers, heads, tokens, tokens)`."""
     model = transformers.AutoModel.from_pretrained(minilm.model.config._name_or_path, attn_implementation="eager")
     inputs = minilm.tokenizer("Which do you like better, coffee or tea?", return_tensors="pt")
     with torch.no_grad():
         return torch.cat(model(**inputs, output_attentions=True).attentions)
 
 
-def test_every_statistic_of_all_72_heads(coffee, eager):
+def test_all_statistics_of_all_72_heads_equal_their_definition(coffee, eager):
     assert [(head.layer, head.head) for head in coffee.heads] == [(x, y) for x in range(6) for y in range(12)]
     special = [word.special for word in coffee.words]
     for head in coffee.heads:
@@ -33,7 +33,7 @@ def test_every_statistic_of_all_72_heads(coffee, eager):
             assert head.means[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (head.name, name)
 
 
-def test_the_words_and_the_picture(coffee, eager):
+def test_words_pictures_and_largest_weights_equal_eager_attention(coffee, eager):
     text = "[CLS] Which do you like better , coffee or tea ? [SEP]"
     assert [word.text for word in coffee.words] == text.split()
     assert [word.special for word in coffee.words] == [True, *[False] * 10, True]
@@ -44,32 +44,33 @@ def test_the_words_and_the_picture(coffee, eager):
         assert (head.top_keys == keys).float().mean() > 0.95  # equal weights may come in another order
 
 
-def test_head_0_2_looks_at_the_previous_token(coffee):
+def test_head_0_2_attends_to_the_previous_token(coffee):
     head = coffee.head(0, 2)
     assert head.role.name == "previous token"
     assert head.means["previous"] > 0.99
     assert head.means["entropy"] < 0.02
 
 
-def test_head_1_8_looks_at_the_next_token(coffee):
+def test_head_1_8_attends_to_the_next_token(coffee):
     assert coffee.head(1, 8).role.name == "next token"
 
 
-def links(seen, layer, head):
-    named = seen.head(layer, head).links
-    return {(seen.words[link.query].text, seen.words[link.key].text): link for link in named}
+def links(shown, layer, head):
+    """Return the links of a head by the texts of their two words (query, key)."""
+    head_links = shown.head(layer, head).links
+    return {(shown.words[link.query].text, shown.words[link.key].text): link for link in head_links}
 
 
-def test_tea_looks_at_coffee_in_head_0_9_and_each_at_the_other_in_0_3(coffee):
+def test_head_0_9_links_tea_to_coffee_and_head_0_3_links_both_ways(coffee):
     one_way = links(coffee, 0, 9)["tea", "coffee"]
     assert one_way.weight == pytest.approx(0.144, abs=0.001)
     assert one_way.back is None
     both = links(coffee, 0, 3)["coffee", "tea"]
     assert (both.weight, both.back) == pytest.approx((0.322, 0.171), abs=0.001)
-    assert ("tea", "coffee") not in links(coffee, 0, 3)  # a pair is told once
+    assert ("tea", "coffee") not in links(coffee, 0, 3)  # one link per pair
 
 
-def test_links_join_two_words_and_never_punctuation_or_special_tokens(coffee):
+def test_links_join_two_words_and_no_punctuation_or_special_tokens(coffee):
     for head in coffee.heads:
         for link in head.links:
             assert link.query != link.key
@@ -79,15 +80,15 @@ def test_links_join_two_words_and_never_punctuation_or_special_tokens(coffee):
         assert weights == sorted(weights, reverse=True)
 
 
-def test_pieces_of_a_word_are_one_word(minilm, monkeypatch):
+def test_pieces_of_a_word_are_merged(minilm, monkeypatch):
     text = "Unbelievably, headwise tokenizes antidisestablishmentarianism"
-    seen = view(minilm.model, minilm.tokenizer, text)
-    assert [word.text for word in seen.words if word.lexical] == text.replace(",", "").split()
-    assert seen.tokens > len(seen.words)
-    for head in seen.heads:
-        torch.testing.assert_close(head.picture.sum(-1), torch.ones(len(seen.words)))
+    shown = view(minilm.model, minilm.tokenizer, text)
+    assert [word.text for word in shown.words if word.lexical] == text.replace(",", "").split()
+    assert shown.tokens > len(shown.words)
+    for head in shown.heads:
+        torch.testing.assert_close(head.picture.sum(-1), torch.ones(len(shown.words)))
     monkeypatch.setattr(row_blocks, "ROW_BLOCK_BYTES", 1)  # one row at a time, so that words span blocks
-    for head, again in zip(seen.heads, view(minilm.model, minilm.tokenizer, text).heads, strict=True):
+    for head, again in zip(shown.heads, view(minilm.model, minilm.tokenizer, text).heads, strict=True):
         torch.testing.assert_close(again.picture, head.picture)
         torch.testing.assert_close(again.top_weights, head.top_weights)
         assert again.means == pytest.approx(head.means, nan_ok=True)
@@ -95,23 +96,23 @@ def test_pieces_of_a_word_are_one_word(minilm, monkeypatch):
 
 
 def test_a_long_text_is_pooled(minilm):
-    seen = view(minilm.model, minilm.tokenizer, "one two three four " * 40)
-    head = seen.head(0, 2)
+    shown = view(minilm.model, minilm.tokenizer, "one two three four " * 40)
+    head = shown.head(0, 2)
     assert head.picture.shape == (64, 64)
-    assert head.top_keys.shape == (len(seen.words), 8)
+    assert head.top_keys.shape == (len(shown.words), 8)
     torch.testing.assert_close(head.picture.sum(-1), torch.ones(64))
     assert head.role.name == "previous token"
     assert head.picture.diagonal().sum() + head.picture.diagonal(-1).sum() > 50
 
 
-def test_a_decoder_sees_no_future():
+def test_a_decoder_attends_to_no_later_token():
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(), unk_token="?")
     sizes = {"vocab_size": 7, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6}
     config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, intermediate_size=16)
     torch.manual_seed(0)
-    seen = view(transformers.AutoModel.from_config(config).eval(), tokenizer, "a b c a b c")
-    assert len(seen.heads) == 12
-    for head in seen.heads:
+    shown = view(transformers.AutoModel.from_config(config).eval(), tokenizer, "a b c a b c")
+    assert len(shown.heads) == 12
+    for head in shown.heads:
         assert not head.picture.triu(1).any()
         assert head.means["next"] == 0.0 or head.means["next"] != head.means["next"]
         assert head.means["duplicate"] > 0
@@ -119,11 +120,13 @@ def test_a_decoder_sees_no_future():
 
 @pytest.fixture(scope="module")
 def smollm2_tokenizer():
+    """Tokenizer of SmolLM2, without its model."""
     folder = PACKAGED["smollm2"].location()
     return transformers.AutoTokenizer.from_pretrained(folder, gguf_file=PACKAGED["smollm2"].gguf)
 
 
 def word_tokenizer():
+    """Return a tokenizer of the words a, b and c."""
     tokenizer = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2, "c": 3}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tokenizer
@@ -131,19 +134,19 @@ def word_tokenizer():
 
 @pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize("text", ["", "   \n"])
-def test_an_empty_text(minilm, text):
+def test_an_empty_text_is_refused(minilm, text):
     with pytest.raises(hw.InputError, match="^text: expected at least one word, got an empty text"):
         view(minilm.model, minilm.tokenizer, text)
 
 
-def test_a_text_longer_than_the_model_takes(minilm):
+def test_a_text_longer_than_the_limit_of_the_model_is_refused(minilm):
     text = "word " * 600
     with pytest.raises(hw.InputError, match="^text: expected at most 512 tokens, .*, got 602; --truncate"):
         view(minilm.model, minilm.tokenizer, text)
     assert view(minilm.model, minilm.tokenizer, text, truncate=True).tokens == 512
 
 
-def test_a_layer_or_head_that_is_not_there(coffee):
+def test_a_missing_layer_or_head_is_refused(coffee):
     assert [head.name for head in coffee.select(layers=[0, 5], heads=[9]).heads] == ["0.9", "5.9"]
     with pytest.raises(hw.InputError, match="^layer: expected 0 to 5, got 6"):
         coffee.select(layers=[6])
@@ -153,7 +156,7 @@ def test_a_layer_or_head_that_is_not_there(coffee):
         coffee.head(6, 0)
 
 
-def test_attention_that_is_more_than_a_softmax_is_refused_by_name(minilm, monkeypatch):
+def test_attention_that_is_not_a_softmax_is_refused_by_name(minilm, monkeypatch):
     def odd(module, *args, **kwargs):
         out, weights = sdpa_attention_forward(module, *args, **kwargs)
         out[:, :, 3] *= 1.01  # one head of twelve, one percent
@@ -172,7 +175,7 @@ def test_the_view_does_not_depend_on_the_implementation(minilm, coffee):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_decoder_has_as_many_keys_in_sight_under_both_implementations(implementation):
+def test_a_decoder_has_the_same_visible_keys_under_both_implementations(implementation):
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(), unk_token="?")
     sizes = {"vocab_size": 7, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
     config = transformers.LlamaConfig(**sizes, intermediate_size=16, attn_implementation=implementation)
@@ -185,7 +188,7 @@ def test_a_decoder_has_as_many_keys_in_sight_under_both_implementations(implemen
 
 
 class TestInputs:
-    """Models and texts of the wrong kind."""
+    """Refused models, tokenizers and texts."""
 
     pytestmark = pytest.mark.usefixtures("as_user")
 
@@ -207,12 +210,12 @@ class TestInputs:
             ({"tokenizer": None}, "tokenizer: expected a transformers tokenizer, got NoneType"),
         ],
     )
-    def test_of_the_wrong_type(self, minilm, change, message):
-        given = {"model": minilm.model, "tokenizer": minilm.tokenizer, "text": "hi"} | change
+    def test_wrong_types_are_refused(self, minilm, change, message):
+        arguments = {"model": minilm.model, "tokenizer": minilm.tokenizer, "text": "hi"} | change
         with pytest.raises(hw.InputError, match="^" + message):
-            view(**given)
+            view(**arguments)
 
-    def test_a_model_in_training(self, minilm):
+    def test_a_model_in_training_mode_is_refused(self, minilm):
         minilm.model.train()
         try:
             with pytest.raises(hw.InputError, match="^model: expected a model in evaluation mode, got training; call"):
@@ -220,20 +223,20 @@ class TestInputs:
         finally:
             minilm.model.eval()
 
-    def test_a_model_that_sees(self, minilm):
+    def test_a_vision_model_is_refused(self, minilm):
         sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
         model = transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=4, patch_size=2)).eval()
         with pytest.raises(hw.InputError, match="^model: expected a model that reads text, got one .* pixel_values"):
             view(model, minilm.tokenizer, "hi")
 
-    def test_a_tokenizer_of_another_model(self, minilm):
+    def test_a_tokenizer_of_another_model_is_refused(self, minilm):
         sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
         model = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).eval()
         with pytest.raises(hw.InputError, match="^tokenizer: expected ids below 50, the model's vocabulary, got"):
             view(model, minilm.tokenizer, "hi")
 
 
-def test_of_an_encoder_decoder_the_encoder_is_viewed(minilm):
+def test_the_encoder_of_an_encoder_decoder_is_viewed(minilm):
     sizes = {
         "d_model": 24,
         "encoder_layers": 2,
@@ -242,11 +245,11 @@ def test_of_an_encoder_decoder_the_encoder_is_viewed(minilm):
         "decoder_attention_heads": 3,
     }
     config = transformers.BartConfig(vocab_size=minilm.tokenizer.vocab_size, **sizes, encoder_ffn_dim=8)
-    seen = view(transformers.BartModel(config).eval(), minilm.tokenizer, "the encoder alone")
-    assert len(seen.heads) == 2 * 3
+    shown = view(transformers.BartModel(config).eval(), minilm.tokenizer, "the encoder alone")
+    assert len(shown.heads) == 2 * 3
 
 
-def test_positions_that_begin_after_the_padding_index(minilm):
+def test_the_limit_of_positions_that_start_after_the_padding_index(minilm):
     sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 8}
     vocabulary = minilm.tokenizer.vocab_size
     config = transformers.RobertaConfig(vocab_size=vocabulary, max_position_embeddings=34, pad_token_id=1, **sizes)
@@ -256,11 +259,11 @@ def test_positions_that_begin_after_the_padding_index(minilm):
         view(model, minilm.tokenizer, "word " * 31)
 
 
-def test_layers_that_share_a_module_are_layers(minilm):
+def test_layers_that_share_a_module_are_viewed_separately(minilm):
     sizes = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 8}
     config = transformers.AlbertConfig(vocab_size=minilm.tokenizer.vocab_size, embedding_size=8, **sizes)
-    seen = view(transformers.AlbertModel(config).eval(), minilm.tokenizer, "one layer three times")
-    assert sorted({head.layer for head in seen.heads}) == [0, 1, 2]
+    shown = view(transformers.AlbertModel(config).eval(), minilm.tokenizer, "one layer three times")
+    assert sorted({head.layer for head in shown.heads}) == [0, 1, 2]
 
 
 def words_of(tokenizer, text):
@@ -276,7 +279,7 @@ def words_of(tokenizer, text):
     return [(word.text, word.special, word.lexical) for word in encoded.words], encoded.word_of.tolist()
 
 
-def test_a_tokenizer_that_takes_the_text_for_one_piece():
+def test_words_of_a_tokenizer_without_pre_tokenization():
     letters = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", "▁", *"abcde,"])}
     tokenizer = transformers.LlamaTokenizer(vocab=letters, merges=[])
     pieces = tokenizer("abc de, a").word_ids()
@@ -285,7 +288,7 @@ def test_a_tokenizer_that_takes_the_text_for_one_piece():
     assert names == ["abc", "de,", "a"]
 
 
-def test_words_of_smollm2(smollm2_tokenizer):
+def test_words_of_the_tokenizer_of_smollm2(smollm2_tokenizer):
     words, word_of = words_of(smollm2_tokenizer, "<|im_start|>user\nunbelievable  你喜<|im_end|>")
     assert words == [
         ("<|im_start|>", True, False),
@@ -315,30 +318,30 @@ OWN_SOFTMAX = {
 }
 
 
-def require_view_of(seen, attentions):
+def require_view_of(shown, attentions):
     """Compare a view's pictures and entropies with the weights of a text in which every token is one word."""
-    assert [(head.layer, head.head) for head in seen.heads] == [
+    assert [(head.layer, head.head) for head in shown.heads] == [
         (x, y) for x in range(len(attentions)) for y in range(6)
     ]
-    for head in seen.heads:
+    for head in shown.heads:
         weights = attentions[head.layer][0, head.head]
         torch.testing.assert_close(head.picture, weights, rtol=1e-4, atol=1e-6)
         assert head.means["entropy"] == pytest.approx(torch.special.entr(weights).sum(-1).mean().item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", OWN_SOFTMAX)
-def test_a_model_that_computes_its_own_softmax(name):
+def test_models_with_their_own_softmax_are_viewed(name):
     tokenizer = tiny.tokenizer("encoder")
     torch.manual_seed(0)
     model = tiny.with_distinct_heads(transformers.AutoModel.from_config(OWN_SOFTMAX[name]))
     (text,) = tiny.texts(17)
-    seen = view(model, tokenizer, text)
+    shown = view(model, tokenizer, text)
     with torch.no_grad():
-        require_view_of(seen, model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions)
+        require_view_of(shown, model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions)
 
 
 class Plain(torch.nn.Module):
-    """A plain encoder of torch over token ids."""
+    """Encoder of torch.nn over token ids."""
 
     def __init__(self):
         super().__init__()
@@ -351,28 +354,28 @@ class Plain(torch.nn.Module):
 
 
 class Named(Plain):
-    """The same encoder with an argument named as in `transformers`."""
+    """Encoder of torch.nn whose argument is named `input_ids`, as in transformers."""
 
     def forward(self, input_ids):
         return super().forward(input_ids)
 
 
 @pytest.mark.parametrize("kind", [Plain, Named])
-def test_a_plain_module_with_a_tokenizer(kind):
+def test_a_torch_module_with_a_tokenizer_is_viewed(kind):
     torch.manual_seed(0)
     model, tokenizer = tiny.with_distinct_heads(kind()), tiny.tokenizer("encoder")
     (text,) = tiny.texts(17)
-    seen = view(model, tokenizer, text)
+    shown = view(model, tokenizer, text)
     attentions = []
     with torch.no_grad():
         x = model.embedding(tokenizer(text, return_tensors="pt")["input_ids"])
         for layer in model.encoder.layers:
             attentions.append(layer.self_attn(x, x, x, average_attn_weights=False)[1])
             x = layer(x)
-    require_view_of(seen, attentions)
+    require_view_of(shown, attentions)
 
 
-def test_attention_over_something_else_than_the_tokens_is_refused_by_name():
+def test_attention_over_other_than_the_tokens_is_refused_by_name():
     class Folded(Plain):
         def forward(self, tokens):
             return self.encoder(self.embedding(tokens).view(2, -1, 24))
@@ -383,20 +386,20 @@ def test_attention_over_something_else_than_the_tokens_is_refused_by_name():
         view(Folded().eval(), tiny.tokenizer("encoder"), text)
 
 
-def test_cross_attention_is_left_out_and_named():
+def test_cross_attention_is_left_out_with_a_warning():
     torch.manual_seed(0)
     config = transformers.BertConfig(**BERT, is_decoder=True, add_cross_attention=True)
     model, tokenizer = tiny.with_distinct_heads(Crossed(config)), tiny.tokenizer("encoder")
     (text,) = tiny.texts(16)
     sentence = "^attention over something else than the text was left out: 18 queries and 5 keys in encoder.layer"
     with pytest.warns(UserWarning, match=sentence):
-        seen = view(model, tokenizer, text)
+        shown = view(model, tokenizer, text)
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        require_view_of(seen, model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions)
+        require_view_of(shown, model(**tokenizer(text, return_tensors="pt"), output_attentions=True).attentions)
 
 
-def test_a_model_that_does_not_name_its_embeddings():
+def test_a_model_without_a_token_embedding_method_is_viewed():
     config = transformers.CanineConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=37)
     with pytest.raises(NotImplementedError):
         transformers.CanineModel(config).get_input_embeddings()
@@ -410,13 +413,13 @@ def test_a_model_that_does_not_name_its_embeddings():
 
 
 class Crossed(transformers.BertModel):
-    """BERT that also attends to five vectors of its own."""
+    """BERT whose cross-attention attends to five additional vectors."""
 
     def forward(self, input_ids, **options):
         return super().forward(input_ids, encoder_hidden_states=torch.ones(1, 5, 48), **options)
 
 
-def test_eager_attention_whose_weights_are_not_those_of_its_output_is_refused_by_name(minilm, monkeypatch):
+def test_eager_attention_with_inconsistent_weights_and_output_is_refused_by_name(minilm, monkeypatch):
     from transformers.models.bert import modeling_bert
 
     eager = modeling_bert.eager_attention_forward

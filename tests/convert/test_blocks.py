@@ -141,7 +141,7 @@ EXACT = ("llama, biases", "mistral, window", "qwen2", "bert", "bert, decoder", "
 
 @pytest.mark.parametrize("name", EXACT)
 @torch.no_grad()
-def test_in_float64_they_agree_to_the_last_bits(name):
+def test_layer_and_block_agree_to_rounding_in_float64(name):
     model, blocks, seen = tiny(name, "sdpa")
     model = model.double()
     angles = torch.arange(LENGTH).double()[:, None] * 10_000.0 ** -(torch.arange(0, 10, 2).double() / 10)
@@ -153,7 +153,7 @@ def test_in_float64_they_agree_to_the_last_bits(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_there_and_back_gives_the_same_bits(name):
+def test_round_trip_keeps_the_bits(name):
     for block in tiny(name)[1]:
         layer, other = hw.from_transformers(block), copy.deepcopy(block)
         outside = {each for each, _ in block.named_parameters() if "LayerNorm" in each}
@@ -184,7 +184,7 @@ def test_a_block_for_cross_attention_becomes_a_layer_that_takes_a_context():
     torch.testing.assert_close(block.output.LayerNorm(layer(x, context) + x), expected, rtol=0, atol=1e-12)
 
 
-def test_options_come_along():
+def test_options_of_the_block_are_converted():
     assert hw.from_transformers(tiny("llama, biases")[1][0]).dropout == 0.3
     assert hw.from_transformers(tiny("bert")[1][0]).dropout == 0.2
     assert hw.from_transformers(tiny("gpt2")[1][0]).dropout == 0.4
@@ -219,7 +219,7 @@ ROTATIONS = {
 
 
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_the_rotation_is_that_of_the_configuration(name):
+def test_the_layer_rotates_as_the_configuration_says(name):
     assert hw.from_transformers(tiny(name)[1][0]).rotary == ROTATIONS[name]
 
 
@@ -309,14 +309,14 @@ def pruned(block):
         ),
     ],
 )
-def test_a_block_that_cannot_be_a_layer_is_told_in_one_sentence(block, message):
+def test_unsupported_blocks_are_refused(block, message):
     block = block()
     with pytest.raises(hw.InputError, match="^" + message):
         hw.from_transformers(block)
 
 
 class Derived(hw.MultiHeadAttention):
-    """Derived class whose projections may have another meaning."""
+    """Derived class, which a conversion must refuse because its projections may have another meaning."""
 
 
 def ours(**changes):
@@ -351,7 +351,7 @@ def ours(**changes):
         (lambda: nn.Linear(2, 2), "layer: expected a MultiHeadAttention, not of a derived class, got Linear"),
     ],
 )
-def test_a_layer_that_does_not_fit_changes_nothing(layer, message):
+def test_a_layer_that_does_not_fit_leaves_the_block_unchanged(layer, message):
     block = tiny("llama")[1][0]
     before = copy.deepcopy(block.state_dict())
     with pytest.raises(hw.InputError, match="^" + re.escape(message).replace(r"\.\*", ".*")):
@@ -361,13 +361,13 @@ def test_a_layer_that_does_not_fit_changes_nothing(layer, message):
 
 
 @pytest.mark.usefixtures("as_user")
-def test_options_said_in_other_words_are_no_other_options():
+def test_equivalent_options_are_accepted():
     layer, block = ours(scores=hw.Scores(scale=10**-0.5), rotary=hw.Rotary(theta=10_000)), tiny("llama")[1][0]
     hw.to_transformers(layer, block)
     assert torch.equal(block.q_proj.weight, layer.q_proj.weight)
 
 
-def test_a_layer_for_gpt2_is_to_be_fused():
+def test_a_layer_for_gpt2_must_be_fused():
     layer = hw.separate_projections(hw.from_transformers(tiny("gpt2")[1][0]))
     with pytest.raises(hw.InputError, match=r"fused_qkv True .*, got False; fuse_projections\(layer\) gives such a"):
         hw.to_transformers(layer, tiny("gpt2")[1][0])

@@ -43,7 +43,7 @@ def layer_of(name, *, fused):
     return layer
 
 
-def same_bits(one, other):
+def assert_same_bits(one, other):
     """Check that two layers have equal parameters in the same order, with the same flags, and share no memory."""
     assert type(one) is type(other)
     pairs = list(zip(one.named_parameters(), other.named_parameters(), strict=True))
@@ -58,7 +58,7 @@ def same_bits(one, other):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_there_and_back_gives_the_same_bits(name):
+def test_round_trip_keeps_the_bits(name):
     separate = layer_of(name, fused=False)
     fused = hw.fuse_projections(separate)
     stacked = torch.cat([separate.q_proj.weight, separate.k_proj.weight, separate.v_proj.weight])
@@ -66,14 +66,14 @@ def test_there_and_back_gives_the_same_bits(name):
     assert [each for each, _ in fused.named_parameters()] == [
         each for each, _ in layer_of(name, fused=True).named_parameters()
     ]
-    same_bits(hw.separate_projections(fused), separate)
+    assert_same_bits(hw.separate_projections(fused), separate)
 
     fused = layer_of(name, fused=True)
-    same_bits(hw.fuse_projections(hw.separate_projections(fused)), fused)
+    assert_same_bits(hw.fuse_projections(hw.separate_projections(fused)), fused)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_both_compute_the_same(name):
+def test_fused_and_separate_projections_compute_the_same(name):
     separate = layer_of(name, fused=False)
     x = torch.randn(2, 7, EMBED, dtype=torch.float64)
     backend = "reference" if name == "options" else None
@@ -86,7 +86,7 @@ def test_both_compute_the_same(name):
     torch.testing.assert_close(apart(x, context), separate(x, context), rtol=0, atol=1e-11)
 
 
-def test_the_layer_itself_stays_as_it_is():
+def test_conversion_does_not_change_the_original_layer():
     layer = layer_of("options", fused=False)
     before = {name: value.clone() for name, value in layer.named_parameters()}
     fused = hw.fuse_projections(layer)
@@ -98,7 +98,7 @@ def test_the_layer_itself_stays_as_it_is():
 
 
 class Adapter(nn.Module):
-    """Linear map with an additional computation."""
+    """Linear map with an additional computation, which a conversion must refuse."""
 
     def __init__(self, base):
         super().__init__()
@@ -168,6 +168,6 @@ def changed(change, **options):
         ),
     ],
 )
-def test_what_one_projection_cannot_hold_is_told_in_one_sentence(convert, message):
+def test_layers_that_cannot_be_fused_or_separated_are_refused(convert, message):
     with pytest.raises(hw.InputError, match="^" + message):
         convert()

@@ -1,4 +1,4 @@
-"""Four designs of attention, converted to our layer and back: output, gradients and weights stay the same."""
+"""Four published designs of attention, converted to our layer and back, keep output, gradients and weights."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from oracles import FourLinearMaps, ListOfHeads, NarrowHeads, SingleHead, gradie
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def same(ours, theirs):
+def assert_same(ours, theirs):
+    """Check that two float64 tensors are equal up to rounding."""
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
@@ -30,17 +31,17 @@ def test_design_1_list_of_heads_with_a_bare_projection(bias):
     assert layer.out_proj.bias is None
     x = torch.randn(11, 7, dtype=torch.float64, requires_grad=True)
     expected, y = ancestor(x), layer(x)
-    same(y, expected)
+    assert_same(y, expected)
     assert y.shape == (11, 5)
     grad_x, theirs = gradients(ancestor, x, expected)
     our_grad_x, ours = gradients(layer, x, y)
-    same(our_grad_x, grad_x)
+    assert_same(our_grad_x, grad_x)
     names = ("query", "key", "value")
-    wanted = stacked(theirs, names, 3, "weight") | {"out_proj.weight": theirs["projection"].T}
-    wanted |= stacked(theirs, names, 3, "bias") if bias else {}
-    assert ours.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        same(ours[name], grad)
+    expected_gradients = stacked(theirs, names, 3, "weight") | {"out_proj.weight": theirs["projection"].T}
+    expected_gradients |= stacked(theirs, names, 3, "bias") if bias else {}
+    assert ours.keys() == expected_gradients.keys()
+    for name, grad in expected_gradients.items():
+        assert_same(ours[name], grad)
 
 
 @pytest.mark.parametrize(("embed_dim", "num_heads"), [(35, 5), (8, 2)], ids=["design 2", "design 3"])
@@ -52,14 +53,14 @@ def test_designs_2_and_3_four_linear_maps_with_weights_per_head(embed_dim, num_h
     for mask in (None, torch.rand(3, 1, 11, 11) > 0.3):
         expected, expected_weights = ancestor(x, mask)
         y, weights = layer(x, mask=mask, return_weights=True)
-        same(y, expected)
-        same(weights, expected_weights)
+        assert_same(y, expected)
+        assert_same(weights, expected_weights)
         assert weights.shape == (3, num_heads, 11, 11)
         grad_x, theirs = gradients(ancestor, x, expected)
         our_grad_x, ours = gradients(layer, x, y)
-        same(our_grad_x, grad_x)
+        assert_same(our_grad_x, grad_x)
         for our_name, grad in ours.items():
-            same(grad, theirs[our_name.replace("_proj", "_linear")])
+            assert_same(grad, theirs[our_name.replace("_proj", "_linear")])
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
@@ -70,17 +71,17 @@ def test_design_4_heads_narrower_than_the_model(bias):
     assert (layer.embed_dim, layer.head_dim, layer.out_dim) == (13, 5, 13)
     x = torch.randn(2, 11, 13, dtype=torch.float64, requires_grad=True)
     expected, y = ancestor(x), layer(x)
-    same(y, expected)
+    assert_same(y, expected)
     grad_x, theirs = gradients(ancestor, x, expected)
     our_grad_x, ours = gradients(layer, x, y)
-    same(our_grad_x, grad_x)
+    assert_same(our_grad_x, grad_x)
     names = ("query_map", "key_map", "value_map")
-    wanted = stacked(theirs, names, 3, "weight") | {"out_proj.weight": theirs["output.weight"]}
+    expected_gradients = stacked(theirs, names, 3, "weight") | {"out_proj.weight": theirs["output.weight"]}
     if bias:
-        wanted |= stacked(theirs, names, 3, "bias") | {"out_proj.bias": theirs["output.bias"]}
-    assert ours.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        same(ours[name], grad)
+        expected_gradients |= stacked(theirs, names, 3, "bias") | {"out_proj.bias": theirs["output.bias"]}
+    assert ours.keys() == expected_gradients.keys()
+    for name, grad in expected_gradients.items():
+        assert_same(ours[name], grad)
 
 
 def test_grouped_projections_of_cross_attention_where_only_some_have_a_bias():
@@ -93,10 +94,10 @@ def test_grouped_projections_of_cross_attention_where_only_some_have_a_bias():
     q = query(x).view(2, 3, 6, 2).transpose(1, 2)
     k, v = (map_(context).view(2, 11, 2, -1).transpose(1, 2).repeat_interleave(3, 1) for map_ in (key, value))
     heads = torch.softmax(q @ k.mT / 2**0.5, -1) @ v
-    same(layer(x, context), output(heads.transpose(1, 2).flatten(2)))
+    assert_same(layer(x, context), output(heads.transpose(1, 2).flatten(2)))
 
 
-def test_a_bias_in_the_value_alone_is_kept():
+def test_a_bias_of_the_value_alone_is_converted():
     maps = (*triple(6, 6, bias=False), nn.Linear(7, 6), nn.Linear(6, 7, bias=False))
     layer = hw.from_projections(*maps, num_heads=2)
     assert torch.equal(layer.v_proj.bias, maps[2].bias)
@@ -105,7 +106,7 @@ def test_a_bias_in_the_value_alone_is_kept():
     assert layer.q_proj.weight.dtype == torch.float32
 
 
-def test_a_converted_layer_has_weights_of_its_own():
+def test_a_converted_layer_shares_no_memory():
     ancestor = FourLinearMaps(8, 2)
     layer = hw.from_projections(
         ancestor.q_linear, ancestor.k_linear, ancestor.v_linear, ancestor.out_linear, num_heads=2
@@ -115,17 +116,17 @@ def test_a_converted_layer_has_weights_of_its_own():
     assert torch.equal(layer.q_proj.weight, before)
 
 
-def test_values_may_come_from_a_context_of_their_own():
+def test_values_can_come_from_another_context():
     query, key, value, output = (nn.Linear(*widths, dtype=torch.float64) for widths in ((7, 6), (5, 6), (3, 6), (6, 7)))
     layer = hw.from_projections(query, key, value, output, num_heads=2)
     assert (layer.context_dim, layer.value_context_dim) == (5, 3)
     x, context, values = (torch.randn(2, *shape, dtype=torch.float64) for shape in ((3, 7), (11, 5), (11, 3)))
     q, k, v = (map_.unflatten(-1, (2, 3)).transpose(1, 2) for map_ in (query(x), key(context), value(values)))
     heads = torch.softmax(q @ k.mT / 3**0.5, -1) @ v
-    same(layer(x, context, values), output(heads.transpose(1, 2).flatten(2)))
+    assert_same(layer(x, context, values), output(heads.transpose(1, 2).flatten(2)))
 
 
-def test_options_that_change_nothing_of_the_maps_are_the_layers():
+def test_other_options_are_passed_to_the_layer():
     options = {
         "rotary": hw.Rotary(theta=50.0),
         "position_bias": hw.ALiBi(),
@@ -138,13 +139,14 @@ def test_options_that_change_nothing_of_the_maps_are_the_layers():
     maps = (*triple(8, 4, 4), nn.Linear(8, 7))
     layer = hw.from_projections(*maps, num_heads=4, num_kv_heads=2, **options)
     assert {name: getattr(layer, name) for name in options} == options
-    same_bits(hw.to_projections(layer), maps)
+    assert_same_bits(hw.to_projections(layer), maps)
 
 
 # -- and back ---------------------------------------------------------------------------------------------------------
 
 
-def same_bits(ours, theirs):
+def assert_same_bits(ours, theirs):
+    """Check that linear maps have equal weights and biases, bit for bit, and do not share memory."""
     for one, other in zip(ours, theirs, strict=True):
         assert type(one) is nn.Linear
         assert torch.equal(one.weight, other.weight)
@@ -153,37 +155,38 @@ def same_bits(ours, theirs):
         assert one.bias is None or torch.equal(one.bias, other.bias)
 
 
-def same_layers(one, other):
+def assert_same_layers(one, other):
+    """Check that two layers have the same parameters, bit for bit."""
     assert one.state_dict().keys() == other.state_dict().keys()
     for name, value in one.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-def test_design_1_comes_back(bias):
+def test_design_1_round_trip_keeps_the_weights(bias):
     ancestor = ListOfHeads(word_size=7, embed_dim=5, n_head=3, bias=bias)
     triples = [(head.query, head.key, head.value) for head in ancestor.heads]
     heads, projection = hw.to_heads(hw.from_heads(triples, ancestor.projection))
     for ours, theirs in zip(heads, triples, strict=True):
-        same_bits(ours, theirs)
+        assert_same_bits(ours, theirs)
     assert torch.equal(projection.weight.mT, ancestor.projection)
     assert projection.bias is None
 
 
-def test_designs_2_and_3_come_back():
+def test_designs_2_and_3_round_trip_keeps_the_weights():
     ancestor = FourLinearMaps(35, 5)
     maps = (ancestor.q_linear, ancestor.k_linear, ancestor.v_linear, ancestor.out_linear)
-    same_bits(hw.to_projections(hw.from_projections(*maps, num_heads=5)), maps)
+    assert_same_bits(hw.to_projections(hw.from_projections(*maps, num_heads=5)), maps)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-def test_design_4_comes_back(bias):
+def test_design_4_round_trip_keeps_the_weights(bias):
     ancestor = NarrowHeads(embedding_dim=13, attention_dim=15, num_heads=3, bias=bias)
     triples = [(head.query_map, head.key_map, head.value_map) for head in ancestor.heads]
     heads, projection = hw.to_heads(hw.from_heads(triples, ancestor.output))
     for ours, theirs in zip(heads, triples, strict=True):
-        same_bits(ours, theirs)
-    same_bits([projection], [ancestor.output])
+        assert_same_bits(ours, theirs)
+    assert_same_bits([projection], [ancestor.output])
 
 
 LAYERS = {
@@ -196,26 +199,26 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
-def test_a_layer_comes_back(options):
+def test_layer_round_trip_keeps_the_weights(options):
     layer = hw.MultiHeadAttention(12, 6, **options)
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
-    same_layers(hw.from_heads(*hw.to_heads(layer)), layer)
+    assert_same_layers(hw.from_heads(*hw.to_heads(layer)), layer)
     maps = hw.to_projections(layer)
-    same_layers(hw.from_projections(*maps, num_heads=6, num_kv_heads=layer.num_kv_heads), layer)
+    assert_same_layers(hw.from_projections(*maps, num_heads=6, num_kv_heads=layer.num_kv_heads), layer)
 
 
-def test_a_fused_layer_comes_apart():
+def test_a_fused_layer_is_split_into_projections():
     layer = hw.MultiHeadAttention(12, 6, num_kv_heads=2, head_dim=3, value_dim=7, fused_qkv=True)
     nn.init.normal_(layer.qkv_proj.bias)
     query, key, value, output = hw.to_projections(layer)
     assert torch.equal(torch.cat([query.weight, key.weight, value.weight]), layer.qkv_proj.weight)
     assert torch.equal(torch.cat([query.bias, key.bias, value.bias]), layer.qkv_proj.bias)
     assert (query.out_features, key.out_features, value.out_features) == (18, 6, 14)
-    same_bits([output], [layer.out_proj])
+    assert_same_bits([output], [layer.out_proj])
 
 
-def test_heads_of_a_group_have_the_same_two_modules():
+def test_heads_of_a_group_share_key_and_value_modules():
     layer = hw.MultiHeadAttention(12, 6, num_kv_heads=2)
     heads, _ = hw.to_heads(layer)
     assert [key is heads[0][1] and value is heads[0][2] for _, key, value in heads] == [True] * 3 + [False] * 3
@@ -225,10 +228,11 @@ def test_heads_of_a_group_have_the_same_two_modules():
 
 
 class Derived(hw.MultiHeadAttention):
-    """Derived class whose projections may have another meaning."""
+    """Derived class, which a conversion must refuse because its projections may have another meaning."""
 
 
 def triple(*widths, bias=True):
+    """Return the query, key and value maps of a head, with these output widths."""
     return tuple(nn.Linear(7, width, bias=bias) for width in widths)
 
 
@@ -285,13 +289,13 @@ def triple(*widths, bias=True):
         ),
     ],
 )
-def test_a_mistake_is_told_in_one_sentence(convert, message):
+def test_unusable_projections_are_refused(convert, message):
     with pytest.raises(hw.InputError, match="^" + message):
         convert()
 
 
-def test_heads_that_are_swapped_are_noticed():
-    """The comparison itself can fail: the same heads in another order have another output."""
+def test_swapped_heads_change_the_output():
+    """Shows that the comparisons of this file would detect heads in a wrong order."""
     heads = [SingleHead(7, 5, bias=False).double() for _ in range(2)]
     triples = [(head.query, head.key, head.value) for head in heads]
     projection = torch.randn(10, 5, dtype=torch.float64)
@@ -300,21 +304,22 @@ def test_heads_that_are_swapped_are_noticed():
 
 
 class Doubling(nn.Linear):
-    """Linear map of a derived class, as some adapters are written."""
+    """Derived linear map that doubles its output, like an adapter."""
 
     def forward(self, x):
         return 2 * super().forward(x)
 
 
 def hooked(linear):
+    """Add a forward hook that doubles the output of a linear map, and return the map."""
     linear.register_forward_hook(lambda module, args, output: 2 * output)
     return linear
 
 
 @pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize("change", [hooked, lambda linear: Doubling(linear.in_features, linear.out_features)])
-def test_what_is_more_than_its_weight_is_refused_both_ways(change):
-    """The weights of such a map do not determine its output."""
+def test_hooked_and_derived_maps_are_refused_in_both_directions(change):
+    """The weight and bias of such a map do not determine its output."""
     message = ": expected a map that is its weight and bias and nothing more, got .*; merge adapters and remove hooks"
     layer = hw.MultiHeadAttention(12, 6)
     layer.v_proj = change(layer.v_proj)
@@ -331,7 +336,7 @@ def test_what_is_more_than_its_weight_is_refused_both_ways(change):
         hw.from_torch(theirs)
 
 
-def test_a_parametrised_map_is_what_its_weight_is_when_read():
+def test_the_current_weight_of_a_parametrised_map_is_converted():
     maps = [nn.utils.parametrizations.weight_norm(nn.Linear(12, 12)) for _ in range(4)]
     x = torch.randn(2, 5, 12)
     layer = hw.MultiHeadAttention(12, 6)

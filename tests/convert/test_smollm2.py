@@ -25,7 +25,7 @@ CACHES = {
 
 @pytest.fixture(scope="module")
 def smollm2():
-    """Original and converted model, with the tokens that the original generates and its logits under two backends."""
+    """Original and converted model, the tokens that the original generates, and its logits with SDPA and eager."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a token's products are small: threads wait for each other longer than they work
     loaded = load("smollm2")
@@ -79,7 +79,7 @@ def test_a_prompt_in_pieces_of_5_gives_the_same_tokens_and_logits(smollm2, cache
     assert_as_close_as_their_own(smollm2, logits)
 
 
-def test_every_weight_comes_back(smollm2):
+def test_round_trip_keeps_every_weight(smollm2):
     for theirs, ours in zip(smollm2.theirs.model.layers, smollm2.layers, strict=True):
         emptied = copy.deepcopy(theirs.self_attn)
         for parameter in emptied.parameters():

@@ -12,7 +12,8 @@ from oracles import gradients
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def same(ours, theirs):
+def assert_same(ours, theirs):
+    """Check that two float64 tensors are equal up to rounding."""
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
@@ -26,15 +27,15 @@ def test_design_2_as_torchs_layer_length_first(bias):
     x = torch.randn(10, 32, 512, dtype=torch.float64, requires_grad=True)
     expected, averaged = ancestor(x, x, x)
     y, weights = layer(x.transpose(0, 1), return_weights=True)
-    same(y.transpose(0, 1), expected)
-    same(weights.mean(1), averaged)
+    assert_same(y.transpose(0, 1), expected)
+    assert_same(weights.mean(1), averaged)
     grad_x, theirs = gradients(ancestor, x, expected)
     our_grad_x, ours = gradients(layer, x, y.transpose(0, 1))
-    same(our_grad_x, grad_x)
+    assert_same(our_grad_x, grad_x)
     kinds = ("weight", "bias") if bias else ("weight",)
     for kind in kinds:
-        same(torch.cat([ours[f"{name}_proj.{kind}"] for name in "qkv"]), theirs[f"in_proj_{kind}"])
-        same(ours[f"out_proj.{kind}"], theirs[f"out_proj.{kind}"])
+        assert_same(torch.cat([ours[f"{name}_proj.{kind}"] for name in "qkv"]), theirs[f"in_proj_{kind}"])
+        assert_same(ours[f"out_proj.{kind}"], theirs[f"out_proj.{kind}"])
     assert len(ours) == 4 * len(kinds)
 
 
@@ -46,8 +47,8 @@ def test_design_2_as_torchs_layer_with_other_context_widths():
     x, keys, values = (torch.randn(2, *shape, dtype=torch.float64) for shape in ((3, 12), (11, 7), (11, 5)))
     expected, weights = ancestor(x, keys, values, average_attn_weights=False)
     y, our_weights = layer(x, keys, values, return_weights=True)
-    same(y, expected)
-    same(our_weights, weights)
+    assert_same(y, expected)
+    assert_same(our_weights, weights)
 
 
 WIDTHS = {
@@ -60,7 +61,7 @@ WIDTHS = {
 
 
 @pytest.mark.parametrize("options", WIDTHS.values(), ids=WIDTHS)
-def test_there_and_back_gives_the_same_bits(options):
+def test_round_trip_keeps_the_bits(options):
     theirs = nn.MultiheadAttention(12, 3, batch_first=True, **options).eval()
     for parameter in theirs.parameters():
         nn.init.normal_(parameter)
@@ -69,24 +70,25 @@ def test_there_and_back_gives_the_same_bits(options):
     assert vars(back).keys() == vars(theirs).keys()
     for name in ("embed_dim", "kdim", "vdim", "num_heads", "head_dim", "dropout", "batch_first", "training"):
         assert getattr(back, name) == getattr(theirs, name), name
-    same_bits(back, theirs)
+    assert_same_bits(back, theirs)
     for parameter in ours.parameters():
         nn.init.normal_(parameter)
-    same_bits(hw.from_torch(hw.to_torch(ours)), ours)
+    assert_same_bits(hw.from_torch(hw.to_torch(ours)), ours)
 
 
-def same_bits(one, other):
+def assert_same_bits(one, other):
+    """Check that two layers have equal parameters, bit for bit, and do not share memory."""
     assert one.state_dict().keys() == other.state_dict().keys()
     for name, value in one.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
         assert value.data_ptr() != other.state_dict()[name].data_ptr()
 
 
-def test_a_fused_layer_becomes_torchs_and_computes_the_same():
+def test_a_fused_layer_converted_to_torch_computes_the_same():
     layer = hw.MultiHeadAttention(12, 3, fused_qkv=True, dtype=torch.float64, scores=hw.Scores(scale=0.5)).eval()
     theirs = hw.to_torch(layer)
     x = torch.randn(2, 5, 12, dtype=torch.float64)
-    same(layer(x), theirs(x, x, x)[0])
+    assert_same(layer(x), theirs(x, x, x)[0])
 
 
 @pytest.mark.usefixtures("as_user")
@@ -104,16 +106,17 @@ def test_a_fused_layer_becomes_torchs_and_computes_the_same():
         ),
     ],
 )
-def test_a_layer_of_torchs_that_ours_cannot_be(convert, message):
+def test_unsupported_layers_of_torch_are_refused(convert, message):
     with pytest.raises(hw.InputError, match="^" + message):
         convert()
 
 
 class Derived(hw.MultiHeadAttention):
-    """Derived class whose projections may have another meaning."""
+    """Derived class, which a conversion must refuse because its projections may have another meaning."""
 
 
 def partly_biased():
+    """Return a layer without a bias in its key projection alone."""
     layer = hw.MultiHeadAttention(12, 3)
     layer.k_proj.bias = None
     return layer
@@ -137,14 +140,14 @@ def partly_biased():
         ({"out_bias": False}, "a bias in some of the projections"),
     ],
 )
-def test_a_layer_that_torchs_cannot_be(options, got):
+def test_layers_that_torch_does_not_support_are_refused(options, got):
     sentence = f"layer: expected options that torch.nn.MultiheadAttention has, got {got}"
     with pytest.raises(hw.InputError, match="^" + re.escape(sentence)):
         hw.to_torch(hw.MultiHeadAttention(12, **{"num_heads": 3} | options))
 
 
 @pytest.mark.usefixtures("as_user")
-def test_other_layers_are_refused():
+def test_derived_and_other_modules_are_refused():
     for layer in (Derived(12, 3), nn.Linear(2, 2)):
         message = f"^layer: expected a MultiHeadAttention, not of a derived class, got {type(layer).__name__}$"
         with pytest.raises(hw.InputError, match=message):

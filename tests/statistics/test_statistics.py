@@ -1,4 +1,4 @@
-"""Statistics against their definitions, entry by entry."""
+"""Statistics of attention weights against their definitions, computed entry by entry by an oracle."""
 
 import math
 
@@ -32,60 +32,68 @@ MASKS = {
 
 
 def problem(mask=None, queries=QUERIES, kv_heads=HEADS, **options) -> Problem:
+    """Return a random attention problem with this mask, number of queries and number of key/value heads."""
     q = 2 * torch.randn(BATCH, HEADS, queries, 11)
     k, v = 2 * torch.randn(BATCH, kv_heads, KEYS, 11), torch.randn(BATCH, kv_heads, KEYS, 13)
     return Problem.checked(q, k, v, mask=mask, **options)
 
 
-def whole_rows(stated: Problem, known: CallContext | None = None, gram=None) -> Tally:
-    """From whole rows of every head, some at a time."""
+def from_weight_rows(attention_problem: Problem, context: CallContext | None = None, gram=None) -> Tally:
+    """Return the statistics computed from blocks of complete rows of weights, as in eager attention."""
     tally = Tally(gram)
-    for row_block in row_blocks_of_problem(stated, known):
+    for row_block in row_blocks_of_problem(attention_problem, context):
         tally.add(row_block)
     return tally
 
 
-def in_passing(stated: Problem, known: CallContext | None = None, gram=None) -> Tally:
-    """From the pass that computes the answer."""
+def during_attention(attention_problem: Problem, context: CallContext | None = None, gram=None) -> Tally:
+    """Return the statistics computed in the pass that computes the attention output."""
     tally = Tally(gram)
-    attend_observed(stated, tally.add, known)
+    attend_observed(attention_problem, tally.add, context)
     return tally
 
 
-WAYS = pytest.mark.parametrize("way", [whole_rows, in_passing], ids=lambda way: way.__name__)
+WAYS = pytest.mark.parametrize("way", [from_weight_rows, during_attention], ids=lambda way: way.__name__)
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Blocks of few rows, columns and heads, so that a small problem has many."""
+    """Use blocks of few rows, columns and heads, so that a small problem has many blocks."""
     monkeypatch.setattr(block_plan, "rows_of", lambda *_: 7)
     monkeypatch.setattr(block_plan, "COLUMNS", 4)
     monkeypatch.setattr(tiles, "TILE_BYTES", 2**10)
     monkeypatch.setattr(row_blocks, "ROW_BLOCK_BYTES", 4 * 4 * BATCH * HEADS * KEYS)  # 4 rows
 
 
-def exact(stated: Problem):
-    allowed = None if stated.mask is None else stated.mask.block(stated.grid)
-    tensors = (stated.q.double(), stated.k.double(), stated.v.double())
-    bias = None if stated.bias is None else stated.bias.double()
-    sinks = None if stated.sinks is None else stated.sinks[:, 0].double()
-    scale = stated.scale[:, 0, 0] if isinstance(stated.scale, torch.Tensor) else stated.scale
-    return plain_attention(*tensors, allowed, bias, scale, stated.softcap, sinks)
+def exact(attention_problem: Problem):
+    """Return the result of plain attention in float64 for a problem."""
+    allowed = None if attention_problem.mask is None else attention_problem.mask.block(attention_problem.grid)
+    tensors = (attention_problem.q.double(), attention_problem.k.double(), attention_problem.v.double())
+    bias = None if attention_problem.bias is None else attention_problem.bias.double()
+    sinks = None if attention_problem.sinks is None else attention_problem.sinks[:, 0].double()
+    scale = (
+        attention_problem.scale[:, 0, 0]
+        if isinstance(attention_problem.scale, torch.Tensor)
+        else attention_problem.scale
+    )
+    return plain_attention(*tensors, allowed, bias, scale, attention_problem.softcap, sinks)
 
 
-def require_equal(tally: Tally, stated: Problem, known: CallContext | None = None, first=(0, 0)) -> None:
-    """Every statistic of every sequence and head is its definition."""
-    known, right, means = known or CallContext(), exact(stated), tally.means()
-    gram = [None] * HEADS if tally.gram is None else [torch.linalg.cholesky(each) for each in tally.gram.double()]
+def require_equal(tally: Tally, attention_problem: Problem, context: CallContext | None = None, first=(0, 0)) -> None:
+    """Check every statistic of every sequence and head against the oracle; `first` are the first real keys."""
+    context, oracle, means = context or CallContext(), exact(attention_problem), tally.means()
+    gram = [None] * HEADS if tally.gram is None else [torch.linalg.cholesky(matrix) for matrix in tally.gram.double()]
     for b in range(BATCH):
-        weights = right.weights[b].clone()
-        if known.is_real is not None:
-            weights[:, ~known.is_real[b]] = 0.0  # the oracle leaves out a row without weights
-        tokens, special = (None if each is None else each[b].tolist() for each in (known.token_ids, known.is_special))
-        is_of_keys = known.is_real is not None and stated.grid.queries == KEYS
-        real = known.is_real[b].tolist() if is_of_keys else None
+        weights = oracle.weights[b].clone()
+        if context.is_real is not None:
+            weights[:, ~context.is_real[b]] = 0.0  # the oracle leaves out a row without weights
+        tokens, special = (
+            None if values is None else values[b].tolist() for values in (context.token_ids, context.is_special)
+        )
+        is_of_keys = context.is_real is not None and attention_problem.grid.queries == KEYS
+        real = context.is_real[b].tolist() if is_of_keys else None
         for h in range(HEADS):
-            out = right.out[b, h] if "output_norm" in means else None
+            out = oracle.out[b, h] if "output_norm" in means else None
             projection = None if out is None else gram[h]
             expected = statistics_of(weights[h], tokens, special, out, projection, first[b], real)
             for name, mean in means.items():
@@ -100,14 +108,14 @@ def require_equal(tally: Tally, stated: Problem, known: CallContext | None = Non
 @pytest.mark.parametrize("kv_heads", [HEADS, 1])
 @pytest.mark.parametrize("queries", [QUERIES, 23, 1], ids=lambda n: f"{n} queries")
 @pytest.mark.parametrize("mask", MASKS)
-def test_every_statistic_is_its_definition(mask, queries, kv_heads, way):
-    stated = problem(MASKS[mask], queries=queries, kv_heads=kv_heads)
+def test_every_statistic_equals_its_definition(mask, queries, kv_heads, way):
+    attention_problem = problem(MASKS[mask], queries=queries, kv_heads=kv_heads)
     projection = torch.randn(HEADS, 13, 13, generator=torch.Generator().manual_seed(3))
-    known = CallContext(TOKENS, SPECIAL)
-    tally = way(stated, known, projection @ projection.mT)
-    names = STATISTICS.keys() - ({"output_norm", "written_norm"} if way is whole_rows else set())
+    context = CallContext(TOKENS, SPECIAL)
+    tally = way(attention_problem, context, projection @ projection.mT)
+    names = STATISTICS.keys() - ({"output_norm", "written_norm"} if way is from_weight_rows else set())
     assert tally.means().keys() == names
-    require_equal(tally, stated, known)
+    require_equal(tally, attention_problem, context)
 
 
 OPTIONS = {
@@ -122,67 +130,69 @@ OPTIONS = {
 
 @WAYS
 @pytest.mark.parametrize("options", OPTIONS)
-def test_whatever_changes_the_weights_is_honoured(options, way):
-    stated = problem(**OPTIONS[options])
-    require_equal(way(stated, CallContext(TOKENS)), stated, CallContext(TOKENS))
+def test_statistics_are_those_of_weights_with_all_options(options, way):
+    attention_problem = problem(**OPTIONS[options])
+    require_equal(way(attention_problem, CallContext(TOKENS)), attention_problem, CallContext(TOKENS))
 
 
-def test_merged_halves_give_the_whole():
-    stated = problem(MASKS["left padding"])
-    whole = whole_rows(stated, CallContext(TOKENS)).means()
-    parts = list(row_blocks_of_problem(stated, CallContext(TOKENS)))
+def test_merged_tallies_equal_one_tally():
+    attention_problem = problem(MASKS["left padding"])
+    complete = from_weight_rows(attention_problem, CallContext(TOKENS)).means()
+    parts = list(row_blocks_of_problem(attention_problem, CallContext(TOKENS)))
     assert [part.rows for part in parts] == [range(0, 4), range(4, 8), range(8, 12), range(12, 16), range(16, 17)]
     merged = Tally()
-    for some in (parts[:1], parts[1:]):
+    for subset in (parts[:1], parts[1:]):
         tally = Tally()
-        for rows in some:
+        for rows in subset:
             tally.add(rows)
         merged.merge(tally)
     for name, mean in merged.means().items():
-        torch.testing.assert_close(mean, whole[name], equal_nan=True)
+        torch.testing.assert_close(mean, complete[name], equal_nan=True)
 
 
-def test_the_answer_is_the_one_without_an_observer():
+def test_observation_does_not_change_the_output():
     for options in OPTIONS.values():
-        stated = problem(**options)
-        shown = []
-        answer = attend_observed(stated, lambda rows, shown=shown: shown.append((rows.sequences_and_heads, rows.rows)))
-        assert distance(answer.out, exact(stated).out) < 1e-5
-        assert len(shown) == len(set(map(str, shown))) > 1
+        attention_problem = problem(**options)
+        observed = []
+        answer = attend_observed(
+            attention_problem, lambda rows, observed=observed: observed.append((rows.sequences_and_heads, rows.rows))
+        )
+        assert distance(answer.out, exact(attention_problem).out) < 1e-5
+        assert len(observed) == len(set(map(str, observed))) > 1
 
 
-def test_talking_heads_are_shown_after_they_talked():
+def test_observed_weights_include_the_mixing_of_talking_heads():
     talking = (torch.randn(HEADS, HEADS), torch.rand(HEADS, HEADS))
-    stated = Problem.checked(*(torch.randn(BATCH, HEADS, 17, 11) for _ in range(3)), talking_heads=talking)
+    attention_problem = Problem.checked(*(torch.randn(BATCH, HEADS, 17, 11) for _ in range(3)), talking_heads=talking)
     weights = []
-    answer = attend_observed(stated, lambda rows: weights.append(rows.weights))
-    right = plain_attention(stated.q, stated.k, stated.v, talking=talking)
-    assert distance(answer.out, right.out) < 1e-5
-    assert distance(torch.cat(weights, 2), right.weights) < 1e-5
+    answer = attend_observed(attention_problem, lambda rows: weights.append(rows.weights))
+    oracle = plain_attention(attention_problem.q, attention_problem.k, attention_problem.v, talking=talking)
+    assert distance(answer.out, oracle.out) < 1e-5
+    assert distance(torch.cat(weights, 2), oracle.weights) < 1e-5
 
 
 @WAYS
-def test_positions_that_a_cache_gives_are_honoured(way):
-    """Keys in another order, with room between, give the statistics of the keys in order."""
+def test_statistics_use_the_positions_of_queries_and_keys(way):
+    """Keys in another order, with their positions, have the statistics of the keys in order."""
     q, k, v = (torch.randn(BATCH, HEADS, n, 11) for n in (5, 19, 19))
     keys = torch.randperm(19)
     positions = {"query_positions": torch.arange(14, 19), "key_positions": keys}
     shuffled = Problem.checked(q, k, v, mask=hw.causal(), **positions)
     order = keys.argsort()
     plain = Problem.checked(q, k[:, :, order], v[:, :, order], mask=hw.causal())
-    got, wanted = way(shuffled).means(), way(plain).means()
+    shuffled_means, plain_means = way(shuffled).means(), way(plain).means()
     for name in ("entropy", "confidence", "distance", "self", "previous", "next", "first", "received"):
-        torch.testing.assert_close(got[name], wanted[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(shuffled_means[name], plain_means[name], rtol=1e-5, atol=1e-6)
 
 
 def test_without_token_ids_the_token_statistics_are_left_out():
     missing = {"special", "duplicate", "induction", "written_norm"}
-    assert STATISTICS.keys() - in_passing(problem()).means().keys() == missing
+    assert STATISTICS.keys() - during_attention(problem()).means().keys() == missing
 
 
 @WAYS
-def test_a_new_statistic_is_one_entry(way, monkeypatch):
-    """The mean weight of the last key, and the largest weight of all: contributions that merge in other ways."""
+def test_a_statistic_can_be_added_to_the_registry(way, monkeypatch):
+    """The two examples merge blocks by a mean and by a maximum: the weight of the last key, and the largest weight."""
 
     def last(rows):
         return rows.weighted_sums((rows.visibility.key_indices == KEYS - 1)[None, :, None].float())[..., 0]
@@ -192,21 +202,21 @@ def test_a_new_statistic_is_one_entry(way, monkeypatch):
 
     monkeypatch.setitem(STATISTICS, "last", MeanOfRows("last", "share", last))
     monkeypatch.setitem(STATISTICS, "peak", Statistic("peak", "share", peak, lambda peak: peak, torch.maximum))
-    stated = problem()
-    means, weights = way(stated).means(), exact(stated).weights
+    attention_problem = problem()
+    means, weights = way(attention_problem).means(), exact(attention_problem).weights
     torch.testing.assert_close(means["last"], weights[..., -1].mean(-1), rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(means["peak"].double(), weights.amax((-1, -2)), rtol=1e-5, atol=1e-7)
 
 
 @WAYS
-def test_query_rows_that_are_padding_do_not_count(way):
-    stated = problem(MASKS["right padding"])
-    known = CallContext(TOKENS, is_real=torch.arange(QUERIES) < torch.tensor([[7], [17]]))
-    require_equal(way(stated, known), stated, known)
+def test_padding_queries_do_not_count(way):
+    attention_problem = problem(MASKS["right padding"])
+    context = CallContext(TOKENS, is_real=torch.arange(QUERIES) < torch.tensor([[7], [17]]))
+    require_equal(way(attention_problem, context), attention_problem, context)
 
 
 @WAYS
-def test_the_first_token_is_the_first_that_is_real(way):
-    stated = problem(hw.causal() & hw.padding([5, 19], side="left"), queries=KEYS)
-    known = CallContext(TOKENS, is_real=torch.arange(KEYS) >= torch.tensor([[14], [0]]))
-    require_equal(way(stated, known), stated, known, first=(14, 0))
+def test_the_first_token_is_the_first_after_the_padding(way):
+    attention_problem = problem(hw.causal() & hw.padding([5, 19], side="left"), queries=KEYS)
+    context = CallContext(TOKENS, is_real=torch.arange(KEYS) >= torch.tensor([[14], [0]]))
+    require_equal(way(attention_problem, context), attention_problem, context, first=(14, 0))

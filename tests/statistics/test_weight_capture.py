@@ -1,4 +1,4 @@
-"""Captured weights, against the whole matrix."""
+"""Captured rows, columns, largest weights and pictures of weights against the full weight matrix."""
 
 import pytest
 import torch
@@ -21,11 +21,11 @@ def pooled(weights, sides):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_captured_weights_are_those_of_the_matrix(mask):
-    stated = problem(MASKS[mask])
-    captured = CapturedWeights(CAPTURE, stated.grid)
-    attend_observed(stated, captured.add)
-    weights = exact(stated).weights.float()
+def test_captured_weights_equal_the_weight_matrix(mask):
+    attention_problem = problem(MASKS[mask])
+    captured = CapturedWeights(CAPTURE, attention_problem.grid)
+    attend_observed(attention_problem, captured.add)
+    weights = exact(attention_problem).weights.float()
     close = {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(captured.rows, weights[:, :, [0, QUERIES - 1, 11]], **close)
     torch.testing.assert_close(captured.columns, weights[..., [3, KEYS - 2]], **close)
@@ -38,8 +38,8 @@ def test_captured_weights_are_those_of_the_matrix(mask):
 
 
 def test_only_chosen_weights_are_captured():
-    stated = problem()
-    captured = CapturedWeights(hw.WeightCapture(top=100), stated.grid)
+    attention_problem = problem()
+    captured = CapturedWeights(hw.WeightCapture(top=100), attention_problem.grid)
     assert captured.top_keys.shape == (BATCH, HEADS, QUERIES, KEYS)
     assert captured.rows is captured.columns is captured.picture is None
 
@@ -53,7 +53,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("sentence", WRONG)
-def test_unusable_choices_are_refused(sentence):
+def test_unusable_options_of_a_capture_are_refused(sentence):
     with pytest.raises(hw.InputError, match=sentence):
         hw.WeightCapture(**WRONG[sentence])
 
