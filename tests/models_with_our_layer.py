@@ -11,8 +11,8 @@ import headwise as hw
 class OurAttention(nn.Module):
     """Module with the signature of `LlamaAttention` that calls our layer with our cache.
 
-    The angles and the mask that the model hands in are not used: the layer has its own. A cache of the model's is
-    only told how many tokens there are, with keys of no use, so that `generate` can count.
+    The angles and the mask of the model are ignored, because the layer computes its own. A cache of the model gets
+    placeholder keys, so that `generate` can count the tokens.
     """
 
     def __init__(self, layer: hw.MultiHeadAttention, layer_idx: int):

@@ -42,7 +42,7 @@ MODULES = {
 
 
 def imports_of(source: str) -> list[str]:
-    """The headwise modules that a source text imports, anywhere in it."""
+    """Return the headwise modules that a source text imports, also inside functions."""
     modules = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -57,13 +57,13 @@ def imports_of(source: str) -> list[str]:
 
 
 def floor(module: str) -> int:
-    """The floor of a module."""
+    """Return the index of the layer (floor) that contains the package of a module, from the bottom up."""
     package = module.split(".")[1]
     return next(level for level, names in enumerate(FLOORS) if package in names)
 
 
 def upward_arrows(module: str, source: str) -> list[str]:
-    """The imports of `module` that point to a floor above its own, or to another package of its own floor."""
+    """Return the imports of a module from a higher floor, or from another package of its own floor."""
     arrows = []
     for target in imports_of(source):
         if target == "headwise" and module.split(".")[1] in ("cli", "__main__"):
@@ -75,7 +75,7 @@ def upward_arrows(module: str, source: str) -> list[str]:
 
 
 def circle(graph: dict[str, list[str]]) -> list[str]:
-    """The modules of one circle of imports, or none."""
+    """Return the modules of one circle of imports, or an empty list."""
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -92,12 +92,12 @@ def test_imports_make_no_circle():
     assert circle({module: imports_of(path.read_text()) for module, path in MODULES.items()}) == []
 
 
-def test_a_circle_is_seen():
+def test_a_circle_is_detected():
     assert circle({"a": ["b"], "b": ["c"], "c": []}) == []
     assert set(circle({"a": ["b"], "b": ["c"], "c": ["b"]})) == {"b", "c"}
 
 
-def test_an_arrow_that_points_up_is_seen():
+def test_an_upward_import_is_detected():
     view, fused = "headwise.analysis.view", "headwise.attention.backends.fused"
     assert upward_arrows("headwise.nn.multihead", f"from {view} import view") == [view]
     assert upward_arrows("headwise.errors", f"import {fused}") == [fused]
@@ -145,13 +145,14 @@ OPTIONAL = [
 ]
 
 
-def fresh(code: str) -> subprocess.CompletedProcess:
+def run_in_new_process(code: str) -> subprocess.CompletedProcess:
+    """Run code in a new interpreter and return its status and output."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
 def test_importing_headwise_imports_no_optional_dependency():
     code = "import sys, headwise; print([name for name in {} if name in sys.modules])"
-    result = fresh(code.format(OPTIONAL))
+    result = run_in_new_process(code.format(OPTIONAL))
     assert result.stdout.strip() == "[]", result.stderr
 
 
@@ -159,7 +160,7 @@ LAZY_PACKAGES = ["analysis", "cli", "data", "runs", "show", "studies"]
 
 
 def test_importing_headwise_imports_no_package_that_runs_models_over_data():
-    result = fresh(
+    result = run_in_new_process(
         f"import sys, headwise; print([name for name in {LAZY_PACKAGES} if f'headwise.{{name}}' in sys.modules])"
     )
     assert result.stdout.strip() == "[]", result.stderr
@@ -192,12 +193,12 @@ def test_the_core_runs_without_the_extras():
         "y, weights = layer(torch.randn(2, 5, 12), return_weights=True)\n"
         "print(tuple(y.shape), tuple(weights.shape))\n"
     )
-    result = fresh(code)
+    result = run_in_new_process(code)
     assert result.stdout.strip() == "(2, 5, 12) (2, 3, 5, 5)", result.stderr
 
 
-def test_the_block_itself_works():
-    result = fresh(BLOCKED.format(blocked=OPTIONAL) + "import transformers")
+def test_blocked_modules_cannot_be_imported():
+    result = run_in_new_process(BLOCKED.format(blocked=OPTIONAL) + "import transformers")
     assert "import of transformers halted" in result.stderr
 
 
@@ -221,7 +222,7 @@ def test_a_missing_extra_is_one_sentence_and_status_2(blocked, arguments, senten
     code = BLOCKED.format(blocked=[blocked]) + (
         f"sys.argv = ['headwise', *{arguments}]\nfrom headwise.__main__ import main\nmain()"
     )
-    result = fresh(code)
+    result = run_in_new_process(code)
     assert result.returncode == 2, result.stderr
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1, result.stderr

@@ -1,4 +1,4 @@
-"""What the README and the docstrings show is what happens."""
+"""The examples, tables and links of the README, the docs and the docstrings are correct."""
 
 import contextlib
 import doctest
@@ -77,7 +77,7 @@ def test_the_code_of_the_tour_of_the_layer_runs():
     assert names["latent"].static_cache(1, 1).slots[0].shape[-1] == 80
 
 
-def test_the_lines_of_the_readme_are_those_of_the_terminal(coffee):
+def test_the_output_in_the_readme_is_that_of_the_terminal(coffee):
     stream = io.StringIO()
     print_view(coffee, Console(file=stream, width=140, highlight=False))
     printed = [line.rstrip() for line in stream.getvalue().splitlines()]
@@ -85,17 +85,17 @@ def test_the_lines_of_the_readme_are_those_of_the_terminal(coffee):
     assert [line.rstrip() for line in sample] == printed[3 : 3 + len(sample)]
 
 
-def test_docstrings_show_what_happens():
+def test_examples_in_docstrings_print_the_shown_output():
     assert doctest.testmod(factories) == (0, 1)
 
 
-def test_the_findings_are_those_of_the_tables_that_are_kept(monkeypatch):
+def test_the_findings_page_matches_the_saved_tables(monkeypatch):
     from research.findings import report as make_findings
 
     assert (ROOT / "docs" / "reports" / "findings.md").read_text(encoding="utf-8") == make_findings.document()
 
 
-def test_what_chance_gives_is_student_s_t(monkeypatch):
+def test_the_number_expected_by_chance_follows_students_t(monkeypatch):
     from research.findings import report as make_findings
 
     # Tables of the distribution: P(t > 2) with 1, 10 and very many degrees of freedom.
@@ -103,20 +103,20 @@ def test_what_chance_gives_is_student_s_t(monkeypatch):
         assert abs(make_findings.expected_by_chance(1, degrees) - above) < 1e-5
 
 
-def test_the_documents_that_are_linked_exist():
+def test_links_between_documents_have_targets():
     for document in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8")):
             assert (document.parent / target).is_file(), f"{document.name}: {target}"
 
 
-def test_the_table_of_backends_is_what_why_not_says():
+def test_the_table_of_backends_matches_why_not():
     from research.tables import backends as make_backends
 
     written = (ROOT / "docs" / "reports" / "backends.md").read_text(encoding="utf-8")
     assert "\n".join(make_backends.table()) in written
 
 
-def test_some_backend_does_every_pair_of_options():
+def test_some_backend_supports_every_pair_of_options():
     from research.tables import backends as make_backends
 
     found = make_backends.combinations(2)

@@ -1,4 +1,4 @@
-"""Position biases: ALiBi against the authors' rule, T5's buckets entry by entry, and both against transformers."""
+"""Position biases: ALiBi against its authors' rule, T5's buckets entry by entry, and both against transformers."""
 
 import copy
 import math
@@ -32,7 +32,7 @@ def slopes_by_hand(heads):
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 7, 8, 12, 16, 25, 64, 71])
-def test_slopes(heads):
+def test_slopes_follow_the_rule_of_the_authors(heads):
     slopes = ALiBi().slopes(heads)
     torch.testing.assert_close(slopes, torch.tensor(slopes_by_hand(heads), dtype=torch.float64), **EXACT)
 
@@ -43,7 +43,7 @@ def test_slopes_of_eight_heads_are_halves_of_each_other():
 
 @pytest.mark.parametrize("keys", [KEY_POSITIONS, KEY_POSITIONS[:1]], ids=["rows", "one row"])
 @pytest.mark.parametrize("queries", [QUERY_POSITIONS, QUERY_POSITIONS[:1]], ids=["rows", "one row"])
-def test_linear_biases(queries, keys):
+def test_linear_biases_are_slopes_times_distances(queries, keys):
     values = ALiBi().values(HEADS, queries, keys, torch.float64)
     batch = max(len(queries), len(keys))
     assert values.shape == (batch, HEADS, QUERIES, KEYS)
@@ -97,7 +97,7 @@ def bucket_by_hand(distance, buckets, far, bidirectional):
 
 @pytest.mark.parametrize("bidirectional", [True, False], ids=["both", "back"])
 @pytest.mark.parametrize(("buckets", "far"), [(32, 128), (4, 3), (12, 81), (64, 128), (12, 750), (6, 25)])
-def test_buckets(buckets, far, bidirectional):
+def test_buckets_equal_integer_arithmetic(buckets, far, bidirectional):
     relative = RelativeBias(HEADS, buckets, far, bidirectional)
     distances = [*range(-2 * far, 2 * far), -(10**6), 10**6]
     expected = [bucket_by_hand(distance, buckets, far, bidirectional) for distance in distances]
@@ -106,7 +106,7 @@ def test_buckets(buckets, far, bidirectional):
 
 
 @pytest.mark.parametrize("bidirectional", [True, False], ids=["both", "back"])
-def test_learned_biases_and_their_gradient(bidirectional):
+def test_learned_biases_and_their_gradient_equal_the_table_lookup(bidirectional):
     relative = RelativeBias(HEADS, 8, 20, bidirectional, dtype=torch.float64)
     values = relative.values(HEADS, QUERY_POSITIONS, KEY_POSITIONS, torch.float64)
     upstream = torch.randn_like(values)
@@ -121,12 +121,12 @@ def test_learned_biases_and_their_gradient(bidirectional):
     torch.testing.assert_close(ours, gradient, **EXACT)
 
 
-def test_one_row_of_positions_serves_the_batch():
+def test_one_row_of_positions_is_broadcast_to_the_batch():
     relative = RelativeBias(HEADS)
     mixed = relative.values(HEADS, QUERY_POSITIONS[:1], KEY_POSITIONS, torch.float32)
-    whole = relative.values(HEADS, QUERY_POSITIONS[:1].expand(2, -1), KEY_POSITIONS, torch.float32)
+    expected = relative.values(HEADS, QUERY_POSITIONS[:1].expand(2, -1), KEY_POSITIONS, torch.float32)
     assert mixed.shape == (BATCH, HEADS, QUERIES, KEYS)
-    assert torch.equal(mixed, whole)
+    assert torch.equal(mixed, expected)
 
 
 def test_the_gradient_of_a_half_precision_bias_is_summed_in_the_precision_of_the_table():
@@ -138,7 +138,7 @@ def test_the_gradient_of_a_half_precision_bias_is_summed_in_the_precision_of_the
 
 @pytest.mark.parametrize("decoder", [False, True], ids=["encoder", "decoder"])
 @pytest.mark.parametrize(("buckets", "far"), [(32, 128), (12, 50)])
-def test_learned_biases_are_those_of_t5(decoder, buckets, far):
+def test_learned_biases_equal_those_of_t5(decoder, buckets, far):
     import transformers.models.t5.modeling_t5 as t5
 
     config = t5.T5Config(
@@ -184,16 +184,16 @@ def test_layers_may_share_one_relative_bias():
 @pytest.mark.parametrize("bias", [ALiBi(), RelativeBias(HEADS)], ids=["alibi", "relative"])
 def test_only_the_difference_of_positions_counts(bias):
     assert isinstance(bias, PositionBias)
-    here = bias.values(HEADS, QUERY_POSITIONS, KEY_POSITIONS, torch.float32)
-    assert torch.equal(here, bias.values(HEADS, QUERY_POSITIONS + 1009, KEY_POSITIONS + 1009, torch.float32))
-    assert here.isfinite().all()
-    assert here.stride(-1) == 1
+    values = bias.values(HEADS, QUERY_POSITIONS, KEY_POSITIONS, torch.float32)
+    assert torch.equal(values, bias.values(HEADS, QUERY_POSITIONS + 1009, KEY_POSITIONS + 1009, torch.float32))
+    assert values.isfinite().all()
+    assert values.stride(-1) == 1
     empty = bias.values(HEADS, QUERY_POSITIONS[:, :0], KEY_POSITIONS, torch.float32)
     assert empty.shape == (BATCH, HEADS, 0, KEYS)
 
 
-def test_they_compile_and_export_with_a_free_length():
-    # In a process of its own: dynamo cannot trace the checks of shapes that the tests put around every call.
+def test_biases_compile_and_export_with_a_free_length():
+    # In a new process: dynamo cannot trace the shape checks that the tests add to every function.
     code = """
 import torch
 from headwise.attention.position_bias import *
@@ -246,14 +246,14 @@ def test_unusable_options_are_rejected(arguments, message):
 @pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize("bias", [ALiBi(), RelativeBias(HEADS)], ids=["alibi", "relative"])
 def test_positions_that_do_not_fit_are_rejected(bias):
-    whole = torch.zeros(2, 5, dtype=torch.long)
+    positions = torch.zeros(2, 5, dtype=torch.long)
     shape = r"expected a tensor of whole numbers \(batch, length\), got"
     for queries, keys, message in (
-        (whole.float(), whole, rf"query_positions: {shape} torch.float32 of shape \(2, 5\)"),
-        (whole, whole[0], rf"key_positions: {shape} torch.int64 of shape \(5,\)"),
-        (whole, [0, 1], rf"key_positions: {shape} list"),
-        (whole, whole.to("meta"), "key_positions: expected a tensor on cpu, got meta"),
-        (whole, whole[[0, 0, 0]], "key_positions: expected batch 2 like query_positions, or 1, got batch 3"),
+        (positions.float(), positions, rf"query_positions: {shape} torch.float32 of shape \(2, 5\)"),
+        (positions, positions[0], rf"key_positions: {shape} torch.int64 of shape \(5,\)"),
+        (positions, [0, 1], rf"key_positions: {shape} list"),
+        (positions, positions.to("meta"), "key_positions: expected a tensor on cpu, got meta"),
+        (positions, positions[[0, 0, 0]], "key_positions: expected batch 2 like query_positions, or 1, got batch 3"),
     ):
         with pytest.raises(hw.InputError, match="^" + message):
             bias.values(HEADS, queries, keys, torch.float32)

@@ -19,8 +19,11 @@ EXACT = {"rtol": 0, "atol": 1e-12}
 
 
 def by_hand(x, positions, frequencies, interleaved=False, factor=1.0):
-    """Multiply each pair, as a complex number, by factor * e^(i position frequency), one at a time."""
-    turned = x.clone()
+    """Return x with each pair of features, as a complex number, times factor * e^(i position frequency).
+
+    Computed one pair at a time; x is `(batch, heads, length, features)`, positions `(batch or 1, length)`.
+    """
+    rotated = x.clone()
     pairs = len(frequencies)
     for b in range(x.shape[0]):
         for t in range(x.shape[2]):
@@ -29,15 +32,17 @@ def by_hand(x, positions, frequencies, interleaved=False, factor=1.0):
                 first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + pairs)
                 turn = factor * cmath.exp(1j * position * float(frequency))
                 number = torch.complex(x[b, :, t, first], x[b, :, t, second]) * turn
-                turned[b, :, t, first], turned[b, :, t, second] = number.real, number.imag
-    return turned
+                rotated[b, :, t, first], rotated[b, :, t, second] = number.real, number.imag
+    return rotated
 
 
 def plain_frequencies(theta, width):
+    """Return the angle per position of each pair of features, without scaling."""
     return [theta ** (-2 * i / width) for i in range(width // 2)]
 
 
 def tokens(batch=BATCH, length=LENGTH, head_dim=HEAD_DIM, dtype=torch.float64):
+    """Return random queries or keys, `(batch, heads, length, head_dim)`."""
     return torch.randn(batch, HEADS, length, head_dim, dtype=dtype)
 
 
@@ -50,12 +55,12 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [-1, -1, 0, 31, 2, 1000, 1]])
 def test_values_and_gradients(width, interleaved, positions):
     rotary = Rotary(theta=500.0, width=width, interleaved=interleaved)
     x = tokens().requires_grad_()
-    turned = rotary.rotate(x, positions)
+    rotated = rotary.rotate(x, positions)
     frequencies = plain_frequencies(500.0, width or HEAD_DIM)
-    torch.testing.assert_close(turned, by_hand(x.detach(), positions, frequencies, interleaved), **EXACT)
-    upstream = torch.randn_like(turned)
-    (gradient,) = torch.autograd.grad(turned, x, upstream)
-    # A rotation is undone by its transpose: the gradient is the upstream one turned back.
+    torch.testing.assert_close(rotated, by_hand(x.detach(), positions, frequencies, interleaved), **EXACT)
+    upstream = torch.randn_like(rotated)
+    (gradient,) = torch.autograd.grad(rotated, x, upstream)
+    # A rotation is undone by its transpose: the gradient is the upstream one rotated back.
     torch.testing.assert_close(gradient, by_hand(upstream, -positions, frequencies, interleaved), **EXACT)
 
 
@@ -69,10 +74,10 @@ def test_second_derivatives_exist():
 def test_scores_depend_on_the_difference_of_positions_alone(interleaved):
     rotary = Rotary(interleaved=interleaved, scaling=Llama3(8.0, 64))
     q, k = tokens(), tokens()
-    here, there = torch.randint(0, 50, (2, BATCH, LENGTH)).unbind()
+    at_q, at_k = torch.randint(0, 50, (2, BATCH, LENGTH)).unbind()
 
     def scores(shift):
-        return rotary.rotate(q, here + shift) @ rotary.rotate(k, there + shift).transpose(-1, -2)
+        return rotary.rotate(q, at_q + shift) @ rotary.rotate(k, at_k + shift).transpose(-1, -2)
 
     torch.testing.assert_close(scores(0), scores(101), **EXACT)
     assert not torch.allclose(scores(0), q @ k.transpose(-1, -2))
@@ -83,31 +88,31 @@ def test_scores_depend_on_the_difference_in_float32_at_the_end_of_a_long_text():
     positions = torch.arange(LENGTH)[None]
 
     def scores(shift):
-        turned = (Rotary(theta=5e5).rotate(each, positions + shift) for each in (q, k))
-        return next(turned) @ next(turned).transpose(-1, -2)
+        rotated = (Rotary(theta=5e5).rotate(x, positions + shift) for x in (q, k))
+        return next(rotated) @ next(rotated).transpose(-1, -2)
 
     torch.testing.assert_close(scores(0), scores(1_000_000), rtol=0, atol=2e-5)
 
 
 def test_norms_and_position_0_stay_unchanged():
     x = tokens()
-    turned = Rotary().rotate(x, POSITIONS)
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), **EXACT)
+    rotated = Rotary().rotate(x, POSITIONS)
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), **EXACT)
     assert torch.equal(Rotary().rotate(x, torch.zeros(1, LENGTH, dtype=torch.long)), x)
 
 
 def test_interleaved_is_halves_after_a_permutation_of_features():
     x = tokens()
     halves = torch.arange(HEAD_DIM).view(2, -1).t().flatten()  # features 0, 11, 1, 12, ...: pairs side by side
-    turned = Rotary(interleaved=True).rotate(x[..., halves], POSITIONS)
-    assert torch.equal(turned, Rotary().rotate(x, POSITIONS)[..., halves])
+    rotated = Rotary(interleaved=True).rotate(x[..., halves], POSITIONS)
+    assert torch.equal(rotated, Rotary().rotate(x, POSITIONS)[..., halves])
 
 
 def test_partial_rotary_leaves_other_features_unchanged():
     x = tokens()
-    turned = Rotary(width=6).rotate(x, POSITIONS)
-    assert torch.equal(turned[..., 6:], x[..., 6:])
-    assert torch.equal(turned[..., :6], Rotary().rotate(x[..., :6], POSITIONS))
+    rotated = Rotary(width=6).rotate(x, POSITIONS)
+    assert torch.equal(rotated[..., 6:], x[..., 6:])
+    assert torch.equal(rotated[..., :6], Rotary().rotate(x[..., :6], POSITIONS))
 
 
 def test_layers_with_different_thetas_share_no_table():
@@ -124,20 +129,20 @@ def test_layers_with_different_thetas_share_no_table():
 def test_angles_are_never_in_half_precision(dtype, autocast):
     x, positions = tokens(dtype=dtype), POSITIONS + 4099  # no whole number above 256 is safe in bfloat16
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        turned = Rotary().rotate(x, positions)
-    assert turned.dtype == dtype
+        rotated = Rotary().rotate(x, positions)
+    assert rotated.dtype == dtype
     exact = by_hand(x.double(), positions, plain_frequencies(1e4, HEAD_DIM))
     half_a_unit = torch.finfo(dtype).eps / 2
-    assert ((turned.double() - exact).abs() <= half_a_unit * exact.abs() + 4e-7 * x.abs().max()).all()
+    assert ((rotated.double() - exact).abs() <= half_a_unit * exact.abs() + 4e-7 * x.abs().max()).all()
 
 
 def test_float64_stays_float64_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
-        turned = Rotary().rotate(x := tokens(), POSITIONS)
-    assert torch.equal(turned, Rotary().rotate(x, POSITIONS))
+        rotated = Rotary().rotate(x := tokens(), POSITIONS)
+    assert torch.equal(rotated, Rotary().rotate(x, POSITIONS))
 
 
-def test_unusual_strides():
+def test_unusual_strides_do_not_change_the_result():
     x = tokens()
     views = {
         "transposed": x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -152,7 +157,7 @@ def test_unusual_strides():
 
 @pytest.mark.parametrize("scaling", [None, DynamicNTK(2.0, 5)], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 0, 4), (0, 3, 5, 4), (2, 0, 5, 4)], ids=str)
-def test_empty_tensors(shape, scaling):
+def test_empty_tensors_stay_empty(shape, scaling):
     assert Rotary(scaling=scaling).rotate(torch.zeros(shape), torch.zeros(1, shape[2], dtype=torch.long)).shape == shape
 
 
@@ -202,21 +207,21 @@ def config_of(name, theta=1e4, head_dim=HEAD_DIM):
 @pytest.mark.parametrize("length", [5, 64, 65, 1009])
 @pytest.mark.parametrize("theta", [1e4, 50.0])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_scalings_are_those_of_transformers(name, theta, length):
+def test_scaled_frequencies_equal_those_of_transformers(name, theta, length):
     import transformers.modeling_rope_utils as rope_utils
 
     scaling, _ = SCALINGS[name]
     init = rope_utils.ROPE_INIT_FUNCTIONS[name.split(",")[0]]
     theirs, factor = init(config_of(name, theta), torch.device("cpu"), seq_len=length)
     assert isinstance(scaling, Scaling)
-    for given in (length, torch.tensor(length)):
-        ours, our_factor = scaling.frequencies(theta, HEAD_DIM, given)
+    for length_or_tensor in (length, torch.tensor(length)):
+        ours, our_factor = scaling.frequencies(theta, HEAD_DIM, length_or_tensor)
         torch.testing.assert_close(ours.float(), theirs, rtol=1e-5 if "dynamic" in name else 1e-6, atol=0)
         assert our_factor == pytest.approx(factor, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_scaled_rotation_is_that_of_llama(name):
+def test_scaled_rotation_equals_llama_of_transformers(name):
     import transformers.models.llama.modeling_llama as llama
 
     scaling, _ = SCALINGS[name]
@@ -224,11 +229,12 @@ def test_scaled_rotation_is_that_of_llama(name):
     positions = torch.arange(60, 60 + LENGTH)[None].expand(BATCH, -1)
     cos, sin = llama.LlamaRotaryEmbedding(config_of(name))(q, positions)
     for ours, theirs in zip((q, k), llama.apply_rotary_pos_emb(q, k, cos, sin), strict=True):
-        turned = Rotary(scaling=scaling).rotate(ours, positions)
-        torch.testing.assert_close(turned, theirs, rtol=0, atol=1e-4)  # their angles are rounded at position 66
+        rotated = Rotary(scaling=scaling).rotate(ours, positions)
+        torch.testing.assert_close(rotated, theirs, rtol=0, atol=1e-4)  # their angles are rounded at position 66
 
 
 def llama3_by_hand(theta, width, factor, trained, low, high):
+    """Yield the frequencies of Llama 3: slow ones divided by the factor, fast ones unchanged, a ramp between them."""
     for plain in plain_frequencies(theta, width):
         wavelength = 2 * math.pi / plain
         if wavelength < trained / high:
@@ -241,6 +247,8 @@ def llama3_by_hand(theta, width, factor, trained, low, high):
 
 
 def yarn_by_hand(theta, width, factor, trained, fast, slow):
+    """Yield the frequencies of YaRN: a linear ramp over pairs from unchanged to divided by the factor."""
+
     def pair(turns):  # solves trained * theta^(-2i / width) / 2 pi = turns for i
         return width / 2 * math.log(trained / (2 * math.pi * turns), theta)
 
@@ -252,6 +260,7 @@ def yarn_by_hand(theta, width, factor, trained, fast, slow):
 
 
 def dynamic_by_hand(theta, width, factor, trained, length):
+    """Return the frequencies of dynamic NTK scaling for a text of this length."""
     stretch = max(factor * length / trained - (factor - 1), 1)
     return plain_frequencies(theta * stretch ** (width / (width - 2)), width)
 
@@ -273,13 +282,13 @@ def test_scaled_rotation_in_float64(scaling, frequencies, factor):
     torch.testing.assert_close(Rotary(scaling=scaling).rotate(x, POSITIONS), expected, **EXACT)
 
 
-def test_angles_that_depend_on_the_length():
+def test_dynamic_angles_depend_on_the_length():
     grown, still = Rotary(scaling=DynamicNTK(2.0, 5)), Rotary(scaling=YaRN(2.0, 5))
     assert (grown.depends_on_length, still.depends_on_length, Rotary().depends_on_length) == (True, False, False)
     x, positions = tokens(), torch.arange(LENGTH)[None]
     of_text = grown.rotate(x, positions)
     assert not torch.allclose(of_text, Rotary().rotate(x, positions))
-    # A part of a text is turned as in the whole when it is told how long the whole is.
+    # A part of a text is rotated as in the complete text if the length of the complete text is passed.
     for length in (LENGTH, torch.tensor(LENGTH)):
         part = grown.rotate(x[:, :, 1:3], positions[:, 1:3], length=length)
         torch.testing.assert_close(part, of_text[:, :, 1:3], **EXACT)
@@ -292,7 +301,7 @@ def test_angles_that_depend_on_the_length():
 # -- models of transformers ----------------------------------------------------------------------------------------
 
 
-def test_partial_rotary_is_that_of_gpt_neox():
+def test_partial_rotation_equals_gpt_neox():
     import transformers.models.gpt_neox.modeling_gpt_neox as neox
 
     config = neox.GPTNeoXConfig(
@@ -308,21 +317,21 @@ def test_partial_rotary_is_that_of_gpt_neox():
         torch.testing.assert_close(Rotary(width=6).rotate(ours, positions), theirs, rtol=0, atol=5e-6)
 
 
-def test_interleaving_is_that_of_gpt_j_and_deepseek():
+def test_interleaved_rotation_equals_gpt_j_and_deepseek():
     import transformers.models.deepseek_v3.modeling_deepseek_v3 as deepseek
     import transformers.models.gptj.modeling_gptj as gptj
 
     q, k = tokens(dtype=torch.float32), tokens(dtype=torch.float32)
     angles = torch.arange(LENGTH)[:, None] * torch.tensor(plain_frequencies(1e4, HEAD_DIM))
-    turned = [Rotary(interleaved=True).rotate(each, torch.arange(LENGTH)[None]) for each in (q, k)]
+    rotated = [Rotary(interleaved=True).rotate(x, torch.arange(LENGTH)[None]) for x in (q, k)]
 
     sin, cos = angles.sin()[None], angles.cos()[None]
     of_gptj = gptj.apply_rotary_pos_emb(q.transpose(1, 2), sin, cos).transpose(1, 2)
-    torch.testing.assert_close(turned[0], of_gptj, rtol=0, atol=5e-6)
+    torch.testing.assert_close(rotated[0], of_gptj, rtol=0, atol=5e-6)
 
     # DeepSeek takes pairs side by side and returns them as halves, queries and keys alike.
     halved = deepseek.apply_rotary_pos_emb_interleave(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
-    for ours, theirs in zip(turned, halved, strict=True):
+    for ours, theirs in zip(rotated, halved, strict=True):
         torch.testing.assert_close(torch.cat((ours[..., 0::2], ours[..., 1::2]), -1), theirs, rtol=0, atol=5e-6)
 
 
@@ -330,12 +339,13 @@ def test_interleaving_is_that_of_gpt_j_and_deepseek():
 
 
 def run_in_a_subprocess(code):
+    """Run code in a new interpreter and check that it succeeds."""
     # Dynamo cannot trace the checks of shapes that the tests put around every call.
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.stdout == "same\n", result.stderr
 
 
-def test_it_compiles_to_one_graph_for_all_lengths():
+def test_rotation_compiles_to_one_graph_for_all_lengths():
     run_in_a_subprocess("""
 import torch
 from headwise.attention.rotary import Rotary
@@ -355,7 +365,7 @@ print("same")
 """)
 
 
-def test_it_exports_with_a_free_length():
+def test_rotation_exports_with_a_free_length():
     run_in_a_subprocess("""
 import torch
 from headwise.attention.rotary import Rotary
@@ -432,13 +442,13 @@ def test_inputs_that_do_not_fit_are_rejected(rotary, x, positions, message):
 @pytest.mark.usefixtures("as_user")
 def test_inputs_of_another_kind_are_rejected():
     x, positions = torch.zeros(2, 3, 5, 4), torch.zeros(1, 5, dtype=torch.long)
-    whole = r"positions: expected a tensor of whole numbers \(batch, length\), got "
+    position_message = r"positions: expected a tensor of whole numbers \(batch, length\), got "
     for bad_x, bad_positions, message in (
         (x.int(), positions, "x: expected a float tensor .*, got torch.int32 of shape"),
         ([1.0], positions, "x: expected a float tensor .*, got list"),
-        (x, positions.float(), whole + r"torch.float32 of shape \(1, 5\)"),
-        (x, positions.bool(), whole + r"torch.bool of shape \(1, 5\)"),
-        (x, [0, 1, 2, 3, 4], whole + "list"),
+        (x, positions.float(), position_message + r"torch.float32 of shape \(1, 5\)"),
+        (x, positions.bool(), position_message + r"torch.bool of shape \(1, 5\)"),
+        (x, [0, 1, 2, 3, 4], position_message + "list"),
         (x, positions.to("meta"), "positions: expected a tensor on cpu, got meta"),
     ):
         with pytest.raises(hw.InputError, match="^" + message):

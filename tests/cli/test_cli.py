@@ -1,4 +1,4 @@
-"""The command `headwise view`, and mistakes on the command line."""
+"""The command `headwise view`: its output, and one-sentence errors with status 2."""
 
 import io
 import os
@@ -15,12 +15,13 @@ QUESTION = "Which do you like better, coffee or tea?"
 
 
 def headwise(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess:
+    """Run the command in a new process and return its status and output, as bytes."""
     return subprocess.run([sys.executable, "-m", "headwise", *arguments], input=stdin, capture_output=True, check=False)
 
 
 @pytest.fixture
-def here(monkeypatch, capfdbinary, as_user):
-    """The command line in this process: faster than a process of its own, with the same results."""
+def in_process(monkeypatch, capfdbinary, as_user):
+    """Function that runs the command in this process, which is faster; returns its status and output, as bytes."""
 
     def run(*arguments: str, stdin: bytes = b"") -> SimpleNamespace:
         monkeypatch.setattr(sys, "argv", ["headwise", *arguments])
@@ -33,7 +34,7 @@ def here(monkeypatch, capfdbinary, as_user):
     return run
 
 
-def test_the_demo():
+def test_view_prints_the_heads_of_a_question():
     result = headwise("view", QUESTION)
     assert result.returncode == 0, result.stderr
     assert result.stderr == b""
@@ -43,8 +44,8 @@ def test_the_demo():
     assert "\x1b" not in text
 
 
-def test_standard_input(here):
-    result = here("view", "-", "--layer", "0", stdin=QUESTION.encode())
+def test_the_text_can_come_from_standard_input(in_process):
+    result = in_process("view", "-", "--layer", "0", stdin=QUESTION.encode())
     assert result.returncode == 0, result.stderr
     text = result.stdout.decode()
     assert text.startswith(QUESTION)
@@ -52,7 +53,7 @@ def test_standard_input(here):
 
 
 @pytest.mark.slow
-def test_smollm2_from_standard_input():
+def test_smollm2_shows_all_its_heads():
     result = headwise("view", "-", "--model", "smollm2", stdin=QUESTION.encode())
     assert result.returncode == 0, result.stderr
     text = result.stdout.decode()
@@ -60,7 +61,7 @@ def test_smollm2_from_standard_input():
     assert "sink on Which" in text
 
 
-def test_a_file_chosen_heads_and_a_page(tmp_path):
+def test_a_file_with_chosen_heads_is_written_to_a_page(tmp_path):
     (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbfcoffee or tea")  # with a byte-order mark
     page = tmp_path / "page.html"
     options = ("--layer", "0", "--layer", "3", "--head", "2", "--html", str(page))
@@ -73,7 +74,7 @@ def test_a_file_chosen_heads_and_a_page(tmp_path):
     assert "coffee" in page.read_text(encoding="utf-8")
 
 
-def test_version():
+def test_the_version_is_printed():
     assert headwise("--version").stdout == b"headwise 0.1.0\n"
 
 
@@ -111,7 +112,8 @@ MISTAKES = pytest.mark.parametrize(
 )
 
 
-def is_one_sentence(result, sentence):
+def assert_one_sentence(result, sentence):
+    """Check that a command ended with status 2 and one line of error that contains `sentence`."""
     assert result.returncode == 2
     error = result.stderr.decode()
     assert error.startswith("headwise: ")
@@ -120,18 +122,20 @@ def is_one_sentence(result, sentence):
 
 
 @MISTAKES
-def test_a_mistake_is_one_sentence_and_status_2(here, arguments, stdin, sentence, tmp_path):
-    is_one_sentence(here(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin), sentence)
+def test_a_mistake_is_one_sentence_and_status_2(in_process, arguments, stdin, sentence, tmp_path):
+    assert_one_sentence(
+        in_process(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin), sentence
+    )
 
 
 @pytest.mark.slow
 @MISTAKES
-def test_a_mistake_in_a_process_of_its_own(arguments, stdin, sentence, tmp_path):
-    is_one_sentence(headwise(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin), sentence)
+def test_a_mistake_in_a_new_process_is_one_sentence_and_status_2(arguments, stdin, sentence, tmp_path):
+    assert_one_sentence(headwise(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin), sentence)
 
 
-def test_a_mistake_that_is_seen_once_the_model_is_loaded():
-    is_one_sentence(headwise("view", "hi", "--layer", "6"), "layer: expected 0 to 5, got 6")
+def test_a_layer_that_the_model_does_not_have_is_one_sentence_and_status_2():
+    assert_one_sentence(headwise("view", "hi", "--layer", "6"), "layer: expected 0 to 5, got 6")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +148,7 @@ def test_a_mistake_that_is_seen_once_the_model_is_loaded():
         (["view", "hi", "there"], "got unexpected extra argument"),
     ],
 )
-def test_a_command_line_that_cannot_be_read_is_one_sentence_and_status_2(arguments, sentence):
+def test_an_unparsable_command_line_is_one_sentence_and_status_2(arguments, sentence):
     result = headwise(*arguments)
     assert result.returncode == 2
     error = result.stderr.decode()
@@ -152,7 +156,7 @@ def test_a_command_line_that_cannot_be_read_is_one_sentence_and_status_2(argumen
     assert error.count("\n") == 1
 
 
-def test_help():
+def test_help_is_printed_with_status_0():
     result = headwise()
     assert result.returncode == 0
     assert b"view" in result.stdout
@@ -160,7 +164,7 @@ def test_help():
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_without_arrows_still_shows_the_numbers(encoding):
+def test_numbers_are_printed_in_encodings_without_arrows(encoding):
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     command = [sys.executable, "-m", "headwise", "view", QUESTION, "--layer", "0"]
     result = subprocess.run(command, env=environment, capture_output=True, check=False)
@@ -168,7 +172,7 @@ def test_a_terminal_without_arrows_still_shows_the_numbers(encoding):
     assert b"all-MiniLM-L6-v2, 12 tokens, 12 heads" in result.stdout
 
 
-def test_an_output_that_is_full():
+def test_a_full_output_device_is_one_sentence_and_status_2():
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "headwise", "view", "hi"]
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
@@ -176,16 +180,16 @@ def test_an_output_that_is_full():
     assert result.stderr.decode().startswith("headwise: output: No space left on device")
 
 
-def test_a_text_that_is_cut(here, tmp_path):
+def test_a_truncated_text_is_reported(in_process, tmp_path):
     tiny.model("encoder").save_pretrained(tmp_path)
     tiny.tokenizer("encoder").save_pretrained(tmp_path)
-    result = here("view", tiny.texts(600)[0], "--truncate", "--layer", "0", "--model", str(tmp_path))
+    result = in_process("view", tiny.texts(600)[0], "--truncate", "--layer", "0", "--model", str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "128 tokens (the text was cut there), 6 heads" in result.stdout.decode()
 
 
 @pytest.mark.slow
-def test_a_text_that_is_cut_for_minilm():
+def test_a_text_truncated_for_minilm_is_reported():
     result = headwise("view", "word " * 600, "--truncate", "--layer", "0")
     assert result.returncode == 0, result.stderr
     assert "512 tokens (the text was cut there), 12 heads" in result.stdout.decode()

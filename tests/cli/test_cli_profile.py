@@ -1,4 +1,4 @@
-"""`headwise profile` and `headwise compare` as a user types them."""
+"""The commands `headwise profile` and `headwise compare`: output, files, resuming, errors, several processes."""
 
 import json
 import os
@@ -27,18 +27,18 @@ SENTENCES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model with its tokenizer, and texts for it."""
-    made = tmp_path_factory.mktemp("tiny")
-    tiny.model("encoder").save_pretrained(made / "model")
-    tiny.tokenizer("encoder").save_pretrained(made / "model")
+    """Folder with a tiny encoder, its tokenizer, and texts as JSON lines."""
+    path = tmp_path_factory.mktemp("tiny")
+    tiny.model("encoder").save_pretrained(path / "model")
+    tiny.tokenizer("encoder").save_pretrained(path / "model")
     lines = [json.dumps({"text": text, "body": text}) + "\n" for text in tiny.texts(11, 5, 23, 7, 11, 2, 11, 61)]
-    (made / "data.jsonl").write_text("".join(lines))
-    return made
+    (path / "data.jsonl").write_text("".join(lines))
+    return path
 
 
 @pytest.fixture
 def headwise(monkeypatch, capsys, as_user):
-    """The command line in this process: status, output and errors."""
+    """Function that runs the command in this process and returns its status, output and errors."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["headwise", *map(str, arguments)])
@@ -49,47 +49,48 @@ def headwise(monkeypatch, capsys, as_user):
     return run
 
 
-def typed(*arguments):
-    """The command in a process of its own: output and errors."""
+def run_in_new_process(*arguments):
+    """Run the command in a new process, check that it succeeds, and return its output and errors."""
     command = [sys.executable, "-m", "headwise", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout, result.stderr
 
 
-def test_the_heads_of_minilm_by_role(tmp_path):
+def test_the_profile_of_minilm_has_the_known_roles(tmp_path):
     (tmp_path / "sentences.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in SENTENCES))
-    out, err = typed("profile", "--data", tmp_path / "sentences.jsonl", "--out", tmp_path / "out")
+    out, err = run_in_new_process("profile", "--data", tmp_path / "sentences.jsonl", "--out", tmp_path / "out")
     lines = out.splitlines()
     assert lines[0].startswith("all-MiniLM-L6-v2 on ")
     assert lines[0].endswith("sentences.jsonl: 8 sequences, 98 tokens, 72 heads")
     assert lines[-1] == f"wrote {tmp_path / 'out'}"
     assert "98/98 tokens" in err
-    found = hw.load_profile(tmp_path / "out")
-    roles = found.roles()
+    profile = hw.load_profile(tmp_path / "out")
+    roles = profile.roles()
     assert roles["previous token"] == [(0, 2)]
     assert (1, 8) in roles["next token"]
     assert len(roles["sink on the first token"]) > 20
-    assert found.head(0, 2).statistics["entropy"].value < 0.02
+    assert profile.head(0, 2).statistics["entropy"].value < 0.02
 
 
-def test_the_induction_heads_of_smollm2(tmp_path):
-    """On random tokens, far above the median head, and named by them."""
+def test_the_profile_of_smollm2_finds_its_induction_heads(tmp_path):
+    """On repeated random tokens they are far above the median head, and this decides their role."""
     (tmp_path / "text.txt").write_text(SENTENCES[0])
-    typed("profile", "--model", "smollm2", "--data", tmp_path / "text.txt", "--out", tmp_path / "out")
-    found = hw.load_profile(tmp_path / "out")
-    shares = {(head.layer, head.head): head.statistics["induction_random"].value for head in found.heads}
-    cluster = {place for place, share in shares.items() if share >= 0.5}
+    run_in_new_process("profile", "--model", "smollm2", "--data", tmp_path / "text.txt", "--out", tmp_path / "out")
+    profile = hw.load_profile(tmp_path / "out")
+    shares = {(head.layer, head.head): head.statistics["induction_random"].value for head in profile.heads}
+    cluster = {head for head, share in shares.items() if share >= 0.5}
     assert {(17, 3), (17, 4), (17, 5), (18, 6), (18, 7), (20, 6), (23, 7)} <= cluster
     assert len(cluster) < 15
     assert sorted(shares.values())[135] < 0.02
-    assert set(found.roles()["induction"]) == cluster
+    assert set(profile.roles()["induction"]) == cluster
 
 
 OPTIONS = ("--model", "{folder}/model", "--data", "{folder}/data.jsonl", "--context", "64")
 
 
 def arguments(folder, *more):
+    """Return the arguments that profile the tiny model on its texts, and `more`."""
     return [part.format(folder=folder) for part in (*OPTIONS, *more)]
 
 
@@ -115,7 +116,7 @@ def test_two_checkpoints_are_compared(headwise, folder, tmp_path):
 
 
 def files(tmp_path):
-    """What cannot be profiled."""
+    """Create files and folders that `headwise profile` must refuse as data or as output folder."""
     (tmp_path / "empty.txt").write_bytes(b"")
     (tmp_path / "binary.txt").write_bytes(b"\x89PNG\0\0")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -167,7 +168,7 @@ def test_a_mistake_is_one_sentence_and_status_2(more, sentence, headwise, folder
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_no_profile_to_compare(headwise, tmp_path):
+def test_comparing_a_folder_without_a_profile_is_one_sentence_and_status_2(headwise, tmp_path):
     status, out, err = headwise("compare", tmp_path, tmp_path)
     assert (status, out) == (2, "")
     assert err == (
@@ -176,7 +177,7 @@ def test_no_profile_to_compare(headwise, tmp_path):
     )
 
 
-def test_a_run_is_gone_on_with_and_replaced_by_force(headwise, folder, tmp_path):
+def test_a_finished_run_is_kept_and_another_needs_force(headwise, folder, tmp_path):
     out = ("--out", tmp_path / "out")
     assert headwise("profile", *arguments(folder), *out)[0] == 0
     before = (tmp_path / "out" / "profile.parquet").read_bytes()
@@ -190,6 +191,7 @@ def test_a_run_is_gone_on_with_and_replaced_by_force(headwise, folder, tmp_path)
 
 
 def torchrun(*arguments):
+    """Start a program with torchrun in two processes and return the running torchrun process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     options = {"start_new_session": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -208,7 +210,7 @@ main()
 """
 
 
-def test_two_processes_agree_with_one_also_when_they_were_killed(headwise, folder, tmp_path):
+def test_two_processes_that_were_killed_resume_and_agree_with_one(headwise, folder, tmp_path):
     assert headwise("profile", *arguments(folder), "--out", tmp_path / "one")[0] == 0
     (tmp_path / "slow.py").write_text(SLOW)
     options = ("profile", *arguments(folder), "--out", tmp_path / "two")
@@ -218,7 +220,7 @@ def test_two_processes_agree_with_one_also_when_they_were_killed(headwise, folde
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.02)
     process.kill()
-    for pid in tmp_path.glob("*.pid"):  # torchrun gives each process a session of its own
+    for pid in tmp_path.glob("*.pid"):  # torchrun starts each process in a new session
         os.kill(int(pid.stem), signal.SIGKILL)
     process.communicate()
     assert not (tmp_path / "two" / "profile.parquet").exists()

@@ -1,4 +1,4 @@
-"""The command `headwise study`: its output, its files, resuming, and mistakes."""
+"""The command `headwise study`: its output, its files, resuming, and one-sentence errors."""
 
 import contextlib
 import io
@@ -21,12 +21,13 @@ SHORT = ("--tokens", 1300, "--trials", 1, "--seeds", 2, "--batch", 8)
 
 
 def text(words, seed=0):
+    """Return random words as one string."""
     chosen = random.Random(seed)
     return " ".join(chosen.choice(WORDS) for _ in range(words))
 
 
 def call(*arguments):
-    """The command line in this process: status, output and errors."""
+    """Run the command in this process and return its status, output and errors."""
     argv, sys.argv = sys.argv, ["headwise", *map(str, arguments)]
     out, err = io.StringIO(), io.StringIO()
     try:
@@ -39,21 +40,22 @@ def call(*arguments):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    made = tmp_path_factory.mktemp("texts")
-    (made / "text.txt").write_text(text(1500))
-    (made / "few.txt").write_text(text(30, 1))
+    """Folder with usable and unusable files of text."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "text.txt").write_text(text(1500))
+    (folder / "few.txt").write_text(text(30, 1))
     rows = [{"text": text(5 + n % 7, n), "label": ("odd", "even")[n % 2]} for n in range(40)]
-    (made / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (made / "empty.txt").write_bytes(b"")
-    (made / "tiny.txt").write_text("the cat sat")
-    (made / "binary.txt").write_bytes(b"\x89PNG\0\0" * 99)
-    (made / "file").write_text("")
-    return made
+    (folder / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "tiny.txt").write_text("the cat sat")
+    (folder / "binary.txt").write_bytes(b"\x89PNG\0\0" * 99)
+    (folder / "file").write_text("")
+    return folder
 
 
 @pytest.fixture(scope="module")
-def made(texts, tmp_path_factory):
-    """Folder, standard output and standard error of a study, run with shape checks off, as for users."""
+def finished_study(texts, tmp_path_factory):
+    """Output folder, standard output and standard error of a finished study, run without shape checks."""
     jaxtyping.config.update("jaxtyping_disable", True)
     out = tmp_path_factory.mktemp("study") / "out"
     status, printed, err = call("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
@@ -62,8 +64,8 @@ def made(texts, tmp_path_factory):
     return out, printed, err
 
 
-def test_it_prints_the_table_and_the_recommendation(made):
-    out, printed, err = made
+def test_study_prints_the_table_and_the_recommendation(finished_study):
+    out, printed, err = finished_study
     found = hw.Study.load(out)
     lines = printed.splitlines()
     steps = math.ceil(1300 / (8 * 16))
@@ -83,8 +85,8 @@ def test_it_prints_the_table_and_the_recommendation(made):
     assert "study" in err
 
 
-def test_it_writes_table_plot_database_and_models(made):
-    out, _, _ = made
+def test_study_writes_table_plot_database_and_models(finished_study):
+    out, _, _ = finished_study
     assert {path.name for path in out.iterdir()} == {
         *("study.parquet", "study.png", "study.db", "models"),
     }
@@ -95,8 +97,8 @@ def test_it_writes_table_plot_database_and_models(made):
 
 
 @pytest.mark.usefixtures("as_user")
-def test_a_finished_study_prints_the_same_again_without_training(made, texts, monkeypatch):
-    out, printed, _ = made
+def test_a_finished_study_prints_the_same_again_without_training(finished_study, texts, monkeypatch):
+    out, printed, _ = finished_study
     monkeypatch.setattr("headwise.studies.objective.train", None)
     monkeypatch.setattr("headwise.studies.plan.train", None)
     before = {path: path.read_bytes() for path in (out / "models").rglob("*") if path.is_file()}
@@ -106,8 +108,8 @@ def test_a_finished_study_prints_the_same_again_without_training(made, texts, mo
 
 
 @pytest.mark.usefixtures("as_user")
-def test_a_folder_with_another_study_is_refused(made, texts):
-    out, _, _ = made
+def test_a_folder_with_another_study_is_refused(finished_study, texts):
+    out, _, _ = finished_study
     arguments = ("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".db"}
     for name, more in {"seed": ("--seed", 1), "steps": ("--tokens", 2000), "space": ("--heads", "1,4")}.items():
@@ -121,8 +123,8 @@ def test_a_folder_with_another_study_is_refused(made, texts):
 
 
 @pytest.mark.usefixtures("as_user")
-def test_other_commands_run_on_a_saved_model(made, texts, tmp_path):
-    model = ("--model", made[0] / "models" / "2x8-seed-1")
+def test_other_commands_run_on_a_saved_model(finished_study, texts, tmp_path):
+    model = ("--model", finished_study[0] / "models" / "2x8-seed-1")
     data = ("--data", texts / "few.txt", "--documents", "cut", "--context", 16)
     assert call("profile", *model, *data, "--out", tmp_path / "p", "--no-repeats")[0] == 0
     assert [head.identifiers["head"] for head in hw.load_profile(tmp_path / "p").heads] == [0, 1]
@@ -161,8 +163,8 @@ def test_masked_language_models_and_classifiers(task, texts, tmp_path):
 
 
 @pytest.mark.usefixtures("as_user")
-def test_a_time_limit_and_the_tokenizer_of_another_model(made, texts, tmp_path):
-    model = made[0] / "models" / "1x16-seed-1"
+def test_a_time_limit_and_the_tokenizer_of_another_model(finished_study, texts, tmp_path):
+    model = finished_study[0] / "models" / "1x16-seed-1"
     sizes = ("--heads", "1", "--params", "20k", "--embed-dim", 16, "--layers", 1, "--context", 16)
     status, printed, err = call(
         *("study", "--data", texts / "text.txt", "--out", tmp_path / "out", "--budget", "60s", "--seeds", 1),
@@ -240,10 +242,10 @@ def test_a_mistake_is_one_sentence_and_status_2(more, sentence, texts, tmp_path)
 
 
 @pytest.mark.usefixtures("as_user")
-def test_a_mistake_with_force_keeps_the_old_models(made, texts):
-    models = made[0] / "models"
+def test_a_mistake_with_force_keeps_the_old_models(finished_study, texts):
+    models = finished_study[0] / "models"
     before = {path: path.read_bytes() for path in models.rglob("*") if path.is_file()}
-    arguments = ("study", "--data", texts / "text.txt", "--out", made[0], *SIZES, *SHORT, "--force")
+    arguments = ("study", "--data", texts / "text.txt", "--out", finished_study[0], *SIZES, *SHORT, "--force")
     assert call(*arguments, "--device", "abacus")[0] == 2
     assert {path: path.read_bytes() for path in models.rglob("*") if path.is_file()} == before
 

@@ -1,4 +1,4 @@
-"""A view in a terminal, in a pipe, on a page and as a figure."""
+"""A view of the heads, printed to a terminal or a pipe, written as an HTML page, and plotted."""
 
 import io
 import json
@@ -14,54 +14,56 @@ from headwise.show.html import write_page
 from headwise.show.terminal import print_view
 
 
-def printed(seen, *, terminal: bool = False, detail: bool = False, width: int = 140) -> str:
+def printed(shown, *, terminal: bool = False, detail: bool = False, width: int = 140) -> str:
+    """Return what is printed for a view, with colours if for a terminal."""
     stream = io.StringIO()
     colours = "truecolor" if terminal else None
     console = Console(file=stream, force_terminal=terminal, width=width, highlight=False, color_system=colours)
-    print_view(seen, console, detail=detail)
+    print_view(shown, console, detail=detail)
     return stream.getvalue()
 
 
 def test_every_head_is_printed_once_under_its_role(coffee):
     text = printed(coffee)
     role = None
-    found = {}
+    role_of_head = {}
     for line in text.splitlines():
         if match := re.match(r"(.+?) · \d+ heads? · ", line):
             role = match[1]
         elif match := re.match(r" *(\d+\.\d+) ", line):
-            found[match[1]] = role
-    assert found == {head.name: coffee.role_title(head.role) for head in coffee.heads}
-    titles = list(dict.fromkeys(found.values()))
+            role_of_head[match[1]] = role
+    assert role_of_head == {head.name: coffee.role_title(head.role) for head in coffee.heads}
+    titles = list(dict.fromkeys(role_of_head.values()))
     assert titles == ["previous token", "next token", "mixed", "broad", "sink on [CLS]", "sink on special tokens"]
 
 
-def test_the_two_facts_are_visible(coffee):
+def test_the_lines_of_heads_show_statistics_and_links(coffee):
     lines = {line.split()[0]: line for line in printed(coffee).splitlines() if re.match(r" *\d+\.\d+ ", line)}
     assert re.search(r"0\.2 +1\.00 +0\.00 +1\.00 .*do → Which 1\.00", lines["0.2"])
     assert "tea → coffee 0.14" in lines["0.9"]
     assert "coffee ↔ tea 0.32/0.17" in lines["0.3"]
 
 
-def test_colour_on_a_terminal_and_plain_text_in_a_pipe(coffee):
+def test_output_is_coloured_on_a_terminal_and_plain_in_a_pipe(coffee):
     assert "\x1b[" in printed(coffee, terminal=True)
     assert "\x1b" not in printed(coffee)
 
 
-def test_a_text_with_markup_is_shown_as_it_is(minilm):
-    seen = view(minilm.model, minilm.tokenizer, "[bold]<script>alert(1)</script>[/bold] :smile:")
-    assert "[bold]<script>alert(1)</script>[/bold] :smile:" in printed(seen)
+def test_markup_in_a_text_is_printed_unchanged(minilm):
+    shown = view(minilm.model, minilm.tokenizer, "[bold]<script>alert(1)</script>[/bold] :smile:")
+    assert "[bold]<script>alert(1)</script>[/bold] :smile:" in printed(shown)
 
 
-def test_the_detail_of_a_head(coffee):
+def test_the_detail_of_a_head_lists_the_words_each_word_attends_to(coffee):
     text = printed(coffee.select([0], [2]), detail=True)
     rows = text[text.index("what each word attends to") :].splitlines()[2:]
     assert len(rows) == 12
     assert re.match(r" +tea +█ +or 1\.00", rows[9])
 
 
-def page_of(seen, tmp_path) -> tuple[str, dict]:
-    write_page(seen, tmp_path / "page.html")
+def page_of(shown, tmp_path) -> tuple[str, dict]:
+    """Write the page of a view; return its HTML and the data in its script."""
+    write_page(shown, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     return page, json.loads(re.search(r"^const data = (.*);$", page, re.MULTILINE)[1])
 
@@ -69,10 +71,10 @@ def page_of(seen, tmp_path) -> tuple[str, dict]:
 def test_the_page_needs_no_network(coffee, tmp_path):
     page, _ = page_of(coffee, tmp_path)
     assert re.findall(r"(?:src|href)=|url\(|@import|fetch\(|XMLHttpRequest", page) == []
-    assert re.findall(r"https?://[^\s\"']+", page) == ["http://www.w3.org/2000/svg"]  # a name, never asked for
+    assert re.findall(r"https?://[^\s\"']+", page) == ["http://www.w3.org/2000/svg"]  # an XML namespace, never loaded
 
 
-def test_the_page_holds_every_head(coffee, tmp_path):
+def test_the_page_contains_the_data_of_every_head(coffee, tmp_path):
     from base64 import b64decode
 
     _, data = page_of(coffee, tmp_path)
@@ -87,16 +89,16 @@ def test_the_page_holds_every_head(coffee, tmp_path):
         assert "duplicate" not in drawn["means"]  # no token comes twice
 
 
-def test_the_page_shows_a_text_with_markup_as_it_is(minilm, tmp_path):
-    seen = view(minilm.model, minilm.tokenizer, "</script><script>alert('&')</script>", title="<b>model</b>")
-    page, data = page_of(seen, tmp_path)
+def test_markup_in_a_text_is_escaped_on_the_page(minilm, tmp_path):
+    shown = view(minilm.model, minilm.tokenizer, "</script><script>alert('&')</script>", title="<b>model</b>")
+    page, data = page_of(shown, tmp_path)
     assert page.count("<script") == 1
     assert "&lt;b&gt;model&lt;/b&gt;" in page
     assert [word["text"] for word in data["words"]][1:4] == ["<", "/", "script"]
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_figure_of_chosen_heads(coffee):
+def test_a_figure_has_a_plot_for_each_chosen_head(coffee):
     figure = plot_heads(coffee, [(0, 2), (0, 9), (1, 8)])
     assert [axes.get_title() for axes in figure.axes] == ["0.2  previous token", "0.9  mixed", "1.8  next token"]
     lines = figure.axes[0].get_lines()
