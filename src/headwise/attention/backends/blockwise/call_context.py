@@ -30,7 +30,7 @@ class CallContext:
         token_ids: token ids of the keys; None if unknown.
         is_special: True at keys that are special tokens; None if unknown.
         is_real: True at query rows that are not padding; only these count in statistics. In self-attention the first
-            of them is the first token of its sequence. None if there is no padding.
+            of them is the first token of its sequence. None if nothing is padded.
     """
 
     token_ids: Int[Tensor, "batch keys"] | None = None
