@@ -162,7 +162,7 @@ def main(command_line: Sequence[str] | None = None) -> dict:
     options = arguments(__doc__, command_line)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not options.tiny:
-        raise SystemExit("gpu: there is no GPU here; nothing was measured")
+        raise SystemExit("gpu: no GPU is available; nothing was measured")
     rows, left_out = [], {}
     lengths = [64] if options.tiny else [1024, 4096] if options.quick else [1024, 2048, 4096, 8192, 16384, 32768]
     for length, heads, mask, training in product(lengths, (32, 16), ("full", "causal", "window"), (False, True)):

@@ -61,7 +61,7 @@ def of_layers(regime: Regime, rounds: int, comparison: Comparison) -> list[Row]:
     checked(regime)
     correct = [name for name in LAYERS if name == OURS or comparison.sane(name, LAYERS[name], regime)]
     peaks = {name: [measured("memory", name, regime)["peak"] for _ in range(rounds)] for name in correct}
-    medians = {name: median(taken) for name, taken in peaks.items()}
+    medians = {name: median(samples) for name, samples in peaks.items()}
     rows = [(name, Ratio.of(peaks[name], peaks[OURS])) for name in correct if name != OURS]
     return [Row(regime, f"peak of {name}", ratio, medians[OURS], medians[name]) for name, ratio in rows]
 

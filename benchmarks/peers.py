@@ -79,29 +79,29 @@ class Comparison:
         if gemm_share:
             timed[GEMM] = gemm(regime.torch_dtype)
         rounds = self.options.rounds if regime.length <= LONGEST_MATRIX else min(self.options.rounds, FEW_ROUNDS)
-        taken = interleaved(timed, rounds)
-        self.keep(regime, taken, opponent)
+        samples = interleaved(timed, rounds)
+        self.keep(regime, samples, opponent)
         for name in self.also:
-            seconds = statistics.median(taken["ours"]), statistics.median(taken[name])
-            self.rows.append(Row(regime, name, Ratio.of(taken[name], taken["ours"]), *seconds))
+            seconds = statistics.median(samples["ours"]), statistics.median(samples[name])
+            self.rows.append(Row(regime, name, Ratio.of(samples[name], samples["ours"]), *seconds))
             show(self.rows[-1])
         if gemm_share:
-            self.rows.append(_share(regime, taken))
+            self.rows.append(_share(regime, samples))
             show(self.rows[-1])
 
-    def keep(self, regime: Regime, taken: dict[str, list[float]], opponent: dict[str, str], runs: int = 1) -> None:
+    def keep(self, regime: Regime, samples: dict[str, list[float]], opponent: dict[str, str], runs: int = 1) -> None:
         """Add and print a row for each peer, and one for the fastest peer, which is the one with the smallest ratio.
 
         Args:
             regime: sizes, mask and dtype.
-            taken: seconds of every contestant in every round.
+            samples: seconds of every contestant in every round.
             opponent: for each peer, the name of the headwise contestant it is compared with.
             runs: number of runs in each of these times.
         """
         rows = []
         for name, our_name in opponent.items():
-            seconds = (statistics.median(taken[contestant]) / runs for contestant in (our_name, name))
-            rows.append(Row(regime, name, Ratio.of(taken[name], taken[our_name]), *seconds))
+            seconds = (statistics.median(samples[contestant]) / runs for contestant in (our_name, name))
+            rows.append(Row(regime, name, Ratio.of(samples[name], samples[our_name]), *seconds))
         fastest = min(rows, key=lambda row: row.ratio.median)
         rows.append(replace(fastest, against=FASTEST, note=fastest.against))
         for row in rows:
@@ -176,10 +176,10 @@ def _flavours(names: list[str]) -> list[dict[str, bool]]:
     return flavours
 
 
-def _share(regime: Regime, taken: dict[str, list[float]]) -> Row:
+def _share(regime: Regime, samples: dict[str, list[float]]) -> Row:
     """Return the row for the rate of headwise's layer in FLOP/s, divided by that of a large matrix product."""
     ratio = Ratio.of(
-        [regime.flops * seconds for seconds in taken[GEMM]], [gemm_flops() * seconds for seconds in taken["ours"]]
+        [regime.flops * seconds for seconds in samples[GEMM]], [gemm_flops() * seconds for seconds in samples["ours"]]
     )
-    rates = regime.flops / statistics.median(taken["ours"]), gemm_flops() / statistics.median(taken[GEMM])
+    rates = regime.flops / statistics.median(samples["ours"]), gemm_flops() / statistics.median(samples[GEMM])
     return Row(regime, GEMM, ratio, *rates)

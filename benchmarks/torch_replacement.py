@@ -64,8 +64,8 @@ def main() -> None:
     for case, call in ours.items():
         expected = theirs[case]()
         torch.testing.assert_close(call(), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
-        taken = interleaved({"ours": Call(call), "theirs": Call(theirs[case])}, repeats)
-        ratios[case] = Ratio.of(taken["ours"], taken["theirs"]).median
+        samples = interleaved({"ours": Call(call), "theirs": Call(theirs[case])}, repeats)
+        ratios[case] = Ratio.of(samples["ours"], samples["theirs"]).median
         print(f"{ratios[case]:5.2f}  {case}")
     print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), "ours / torch": ratios}))
 

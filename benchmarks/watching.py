@@ -379,12 +379,12 @@ def of_time(regime: Regime, ways: dict[str, Way], rounds: int) -> list[Row]:
     """Return the row for the watched forward pass over the plain one, and one for each other way over the watched
     one.
     """
-    taken = interleaved({name: Call(lambda way=way: way(regime.length)) for name, way in ways.items()}, rounds)
+    samples = interleaved({name: Call(lambda way=way: way(regime.length)) for name, way in ways.items()}, rounds)
     rows = []
     for name in ways:
-        pair = (taken[OURS], taken[name]) if name == PLAIN else (taken[name], taken[OURS])
+        pair = (samples[OURS], samples[name]) if name == PLAIN else (samples[name], samples[OURS])
         if name != OURS:
-            of_both = (statistics.median(taken[way]) for way in (OURS, name))
+            of_both = (statistics.median(samples[way]) for way in (OURS, name))
             rows.append(Row(regime, name, Ratio.of(*pair), *of_both, _note(regime)))
     return rows
 

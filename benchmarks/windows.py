@@ -39,9 +39,9 @@ GROWTH = "length 4,096"
 def attention_row(regime: Regime, options: Options) -> Row:
     """Return the row for `hw.attend` against SDPA with the same mask, without the projections of a layer."""
     check(ATTEND, regime)
-    taken = interleaved({name: Call(attention(name, regime)[0]) for name in (ATTEND, SDPA)}, options.rounds)
-    ratio = Ratio.of(taken[SDPA], taken[ATTEND])
-    return Row(regime, SDPA, ratio, *(statistics.median(taken[name]) for name in (ATTEND, SDPA)), "attention alone")
+    samples = interleaved({name: Call(attention(name, regime)[0]) for name in (ATTEND, SDPA)}, options.rounds)
+    ratio = Ratio.of(samples[SDPA], samples[ATTEND])
+    return Row(regime, SDPA, ratio, *(statistics.median(samples[name]) for name in (ATTEND, SDPA)), "attention alone")
 
 
 def growth_row(regime: Regime, options: Options) -> Row:
@@ -56,9 +56,9 @@ def growth_row(regime: Regime, options: Options) -> Row:
     except WrongError as reason:
         raise SystemExit(f"{long.name}: {reason}") from reason
     calls = {name: Call(contestant.run) for name, contestant in contestants.items()}
-    taken = interleaved(calls, options.rounds)
-    ratio = Ratio.of(taken["long"], taken["short"])
-    return Row(long, GROWTH, ratio, statistics.median(taken["long"]), statistics.median(taken["short"]))
+    samples = interleaved(calls, options.rounds)
+    ratio = Ratio.of(samples["long"], samples["short"])
+    return Row(long, GROWTH, ratio, statistics.median(samples["long"]), statistics.median(samples["short"]))
 
 
 def main(command_line: Sequence[str] | None = None) -> dict:

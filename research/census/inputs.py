@@ -115,8 +115,8 @@ class Maker:
 
     def padding(self, length: int = LENGTH) -> Tensor:
         """Return a padding mask: 1 at tokens, 0 at padding."""
-        place, count = torch.arange(length), torch.tensor([[0]] * (BATCH - 1) + [[PADDING]])
-        return (place >= count if self.side == "left" else place < length - count).long()
+        positions, count = torch.arange(length), torch.tensor([[0]] * (BATCH - 1) + [[PADDING]])
+        return (positions >= count if self.side == "left" else positions < length - count).long()
 
     # -- text ---------------------------------------------------------------------------------------------------------
 

@@ -204,16 +204,16 @@ def _add_findings(verdict: Verdict, run: str, comparison: Comparison) -> None:
             "wrong",
             f"{run}: seen, but no reference: {', '.join(comparison.beyond[:4])} ({len(comparison.beyond)})",
         )
-    for problem, places in (("not checked", comparison.unchecked), ("not measured", comparison.absent)):
-        names = sorted({place.rsplit(": ", 1)[1] for place in places})
+    for problem, sites in (("not checked", comparison.unchecked), ("not measured", comparison.absent)):
+        names = sorted({site.rsplit(": ", 1)[1] for site in sites})
         if names:
             verdict.notes.append(f"{run}: {problem}: {', '.join(names)}")
         if problem == "not measured" and not set(names) <= OF_OUTPUTS:
             _worsen(verdict, "wrong", f"{run}: {problem}: {', '.join(names)}")
 
 
-def _named(place: str, text: str) -> bool:
+def _named(site: str, text: str) -> bool:
     """Return whether a watch's warning names the site, a module around it, or one inside of it."""
-    path = place.removesuffix(" (cross)")
+    path = site.removesuffix(" (cross)")
     names = text.split("not seen: ", 1)[-1].split(", ")
     return any(path == name or path.startswith(f"{name}.") or name.startswith(f"{path}.") for name in names)

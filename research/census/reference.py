@@ -209,10 +209,8 @@ class Recorder(TorchFunctionMode):
             return
         if inputs.shape[-1] != waiting[-1].out.shape[1] * waiting[-1].out.shape[-1]:
             return
-        for calls in (
-            waiting[-1:],
-            waiting,
-        ):  # the last call, or several calls with one sequence each, concatenated to a batch
+        # The input belongs to the last call, or to several calls with one sequence each, concatenated to a batch.
+        for calls in (waiting[-1:], waiting):
             # (batch, queries, heads, value_dim), or with the queries first
             for order, axis in (((0, 2, 1, 3), 1), ((2, 0, 1, 3), 0)):
                 if len({call.out.shape[:2] for call in calls}) > 1:

@@ -172,9 +172,9 @@ def main() -> None:
         f"| options at once | combinations | {' | '.join(f'`{name}`' for name in BACKENDS)} | some backend |",
         f"|{' --- |' * (len(BACKENDS) + 3)}",
     ]
-    for size, found in counts.items():
-        can = " | ".join(str(found[name]) for name in BACKENDS)
-        text.append(f"| {size} | {found['all']} | {can} | {found['some backend']} |")
+    for size, by_backend in counts.items():
+        supported = " | ".join(str(by_backend[name]) for name in BACKENDS)
+        text.append(f"| {size} | {by_backend['all']} | {supported} | {by_backend['some backend']} |")
     REPORT.write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
