@@ -1,4 +1,4 @@
-"""How much is measured: tiny (a test of the code), default, and full."""
+"""Sizes of the measurements: tiny (a test of the code), default, and full."""
 
 from dataclasses import dataclass
 
