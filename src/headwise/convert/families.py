@@ -16,8 +16,8 @@ from headwise.nn.projections import has_hooks
 
 
 class Family(Protocol):
-    """Reader of one kind of attention block in `transformers`, which several model classes share: it returns the
-    options and the parameters of the `MultiHeadAttention` that computes the same.
+    """Interface of a reader of one kind of attention block in `transformers`, used by several model classes. For a
+    block, it returns the constructor options and the parameters of the `MultiHeadAttention` that computes the same.
     """
 
     @property
@@ -32,14 +32,15 @@ class Family(Protocol):
         """
 
     def parameters(self, block: Any) -> dict[str, Tensor]:
-        """Return the parameters of an attention block of `transformers`, or views of them, by the name of the parameter
-        of `MultiHeadAttention` that has the same values.
+        """Return the parameters of an attention block of `transformers`, not copied, as a dict. Each key is the name of
+        the `MultiHeadAttention` parameter that has the same values.
         """
 
 
 class Decoder:
-    """Reader of the attention blocks of Llama-type decoders (Llama, Mistral, Qwen, Gemma 2, gpt-oss, OLMo 2, Phi):
-    separate query, key and value projections, and rotary embedding.
+    """Reader of the attention blocks of Llama-type decoders (Llama, Mistral, Qwen, Gemma 2, gpt-oss, OLMo 2, Phi),
+    which have separate query, key and value projections and rotary embedding. It returns the constructor options and
+    the parameters of the `MultiHeadAttention` that computes the same as a block.
 
     The options are read from these attributes:
 
@@ -63,7 +64,8 @@ class Decoder:
 
     def options(self, block: Any) -> dict[str, Any]:
         """Return the constructor arguments of the `MultiHeadAttention` that computes the same as a block, read from the
-        block and its configuration. Raise `InputError` if the block is causal and the family is not, or the reverse.
+        block and its configuration. Raise `InputError` if the block is causal but the class reads blocks without a
+        causal mask, or the reverse.
         """
         if block.is_causal != self.causal:
             expected = "one that is causal" if self.causal else "one that is not causal"
@@ -88,8 +90,9 @@ class Decoder:
         }
 
     def parameters(self, block: Any) -> dict[str, Tensor]:
-        """Return the parameters of a block's projections and of its query and key norms, and its sink logits, by the
-        name of the parameter of `MultiHeadAttention` that has the same values.
+        """Return the parameters of a block, not copied: weights and biases of its projections, weights of its query and
+        key norms, and its sink logits, where it has them. Each key of the dict is the name of the `MultiHeadAttention`
+        parameter that has the same values.
         """
         parts = {"q_proj": block.q_proj, "k_proj": block.k_proj, "v_proj": block.v_proj}
         parameters = _linear_parameters(parts | {"out_proj": _output_projection(block)})
@@ -99,8 +102,8 @@ class Decoder:
 
 
 class Encoder(Decoder):
-    """Reader of the attention blocks of EuroBERT: an encoder whose blocks are those of Llama-type decoders, without a
-    causal mask.
+    """Reader of the attention blocks of EuroBERT, which are those of Llama-type decoders without a causal mask. It
+    returns the constructor options and the parameters of the `MultiHeadAttention` that computes the same as a block.
     """
 
     classes = ("EuroBertAttention",)
@@ -108,8 +111,9 @@ class Encoder(Decoder):
 
 
 class Bert:
-    """Reader of the attention blocks of BERT-type encoders: separate projections with biases, in the two submodules
-    `self` and `output` of the block.
+    """Reader of the attention blocks of BERT-type models, which have separate projections with biases, in the two
+    submodules `self` and `output` of the block. It returns the constructor options and the parameters of the
+    `MultiHeadAttention` that computes the same as a block.
 
     The block is the parent of both: `self` with the query, key and value projections, and `output` with the output
     projection `dense`. Dropout, residual connection and `LayerNorm` are not part of the layer: the block computes
@@ -135,8 +139,8 @@ class Bert:
         }
 
     def parameters(self, block: Any) -> dict[str, Tensor]:
-        """Return weights and biases of a block's query, key, value and output projections, by their names in
-        `MultiHeadAttention`.
+        """Return the weights and biases of a block's query, key, value and output projections, not copied, by the names
+        of the corresponding `MultiHeadAttention` parameters.
         """
         attention = block.self
         parts = {"q_proj": attention.query, "k_proj": attention.key, "v_proj": attention.value}
@@ -144,8 +148,9 @@ class Bert:
 
 
 class GPT2:
-    """Reader of the attention blocks of GPT-2: one projection for queries, keys and values together, with transposed
-    weights (`Conv1D`).
+    """Reader of the attention blocks of GPT-2, which have one projection for queries, keys and values together and
+    store weights transposed (`Conv1D`). It returns the constructor options and the parameters of the
+    `MultiHeadAttention` that computes the same as a block.
 
     The layer has `fused_qkv=True`. `scaling` of the block includes `scale_attn_weights` and
     `scale_attn_by_inverse_layer_idx`. Dropout of the output is not part of the layer, and positions are added to the
@@ -155,8 +160,8 @@ class GPT2:
     classes = ("GPT2Attention",)
 
     def options(self, block: Any) -> dict[str, Any]:
-        """Return the constructor arguments of the `MultiHeadAttention` that computes the same as a block; raise
-        `InputError` for cross-attention and for a block that is not causal.
+        """Return the constructor arguments of the `MultiHeadAttention` that computes the same as a GPT-2 block. Raise
+        `InputError` for a cross-attention block and for a block that is not causal.
         """
         if block.is_cross_attention or not block.is_causal:
             got = "cross attention" if block.is_cross_attention else "is_causal False"
@@ -171,8 +176,8 @@ class GPT2:
         }
 
     def parameters(self, block: Any) -> dict[str, Tensor]:
-        """Return the weights of a block's two `Conv1D` modules as transposed views, and their biases, by their names in
-        `MultiHeadAttention`.
+        """Return the parameters of a block's two `Conv1D` modules by the names of the corresponding
+        `MultiHeadAttention` parameters: weights as transposed views, biases unchanged, neither copied.
         """
         parameters = _linear_parameters({"qkv_proj": block.c_attn, "out_proj": block.c_proj}, kind="Conv1D")
         return {name: tensor.T if tensor.ndim == 2 else tensor for name, tensor in parameters.items()}
@@ -183,7 +188,9 @@ FAMILIES: tuple[Family, ...] = (Decoder(), Encoder(), Bert(), GPT2())
 
 
 def _scores(scale: float, head_dim: int, *, softcap: float | None = None, sinks: bool = False) -> Scores | None:
-    """Return the `Scores` option of a layer with this scale, softcap and sinks; None if all three are the defaults."""
+    """Return the `Scores` option for a layer with this scale, softcap and sinks; None if all three are the defaults.
+    The default scale is `head_dim ** -0.5`.
+    """
     scores = Scores(scale=None if scale == head_dim**-0.5 else scale, softcap=softcap, sinks=sinks)
     return None if scores == Scores() else scores
 
@@ -203,7 +210,7 @@ def _qk_norm_modules(block: Any) -> tuple[Any, ...]:
 
 def _qk_norm(block: Any) -> QKNorm | None:
     """Return the `QKNorm` option that describes the query and key norms of a decoder block: their kind (RMS or layer
-    norm), span (each head or all heads together) and epsilon; None for a block without norms.
+    norm), their span (each head, or all heads together) and their epsilon. Return None for a block without norms.
     """
     norms = _qk_norm_modules(block)
     if not norms:
@@ -215,8 +222,9 @@ def _qk_norm(block: Any) -> QKNorm | None:
 
 
 def _linear_parameters(parts: Mapping[str, Any], kind: str = "Linear") -> dict[str, Tensor]:
-    """Return weight and bias of each linear module, named `NAME.weight` and `NAME.bias` after its key in `parts`. Raise
-    `InputError` for a module whose class is not called `kind`, that has other parameters, or that has a hook.
+    """Return the weights and biases of the linear modules in `parts`, not copied, as a dict with keys `NAME.weight` and
+    `NAME.bias`, where NAME is the module's key in `parts`. Raise `InputError` for a module whose class is not called
+    `kind`, that has other parameters, or that has a hook.
     """
     parameters: dict[str, Tensor] = {}
     for name, part in parts.items():

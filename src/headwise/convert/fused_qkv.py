@@ -19,8 +19,8 @@ SEPARATE = ("q_proj", "k_proj", "v_proj")
 
 
 def fuse_projections(layer: Layer) -> Layer:
-    """Return a copy of a self-attention layer in which one projection `qkv_proj`, their weights stacked, takes the
-    place of `q_proj`, `k_proj` and `v_proj`.
+    """Return a copy of a self-attention layer in which one projection `qkv_proj` replaces `q_proj`, `k_proj` and
+    `v_proj`. Its weight and bias are theirs, stacked along the output features.
 
     Everything else is a deep copy, a shared `position_bias` included. `separate_projections` is the reverse.
 
@@ -46,8 +46,8 @@ def fuse_projections(layer: Layer) -> Layer:
 
 
 def separate_projections(layer: Layer) -> Layer:
-    """Return a copy of a layer in which `q_proj`, `k_proj` and `v_proj` take the place of the fused `qkv_proj`, with
-    the same weights. Unlike the fused layer, the copy can also compute cross-attention.
+    """Return a copy of a layer in which separate projections `q_proj`, `k_proj` and `v_proj`, with the same weights,
+    replace the fused `qkv_proj`. Unlike the fused layer, the copy can also compute cross-attention.
 
     Everything else is a deep copy, a shared `position_bias` included. `fuse_projections` is the reverse.
 
@@ -70,8 +70,8 @@ def _require_layer(layer: Any, *, fused: bool) -> None:
 
 
 def _plain_projection(layer: MultiHeadAttention, name: str) -> nn.Linear:
-    """Return the projection of a layer with this name. Raise `InputError` if it is missing, or is anything but a plain
-    `nn.Linear`: another class, further parameters, a hook.
+    """Return the projection of `layer` that is called `name`, such as `q_proj`. Raise `InputError` if it is missing or
+    not a plain `nn.Linear`, that is if it has another class, further parameters or a hook.
     """
     linear = getattr(layer, name, None)
     problem = None
@@ -90,8 +90,8 @@ def _plain_projection(layer: MultiHeadAttention, name: str) -> nn.Linear:
 
 
 def _require_alike(expected: str, values: Sequence[Any]) -> None:
-    """Raise `InputError` unless three values are equal: one property, such as the dtype, of the query, key and value
-    projections of a layer.
+    """Raise `InputError` unless the three `values` are equal. They are one property, such as the dtype, of the query,
+    key and value projections of a layer; `expected` describes the requirement in the error message.
     """
     if len(set(values)) > 1:
         got = ", ".join(f"{name} {value}" for name, value in zip(SEPARATE, values, strict=True))
@@ -99,8 +99,8 @@ def _require_alike(expected: str, values: Sequence[Any]) -> None:
 
 
 def _linear_like(linear: nn.Linear, map_: LinearMap) -> nn.Linear:
-    """Return a new `nn.Linear` with weight and bias of `map_`, and with the training flag and the parameters'
-    `requires_grad` of `linear`.
+    """Return a new `nn.Linear` with copies of the weight and bias of `map_`. Its training flag and its parameters'
+    `requires_grad` are those of `linear`.
     """
     made = map_.to_linear()
     for name, parameter in made.named_parameters():
@@ -110,8 +110,8 @@ def _linear_like(linear: nn.Linear, map_: LinearMap) -> nn.Linear:
 
 
 def _with_projections(layer: Layer, removed: Sequence[str], added: dict[str, nn.Linear], *, fused: bool) -> Layer:
-    """Return a deep copy of a layer in which the `added` projections take the place of the `removed` ones, at the
-    position of the first of these, so that parameters keep their order. Set `fused_qkv` of the copy to `fused`.
+    """Return a deep copy of `layer` in which the modules in `added` replace those named in `removed`, at the position
+    of the first removed one, so that the order of all parameters is preserved. Set the copy's `fused_qkv` to `fused`.
     """
     new = copy.deepcopy(layer)
     modules = dict(new._modules)

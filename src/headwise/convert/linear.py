@@ -35,8 +35,8 @@ def from_heads(
     heads: Sequence[Head],
     projection: nn.Linear | Float[Tensor, "concatenated out"],
 ) -> MultiHeadAttention:
-    """Return a `MultiHeadAttention` with the weights of separate heads, each a `(query, key, value)` triple of
-    `nn.Linear` modules, and of an output projection.
+    """Return a `MultiHeadAttention` with copies of the weights of separate heads, each a `(query, key, value)` triple
+    of `nn.Linear` modules, and of an output projection.
 
     If consecutive heads share their key and value modules, in groups of equal size, the layer has one key/value head
     for each group.
@@ -71,8 +71,8 @@ def from_heads(
 
 
 def to_heads(layer: MultiHeadAttention) -> tuple[list[Head], nn.Linear]:
-    """Return the heads of a layer as `(query, key, value)` triples of new `nn.Linear` modules, and its output
-    projection as another.
+    """Return the weights of a layer as new `nn.Linear` modules: a list with a `(query, key, value)` triple for each
+    head, and the output projection.
 
     `from_heads` makes the same layer from them. Heads that share a key/value head share its two modules. Code that
     multiplies by a matrix uses `projection.weight.mT`.
@@ -106,8 +106,9 @@ def from_projections(
     dropout: float = 0.0,
     backend: str | None = None,
 ) -> MultiHeadAttention:
-    """Return a `MultiHeadAttention` with the weights of four `nn.Linear` modules. Heads lie one after the other in the
-    output features of query, key and value, and in the input features of the output projection.
+    """Return a `MultiHeadAttention` with copies of the weights of four `nn.Linear` modules, each for all heads
+    together: query, key, value and output projection. The features of one head follow those of the head before, in the
+    outputs of query, key and value and in the input of the output projection.
 
     If one of query, key and value has a bias, the layer has one for all three, zero where there was none. The other
     arguments are options of the layer; their learned parameters start as in a new layer.
@@ -163,15 +164,17 @@ _KINDS = ("query", "key", "value")
 
 
 def _triple(head: Any) -> Any:
-    """Return a head unchanged if it is a `(query, key, value)` triple; raise `InputError` otherwise."""
+    """Return `head` unchanged if it is a sequence of three elements (query, key and value projection); raise
+    `InputError` otherwise.
+    """
     if not isinstance(head, Sequence) or len(head) != 3:
         raise InputError("heads", expected="a (query, key, value) triple for each head", got=type(head).__name__)
     return head
 
 
 def _group_size(triples: Sequence[Any]) -> int:
-    """Return the number of consecutive heads that share one key and one value module; 1 if groups of sharing heads
-    differ in size.
+    """Return the number of consecutive heads that share the same key and value modules. Each of `triples` is the
+    `(query, key, value)` of one head. Return 1 if the groups of heads that share modules differ in size.
     """
     groups = groupby(triples, key=lambda triple: (id(triple[1]), id(triple[2])))
     sizes = {len(list(group)) for _, group in groups}
@@ -179,8 +182,9 @@ def _group_size(triples: Sequence[Any]) -> int:
 
 
 def _stacked(name: str, maps: Sequence[LinearMap]) -> LinearMap:
-    """Return the projections of all heads of one kind (query, key or value) as one map, with output rows head after
-    head. Raise `InputError` if only some of them have a bias.
+    """Return the projections of all heads of one kind (`name`: query, key or value) stacked as one map: its output rows
+    are those of the first head, then those of the second, and so on. Raise `InputError` if only some of them have a
+    bias.
     """
     weight = torch.cat([map_.weight for map_ in maps])
     biases = [map_.bias for map_ in maps if map_.bias is not None]

@@ -26,8 +26,8 @@ class LinearMap(NamedTuple):
 
     @staticmethod
     def from_linear(argument: str, linear: Any) -> "LinearMap":
-        """Return weight and bias of a plain `nn.Linear`, not copied. Raise `InputError` for any other module and for
-        one with a hook; `argument` is the name of the user's argument for that message.
+        """Return the weight and bias of a plain `nn.Linear` as a `LinearMap`, not copied. Raise `InputError` for any
+        other module and for one with a hook; the error message names the caller's parameter `argument`.
         """
         if not isinstance(linear, nn.Linear):
             raise InputError(argument, expected="an nn.Linear for every map", got=type(linear).__name__)
@@ -40,8 +40,9 @@ class LinearMap(NamedTuple):
         return LinearMap(linear.weight, linear.bias)
 
     def split_rows(self, widths: list[int] | int) -> "list[LinearMap]":
-        """Return several maps, each with consecutive output rows of this one, as `torch.split` cuts them: a list states
-        the number of rows of each part, an int that of every part (the last one may be smaller).
+        """Split the map by output rows and return the parts as maps, each with consecutive rows. `widths` is as in
+        `torch.split`: a list with the number of rows of each part, or one number for all parts (the last may be
+        smaller).
         """
         weights = torch.split(self.weight, widths)
         biases = [None] * len(weights) if self.bias is None else torch.split(self.bias, widths)
@@ -62,8 +63,8 @@ class LinearMap(NamedTuple):
 
     @torch.no_grad()
     def copy_to(self, linear: nn.Linear) -> None:
-        """Copy the map's weight into an `nn.Linear`, in place, and its bias if it has one; otherwise the bias of the
-        module is left unchanged.
+        """Copy the map's weight and bias into an `nn.Linear`, in place. If the map has no bias, the bias of the module
+        is left unchanged.
         """
         linear.weight.copy_(self.weight)
         if self.bias is not None:
@@ -71,8 +72,8 @@ class LinearMap(NamedTuple):
 
 
 def linear_maps_of(layer: Any) -> tuple[LinearMap, LinearMap, LinearMap, LinearMap]:
-    """Return the query, key, value and output projections of a `MultiHeadAttention` as four maps; a fused `qkv_proj` is
-    split into three.
+    """Return the query, key, value and output projections of a `MultiHeadAttention` as four `LinearMap`s (weight and
+    bias), not copied; a fused `qkv_proj` is split into three.
 
     Raises:
         InputError: not a `MultiHeadAttention`, or one of a derived class, whose projections may mean something else.
@@ -89,8 +90,8 @@ def linear_maps_of(layer: Any) -> tuple[LinearMap, LinearMap, LinearMap, LinearM
 
 
 def scores_with_scale(layer: MultiHeadAttention) -> Scores:
-    """Return the `Scores` option of a layer with the scale always a number: `head_dim ** -0.5` if the layer leaves it
-    None.
+    """Return the `Scores` option of a layer with the default scale filled in, which is `head_dim ** -0.5`. A layer
+    without the option is treated as one with `Scores()`.
     """
     scores = layer.scores or Scores()
     return replace(scores, scale=layer.head_dim**-0.5) if scores.scale is None else scores
@@ -99,8 +100,9 @@ def scores_with_scale(layer: MultiHeadAttention) -> Scores:
 def layer_from_maps(
     maps: Sequence[LinearMap], arguments: Sequence[str], num_heads: int, num_kv_heads: int, **options: Any
 ) -> MultiHeadAttention:
-    """Return a new `MultiHeadAttention` with copies of the query, key, value and output projections in `maps`. Its
-    widths follow from their shapes and the numbers of heads; `options` are further constructor arguments.
+    """Return a new `MultiHeadAttention` whose query, key, value and output projections are copies of the four `maps`,
+    in this order. Its widths follow from the shapes of the maps and the numbers of heads; `options` are further
+    constructor arguments.
 
     If one of query, key and value has a bias, the layer has one for all three, zero where there was none.
 

@@ -9,7 +9,8 @@ from headwise.errors import InputError
 
 
 def rotary_of(config: Any, head_dim: int, *, partial: bool) -> Rotary:
-    """Return the `Rotary` embedding that a configuration of `transformers` describes, for heads of `head_dim` features.
+    """Return the `Rotary` embedding that a configuration of a `transformers` model describes, for heads of `head_dim`
+    features.
 
     Args:
         config: of the model; its `rope_parameters` contain `rope_theta`, `rope_type` and the options of that type.
@@ -80,8 +81,8 @@ def _llama3(config: Any, parameters: dict[str, Any]) -> Scaling:
 
 
 def _trained_length(config: Any, parameters: dict[str, Any]) -> int:
-    """Return the number of tokens of the texts that the model was trained on before its context was extended:
-    `original_max_position_embeddings`, or else `max_position_embeddings`.
+    """Return the context length, in tokens, with which the model was trained before its context was extended:
+    `original_max_position_embeddings` if the parameters contain it, otherwise `max_position_embeddings`.
     """
     length: int = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
     return length

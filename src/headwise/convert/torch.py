@@ -10,8 +10,8 @@ from headwise.nn.options import Scores
 
 
 def from_torch(layer: nn.MultiheadAttention) -> MultiHeadAttention:
-    """Return a `MultiHeadAttention` with copies of the weights, and with the dropout and training flag, of a
-    `torch.nn.MultiheadAttention`.
+    """Return a `MultiHeadAttention` with copies of the weights of a `torch.nn.MultiheadAttention`, and with the same
+    dropout and training flag.
 
     The inputs of our layer are `(batch, length, embed)` whatever `batch_first` was. True in a mask means that a query
     attends to a key. Weights are returned for each head; `weights.mean(1)` is the average that torch returns.
@@ -36,8 +36,8 @@ def from_torch(layer: nn.MultiheadAttention) -> MultiHeadAttention:
 
 
 def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
-    """Return a `torch.nn.MultiheadAttention` with `batch_first=True` and with copies of the weights, and with the
-    dropout and training flag, of a `MultiHeadAttention`.
+    """Return a `torch.nn.MultiheadAttention` with `batch_first=True` and with copies of the weights of a
+    `MultiHeadAttention`, and with the same dropout and training flag.
 
     Its boolean masks have the opposite meaning: True masks a key out.
 
@@ -76,8 +76,8 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
 
 
 def _unsupported_option(layer: MultiHeadAttention) -> str | None:
-    """Return, as text, the first property of a layer that `torch.nn.MultiheadAttention` cannot have: an option, a size,
-    or a bias in only some of the projections. Return None if it can have all of them.
+    """Return a description of the first property of a layer that `torch.nn.MultiheadAttention` does not support: an
+    option, a size, or a bias in only some of the projections. Return None if it supports the whole layer.
     """
     for option in ("rotary", "position_bias", "qk_norm", "output_gate", "mask"):
         if getattr(layer, option) is not None:

@@ -68,9 +68,9 @@ def to_transformers(layer: MultiHeadAttention, block: nn.Module) -> None:
 
 
 def _options_and_parameters(block: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the constructor arguments of the `MultiHeadAttention` that computes the same as an attention block of
-    `transformers`, and the block's parameters by their names in `MultiHeadAttention`. Raise `InputError` for an unknown
-    class of block.
+    """Return two dicts for an attention block of `transformers`: the constructor arguments of the `MultiHeadAttention`
+    that computes the same, and the block's parameters by their names in `MultiHeadAttention`. Raise `InputError` for a
+    block of an unknown class, and for one that lacks an expected attribute.
     """
     name = type(block).__name__
     family = next((candidate for candidate in FAMILIES if name in candidate.classes), None)
@@ -94,8 +94,8 @@ _COMPARED_OPTIONS = (
 
 
 def _require_same(layer: Any, wanted: MultiHeadAttention, block: str) -> None:
-    """Raise `InputError` unless a layer has the same sizes, options and score options as the `wanted` layer; their
-    weights are not compared.
+    """Raise `InputError` unless `layer` is a `MultiHeadAttention` with the same sizes, options and score options as
+    `wanted`; weights are not compared. `block` is the class name of the `transformers` block, for the message.
     """
     linear_maps_of(layer)
     pairs = {name: (getattr(wanted, name), getattr(layer, name)) for name in _COMPARED_OPTIONS}

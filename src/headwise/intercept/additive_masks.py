@@ -10,16 +10,16 @@ HIDING_DIFFERENCE = 1e4
 
 
 def with_infinite(added: Float[Tensor, "*batch keys"]) -> Float[Tensor, "*batch keys"]:
-    """Return an additive mask with -inf at every hidden key: where it adds at least 1e4 less than to another key of the
-    same row, and everywhere in a row that hides all keys.
+    """Return an additive mask, whose numbers are added to the scores, with -inf at every hidden key. A key is hidden if
+    its number is at least 1e4 less than the largest number in the same row, or if the row hides all keys.
     """
     hidden = (added <= added.amax(-1, keepdim=True) - HIDING_DIFFERENCE) | hides_all_keys(added)
     return added.masked_fill(hidden, -torch.inf)
 
 
 def hides_all_keys(added: Float[Tensor, "*batch keys"]) -> Bool[Tensor, "*batch 1"]:
-    """Return True for each row of an additive mask that hides every key: all its numbers are at most half the smallest
-    (most negative) number of the dtype.
+    """Return, for each row of an additive mask, True if the row hides every key: all its numbers are at most half the
+    most negative finite number of the dtype.
 
     Libraries write the smallest number of a dtype to hide a key, possibly added to another mask.
     """
@@ -31,8 +31,9 @@ def fill_hidden_rows_as_torch(
     v: Float[Tensor, "batch kv_heads keys value_dim"],
     mask: Tensor | None = None,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Return head outputs with the mean of all values in the rows where a finite additive mask hides every key. Torch's
-    softmax attends uniformly there, and headwise returns 0. Other rows are unchanged.
+    """Return the head outputs `out` with torch's result in the rows where a finite additive `mask` hides every key: the
+    mean of all values `v`, since torch's softmax attends uniformly there. (Headwise itself outputs 0 in such rows.)
+    Other rows are unchanged.
 
     A finite number that is added to all scores of a row cancels in torch's softmax: the row attends uniformly to all
     keys. Some models read such rows.

@@ -23,8 +23,8 @@ from headwise.statistics.row_blocks import row_blocks_of_problem, row_blocks_of_
 
 
 class CallHandlers(NamedTuple):
-    """Observations and output changes that the interceptors of running models requested for one attention call, with
-    methods that carry them out.
+    """Observations and output changes that interceptors requested for one attention call, with methods that apply them:
+    they pass the attention weights to the observers, and the head outputs through the changes.
 
     Attributes:
         observations: how the call is observed.
@@ -35,8 +35,9 @@ class CallHandlers(NamedTuple):
     changes: list[Change]
 
     def answer(self, read_problem: Callable[[], Problem], compute: Callable[[], Answer]) -> Answer:
-        """Return the answer to the attention call, before any change of its output. With observers, also pass all its
-        attention weights to them in row blocks (some query rows at a time), and notify them of the end.
+        """Compute the attention call and return its answer, with the head outputs before any requested change. If there
+        are observers, also pass all attention weights of the call to them in row blocks (some query rows at a time),
+        and then notify them that the call has ended.
 
         Args:
             read_problem: function that states the call as a `Problem`; called only if there are observers.
@@ -62,8 +63,8 @@ class CallHandlers(NamedTuple):
         out: Float[Tensor, "batch heads queries value_dim"],
         values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
     ) -> None:
-        """Pass attention weights that the model computed itself to the observers in row blocks (some query rows at a
-        time), and notify them of the end. Do nothing without observers.
+        """Pass attention weights that the model itself has computed to the observers, in row blocks (some query rows at
+        a time), and then notify them that the call has ended. Do nothing if there are no observers.
 
         Args:
             weights: the weights.
@@ -86,7 +87,9 @@ class CallHandlers(NamedTuple):
         out: Float[Tensor, "batch heads queries value_dim"],
         uniform_output: Callable[[], Float[Tensor, "batch heads queries value_dim"]],
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return the head outputs of the call after all requested changes, applied one after the other."""
+        """Return the head outputs after all requested changes, each applied to the result of the one before.
+        `uniform_output` computes the head outputs under uniform attention, for changes that need them.
+        """
         with call_stack.paused():
             for change in self.changes:
                 out = change(HeadOutput(out, uniform_output))
@@ -94,17 +97,19 @@ class CallHandlers(NamedTuple):
 
     @property
     def _call_context(self) -> CallContext:
-        """Tokens and padding of the call, as the first observation states them."""
+        """Tokens and padding of the call, as stored in the first observation."""
         return self.observations[0].call_context
 
     @property
     def _has_check(self) -> bool:
-        """True if at least one observation compares the observed output with the model's own."""
+        """True if at least one observation has a check, which compares the head outputs computed from the observed
+        weights with the model's own.
+        """
         return any(observation.check is not None for observation in self.observations)
 
     def _observe(self, row_block: RowBlock) -> None:
-        """Pass one row block (some query rows of the call) to every observer, with the tokens and padding of its own
-        observation.
+        """Pass one row block (attention weights of some query rows) to the observer function of every observation,
+        combined with the tokens and padding that this observation stores.
         """
         for observation in self.observations:
             observation.observer(row_block.with_call_context(observation.call_context))
@@ -112,8 +117,8 @@ class CallHandlers(NamedTuple):
     def _observe_checked(
         self, row_blocks: Iterable[RowBlock], out: Float[Tensor, "batch heads queries value_dim"]
     ) -> None:
-        """Pass each row block, with the same rows of the model's own output `out`, to every check, and then to every
-        observer.
+        """For each row block (attention weights of some query rows), call the check of every observation that has one,
+        with the block and the same rows of the model's own output `out`. Then pass the block to every observer.
         """
         for row_block in row_blocks:
             for observation in self.observations:
@@ -130,8 +135,9 @@ class CallHandlers(NamedTuple):
 def handlers_of_call(
     grid: Grid, kv_heads: int, value_dim: int | None, module_calls: Sequence[ModuleCall] | None = None
 ) -> CallHandlers:
-    """Report an attention call of these sizes to the interceptor of every running model, and return the observations
-    and output changes that they request. The call is also counted at its site.
+    """Report an attention call to the interceptor of every model with a module among `module_calls` (by default those
+    running), and return the observations and output changes that these interceptors request for it. Also add 1 to the
+    number of calls at the site (the attention module, self or cross).
 
     Args:
         grid: size of the scores.
@@ -160,8 +166,9 @@ def handlers_of_call(
 
 
 def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Return the answer to a problem of `headwise.attend`. Inside an intercepted model, the interceptors observe the
-    weights and may change the output.
+    """Compute an attention problem that was passed to `headwise.attend`, by calling `run`, and return its answer. While
+    an intercepted model is running, the interceptors also observe the attention weights and may change the head
+    outputs.
     """
     if not call_stack.intercepts:
         return run(problem)
@@ -171,9 +178,8 @@ def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> An
 
 
 def _outside_torch_modes(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which torch's function modes do not intercept operations, so that the thousands of small
-    operations of an observation are fast. It does nothing for a subclass of Tensor.
-
-    For tensor subclasses, which work by torch's function protocol, the context does nothing.
+    """Return a context in which operations bypass torch's function modes, so that the thousands of small operations of
+    an observation are fast. If `tensor` belongs to a subclass of Tensor, which relies on torch's function protocol, the
+    context does nothing.
     """
     return torch._C.DisableTorchFunction() if type(tensor) is Tensor else nullcontext()

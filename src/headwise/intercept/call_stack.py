@@ -12,8 +12,8 @@ from headwise.intercept.pending_softmax import PendingSoftmax
 
 
 class CallStack(threading.local):
-    """State of interception in one thread: the running calls of modules of intercepted models, softmaxes that await
-    their product with the values, and switches.
+    """State of interception in one thread: the running module calls of intercepted models, softmax results that the
+    model has not multiplied with the values yet, and flags that pause or restrict interception.
 
     Attributes:
         module_calls: the running calls, outermost first.
@@ -50,7 +50,9 @@ class CallStack(threading.local):
 
     @contextmanager
     def torch_attention(self) -> Iterator[None]:
-        """Set `in_torch_attention` within the context, which runs `F.multi_head_attention_forward`."""
+        """Mark the code within the context as running inside `F.multi_head_attention_forward`: `in_torch_attention` is
+        True there, and False afterwards.
+        """
         self.in_torch_attention = True
         try:
             yield

@@ -44,8 +44,9 @@ PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
 
 
 def on_softmax(scores: Tensor, result: Tensor, dim: Any) -> None:
-    """Record the result of a softmax as possible attention weights, to be followed until it is multiplied with the
-    values. It must run over the last axis, inside an attention module; others are ignored.
+    """Record the `result` of a softmax as possible attention weights, which are then tracked until the model multiplies
+    them with the values. Ignore a softmax outside of an attention module, over another axis than the last, or with
+    fewer than 3 axes.
 
     Args:
         scores: argument of the softmax.
@@ -66,10 +67,10 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any) -> None:
 
 
 def on_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return the result of a torch function. If an argument holds softmax weights that await their product with the
-    values, follow them; if the function is that product, return it as the interceptors change it.
-
-    A function of pending weights is followed: it returns the same weights, fills some, or multiplies them.
+    """Return the `result` of a torch function that a model called, after checking if an argument is a recorded softmax
+    result (possible attention weights). If so, update the record: the function may cast or reshape the weights, or fill
+    some of them. If it multiplies them with the values, report the attention call and return the product with the
+    interceptors' changes.
     """
     for pending in call_stack.pending_softmaxes:
         if any(argument is pending.tensor for argument in _flat((*args, *kwargs.values()))):
@@ -78,8 +79,8 @@ def on_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def on_module_end(module_call: ModuleCall) -> None:
-    """Discard the softmaxes that an ended module call left without a product with the values, and report the module to
-    its interceptors as one whose attention cannot be read.
+    """Handle the end of a module call. If softmax results recorded in it were never multiplied with values, discard
+    them and report the module to its interceptors as one whose attention cannot be read.
     """
     for pending in [each for each in call_stack.pending_softmaxes if each.module_calls[-1] is module_call]:
         call_stack.pending_softmaxes.remove(pending)
@@ -94,8 +95,9 @@ def _follow(
     kwargs: dict[str, Any],
     result: Any,
 ) -> Any:
-    """Update recorded softmax weights after a torch function of them: a copy, a fill, or the product with the values.
-    Return the function's result, changed by the interceptors if it is that product.
+    """Update `pending`, a record of softmax weights, after `function` was called with these weights and returned
+    `result`. A cast or reshape changes the tracked tensor, and a fill changes the weights. Return `result`; if it is
+    the product with the values, return it with the interceptors' changes.
     """
     if function in PASS_THROUGH:
         pending.tensor = result
@@ -113,8 +115,9 @@ def _product(
     kwargs: dict[str, Any],
     result: Tensor,
 ) -> Tensor:
-    """Return a product of recorded softmax weights and another tensor. If its shape is that of head outputs, it is the
-    product with the values: report it, and return it as the interceptors change it. Otherwise return it unchanged.
+    """Handle `result`, a product of recorded softmax weights with another tensor. If it has the shape of head outputs,
+    the other tensor is the values: stop tracking the weights, pass them to the observers, and return the product with
+    the interceptors' changes. Otherwise return it unchanged.
     """
     assert pending.weights is not None
     batch, heads, queries, keys = pending.weights.shape
@@ -144,13 +147,15 @@ def _product(
 
 
 def _mask_and_value(input: Tensor, mask: Tensor, value: Tensor | float) -> tuple[Tensor, Tensor | float]:  # noqa: A002
-    """Return the arguments `mask` and `value` of a call of `masked_fill`, passed by position or by name."""
+    """Return the arguments `mask` and `value` of a call of `masked_fill`, in which they may be passed by position or by
+    name.
+    """
     return mask, value
 
 
 def _replaced(argument: Any, before: Tensor, after: Tensor) -> Any:
-    """Return an argument with one tensor replaced by another, also inside nested lists, tuples (returned as lists) and
-    dicts.
+    """Return `argument` with the tensor `before` replaced by `after` wherever it occurs, also inside nested lists,
+    tuples and dicts. Lists and tuples are returned as lists.
     """
     if isinstance(argument, list | tuple):
         return [_replaced(element, before, after) for element in argument]
@@ -160,7 +165,7 @@ def _replaced(argument: Any, before: Tensor, after: Tensor) -> Any:
 
 
 def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield each argument; in place of a list or tuple, yield its elements."""
+    """Yield the arguments one by one, with the elements of a list or tuple in its place (one level deep)."""
     for argument in arguments:
         if isinstance(argument, list | tuple):
             yield from argument
@@ -169,10 +174,9 @@ def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _einsum_order(arguments: tuple[Any, ...], weights: Tensor) -> list[int] | None:
-    """Return the permutation of the axes of an einsum's result that puts the axes of the attention weights first, in
-    their order, and the other axes after them.
-
-    None for an equation that is not understood.
+    """Return the order of axes for `permute` that moves the axes which an einsum's result shares with the attention
+    weights to the front, in the order of the weights, followed by all other axes. Return None for an equation that
+    cannot be parsed.
     """
     equation, *operands = _flat(arguments)
     if not isinstance(equation, str) or "->" not in equation or "." in equation:

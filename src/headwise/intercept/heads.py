@@ -11,7 +11,7 @@ from headwise.statistics.weight_capture import CapturedWeights
 
 
 class Heads(SiteRegistry):
-    """Result of `watch`: statistics of the attention of every head of a model, as means over all sequences of all
+    """Result of `watch`: the statistics of every attention head of a model, each averaged over all sequences of all
     observed calls.
 
     Each sequence has the same weight in the means, and further calls of the model add to them.
@@ -22,15 +22,15 @@ class Heads(SiteRegistry):
         self._captured: dict[Site, CapturedWeights] = {}
 
     def set_captured(self, site: Site, captured: CapturedWeights) -> None:
-        """Store the captured weights of the last call at a site (module, self or cross), in place of those of an
-        earlier call.
+        """Store the attention weights captured in the latest call at `site` (an attention module, self or cross), in
+        place of those of an earlier call.
         """
         self._captured[site] = captured
 
     @property
     def details(self) -> dict[str, CapturedWeights]:
-        """Captured attention weights of the last call of each attention module, by the module's path; empty without
-        capture.
+        """Captured attention weights of the last call of each attention module, by the module's path; empty if no
+        capture was requested.
 
         The key is `"path, cross"` for the cross-attention of a module that computes self-attention too.
         """
@@ -43,7 +43,8 @@ class Heads(SiteRegistry):
         return details
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one dict per head: layer, head, kv_head, module, kind, and the mean of every statistic over sequences.
+        """Return one dict per head: layer, head, the key/value head that it uses (kv_head), module path, kind ("self"
+        or "cross"), and the mean of every statistic over all observed sequences.
 
         Raises:
             InputError: the model did not run, or no attention was intercepted.
@@ -59,8 +60,8 @@ class Heads(SiteRegistry):
         ]
 
     def table(self) -> Any:
-        """Return a pandas DataFrame with one row per head: layer, head, kv_head, module, kind, and the mean of every
-        statistic over sequences.
+        """Return a pandas DataFrame with one row per head: layer, head, the key/value head that it uses (kv_head),
+        module path, kind ("self" or "cross"), and the mean of every statistic over all observed sequences.
 
         Raises:
             InputError: the model did not run, or no attention was intercepted.

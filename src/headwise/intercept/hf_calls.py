@@ -27,8 +27,9 @@ READABLE = ("sdpa", "eager")
 
 
 def intercepting_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for `AttentionInterface.get_interface` of `transformers`, given as `dispatch`. The attention
-    functions that it returns are intercepted inside intercepted models, and otherwise unchanged.
+    """Return a replacement for `dispatch`, the method `AttentionInterface.get_interface` of `transformers`, which looks
+    up an attention function. Functions returned by the replacement are intercepted while an intercepted model runs, and
+    otherwise compute the same as before.
     """
 
     @wraps(dispatch)
@@ -49,8 +50,8 @@ def intercepting_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 def _intercepted_call(
     implementation: str, attention: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Compute an attention call of `transformers` inside an intercepted model: the interceptors observe its weights and
-    may change its output.
+    """Compute a call of the `transformers` attention function `attention` inside an intercepted model and return its
+    result. The interceptors observe the attention weights and may change the head outputs.
 
     Returns:
         what the attention function returns: the output `(batch, queries, heads, value_dim)`, the weights or None, and
@@ -90,8 +91,8 @@ def _intercepted_call(
 def _split_arguments(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[nn.Module, tuple[Tensor, Tensor, Tensor], Tensor | None, dict[str, Any]]:
-    """Return the module, `(q, k, v)`, the mask and all other options of a call of a `transformers` attention function,
-    passed by position or by name.
+    """Return the module, `(q, k, v)`, the mask and a dict of all other options from the arguments of a `transformers`
+    attention function, which may be passed by position or by name.
     """
     return module, (query, key, value), attention_mask, options
 
@@ -124,8 +125,8 @@ def _problem_of(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> Problem:
-    """Return a call of a `transformers` attention function as a headwise `Problem`, with causality and masks as that
-    implementation applies them.
+    """Return a call of a `transformers` attention function as a headwise `Problem`, with causality and masks as the
+    implementation ("sdpa" or "eager") applies them.
     """
     queries = query.shape[2]
     mask: Mask | Tensor | None = attention_mask
@@ -143,8 +144,8 @@ def _problem_of(
 
 
 def _zeros_in_hidden_rows(weights: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the weights of an eager attention function with 0 in the rows where an additive mask hides every key; its
-    softmax is uniform there.
+    """Return the attention weights of an eager attention function with 0 in the rows where an additive mask hides every
+    key; the function's softmax attends uniformly there. Without an additive mask, return them unchanged.
     """
     if mask is None or not mask.is_floating_point():
         return weights

@@ -61,8 +61,8 @@ class _ModuleHooks:
         self._argument_names = tuple(inspect.signature(module.forward).parameters)
 
     def on_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Push a call of the module onto the call stack and report it to the interceptor, also as a call of the model
-        if no other module of the model runs.
+        """Forward pre-hook: push the module call onto the call stack and report it to the interceptor. If no other
+        module of the same model is running, also report the start of a model call.
         """
         is_outermost = all(call.interceptor is not self._interceptor for call in call_stack.module_calls)
         arguments = dict(zip(self._argument_names, args, strict=False)) | kwargs
@@ -72,8 +72,8 @@ class _ModuleHooks:
         self._interceptor.on_module_call(self._path)
 
     def on_end(self, module: nn.Module, *_: Any) -> None:
-        """Pop the call of the module from the call stack. If another hook failed before `on_start` could push the call,
-        do nothing.
+        """Forward hook: pop the module call from the call stack. Do nothing if `on_start` never pushed it, because
+        another hook failed first.
         """
         innermost = call_stack.module_calls[-1] if call_stack.module_calls else None
         if innermost is not None and innermost.module is module and innermost.interceptor is self._interceptor:
@@ -81,16 +81,16 @@ class _ModuleHooks:
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
-    """Return True if a module has forward hooks that interception did not register; such a hook may read the module's
-    output.
+    """Return True if a module has forward hooks or forward pre-hooks that interception did not register; such a hook
+    may read or change the module's output.
     """
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return any(not isinstance(getattr(hook, "__self__", None), _ModuleHooks) for hook in hooks)
 
 
 def _push(module_call: ModuleCall) -> None:
-    """Push a module call onto this thread's call stack; the first one turns on the mode that intercepts torch's
-    functions.
+    """Push a module call onto this thread's call stack. If the stack was empty, also turn on the mode that intercepts
+    torch's functions in this thread.
     """
     if not call_stack.module_calls:
         call_stack.torch_mode = TorchCalls()
@@ -99,8 +99,9 @@ def _push(module_call: ModuleCall) -> None:
 
 
 def _pop() -> None:
-    """Pop the innermost module call from this thread's call stack and report its unreadable attention; the last one
-    turns off the mode that intercepts torch's functions.
+    """Pop the innermost module call from this thread's call stack, and report its module to the interceptors if it
+    contained attention that could not be read. If the stack is then empty, turn off the mode that intercepts torch's
+    functions.
     """
     eager_softmax.on_module_end(call_stack.module_calls.pop())
     if not call_stack.module_calls and call_stack.torch_mode is not None:

@@ -51,8 +51,9 @@ class Call:
 
 
 class Observation(NamedTuple):
-    """Functions with which one interceptor observes one attention call: for its weights, for its end, and possibly to
-    compare the observed output with the model's own.
+    """Functions with which one interceptor observes one attention call, and the call's tokens and padding. One function
+    receives the attention weights, one is called at the end, and an optional one compares the head outputs computed
+    from these weights with the model's own.
 
     Attributes:
         observer: function that receives every row block of the call once.
@@ -71,8 +72,8 @@ class Observation(NamedTuple):
 
 
 class HeadOutput(NamedTuple):
-    """Output of all heads in one attention call, before the output projection, with their output under uniform
-    attention for comparison.
+    """Output of all heads in one attention call, before the output projection, and a function that computes the outputs
+    that they would have under uniform attention.
 
     Attributes:
         out: output of each head.

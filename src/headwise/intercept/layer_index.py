@@ -8,22 +8,25 @@ from headwise.errors import InputError
 
 
 def layer_numbers(own_numbers: Sequence[int | None]) -> list[int]:
-    """Return one layer number per site: the model's own numbers if they are complete and distinct, else 0, 1, 2, ..."""
+    """Return one layer number for each attention module. These are `own_numbers`, which the model stores, if none is
+    missing and all are distinct; otherwise 0, 1, 2, ...
+    """
     known = [number for number in own_numbers if number is not None]
     return known if len(set(known)) == len(own_numbers) else list(range(len(own_numbers)))
 
 
 def layer_number_of(module: nn.Module) -> int | None:
     """Return the layer number that a model stores in an attention module, as its attribute `layer_idx`; None if there
-    is none.
+    is no such whole number.
     """
     number = getattr(module, "layer_idx", None)
     return number if isinstance(number, int) else None
 
 
 def innermost_attention_modules(modules: Mapping[str, nn.Module], paths: Collection[str]) -> list[str]:
-    """Return, in the model's order, those of `paths` whose module has a class name with "attention", not ending in
-    "output", and contains no other such module.
+    """Return those of `paths` that lead to innermost attention modules, in the model's order. The class name of an
+    attention module contains "attention" and does not end in "output"; a module is left out if it contains another one
+    of these.
 
     Args:
         modules: all modules of a model by path.
@@ -36,8 +39,9 @@ def innermost_attention_modules(modules: Mapping[str, nn.Module], paths: Collect
 
 
 def module_path_of_layer(model: nn.Module, layer: int | str) -> str:
-    """Return the path of the attention module of a layer. The layer is a number, counted by the model or else from 0,
-    or already the path, which is then checked.
+    """Return the path of the attention module of a layer. A `layer` that is a string is a module path: it is returned
+    if that module exists. A number is looked up among the layer numbers that the model stores, or, if these are
+    incomplete, it counts the model's attention modules from 0.
 
     Args:
         model: the model.

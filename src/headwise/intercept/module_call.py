@@ -37,7 +37,7 @@ class ModuleCall:
 
     @property
     def is_cross_attention(self) -> bool:
-        """True if an argument such as `encoder_hidden_states` makes the module attend to something else than its own
+        """True if an argument such as `encoder_hidden_states` makes the module attend to something other than its own
         input.
         """
         own_input = next(iter(self.arguments.values()), None)
@@ -52,8 +52,9 @@ class ModuleCall:
 
 
 def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | None, Tensor | None]:
-    """Return token ids and padding mask, each the one passed to the innermost running module that has it, so that a
-    decoder's own are preferred to its encoder-decoder model's. Return None for what is missing.
+    """Return the token ids and the padding mask that apply to an attention call, read from the arguments `input_ids`
+    and `attention_mask` of the modules running around it. For each, the innermost module that received it is used, so
+    that a decoder's own are preferred to its encoder-decoder model's. Return None in place of one that is missing.
 
     Args:
         module_calls: nested calls of one model's modules, outermost first.

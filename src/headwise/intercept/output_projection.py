@@ -10,8 +10,8 @@ PROJECTION_NAMES = ("o_proj", "out_proj", "out", "c_proj", "o", "dense", "out_li
 
 
 def output_projection(model: nn.Module, path: str, width: int) -> nn.Module | None:
-    """Return the linear layer that projects the output of all heads of an attention module, found by its usual names
-    and its input width; None if there is none.
+    """Return the linear layer that projects the outputs of all heads of the attention module at `path`, found by its
+    usual names and its input width; None if there is none.
 
     It is a child of that module, of its parent, or, as in BERT, of the parent's child `output`.
 
@@ -32,8 +32,8 @@ def output_projection(model: nn.Module, path: str, width: int) -> nn.Module | No
 
 
 def weight_of(projection: nn.Module, width: int) -> Float[Tensor, "out width"] | None:
-    """Return the weight `(out, width)` of a linear layer (`nn.Linear`, or `Conv1D`, transposed); None for a module
-    without such a weight and for another input width.
+    """Return the weight of a linear layer as `(out, width)`; that of a `Conv1D` is transposed. Return None for a module
+    without a floating-point weight matrix, and for another input width than `width`.
     """
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
@@ -45,7 +45,8 @@ def weight_of(projection: nn.Module, width: int) -> Float[Tensor, "out width"] |
 
 @torch.no_grad()
 def gram_of(projection: nn.Module, heads: int, value_dim: int) -> Float[Tensor, "heads value_dim value_dim"]:
-    """Return `W_h^T W_h` for each head's slice `W_h (out, value_dim)` of the output projection.
+    """Return the matrix `W_h^T W_h` for each head h, where `W_h (out, value_dim)` is the slice of the output
+    projection's weight that multiplies the output of head h.
 
     For a head's output `o`, `o^T (W_h^T W_h) o` is the squared norm of its projection.
     """

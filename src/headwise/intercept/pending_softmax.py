@@ -15,7 +15,8 @@ HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads",
 
 @dataclass(eq=False)
 class PendingSoftmax:
-    """Attention weights that a module computed with softmax and has not multiplied with the values yet.
+    """Attention weights that a module computed with softmax and has not multiplied with the values yet, with the data
+    needed to track them until then.
 
     Attributes:
         weights: the weights by head; None where it is unknown which axis is the heads'.
@@ -33,14 +34,15 @@ class PendingSoftmax:
 
     def fill(self, result: Tensor, mask: Tensor, value: Tensor | float) -> None:
         """Update the weights after the model called `masked_fill` on them, which wrote `value` where `mask` is True and
-        returned `result`; remember which weights became 0.
+        returned `result`. If `value` is 0, record that these weights became 0.
         """
         self.tensor, self.weights = result, weights_by_head(result, self.module_calls[-1].module)
         if not bool(value):
             self.zeroed = mask if self.zeroed is None else self.zeroed | mask
 
     def uniform_weights(self) -> Tensor:
-        """Return equal weights over the visible keys of each row, adding up to 1, in the shape of `tensor`.
+        """Return uniform attention weights in the shape of `tensor`: in each query row, equal weights for all visible
+        keys, with sum 1, and 0 for hidden keys.
 
         Keys that were filled with zeros are not visible. A row whose scores are all hidden by a finite number sees all
         keys, as in torch's softmax.
@@ -53,8 +55,9 @@ class PendingSoftmax:
 
 
 def weights_by_head(result: Tensor, module: nn.Module) -> Float[Tensor, "batch heads queries keys"] | None:
-    """Return a softmax's result as `(batch, heads, queries, keys)`, with the number of heads read from the module; None
-    if it is unknown which axis is that of the heads.
+    """Return the result of a softmax with axes `(batch, heads, queries, keys)`. With three axes, the first is split
+    into batch and heads by the number of heads that `module` stores. Return None if it is unknown which axis is that of
+    the heads.
     """
     counts = [getattr(module, name, None) for name in HEAD_COUNTS]
     heads = [count for count in counts if isinstance(count, int) and count > 0]

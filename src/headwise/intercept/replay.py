@@ -20,8 +20,8 @@ from headwise.intercept.swap_forward import swap_forward
 
 @dataclass
 class _RecordedCall:
-    """Output of one call of a module in a recorded run of a model, with its rank in the order in which the recorded
-    calls ended, and the tensors' version counters, which show whether the output was written to since.
+    """Output of one module call in a recorded run of a model, with its rank in the order in which the recorded calls
+    ended. The stored version counters of the output's tensors reveal if one was later modified in place.
 
     Attributes:
         output: what the module returned.
@@ -40,8 +40,9 @@ class _RecordedCall:
 
 
 class Replay:
-    """Module outputs of one recorded run of a model. Later runs on the same inputs, in which heads of some modules are
-    gated (scaled or replaced), return them in place of computing them again, up to the first such module.
+    """Recorder of module outputs in one run of a model, for reuse in later runs on the same inputs in which heads of
+    some modules are gated (scaled or replaced). Modules that end before attention begins in the first gated module then
+    return their recorded outputs in place of computing them.
 
     Args:
         model: a deterministic model: in evaluation mode, and without a cache in its inputs.
@@ -58,8 +59,9 @@ class Replay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record module outputs of the model's one run within the context, in place of an earlier recording. Outputs
-        that ended after the last site began to attend, or were later modified in place, are not stored.
+        """Record the module outputs of the one model run within the context, in place of an earlier recording. At its
+        end, discard outputs of module calls that ended after attention began in the last attention module, and outputs
+        that were later modified in place, since these cannot be reused.
         """
         self._calls, self._attention_start, self._ended = {}, {}, 0
         counts: Counter[str] = Counter()
@@ -95,8 +97,9 @@ class Replay:
 
     @contextmanager
     def reused_until(self, gated: Collection[str]) -> Iterator[None]:
-        """Return recorded module outputs, in place of computing them, in model runs within the context. Only calls that
-        ended before attention first began in one of the `gated` modules (paths) are reused.
+        """Let the modules return their recorded outputs, in place of computing them, in the model run within the
+        context. This applies only to module calls that, in the recorded run, ended before attention began in any of the
+        `gated` modules (paths).
         """
         first = min(
             (self._attention_start[path] for path in gated if path in self._attention_start), default=self._ended
@@ -119,8 +122,8 @@ class Replay:
 
 
 def _modules_to_record(modules: dict[str, nn.Module], sites: Collection[str]) -> list[str]:
-    """Return the paths of the modules whose outputs are recorded: the outermost ones with at most one attending module
-    each, such as the layers of a model and its embeddings.
+    """Return the paths of the modules whose outputs are recorded: the outermost modules that contain at most one
+    attention module (`sites`) each, such as the layers of a model and its embeddings.
     """
     site_counts = {path: sum(path == site or is_inside(site, path) for site in sites) for path in modules}
     paths: list[str] = []

@@ -23,8 +23,8 @@ SDPA = F.scaled_dot_product_attention
 
 
 def intercepted_sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute torch's `scaled_dot_product_attention`. Inside an intercepted model, the interceptors observe its weights
-    and may change its output.
+    """Compute torch's `scaled_dot_product_attention` and return its output. Inside an intercepted model, the
+    interceptors observe the attention weights and may change the output.
     """
     if not call_stack.intercepts:
         return SDPA(query, key, value, *args, **kwargs)
@@ -49,8 +49,8 @@ def intercepted_sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw
 
 
 def _by_head(tensor: Tensor) -> Float[Tensor, "batch heads length width"]:
-    """Return a tensor passed to SDPA with four axes: with three, an axis of one head is inserted; with more than four,
-    all axes before the heads become one batch axis.
+    """Return a tensor passed to SDPA as `(batch, heads, length, width)`. If it has three axes, an axis of one head is
+    inserted; if it has more than four, all axes before the heads become one batch axis.
     """
     return tensor[:, None] if tensor.ndim == 3 else tensor.reshape(-1, *tensor.shape[-3:])
 
@@ -85,8 +85,8 @@ def _problem_of(
 
 
 def widest_dtype_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v, under autocast converted to the widest of their dtypes, since autocast allows mixed ones;
-    otherwise unchanged.
+    """Return q, k and v converted to the widest of their three dtypes if autocast is on, since autocast allows mixed
+    ones; otherwise return them unchanged.
     """
     if autocast_dtype(q.device) is None:
         return q, k, v

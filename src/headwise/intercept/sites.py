@@ -16,8 +16,8 @@ from headwise.statistics.tally import Tally
 
 @dataclass
 class SiteRecord:
-    """Numbers of heads at one site (one place where a model attends), and the moments of each statistic of their
-    attention over all observed sequences.
+    """Data about one site (an attention module, in self- or cross-attention): its layer number, its numbers of heads,
+    and for each statistic and head the count, mean and squared deviations of its values over all observed sequences.
 
     Attributes:
         site: where in the model.
@@ -34,20 +34,24 @@ class SiteRecord:
     statistics: dict[str, RunningMoments] = field(default_factory=dict)
 
     def add(self, tally: Tally) -> None:
-        """Add the statistics of one attention call at this site, as one value per sequence and head."""
+        """Add the statistics of one attention call to this site's statistics: for each statistic and head, one value
+        per sequence.
+        """
         for name, values in tally.means().items():
             self.merge({name: RunningMoments.from_values(values.double().cpu())})
 
     def merge(self, statistics: Mapping[str, RunningMoments]) -> None:
-        """Add, in place, the moments of each statistic over other sequences at the same site."""
+        """Merge, in place, the moments (count, mean and squared deviations) of each statistic over other sequences into
+        those of this site.
+        """
         for name, moments in statistics.items():
             before = self.statistics.get(name)
             self.statistics[name] = moments if before is None else before.merge(moments)
 
 
 class SiteRegistry(Interceptor):
-    """Interceptor that records the sites (places where a model attends) while the model runs, and the modules whose
-    attention could not be read.
+    """Interceptor that records the sites (attention modules, in self- or cross-attention) at which a model attends
+    while it runs, and the modules whose attention could not be read.
 
     Subclasses override `observe` or `change` and call `register` in them.
     """
@@ -67,8 +71,8 @@ class SiteRegistry(Interceptor):
         self._unreadable.add(path)
 
     def register(self, call: Call) -> SiteRecord:
-        """Return the record of the site (place in the model) where an attention call happens, created at the site's
-        first call.
+        """Return the record of the site (attention module, self or cross) where an attention call happens; it is
+        created at the site's first call.
 
         Raises:
             InputError: the module has another number of heads than in an earlier call.
@@ -80,7 +84,9 @@ class SiteRegistry(Interceptor):
         return record
 
     def merge(self, records: Iterable[SiteRecord]) -> None:
-        """Add, in place, the site records of the same model from an earlier run or another process."""
+        """Merge, in place, the site records of another run or process of the same model into this registry: new sites
+        are added, and the statistics of known sites are combined.
+        """
         for other in records:
             record = self._records.setdefault(other.site, replace(other, statistics={}))
             record.merge(other.statistics)
@@ -92,7 +98,9 @@ class SiteRegistry(Interceptor):
 
     @property
     def records(self) -> list[SiteRecord]:
-        """Records of all sites where the model attended, in the order of the model's modules."""
+        """Records of all sites (attention modules, self or cross) where the model attended, in the order of the model's
+        modules.
+        """
         order = {path: index for index, path in enumerate(self._modules)}
         return sorted(self._records.values(), key=lambda record: (order[record.site.path], record.site.cross))
 
@@ -104,7 +112,9 @@ class SiteRegistry(Interceptor):
         return layer_numbers([record.layer for record in self.records])
 
     def head_labels(self) -> Iterator[tuple[SiteRecord, dict[str, Any]]]:
-        """Yield each head's site record and its labels: layer, head, kv_head, module, kind ("self" or "cross")."""
+        """Yield, for every head of the model, the record of its site (attention module, self or cross) and a dict of
+        its labels: layer, head, kv_head, module, kind ("self" or "cross").
+        """
         for layer, record in zip(self.layers, self.records, strict=True):
             path, cross = record.site
             kind = "cross" if cross else "self"

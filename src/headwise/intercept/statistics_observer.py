@@ -30,8 +30,9 @@ class _ThreadContexts(threading.local):
 
 
 class StatisticsObserver(Interceptor):
-    """Interceptor that computes the statistics of every attention call of a model and adds them to the result of
-    `watch`. It also captures weights of each site's last call, if asked to.
+    """Interceptor that computes the statistics of every attention call of a model and adds them to `heads`, the result
+    of `watch`. With a `capture`, it also stores the chosen weights of the last call at each site (attention module,
+    self or cross).
 
     Args:
         model: the intercepted model.
@@ -59,8 +60,8 @@ class StatisticsObserver(Interceptor):
         self._heads.on_unreadable(path)
 
     def observe(self, call: Call) -> Observation:
-        """Return functions that sum the statistics of `call` while it runs, capture its weights if asked to, and add
-        both to the result at its end.
+        """Return functions that observe `call`: one adds up its statistics while it runs and, with a `capture`, copies
+        the chosen weights; the other adds both to the result of `watch` at the end.
         """
         record, tally = self._heads.register(call), Tally(self._gram(call))
         captured = None if self._capture is None else CapturedWeights(self._capture, call.grid)
@@ -91,8 +92,8 @@ class StatisticsObserver(Interceptor):
         return None if projection is None else gram_of(projection, heads, value_dim)
 
     def _call_context(self, call: Call) -> CallContext:
-        """Return token ids, special tokens and padding of a call; the same object for all layers that read the same
-        inputs.
+        """Return the token ids, special tokens and padding of a call as a `CallContext`: the same object for all layers
+        with the same inputs, so that data derived from it are computed once. Token ids and padding are None if unknown.
 
         Both are unknown for cross-attention, and for attention over other lengths than the model's input.
         """

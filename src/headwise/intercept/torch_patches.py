@@ -22,8 +22,8 @@ from headwise.intercept.sdpa_calls import SDPA, intercepted_sdpa
 
 
 class TorchCalls(TorchFunctionMode):
-    """Torch function mode that intercepts `scaled_dot_product_attention`, softmax, and functions of softmax weights,
-    under any of their names, in the thread that enters it.
+    """Torch function mode that intercepts attention in the thread that enters it: `scaled_dot_product_attention`,
+    softmax, and functions called with softmax results, under any of their names.
     """
 
     def __torch_function__(
@@ -54,7 +54,7 @@ class TorchCalls(TorchFunctionMode):
 
 def _softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
     """Compute softmax as torch does. Inside `F.multi_head_attention_forward` of an intercepted model, also record the
-    result as attention weights that await their product with the values.
+    result as attention weights, which are tracked until they are multiplied with the values.
     """
     result = eager_softmax.SOFTMAX(input, dim, *args, **kwargs)
     if call_stack.in_torch_attention and call_stack.intercepts:
@@ -63,22 +63,24 @@ def _softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -
 
 
 def _dropout(*args: Any, **kwargs: Any) -> Any:
-    """Compute dropout as torch does. Inside `F.multi_head_attention_forward` of an intercepted model, also follow
-    attention weights through it.
+    """Compute dropout as torch does. If its input is the recorded attention weights, inside
+    `F.multi_head_attention_forward` of an intercepted model, continue to track its result as the weights.
     """
     return _followed(eager_softmax.DROPOUT, args, kwargs)
 
 
 def _bmm(*args: Any, **kwargs: Any) -> Any:
-    """Compute a batched matrix product as torch does. Inside `F.multi_head_attention_forward` of an intercepted model,
-    the product of weights and values is reported to the interceptors, which may change it.
+    """Compute a batched matrix product as torch does. If it multiplies attention weights with values, inside
+    `F.multi_head_attention_forward` of an intercepted model, report the attention call to the interceptors, which may
+    change the product.
     """
     return _followed(eager_softmax.BMM, args, kwargs)
 
 
 def _followed(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function and return its result. Inside `F.multi_head_attention_forward` of an intercepted model,
-    attention weights are followed through it, and the interceptors may change their product with the values.
+    """Call a torch function and return its result. If it is called with recorded attention weights, inside
+    `F.multi_head_attention_forward` of an intercepted model, track these weights in the result; the interceptors may
+    change a product of them with the values.
     """
     result = function(*args, **kwargs)
     if call_stack.in_torch_attention and call_stack.intercepts:
@@ -90,10 +92,8 @@ def _followed(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: di
 
 
 class _FunctionPatches:
-    """Reentrant context in which the attention functions of torch, `transformers` and headwise are replaced by
-    intercepting ones, in all threads.
-
-    The last thread that leaves restores them.
+    """Context in which the attention functions of torch, `transformers` and headwise are replaced by intercepting ones,
+    in all threads. It may be entered several times at once; the last exit restores the functions.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class _FunctionPatches:
                 self._restore.pop()()
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Replace an attribute of `owner`, and remember how to restore it."""
+        """Replace the attribute `name` of `owner` by `function`, and store how to restore it."""
         before = getattr(owner, name)
         self._restore.append(lambda: setattr(owner, name, before))
         setattr(owner, name, function)

@@ -15,7 +15,8 @@ from headwise.statistics.weight_capture import WeightCapture
 
 @contextmanager
 def watch(model: Any, *, special: Collection[int] = (), detail: Any = None) -> Iterator[Heads]:
-    """Collect statistics of the attention weights of every head, in all attention calls of a model within the context.
+    """Collect statistics of every attention head, from all attention calls of a model within the context, and yield the
+    `Heads` that contain them.
 
     The model computes the same output, up to rounding.
 

@@ -35,8 +35,8 @@ INPUT_PROJECTIONS = ("qkv_proj", "q_proj", "q_down")
 
 
 class ScoreParameters(NamedTuple):
-    """Scale, softcap, sink logits and talking-heads matrices of one call of a layer, as arguments of `attend`. Sizes
-    are in score maps: one per head, or two in differential attention.
+    """Scale, softcap, sink logits and talking-heads matrices of one layer call, as arguments of `attend`. The tensors
+    have one entry per score map: per head, or two per head in differential attention.
 
     Attributes:
         scale: factor of the scores, one number or one per score map.
@@ -51,16 +51,16 @@ class ScoreParameters(NamedTuple):
     talking_heads: tuple[Float[Tensor, "heads heads"], Float[Tensor, "heads heads"]] | None
 
     def of_maps(self, maps: slice) -> "ScoreParameters":
-        """Return the parameters of a slice of the score maps (softmax maps, one or two per head), without talking-heads
-        matrices.
+        """Return the parameters of some of the score maps, chosen by the slice `maps`, without talking-heads matrices.
+        A layer has one score map (softmax map) per head, or two.
         """
         scale = self.scale[maps] if isinstance(self.scale, Tensor) else self.scale
         return ScoreParameters(scale, self.softcap, None if self.sinks is None else self.sinks[maps], None)
 
 
 class AttentionLayer(nn.Module):
-    """Base class of the attention layers: options and learned parameters of the scores, the call of `attend`, caches,
-    and checks of inputs.
+    """Base class of the attention layers. It stores the options and learned parameters of the scores, calls `attend`,
+    creates and updates caches, and checks inputs.
 
     Attributes:
         rotary: rotation of queries and keys by position.
@@ -112,8 +112,8 @@ class AttentionLayer(nn.Module):
                 initialise(parameter)
 
     def _score_parameters(self, head_dim: int) -> ScoreParameters:
-        """Return scale, softcap, sinks and talking-heads matrices for one call; a learned temperature divides the
-        scale.
+        """Return the scale, softcap, sink logits and talking-heads matrices for one call. The scale is divided by the
+        learned temperature, if there is one.
 
         Args:
             head_dim: width of the queries and keys, from which the default scale follows.
@@ -132,8 +132,8 @@ class AttentionLayer(nn.Module):
     def _split_heads(
         self, projected: Float[Tensor, "batch length width"], heads: int
     ) -> Float[Tensor, "batch {heads} length head_width"]:
-        """Return a view in which the width of projected features is split into heads, and the heads axis precedes the
-        length.
+        """Return a view of projected features with the last axis split into `heads` and the heads axis moved before the
+        length: `(batch, heads, length, head_width)`.
         """
         return projected.view(*projected.shape[:-1], heads, projected.shape[-1] // heads).transpose(1, 2)
 
@@ -145,8 +145,8 @@ class AttentionLayer(nn.Module):
         call: LayerCall,
         rotary: Rotary | None,
     ) -> AttentionInputs:
-        """Return the queries and new keys rotated by their positions, with the cached keys and values before the new
-        ones.
+        """Return the queries, keys and values for `attend`: queries and new keys are rotated by their positions, and
+        cached keys and values are placed before the new ones.
 
         Args:
             q: queries.
@@ -170,8 +170,8 @@ class AttentionLayer(nn.Module):
     def _call_attend(
         self, inputs: AttentionInputs, call: LayerCall, parameters: ScoreParameters
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return the output of each head, multiplied by the gate of the call, and the attention weights, or None if the
-        call does not want them.
+        """Call `attend` and return the output of each head, multiplied by the gate of the call, before the output
+        projection; and the attention weights, or None if the call does not request them.
         """
         attended = attend(
             inputs.q,
@@ -238,7 +238,9 @@ class AttentionLayer(nn.Module):
             backend_named(self.backend)
 
     def _check_input(self, name: str, tensor: Any, width: int) -> None:
-        """Raise `InputError` unless an input tensor has 2 or 3 axes, this width, and the layer's device and dtype."""
+        """Raise `InputError` unless an input tensor has 2 or 3 axes, the given `width` on its last axis, and the
+        layer's device and dtype.
+        """
         if not isinstance(tensor, Tensor) or tensor.is_nested:
             got = "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InputError(name, expected="a tensor", got=got)
@@ -256,8 +258,8 @@ class AttentionLayer(nn.Module):
         return next((parameter for parameter in projection.parameters() if parameter.is_floating_point()), None)
 
     def _mask_and_bias(self, mask: Any, bias: Any, cache: Cache | None) -> tuple[Mask | None, Tensor | None]:
-        """Return one mask that combines those of the layer, the cache and the call by `&`, and the bias of the call. A
-        float tensor passed as the call's mask becomes the bias.
+        """Return the mask and the bias of a call. The mask combines the masks of the caller, the cache and the layer by
+        `&` (all must allow a key); None if there is none. A float tensor passed as `mask` becomes the bias.
         """
         mask, bias = mask_and_bias(mask, bias)
         for other in (cache and cache.mask, self.mask):
@@ -289,8 +291,9 @@ class AttentionLayer(nn.Module):
     def _checked_positions(
         self, x: Float[Tensor, "batch queries embed"], positions: Any, cache: Cache | None, *, cross: bool = False
     ) -> Int[Tensor, "#batch queries"] | None:
-        """Return the positions of the tokens of x that the caller passed as a tensor with a batch axis; None without
-        positions.
+        """Check the `positions` argument of the caller, and return it as an integer tensor with a batch axis: the
+        position of each token of x, `(batch, queries)` or `(1, queries)`. Return None if the caller passed None, and
+        raise `InputError` if positions do not fit the call.
 
         Raises:
             InputError: positions of the wrong shape, with a context, or with a cache whose keys get new positions
@@ -309,8 +312,8 @@ class AttentionLayer(nn.Module):
 
 
 def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
-    """Raise `InputError` unless a tensor has the device and dtype of the layer's parameters; the dtype may differ if
-    autocast converts it.
+    """Raise `InputError` unless a tensor has the device and dtype of the layer's parameters. The dtypes may differ if
+    autocast is on and converts both.
 
     Args:
         name: name of the argument, for the error.

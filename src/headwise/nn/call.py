@@ -40,8 +40,8 @@ class LayerCall:
 
     @property
     def needs_full_capacity(self) -> bool:
-        """True if attention must run over all slots of the cache, empty ones included, rather than over the stored
-        tokens only; also True without a `StaticCache`, the only cache with empty slots.
+        """True if attention must run over all slots (places for tokens) of a `StaticCache`, empty ones included, rather
+        than over the stored tokens only. Also True without a `StaticCache`, since no other cache has empty slots.
 
         That is so if a mask, a bias or the returned weights have an axis of keys. It is also so if the cache cannot
         leave out its empty room, because its lengths cannot be read now.

@@ -28,8 +28,8 @@ from headwise.shapes import Float
 
 
 class DifferentialAttention(MultiHeadAttention):
-    """Multi-head attention in which each head subtracts a second softmax map from its first (Ye et al. 2024,
-    Differential Transformer, section 2.1).
+    """Multi-head attention in which each head computes two maps of softmax weights and subtracts lambda times the
+    second from the first (Ye et al. 2024, Differential Transformer, section 2.1).
 
     Each head computes two softmax maps A1 and A2 of the same keys and values, and its output is
 
@@ -114,8 +114,8 @@ class DifferentialAttention(MultiHeadAttention):
                 nn.init.normal_(parameter, std=0.1)
 
     def lambda_value(self) -> Float[Tensor, ""]:
-        """Return lambda, the current factor of the second softmax map that is subtracted from the first: one number for
-        all heads, in float32 or wider.
+        """Return the current value of lambda, the factor of each head's second softmax map, which is subtracted from
+        its first. It is one number for all heads, in float32 or wider.
         """
         wide = torch.promote_types(self.lambda_q1.dtype, torch.float32)
         first = (self.lambda_q1.to(wide) * self.lambda_k1.to(wide)).sum().exp()
@@ -125,8 +125,8 @@ class DifferentialAttention(MultiHeadAttention):
     def _attend(
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return the output of each head, normalised, scaled by 1 - lambda_init and multiplied by the gate of the call,
-        and the weights A1 - lambda A2, or None if the call does not want them.
+        """Return the output of each head, normalised, scaled by 1 - lambda_init and multiplied by the gate of the call;
+        and the weights A1 - lambda A2 of the two softmax maps, or None if the call does not request them.
         """
         (first_inputs, first_parameters), (second_inputs, second_parameters) = self._score_maps(inputs)
         call = self._with_position_bias(first_inputs, call)
@@ -144,8 +144,8 @@ class DifferentialAttention(MultiHeadAttention):
         return heads if factor is None else heads * factor, weights
 
     def _score_maps(self, inputs: AttentionInputs) -> list[tuple[AttentionInputs, ScoreParameters]]:
-        """Return two pairs of attention inputs and score parameters: those of the first softmax map of all heads, and
-        those of the second. Both have the same values.
+        """Return the attention inputs and score parameters of the two softmax maps as two pairs: one for the first map
+        of every head, one for the second. Queries and keys differ between them; values are the same.
         """
         parameters = self._score_parameters(self.head_dim)
         maps = []
@@ -162,8 +162,9 @@ class DifferentialAttention(MultiHeadAttention):
 
 
 def _checked_lambda_init(lambda_init: float | None, depth: int | None) -> float:
-    """Return the initial factor of the second softmax map: `lambda_init` itself, 0.8 if it is None, or the value that
-    follows from the depth of the layer if that is passed.
+    """Return the initial value of lambda, the factor of the second softmax map. It is `lambda_init` if that is passed,
+    `0.8 - 0.6 exp(-0.3 depth)` if `depth` is, and 0.8 if neither is. Raise `InputError` for both together, and for a
+    value out of range.
 
     Raises:
         InputError: both arguments, a share outside [0, 1), a negative depth.

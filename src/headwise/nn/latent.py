@@ -40,8 +40,8 @@ INTERLEAVED = Rotary(interleaved=True)
 
 
 class LatentAttention(AttentionLayer):
-    """Self-attention in which keys and values of all heads are computed from one latent vector per token, so that a
-    cache is small: multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
+    """Self-attention in which the keys and values of all heads are computed from one small latent vector per token, so
+    that a cache stores little: multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
 
     Each token has one latent of width `kv_rank` and one rotated key of width `rotary_dim`, both shared by all heads,
     and a cache holds nothing else. With c_j the latent of token j, head h attends with
@@ -168,7 +168,8 @@ class LatentAttention(AttentionLayer):
         Float[Tensor, "*batch queries out"]
         | tuple[Float[Tensor, "*batch queries out"], Float[Tensor, "*batch heads queries keys"]]
     ):
-        """Attend from each token of x to the tokens of x and of the cache; return output and, on request, weights.
+        """Attend from each token of x to those of x and the cache; return the projected output and, on request,
+        weights.
 
         Args:
             x: `(batch, queries, embed_dim)`, or `(queries, embed_dim)` for one sequence.
@@ -222,8 +223,8 @@ class LatentAttention(AttentionLayer):
         return torch.cat((rotated, content), dim=-1)
 
     def _latents(self, x: Float[Tensor, "batch new embed"]) -> Float[Tensor, "batch 1 new width"]:
-        """Return the features of x that a cache stores, one row per token: the key that all heads share, still to be
-        rotated, then the normalised latent.
+        """Return the features that a cache stores for each token of x: the key part that all heads share, not rotated
+        yet, followed by the normalised latent vector that keys and values are computed from.
         """
         latent, rotated = torch.split(self.kv_down(x), [self.kv_rank, self.rotary_dim], dim=-1)
         return torch.cat((rotated, apply_norm(self.kv_norm, latent).to(rotated.dtype)), dim=-1).unsqueeze(1)
@@ -233,8 +234,8 @@ class LatentAttention(AttentionLayer):
     def _attend_expanded(
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return head outputs, and weights or None, by computing keys and values of each head from the latents with
-        `kv_up`, and attending to those (equations 9 to 11 and 16 to 19).
+        """Return head outputs, and attention weights or None, by computing the keys and values of each head from the
+        latent vectors with `kv_up` and attending to those (equations 9 to 11 and 16 to 19).
         """
         rotated, latent = torch.split(inputs.k, [self.rotary_dim, self.kv_rank], dim=-1)
         expanded = self._split_heads(self.kv_up(latent.squeeze(1)), self.num_heads)
@@ -246,8 +247,8 @@ class LatentAttention(AttentionLayer):
     def _attend_absorbed(
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return head outputs, and weights or None, by attending to the latents c themselves: `kv_up` is multiplied
-        into the queries and the outputs in place of the keys and values.
+        """Return head outputs, and attention weights or None, by attending to the latent vectors themselves. Instead of
+        computing keys and values from these, multiply `kv_up` into the queries, and into the attention output.
 
         q . (K c) = (q K) . c and sum_j A_j (V c_j) = V sum_j A_j c_j, with K and V the two parts of `kv_up`.
         """
@@ -260,7 +261,8 @@ class LatentAttention(AttentionLayer):
         return latent_outputs @ values_up.mT, weights
 
     def _kv_up_matrices(self, like: Tensor) -> Float[Tensor, "heads head_dim_value_dim kv_rank"]:
-        """Return the weight matrix of `kv_up` for each head: from a latent to the head's keys, then its values.
+        """Return the weight matrix of `kv_up` split by head: rows that map a latent vector to the head's keys, followed
+        by rows that map it to the head's values.
 
         A module that is not a plain `nn.Linear`, such as an adapter, is applied to the unit vectors.
 
@@ -275,8 +277,9 @@ class LatentAttention(AttentionLayer):
         return matrix.reshape(self.num_heads, self.head_dim + self.value_dim, self.kv_rank)
 
     def _is_absorbed(self, absorbed: bool | None, *, queries: int, keys: int) -> bool:
-        """Return True to attend to the latents themselves, False to keys and values of each head. The caller's choice
-        comes first; None selects the form with fewer multiplications. A `kv_up` with a bias needs False.
+        """Return True if attention is to run over the latent vectors themselves, False if over the keys and values of
+        each head. The caller's choice `absorbed` comes first; None selects the form with fewer multiplications. If
+        `kv_up` has a bias, only False is possible.
 
         Args:
             absorbed: argument of the caller; None for the form with fewer multiplications.
@@ -308,7 +311,9 @@ class LatentAttention(AttentionLayer):
         return [(1, self.rotary_dim + self.kv_rank)]
 
     def _check_rotary(self) -> None:
-        """Raise `InputError` unless the layer's rotation fits the `rotary_dim` features that are rotated."""
+        """Raise `InputError` if the layer's rotation does not fit the `rotary_dim` features: if it is wider, or if it
+        would rotate pairs of an odd number of features.
+        """
         if self.rotary is None:
             return
         if self.rotary.width is None and self.rotary_dim % 2:

@@ -23,16 +23,18 @@ from headwise.shapes import Float
 
 
 class Layout(ABC):
-    """Arrangement of the sequences in a layer's input x (batch, nested tensor and others), with the conversion of the
-    output and the attention weights back to it.
+    """Arrangement of the sequences in a layer's input x, such as a batch or a nested tensor. It converts the layer's
+    output and attention weights back to that arrangement.
     """
 
     @abstractmethod
     def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Tensor:
-        """Return the output, which the layer computed with a batch axis, in the layout of the layer's input x."""
+        """Return the output of the layer, computed with a batch axis, in the layout of the layer's input x."""
 
     def restore_weights(self, weights: Float[Tensor, "batch heads queries keys"]) -> Tensor:
-        """Return the attention weights in the layout of the layer's input x; unchanged by default."""
+        """Return the attention weights in the layout of the layer's input x; unchanged unless a subclass overrides this
+        method.
+        """
         return weights
 
     def restore(
@@ -47,7 +49,9 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class Batch(Layout):
-    """Layout with one sequence per row, `(batch, length, width)`; output and weights have it already."""
+    """Layout of an x with one sequence per row, `(batch, length, width)`. The layer computes in this form, so output
+    and weights need no conversion.
+    """
 
     def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Float[Tensor, "batch queries out"]:
         """Return the output unchanged, since it has a batch axis already."""
@@ -56,7 +60,7 @@ class Batch(Layout):
 
 @dataclass(frozen=True)
 class SingleRow(Layout):
-    """Layout without a batch axis, `(length, width)`: one sequence, or packed sequences end to end."""
+    """Layout of an x without a batch axis, `(length, width)`: one sequence, or several packed end to end."""
 
     def restore_output(self, y: Float[Tensor, "1 queries out"]) -> Float[Tensor, "queries out"]:
         """Return the output without the batch axis."""
@@ -84,8 +88,8 @@ class Nested(Layout):
 
 @dataclass(frozen=True)
 class MaskedPadding(Layout):
-    """Layout of a batch padded on the right whose padding the layer hid with a mask; output and weights of padding are
-    set to 0.
+    """Layout of a batch that is padded on the right and whose padding the layer hid with a mask. The output at padding,
+    and the weights of padding queries, are set to 0.
 
     Attributes:
         padded: lengths of the sequences.
@@ -100,13 +104,14 @@ class MaskedPadding(Layout):
     def restore_weights(
         self, weights: Float[Tensor, "batch heads queries keys"]
     ) -> Float[Tensor, "batch heads queries keys"]:
-        """Return the weights with 0 in the rows of padding."""
+        """Return the attention weights with 0 in the rows of queries that are padding."""
         return weights.masked_fill(~self.padded.is_real[:, None, :, None], 0.0)
 
 
 @dataclass(frozen=True)
 class PackedPadding(Layout):
-    """Layout of a batch padded on the right whose real tokens the layer packed end to end; the output of padding is 0.
+    """Layout of a batch that is padded on the right and whose real tokens the layer packed end to end. The output is
+    put back into a padded batch, with 0 at padding.
 
     Attributes:
         padded: lengths of the sequences.
@@ -122,8 +127,9 @@ class PackedPadding(Layout):
 def unpack_padded(
     x: Float[Tensor, "batch queries embed"], padded: packed.PaddedBatch, call: LayerCall
 ) -> tuple[Float[Tensor, "rows length embed"], LayerCall, Layout]:
-    """Return the input and the options with which a layer computes a batch that is padded on the right, and the layout
-    that converts the output back.
+    """Convert a batch that is padded on the right to a form in which padding has no effect: its real tokens packed end
+    to end, or its padding masked. Return the converted x, the call options for it, and the layout that converts the
+    output back.
 
     The real tokens are packed if that saves work and the call allows it. Otherwise the padding is masked, and its
     inputs are replaced by 0: a weight of 0 would not stop NaN and infinity from reaching other tokens.
@@ -145,8 +151,8 @@ def unpack_padded(
 
 
 def _can_be_packed(call: LayerCall) -> bool:
-    """Return True if padded tokens may be packed end to end in this call: mask, bias, gate and returned weights have no
-    axis of queries or keys.
+    """Return True if the real tokens of a padded batch may be packed end to end in this call: there is no bias, no
+    weights are returned, and neither mask nor gate depends on the query or the key.
     """
     if call.mask is not None:
         extent = call.mask.natural_grid()
@@ -158,8 +164,9 @@ def _can_be_packed(call: LayerCall) -> bool:
 def unpack_nested(
     x: Tensor, context: Any, value_context: Any, offsets: Any, context_offsets: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return two dicts by input name ("x", "context", "value_context"): the tokens `(tokens, width)` of each jagged
-    nested input, and the offsets of its sequences.
+    """Return the tokens and the sequence offsets of jagged nested inputs, as two dicts by input name ("x", "context",
+    "value_context"): all tokens end to end, `(tokens, width)`, and the start of each sequence among them. Inputs that
+    are None are left out.
 
     Raises:
         InputError: offsets in addition to a nested x, or inputs that are not jagged tensors of matching lengths.

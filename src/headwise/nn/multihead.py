@@ -177,8 +177,8 @@ class MultiHeadAttention(QKVProjection):
         Float[Tensor, "*batch queries out"]
         | tuple[Float[Tensor, "*batch queries out"], Float[Tensor, "*batch heads queries keys"]]
     ):
-        """Attend from each token of x to the tokens of the context, or of x itself, cached ones included. Return
-        the output after the output projection, and on request the attention weights of each head.
+        """Attend from each token of x to the tokens of the context, or of x itself without one, cached tokens included.
+        Return the output after the output projection and, with `return_weights`, the attention weights of each head.
 
         Example:
             >>> layer = MultiHeadAttention(512, num_heads=8, mask=causal())
@@ -262,8 +262,8 @@ class MultiHeadAttention(QKVProjection):
         context_offsets: Any,
         return_weights: bool,
     ) -> tuple[LayerInputs, LayerCall, layout.Layout]:
-        """Return the inputs of a call as `(batch, length, width)`, its checked options, and the layout of x, to which
-        the output is converted back.
+        """Check the arguments of `forward`. Return the input tensors as `(batch, length, width)`, the options of the
+        call, and the layout of x, which converts the output back.
 
         The arguments are those of `forward`.
         """
@@ -294,15 +294,15 @@ class MultiHeadAttention(QKVProjection):
     def _attend(
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return the output of each head, multiplied by the gate of the call, and the attention weights, or None if the
-        call does not want them.
+        """Return the output of each head, with the layer's position bias in the scores and multiplied by the gate of
+        the call, before the output projection; and the attention weights, or None if the call does not request them.
         """
         call = self._with_position_bias(inputs, call)
         return self._call_attend(inputs, call, self._score_parameters(self.head_dim))
 
     def _with_position_bias(self, inputs: AttentionInputs, call: LayerCall) -> LayerCall:
-        """Return the options of the call with the layer's position bias, if it has one, added to the
-        bias of the call.
+        """Return the options of the call with the layer's position bias added to the bias of the call; unchanged if the
+        layer has no position bias.
         """
         if self.position_bias is None:
             return call
@@ -315,8 +315,8 @@ class MultiHeadAttention(QKVProjection):
     def _attend_packed(
         self, inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
     ) -> tuple[Float[Tensor, "1 heads queries value_dim"], None]:
-        """Return the output of each head for packed sequences, each of which attends to itself or its context alone,
-        and None in place of the weights.
+        """Return the output of each head for packed sequences, and None in place of the weights. Each sequence attends
+        to itself alone, or in cross-attention to the context sequence of the same index.
         """
         check_packed_options(call, sequences=len(offsets[0]) - 1, num_heads=self.num_heads, like=inputs.q)
         heads: list[Tensor] = [inputs.q.new_zeros(1, 0, self.num_heads, self.value_dim)]
@@ -328,7 +328,7 @@ class MultiHeadAttention(QKVProjection):
     # -- checks -----------------------------------------------------------------------------------------------
 
     def _check_options(self) -> None:
-        """Raise `InputError` for options of the wrong type or that do not fit the sizes of the layer."""
+        """Raise `InputError` for options that have the wrong type or do not fit the sizes of the layer."""
         self._check_option_types()
         if self.output_gate not in (None, "head", "element"):
             raise InputError("output_gate", expected="'head', 'element' or None", got=repr(self.output_gate))

@@ -11,8 +11,8 @@ from headwise.errors import InputError
 
 @dataclass(frozen=True)
 class Scores:
-    """Options of a layer for its attention scores, applied between the product of queries and keys and the softmax, and
-    of talking heads also after it.
+    """Options of a layer for its attention scores: scale, softcap, attention sinks, temperature and talking heads. All
+    act on the scores before or in the softmax; talking heads also mix the weights after it.
 
     Example:
         >>> layer = MultiHeadAttention(512, num_heads=8, scores=Scores(softcap=30.0, sinks=True), backend="blockwise")
@@ -91,7 +91,7 @@ class QKNorm:
         finite_number("QKNorm(eps)", self.eps, above=0.0)
 
     def module(self, heads: int, head_dim: int, **factory: Any) -> nn.RMSNorm | nn.LayerNorm:
-        """Create the norm module for the queries of a layer, or for its keys.
+        """Return a new norm module, `nn.RMSNorm` or `nn.LayerNorm`, for the queries or for the keys of a layer.
 
         Args:
             heads: number of heads of the queries or keys.

@@ -17,8 +17,8 @@ from headwise.shapes import Float
 def query_and_key_offsets(
     x: Float[Tensor, "*batch queries embed"], num_keys: int, offsets: Any, context_offsets: Any, *, cross: bool
 ) -> packed.Offsets | None:
-    """Return the checked start offsets of the packed sequences among the queries and among the keys, equal in
-    self-attention; None if nothing is packed.
+    """Check the offsets of packed sequences that the caller passed. Return where each sequence starts among the
+    queries, and where among the keys; both are the same in self-attention. Return None if nothing is packed.
 
     Args:
         x: input as the caller passed it.
@@ -74,7 +74,9 @@ def check_packed_options(call: LayerCall, *, sequences: int, num_heads: int, lik
 def each_sequence(
     inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
 ) -> Iterator[tuple[AttentionInputs, LayerCall]]:
-    """Yield the queries, keys, values and call options of each packed sequence, as for a batch of one."""
+    """Yield, for one packed sequence after the other, its queries, keys and values and its call options, as for a batch
+    of one sequence.
+    """
     for index, (queries, keys) in enumerate(zip(*map(packed.sequence_slices, offsets), strict=True)):
         one_input = inputs._replace(
             q=inputs.q[:, :, queries],

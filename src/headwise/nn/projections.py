@@ -22,8 +22,8 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def reset_linear(linear: nn.Linear, blocks: tuple[int, ...]) -> None:
-    """Initialise the weight of a linear layer uniformly after Glorot and Bengio 2010, each block of rows on its own,
-    and the bias with zeros.
+    """Initialise the weight of a linear layer uniformly after Glorot and Bengio 2010, separately for each block of
+    rows, and the bias with zeros.
 
     Args:
         linear: projection to initialise.

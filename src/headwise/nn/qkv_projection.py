@@ -13,8 +13,8 @@ from headwise.shapes import Float
 
 
 class ProjectedContext(NamedTuple):
-    """Keys and values of a context, split into heads; `project_context` computes them once for many calls of the same
-    layer.
+    """Keys and values of a context, split into heads. `project_context` computes them once, for many calls of the same
+    layer that attend to this context.
 
     Attributes:
         k: keys, normalised if the layer has a `qk_norm`.
@@ -26,7 +26,8 @@ class ProjectedContext(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """Checked input tensors of one call of a layer, all with a batch axis: x, and the sources of keys and of values.
+    """Checked input tensors of one call of a layer, all with a batch axis: x, from which queries are projected, and the
+    tensors from which keys and values are projected, or these keys and values themselves.
 
     Attributes:
         x: source of the queries.
@@ -45,7 +46,7 @@ class LayerInputs(NamedTuple):
 
 
 class QKVProjection(AttentionLayer):
-    """Base of attention layers that project queries from x, and keys and values from x or from a context.
+    """Base class of attention layers that project queries from x, and keys and values from x or from a context.
 
     Attributes:
         maps: score maps per head, each with its own queries and keys; more than 1 only in derived layers.
@@ -85,7 +86,8 @@ class QKVProjection(AttentionLayer):
         value_context_dim: int | None,
         out_dim: int | None,
     ) -> None:
-        """Check the sizes passed to the constructor and store them as attributes; each None is replaced by its default.
+        """Check the sizes passed to the constructor and store them as attributes, with None replaced by the default of
+        each.
 
         Raises:
             InputError: a size that is not positive, or heads that do not divide what they share.
@@ -131,7 +133,7 @@ class QKVProjection(AttentionLayer):
 
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
-        """Widths of the projected queries, keys and values, all heads side by side."""
+        """Total widths, over all heads, of the projected queries, keys and values."""
         return (
             self.maps * self.num_heads * self.head_dim,
             self.maps * self.num_kv_heads * self.head_dim,
@@ -166,8 +168,8 @@ class QKVProjection(AttentionLayer):
         Float[Tensor, "batch maps_kv_heads keys head_dim"],
         Float[Tensor, "batch kv_heads keys value_dim"],
     ]:
-        """Return queries, keys and values of a call, projected and split into heads, with queries and keys normalised.
-        Keys and values of a `ProjectedContext` are returned unchanged.
+        """Return the queries, keys and values of a call, projected and split into heads, with queries and keys
+        normalised if the layer has a `qk_norm`. Keys and values of a `ProjectedContext` are returned unchanged.
         """
         if isinstance(inputs.context, ProjectedContext):
             return self._query_heads(self.q_proj(inputs.x)), inputs.context.k, inputs.context.v
@@ -192,8 +194,8 @@ class QKVProjection(AttentionLayer):
     def _normalised_heads(
         self, projected: Float[Tensor, "batch length width"], heads: int, norm: nn.Module | None
     ) -> Float[Tensor, "batch {heads} length head_dim"]:
-        """Return projected queries or keys split into heads, and normalised by `norm` per head or over all heads
-        together; not normalised without a norm.
+        """Return projected queries or keys split into heads, and normalised by `norm`, per head or over all heads
+        together as `qk_norm` states. Without a norm they are only split.
         """
         if self.qk_norm is None or norm is None:
             return self._split_heads(projected, heads)
@@ -204,8 +206,8 @@ class QKVProjection(AttentionLayer):
     # -- checks -----------------------------------------------------------------------------------------------
 
     def _checked_inputs(self, x: Any, context: Any, value_context: Any) -> LayerInputs:
-        """Return the checked inputs of a call, with a batch axis added where it is missing; x is the source of keys and
-        values if there is no context.
+        """Check the inputs of a call and return them, with a batch axis added where it is missing. Without a context, x
+        is also the source of keys and values.
 
         Raises:
             InputError: inputs that do not fit the layer or each other.
@@ -230,8 +232,8 @@ class QKVProjection(AttentionLayer):
     def _checked_contexts(
         self, context: Any, value_context: Any
     ) -> tuple[Float[Tensor, "batch keys context"], Float[Tensor, "batch keys value_context"]]:
-        """Return the checked sources of keys and of values with a batch axis; the context is both if there is no value
-        context.
+        """Check a context and a value context, and return them as the sources of keys and of values, with a batch axis.
+        Without a value context, the context is the source of both.
 
         Raises:
             InputError: contexts that do not fit the layer or each other.
@@ -250,7 +252,9 @@ class QKVProjection(AttentionLayer):
         return _with_batch(context), _with_batch(value_context)
 
     def _check_takes_context(self) -> None:
-        """Raise `InputError` if the layer cannot take a context, because its fused `qkv_proj` projects x alone."""
+        """Raise `InputError` if the layer cannot attend to a context, because its fused `qkv_proj` projects queries,
+        keys and values from x alone.
+        """
         if self.fused_qkv:
             raise InputError(
                 "context",
@@ -262,7 +266,8 @@ class QKVProjection(AttentionLayer):
     def _checked_x_for(
         self, context: ProjectedContext, x: Any, value_context: Any
     ) -> Float[Tensor, "batch queries embed"]:
-        """Return x with a batch axis, after checking that it and a projected context fit the layer and each other.
+        """Check that x and a projected context (keys and values) fit the layer and each other, and return x with a
+        batch axis.
 
         Raises:
             InputError: a context of another layer or batch, or a value context in addition.

@@ -22,8 +22,8 @@ from headwise.shapes import Float
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """Replacement for `torch.nn.MultiheadAttention` with the same arguments and state dict, and the same results except
-    as listed below.
+    """Drop-in replacement for `torch.nn.MultiheadAttention` that computes with `headwise.attend`. It has the same
+    arguments and state dict, and returns the same results with three exceptions.
 
     In a boolean mask True means *ignored*, as in torch's layer and unlike in the rest of headwise. Three things
     differ. The output of a query that may attend to nothing is `out_proj.bias`, and its weights are 0, where torch
@@ -84,7 +84,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from each token of `query` to the tokens of `key`; return the output, and the weights or None.
+        """Attend from each token of `query` to the tokens of `key`. Return the output after the output projection, and
+        the attention weights, or None without `need_weights`.
 
         Args:
             query: `(batch, queries, embed_dim)` with `batch_first`, `(queries, batch, embed_dim)` without, or
@@ -135,7 +136,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         key: Float[Tensor, "*keys kdim"],
         value: Float[Tensor, "*keys vdim"],
     ) -> tuple[Tensor, ...]:
-        """Return queries, keys and values, each projected to width `embed_dim`; the other axes are those of the inputs.
+        """Return the projected queries, keys and values, each with `embed_dim` on the last axis and the other axes of
+        its input.
 
         Each parameter is read once, because a parametrization computes it at every read.
         """
@@ -151,8 +153,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         return tuple(F.linear(x, weight, add) for x, weight, add in zip(inputs, weights, biases, strict=True))
 
     def _split_heads(self, projected: Float[Tensor, "*any embed"]) -> Float[Tensor, "batch heads length head_dim"]:
-        """Return a view `(batch, heads, length, head_dim)` of projected features that have no batch axis, or have it
-        first or second.
+        """Return a view of projected features as `(batch, heads, length, head_dim)`. Their batch axis may be first
+        (`batch_first`), second, or missing.
         """
         heads = projected.view(*projected.shape[:-1], self.num_heads, self.head_dim)
         if heads.ndim == 3:
@@ -162,8 +164,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _join_heads(
         self, heads: Float[Tensor, "batch heads queries head_dim"], *, batched: bool
     ) -> Float[Tensor, "*any embed"]:
-        """Return head outputs side by side on the last axis, with batch and length axes as in the layer's inputs: batch
-        first, length first, or no batch axis.
+        """Return head outputs with all heads side by side on the last axis, and with batch and length axes in the order
+        of the layer's inputs: batch first, length first, or no batch axis.
         """
         if not batched:
             return heads.squeeze(0).transpose(0, 1).flatten(1)
@@ -172,8 +174,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _append_learned(
         self, heads: Float[Tensor, "batch heads keys head_dim"], learned: Float[Tensor, "1 1 embed"] | None
     ) -> Float[Tensor, "batch heads more_keys head_dim"]:
-        """Return keys or values followed by one learned token (with `add_bias_kv`) and one token of zeros (with
-        `add_zero_attn`).
+        """Return keys or values with extra tokens appended to the keys axis: one learned token (with `add_bias_kv`) and
+        one token of zeros (with `add_zero_attn`).
 
         Args:
             heads: keys or values of all heads.
@@ -197,8 +199,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> tuple[Mask | None, Float[Tensor, "#batch #heads #queries keys"] | None]:
-        """Return the mask and the bias with which `attend` computes what torch's two masks mean: the causal mask
-        without a bias, or no mask and the sum of both masks as a bias, or neither.
+        """Convert torch's masks to the mask and bias arguments of `attend`, and return both. Where `is_causal` allows
+        it, they are the causal mask and no bias; otherwise no mask, and the sum of `key_padding_mask` and `attn_mask`
+        as a bias, or None without either.
 
         They become a bias because `attend` reads the values of boolean masks, which waits for a GPU and is forbidden
         under `vmap`. Appended keys are visible to all queries.
@@ -223,8 +226,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     # -- nested input ---------------------------------------------------------------------------------------------
 
     def _attend_nested(self, x: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-        """Return output and weights (None if not needed) of self-attention over a nested tensor, as
-        `nn.TransformerEncoder` passes it.
+        """Compute self-attention over a nested tensor, as `nn.TransformerEncoder` passes it. Return the output as a
+        nested tensor, and the attention weights padded with zeros, or None if they are not needed.
 
         The output is nested; the weights are padded with zeros, as torch's are.
         """
@@ -258,8 +261,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
     def _check_inputs(self, query: Any, key: Any, value: Any) -> None:
-        """Raise `InputError` unless query, key and value have axes, widths, dtypes, devices and lengths that fit the
-        layer and each other.
+        """Raise `InputError` unless query, key and value have 2 or 3 axes each, the layer's widths, dtype and device,
+        and batch sizes and lengths that fit each other.
         """
         widths = (self.embed_dim, self.kdim, self.vdim)
         for name, tensor, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
@@ -298,14 +301,14 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _do_nothing(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Do nothing, as a forward pre-hook of the layer. A layer with a hook is called by `nn.TransformerEncoderLayer`,
-    which otherwise computes attention itself.
+    """Forward pre-hook that does nothing. `nn.TransformerEncoderLayer` calls a layer that has a hook; otherwise it
+    would compute attention itself, without the layer's `forward`.
     """
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Float[Tensor, "..."]:
-    """Return a mask of torch's layer as a bias that is added to the scores: a boolean mask with -inf where it is True
-    and 0 elsewhere, a float mask unchanged.
+    """Return a mask of `torch.nn.MultiheadAttention` as a bias that is added to the scores: a boolean mask as -inf
+    where it is True and 0 elsewhere, a float mask unchanged.
     """
     if mask.dtype != torch.bool:
         return mask
@@ -313,8 +316,8 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Float[Tensor, "..."]:
 
 
 def _check_tensor(name: str, tensor: Any, width: int, query: Any, *, batch_first: bool) -> None:
-    """Raise `InputError` unless query, key or value (`name`) is a tensor of this width on its last axis, with as many
-    axes as the query: 2 or 3.
+    """Raise `InputError` unless `tensor`, the argument called `name` (query, key or value), has `width` on its last
+    axis and as many axes as the query, 2 or 3.
     """
     if not isinstance(tensor, Tensor) or tensor.is_nested:
         got = "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -330,7 +333,7 @@ def _check_tensor(name: str, tensor: Any, width: int, query: Any, *, batch_first
 
 
 def _check_mask(name: str, mask: Any, query: Tensor, *shapes: tuple[int, ...]) -> None:
-    """Raise `InputError` unless a mask is boolean or float, on the query's device, and of one of the shapes."""
+    """Raise `InputError` unless a mask is a boolean or float tensor on the query's device, and has one of `shapes`."""
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(

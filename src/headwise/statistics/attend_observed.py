@@ -19,8 +19,8 @@ def attend_observed(
     call_context: CallContext | None = None,
     compute: Callable[[Problem], Answer] = reference.run,
 ) -> Answer:
-    """Compute one attention call and return its answer: the output, and the other results that the problem asks for.
-    Pass its attention weights to `observer` in row blocks, some query rows at a time, each once.
+    """Compute one attention call and return its answer: the output, and the other results that the problem requests.
+    Also pass its attention weights to `observer` in row blocks (some query rows at a time), each weight once.
 
     Row blocks are observed while blockwise attention computes them, from scores in float32 at least, at about the cost
     of the answer alone. For problems that blockwise attention cannot solve, the row blocks are computed separately.

@@ -10,8 +10,8 @@ from headwise.shapes import Float
 
 @dataclass
 class RunningMoments:
-    """Count, mean and sum of squared deviations of each head's values. The moments of two sets of values can be merged
-    into those of both sets together, without approximation.
+    """Count, mean and sum of squared deviations of a set of values, for each head. The moments of two sets of values
+    can be merged into those of both sets together, without approximation.
 
     The merge formula is that of Chan, Golub and LeVeque (1983).
 
@@ -27,8 +27,8 @@ class RunningMoments:
 
     @staticmethod
     def from_values(values: Float[Tensor, "sequences heads"]) -> "RunningMoments":
-        """Return each head's moments (count, mean, squared deviations) over its values, one per sequence; NaN values do
-        not count.
+        """Return the count, mean and sum of squared deviations of each head's values, of which there is one per
+        sequence; NaN values are left out.
         """
         is_value = ~values.isnan()
         count = is_value.sum(0).double()
@@ -36,8 +36,8 @@ class RunningMoments:
         return RunningMoments(count, mean, ((values - mean).masked_fill(~is_value, 0.0) ** 2).sum(0))
 
     def merge(self, other: "RunningMoments") -> "RunningMoments":
-        """Return the moments of two sets of values together, from the moments of each set; both sets have the same
-        heads.
+        """Return the moments of two sets of values together, computed from `self` and `other`, the moments of each set,
+        for the same heads.
         """
         count = self.count + other.count
         share = other.count / count.clamp(min=1)

@@ -39,9 +39,7 @@ def _special(row_block: RowBlock) -> RowValues | None:
 
 def _weight_after_copies(name: str, shift: int) -> MeanOfRows:
     """Return the definition of a statistic called `name`: the total weight on the keys `shift` tokens after earlier
-    copies of the query's token, as the mean over query rows.
-
-    Rows whose token has no earlier copy do not count.
+    copies of the query's token, as the mean over query rows whose token has an earlier copy.
     """
 
     def measure(row_block: RowBlock) -> RowValues | None:
@@ -72,8 +70,9 @@ def _written_norm(row_block: RowBlock) -> RowValues | None:
 
 
 def _received_sums(row_block: RowBlock) -> Sums:
-    """Return two sums over the counted query rows of a row block, for each key of the call: the weights that the key
-    received, and the number of rows that may see it. Both are `(batch, heads, keys)` in float64.
+    """Return, for each key of the call, two sums over the query rows of a row block that are not padding and have a
+    visible key: the attention weights that the key received, and the number of these rows that may attend to it. Both
+    are `(batch, heads, keys)` in float64.
     """
     totals = []
     for columns in row_block.received:
@@ -87,8 +86,9 @@ def _received_sums(row_block: RowBlock) -> Sums:
 def _largest_received(
     received: Float[Tensor, "batch heads keys"], seen_by: Float[Tensor, "batch heads keys"]
 ) -> Float[Tensor, "batch heads"]:
-    """Return, for each head, the largest mean weight that any key received, where the mean is over the query rows that
-    may see the key. NaN for a head without a counted row.
+    """Return, for each head, the largest mean attention weight that any key received; the mean is over the query rows
+    that may attend to the key. Keys with few such rows (fewer than half as many as the key with most) are left out.
+    Return NaN for a head without such rows.
 
     Keys that fewer than half as many rows see as see any other key are left out: their means are of few rows.
     """

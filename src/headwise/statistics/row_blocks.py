@@ -20,8 +20,8 @@ ROW_BLOCK_BYTES = 2**24
 def row_blocks_of_problem(
     problem: Problem, call_context: CallContext | None = None, with_output: bool = False
 ) -> Iterator[RowBlock]:
-    """Yield the attention weights of a problem as row blocks, each with all heads and keys for some of the query rows.
-    Weights are computed one row block at a time, so the whole matrix is never stored.
+    """Compute the attention weights of a problem and yield them in row blocks, each with some of the query rows for all
+    heads and all keys. The weights are computed one row block at a time, so the whole matrix is never stored.
 
     Args:
         problem: the attention call.
@@ -44,8 +44,8 @@ def row_blocks_of_weights(
     call_context: CallContext,
     values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
 ) -> Iterator[RowBlock]:
-    """Yield attention weights that exist already as row blocks, each with all heads and keys for some of the query
-    rows. Keys of weight 0 count as hidden.
+    """Split attention weights that are already computed by query rows, and yield them in row blocks, each with some of
+    the rows for all heads and all keys. Keys of weight 0 count as hidden by the mask.
 
     Args:
         weights: the weights.
@@ -79,7 +79,9 @@ def _row_block(
     call_context: CallContext,
     out: Float[Tensor, "batch heads rows value_dim"] | None,
 ) -> RowBlock:
-    """Return the `RowBlock` of some query rows whose attention weights over all keys are already computed."""
+    """Return the `RowBlock` of the query rows `rows`, whose attention weights for all heads and keys are already
+    computed.
+    """
     powers = weights.flatten(0, 1)
     tile = full_width_tile(grid, rows, is_visible)
     power_score_sum = torch.special.xlogy(powers, powers).sum(-1, keepdim=True) * LOG2_E

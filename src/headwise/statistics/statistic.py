@@ -17,8 +17,9 @@ CountedRows = Bool[Tensor, "*#batch_heads rows"]
 
 @dataclass(frozen=True)
 class Statistic:
-    """Definition of a statistic of a head's attention weights that is not a mean of row values. Each row block (some
-    query rows of a call) contributes sums, the sums are merged, and each head's value follows from the merged sums.
+    """Definition of a statistic of a head's attention weights that is not a mean of row values. For each row block
+    (some query rows of a call) it computes sums; these are merged over the blocks, and each head's value is computed
+    from the merged sums.
 
     Attributes:
         name: name of the statistic.
@@ -40,8 +41,8 @@ class Statistic:
 
 @dataclass(frozen=True)
 class MeanOfRows:
-    """Definition of a statistic of a head's attention weights that has a value in each query row; the head's value is
-    the mean over the rows that count.
+    """Definition of a statistic of a head's attention weights that has one value per query row. The head's value is the
+    mean over the rows that are not padding, have a visible key, and for which the statistic is defined.
 
     Attributes:
         name: name of the statistic.

@@ -31,7 +31,7 @@ class Tally:
     other_sums: dict[str, Sums] = field(default_factory=dict)
 
     def add(self, row_block: RowBlock) -> None:
-        """Add the sums of every statistic over one row block: some query rows of the call."""
+        """Add the sums of every statistic over one row block (some query rows of the call) to this tally, in place."""
         if self.gram is not None:
             row_block = replace(row_block, gram=self.gram)
         grid, (sequences, heads) = row_block.grid, row_block.sequences_and_heads
@@ -51,7 +51,7 @@ class Tally:
                 total[sequences, heads] = statistic.merge(total[sequences, heads], part)
 
     def merge(self, other: "Tally") -> None:
-        """Add, in place, a tally of other query rows of the same call."""
+        """Add, in place, the sums of a tally of other query rows of the same call."""
         if other.row_sums is None:
             return
         self.mean_names = other.mean_names
@@ -64,8 +64,9 @@ class Tally:
                 self.other_sums[name] = other.other_sums[name]
 
     def means(self) -> dict[str, Float[Tensor, "batch heads"]]:
-        """Return, by name, the value of every statistic for each sequence and head: the mean over its counted query
-        rows, or the value that follows from other sums. NaN where no row counted.
+        """Return, by the name of each statistic, its value for each sequence and head: the mean over the query rows
+        that are not padding, have a visible key, and for which it is defined; or a value computed from other sums. NaN
+        where there is no such row.
         """
         if self.row_sums is None:
             return {}
@@ -76,8 +77,8 @@ class Tally:
         return {name: values[name] for name in STATISTICS if name in values}
 
     def counts(self) -> dict[str, Float[Tensor, "batch heads"]]:
-        """Return, by name, the number of query rows that counted in each statistic that is a mean over rows, for each
-        sequence and head.
+        """Return, by the name of each statistic that is a mean over query rows, the number of rows in this mean, for
+        each sequence and head.
         """
         return {} if self.row_sums is None else dict(zip(self.mean_names, self.row_sums[1], strict=True))
 
@@ -88,8 +89,8 @@ def _other_statistics() -> Iterator[Statistic]:
 
 
 def _sums_of_means(row_block: RowBlock) -> tuple[tuple[str, ...], Float[Tensor, "sum_and_count means batch heads"]]:
-    """Return the names of the mean-over-rows statistics that a row block has values for, and for each of them the sum
-    of the row values and the number of counted rows, by sequence and head.
+    """Return the names of the statistics that are means over query rows and have values in a row block; and for each of
+    them, by sequence and head, the sum of the row values and the number of rows in this sum.
 
     All means are summed at once: a few operations for each would cost as much as the attention products. Sums are in
     float64, since thousands of rows in float32 would lose the digits in which heads differ.
@@ -102,8 +103,9 @@ def _sums_of_means(row_block: RowBlock) -> tuple[tuple[str, ...], Float[Tensor, 
 
 
 def _counted_rows(visibility: TileVisibility, names: tuple[str, ...]) -> Bool[Tensor, "means #batch #heads rows"]:
-    """Return, for each of the named mean-over-rows statistics, True at the query rows of a tile that count in it;
-    cached with the visibility of the tile.
+    """Return, for each statistic in `names`, True at the query rows of a tile (rectangle of scores) that are included
+    in its mean: those that are not padding, have a visible key, and for which the statistic is defined. Results are
+    cached in `visibility`.
     """
 
     def compute() -> Tensor:

@@ -20,7 +20,7 @@ LARGEST_PICTURE = 128
 @dataclass(frozen=True)
 class WeightCapture:
     """Choice of the attention weights of a call to store: whole query rows, whole key columns, the strongest keys of
-    every row, and a pooled picture of the matrix.
+    every row, and a picture (the weight matrix averaged down to a smaller size).
 
     Args:
         rows: query rows to keep whole, by index; negative indices count from the end.
@@ -87,8 +87,8 @@ class CapturedWeights:
             self.picture = torch.zeros(*batch_and_heads, *sides, device=device)
 
     def add(self, row_block: RowBlock) -> None:
-        """Copy the chosen rows, columns and strongest keys from one row block (some query rows of the call), and add
-        its share to the picture.
+        """Copy the chosen rows, columns and strongest keys from one row block (attention weights of some query rows),
+        and add the block's contribution to the averaged picture.
         """
         weights, rows, keys = row_block.weights.float(), row_block.rows, row_block.visibility.key_indices
         part = row_block.sequences_and_heads
@@ -114,8 +114,8 @@ class CapturedWeights:
 
 
 def _pooling_matrix(indices: Int[Tensor, " chosen"], length: int, side: int) -> Float[Tensor, "chosen side"]:
-    """Return the rows at `indices` of the matrix `(length, side)` that averages an axis of `length` entries into `side`
-    nearly equal parts.
+    """Return the rows at `indices` of a pooling matrix `(length, side)`, which averages an axis of `length` entries
+    into `side` nearly equal parts: entry (i, p) is 1 / (size of part p) if index i is in part p, otherwise 0.
     """
     part = torch.arange(length, device=indices.device) * side // length
     sizes = torch.bincount(part, minlength=side).float()
@@ -123,8 +123,8 @@ def _pooling_matrix(indices: Int[Tensor, " chosen"], length: int, side: int) -> 
 
 
 def _nonnegative(name: str, indices: Sequence[int], length: int) -> list[int]:
-    """Return the indices with each negative one, which counts from the end of an axis of `length` entries, made
-    non-negative. Raise `InputError`, which names the argument `name`, for an index outside the axis.
+    """Return `indices` with each negative one, which counts from the end of an axis of `length` entries, converted to
+    the equal non-negative one. Raise `InputError`, which names the argument `name`, for an index outside the axis.
     """
     for index in indices:
         if not -length <= index < length:
