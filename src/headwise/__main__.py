@@ -4,8 +4,8 @@ import sys
 
 
 def main() -> None:
-    """Run the command line `headwise`, and exit with its status: 0 on success, 2 after a mistake of the user, 130 after
-    Ctrl-C.
+    """Run the command line `headwise`, and exit the process with its status: 0 on success, 2 after a mistake of the
+    user, 130 after Ctrl-C.
     """
     try:
         sys.exit(_run())

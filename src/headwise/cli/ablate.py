@@ -34,7 +34,10 @@ def ablate(
     top: Top = 20,
     force: Force = False,
 ) -> None:
-    """Measure the loss of a model without each head. Or without each layer, group of heads or role, one at a time."""
+    """Measure the loss of a model without each head. Heads (with --units: layers, groups of heads or roles) are removed
+    one at a time, by replacing their output. Prints the largest increases of the loss, and saves the effect of each
+    removal in --out.
+    """
     if (units == "roles") != (roles is not None):
         expected = "the folder of a profile if, and only if, --units is roles"
         raise InputError("roles", expected=expected, got="none" if roles is None else repr(str(roles)))
@@ -57,8 +60,9 @@ def ablate(
 
 
 def _replacement(name: str, texts: Texts) -> Replacement:
-    """Return the replacement of removed head outputs with a name: zero, uniform attention, or the mean over the data in
-    `texts`.
+    """Return the `Replacement` called `name`, which takes the place of a removed head's output: "zero" for zeros,
+    "uniform" for the head's output under uniform attention, "mean" for its mean output over the data in `texts`. Any
+    other name raises `InputError`.
     """
     replacements: dict[str, Callable[[], Replacement]] = {
         "zero": zero,

@@ -25,8 +25,8 @@ USAGE_STATUS = 2
 
 
 def run() -> int:
-    """Run the command line `headwise` and return its exit status: 2 after a mistake of the user, which is reported in
-    one sentence on standard error.
+    """Run the command line in `sys.argv` and return its exit status. A mistake of the user, such as an invalid option
+    or a missing file, is reported in one sentence on standard error, with status 2.
     """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without arrows still shows the numbers
@@ -45,7 +45,9 @@ def run() -> int:
 
 
 def _report(message: str) -> int:
-    """Print an error message to standard error, and return the exit status of a user's mistake, 2."""
+    """Print an error message, preceded by `headwise: `, to standard error, and return 2, the exit status after a
+    mistake of the user.
+    """
     typer.echo(f"headwise: {message}", err=True)
     return USAGE_STATUS
 

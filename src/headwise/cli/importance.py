@@ -17,7 +17,8 @@ from headwise.show.terminal import make_console
 
 @dataclass(frozen=True)
 class MethodFlags:
-    """Command-line options that apply to only one importance method each; None leaves the method's default in place.
+    """Command-line options of `headwise importance` that are each used by only one of its methods: steps, sparsity and
+    epochs. None keeps the method's default.
 
     Attributes:
         steps: number of gate values of the method integrated.
@@ -51,8 +52,9 @@ def importance(
     top: Top = 20,
     force: Force = False,
 ) -> None:
-    """Score how important each head is for the loss. Methods: gradients of head gates, their integral, removal of each
-    head, or learned gates.
+    """Score how important each head is for the loss. Methods: gradients of the loss with respect to head gates (factors
+    on head outputs), these gradients integrated, removal of each head, or learned gates. Prints the heads with the
+    largest scores, and saves all scores in --out.
     """
     loaded, loss_function = load_with_loss(model, loss)
     dataset = texts.texts(data, loaded.tokenizer)

@@ -8,8 +8,9 @@ from headwise.errors import InputError
 
 
 def load_with_loss(model: str, loss: str | None) -> tuple[LoadedModel, Any]:
-    """Load a model, with its tokenizer and with the output layer that a loss needs; return it and the loss function.
-    Messages of transformers are turned off.
+    """Load a model and its tokenizer, with the output layer that the loss called `loss` needs, and return the loaded
+    model and the loss function. If `loss` is None, the loss is the one that the model was trained with. Warnings and
+    progress bars of transformers are turned off.
 
     Args:
         model: name, folder or hub id.
@@ -29,8 +30,8 @@ def load_with_loss(model: str, loss: str | None) -> tuple[LoadedModel, Any]:
 
 
 def quiet_libraries() -> None:
-    """Turn off warnings and progress bars of transformers. The conversion of a GGUF file, which takes minutes, still
-    shows its progress.
+    """Turn off the warnings and progress bars of transformers in this process, if transformers is installed. The
+    conversion of a GGUF file, which takes minutes, still shows its progress.
     """
     try:
         from transformers.utils import logging

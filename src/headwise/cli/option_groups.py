@@ -8,8 +8,9 @@ from typing import Any, get_type_hints
 
 
 def expand_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for typer in which each parameter annotated with a dataclass is replaced by one command-line
-    option per field of the dataclass.
+    """Wrap the function `command` for typer: each parameter that is annotated with a dataclass becomes one command-line
+    option per field of the dataclass. The wrapper creates the dataclass objects from the options and passes them to
+    `command`.
 
     Typer reads options from the parameters of a function. With groups, commands share options, and a command with many
     options stays readable.
@@ -36,8 +37,8 @@ def expand_option_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameters(group: Any) -> list[inspect.Parameter]:
-    """Return one keyword-only function parameter for each field of a dataclass, with the annotation and the default of
-    the field.
+    """Return one keyword-only `inspect.Parameter` for each field of the dataclass `group`, with the name, annotation
+    and default of the field.
     """
     hints = get_type_hints(group, include_extras=True)
     return [

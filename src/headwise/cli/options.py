@@ -30,7 +30,8 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing run in
 
 @dataclass(frozen=True)
 class TextFlags:
-    """Command-line options that determine how a data set is cut into sequences and batches for a model.
+    """Command-line options that determine how a data set is cut into sequences and batches for a model: tokens per
+    sequence, treatment of documents, sequences per batch, number of sequences, and the column with the text.
 
     Attributes:
         context: largest number of tokens per sequence.
@@ -52,7 +53,7 @@ class TextFlags:
     column: Column = "text"
 
     def texts(self, data: Path, tokenizer: Any) -> Texts:
-        """Return the texts of a file or folder, to be tokenized with `tokenizer` and cut into sequences and batches
-        according to these options.
+        """Return the data set in the file or folder `data` as `Texts`, which tokenizes it with `tokenizer` and cuts it
+        into sequences and batches according to these options.
         """
         return Texts(data, tokenizer, self.context, self.documents, self.batch, self.limit, self.column)

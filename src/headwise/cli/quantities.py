@@ -6,7 +6,9 @@ import typer
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Parse integers separated by commas, such as 1,2,4. A text of another form raises `typer.BadParameter`."""
+    """Parse integers separated by commas, such as 1,2,4, and return them as a tuple. A text of another form raises
+    `typer.BadParameter`.
+    """
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -14,20 +16,22 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def amount(text: str) -> int:
-    """Parse a positive amount such as 300k or 1.5M (k, M, G or B), and return it as an integer."""
+    """Parse a positive amount such as 300k or 1.5M (k = 1e3, M = 1e6, G or B = 1e9), and return it rounded to an
+    integer. A text of another form raises `typer.BadParameter`.
+    """
     return round(_scaled(text, {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}, "an amount such as 1.5M or 300k"))
 
 
 def seconds(text: str) -> float:
-    """Parse a positive duration such as 90s, 30m, 2h or 1d, and return seconds; a number without a unit is in
-    seconds.
+    """Parse a positive duration such as 90s, 30m, 2h or 1d, and return it in seconds; a number without a unit is in
+    seconds. A text of another form raises `typer.BadParameter`.
     """
     return _scaled(text, {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}, "a time such as 30m, 90s or 2h")
 
 
 def _scaled(text: str, units: dict[str, float], expected: str) -> float:
-    """Parse a positive number with an optional one-letter unit, and return it multiplied by the factor of its unit. A
-    text of another form raises `typer.BadParameter`.
+    """Parse a positive number that may be followed by a one-letter unit, and return the number times the unit's factor
+    in `units`. A text of another form raises `typer.BadParameter`, with `expected` in its message.
     """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([a-z]?)", text.strip().lower())
     if match is None or match[2] not in units or not float(match[1]):

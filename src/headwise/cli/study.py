@@ -24,8 +24,8 @@ DEFAULT_SECONDS = 30 * 60.0
 
 @dataclass(frozen=True)
 class TextStudyFlags:
-    """Command-line options of `headwise study` for the task, the tokenizer, and the size of sequences and batches,
-    converted to `hw.TextOptions`.
+    """Command-line options of `headwise study` that describe the training data: the task, the tokenizer, and the size
+    of sequences and batches. The method `options` converts them to `hw.TextOptions`.
     """
 
     task: Annotated[str, typer.Option(help=f"What the models learn: {', '.join(TASKS)}.")] = DEFAULT_TEXT.task
@@ -39,7 +39,9 @@ class TextStudyFlags:
     label: Annotated[str, typer.Option(help="Column with the label, for --task classify.")] = DEFAULT_TEXT.label
 
     def options(self) -> TextOptions:
-        """Return the options as `TextOptions`, with the tokenizer of the named model loaded if one is named."""
+        """Return these command-line options as `hw.TextOptions`. If --tokenizer names a model, its tokenizer is loaded;
+        otherwise a tokenizer is to be trained on the data.
+        """
         tokenizer = None if self.tokenizer is None else load_tokenizer(self.tokenizer)
         sizes = (self.context, self.batch)
         return TextOptions(self.task, *sizes, tokenizer, self.vocabulary, self.column, self.label)
@@ -47,8 +49,8 @@ class TextStudyFlags:
 
 @dataclass(frozen=True)
 class SpaceFlags:
-    """Command-line options of `headwise study` for the head settings to compare, converted to `hw.Space`, and for
-    baseline and size of the models.
+    """Command-line options of `headwise study` that describe the models: the head settings to compare, which the method
+    `space` converts to `hw.Space`, the baseline setting, and the size of the models.
     """
 
     heads: Annotated[Any, typer.Option(parser=numbers, metavar="N,N,...", help="Numbers of heads to compare.")] = (
@@ -73,14 +75,14 @@ class SpaceFlags:
     layers: Annotated[int | None, typer.Option(min=1, help="Number of layers. Default: derived from --params.")] = None
 
     def space(self) -> Space:
-        """Return the head settings to compare as a `Space`."""
+        """Return the head settings to compare, with the width of the models, as `hw.Space`."""
         return Space(self.embed_dim, self.heads, self.head_dim, self.kv_heads, self.tensor_parallel)
 
 
 @dataclass(frozen=True)
 class BudgetFlags:
-    """Command-line options of `headwise study` for time limit, training length, learning rates and seeds, converted to
-    `hw.StudyBudget`.
+    """Command-line options of `headwise study` that limit its work: time limit, tokens of each training, and the
+    numbers of learning rates and seeds. The method `limits` converts them to `hw.StudyBudget`.
     """
 
     budget: Annotated[
@@ -98,8 +100,8 @@ class BudgetFlags:
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each setting with its best learning rate.")] = 3
 
     def limits(self) -> StudyBudget:
-        """Return the options as a `StudyBudget`, with a time limit of 30 minutes if neither --budget nor --tokens is
-        used.
+        """Return these command-line options as `hw.StudyBudget`. The time limit is 30 minutes if neither --budget nor
+        --tokens is used.
         """
         limit = DEFAULT_SECONDS if self.budget is None and self.tokens is None else self.budget
         return StudyBudget(limit, tokens=self.tokens, trials=self.trials, seeds=self.seeds)
@@ -123,8 +125,8 @@ def study(
     device: Annotated[str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1. Default: cpu.")] = None,
     force: Force = False,
 ) -> None:
-    """Find out how many heads suit your data. Trains small models of equal size with different heads, and compares
-    their losses.
+    """Find out how many heads suit your data. Trains small models of equal size with different heads, prints a table
+    that compares their losses, and saves it with the models in --out.
     """
     quiet_libraries()
     result = study_texts(

@@ -31,7 +31,9 @@ def view(
         bool, typer.Option("--truncate", help="Cut a text that is longer than the model's limit.")
     ] = False,
 ) -> None:
-    """Show what every head does with a text. Prints the role, the statistics and the strongest links of each head."""
+    """Show what every head does with a text. Prints the role, the mean statistics and the strongest links between words
+    of each head; with --html, also writes an interactive page.
+    """
     content = _read_text(text)
     _require_writable(html)
     quiet_libraries()
@@ -45,8 +47,8 @@ def view(
 
 
 def _read_text(text: str) -> str:
-    """Return the text to view: standard input for `-`, the content of a file for `@FILE`, otherwise the argument
-    itself.
+    """Return the text to view: standard input if `text` is `-`, the content of the file FILE if it is `@FILE`,
+    otherwise `text` itself. Input that cannot be read, or is not UTF-8, raises `InputError`.
     """
     if text != "-" and not text.startswith("@"):
         return text

@@ -16,8 +16,9 @@ MIN_WEIGHT = 0.03
 
 
 def plot_heads(view: View, heads: Sequence[tuple[int, int]]) -> "Figure":
-    """Return a matplotlib figure with one panel for each `(layer, head)` of a view: lines from each word to the words
-    it attends to most. Width and opacity of a line show the attention weight.
+    """Return a matplotlib figure with one panel for each `(layer, head)` in `heads`. A panel shows the words of the
+    view's text in two columns, with lines from each word to the words it attends to most. Width and opacity of a line
+    show the attention weight.
 
     Raises:
         InputError: the view does not contain a head.
@@ -33,8 +34,8 @@ def plot_heads(view: View, heads: Sequence[tuple[int, int]]) -> "Figure":
 
 
 def _plot_head(axes: "Axes", view: View, layer: int, head: int) -> None:
-    """Draw one head of a view on `axes`: the words as queries on the left and as keys on the right, and lines from
-    each query to the keys with its largest attention weights, if these are at least 0.03.
+    """Draw one head of a view on `axes`: the words as queries on the left and as keys on the right, and lines from each
+    query to the keys with its largest attention weights. Weights below 0.03 are not drawn.
     """
     shown = view.head(layer, head)
     colour = COLOURS[shown.role.name]

@@ -74,8 +74,9 @@ def page_data(view: View) -> dict[str, Any]:
 
 
 def _head_data(view: View, head: HeadView) -> dict[str, Any]:
-    """Return position, role, mean statistics, strongest links and attention matrices of one head of a view as JSON
-    values for the HTML page.
+    """Return the data of one head of a view as JSON values for the HTML page: layer, head and role, mean statistics
+    (without NaN), strongest links between words, attention weights pooled to a small picture, and the strongest keys of
+    the first 1024 words with their weights.
     """
     keys, weights = head.top_keys[:MAX_WORDS], head.top_weights[:MAX_WORDS]
     return {

@@ -14,8 +14,8 @@ from headwise.show.terminal import COLOURS
 
 
 def print_profile(profile: Profile, console: Console) -> None:
-    """Print the names of a profile's heads, grouped by role. Each head has its attention share of the role, and the
-    largest share is first; heads of the mixed role have none.
+    """Print the heads of a profile, one group per role. Each head is followed by the mean of the statistic that decides
+    the role, usually a share of attention, and the largest mean is first. Heads of the mixed role have no number.
     """
     console.print(Text(_title(profile), style="bold"), soft_wrap=True)
     heads_by_role = profile.roles()
@@ -33,8 +33,8 @@ def print_profile(profile: Profile, console: Console) -> None:
 
 
 def print_comparison(comparison: Comparison, console: Console, statistics: Collection[str], top: int) -> None:
-    """Print the statistics of heads that differ most between two profiles, in standard errors, and the number of heads
-    whose role differs.
+    """Print the `top` largest differences between two profiles, sorted by size in standard errors, as a table with one
+    row per head and statistic. Then print the number of heads whose role differs.
 
     Args:
         comparison: two profiles of the same heads.
@@ -63,7 +63,9 @@ def _role_text(one: ProfiledHead, other: ProfiledHead) -> str:
 
 
 def _title(profile: Profile) -> str:
-    """Return one line with the model of a profile, its data, and the numbers of sequences, tokens and heads."""
+    """Return one line of text with the name of a profile's model, the data source, and the numbers of sequences, tokens
+    and heads.
+    """
     metadata: Any = profile.metadata
     measured, source = metadata["measured"], (metadata["data"] or {}).get("source", "batches")
     sequences = "1 sequence" if measured["sequences"] == 1 else f"{measured['sequences']:,} sequences"

@@ -17,8 +17,9 @@ SIGNIFICANT_ERRORS = 2.0
 
 
 def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int) -> None:
-    """Print the heads, or sets of heads, whose removal increases the loss most, and how many increase or decrease it by
-    at least two standard errors.
+    """Print the `top` heads, or sets of heads, whose removal increases the loss most. Then print how many removals
+    increase, and how many decrease, the loss by at least two standard errors, unless the loss is an embedding distance,
+    which cannot be negative.
     """
     metadata: Any = ablation.metadata
     console.print(Text(_title(ablation), style="bold"), soft_wrap=True)
@@ -38,8 +39,9 @@ def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int)
 
 
 def print_scores(table: Table[Any], console: Console, statistic: str, top: int) -> None:
-    """Print the rows of a table with the largest values of one statistic, NaN last: all statistics, and that statistic
-    in standard errors.
+    """Print the `top` rows of a table that have the largest mean of the statistic `statistic` (NaN last). Each printed
+    row shows the mean and standard error of every statistic and, last, the mean of `statistic` divided by its standard
+    error.
 
     Args:
         table: rows with statistics.
@@ -63,7 +65,7 @@ def print_scores(table: Table[Any], console: Console, statistic: str, top: int) 
 
 def errors(measured: MeanEstimate) -> float:
     """Return a mean divided by its standard error: its distance from zero in standard errors. It is NaN if the mean or
-    its error is unknown, and infinite if a mean other than 0 has the error 0.
+    its error is unknown. If the error is 0, it is 0 for a mean of 0, otherwise infinite with the sign of the mean.
     """
     if measured.sem == 0.0:
         return math.copysign(math.inf, measured.value) if measured.value else 0.0
@@ -71,7 +73,9 @@ def errors(measured: MeanEstimate) -> float:
 
 
 def print_importance(importance: Table[Any], console: Console, top: int) -> None:
-    """Print the importance scores of the most important heads, with the method and the loss."""
+    """Print the `top` heads with the largest importance scores, below lines that state model, data, method, loss and
+    normalisation.
+    """
     settings: Any = importance.metadata["settings"]
     console.print(Text(_title(importance), style="bold"), soft_wrap=True)
     over = "normalised in each layer" if settings["normalise"] else "not normalised"
@@ -80,7 +84,9 @@ def print_importance(importance: Table[Any], console: Console, top: int) -> None
 
 
 def _title(table: Table[Any]) -> str:
-    """Return one line with the model of a table, its data, and the numbers of sequences and tokens."""
+    """Return one line of text with the name of a table's model, the data source, and the numbers of sequences and
+    tokens.
+    """
     metadata: Any = table.metadata
     measured, source = metadata["measured"], (metadata["data"] or {}).get("source", "batches")
     sequences = "1 sequence" if measured["sequences"] == 1 else f"{measured['sequences']:,} sequences"
@@ -88,7 +94,7 @@ def _title(table: Table[Any]) -> str:
 
 
 def _with_error(measured: MeanEstimate) -> str:
-    """Return a mean as text with four decimals, followed by ± its standard error if that is known."""
+    """Return a mean as text with four decimals, followed by ± and its standard error unless that is NaN."""
     error = "" if math.isnan(measured.sem) else f" ± {measured.sem:.2g}"
     return f"{measured.value:.4f}{error}"
 

@@ -25,8 +25,9 @@ COLUMNS = {
 
 
 def print_study(study: Study, console: Console) -> None:
-    """Print the table of a study with the Pareto frontier marked, then settings that are invalid or have few learning
-    rates or seeds, and the recommendation.
+    """Print the results of a study: a table of its head settings with the Pareto frontier marked, the invalid settings
+    that were left out, warnings about settings with fewer than 3 learning rates or with missing seeds, and the
+    recommendation.
     """
     metadata = study.metadata
     seeds = max((row.statistics["loss"].n for row in study.rows), default=0)
@@ -58,8 +59,9 @@ def print_study(study: Study, console: Console) -> None:
 
 
 def _setting_table(study: Study) -> RichTable:
-    """Return a table for the terminal with one line per head setting of a study and one column per statistic that was
-    measured.
+    """Return the results of a study as a table for the terminal, one line per head setting: the mean of each measured
+    statistic over seeds, the learning rate, the number of parameters, and a mark if the setting is on the Pareto
+    frontier.
     """
     frontier = study.frontier
     table = RichTable(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
@@ -85,8 +87,8 @@ def _marked_name(study: Study, row: SettingRow) -> str:
 
 
 def _with_error(measured: MeanEstimate, decimals: int) -> str:
-    """Return a mean as text, followed by ± its standard error if that is known and not 0; empty if nothing was
-    measured.
+    """Return a mean as text with `decimals` decimals, followed by ± and its standard error if that is known and not 0.
+    The text is empty if the mean is NaN.
     """
     if math.isnan(measured.value):
         return ""

@@ -39,8 +39,8 @@ def make_console() -> Console:
 
 
 def print_view(view: View, console: Console, *, detail: bool = False) -> None:
-    """Print a view (the attention of a model on one text): one line per head, grouped by role. With `detail`, also
-    print the keys that each word attends to most, for every head.
+    """Print a view (the attention of a model on one text) as a table for each role, with one line per head. With
+    `detail`, also print for every head the keys that each word attends to most.
     """
     console.print(Text(_one_line(view.text), style="bold"))
     cut = " (the text was cut there)" if view.truncated else ""
@@ -58,8 +58,8 @@ def print_view(view: View, console: Console, *, detail: bool = False) -> None:
 
 
 def link_text(view: View, head: HeadView) -> str:
-    """Return the strongest links between words of a head as text: `tea → coffee 0.14`, or `coffee ↔ tea 0.32/0.17` if
-    both words attend to each other.
+    """Return up to three of a head's strongest links as text. A link is the attention of one word to another, written
+    `tea → coffee 0.14`, or `coffee ↔ tea 0.32/0.17` if both words attend to each other.
     """
     texts = []
     for link in view.strongest_links(head, LINKS):
@@ -72,7 +72,9 @@ def link_text(view: View, head: HeadView) -> str:
 
 
 def _heading(view: View, role: Role, count: int) -> Text:
-    """Return the heading above the heads of one role: the role, the number of heads, and the rule that assigns it."""
+    """Return the heading printed above the heads of one role: the name of the role, the number of heads, and the rule
+    by which heads get this role.
+    """
     return Text.assemble((view.role_title(role), f"bold {COLOURS[role.name]}"), f" · {_heads(count)} · {role.rule}")
 
 
@@ -91,8 +93,8 @@ def _one_line(text: str) -> str:
 
 
 def _table(view: View, role: Role, members: list[HeadView]) -> Table:
-    """Return a table with one line per head of a role: attention share of the role, other mean statistics, and
-    strongest links between words.
+    """Return a table with one line per head of a role: the mean of the statistic that decides the role (empty for the
+    mixed role), other mean statistics, and the strongest links between words.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in ("head", "share", "entropy", "confidence", "distance"):
@@ -106,8 +108,9 @@ def _table(view: View, role: Role, members: list[HeadView]) -> Table:
 
 
 def _print_detail(view: View, head: HeadView, console: Console) -> None:
-    """Print a table for one head with a line per word: its attention weights as shaded characters, if all words fit the
-    picture, and the keys it attends to most.
+    """Print a table for one head with one line per word: the keys that the word attends to most. For a short text,
+    whose attention weights are stored without pooling, the line also shows all attention weights of the word as shaded
+    characters.
     """
     console.print(
         Text.assemble((f"head {head.name}", "bold"), f" · {view.role_title(head.role)} · what each word attends to")

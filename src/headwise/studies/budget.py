@@ -12,7 +12,8 @@ MIN_TRIALS, MAX_TRIALS = 3, 8
 @dataclass(frozen=True)
 class StudyBudget:
     """Limits of a study: total time in seconds, length of each training in batches or tokens, number of learning rates
-    tried for each head setting, and number of final trainings (one per seed) of each setting.
+    tried for each head setting, and number of final trainings of each setting, one per seed, with its best learning
+    rate.
 
     One of `seconds`, `steps` and `tokens` is required.
 
@@ -47,7 +48,7 @@ class StudyBudget:
 
     @property
     def min_trials(self) -> int:
-        """Number of learning rates per head setting for which a study plans time: `trials` if it is set, otherwise
+        """Number of learning rates per head setting for which a study must have time: `trials` if it is set, otherwise
         3.
         """
         return self.trials or MIN_TRIALS
@@ -60,8 +61,8 @@ class StudyBudget:
         return self.trials or (MIN_TRIALS if self.seconds is None else MAX_TRIALS)
 
     def in_steps(self, tokens_per_step: int) -> "StudyBudget":
-        """Return this budget with the tokens of each training converted to steps (batches), rounded up; unchanged if
-        `tokens` is None.
+        """Return this budget with `tokens`, the length of each training in tokens, converted to `steps` (batches of
+        `tokens_per_step` tokens), rounded up. If `tokens` is None, return the budget unchanged.
         """
         if self.tokens is None:
             return self

@@ -19,8 +19,8 @@ Example = tuple[Int[Tensor, " length"], int]
 
 
 def labelled_examples(texts: Texts, label: str, *, min_texts: int) -> tuple[list[Example], tuple[str, ...]]:
-    """Return the token ids and class number of each text that is not blank, and the label names sorted in the order of
-    the class numbers.
+    """Return a pair `(token ids, class number)` for each text that is not blank, and the sorted label names, whose
+    indices are the class numbers. Fewer than `min_texts` texts or two labels raise `InputError`.
 
     Args:
         texts: texts in JSON lines or Parquet.
@@ -51,8 +51,8 @@ def _encoded(texts: Texts, text: str) -> Int[Tensor, " length"]:
 
 
 def pad_examples(examples: Sequence[Example], pad_id: int) -> dict[str, Any]:
-    """Return one batch of labelled texts: `input_ids` and `attention_mask` (1 for tokens, 0 for padding), padded on the
-    right to the longest text, and `label` with one class number per text.
+    """Combine labelled texts to one batch: `input_ids`, padded on the right with `pad_id` to the longest text,
+    `attention_mask` (1 for tokens, 0 for padding), and `label` with one class number per text.
     """
     sequences = [ids for ids, _ in examples]
     padded = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=pad_id)
@@ -63,7 +63,9 @@ def pad_examples(examples: Sequence[Example], pad_id: int) -> dict[str, Any]:
 
 
 def class_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-    """Return the cross-entropy of the correct class of each text in a batch, in nats."""
+    """Return the cross-entropy, in nats, between a classifier's logits and the correct class, one value for each text
+    in the batch.
+    """
     inputs = {name: value for name, value in batch.items() if name != "label"}
     return F.cross_entropy(model(**inputs), batch["label"], reduction="none")
 

@@ -25,8 +25,8 @@ Losses = Mapping[Setting, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Recommended head setting of a study, or None, with the reason; also the settings whose loss does not differ
-    significantly from the lowest, and the smallest significant difference.
+    """Conclusion of a study: the recommended head setting, or None, with the reason in a sentence; the settings whose
+    mean loss does not differ significantly from the lowest; and the smallest significant difference.
 
     Attributes:
         setting: recommended setting; None if no setting is significantly better than the alternatives.
@@ -42,8 +42,8 @@ class Recommendation:
 
 
 def comparable(losses: Losses) -> dict[Setting, list[float]]:
-    """Return the held-out losses of each setting as a list in the order of the seeds. Settings with a NaN or infinite
-    loss are left out, and so are seeds that any of the other settings lacks.
+    """Return the held-out losses of each setting as a list in the order of the seeds, for settings with at least one
+    loss and only finite ones. A seed is left out for all settings if any of these settings has no loss for it.
     """
     finite = {setting: runs for setting, runs in losses.items() if runs and all(map(math.isfinite, runs.values()))}
     seeds = sorted(set.intersection(*(set(runs) for runs in finite.values()))) if finite else []
@@ -51,13 +51,12 @@ def comparable(losses: Losses) -> dict[Setting, list[float]]:
 
 
 def significant_difference(losses: Losses) -> float:
-    """Return the smallest significant difference between the mean losses of two settings (at 95 %), by Tukey's range
-    test with seeds as blocks. It is NaN with fewer than two settings or seeds.
+    """Return the smallest difference between the mean losses of two settings that is significant (at 95 %), by Tukey's
+    range test with seeds as blocks. It is NaN with fewer than two settings or seeds.
 
     All settings of a seed are trained on the same batches in the same order, so the effect that a seed has on all
     settings is removed. The difference is `q sqrt(MSE / seeds)`, with q of the studentized range for k settings and
     (k - 1)(seeds - 1) degrees of freedom, and MSE the mean square of the residuals of setting and seed (Tukey 1949).
-    NaN with fewer than two settings or seeds.
     """
     table = list(comparable(losses).values())
     k, n = len(table), len(table[0]) if table else 0
@@ -76,9 +75,9 @@ def significant_difference(losses: Losses) -> float:
 
 
 def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]) -> bool:
-    """Return True if the setting with the statistics `one` is at least as good as `other` in loss, time per step,
-    decoding speed and cache size, and better in one of them. Times within two standard errors count as equal, and
-    statistics that either lacks are ignored.
+    """Return True if a setting with the statistics `one` is at least as good as a setting with the statistics `other`
+    in loss, time per step, decoding speed and cache size, and better in one of them. Times and speeds that differ by at
+    most two standard errors count as equal; a statistic that one of the settings lacks is ignored.
     """
     better = False
     for name in (*LOWER_IS_BETTER, *HIGHER_IS_BETTER):
@@ -95,11 +94,9 @@ def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]
 
 
 def recommend(losses: Losses, step_ms: Mapping[Setting, float], baseline: Setting | None) -> Recommendation:
-    """Return the recommendation of a study. The recommended setting is the fastest to train of those whose mean loss is
-    not significantly worse than the lowest. No setting is recommended if all settings or the baseline are among these,
-    or if the losses do not allow a test.
-
-    Nothing is recommended if no difference is significant, or if the baseline is among the best.
+    """Return the recommendation of a study: among the settings whose mean loss is not significantly worse than the
+    lowest, the one with the shortest training step. No setting is recommended if these are all settings or include the
+    baseline, or if the losses do not allow a significance test.
 
     Args:
         losses: held-out losses by setting and seed.
@@ -133,8 +130,8 @@ def recommend(losses: Losses, step_ms: Mapping[Setting, float], baseline: Settin
 
 
 def _reason_undecided(trained: Sequence[Setting], compared: Mapping[Setting, Sequence[float]]) -> str:
-    """Return one sentence that states why differences between settings cannot be tested: fewer than two settings were
-    trained, fewer than two have finite losses, or there is only one seed.
+    """Return one sentence that states why differences between settings cannot be tested: fewer than two settings in
+    `trained`, fewer than two settings with finite losses (in `compared`), or only one seed.
     """
     if len(trained) < 2:
         return "nothing to compare: fewer than two settings were trained to the end"

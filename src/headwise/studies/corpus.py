@@ -58,8 +58,8 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text prepared for one task (next token, masked tokens or classification): training batches, held-out batches, the
-    loss, and the label names of a classifier.
+    """Text prepared as data of a study for one task (next token, masked tokens or classification): training batches,
+    held-out batches, the loss function, and the label names of a classifier.
 
     Attributes:
         training: batches to train on.
@@ -75,8 +75,8 @@ class Corpus:
 
 
 def make_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Corpus:
-    """Tokenize a text for a task (next token, masked tokens or classification), and return its training batches,
-    held-out batches and loss.
+    """Read and tokenize the text in `source` for a task (next token, masked tokens or classification), and return it as
+    a `Corpus`: training batches, held-out batches and the loss function.
 
     Args:
         source: file or folder: text, JSON lines or Parquet.
@@ -106,8 +106,8 @@ def make_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Cor
 
 
 def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOptions) -> Corpus:
-    """Return labelled texts as padded training and held-out batches, with the loss of a classifier and the label
-    names.
+    """Read labelled texts from `source`, and return them as a `Corpus`: padded training and held-out batches, the
+    cross-entropy loss of a classifier, and the label names.
     """
     texts = Texts(source, tokenizer, options.context, "truncate", options.batch, None, options.column)
     examples, labels = labelled_examples(texts, options.label, min_texts=HELD_OUT)
@@ -119,8 +119,8 @@ def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOpti
 
 
 def _split(examples: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split examples into training examples, returned in a fixed random order, and held-out examples, taken at regular
-    intervals: one in ten, but at most 64.
+    """Split examples into two lists, training and held-out. Every tenth example is held out, or fewer so that at most
+    64 are held out. The training examples are shuffled, always in the same order.
     """
     stride = max(HELD_OUT, -(-len(examples) // MAX_HELD_OUT))
     held_out = list(examples[stride // 2 :: stride])
@@ -130,15 +130,15 @@ def _split(examples: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _grouped(examples: Sequence[Any], batch: int) -> Iterator[Sequence[Any]]:
-    """Yield consecutive groups of `batch` examples. Examples left over at the end are dropped; fewer than `batch`
-    examples in all are yielded as one group.
+    """Yield consecutive groups of exactly `batch` examples; examples left over at the end are dropped. If there are
+    fewer than `batch` examples in all, yield them as one smaller group.
     """
     for start in range(0, max(1, len(examples) - batch + 1), batch):
         yield examples[start : start + batch]
 
 
 def _stacked(sequences: Sequence[Int[Tensor, " length"]], batch: int) -> Batches:
-    """Return token sequences of equal length as batches `{"input_ids": (batch, length)}`. Sequences left over at the
-    end are dropped, unless there is no complete batch.
+    """Stack token sequences of equal length to batches `{"input_ids": (batch, length)}`. Sequences left over at the end
+    are dropped; fewer than `batch` sequences in all become one smaller batch.
     """
     return [{"input_ids": torch.stack(list(group)).long()} for group in _grouped(sequences, batch)]

@@ -15,8 +15,8 @@ DECODED_TOKENS = 48
 
 
 def decode_speed(model: Transformer, context: int) -> float:
-    """Return the number of tokens per second that a decoder processes one at a time with a key/value cache, at batch
-    size 1 after `context` tokens: 1 / median seconds per token.
+    """Return the decoding speed of a model in tokens per second: 1 / the median time of 48 steps, each of which
+    processes one token with a key/value cache at batch size 1, after `context` tokens.
     """
     device = device_of(model)
     ids = torch.arange(context, device=device)[None] % model.shape.vocabulary
@@ -32,7 +32,7 @@ def decode_speed(model: Transformer, context: int) -> float:
 
 
 def cache_bytes_per_token(model: nn.Module) -> float:
-    """Return the bytes of keys and values that the caches of all attention layers together store for each token, in the
+    """Return the number of bytes that one token takes in the key/value caches of all attention layers together, in the
     data type of the model's parameters.
     """
     layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]

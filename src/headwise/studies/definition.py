@@ -22,8 +22,9 @@ TrainedCallback = Callable[[nn.Module, Setting, int], None]
 
 @dataclass(frozen=True)
 class StudyDefinition:
-    """Models, batches, loss, recipe and seed, which with the budget determine a study's losses; also what else is done
-    with each trained model: additional measurements and a callback.
+    """Everything that defines a study except its budget: the head settings, the function that builds their models, the
+    batches, loss, training recipe and base seed, and additional measurements of each trained model and a callback that
+    receives it.
 
     Attributes:
         build_model: returns an untrained model with the heads of a setting.
@@ -48,11 +49,14 @@ class StudyDefinition:
     seed: int
 
     def build(self, setting: Setting, seed: int) -> nn.Module:
-        """Return an untrained model with the heads of a setting, and with weights drawn from a seed."""
+        """Return an untrained model with the heads of `setting`, whose weights are drawn after torch is seeded with
+        `seed`.
+        """
         return build_seeded(lambda: self.build_model(setting), seed)
 
     def fingerprint(self, budget: StudyBudget) -> dict[str, Any]:
-        """Return the values that must be equal for a stored study to be resumed, as plain JSON values by name.
+        """Return the values that identify a study (such as settings, parameter shapes, data, loss, recipe and seed) as
+        plain JSON values by name. A stored study can be resumed only if all of them are equal.
 
         They identify the settings, the shapes of the parameters, the contents of the batches, the loss, the recipe, the
         seed, and the steps and trials of the budget.

@@ -9,8 +9,8 @@ from headwise.studies.trial_store import FinishedTrial, TrialKey
 
 
 class DurationEstimate:
-    """Function that predicts the seconds of a trial (one training of a study): its planned seconds times the median
-    slowdown, measured / planned, of the most similar finished trials.
+    """Callable that predicts the seconds of a trial (one training of a study): its planned seconds times the median
+    slowdown, measured / planned seconds, of the most similar finished trials.
 
     Args:
         finished: trials that ended; pruned ones are ignored.
@@ -35,7 +35,8 @@ class DurationEstimate:
 
     @staticmethod
     def _groups(key: TrialKey) -> tuple[Any, ...]:
-        """Return identifiers of the groups of similar trials that a trial belongs to, from narrow to broad: same head
-        setting and stage (learning-rate search or final training), same stage, all trials.
+        """Return keys for the three groups of similar trials to which a trial belongs, from narrow to broad: trials of
+        the same head setting and stage (learning-rate search or final training), trials of the same stage, and all
+        trials.
         """
         return (key.setting, key.final), key.final, None

@@ -17,8 +17,8 @@ POSITIONS_FACTOR = 4
 def save_model(
     model: Transformer, tokenizer: Any, folder: str | Path, *, context: int, labels: Sequence[str] = ()
 ) -> None:
-    """Save a trained study model in float32, with its configuration and tokenizer, to a folder in Hugging Face format,
-    which `transformers` loads as a Llama or (encoders and classifiers) a EuroBERT.
+    """Save a trained study model in float32, with its configuration and tokenizer, to a folder in Hugging Face format.
+    `transformers` loads it as a Llama if it is a decoder, as a EuroBERT if it is an encoder or a classifier.
 
     Args:
         model: a trained model.
@@ -78,15 +78,15 @@ def as_transformers(model: Transformer, tokenizer: Any, *, context: int) -> Any:
 
 
 def _converted_name(name: str) -> str:
-    """Return the parameter name in a `transformers` model for a parameter of a study model outside its attention
-    layers.
+    """Return the name that a parameter of a study model has in the converted `transformers` model, for parameters
+    outside the attention layers.
     """
     return name.removeprefix("top.") if name.startswith("top.") else f"model.{name}"
 
 
 def _encoder(transformers: Any, sizes: dict[str, Any], classes: int | None, mask_id: int | None) -> Any:
-    """Return an untrained EuroBERT encoder with a classifier for `classes` classes or, if that is None, with a
-    masked-language-model head.
+    """Return an untrained EuroBERT encoder of the given `sizes`: a sequence classifier with `classes` classes or, if
+    `classes` is None, a masked language model.
     """
     if not hasattr(transformers, "EuroBertConfig"):
         got = f"transformers {transformers.__version__}"

@@ -33,9 +33,9 @@ root of their number (Radford et al. 2019)."""
 
 
 class Transformer(nn.Module):
-    """Small pre-norm transformer of a study, with rotary positions and SwiGLU: a decoder, encoder or classifier whose
-    attention heads are those of one setting. The width of its MLP is chosen so that models with different heads have
-    about the same number of parameters.
+    """Small pre-norm transformer for studies, with rotary positions and SwiGLU: a decoder, encoder or classifier whose
+    attention layers all have the heads of `setting`. The width of its MLPs is chosen so that models with different
+    heads have about the same number of parameters.
 
     Its parameters have the names of Llama in `transformers`, to which it can be converted.
 
@@ -57,8 +57,9 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize weight matrices from a normal distribution, biases with 0 and norm weights with 1. Matrices that
-        project to the residual stream get a smaller standard deviation.
+        """Initialize biases with 0, norm weights with 1, and weight matrices from a normal distribution with standard
+        deviation 0.02. Matrices whose output is added to the residual stream have this standard deviation divided by
+        sqrt(2 x layers).
         """
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
@@ -120,8 +121,9 @@ class TransformerLayer(nn.Module):
         is_token: Bool[Tensor, "batch length"] | None = None,
         cache: Cache | None = None,
     ) -> Float[Tensor, "batch length embed"]:
-        """Return `x` after self-attention and the MLP, each added to its input. No token attends to padding, where
-        `is_token` is False; the keys and values of `x` are appended to those of earlier tokens in `cache`.
+        """Return `x` after self-attention and the MLP, each of which adds its output to its input. No token attends to
+        padding, where `is_token` is False. With a `cache`, the keys and values of `x` are appended to it, and tokens
+        also attend to the earlier tokens in it.
         """
         mask = None if is_token is None else dense(is_token[:, None, None, :])
         x = x + self.self_attn(self.input_layernorm(x), mask=mask, cache=cache)
@@ -139,14 +141,16 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(width, embed_dim, bias=False)
 
     def forward(self, x: Float[Tensor, "... embed"]) -> Float[Tensor, "... embed"]:
-        """Return the output of the gated MLP for each token, with as many features as the input."""
+        """Return `down(silu(gate(x)) * up(x))`, the output of the gated MLP for each token, with as many features as
+        `x`.
+        """
         y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return y
 
 
 class ClassifierHead(nn.Module):
-    """Output layer of a sequence classifier: two linear layers with a GELU return class logits for each token, and
-    their mean over the tokens of a sequence is returned.
+    """Output layer of a sequence classifier: a linear layer, a GELU and a second linear layer compute class logits for
+    each token, which are averaged over the tokens of a sequence.
     """
 
     def __init__(self, embed_dim: int, classes: int) -> None:
@@ -157,8 +161,8 @@ class ClassifierHead(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length embed"], is_token: Bool[Tensor, "batch length"] | None
     ) -> Float[Tensor, "batch classes"]:
-        """Return the class logits of each sequence, averaged over its tokens; padding, where `is_token` is False, is
-        left out.
+        """Return the class logits of each sequence: those of its tokens, averaged over all tokens except padding, where
+        `is_token` is False.
         """
         logits: Tensor = self.classifier(F.gelu(self.dense(x)))
         if is_token is None:

@@ -52,7 +52,7 @@ class ModelShape:
         return width
 
     def _parameters_outside_mlp(self, setting: Setting) -> int:
-        """Return the number of parameters of a model with the heads of `setting` without its MLPs: embedding,
+        """Return the number of parameters that a model with the heads of `setting` has outside its MLPs: embedding,
         attention, norms and classifier.
         """
         attention = 2 * self.embed_dim * setting.head_dim * (setting.num_heads + setting.num_kv_heads)
@@ -70,9 +70,9 @@ class ModelShape:
         layers: int | None = None,
         **other: Any,
     ) -> "ModelShape":
-        """Return the shape whose depth (1 to 48 layers) and width come closest to a number of parameters. The width is
-        about 40 features per layer, divisible by all numbers of heads where possible; a depth or width that is set is
-        used unchanged.
+        """Return the shape whose depth (1 to 48 layers) and width give a number of parameters closest to `parameters`.
+        The width is about 40 features per layer, divisible by all numbers of heads where possible. `layers` or
+        `embed_dim`, if set, is used unchanged.
 
         With heads of `embed_dim / heads`, a layer has about 12 embed_dim^2 parameters, and its MLP a width of 2.7
         embed_dim (Shazeer 2020).
@@ -89,13 +89,15 @@ class ModelShape:
         step = common if common <= MAX_COMMON_MULTIPLE else 2
 
         def shape_with(layers: int) -> ModelShape:
-            """Return a shape with a number of layers, and with the width that is set or about 40 features per layer."""
+            """Return the shape with this number of layers and with the width `embed_dim` if that is set, otherwise a
+            width of about 40 features per layer.
+            """
             width = embed_dim or step * max(1, round(WIDTH_PER_LAYER * layers / step))
             return ModelShape(vocabulary, width, layers, parameters, **other)
 
         def deviation(shape: ModelShape) -> float:
-            """Return the distance between the usual number of parameters of a shape and the intended one: the absolute
-            value of the logarithm of their ratio.
+            """Return |log(n / parameters)|, where n is the number of parameters of a model with the depth and width of
+            `shape` and an MLP of usual width, and `parameters` is the intended number.
             """
             usual = vocabulary * shape.embed_dim + 12 * shape.layers * shape.embed_dim**2
             return abs(math.log(usual / parameters))

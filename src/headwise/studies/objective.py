@@ -22,8 +22,9 @@ PRUNING_POINTS = (0.5, 0.75)
 
 @dataclass
 class TrialObjective:
-    """Function that trains and evaluates the model of one trial, which is a learning-rate trial or a final training of
-    a head setting. A learning-rate trial may be stopped early.
+    """Callable that trains the model of one trial at a learning rate, and returns its held-out loss and other
+    measurements. The trial is a learning-rate trial, which Optuna's pruner may stop early, or a final training of a
+    head setting.
 
     Attributes:
         definition: models and data of the study.
@@ -52,8 +53,9 @@ class TrialObjective:
         pruning_steps = {math.ceil(share * self.steps) for share in PRUNING_POINTS} - {self.steps}
 
         def after_step(step: int) -> None:
-            """Call the trial's own callback; at half and three quarters of a learning-rate trial, also report the loss
-            to Optuna's pruner.
+            """Call the objective's own callback `after_step`. At half and three quarters of the steps of a
+            learning-rate trial, also report the loss on some held-out batches to Optuna, whose pruner may stop the
+            trial.
             """
             self.after_step()
             if step in pruning_steps and not key.final:
@@ -75,8 +77,9 @@ class TrialObjective:
         return loss if math.isfinite(loss) else math.inf, measured
 
     def _measure(self, model: nn.Module, step_seconds: float) -> dict[str, Any]:
-        """Return the training loss, the milliseconds per step and the additional measures of a trained model, by name,
-        then pass the model to the study's callback `on_trained`.
+        """Return measurements of a model after its final training, by name: loss on training batches (as many as are
+        held out), milliseconds per step, and the additional measures of the study. Also pass the model to the study's
+        callback `on_trained`, if there is one.
         """
         definition, key = self.definition, self.key
         train_loss = evaluate(model, definition.training[: len(definition.held_out)], definition.loss)
@@ -87,8 +90,8 @@ class TrialObjective:
         return measured
 
     def _report(self, trial: Any, model: nn.Module, step: int) -> None:
-        """Report the loss on some held-out batches during training to Optuna. Raise `TrialPruned` if the loss is not
-        finite or if Optuna's pruner stops the trial.
+        """Evaluate a model during training on up to 8 held-out batches, and report its mean loss to Optuna. Raise
+        `TrialPruned` if the loss is not finite or if Optuna's pruner stops the trial.
         """
         loss = evaluate(model, self.definition.held_out[:PRUNING_BATCHES], self.definition.loss)
         if math.isfinite(loss):

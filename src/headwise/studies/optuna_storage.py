@@ -25,7 +25,8 @@ ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class OptunaOptions:
-    """Database, name and pruner of the Optuna study that stores the trials of a study and searches learning rates.
+    """Database, study name and pruner for Optuna, which stores the trials of a study and searches learning rates. The
+    pruner decides which learning-rate trials are stopped early.
 
     Attributes:
         storage: URL of a database, as SQLAlchemy accepts it, for processes on several machines; by default an SQLite

@@ -33,8 +33,8 @@ when time is short."""
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """Number of steps of each training, expected durations and numbers of parameters, computed once and stored, so that
-    all processes of a study use the same.
+    """Number of steps of each training, and for each head setting the expected durations and the number of parameters.
+    It is computed once and stored in the database, so that all processes of a study use the same values.
 
     Attributes:
         steps: steps of each training.
@@ -71,8 +71,8 @@ def make_plan(
     definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget, seconds_spent: Callable[[], float]
 ) -> StudyPlan:
     """Return the plan of a study: steps of each training, expected durations and numbers of parameters. With a time
-    limit, a few steps of each head setting are timed, and the number of steps is as large as the time allows, unless
-    the budget sets it.
+    limit, a few steps of each head setting are timed. If the budget does not set the number of steps, it is as large as
+    the time allows, up to four passes over the data.
 
     Args:
         definition: models and data of the study.
@@ -105,8 +105,8 @@ def make_plan(
 
 
 def _too_short(definition: StudyDefinition, seconds: float, expected: str, steps: int) -> InputError:
-    """Return the error, to be raised by the caller, for a time limit of `seconds` that is too short for trainings of
-    `steps` steps.
+    """Return an `InputError`, which the caller raises, for a time limit of `seconds` that is too short for trainings of
+    `steps` steps. Its message states the time needed, `expected`.
     """
     number = f"{len(definition.settings)} setting{'s' * (len(definition.settings) > 1)}"
     expected = f"{expected} for trainings of {steps} steps of {number}"
@@ -117,8 +117,9 @@ def _too_short(definition: StudyDefinition, seconds: float, expected: str, steps
 def _durations(
     model: nn.Module, definition: StudyDefinition, limit: float, seconds_spent: Callable[[], float]
 ) -> tuple[float, float, float]:
-    """Train a model for a few steps, and return the seconds of one training step, of an evaluation on all held-out
-    batches, and of all measurements that only final trainings need.
+    """Train a model for a few steps, and return three durations in seconds: of one training step, of an evaluation on
+    all held-out batches (estimated from one batch), and of all measurements that only final trainings need. Raise
+    `InputError` if the study's time limit is used up meanwhile.
     """
 
     def check_time(_step: int) -> None:

@@ -12,8 +12,9 @@ SPREAD_TRIALS = 3
 
 
 def search_sampler(number: int, rates: tuple[float, float], seed: int) -> Any:
-    """Return the Optuna sampler that chooses the learning rate of trial `number` of a head setting: a fixed point of
-    the range for the first three trials, then TPE (tree-structured Parzen estimator).
+    """Return the Optuna sampler that chooses the rate of learning-rate trial `number` (from 0) of a head setting. For
+    the first three trials the rate is fixed, at points spread over the range on a log scale; for later trials it is
+    chosen by TPE (tree-structured Parzen estimator).
 
     Args:
         number: number of the trial within its setting, from 0.
@@ -28,8 +29,8 @@ def search_sampler(number: int, rates: tuple[float, float], seed: int) -> Any:
 
 
 def final_sampler(setting: Setting, best_rate: float | None, seed: int) -> Any:
-    """Return the Optuna sampler of a final training, which always suggests `best_rate`, the best learning rate found
-    for the head setting.
+    """Return the Optuna sampler of a final training. It always suggests `best_rate`, the best learning rate found for
+    `setting`; if that is None, `InputError` is raised.
 
     Raises:
         InputError: `best_rate` is None because every trial of the search diverged.

@@ -29,12 +29,12 @@ def run_trials(
     budget: StudyBudget,
     show_progress: Callable[[], None],
 ) -> None:
-    """Run the trials of a study one after another in this process, skipping those that other processes run or have
+    """Run the trials of a study one after another in this process, except those that other processes run or have
     finished. Return when no trial is left to start and no process is running one.
     """
 
     def after_step() -> None:
-        """Record that this process is working, and update the progress bar."""
+        """Record in the database that this process is still working on the study, and update the progress bar."""
         store.sessions.update()
         show_progress()
 
@@ -52,8 +52,9 @@ def run_trials(
 
 
 def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], budget: StudyBudget) -> TrialKey | None:
-    """Return the trial that this process should run next: learning-rate trials first, then final trainings; None if no
-    trial can start now. When no further learning-rate trial is allowed, the search is closed for all processes.
+    """Return the trial that this process should run next, or None if no trial can start now. Learning-rate trials come
+    first, then final trainings. Once the budget allows no further learning-rate trial, the search is closed for all
+    processes by storing the number of these trials.
 
     With a time limit, the search ends when the remaining time is needed for the final trainings.
     """
@@ -64,8 +65,9 @@ def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], 
     reserved = RESERVE * sum(expected_seconds(key) for key in finals) / store.sessions.active()
 
     def is_in_time(key: TrialKey) -> bool:
-        """Return True if the time limit allows a trial. A learning-rate trial, except the first of its setting, must
-        also leave time for the final trainings.
+        """Return True if the time limit, if there is one, allows a trial to start. A final training must be expected to
+        end at most 5 % after the limit. A learning-rate trial must leave time for the final trainings, unless it is the
+        first of its setting.
         """
         if budget.seconds is None:
             return True
@@ -91,8 +93,8 @@ def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], 
 
 
 def _next_search(setting: Setting, claimed: Set[str]) -> TrialKey:
-    """Return the learning-rate trial of a setting with the lowest number whose name is not in `claimed`, the names of
-    running and finished trials.
+    """Return the next learning-rate trial of a setting: the one with the lowest number whose name is not in `claimed`,
+    the names of the setting's running and finished trials.
     """
     keys = (TrialKey(setting, False, number) for number in itertools.count())
     return next(key for key in keys if key.name not in claimed)

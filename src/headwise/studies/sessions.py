@@ -16,8 +16,8 @@ WRITE_INTERVAL = 1.0
 
 
 class Sessions:
-    """Times during which the processes of a study worked, stored in its database as `[start, last sign of life]` for
-    each process; records the time of this process.
+    """Working times of all processes of a study, stored in its database as one interval `[start, last sign of life]`
+    per process. Records the interval of this process, and computes the time used by all processes together.
 
     Args:
         study: Optuna study whose user attributes store the sessions.
@@ -40,13 +40,13 @@ class Sessions:
 
     def seconds_spent(self) -> float:
         """Return the seconds during which at least one process worked on the study, by the clocks of the processes;
-        time during which several worked counts once.
+        time during which several processes worked is counted once.
         """
         return union_length([(session[0], session[1]) for session in self._all()])
 
     def active(self) -> int:
-        """Return the number of processes that work on the study now, judged by a sign of life in the last 10 seconds,
-        and at least 1.
+        """Return the number of processes, at least 1, that are working on the study now: those with a sign of life in
+        the last 10 seconds that have not stopped.
         """
         now = time.time()
         active = [session for session in self._all() if len(session) == 2 and now - session[1] < 2 * HEARTBEAT]

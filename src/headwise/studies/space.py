@@ -20,7 +20,8 @@ MAX_REASONS = 3
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """Number of query heads, head dimension and number of key/value heads that all attention layers of a model have.
+    """Head setting of a model: the number of query heads, the head dimension and the number of key/value heads, which
+    are the same in all its attention layers.
 
     Attributes:
         num_heads: number of query heads.
@@ -90,8 +91,8 @@ class Space:
             object.__setattr__(self, name, tuple(whole_number(name, number, least=1) for number in numbers))
 
     def settings(self) -> tuple[Setting, ...]:
-        """Return every valid combination of the space once, ordered by number of query heads, head dimension and number
-        of key/value heads.
+        """Return every valid setting of the space once, ordered by number of query heads, head dimension and number of
+        key/value heads. If there is none, `InputError` is raised.
 
         Raises:
             InputError: no combination is valid, or `embed_dim` is None.
@@ -105,15 +106,15 @@ class Space:
         return valid
 
     def left_out(self) -> tuple[str, ...]:
-        """Return one sentence with the reason for each invalid combination of heads, head dimension and key/value
-        heads, without repetitions.
+        """Return the reasons, one sentence each, why combinations of heads, head dimension and key/value heads are
+        invalid. Equal sentences are returned once.
         """
         reasons = (self.why_not(setting) for setting in self._combinations())
         return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))
 
     def why_not(self, setting: Setting) -> str | None:
-        """Return the reason, as a sentence, why attention of this model width on these tensor-parallel ranks cannot
-        have the heads of `setting`; None if the setting is valid.
+        """Return a sentence that states why `setting` is invalid for models of this width, whose heads are shared by
+        this number of tensor-parallel ranks. Return None if the setting is valid.
         """
         heads, kv_heads = setting.num_heads, setting.num_kv_heads
         if self._width % heads:  # transformers requires it in a configuration, even when head_dim is set
@@ -127,8 +128,9 @@ class Space:
         return None
 
     def parse(self, text: str) -> Setting:
-        """Return the head setting written as `8`, `8x64`, `8x64/2` or `8/2` (heads, head dimension, key/value heads). A
-        missing head dimension is `embed_dim / heads`; missing key/value heads are as many as heads.
+        """Parse a head setting written as `8`, `8x64`, `8x64/2` or `8/2` (heads, head dimension, key/value heads), and
+        check that it is valid. A missing head dimension is `embed_dim / heads`; missing key/value heads are as many as
+        heads.
 
         Raises:
             InputError: the text has another form, or the setting is invalid.
@@ -158,7 +160,7 @@ class Space:
             yield self._setting(heads, head_dim, kv_heads)
 
     def _setting(self, heads: int, head_dim: int | None, kv_heads: int | None) -> Setting:
-        """Return a setting with `heads` query heads. If None, `head_dim` is `embed_dim / heads`, and there are as many
-        key/value heads as query heads.
+        """Return a setting with `heads` query heads. If `head_dim` is None, it is `embed_dim / heads`, rounded down; if
+        `kv_heads` is None, it is `heads`.
         """
         return Setting(heads, head_dim or max(1, self._width // heads), kv_heads or heads)

@@ -62,7 +62,9 @@ def study(
     progress: bool = False,
     force: bool = False,
 ) -> Study:
-    """Train models with different heads on the same batches, and compare their held-out losses over several seeds.
+    """Train models with different heads on the same batches, each with the best of several learning rates. Return a
+    table that compares their held-out losses, averaged over several seeds, and recommends a setting if the differences
+    are significant.
 
     Args:
         build_model: returns an untrained model with the heads of a `Setting`, on the device to train on.
@@ -108,7 +110,8 @@ def study(
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Output folder, Optuna database and progress bar of a study: options that do not determine its losses.
+    """Output folder, Optuna database, progress bar, and deletion of an existing study: options that do not determine a
+    study's losses.
 
     Attributes:
         out: folder for the table and, without `optuna.storage`, for an SQLite database; None to save nothing.
@@ -146,7 +149,7 @@ def run_study(
     left_out: Sequence[str],
 ) -> Study:
     """Train and compare the models of a study, or resume an interrupted study, and return the table of results. The
-    table is also saved if the options have an output folder.
+    table is also saved in the folder `options.out`, unless that is None.
 
     Args:
         definition: models and data of the study.
@@ -189,7 +192,8 @@ def settings_to_compare(space: Any, baseline: Setting | None) -> tuple[Setting, 
 
 
 def split_batches(data: Iterable[Any], held_out: Iterable[Any] | None) -> tuple[Batches, Batches]:
-    """Return training batches and held-out batches; by default every tenth batch of the data is held out.
+    """Return the training batches and the held-out batches as two lists. If `held_out` is None, every tenth batch of
+    `data` is held out and the others are training batches.
 
     Raises:
         InputError: there are no training batches or no held-out batches.
@@ -210,7 +214,8 @@ def split_batches(data: Iterable[Any], held_out: Iterable[Any] | None) -> tuple[
 
 @contextmanager
 def _database_url(out: Path | None, storage: str | None, *, force: bool) -> Iterator[str]:
-    """Yield the URL of the trial database: `storage`, else an SQLite file in the folder `out`, else a temporary file.
+    """Context manager that yields the URL of the trial database: `storage` if it is set, else an SQLite file in the
+    folder `out`, else a temporary file that is deleted at the end.
 
     With `force`, an earlier SQLite file and table in `out` are deleted first.
     """
@@ -229,14 +234,17 @@ def _database_url(out: Path | None, storage: str | None, *, force: bool) -> Iter
 def _agreed_plan(
     store: TrialStore, definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget
 ) -> StudyPlan:
-    """Return the plan (number of steps, durations) that the first process of a study stored, or make and store it.
+    """Return the plan of a study (number of steps, expected durations, numbers of parameters) on which all its
+    processes agree: the plan stored in the database or, if there is none, a new one, which is then stored.
 
     Raises:
         InputError: the stored plan belongs to a study with other arguments.
     """
 
     def seconds_spent() -> float:
-        """Record that this process is working, and return the seconds that the study has used so far."""
+        """Record in the database that this process is still working, and return the seconds that the study has used so
+        far.
+        """
         store.sessions.update()
         return store.sessions.seconds_spent()
 

@@ -61,8 +61,9 @@ def draw_study(points: Sequence[PlottedSetting], title: str, *, one_width: bool)
 
 
 def _draw_by_heads(axes: Any, points: Sequence[PlottedSetting], *, one_width: bool) -> None:
-    """Draw loss against number of heads on `axes`: a line through the mean losses of settings that share width and
-    key/value heads, and a dot for each seed.
+    """Draw held-out loss against number of heads on `axes`: a dot for each seed, and lines through the mean losses. One
+    line joins settings of the same width (or head_dim, without `one_width`) that have the same number of shared
+    key/value heads or share none.
     """
     families: dict[str, list[PlottedSetting]] = {}
     for point in points:
@@ -82,8 +83,8 @@ def _draw_by_heads(axes: Any, points: Sequence[PlottedSetting], *, one_width: bo
 
 
 def _line_label(setting: Setting, *, one_width: bool) -> str:
-    """Return the label of the line that a setting belongs to: its heads x head_dim if `one_width`, otherwise its
-    head_dim, and its number of key/value heads if they are shared.
+    """Return the label of the line on which a setting is drawn, such as `heads x head_dim = 512` with `one_width`,
+    otherwise `head_dim 64`. If key/value heads are shared by query heads, their number is appended.
     """
     width = (
         f"heads x head_dim = {setting.num_heads * setting.head_dim}" if one_width else f"head_dim {setting.head_dim}"

@@ -15,8 +15,9 @@ REFRESH_SECONDS = 1.0
 
 @contextmanager
 def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> Iterator[Callable[[], None]]:
-    """Show a progress bar of a study within the context, in seconds of the time limit or else in finished trainings,
-    and yield the function that updates it. If not `shown`, that function does nothing.
+    """Context manager that shows a progress bar of a study and yields the function that updates it. The bar counts
+    seconds if the budget has a time limit, otherwise finished trainings. If not `shown`, there is no bar and the
+    function does nothing.
     """
     limit = budget.seconds
     total = len(store.settings) * (budget.max_trials + budget.seeds) if limit is None else round(limit)
@@ -24,7 +25,7 @@ def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> It
     with progress_bar("study", total, unit, shown=shown) as advance:
 
         def update() -> None:
-            """Update the progress bar from the database, at most once per second."""
+            """Update the progress bar from the study's database, at most once per second."""
             nonlocal shown_units, last_update
             if time.monotonic() - last_update < REFRESH_SECONDS:
                 return

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingRow(Row):
-    """Row of a study's table: one head setting, with mean and standard error of its loss and other measurements over
-    models trained with different seeds.
+    """Row of a study's table: one head setting, with mean and standard error of its held-out loss and other
+    measurements over models that were trained with different seeds.
 
     Attributes:
         num_heads: number of query heads.
@@ -33,7 +33,7 @@ class SettingRow(Row):
 
     @property
     def setting(self) -> Setting:
-        """Head setting of this row of the table, as a `Setting`."""
+        """Head setting of this row, as a `Setting`."""
         return Setting(self.num_heads, self.head_dim, self.num_kv_heads)
 
     @property
@@ -44,7 +44,8 @@ class SettingRow(Row):
 
 class Study(Table[SettingRow]):
     """Table of a study's results, one row per head setting: held-out loss, milliseconds per training step and further
-    measurements, each averaged over seeds. From them it derives significance, Pareto frontier and recommendation.
+    measurements, each averaged over seeds. Its properties compute the smallest significant difference, the Pareto
+    frontier and the recommendation.
 
     Losses are in the units of the loss, `step_ms` in milliseconds. `metadata["runs"]` lists every final training, and
     `metadata["search"]` every learning-rate trial.
@@ -65,7 +66,7 @@ class Study(Table[SettingRow]):
 
     @property
     def baseline(self) -> Setting | None:
-        """Head setting that was declared as the one in use, or None."""
+        """Head setting that the caller of the study declared as the one in use, or None."""
         return None if self.metadata["baseline"] is None else Setting(*self.metadata["baseline"])
 
     @property
@@ -77,8 +78,8 @@ class Study(Table[SettingRow]):
 
     @property
     def frontier(self) -> tuple[Setting, ...]:
-        """Settings on the Pareto frontier: no other setting is at least as good in loss, time per step, decoding speed
-        and cache size, and better in one of them.
+        """Head settings on the Pareto frontier: those for which no other setting is at least as good in loss, time per
+        step, decoding speed and cache size, and better in one of them.
         """
         rows = [row for row in self.rows if row.statistics["loss"].n]
         return tuple(
@@ -87,19 +88,23 @@ class Study(Table[SettingRow]):
 
     @property
     def recommendation(self) -> Recommendation:
-        """Recommended head setting, or None if the variation over seeds does not allow one, with the reason."""
+        """Recommended head setting with the reason, computed from held-out losses and training times. Its `setting` is
+        None if no setting is recommended: the losses allow no significance test, no difference is significant, or the
+        baseline is among the best.
+        """
         step_ms = {row.setting: row.statistics["step_ms"].value for row in self.rows if "step_ms" in row.statistics}
         return recommend(self.losses, step_ms, self.baseline)
 
     def row(self, setting: Setting) -> SettingRow:
-        """Return the table row of a head setting; raises `InputError` if the setting was not compared."""
+        """Return the table row of `setting`, or raise `InputError` if this head setting was not compared."""
         for row in self.rows:
             if row.setting == setting:
                 return row
         raise InputError("setting", expected=f"one of {', '.join(row.name for row in self.rows)}", got=str(setting))
 
     def plot(self) -> "Figure":
-        """Return a matplotlib figure: loss against number of heads, one point per seed, and against time per step.
+        """Return a matplotlib figure with two panels: held-out loss against number of heads, with one point per seed,
+        and against time per training step.
 
         Raises:
             MissingExtra: matplotlib is not installed.
@@ -128,8 +133,8 @@ def collect_results(
     seeds: int,
     baseline: Setting | None,
 ) -> Study:
-    """Return the table of a study: for each head setting, loss and other measurements of its final trainings, averaged
-    over seeds. Every trial is also listed in the table's metadata.
+    """Return the table of a study, with one row per head setting: the loss and other measurements of its final
+    trainings, averaged over seeds. Every trial is also listed in the table's metadata.
 
     Args:
         trials: learning-rate trials and final trainings.

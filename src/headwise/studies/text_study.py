@@ -56,7 +56,8 @@ def study_texts(
     progress: bool = False,
     force: bool = False,
 ) -> Study:
-    """Train small transformers with different heads on a text, at equal size and training length, and compare them.
+    """Train small transformers with different heads on a text, at equal size and training length, and return a table
+    that compares their held-out losses. The table, a plot and the trained models are saved in `out`.
 
     Args:
         data: file or folder: text, JSON lines or Parquet.
@@ -132,7 +133,8 @@ def _model_shape(
 def _model_builder(
     shape: ModelShape, space: Space, device: torch.device | str | None
 ) -> Callable[[Setting], Transformer]:
-    """Return a function that builds the untrained transformer of a head setting on the device to train on.
+    """Return a function that builds the untrained transformer of a head setting on `device`. First check that each
+    setting of `space` leaves parameters for the MLP, and that the device can be used.
 
     Args:
         shape: width, depth, vocabulary and number of parameters of the models.
@@ -154,9 +156,8 @@ def _model_builder(
 
 
 def _measures(text: TextOptions, corpus: Corpus) -> dict[str, Measure]:
-    """Return the additional measurements of each trained model for a task, as functions by column name.
-
-    Classifiers are measured by accuracy, decoders by decoding speed and cache size, masked language models by nothing.
+    """Return the functions that measure a trained model, by column name of the study's table: accuracy for a
+    classifier, decoding speed and cache size for a decoder, none for a masked language model.
     """
     if text.task == "classify":
         return {"accuracy": lambda model: accuracy(model, corpus.held_out)}
@@ -169,7 +170,8 @@ def _measures(text: TextOptions, corpus: Corpus) -> dict[str, Measure]:
 
 
 def _model_saver(models: Path, tokenizer: Any, context: int, labels: Sequence[str], *, clear: bool) -> TrainedCallback:
-    """Return a callback that saves each compared model, with its tokenizer, to a folder of its own in `models`.
+    """Return a callback that saves each trained model that the study compares, with its tokenizer, to a folder of its
+    own in `models`.
 
     Args:
         models: folder with one folder per model.

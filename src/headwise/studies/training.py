@@ -24,8 +24,8 @@ UNTIMED_STEPS = 2
 
 @dataclass(frozen=True)
 class Recipe:
-    """Optimizer and learning-rate schedule of a training: AdamW (Loshchilov and Hutter 2019) with gradient clipping,
-    linear warmup and cosine decay; also the range of learning rates that a study searches.
+    """Optimizer and learning-rate schedule of each training: AdamW (Loshchilov and Hutter 2019) with gradient clipping,
+    linear warmup and cosine decay. It also sets the range in which a study searches the peak learning rate.
 
     Attributes:
         rates: smallest and largest peak learning rate among which a study searches.
@@ -67,8 +67,8 @@ class Recipe:
         return torch.optim.AdamW([group for group in groups if group["params"]], betas=self.betas)
 
     def rate_factor(self, step: int, steps: int) -> float:
-        """Return the learning rate at a step, counted from 0, of a training of `steps` steps, as a share of the peak:
-        linear warmup, then cosine decay to `floor`.
+        """Return the factor by which the peak learning rate is multiplied at `step`, counted from 0, of a training of
+        `steps` steps: it rises linearly during warmup, then decays to `floor` along a cosine.
         """
         warmup_steps = self.warmup * steps
         if step < warmup_steps:
@@ -83,7 +83,7 @@ DEFAULT_RECIPE = Recipe()
 
 @dataclass
 class TrainingResult:
-    """Mean training loss over the last tenth of a training's steps, and the duration of each step in seconds.
+    """Result of a training: the mean loss over the last tenth of its steps, and the duration of each step in seconds.
 
     Attributes:
         loss: mean training loss over the last tenth of the steps.
@@ -95,7 +95,7 @@ class TrainingResult:
 
     @property
     def step_seconds(self) -> float:
-        """Median duration of a training step in seconds, without the first two steps, which warm up the code."""
+        """Median duration of a training step in seconds, without the first two steps, which are slower."""
         return statistics.median(self.seconds[UNTIMED_STEPS:] or self.seconds)
 
 
@@ -119,8 +119,9 @@ def train(
     recipe: Recipe = DEFAULT_RECIPE,
     after_step: Callable[[int], None] = lambda _step: None,
 ) -> TrainingResult:
-    """Train a model in place, on its device, for `steps` optimizer steps of one batch each, in an order drawn from the
-    seed. Return the training loss at the end and the duration of each step.
+    """Train a model in place, on its device, for `steps` optimizer steps of one batch each. The order of the batches is
+    random and depends on `seed` alone. Return the mean loss over the last tenth of the steps and the duration of each
+    step.
 
     Args:
         model: model to train.
@@ -173,7 +174,7 @@ def evaluate(model: nn.Module, batches: Batches, loss: Loss) -> float:
 
 
 def batch_order(number: int, seed: int) -> Iterator[int]:
-    """Yield the indices of `number` batches without end: each pass over all batches is in a new random order drawn from
+    """Yield indices from 0 to `number` - 1 without end: each pass over all of them is in a new random order drawn from
     the seed.
     """
     generator = torch.Generator().manual_seed(seed)

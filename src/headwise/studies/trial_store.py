@@ -28,7 +28,7 @@ KEY = "key"
 @dataclass(frozen=True)
 class TrialKey:
     """Identity of a trial, which is one training of a study: its head setting, its stage (learning-rate trial or final
-    training), and its number within these.
+    training), and its number within this setting and stage.
 
     Attributes:
         setting: heads of the trained model.
@@ -42,8 +42,8 @@ class TrialKey:
 
     @property
     def name(self) -> str:
-        """Name of the trial among those of its head setting: `search NUMBER` for a learning-rate trial, `seed NUMBER`
-        for a final training.
+        """Name that distinguishes the trial from others of its head setting: `search NUMBER` for a learning-rate trial,
+        `seed NUMBER` for a final training.
         """
         return f"{'seed' if self.final else 'search'} {self.number}"
 
@@ -73,8 +73,8 @@ Objective = Callable[[Any, float], tuple[float, dict[str, Any]]]
 
 
 class TrialStore:
-    """Trials of one study in a database shared by several processes: claims and runs trials in this process, and
-    returns the results of all processes.
+    """Trials of one study in a database shared by several processes: claims and runs trials in this process, returns
+    the results of all processes, and stores the plan and the end of the search, on which all agree.
 
     Args:
         url: URL of the database, such as sqlite:///study.db.
@@ -121,8 +121,8 @@ class TrialStore:
     # -- agreements between processes ---------------------------------------------------------------------------------
 
     def agree_on_plan(self, make_plan: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the plan of the study that a process stored first, as a dictionary. If none is stored yet, call
-        `make_plan` and store its result.
+        """Return the plan of the study that is stored in the database, as a dictionary. If none is stored yet, call
+        `make_plan` and store its result; if another process has stored one meanwhile, return that one.
         """
         if (stored := self._first_plan()) is not None:
             return stored
@@ -139,34 +139,36 @@ class TrialStore:
 
     @property
     def search_sizes(self) -> Mapping[str, int] | None:
-        """Number of learning-rate trials of each head setting, by setting name, once the search is closed; None while
-        it may still add trials.
+        """Number of learning-rate trials of each head setting, by setting name, if the search is closed; None while the
+        search may still add trials.
         """
         sizes: Mapping[str, int] | None = self._root.user_attrs.get("search sizes")
         return sizes
 
     def close_search(self, sizes: Mapping[Setting, int]) -> None:
-        """Close the learning-rate search for all processes, by storing the number of learning-rate trials of each
-        setting.
+        """End the learning-rate search for all processes, by storing `sizes`, the number of learning-rate trials of
+        each setting, in the database.
         """
         self._root.set_user_attr("search sizes", {setting.name: number for setting, number in sizes.items()})
 
     # -- results ------------------------------------------------------------------------------------------------------
 
     def claimed(self) -> dict[Setting, set[str]]:
-        """Return the names of the trials that are running or have finished, by head setting."""
+        """Return, for each head setting, the names of its trials that any process is running or has finished."""
         return {setting: {*self._living(setting)} for setting in self.settings}
 
     def running(self, setting: Setting | None = None) -> list[str]:
-        """Return the names of the trials that any process is running, of one head setting or, by default, of all."""
+        """Return the names of the trials that any process is running now, of one head setting or, if `setting` is None,
+        of all.
+        """
         state = self._optuna.trial.TrialState.RUNNING
         settings = self.settings if setting is None else (setting,)
         trials = [item for compared in settings for item in self._living(compared).items()]
         return [name for name, trial in trials if trial.state == state]
 
     def finished(self) -> list[FinishedTrial]:
-        """Return the results of all trials that are complete or were stopped early, ordered by head setting and trial
-        number.
+        """Return the results of all trials that are complete or were stopped early, in the order of the settings and,
+        within a setting, in the order in which the trials were started.
         """
         states = self._optuna.trial.TrialState
         results = []
@@ -181,8 +183,8 @@ class TrialStore:
         return results
 
     def best_rate(self, setting: Setting) -> float | None:
-        """Return the learning rate whose complete learning-rate trial has the lowest held-out loss for a head setting;
-        None if no trial has a finite loss.
+        """Return the best learning rate found for a head setting: that of the learning-rate trial with the lowest
+        finite held-out loss, among those that were not stopped early; None if there is none.
         """
         searched = [trial for trial in self.finished() if trial.key.setting == setting and not trial.key.final]
         complete = [trial for trial in searched if math.isfinite(trial.loss) and not trial.pruned]
@@ -191,14 +193,17 @@ class TrialStore:
     # -- running trials -----------------------------------------------------------------------------------------------
 
     def fail_stale_trials(self) -> None:
-        """Mark trials as failed whose process sends no heartbeats any more, so that they can be claimed again."""
+        """Mark each running trial as failed whose process has stopped sending heartbeats, so that the trial can be
+        claimed again.
+        """
         with quiet(self._optuna):
             for study in self._studies.values():
                 self._optuna.storages.fail_stale_trials(study)
 
     def run_trial(self, key: TrialKey, objective: Objective, seed: int) -> None:
-        """Claim a trial, run it with a suggested learning rate, and store its result. If another process claimed the
-        trial first, nothing is run.
+        """Claim the trial `key` for this process, run `objective` with a learning rate chosen by the search (or, for a
+        final training, the best rate found), and store its result. If another process claimed the trial first, nothing
+        is run.
 
         Args:
             key: trial to run.
@@ -213,8 +218,8 @@ class TrialStore:
         objective_errors: list[Exception] = []
 
         def claim_and_run(trial: "optuna.Trial") -> float:
-            """Claim the trial for this process, and return the loss of the objective; raise `_ClaimLostError` if
-            another process was first.
+            """Claim the trial for this process, choose its learning rate, run the objective, store its measurements and
+            return its loss. Raise `_ClaimLostError` if another process claimed it first.
             """
             numbers.append(trial.number)
             trial.set_user_attr(KEY, key.name)
@@ -242,16 +247,16 @@ class TrialStore:
                     raise
 
     def _sampler(self, key: TrialKey, seed: int) -> Any:
-        """Return the Optuna sampler that chooses a trial's learning rate: the best one for a final training, else the
-        next one of the search.
+        """Return the Optuna sampler that chooses a trial's learning rate: the best rate found for a final training,
+        otherwise the next rate of the search.
         """
         if key.final:
             return final_sampler(key.setting, self.best_rate(key.setting), seed)
         return search_sampler(key.number, self.rates, seed)
 
     def _claimed_first(self, study: "optuna.Study", number: int, name: str) -> bool:
-        """Return True if no trial with a lower number and the same name is running or finished. Wait while such a trial
-        has no name yet.
+        """Return True if the Optuna trial `number` was the first to claim the trial called `name`: no Optuna trial of
+        this name with a lower number is running or finished. Wait while a trial with a lower number has no name yet.
 
         A trial that never gets a name belongs to a process that died before its first heartbeat, so that Optuna cannot
         detect it; it is failed here.
@@ -272,8 +277,8 @@ class TrialStore:
             time.sleep(0.05)
 
     def _living(self, setting: Setting) -> dict[str, Any]:
-        """Return the Optuna trials of a head setting that are running or have finished, by trial name; of several with
-        one name, the first.
+        """Return the Optuna trials of a head setting that are running or have finished, by trial name. Of several
+        trials with the same name, only the one with the lowest number is returned.
         """
         trials: dict[str, Any] = {}
         for trial in self._studies[setting].get_trials(deepcopy=False):
