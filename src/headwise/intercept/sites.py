@@ -67,7 +67,7 @@ class SiteRegistry(Interceptor):
         self._ran.add(path)
 
     def on_unreadable(self, path: str) -> None:
-        """Record that the module at `path` computed something like attention that cannot be read."""
+        """Record that the module at `path` computed something like attention whose weights cannot be read."""
         self._unreadable.add(path)
 
     def register(self, call: Call) -> SiteRecord:

@@ -56,7 +56,7 @@ class StatisticsObserver(Interceptor):
         self._heads.on_module_call(path)
 
     def on_unreadable(self, path: str) -> None:
-        """Record in the result that the module at `path` computed something like attention that cannot be read."""
+        """Record in the result that the module at `path` computed something like attention with unreadable weights."""
         self._heads.on_unreadable(path)
 
     def observe(self, call: Call) -> Observation:

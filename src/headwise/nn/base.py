@@ -206,7 +206,9 @@ class AttentionLayer(nn.Module):
 
     @property
     def _cached_sizes(self) -> list[tuple[int, int]]:
-        """Number of heads and width of each tensor that a cache of this layer stores, one pair per tensor."""
+        """Number of heads and width of each tensor that a cache of this layer stores, one pair per tensor. Subclasses
+        override this property; here it raises `NotImplementedError`.
+        """
         raise NotImplementedError
 
     def static_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> StaticCache:
