@@ -63,8 +63,8 @@ def study(
     force: bool = False,
 ) -> Study:
     """Train models with different heads on the same batches, each with the best of several learning rates. Return a
-    table that compares their held-out losses, averaged over several seeds, and recommends a setting if the differences
-    are significant.
+    table with one row per head setting, which compares their held-out losses, averaged over several seeds, and
+    recommends a setting if the differences are significant.
 
     Args:
         build_model: returns an untrained model with the heads of a `Setting`, on the device to train on.
@@ -82,9 +82,6 @@ def study(
         optuna: database, name and pruner of the Optuna study.
         progress: show a progress bar on standard error.
         force: delete an existing study in `out`, or with the same name in the database, and start again.
-
-    Returns:
-        A table with one row per setting, and the recommendation.
 
     Raises:
         InputError: an argument has the wrong type; there are no training or no held-out batches; the space has no valid
