@@ -42,10 +42,10 @@ def ablate(
     progress: bool = False,
     title: str | None = None,
 ) -> Ablation | SetAblation:
-    """Measure the ablation effect of each head, layer, key/value group or named set of heads.
+    """Measure the ablation effect of each head, layer, key/value group or named set of heads: the mean loss over
+    examples with the outputs of these heads replaced (by zeros by default), minus the mean loss of the unchanged model.
 
-    The effect is the mean loss over examples without these heads, minus that of the unchanged model: the column `cost`
-    of `Ablation` (Michel, Levy and Neubig 2019, section 3.2).
+    The effect is the column `cost` of `Ablation` (Michel, Levy and Neubig 2019, section 3.2).
 
         effects = hw.ablate(model, texts, hw.next_token_loss)
         effects.table()                                 # one row per head: layer, head, ..., cost, loss
@@ -100,7 +100,8 @@ def _settings(
     units: str | HeadSets,
     title: str | None,
 ) -> dict[str, Any]:
-    """Return the settings of an ablation as JSON-compatible values: model, data, versions, units, replacement and loss.
+    """Return the settings of an ablation run as JSON-compatible values: model, data, package versions, the heads that
+    are ablated together (`units`), the replacement of their outputs, and the loss.
 
     Raises:
         InputError: `units` is neither "heads", "layers" or "groups" nor a mapping.
@@ -125,7 +126,8 @@ def _names_of_heads(sets: HeadSets) -> dict[str, list[str]]:
 
 @dataclass
 class AblationProgress(PassProgress):
-    """Losses that an ablation has measured so far, in the unchanged model and without each unit of heads.
+    """Partial result of an ablation: the loss of each example so far, in the unchanged model and without each ablation
+    unit (set of heads that are ablated together).
 
     A checkpoint of these losses lets an interrupted ablation resume, even in the middle of a batch.
 
@@ -153,9 +155,9 @@ def _measure_losses(
     *,
     show_progress: bool,
 ) -> tuple[list[AblationUnit], AblationProgress]:
-    """Run the model on all batches, unchanged and without each ablation unit; return the units and all losses.
-
-    A unit is a set of heads that are ablated together. Runs that an interrupted ablation completed are not repeated.
+    """Compute the loss of every example in the unchanged model and without each ablation unit (set of heads that are
+    ablated together); return the units and all losses. Runs of the model that an interrupted ablation completed are
+    read from its checkpoint and not repeated.
     """
     batches, device = iterate_batches(dataset), device_of(model)
     first_batch = next(batches, None)
@@ -193,7 +195,8 @@ def _measure_losses(
 
 @dataclass
 class _BatchRuns:
-    """Runs of a model on single batches, unchanged and without each ablation unit (heads that are ablated together).
+    """Runs of the model on one batch at a time: one of the unchanged model, and one without each ablation unit (set of
+    heads that are ablated together).
 
     Attributes:
         model: the model.
@@ -210,9 +213,9 @@ class _BatchRuns:
     run: _Run
 
     def measure(self, batch: dict[str, Any], losses: AblationProgress, advance: Callable[[int, bool], None]) -> None:
-        """Run the model on a batch, unchanged and without each ablation unit (set of heads), and add to `losses`.
-
-        Units that `losses` already contains are not repeated. Progress is saved after each unit.
+        """Run the model on a batch once unchanged and once without each ablation unit (set of heads that are ablated
+        together), and append the loss of each example to `losses`. Units that `losses` already contains for this batch
+        are skipped. After each unit, a checkpoint is saved if one is due, and `advance` moves the progress bar.
         """
         prepare_loss(self.loss, self.model, batch)
         with self.replay.recording():
@@ -233,9 +236,9 @@ class _BatchRuns:
 
 
 def _rows(units: Iterable[AblationUnit], losses: AblationProgress) -> Iterator[Any]:
-    """Yield one result row per ablated unit: mean and standard error of `cost` and `loss` over examples.
-
-    `loss` is the loss without the unit, `cost` that loss minus the unchanged model's. NaN losses do not count.
+    """Yield one result row per ablated unit (set of heads) with two statistics, each as mean and standard error over
+    examples: `loss`, the loss without these heads, and `cost`, that loss minus the loss of the unchanged model.
+    Examples whose loss is NaN are left out.
     """
     for unit, ablated in zip(units, losses.ablated_losses, strict=True):
         costs = [loss - baseline for loss, baseline in zip(ablated, losses.baseline_losses, strict=True)]

@@ -7,18 +7,23 @@ from headwise.runs.table import HeadTable, RowT, Table
 
 
 class _AblationTable(Table[RowT]):
-    """Table of the loss without each ablated unit, and of its difference to the loss of the unchanged model."""
+    """Table with the loss of the model without each ablated head or set of heads, and the difference of that loss to
+    the loss of the unchanged model.
+    """
 
     NAME = "ablation"
 
     @property
     def baseline(self) -> MeanEstimate:
-        """Loss of the unchanged model: mean, standard error and number over the examples."""
+        """Loss of the unchanged model, with which the losses after ablation are compared: mean, standard error and
+        number of examples.
+        """
         return MeanEstimate(**self.metadata["baseline"])
 
 
 class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):
-    """Ablation effect of each head, one row per head: `loss` without it, and `cost`, that loss minus the model's.
+    """Table of the ablation effect of each head, one row per head: `loss`, the mean loss of the model without the head,
+    and `cost`, that loss minus the loss of the unchanged model.
 
     With L the loss of an example and g_h the gate of head h, 1 in the unchanged model, the columns are
 
@@ -47,7 +52,8 @@ class HeadSet(Row):
 
 
 class SetAblation(_AblationTable[HeadSet]):
-    """Ablation effects of layers, key/value groups or named sets of heads, one row per set.
+    """Table of the ablation effects of layers, key/value groups or named sets of heads, one row per set of heads that
+    were ablated together.
 
     The columns are `loss`, the mean loss without the heads of the set, and `cost`, that loss minus the unchanged
     model's, as for single heads in `Ablation`.

@@ -22,7 +22,8 @@ HeadSets = Mapping[str, Collection[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class AblationUnit:
-    """Heads that are ablated together in one run of the model, with the type and identifiers of the resulting row.
+    """Set of heads that are ablated together in one run of the model, with the class and the identifying columns of the
+    result row that reports it.
 
     Attributes:
         gates: gates of the ablated heads, by site (attention module, self or cross).
@@ -36,7 +37,8 @@ class AblationUnit:
 
 
 class UnitGates(GateInterceptor):
-    """Interceptor that ablates one unit (set of heads) at a time; the unit is replaced between runs of the model.
+    """Interceptor of attention calls that ablates the heads of one unit (set of heads that are ablated together). Its
+    attribute `unit` is set to another unit between runs of the model.
 
     Attributes:
         unit: the unit that is ablated; None leaves the model unchanged.
@@ -47,8 +49,8 @@ class UnitGates(GateInterceptor):
         self.unit: AblationUnit | None = None
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that applies the unit's gates to an attention call; None if it has none
-        for this module.
+        """Return the function that applies the gates (factors or replacements of head outputs) of the current ablation
+        unit to the head outputs of an attention call; None if the unit has no head in the call's module.
         """
         gates = None if self.unit is None else self.unit.gates.get(call.site)
         self.gates = {} if gates is None else {call.site.path: gates}
@@ -58,7 +60,8 @@ class UnitGates(GateInterceptor):
 def ablation_units(
     registry: SiteRegistry, units: str | HeadSets, replacement: float | Replacement, model: nn.Module
 ) -> Iterator[AblationUnit]:
-    """Yield what to ablate together: each head, each layer, each key/value group, or each named set of heads.
+    """Yield the sets of heads that are ablated together (ablation units): each head, each layer, each key/value group,
+    or each named set of heads.
 
     The replacement is prepared for the model first. Heads, layers and groups are in the order of the model.
 
@@ -92,7 +95,9 @@ def ablation_units(
 
 
 def _standard_sets(registry: SiteRegistry, kind: str) -> dict[str, list[tuple[int, int]]]:
-    """Return the heads of each layer ("layers") or of each key/value group ("groups"), by the set's name."""
+    """Return sets of heads `(layer, head)` by name: the heads of each layer for the kind "layers", or the heads of each
+    key/value group for "groups".
+    """
     sets: dict[str, list[tuple[int, int]]] = {}
     for _, labels in registry.head_labels():
         layer, group = labels["layer"], labels["kv_head"]

@@ -28,7 +28,8 @@ from headwise.shapes import Float
 
 
 class Attribution(HeadTable[HeadRow]):
-    """Direct logit attribution of each head: `logit`, the part of the answer's logit that the head adds by itself.
+    """Table of the direct logit attribution of each head, one row per head: `logit`, the mean over prompts of what the
+    head itself adds to the logit of the answer, without its effect through later layers.
 
     A head with output o adds
 
@@ -47,7 +48,9 @@ class Attribution(HeadTable[HeadRow]):
 def logit_attribution(
     model: nn.Module, batch: Tensor | Mapping[str, Any], *, answer: Any, wrong: Any = None, at: Any = -1
 ) -> Attribution:
-    """Measure the part of an answer's logit that each head adds directly, past all later layers, on a batch of prompts.
+    """Measure, for each head, the part of an answer's logit that it adds directly to the residual stream, without its
+    effect through later layers, as a mean over a batch of prompts. With `wrong`, the answer's logit minus that of the
+    wrong answer is attributed.
 
     `Attribution` has the formula (Wang et al. 2022, section 3). A head's effect through later layers is not included;
     `activation_patching` and `ablate` measure it.
@@ -104,7 +107,8 @@ def logit_attribution(
 
 
 class _NormOutputs:
-    """Outputs of all norms of a model in one run, which can take the place of their outputs in another run.
+    """Recorder of the outputs of all norm layers of a model in one run, which can make the norm layers return these
+    outputs in a later run.
 
     A norm is a module with "norm" in the name of its class.
     """
@@ -115,20 +119,22 @@ class _NormOutputs:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the output of every call of a norm while the context is active."""
+        """Record the output of every call of every norm layer of the model while the context is active."""
         with self._hooks(lambda module, _, output: self._outputs[module].append(output)):
             yield
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Make each norm return its recorded outputs, in the order of its calls, while the context is active."""
+        """Make each norm layer of the model return its recorded outputs, in the order of its calls, while the context
+        is active.
+        """
         remaining = {module: iter(outputs) for module, outputs in self._outputs.items()}
         with self._hooks(lambda module, *_: next(remaining[module], None)):
             yield
 
     @contextmanager
     def _hooks(self, hook: Callable[..., Any]) -> Iterator[None]:
-        """Register the same forward hook on every norm, and remove it at the end of the context."""
+        """Register `hook` as forward hook of every norm layer of the model while the context is active."""
         handles = [module.register_forward_hook(hook) for module in self._outputs]
         try:
             yield
@@ -138,7 +144,8 @@ class _NormOutputs:
 
 
 def _projection_weight(model: nn.Module, path: str, width: int, end: StreamEnd) -> Float[Tensor, "stream width"]:
-    """Return the weight matrix of the output projection that follows the heads of an attention module.
+    """Return the weight matrix of the output projection of the attention module at `path`, which maps its `width` head
+    features to the residual stream.
 
     Raises:
         InputError: no projection from `width` features to the stream is found.
@@ -156,9 +163,9 @@ def _require_direct(
     written: Float[Tensor, "prompts width"],
     stream: Float[Tensor, "prompts width"],
 ) -> None:
-    """Raise `InputError` if removing all heads changes the residual stream by something else than what they write.
-
-    Differences within rounding are accepted.
+    """Raise `InputError` if heads change the residual stream by something other than what they write into it. `lost` is
+    what the stream loses when all heads are removed, and `written` is the sum of what heads write; both must be equal
+    up to rounding, relative to the size of `stream`.
     """
     parameters = (parameter for parameter in model.parameters() if parameter.is_floating_point())
     dtype = next((parameter.dtype for parameter in parameters), stream.dtype)

@@ -14,7 +14,8 @@ from headwise.runs.table import require_statistic
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of one statistic of one head between two profiles, in the statistic's units and in standard errors.
+    """Difference of one statistic of one head between two profiles a and b: the mean in b minus the mean in a, in the
+    units of the statistic and in standard errors.
 
     Attributes:
         a, b: the head's row in each profile.
@@ -33,7 +34,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two profiles of the same heads, with the difference of every statistic of every head.
+    """Two profiles of the same heads, with the difference of every statistic that both have, for every head.
 
     Attributes:
         a, b: the profiles.
@@ -45,7 +46,8 @@ class Comparison:
     differences: tuple[Difference, ...]
 
     def largest(self, statistics: Collection[str] = ()) -> list[Difference]:
-        """Return the differences of some or all statistics, sorted by absolute size in standard errors, largest first.
+        """Return the differences of the named statistics (of all by default) of all heads, sorted by absolute size in
+        standard errors, largest first.
 
         Differences without standard errors (NaN) come last.
 
@@ -62,7 +64,8 @@ class Comparison:
         return sorted(chosen, key=lambda entry: -1.0 if math.isnan(entry.errors) else abs(entry.errors), reverse=True)
 
     def table(self) -> Any:
-        """Return the comparison as a pandas DataFrame, one row per head and statistic.
+        """Return the comparison of two profiles as a pandas DataFrame with one row per head and statistic: both means,
+        their difference, and the difference in standard errors.
 
         Columns: the head's layer, head, kv_head, module and kind, both roles, the statistic's name, both means (`a` and
         `b`), their `difference`, and `errors`, the difference in standard errors.
@@ -82,7 +85,8 @@ class Comparison:
 
 
 def compare(a: Profile, b: Profile) -> Comparison:
-    """Return the difference of every statistic of every head between two profiles of the same heads.
+    """Compare two profiles of the same heads: compute the difference (b minus a) of the mean of every statistic that
+    both have, for every head, in its units and in standard errors.
 
     Differences are given in standard errors of two independent samples. For two models on the same data these errors
     are too large, because both profiles share the variation between sequences.
@@ -113,18 +117,24 @@ def compare(a: Profile, b: Profile) -> Comparison:
 
 
 def _description(head: ProfiledHead | None) -> str:
-    """Return a head's number, module and kind of attention in words, for error messages; "no more" for None."""
+    """Describe a head by its number, module and kind of attention, for error messages; None, for a head that a profile
+    lacks, is "no more".
+    """
     return "no more" if head is None else f"{head.name} in {head.module} ({head.kind} attention)"
 
 
 def _difference(head_a: ProfiledHead, head_b: ProfiledHead, statistic: str) -> Difference:
-    """Return the difference of one statistic between the same head of two profiles."""
+    """Return the difference of one statistic between the same head of two profiles, `head_b` minus `head_a`, in the
+    units of the statistic and in standard errors.
+    """
     a, b = head_a.statistics[statistic], head_b.statistics[statistic]
     return Difference(head_a, head_b, statistic, b.value - a.value, _difference_in_errors(a, b))
 
 
 def _difference_in_errors(a: MeanEstimate, b: MeanEstimate) -> float:
-    """Return b - a in units of its standard error, for independent means; 0 or infinite if neither mean varies."""
+    """Return the difference b - a of two independent means in units of its standard error. If both standard errors are
+    0, return 0 for equal means and plus or minus infinity for others.
+    """
     difference, error = b.value - a.value, math.hypot(a.sem, b.sem)
     if error == 0.0:  # no variation between sequences in either profile
         return math.copysign(math.inf, difference) if difference else 0.0

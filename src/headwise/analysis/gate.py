@@ -32,7 +32,7 @@ def gate(
     groups: bool = False,
     positions: Iterable[int] | Tensor | None = None,
 ) -> Iterator[None]:
-    """Multiply or replace the output of heads, before the output projection, while the context is active.
+    """Multiply or replace the outputs of heads, before the output projection, while the context is active.
 
     With o_h the output of head h (attention weights times values) and W_h its columns of the output projection, the
     attention module computes
@@ -90,7 +90,9 @@ def gate(
 def _gates_by_module(
     model: nn.Module, values: Mapping[Any, GateValue]
 ) -> tuple[dict[str, list[HeadGate]], dict[int, str]]:
-    """Return the gates of each attention module by its path, and the path that each layer number was taken to mean."""
+    """Check the keys and values of `values`, and return two mappings: from the path of each attention module to its
+    gates (factors or replacements of head outputs), and from each layer number in `values` to the path of its module.
+    """
     if not isinstance(values, Mapping):
         raise InputError("values", expected="a mapping {(layer, head): value}", got=type(values).__name__)
     gates: dict[str, list[HeadGate]] = {}
@@ -108,9 +110,8 @@ def _gates_by_module(
 
 
 def _prepared(gates: Mapping[str, list[HeadGate]], model: nn.Module) -> dict[str, list[HeadGate]]:
-    """Return the gates of each module after preparing their replacements, each once for all modules that use it.
-
-    Preparing a replacement may run the model.
+    """Return the gates of each module (by path) with their replacements prepared, which may run the model. A
+    replacement that several gates share is prepared once, for all modules that use it.
     """
     modules: dict[int, tuple[Replacement, list[str]]] = {}
     for path, module_gates in gates.items():
@@ -128,7 +129,7 @@ def _prepared(gates: Mapping[str, list[HeadGate]], model: nn.Module) -> dict[str
 
 
 def _as_index(value: Any) -> int | None:
-    """Return `value` as an int; None if it is not a whole number."""
+    """Return `value` as an int; None if it is not a whole number. A boolean is not a whole number here."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -136,9 +137,9 @@ def _as_index(value: Any) -> int | None:
 
 
 def _checked_value(value: Any, head: int | None) -> GateValue:
-    """Return the value of a gate, numbers as floats; raise `InputError` for another type or for too many axes.
-
-    The gate is that of the head with this index, or of all heads of a layer for None.
+    """Check the value of a gate and return it, a number as a float. Raise `InputError` unless it is a finite number, a
+    replacement, or a float tensor with at most 2 axes for the gate of one head, or at most 3 for that of a layer
+    (`head` is None).
     """
     if isinstance(value, Replacement):
         return value
@@ -155,7 +156,9 @@ def _checked_value(value: Any, head: int | None) -> GateValue:
 
 
 def _positions_tensor(positions: Any) -> Tensor | None:
-    """Return query positions as a tensor of indices or booleans, checked; None, for all queries, stays None."""
+    """Check query positions and return them as a tensor, of indices with one axis or of booleans with one or two. None,
+    which stands for all queries, is returned unchanged; anything else raises `InputError`.
+    """
     if positions is None:
         return None
     try:

@@ -17,7 +17,8 @@ GateValue = float | Tensor | Replacement
 
 
 class HeadGate(NamedTuple):
-    """Factor or replacement for the output of one head or key/value group of a module, or of all its heads.
+    """Gate of one head, of one key/value group, or of all heads of an attention module: a factor of their outputs, or a
+    replacement of their outputs.
 
     Attributes:
         head: zero-based index of the head or group; None for all heads.
@@ -29,7 +30,8 @@ class HeadGate(NamedTuple):
 
 
 class GateInterceptor(Interceptor):
-    """Interceptor that replaces or multiplies the outputs of gated heads, at all queries or at some.
+    """Interceptor of attention calls that multiplies or replaces the outputs of gated heads, at all query positions or
+    at selected ones.
 
     Attributes:
         gates: gates of each module, by the module's path. It may be replaced between two runs of the model.
@@ -44,21 +46,27 @@ class GateInterceptor(Interceptor):
         self._unreadable: set[str] = set()
 
     def on_module_call(self, path: str) -> None:
-        """Record that the model ran, which `require_intercepted` needs to know."""
+        """Record that the model ran; `require_intercepted` checks nothing if it did not."""
         self._ran = True
 
     def on_unreadable(self, path: str) -> None:
-        """Record that the module at `path` computed something like attention that cannot be changed."""
+        """Record that the module at `path` computed something like attention that cannot be intercepted, so that it was
+        not gated.
+        """
         self._unreadable.add(path)
 
     def change(self, call: Call) -> Change | None:
-        """Return the function that applies the gates of a call's module to its head outputs; None without gates."""
+        """Record an attention call, and return the function that applies the gates of the call's module to its head
+        outputs; None if the module has no gates.
+        """
         self._first_calls.setdefault(call.site, call)
         gates = self.gates.get(call.site.path)
         return None if not gates else lambda attended: self._apply(gates, attended, call)
 
     def _apply(self, gates: list[HeadGate], attended: HeadOutput, call: Call) -> Tensor:
-        """Return the head outputs with all replacements and then all factors applied, unchanged at ungated queries."""
+        """Return the head outputs of an attention call after all replacements among the gates, and then all factors,
+        are applied. At queries that are not gated, the outputs are unchanged.
+        """
         out = attended.out
         for head, value in gates:
             if isinstance(value, Replacement):
@@ -73,11 +81,14 @@ class GateInterceptor(Interceptor):
         return out
 
     def _count(self, call: Call) -> int:
-        """Return the number of heads of a call, or of its key/value groups if gates are indexed by group."""
+        """Return the number of heads of an attention call, or the number of its key/value groups if gates are indexed
+        by group.
+        """
         return call.kv_heads if self._groups else call.grid.heads
 
     def _head_range(self, head: int | None, call: Call) -> tuple[int, int]:
-        """Return the start and stop of the range of query heads of a gate: one head, a key/value group, or all (None).
+        """Return the start and stop of the range of query heads that a gate applies to. `head` is the index of a head,
+        or of a key/value group if gates are indexed by group; None selects all heads.
 
         Raises:
             InputError: the module has no such head or group.
@@ -94,7 +105,9 @@ class GateInterceptor(Interceptor):
     def _factors(
         self, head: int | None, value: float | Tensor, out: Tensor, call: Call
     ) -> Float[Tensor, "#batch heads #queries 1"]:
-        """Return the factor of every head's output: the gate's value at its heads, and 1 elsewhere."""
+        """Return the factors of all heads' outputs as a tensor that broadcasts to them: `value` at the head or heads
+        that the gate applies to, and 1 at all other heads.
+        """
         start, stop = self._head_range(head, call)
         batch, count, queries = call.grid.batch, self._count(call), call.grid.queries
         value = value.to(out) if isinstance(value, Tensor) else out.new_full((), value)
@@ -110,11 +123,14 @@ class GateInterceptor(Interceptor):
 
     @property
     def partly_gated(self) -> list[str]:
-        """Paths of gated modules that also computed something like attention which could not be changed."""
+        """Sorted paths of gated modules that also computed something like attention which could not be intercepted, and
+        so was not gated.
+        """
         return sorted(self._unreadable.intersection(self.gates))
 
     def require_intercepted(self, model: nn.Module, path_of_layer: Mapping[int, str]) -> None:
-        """Check, after the model ran, that every gated module attended and that layer numbers named the right modules.
+        """Raise `InputError` if no attention of a gated module was intercepted, or if the run showed that a layer
+        number belongs to another module than `path_of_layer` states. Do nothing if the model did not run.
 
         Args:
             model: the gated model.
@@ -140,10 +156,9 @@ class GateInterceptor(Interceptor):
 
 
 def _with_batch_and_query_axes(value: Tensor, head: int | None) -> Float[Tensor, "#batch #heads #queries"]:
-    """Return a gate's value with three axes: from `(batch, queries)` for one head, from `(batch, heads, queries)` else.
-
-    Missing leading axes of one head's value are added in front. A value of all heads may miss the batch axis if it has
-    one axis, and may miss the query axis.
+    """Return the value of a gate as a tensor with axes of batch, heads and queries, where missing axes have size 1. The
+    value of one head broadcasts to `(batch, queries)`. The value of all heads (`head` is None) has the shape `()`,
+    `(heads,)`, `(batch, heads)` or `(batch, heads, queries)`.
     """
     if head is not None:
         return value[(None,) * (2 - value.ndim)][:, None]
@@ -152,7 +167,8 @@ def _with_batch_and_query_axes(value: Tensor, head: int | None) -> Float[Tensor,
 
 
 def _gated_queries(positions: Tensor, call: Call) -> Bool[Tensor, "#batch queries"]:
-    """Return True at the queries of a call that are gated: given as a boolean tensor, or by their indices.
+    """Return a boolean mask that is True at the gated queries of an attention call. `positions` is such a mask,
+    `(queries,)` or `(batch, queries)`, or a tensor of query indices.
 
     Raises:
         InputError: a boolean tensor of another shape; an index out of range.

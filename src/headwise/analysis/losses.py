@@ -24,13 +24,16 @@ Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
 
 
 def prepare_loss(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
-    """Call `loss.prepare(model, batch)` on the unchanged model, if the loss has this method."""
+    """Call `loss.prepare(model, batch)`, in which a loss computes what it needs from the unchanged model; do nothing if
+    the loss has no such method.
+    """
     if hasattr(loss, "prepare"):
         loss.prepare(model, batch)
 
 
 def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-    """Call a loss on a batch, and return the loss of each example, whose shape and dtype are checked.
+    """Compute the loss of each example of a batch as `loss(model, batch)`, and return it after checking that it is one
+    floating-point number per example.
 
     Raises:
         InputError: the loss does not return one floating-point number per example.
@@ -44,7 +47,8 @@ def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Flo
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
-    """Return each sequence's mean of -ln p(token | earlier tokens) over its tokens, in nats, for a causal model.
+    """Return each sequence's mean of -ln p(token | earlier tokens), in nats, for a causal model. The mean is over all
+    tokens after the first; padding does not count.
 
     The logits of all positions are not kept in memory at once if they are the output embedding's product alone.
 
@@ -62,10 +66,11 @@ def next_token_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " 
 
 
 class MaskedTokenLoss:
-    """Loss function: each sequence's mean of -ln p(token | text with masked tokens) over masked tokens, in nats.
+    """Loss function for masked language models: masks a random share of each sequence's tokens, and returns for each
+    sequence the mean of -ln p(token | text with masked tokens) over its masked tokens, in nats.
 
-    For masked language models. The same tokens of a sequence are masked each time it occurs (Devlin et al. 2019,
-    section 3.1, without its random words).
+    The same tokens of a sequence are masked each time it occurs (Devlin et al. 2019, section 3.1, without its random
+    words).
 
     Args:
         mask_id: id of the tokenizer's mask token.
@@ -79,7 +84,9 @@ class MaskedTokenLoss:
         self.share, self.seed = probability("share", share), seed
 
     def reseeded(self, seed: int) -> "MaskedTokenLoss":
-        """Return the same loss with another choice of masked tokens, as for the next epoch of a training."""
+        """Return a masked-token loss with the same options and another seed, which masks other tokens, for example in
+        the next epoch of a training.
+        """
         return MaskedTokenLoss(self.mask_id, special=self.special.tolist(), share=self.share, seed=seed)
 
     def __call__(self, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
@@ -95,7 +102,10 @@ class MaskedTokenLoss:
     def _choose(
         self, ids: Int[Tensor, "batch length"], is_real: Bool[Tensor, "batch length"]
     ) -> Bool[Tensor, "batch length"]:
-        """Return True at the tokens that are masked: those with the smallest random numbers, seeded by the tokens."""
+        """Return a mask that is True at the tokens to mask: in each sequence a random share of the tokens that are
+        neither special nor padding. The random numbers are seeded by the sequence's token ids, so that a sequence
+        always gets the same mask.
+        """
         can_mask = is_real & ~torch.isin(ids, self.special.to(ids.device))
         draws = torch.empty(ids.shape)
         for row, sequence in enumerate(ids.tolist()):
@@ -108,7 +118,8 @@ class MaskedTokenLoss:
 
 
 class EmbeddingDistance:
-    """Loss function: 1 - cosine of each sentence's embedding and its embedding in the unchanged model, 0 to 2.
+    """Loss function: distance 1 - cosine, from 0 to 2, between each sentence's embedding in the model as it runs, for
+    example without a head, and its embedding in the unchanged model.
 
     The embedding is the mean of the last hidden state over tokens that are not padding (Reimers and Gurevych 2019,
     section 3). The unchanged model is the reference, so no labels are needed; its own distance is 0.
@@ -118,7 +129,9 @@ class EmbeddingDistance:
         self._reference: Tensor | None = None
 
     def prepare(self, model: nn.Module, batch: dict[str, Any]) -> None:
-        """Run the unchanged model on a batch, and store the sentence embeddings as the reference of distances."""
+        """Run the unchanged model on a batch, and store its sentence embeddings as the reference from which distances
+        are measured.
+        """
         with torch.no_grad():
             self._reference = _sentence_embeddings(model, batch)
 
@@ -136,7 +149,8 @@ LOSSES = {"next-token": "causal", "masked-token": "masked", "embedding": None}
 
 
 def loss_by_name(name: str, tokenizer: Any) -> Any:
-    """Return the loss that the command line calls "next-token", "masked-token" or "embedding".
+    """Return the loss function that the command line calls `name`: "next-token", "masked-token" or "embedding". The
+    tokenizer determines the mask token and the tokens that are never masked.
 
     Raises:
         InputError: no such loss; "masked-token" with a tokenizer that has no mask token.
@@ -153,7 +167,9 @@ def loss_by_name(name: str, tokenizer: Any) -> Any:
 
 
 def _sentence_embeddings(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, "batch width"]:
-    """Return each sequence's mean of the model's last hidden state over tokens that are not padding."""
+    """Run the model on a batch, and return the embedding of each sequence: the mean of the last hidden state over
+    tokens that are not padding.
+    """
     output = call_model(model, batch)
     hidden = getattr(output, "last_hidden_state", output)
     if not isinstance(hidden, Tensor) or hidden.ndim != 3:
@@ -165,7 +181,7 @@ def _sentence_embeddings(model: nn.Module, batch: dict[str, Any]) -> Float[Tenso
 
 
 def _tokens(batch: dict[str, Any]) -> tuple[Int[Tensor, "batch length"], Bool[Tensor, "batch length"]]:
-    """Return the token ids of a batch, and True at those that are not padding."""
+    """Return the token ids of a batch, and a mask of the same shape that is True at tokens that are not padding."""
     ids = batch.get("input_ids", batch.get(""))
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         raise InputError("loss", expected="batches with input_ids (batch, length)", got=", ".join(batch) or "none")
@@ -174,7 +190,9 @@ def _tokens(batch: dict[str, Any]) -> tuple[Int[Tensor, "batch length"], Bool[Te
 
 
 def _with_cache_disabled(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch with `use_cache=False`, if the model has this argument and the batch does not set it."""
+    """Return the batch with the argument `use_cache=False` added, if the model's `forward` has this argument and the
+    batch does not set it.
+    """
     has_argument = "use_cache" in inspect.signature(model.forward).parameters
     return {"use_cache": False, **batch} if has_argument else batch
 
@@ -182,5 +200,7 @@ def _with_cache_disabled(model: nn.Module, batch: dict[str, Any]) -> dict[str, A
 def _mean_over_tokens(
     losses: Float[Tensor, "batch length"], is_counted: Bool[Tensor, "batch length"]
 ) -> Float[Tensor, " batch"]:
-    """Return each sequence's mean loss over its counted tokens; NaN for a sequence without any."""
+    """Return the mean of each sequence's token losses over the tokens at which `is_counted` is True; NaN for a sequence
+    without such tokens.
+    """
     return losses.where(is_counted, 0.0).sum(1) / is_counted.sum(1)

@@ -12,7 +12,8 @@ from headwise.shapes import Float
 
 
 class MeanOutputs(OutputReader):
-    """Interceptor that averages each head's output over tokens that are not padding, for each attention call of a run.
+    """Interceptor that averages the output of each head over all tokens of a data set that are not padding. If a module
+    attends several times in a run of the model, each of these calls has means of its own.
 
     The sums are in float64.
     """
@@ -22,7 +23,9 @@ class MeanOutputs(OutputReader):
         self._sums: dict[tuple[Site, int], tuple[Float[Tensor, "heads value_dim"], float]] = {}
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Add the head outputs of one attention call, without padding, to the sums for its site and index."""
+        """Add the head outputs of one attention call, summed over tokens that are not padding, to the running sums of
+        this call: those of the same site (module, self or cross) and the same number within a run of the model.
+        """
         batch, _, queries, _ = out.shape
         out, tokens = out.detach(), float(batch * queries)
         if call.padding is not None and call.padding.shape == (batch, queries):
@@ -33,7 +36,8 @@ class MeanOutputs(OutputReader):
         self._sums[key] = earlier_total + total, earlier_tokens + tokens
 
     def mean_of_call(self, site: Site, index: int) -> Float[Tensor, "heads value_dim"]:
-        """Return each head's mean output over the data in a site's attention call with this index (the nth in a run).
+        """Return the mean output of each head, over all tokens of the data set that are not padding, in one attention
+        call: the call number `index`, from 0, that `site` (module, self or cross) makes in a run of the model.
 
         Raises:
             InputError: the site made fewer calls on the data set.

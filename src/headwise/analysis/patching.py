@@ -36,7 +36,10 @@ LayerHead = tuple[int | str, int]
 
 
 class Patching(HeadTable[HeadRow]):
-    """Effect of patching each head: `recovered` share of the logit difference, and the logit `difference` itself."""
+    """Table of the effect of patching each head, one row per head, as means over prompt pairs. `difference` is the
+    logit of the right answer minus that of the wrong one in the patched run. `recovered` locates it between the
+    corrupted run's difference (0) and the clean run's difference (1).
+    """
 
     NAME = "patching"
     ROW_TYPE = HeadRow
@@ -54,9 +57,9 @@ def activation_patching(
     direction: str = "denoise",
     progress: bool = False,
 ) -> Patching:
-    """Put each head's output of one run into another run, one head at a time, and measure the change of the answer.
-
-    The measure is the share of the logit difference between the right and the wrong answer that the head recovers.
+    """Put each head's output in the run on the clean prompts into the run on the corrupted prompts (or the other way
+    round), one head at a time, and measure how much of the logit difference between the right and the wrong answer this
+    recovers.
 
     With d the logit of the right answer minus that of the wrong one, each pair of prompts has
 
@@ -115,7 +118,10 @@ def patch_together(
     at: Any = -1,
     direction: str = "denoise",
 ) -> dict[str, MeanEstimate]:
-    """Put the outputs of several heads of one run into another run at once, and return `recovered` and `difference`.
+    """Put the outputs of several heads in the run on the clean prompts into the run on the corrupted prompts (or the
+    other way round), all at once. Return two means over prompt pairs: `difference`, the logit difference between the
+    right and the wrong answer in the patched run, and `recovered`, its place between the corrupted (0) and the clean
+    run (1).
 
     Definitions, arguments and errors are those of `activation_patching`.
 
@@ -130,7 +136,8 @@ def patch_together(
 def _prompt_pair(
     model: Any, clean: Any, corrupted: Any, tokens: AnswerTokens, direction: str
 ) -> Iterator["_PromptPair"]:
-    """Run the model on the clean and the corrupted prompts, and yield the pair, whose heads can then be patched.
+    """Run the model on the clean and on the corrupted prompts, and yield the pair of batches, for which runs with
+    patched heads can be measured while the context is active.
 
     In the context the model is in evaluation mode, without gradients.
     """
@@ -148,7 +155,8 @@ def _prompt_pair(
 
 
 class _PromptPair:
-    """A clean and a corrupted batch of prompts; the model runs on one with head outputs patched in from the other.
+    """A clean and a corrupted batch of prompts, with the model's runs on both. The model can be run again on one of
+    them with the outputs of some heads taken from its run on the other.
 
     The model runs on both batches at creation; `direction` decides from which batch head outputs are patched.
 
@@ -172,9 +180,8 @@ class _PromptPair:
         self._clean, self._corrupted = differences if direction == "denoise" else differences[::-1]
 
     def labels_of(self, heads: Iterable[LayerHead] | None) -> list[dict[str, Any]]:
-        """Return the labels (layer, head, kv_head, module, kind) of the given heads, or of all heads for None.
-
-        The labels are in the order of the model, each head once.
+        """Return the labels (layer, head, kv_head, module, kind) of the heads in `heads`, each head once, in the order
+        of the model; the labels of all heads if `heads` is None.
 
         Raises:
             InputError: a head does not exist.
@@ -191,10 +198,9 @@ class _PromptPair:
         return [labels for labels, names_of_head in pairs if not names_of_head.isdisjoint(wanted)]
 
     def measure_patched(self, labels: Iterable[Mapping[str, Any]]) -> dict[str, MeanEstimate]:
-        """Run the model with the outputs of these heads patched; return the means of `recovered` and `difference`.
-
-        `difference` is the logit difference of each prompt pair, `recovered` its share between the two runs without
-        patches.
+        """Run the model with the outputs of these heads patched, and return two means over prompt pairs. `difference`
+        is the logit of the right answer minus that of the wrong one in the patched run. `recovered` locates it between
+        the corrupted run's difference (0) and the clean run's difference (1).
         """
         gates: dict[str, list[HeadGate]] = {}
         for head_labels in labels:
@@ -208,13 +214,17 @@ class _PromptPair:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """Number of prompt pairs, and the mean logit difference of the clean and of the corrupted run."""
+        """Summary of the two runs without patches: the number of prompt pairs, and the mean over pairs of the logit
+        difference between the right and the wrong answer in the clean run and in the corrupted run.
+        """
         clean, corrupted = self._clean.mean().item(), self._corrupted.mean().item()
         return {"sequences": len(self._clean), "clean": clean, "corrupted": corrupted}
 
 
 def _require_same_layout(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
-    """Raise `InputError` unless both prompt batches have the same arguments, with the same shapes and padding."""
+    """Raise `InputError` unless the clean and the corrupted batch have the same arguments of the model, with tensors of
+    the same shapes and with the same padding.
+    """
     if clean.keys() != corrupted.keys():
         names = ", ".join(clean) or "a tensor"
         expected = f"the arguments of clean, {names}"

@@ -36,7 +36,8 @@ RANDOM_SUFFIX = "_random"
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledHead(HeadRow):
-    """Row of a profile: the statistics of one head, and the role that follows from them.
+    """Row of a profile: the statistics of one head over a data set, and the role (name for what the head attends to)
+    that they decide.
 
     Attributes:
         role: name of the head's role, such as "induction".
@@ -46,13 +47,16 @@ class ProfiledHead(HeadRow):
 
 
 class Profile(HeadTable[ProfiledHead]):
-    """Table of the statistics and the role of every head of a model over a data set, one row per head."""
+    """Table of the attention statistics of every head of a model over a data set, one row per head, with the head's
+    role (name for what it attends to).
+    """
 
     NAME = "profile"
     ROW_TYPE = ProfiledHead
 
     def role_share(self, head: ProfiledHead) -> float:
-        """Return the mean of the statistic that decides a head's role, on the data or on random tokens, the larger one.
+        """Return the mean of the statistic that decides a head's role. If it was measured both on the data and on
+        random tokens, return the larger of the two means.
 
         For most roles this is the share of attention on one kind of position. It is NaN if it was not measured.
         """
@@ -62,7 +66,9 @@ class Profile(HeadTable[ProfiledHead]):
         return max((share for share in shares if not math.isnan(share)), default=math.nan)
 
     def roles(self) -> dict[str, list[tuple[int, int]]]:
-        """Return the heads `(layer, head)` of each role that occurs, by the role's name, most specific roles first."""
+        """Return the heads of each role that occurs in the profile: lists of `(layer, head)` by the name of the role,
+        the most specific roles first.
+        """
         heads = {
             role.name: [(head.layer, head.head) for head in self.heads if head.role == role.name] for role in ROLES
         }
@@ -102,10 +108,10 @@ def profile(
     progress: bool = False,
     title: str | None = None,
 ) -> Profile:
-    """Measure every head of a model over a data set: mean and standard error of each statistic, and a role.
+    """Measure mean and standard error of attention statistics of every head over a data set, and name each head's role.
 
-    Means are over sequences of equal weight. The model runs in evaluation mode without gradients and is unchanged
-    afterwards. With torch.distributed, the processes share the batches, and each returns the same profile.
+    Sequences have equal weight. The model runs in evaluation mode without gradients and is unchanged afterwards. With
+    torch.distributed, the processes share the batches, and each returns the same profile.
 
     Args:
         model: any module that `watch` can observe. For texts, an encoder-decoder is reduced to its encoder.
@@ -154,14 +160,14 @@ def profile(
 
 
 def _sorted_ids(special: Collection[int]) -> list[int]:
-    """Return distinct token ids in order; `InputError` if one is not a whole number."""
+    """Return the distinct token ids in ascending order; raise `InputError` if one is not a whole number."""
     if not all(isinstance(token, int) for token in special):
         raise InputError("special", expected="token ids", got=repr(special))
     return sorted(set(special))
 
 
 def _random_ids(repeats: Any) -> Tensor | None:
-    """Return the argument `repeats` if it is a matrix of token ids, or None if it is False or None.
+    """Check the argument `repeats`: return a matrix of token ids unchanged, and None for False or None.
 
     Raises:
         InputError: neither of these, or not a matrix of whole numbers.
@@ -182,7 +188,9 @@ def _checkpointed_run(
     out: str | Path | None,
     title: str | None,
 ) -> CheckpointedRun[SiteProgress, Profile]:
-    """Return the object that saves a profile and its checkpoints, with the settings that a resumed run must share."""
+    """Create the `CheckpointedRun` that saves a profile and its checkpoints in the folder `out`. A stopped run resumes
+    only with the same settings: model, data, special tokens, random tokens and number of processes.
+    """
     rank, world_size = rank_and_world_size()
     repeats = None if random_ids is None else {"shape": list(random_ids.shape), "digest": digest_of([random_ids])}
     settings = run_settings(model, texts, title, special=special, repeats=repeats, processes=world_size)
@@ -197,9 +205,8 @@ def _measure(
     *,
     shown: bool,
 ) -> SiteProgress:
-    """Run the model on this process's batches, except those in its checkpoint, and return the statistics of all.
-
-    With several processes, each runs a share of the batches.
+    """Run the model on this process's share of the batches, except those that its checkpoint already includes. Return
+    the head statistics of the whole share, with those from the checkpoint.
     """
     resumed, progress, device = run.load_progress(), SiteProgress(), device_of(model)
     with watch(model, special=special) as heads:
@@ -222,9 +229,8 @@ def _finish(
     random_ids: Tensor | None,
     run: CheckpointedRun[SiteProgress, Profile],
 ) -> Profile:
-    """Assemble the profile from the statistics of all processes, write it to the output folder and return it.
-
-    If there are random tokens that repeat, the model is run on them first, for the copying statistics.
+    """Assemble the profile from the head statistics of all processes (`registry`), write it to the output folder and
+    return it. If there are random token ids, the model first runs on them, for the statistics of heads that copy.
     """
     random_records: list[SiteRecord] = []
     if random_ids is not None:
@@ -238,7 +244,8 @@ def _finish(
 
 
 def _profiled_heads(registry: SiteRegistry, random_records: list[SiteRecord]) -> Iterator[ProfiledHead]:
-    """Yield the profile's row of every head: its statistics on the data and on random tokens, and its role.
+    """Yield the profile's row of every head: its statistics on the data, its copying statistics on random tokens if the
+    model ran on them, and the role (name for what the head attends to) that the statistics decide.
 
     All rows have the same statistics, NaN where one was not measured.
     """
@@ -257,14 +264,17 @@ def _profiled_heads(registry: SiteRegistry, random_records: list[SiteRecord]) ->
 
 
 def _estimates(record: SiteRecord | None, name: str, heads: int) -> list[MeanEstimate]:
-    """Return one statistic's mean and standard error for each head of an attention site; NaN if not measured."""
+    """Return the mean and standard error of the statistic `name` for each head of one attention module, from its
+    `record`; NaN for all heads if the record does not contain the statistic.
+    """
     if record is None or name not in record.statistics:
         return [NO_ESTIMATE] * heads
     return head_estimates(record.statistics[name])
 
 
 def _role_name(statistics: Mapping[str, MeanEstimate]) -> str:
-    """Return the name of the role that a head's statistics, on the data and on random tokens, decide.
+    """Return the name of a head's role (what it attends to), which follows from the means of its statistics on the data
+    and on random tokens.
 
     A statistic counts if at least one sequence has a value of it.
     """

@@ -16,7 +16,8 @@ ONE_OR_PER_PROMPT = "one for all prompts, or (batch,)"
 
 
 class AnswerTokens(NamedTuple):
-    """Token ids of the right and the wrong answer to each prompt, and the position of the token that they follow.
+    """Token ids of the right and of the wrong answer to each prompt, and the position of the prompt's token that the
+    answer follows, at which the model predicts it.
 
     Each is one number for all prompts, or one per prompt.
 
@@ -32,7 +33,8 @@ class AnswerTokens(NamedTuple):
 
     @classmethod
     def from_arguments(cls, answer: Any, wrong: Any, at: Any) -> "AnswerTokens":
-        """Return the answer tokens that a caller passed as numbers, lists or tensors.
+        """Convert the arguments `answer`, `wrong` and `at` of a public function to `AnswerTokens`. Each is a whole
+        number or a list or tensor of one per prompt; `wrong` may be None.
 
         Raises:
             InputError: an argument is not whole numbers, or has more than one axis.
@@ -46,7 +48,8 @@ class AnswerTokens(NamedTuple):
         return cls(answer, wrong, at)
 
     def positions(self, batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> Int[Tensor, " prompts"]:
-        """Return the index, padding included, of the token of each prompt that its answer follows.
+        """Return, for each prompt, the index of the token that its answer follows, in the padded batch. It is computed
+        from the index without padding, `at`, and the attention mask of the batch.
 
         Raises:
             InputError: a prompt has fewer tokens.
@@ -63,7 +66,8 @@ class AnswerTokens(NamedTuple):
     def ids_per_prompt(
         self, prompts: Tensor, vocabulary: int
     ) -> tuple[Int[Tensor, " prompts"], Int[Tensor, " prompts"] | None]:
-        """Return the right token id of each prompt, and the wrong one of each or None; both are checked.
+        """Check that the token ids of the answers are in the vocabulary, and return the id of the right answer to each
+        prompt, and the id of the wrong answer to each prompt (None if there is no wrong answer).
 
         Args:
             prompts: any tensor with one row per prompt.
@@ -82,7 +86,9 @@ class AnswerTokens(NamedTuple):
         return answer, wrong
 
     def logit_difference(self, model: nn.Module, batch: Mapping[str, Any]) -> Float[Tensor, " prompts"]:
-        """Run the model and return each prompt's logit of the right token minus that of the wrong one, if there is one.
+        """Run the model on a batch of prompts, and return for each prompt the logit of the right answer minus that of
+        the wrong answer, at the token that the answer follows. Without a wrong answer, return the logit of the right
+        one.
 
         In a model with an output embedding, the logits of one position per prompt are computed, and no others.
         """
@@ -102,9 +108,8 @@ class AnswerTokens(NamedTuple):
 
     @contextmanager
     def _output_embedding_restricted(self, model: Any, batch: Mapping[str, Any]) -> Iterator[list[Tensor]]:
-        """Restrict the input of the output embedding to one position per prompt, which the answer follows.
-
-        The restriction ends with the context.
+        """Reduce the input of the model's output embedding to one position per prompt, that of the token that the
+        answer follows, while the context is active. Logits at other positions are not computed.
 
         Yields:
             A list of the tensor of these positions; empty if the output embedding was not restricted.
@@ -129,18 +134,25 @@ class AnswerTokens(NamedTuple):
 
 
 def output_embedding(model: Any) -> nn.Module | None:
-    """Return the module that computes the logits of a `transformers` model; None for a model that names none."""
+    """Return the output embedding of a `transformers` model, the module that computes its logits; None if the model
+    does not name one.
+    """
     embedding = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return embedding if isinstance(embedding, nn.Module) else None
 
 
 def one_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return a batch as named arguments on the model's device; `InputError` if it is neither tensor nor mapping."""
+    """Return `batch` as a dictionary of the model's arguments, with tensors on the model's device. A single tensor
+    becomes the positional argument; anything but a tensor or a mapping raises `InputError`.
+    """
     return next(to_device(arguments, device_of(model)) for arguments in iterate_batches([batch]))
 
 
 def _real_tokens(batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> Bool[Tensor, "prompts length"]:
-    """Return True at the tokens of a batch that are not padding; those of the decoder in an encoder-decoder."""
+    """Return a mask `(prompts, length)` that is True at tokens that are not padding, from the batch's attention mask
+    (in an encoder-decoder, the decoder's). It is True everywhere if the batch has no mask with the first two axes of
+    `like`.
+    """
     name = "decoder_attention_mask" if "decoder_input_ids" in batch else "attention_mask"
     mask = batch.get(name)
     if isinstance(mask, Tensor) and mask.shape == like.shape[:2]:
@@ -149,7 +161,9 @@ def _real_tokens(batch: Mapping[str, Any], like: Float[Tensor, "prompts length _
 
 
 def _per_prompt(name: str, numbers: Int[Tensor, "*prompts"], like: Tensor) -> Int[Tensor, " prompts"]:
-    """Return one number for each row of `like`: a single number is repeated; `InputError` for another count."""
+    """Return `numbers` with one number for each row of `like`; a single number is repeated. Raise `InputError` for the
+    argument `name` if there are several numbers, but not one per row.
+    """
     if numbers.ndim and numbers.shape != (len(like),):
         raise InputError(name, expected=f"one number, or {len(like)}, one per prompt", got=len(numbers))
     return numbers.to(like.device).expand(len(like))

@@ -26,7 +26,9 @@ class OutputReader(Interceptor):
         self.modules = modules
 
     def change(self, call: Call) -> Change | None:
-        """Return a function that passes head outputs to `read` and returns them unchanged; None for other modules."""
+        """Return a function that passes the head outputs of an attention call to `read` and returns them unchanged;
+        None if the call is of a module whose outputs are not read.
+        """
         if self.modules is not None and call.site.path not in self.modules:
             return None
 
@@ -37,11 +39,14 @@ class OutputReader(Interceptor):
         return read_and_return
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Process the head outputs of one attention call; subclasses override this, here it does nothing."""
+        """Process the head outputs of one attention call, before the output projection. Subclasses override this
+        method; here it does nothing.
+        """
 
 
 class RecordedOutputs(OutputReader):
-    """Interceptor that records the head outputs of a model's last run, one tensor per attention call.
+    """Interceptor that records head outputs, before the output projection, as one tensor per attention call. It keeps
+    those of the last run of the model.
 
     Attributes:
         by_site: tensors `(batch, heads, queries, value_dim)` of each site `(module path, is cross-attention)`, in the
@@ -53,12 +58,15 @@ class RecordedOutputs(OutputReader):
         self.by_site: dict[Site, list[Float[Tensor, "batch heads queries value_dim"]]] = {}
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Store the head outputs of one attention call; the first call of a site removes those of an earlier run."""
+        """Store the head outputs of one attention call after those of earlier calls of the same site (module, self or
+        cross) in this run of the model. The first call in a run discards the outputs of the previous run.
+        """
         earlier_calls = self.by_site.get(call.site, [])[: call.index]
         self.by_site[call.site] = [*earlier_calls, out.detach()]
 
     def output_of_call(self, site: Site, index: int) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return the recorded head outputs of the call with this index at a site.
+        """Return the recorded head outputs of one attention call: the call number `index`, from 0, that `site` (module,
+        self or cross) made in the last run of the model.
 
         Raises:
             InputError: fewer calls of the site were recorded.
@@ -70,21 +78,26 @@ class RecordedOutputs(OutputReader):
 
 
 class RecordedRun(SiteRegistry, RecordedOutputs):
-    """Interceptor that records the head outputs of a model's last run, and its attention sites and heads."""
+    """Interceptor that records the head outputs of a model's last run, and registers the attention sites (modules, self
+    or cross) that ran, with their heads.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         SiteRegistry.__init__(self, model)
         RecordedOutputs.__init__(self)
 
     def change(self, call: Call) -> Change | None:
-        """Register the site of an attention call, and return a function that records the call's head outputs."""
+        """Register the site (module, self or cross) of an attention call, and return a function that records the call's
+        head outputs and leaves them unchanged.
+        """
         self.register(call)
         return super().change(call)
 
 
 @contextmanager
 def record_outputs(model: Any, layers: Collection[int | str] | None = None) -> Iterator[RecordedOutputs]:
-    """Record the output of every head, before the output projection, while the context is active.
+    """Record the head outputs, before the output projection, of all attention modules or of those in `layers`, while
+    the context is active; yield the object that holds them.
 
     The tensors of a model's last run are kept in memory: `batch * heads * queries * value_dim` numbers per layer.
     Inside a `gate`, the gated outputs are recorded.

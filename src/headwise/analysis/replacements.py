@@ -23,7 +23,8 @@ from headwise.shapes import Float
 
 
 def zero() -> "Replacement":
-    """Return the replacement of a head's output by zeros.
+    """Return an object that replaces a head's output by zeros when it is the value of a gate or the replacement of an
+    ablation.
 
     Unlike a gate of 0, it also removes infinite and NaN outputs.
     """
@@ -31,7 +32,8 @@ def zero() -> "Replacement":
 
 
 def uniform() -> "Replacement":
-    """Return the replacement of a head's attention by uniform attention over the visible keys.
+    """Return an object that replaces a head's output by its output under uniform attention over the visible keys, when
+    it is the value of a gate or the replacement of an ablation.
 
     Each query gets the mean of the values of all keys that the mask lets it attend to.
     """
@@ -39,7 +41,8 @@ def uniform() -> "Replacement":
 
 
 def mean(dataset: Texts | Iterable[Any]) -> "Replacement":
-    """Return the replacement of a head's output by its mean over all tokens of a data set that are not padding.
+    """Return an object that replaces a head's output by its mean over all tokens of a data set that are not padding,
+    when it is the value of a gate or the replacement of an ablation.
 
     The model runs over the data once, when a gate with this replacement is entered: in evaluation mode, without
     gradients, and unaffected by other active gates. A module that attends several times in a run has one mean per call.
@@ -54,7 +57,8 @@ def mean(dataset: Texts | Iterable[Any]) -> "Replacement":
 
 
 def resample(batch: Tensor | Mapping[str, Any]) -> "Replacement":
-    """Return the replacement of a head's output by its output on another batch.
+    """Return an object that replaces a head's output by its output on another batch, when it is the value of a gate or
+    the replacement of an ablation.
 
     The model runs on `batch` once, when a gate with this replacement is entered: in evaluation mode, without gradients,
     and unaffected by other active gates.
@@ -70,7 +74,8 @@ def resample(batch: Tensor | Mapping[str, Any]) -> "Replacement":
 
 
 def patch(run: RecordedOutputs) -> "Replacement":
-    """Return the replacement of a head's output by its output in a run recorded with `record_outputs`.
+    """Return an object that replaces a head's output by its output in a run recorded with `record_outputs`, when it is
+    the value of a gate.
 
     Args:
         run: outputs of the same model on inputs of the same shape, or with a batch size of 1.
@@ -85,17 +90,20 @@ def patch(run: RecordedOutputs) -> "Replacement":
 
 
 class Replacement:
-    """Base class of values that take the place of a head's output; one object can serve several heads and models."""
+    """Base class of objects that compute a tensor to be used in place of a head's output. One object can serve several
+    heads and models.
+    """
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Return a replacement that is ready for the heads of these modules; by default the object itself.
-
-        Subclasses that need outputs of the model run it here.
+        """Return a replacement that is ready for use in the attention modules with these paths; here, the object
+        itself. Subclasses that need outputs of the model run it in this method.
         """
         return self
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return the tensor that takes the place of the outputs of all heads of an attention call."""
+        """Return the tensor that is used in place of the outputs of all heads in an attention call; it broadcasts to
+        their shape. Subclasses implement this.
+        """
         raise NotImplementedError
 
 
@@ -111,7 +119,9 @@ class Uniform(Replacement):
     """Replacement of a head's output by its output under uniform attention, as returned by `uniform`."""
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return each head's output under uniform attention: each query's mean of the values of its visible keys."""
+        """Return each head's output under uniform attention: for each query, the mean of the values of its visible keys
+        (keys that the mask lets it attend to).
+        """
         return attended.uniform_output()
 
 
@@ -127,7 +137,8 @@ class Mean(Replacement):
         self.dataset, self.means = dataset, means
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Run the model over the data set and return a replacement with the mean outputs of these modules' heads.
+        """Run the model over the data set, and return a replacement that contains the mean output of each head of the
+        attention modules with these paths.
 
         A replacement that already has them is returned as it is, without a run.
         """
@@ -140,7 +151,9 @@ class Mean(Replacement):
         return Mean(self.dataset, means)
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return each head's mean output over the data set in the attention call with the same site and index."""
+        """Return each head's mean output over the data set, as measured in the attention calls of the same module (self
+        or cross) with the same number within a run of the model.
+        """
         assert self.means is not None
         return self.means.mean_of_call(call.site, call.index)[None, :, None, :]
 
@@ -156,7 +169,8 @@ class Patch(Replacement):
         self.run = run
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return the head outputs that were recorded in the attention call with the same site and index.
+        """Return the head outputs that were recorded in the attention call of the same module (self or cross) with the
+        same number within the run of the model.
 
         Raises:
             InputError: the recorded call has another shape.
@@ -179,14 +193,18 @@ class Resample(Replacement):
         self.batch = batch
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Run the model on the other batch and return a replacement by its outputs of these modules' heads."""
+        """Run the model on the other batch, and return a replacement that contains the outputs of the heads of the
+        attention modules with these paths.
+        """
         outputs = RecordedOutputs(set(modules))
         _run_batches(model, [self.batch], outputs)
         return Patch(outputs)
 
 
 def _run_batches(model: nn.Module, dataset: Texts | Iterable[Any], reader: OutputReader) -> int:
-    """Run the model over a data set with `reader` as its only active interceptor, and return the number of batches."""
+    """Run the model on all batches of a data set, in evaluation mode and without gradients, with `reader` as its only
+    active interceptor; return the number of batches.
+    """
     count = 0
     with evaluation_mode(model), torch.no_grad(), call_stack.exclusive_to(reader), intercepted(model, reader):
         for batch in iterate_batches(dataset):

@@ -25,10 +25,9 @@ def not_direct_error(model: nn.Module) -> InputError:
 
 
 class StreamEnd(NamedTuple):
-    """Input of the final norm at the token that each prompt's answer follows, and its linear effect on the answer's
+    """Input of the final norm (the end of the residual stream) at the token that each prompt's answer follows, and for
+    each prompt a vector whose scalar product with any summand of this input is what the summand adds to the answer's
     logit.
-
-    The effect is a vector per prompt: its product with any summand of the input is the summand's part of the logit.
 
     Attributes:
         model: the model.
@@ -49,7 +48,8 @@ class StreamEnd(NamedTuple):
     def at_positions(
         self, head_outputs: Float[Tensor, "batch heads queries value_dim"]
     ) -> Float[Tensor, "prompts heads value_dim"]:
-        """Return each prompt's head outputs at the token that its answer follows.
+        """Select from `head_outputs` the outputs of all heads at the token that each prompt's answer follows, and
+        convert them to the dtype of the residual stream.
 
         Raises:
             InputError: the outputs are of another number of prompts, or of another length, than the residual stream.
@@ -69,7 +69,8 @@ class _ModuleCall(NamedTuple):
 
 
 class ResidualStream:
-    """Observer of a model's run that finds the final norm, the module whose output the output embedding reads.
+    """Observer of a model's run that finds the call of the final norm, the module whose output is the input of the
+    output embedding.
 
     From the input and output of the norm it computes each part's effect on the logits.
 
@@ -88,7 +89,7 @@ class ResidualStream:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Record the call of the final norm in the one run of the model that is made while the context is active."""
+        """Observe one run of the model while the context is active, and store the final norm's input and output."""
         self._last_call = self._final_call = None
         hooks = [module.register_forward_hook(self._note_call) for module in self._model.modules()]
         hooks.append(self._embedding.register_forward_pre_hook(self._note_embedding_input))
@@ -99,8 +100,8 @@ class ResidualStream:
                 hook.remove()
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Store a finished module call as the last one, unless it returned the last call's output, as
-        dropout may do.
+        """Store a finished module call as the most recent one. A call that returned the same memory as the call before
+        it, as dropout may do, is ignored, and so are calls without tensors.
         """
         if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
             return
@@ -108,20 +109,24 @@ class ResidualStream:
             self._last_call = _ModuleCall(module, args[0], output)
 
     def _note_embedding_input(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        """Store the last call as that of the final norm, if the output embedding reads its output."""
+        """Store the most recent module call as that of the final norm, if its output is the input of the output
+        embedding. This runs before the output embedding.
+        """
         if self._last_call is not None and args and _is_same_memory(args[0], self._last_call.output):
             self._final_call = self._last_call
 
     def final_norm_call(self) -> _ModuleCall:
-        """Return the call of the final norm in the run that was followed; raise `InputError` if none was found."""
+        """Return the final norm with its input and output in the last observed run of the model; raise `InputError` if
+        no such module was found.
+        """
         call = self._final_call
         if call is None or call.input.shape != call.output.shape or call.output.ndim != 3:
             raise not_direct_error(self._model)
         return call
 
     def end(self, tokens: AnswerTokens, batch: Mapping[str, Any]) -> StreamEnd:
-        """Return the final norm's input in the recorded run, at the tokens that answers follow, and its effect on
-        logits.
+        """Return the final norm's input in the observed run at the token that each prompt's answer follows, with the
+        vector whose scalar product with a summand of this input is what the summand adds to the answer's logit.
 
         Raises:
             InputError: the module before the output embedding is not a norm, or there is none; a token does not exist.
@@ -154,8 +159,8 @@ def _direction_before_norm(
     *,
     like: Tensor,
 ) -> Float[Tensor, "prompts width"]:
-    """Return the vectors whose products with a norm's input are those of `unembedding` with its output, up to a
-    constant.
+    """Convert directions at the output of a norm to directions at its input: return, for each prompt, the vector whose
+    scalar product with the norm's input equals that of `unembedding` with the norm's output, up to a constant.
 
     The scale of the norm is held constant at each token, so that the norm is linear.
 
@@ -191,5 +196,5 @@ def _direction_before_norm(
 
 
 def _is_same_memory(one: Any, other: Tensor) -> bool:
-    """Return True if `one` is a tensor of the same shape at the same address as `other`."""
+    """Return True if `one` is a tensor with the shape and the memory address of `other`."""
     return isinstance(one, Tensor) and one.shape == other.shape and one.data_ptr() == other.data_ptr()

@@ -26,7 +26,8 @@ MIN_ROWS = 2
 
 @dataclass(frozen=True)
 class Role:
-    """A name for what a head attends to, with the statistic and threshold that decide it.
+    """Role of a head: a name for what it attends to, with the statistic and the threshold that decide whether a head
+    has the role.
 
     Attributes:
         name: such as "previous token".
@@ -70,8 +71,8 @@ ROLES = (PREVIOUS, NEXT, INDUCTION, DUPLICATE, SAME, MIXED, BROAD, FIRST, SPECIA
 
 
 def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mapping[str, float] | None = None) -> Role:
-    """Return a head's role from its mean statistics: the position with at least half of the attention, or broad, or
-    mixed.
+    """Return a head's role, a name for what it attends to, from its mean statistics: the kind of position that gets at
+    least half of its attention; otherwise broad if its attention is nearly uniform, or else mixed.
 
     This module's docstring has the whole rule.
 
@@ -82,7 +83,9 @@ def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mappi
     """
 
     def reaches(role: Role) -> bool:
-        """Return True if the role's statistic is based on enough rows and reaches its threshold."""
+        """Return True if the mean of the role's statistic is over enough query rows and is at least the role's
+        threshold.
+        """
         return rows.get(role.statistic, 0) >= MIN_ROWS and means[role.statistic] >= role.threshold
 
     shares = {role: means[role.statistic] for role in POSITION_ROLES if reaches(role)}

@@ -22,7 +22,8 @@ POSITIONS_PER_TILE, TOKENS_PER_TILE = 1024, 512
 def token_cross_entropy(
     model: nn.Module, batch: dict[str, Any], positions: slice, targets: Int[Tensor, "batch length"]
 ) -> Float[Tensor, "batch length"]:
-    """Run a model, and return -ln p(target) in nats for each target token, at a slice of the output's positions.
+    """Run a model, and return -ln p(target), in nats, for each token id in `targets`. The probabilities come from the
+    logits at the output positions in the slice `positions`, one for each target of a sequence.
 
     If the logits are exactly the output of the model's output embedding, they are computed tile by tile from its input,
     and never all in memory.
@@ -54,7 +55,9 @@ _models_with_processed_logits: "WeakSet[nn.Module]" = WeakSet()
 
 
 def _linear_output_embedding(model: Any) -> nn.Linear | None:
-    """Return the linear output embedding of a `transformers` model, if its computation can be skipped; else None."""
+    """Return the output embedding of a `transformers` model if it is a plain linear layer whose computation can be
+    skipped; otherwise None.
+    """
     if model in _models_with_processed_logits or not hasattr(model, "get_output_embeddings"):
         return None
     embedding = model.get_output_embeddings()
@@ -65,10 +68,10 @@ def _linear_output_embedding(model: Any) -> nn.Linear | None:
 
 @contextmanager
 def _skipped(embedding: nn.Linear) -> Iterator[list[Tensor]]:
-    """Skip the computation of a layer while the context is active, and yield a list of its input and a placeholder.
+    """Make a linear layer return an empty placeholder instead of computing its output, while the context is active.
+    Yield a list that contains the layer's input and the placeholder once the layer is called.
 
-    The placeholder is a tensor on the meta device, which the layer returns instead of its output. The list is empty
-    until the layer is called.
+    The placeholder is a tensor on the meta device with the shape of the output.
     """
     input_and_placeholder: list[Tensor] = []
 
@@ -84,7 +87,9 @@ def _skipped(embedding: nn.Linear) -> Iterator[list[Tensor]]:
 def _tiled_cross_entropy(
     hidden: Float[Tensor, "rows width"], embedding: nn.Linear, targets: Int[Tensor, " rows"]
 ) -> Float[Tensor, " rows"]:
-    """Return -ln softmax(hidden W^T + b)[target] of each row, from the log-sum-exp of some tokens' logits at a time."""
+    """Return -ln softmax(hidden W^T + b)[target] of each row, with W and b of the output embedding. The logits of a
+    tile of rows and vocabulary tokens are computed at a time, and combined by log-sum-exp.
+    """
     weights = torch.split(embedding.weight, TOKENS_PER_TILE)
     biases = [None] * len(weights) if embedding.bias is None else torch.split(embedding.bias, TOKENS_PER_TILE)
     token_tiles = list(zip(weights, biases, strict=True))

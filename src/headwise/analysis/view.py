@@ -37,7 +37,8 @@ Attention that computes something else than softmax of its scores does not.
 
 
 def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", truncate: bool = False) -> View:
-    """Run a model on one text, and return each head's attention: statistics, role, strongest links between words.
+    """Run a model on one text, and return the attention of each head: its statistics, its role (name for what it
+    attends to), and the strongest links (largest attention weights) between words.
 
     Args:
         model: any model that `watch` can intercept and that reads token ids, in evaluation mode: of `transformers`, or
@@ -82,7 +83,8 @@ def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", t
 
 
 def _call(model: Any, inputs: dict[str, Tensor]) -> None:
-    """Call a model with those of the tokenizer's outputs that it accepts; without names, with the token ids alone.
+    """Call a model with those outputs of the tokenizer that its `forward` accepts by name; a model that accepts none by
+    name gets the token ids alone.
 
     A `transformers` model gets all outputs, another module those that its `forward` names, or all if it has `**kwargs`
     but no `input_ids`.
@@ -97,7 +99,8 @@ def _call(model: Any, inputs: dict[str, Tensor]) -> None:
 
 
 class _Viewer(SiteRegistry):
-    """Interceptor that builds a `HeadView` (statistics, links and picture) of every head in every attention call.
+    """Interceptor that builds a `HeadView` (statistics, links between words, and a picture of the weights) of every
+    head in every attention call over the tokens of a text.
 
     Attributes:
         heads: the views so far, in the order of the calls.
@@ -114,9 +117,9 @@ class _Viewer(SiteRegistry):
         self.heads: list[HeadView] = []
 
     def observe(self, call: Call) -> Observation | None:
-        """Return an observation that builds the views of a call's heads, and checks the weights against the output.
-
-        None for attention over something else than the tokens of the text.
+        """Return an observation that builds the views of the heads of an attention call, and checks the observed
+        weights against the head outputs. For attention over something other than the tokens of the text, record its
+        shape and return None.
         """
         self.register(call)
         grid, tokens = call.grid, len(self._word_of)
@@ -138,18 +141,22 @@ class _Viewer(SiteRegistry):
         return Observation(observer, self._call_context, on_end, partial(_require_agreement, call.site.path))
 
     def require_heads(self) -> None:
-        """Raise `InputError` if there is no view of a head: no attention was over the tokens of the text."""
+        """Raise `InputError` if no head was viewed, because no attention of the model was over the text's tokens."""
         if not self.heads:
             expected = f"self-attention over the {len(self._word_of)} tokens of the text"
             raise InputError("model", expected=expected, got=self.left_out)
 
     @property
     def left_out(self) -> str:
-        """Sizes and modules of the attention that was not over the tokens of the text; empty if there was none."""
+        """Description of the attention that was not over the tokens of the text: numbers of queries and keys, and paths
+        of the modules. It is empty if there was none.
+        """
         return ", ".join(f"{shape} in {path}" for path, shape in self._other_shapes.items())
 
     def _next_layer(self, model_number: int | None) -> int:
-        """Return the layer number of a call: the model's number, or one above all used if that is None or used."""
+        """Return the layer number for an attention call, and record it as used: the model's own number or, if that is
+        None or already used, one more than the largest used number.
+        """
         is_used = model_number in self._layers
         layer = max(self._layers, default=-1) + 1 if model_number is None or is_used else model_number
         self._layers.add(layer)
@@ -175,7 +182,8 @@ def _head_views(layer: int, tally: Tally, weights: WordWeights) -> Iterator[Head
 
 
 def _require_agreement(path: str, row_block: RowBlock, out: Float[Tensor, "batch heads rows value_dim"]) -> None:
-    """Raise `InputError` if the model's head output is not the product of observed weights and values, up to rounding.
+    """Raise `InputError` if the head outputs of a module differ from the product of the observed attention weights and
+    the values by more than rounding.
 
     The observed weights would be wrong then.
 

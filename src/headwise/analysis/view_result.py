@@ -16,7 +16,8 @@ SMALLEST_SHOWN_WEIGHT = 0.005
 
 @dataclass(frozen=True)
 class Link:
-    """A word of the text and the other word that it attends to most.
+    """Link between two words in one head: a word of the text, the other word that it attends to most, and the attention
+    weight.
 
     Attributes:
         query: index of the word.
@@ -33,13 +34,16 @@ class Link:
 
 
 def link_strength(link: Link) -> tuple[float, int]:
-    """Return a sort key that puts the strongest link first, and links of equal rounded weight in the text's order."""
+    """Return a key that sorts links by attention weight, largest first, and links of equal rounded weight in the order
+    of the text.
+    """
     return -round(link.weight, 4), link.query
 
 
 @dataclass(frozen=True)
 class HeadView:
-    """Attention of one head on one text: statistics, role, strongest links between words, and a small picture.
+    """Attention of one head on one text: statistics, role, strongest links between words, and a small picture of the
+    weights.
 
     Attributes:
         layer, head: zero-based numbers of the head.
@@ -87,7 +91,7 @@ class View:
     heads: tuple[HeadView, ...]
 
     def head(self, layer: int, head: int) -> HeadView:
-        """Return the view of one head, by its zero-based numbers.
+        """Return the attention of one head on the text, by zero-based layer and head.
 
         Raises:
             InputError: the view has no such head.
@@ -98,17 +102,16 @@ class View:
         raise InputError("head", expected="a (layer, head) of this view", got=(layer, head))
 
     def strongest_links(self, head: HeadView, count: int) -> list[Link]:
-        """Return up to `count` of the strongest links of a head, each from a word to another, between different word
-        pairs.
-
-        Of links between words of the same spelling, only the strongest is returned.
+        """Return up to `count` links of a head with the largest attention weights, each from a word to the other word
+        that it attends to most. Links below the smallest weight to show are left out, and so are all but the strongest
+        link between two words of the same two spellings.
         """
         visible = [link for link in head.links if link.weight >= SMALLEST_SHOWN_WEIGHT]
         by_pair = {(self.words[link.query].text, self.words[link.key].text): link for link in reversed(visible)}
         return sorted(by_pair.values(), key=link_strength)[:count]
 
     def role_title(self, role: Role) -> str:
-        """Return the name of a role, in which "the first token" is replaced by that token."""
+        """Return the name of a role for display, with "the first token" replaced by the first word of the text."""
         return role.name.replace("the first token", self.words[0].text)
 
     def select(self, layers: Collection[int] = (), heads: Collection[int] = ()) -> "View":

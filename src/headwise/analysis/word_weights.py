@@ -15,7 +15,8 @@ PICTURE = 64
 
 
 class WordWeights:
-    """Attention weights between words for each head, added up from blocks of token rows: links, top keys, picture.
+    """Attention weights between the words of a text for each head, added up from blocks of token rows: the strongest
+    link and the top keys of each word, and a small picture of the weight matrix.
 
     Weights to the tokens of a word are summed, and those from its tokens averaged, so that each word's weights still
     add up to 1 (Clark et al. 2019, section 4.1). The row blocks of a head come in the order of the rows; a word may
@@ -41,7 +42,9 @@ class WordWeights:
         self._unfinished = torch.zeros(heads, words)  # weights of the word whose last rows are still to come
 
     def add(self, row_block: RowBlock) -> None:
-        """Add the attention weights of one row block; a word counts once the rows of all its tokens have arrived."""
+        """Add the attention weights of one block of token rows. The weights of a word enter the links, top keys and
+        picture once the rows of all its tokens have been added.
+        """
         weights = row_block.weights[0].float().cpu()  # (heads, rows, columns)
         part, rows = row_block.sequences_and_heads[1], row_block.rows
         word_of_rows = self.word_of[rows.start : rows.stop]
@@ -58,7 +61,8 @@ class WordWeights:
             self._add_words(part, range(first, last + 1), sums / self.token_counts[first : last + 1, None])
 
     def _add_words(self, part: slice, words: range, weights: Float[Tensor, "heads queries words"]) -> None:
-        """Update pictures, top keys and links with the attention of words whose tokens' rows are all complete.
+        """Update the pictures, top keys and links of these heads with the attention weights of words whose token rows
+        have all been added.
 
         Args:
             part: the heads.
@@ -77,8 +81,8 @@ class WordWeights:
         self.best_weight[part, selected], self.best_key[part, selected] = best
 
     def links(self, head: int) -> tuple[Link, ...]:
-        """Return each word's strongest link in a head, strongest first; words that link each other may
-        share one link.
+        """Return the link of each word in a head, to the other word that it attends to most, strongest first. Two words
+        that link to each other with more than uniform weight share one link.
         """
         weights, keys = self.best_weight[head].tolist(), self.best_key[head].tolist()
         uniform_weight = 1 / self.words

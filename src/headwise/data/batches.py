@@ -43,13 +43,17 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Run the model on a batch from `iterate_batches` that is on its device, and return its output."""
+    """Run the model on a batch of named arguments as `iterate_batches` yields them, whose tensors are already on the
+    model's device, and return the model's output.
+    """
     arguments = dict(batch)
     return model(arguments.pop(POSITIONAL), **arguments) if POSITIONAL in arguments else model(**arguments)
 
 
 def count_sequences_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of sequences and of tokens in a batch, without padding where there is an attention mask."""
+    """Return the number of sequences in a batch, and the number of tokens in all of them. Padding is not counted if the
+    batch has an attention mask.
+    """
     mask = batch.get("attention_mask")
     first_tensor = next(value for value in batch.values() if isinstance(value, Tensor))
     ids = batch.get("input_ids", first_tensor)

@@ -14,7 +14,7 @@ class TokenizedDocument(NamedTuple):
 
 
 def whole(documents: Iterable[TokenizedDocument], room: int, separator: int | None) -> Iterator[list[int]]:
-    """Yield each document's token ids as one sequence; raise `InputError` for one with more than `room` tokens.
+    """Yield each document's token ids as one sequence; raise `InputError` for a document with more than `room` tokens.
 
     `separator` is not used.
     """
@@ -36,7 +36,8 @@ def truncate(documents: Iterable[TokenizedDocument], room: int, separator: int |
 
 
 def cut(documents: Iterable[TokenizedDocument], room: int, separator: int | None) -> Iterator[list[int]]:
-    """Yield each document in consecutive sequences of `room` token ids, the last of which may be shorter.
+    """Cut each document into consecutive sequences of `room` token ids, the last of which may be shorter, and yield the
+    sequences.
 
     `separator` is not used.
     """
@@ -45,7 +46,8 @@ def cut(documents: Iterable[TokenizedDocument], room: int, separator: int | None
 
 
 def pack(documents: Iterable[TokenizedDocument], room: int, separator: int | None) -> Iterator[list[int]]:
-    """Yield sequences of exactly `room` tokens, cut from all documents joined by the separator token.
+    """Join the token ids of all documents, with the separator token (if any) between them, and yield consecutive
+    sequences of exactly `room` token ids.
 
     The remainder at the end is dropped, except when it is the only sequence.
     """

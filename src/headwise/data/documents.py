@@ -22,7 +22,8 @@ class Document(NamedTuple):
 
 
 def documents_in_memory(items: Iterable[Any], column: str) -> Iterator[Document]:
-    """Yield each item as a document with its number: a string, or the text in one column of a mapping.
+    """Yield each item as a document: a string is its text, and a mapping has the text in `column`. The number of the
+    item becomes its location in error messages.
 
     Raises:
         InputError: an item is neither, or has no text in that column.
@@ -52,7 +53,8 @@ def read_documents(source: str | Path, column: str, types: ColumnTypes = (str,))
 
 
 def list_files(source: str | Path) -> list[Path]:
-    """Return the file itself, or all files below a folder that are not hidden, sorted.
+    """Return the files of a data source: the file itself, or all files below a folder that are not hidden, sorted by
+    path.
 
     Raises:
         InputError: the folder has no such file.
@@ -72,7 +74,7 @@ def list_files(source: str | Path) -> list[Path]:
 
 
 def require_unicode(document: Document) -> None:
-    """Raise an `InputError` if a text contains half of a surrogate pair, which tokenizers cannot encode."""
+    """Raise an `InputError` if a document's text contains half of a surrogate pair, which tokenizers cannot encode."""
     try:
         document.text.encode()
     except UnicodeEncodeError:
@@ -88,12 +90,14 @@ def _unreadable(file: Path, error: Exception) -> InputError:
 
 
 def _is_hidden(path: Path) -> bool:
-    """Return True if the name of the file or of a folder above it starts with a dot."""
+    """Return True if any part of a path, a folder or the file itself, has a name that starts with a dot."""
     return any(part.startswith(".") for part in path.parts)
 
 
 def _read_file(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield the documents of one file, in the format that its suffix names."""
+    """Yield the documents of one file, in the format that its suffix names: Parquet, JSON lines, or for any other
+    suffix plain text, which is one document.
+    """
     if file.suffix == ".parquet":
         yield from _read_parquet(file, column, types)
     elif file.suffix in JSON_LINES:
@@ -103,7 +107,7 @@ def _read_file(file: Path, column: str, types: ColumnTypes) -> Iterator[Document
 
 
 def _read_json_lines(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield one document per line of a JSON lines file, without blank lines."""
+    """Yield one document for each line of a JSON lines file, with its text from `column`; blank lines are skipped."""
     with file.open("rb") as lines:
         offset = 0
         for number, line in enumerate(lines, 1):
@@ -114,7 +118,7 @@ def _read_json_lines(file: Path, column: str, types: ColumnTypes) -> Iterator[Do
 
 
 def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield one document per row of a Parquet file."""
+    """Yield one document for each row of a Parquet file, with its text from `column`."""
     pyarrow = require("pyarrow", purpose="reading parquet", extra="tables")
     parquet = require("pyarrow.parquet", purpose="reading parquet", extra="tables")
     try:
@@ -135,7 +139,8 @@ def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Docum
 
 
 def _decode(data: bytes, file: Path, offset: int) -> str:
-    """Decode UTF-8, with or without a byte-order mark.
+    """Decode bytes as UTF-8 text, with or without a byte-order mark; raise `InputError` for binary data or invalid
+    UTF-8.
 
     Args:
         data: the bytes of a file or of a line in it.
@@ -153,7 +158,9 @@ def _decode(data: bytes, file: Path, offset: int) -> str:
 
 
 def _parse_json(line: str, location: str) -> Any:
-    """Parse a line of JSON; `InputError` with the column of the mistake if it is not valid."""
+    """Parse a line of JSON and return its value; raise `InputError` with the column of the error if the line is not
+    valid.
+    """
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
@@ -163,7 +170,9 @@ def _parse_json(line: str, location: str) -> Any:
 
 
 def _document_of_row(row: Any, column: str, location: str, types: ColumnTypes = (str,)) -> Document:
-    """Return the document in a column of a row; `InputError` if the row is not a mapping or has no text there."""
+    """Return the document whose text is in `column` of a row; raise `InputError` if the row is not a mapping, lacks the
+    column, or has a value of another type there.
+    """
     if not isinstance(row, Mapping):
         raise InputError("data", expected=f"an object with a column {column!r} in {location}", got=type(row).__name__)
     if column not in row:

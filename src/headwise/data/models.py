@@ -167,7 +167,7 @@ def _source(name: str) -> tuple[str, str, dict[str, str]]:
 
 
 def _require_on_hub(name: str) -> None:
-    """Raise an `OSError` if a model is neither in the local cache nor on the Hugging Face hub.
+    """Raise an `OSError` if a model is not in the local cache and cannot be reached on the Hugging Face hub.
 
     One request is enough here, whereas `from_pretrained` would retry for a minute without a network.
     """

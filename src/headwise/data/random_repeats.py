@@ -28,7 +28,8 @@ def random_repeats(
     avoid: Collection[int] = (),
     seed: int = 0,
 ) -> Int[Tensor, "samples length"]:
-    """Draw random token ids, each sample a series of distinct tokens that is repeated several times.
+    """Draw sequences of random token ids. Each sequence consists of `tokens` distinct ids, as one series that occurs
+    `times` times in a row.
 
     Args:
         vocabulary: ids are drawn from 0 up to and without this number.
@@ -58,7 +59,8 @@ def random_repeats(
 
 
 def repeats_for_model(model: nn.Module, avoid: Collection[int], tokenizer: Any = None) -> Int[Tensor, "samples length"]:
-    """Draw random repeated tokens from a model's vocabulary, with the special tokens of its tokenizer around them.
+    """Draw sequences of random token ids from a model's vocabulary, in which a series of distinct tokens occurs several
+    times in a row, and put the tokenizer's special tokens around each sequence.
 
     Args:
         model: a model with `get_input_embeddings()`, which determines the vocabulary.

@@ -11,7 +11,9 @@ class SpecialTokens(NamedTuple):
 
     @staticmethod
     def of(tokenizer: Any) -> "SpecialTokens":
-        """Return the special tokens that a tokenizer adds, which are found by tokenizing a short text."""
+        """Return the ids of the special tokens that a tokenizer adds before and after a text, found by tokenizing a
+        short text.
+        """
         encoded = tokenizer("a", return_special_tokens_mask=True, verbose=False)
         ids, is_text = encoded["input_ids"], [not special for special in encoded["special_tokens_mask"]]
         start, stop = is_text.index(True), len(is_text) - is_text[::-1].index(True)

@@ -76,7 +76,8 @@ class Texts:
                 raise InputError(name, expected="a number of at least 1", got=number)
 
     def within(self, model: nn.Module) -> "Texts":
-        """Return these texts with a context (largest number of tokens per sequence) that the model accepts.
+        """Return these texts with a limit of tokens per sequence (`context`) that the model accepts; raise `InputError`
+        if an explicit `context` exceeds the model's limit.
 
         If `context` is not set, it becomes the limit of model and tokenizer, at most 2048.
 

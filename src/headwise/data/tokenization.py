@@ -48,7 +48,8 @@ class EncodedText(NamedTuple):
 
 
 def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> EncodedText:
-    """Tokenize a text for a model, and group its tokens into words.
+    """Tokenize a text for a model and group its tokens into words; return the model's arguments, the words, and the
+    word that each token belongs to.
 
     Args:
         model: the model that will read the text; it limits the number of tokens.
@@ -88,7 +89,8 @@ def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encode
 
 
 def text_model(model: Any) -> nn.Module:
-    """Return the part of a `transformers` model that reads text: its encoder if it has one with a decoder, else itself.
+    """Return the part of a `transformers` model that reads text: the encoder of an encoder-decoder, otherwise the model
+    itself.
 
     Raises:
         InputError: not a `transformers` model, or one that reads something other than text.
@@ -137,7 +139,9 @@ def _check_text(text: Any) -> None:
 
 
 def _check_ids(ids: list[int], limit: int | None, vocabulary: int | None) -> None:
-    """Raise an `InputError` for no tokens, more tokens than the limit, or ids outside the model's vocabulary."""
+    """Raise an `InputError` if there are no token ids, more of them than `limit`, or ids outside a vocabulary of this
+    size. None turns off a check.
+    """
     if not ids:
         raise InputError("text", expected="at least one token", got="a text that the tokenizer drops whole")
     if limit is not None and len(ids) > limit:
@@ -154,7 +158,8 @@ def _check_ids(ids: list[int], limit: int | None, vocabulary: int | None) -> Non
 def _group_into_words(
     text: str, tokens: list[str], pieces: list[int | None], spans: list[list[int]], is_special: list[bool]
 ) -> tuple[tuple[Word, ...], Int[Tensor, " tokens"]]:
-    """Group tokens into words by their character spans and by the tokenizer's own split into pieces.
+    """Group tokens into words by their character spans and by the tokenizer's own split of the text into pieces; return
+    the words, and the index of the word of each token.
 
     A special token is a word of its own. Another token continues the previous word if the tokenizer split both from one
     piece and they touch without a blank; a wide character (Chinese, for example) starts a word. Spans and pieces are
@@ -193,7 +198,9 @@ def _group_into_words(
 def _tokens_as_words(
     tokenizer: Any, ids: list[int], is_special: list[bool]
 ) -> tuple[tuple[Word, ...], Int[Tensor, " tokens"]]:
-    """Return every token as a word of its own, for tokenizers that do not report the characters of their tokens."""
+    """Treat every token as a word of its own, for tokenizers that do not report character spans; return the words, and
+    the index of the word of each token.
+    """
     words = [
         Word(tokenizer.convert_ids_to_tokens(token), True, False)
         if special
@@ -204,7 +211,9 @@ def _tokens_as_words(
 
 
 def _displayed_word(characters: str) -> Word:
-    """Return a word for display: on one line, with visible blanks and control characters."""
+    """Return a `Word` for display from its characters in the text: on one line, with visible blanks and control
+    characters.
+    """
     shown = " ".join(characters.split()) or characters.replace(" ", "") or "␣"
     shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)
     return Word(shown, False, any(character.isalnum() for character in characters))

@@ -28,7 +28,7 @@ class Checkpointable(Protocol):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Any:
-        """Return a partial result with the contents that `to_dict` returned."""
+        """Create a partial result from the dictionary that `to_dict` returned."""
 
 
 ProgressT = TypeVar("ProgressT", bound=Checkpointable)
@@ -36,7 +36,8 @@ TableT = TypeVar("TableT", bound=Table[Any])
 
 
 class CheckpointedRun(Generic[ProgressT, TableT]):
-    """A run whose output folder holds its checkpoints, one per process, and in the end its result table.
+    """Output folder of a run that can be stopped and resumed: it contains a checkpoint of each process and, at the end,
+    the result table instead.
 
     Args:
         progress_type: class of the partial results; `progress_type()` is an empty one.
@@ -94,7 +95,8 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return self._progress_type() if path is None or not path.exists() else self._read_checkpoint(path)
 
     def save_progress(self, progress: ProgressT, *, now: bool = False) -> None:
-        """Write a checkpoint of this process, if the last one is at least 5 seconds old or `now` is set.
+        """Write a partial result to this process's checkpoint file, if its last checkpoint is at least 5 seconds old or
+        `now` is set.
 
         Args:
             progress: the partial result.
@@ -110,7 +112,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         self._last_checkpoint = time.monotonic()
 
     def finish(self, table: TableT) -> None:
-        """Write the result table, and delete the checkpoints of all processes."""
+        """Write the result table to the output folder, and delete the checkpoints of all processes there."""
         if self.folder is None:
             return
         table.save(self.folder, force=True)
@@ -133,7 +135,9 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return not has_checkpoints and bool(settings) and _first_difference(settings, self.settings) is None
 
     def _saved_settings(self) -> dict[str, Any]:
-        """Return the settings stored with the table in the folder; empty if there is no readable table."""
+        """Return the values of this run's settings in the metadata of the table in the folder; empty if there is no
+        readable table.
+        """
         if self.folder is None:
             return {}
         try:
@@ -143,7 +147,9 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return {name: metadata.get(name) for name in self.settings}
 
     def _read_checkpoint(self, path: Path) -> ProgressT:
-        """Return the partial result in a checkpoint file; `InputError` if it is of another run."""
+        """Return the partial result in a checkpoint file; raise `InputError` if the file cannot be read, or if it is of
+        a run with other settings.
+        """
         try:
             checkpoint = torch.load(path, weights_only=True)
             settings, fields = json.loads(checkpoint["settings"]), checkpoint["state"]
@@ -156,7 +162,9 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return progress
 
     def _other_run_error(self, difference: str | None) -> InputError:
-        """Return the error for a folder that holds another run, with the name of the setting that differs."""
+        """Return the error for an output folder that holds another run. `difference` is the name of the setting that
+        differs, or None if it is not known.
+        """
         reason = "" if difference is None else f" ({difference} differs)"
         return InputError(
             "out",

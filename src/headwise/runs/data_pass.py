@@ -18,7 +18,8 @@ from headwise.statistics.moments import RunningMoments
 
 @dataclass
 class PassProgress:
-    """Numbers of batches, sequences and tokens that a pass over the data has reached, and a hash of their content.
+    """Progress of a pass over a data set: the numbers of batches, sequences and tokens so far, and a hash of their
+    content.
 
     All batches count, including those that other processes run.
 
@@ -34,16 +35,20 @@ class PassProgress:
     tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the counters as plain containers for a checkpoint."""
+        """Return the numbers of batches, sequences and tokens so far, and the hash of their content, as a plain
+        dictionary for a checkpoint.
+        """
         return dict(vars(self))
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Any:
-        """Restore the counters from what `to_dict` returned."""
+        """Create the progress of a pass over the data from the dictionary that `to_dict` returned."""
         return cls(**fields)
 
     def count_batch(self, batch: Mapping[str, Any]) -> None:
-        """Add a batch to the counters and to the digest, whichever process runs it."""
+        """Add a batch, its sequences and tokens to the progress, and its content to the hash. Batches of all processes
+        are added.
+        """
         sequences, tokens = count_sequences_and_tokens(batch)
         self.batches += 1
         self.sequences += sequences
@@ -52,7 +57,7 @@ class PassProgress:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Number of sequences and tokens, and the digest, as saved in a table's metadata."""
+        """Numbers of sequences and tokens so far, and the hash of their content, for the metadata of a table."""
         return {"sequences": self.sequences, "tokens": self.tokens, "digest": self.digest}
 
 
@@ -67,25 +72,33 @@ class SiteProgress(PassProgress):
     records: list[SiteRecord] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the counters and statistics as plain containers and tensors for a checkpoint."""
+        """Return the progress of a pass over the data, with the statistics of heads, as plain containers and tensors
+        for a checkpoint.
+        """
         plain = super().to_dict()
         plain["records"] = [_record_to_dict(record) for record in self.records]
         return plain
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Any:
-        """Restore the counters and statistics from what `to_dict` returned."""
+        """Create the progress of a pass over the data, with the statistics of heads, from the dictionary that `to_dict`
+        returned.
+        """
         return cls(**fields | {"records": [_record_from_dict(record) for record in fields["records"]]})
 
 
 def _record_to_dict(record: SiteRecord) -> dict[str, Any]:
-    """Return the record of an attention site as plain containers and tensors, which load without running code."""
+    """Return the record of an attention site (the heads of a module, self or cross, and their statistics) as plain
+    containers and tensors, which load without running code.
+    """
     statistics = {name: vars(moments) for name, moments in record.statistics.items()}
     return vars(record) | {"site": tuple(record.site), "statistics": statistics}
 
 
 def _record_from_dict(plain: Mapping[str, Any]) -> SiteRecord:
-    """Restore the record of an attention site (its heads and statistics) from its form in a checkpoint."""
+    """Restore the record of an attention site (the heads of a module, self or cross, and their statistics) from the
+    plain containers and tensors of a checkpoint.
+    """
     statistics = {name: RunningMoments(**moments) for name, moments in plain["statistics"].items()}
     return SiteRecord(**{**plain, "site": Site(*plain["site"]), "statistics": statistics})
 
@@ -102,7 +115,8 @@ def run_pass(
     *,
     shown: bool,
 ) -> None:
-    """Call `process_batch` on each batch of this process's share of the data that its checkpoint does not include.
+    """Iterate over all batches of a data set, and call `process_batch` on those of this process's share that its
+    checkpoint does not include. Check that the data is the same as before the run was stopped, and write checkpoints.
 
     Process `rank` of `n` processes batches rank, rank + n, rank + 2 n, ... Checkpoints are written between batches.
 
@@ -141,7 +155,8 @@ def run_pass(
 
 
 def require_same_data(finished: TableT, dataset: Texts | Iterable[Any], run: CheckpointedRun[Any, TableT]) -> TableT:
-    """Return the table of a finished run if the data set is the one that it was measured on.
+    """Return `finished`, the table of a finished run, after checking that the data set has the same content as the data
+    that the table was measured on.
 
     Raises:
         InputError: the data set differs.

@@ -57,7 +57,8 @@ def broadcast_from_rank0(action: Callable[[], ResultT]) -> ResultT:
 
 
 class LocalProcess(NamedTuple):
-    """Current process among those that torchrun started: whether it is the first, and its number on this machine.
+    """Current process among those that torchrun started: whether its rank is 0, and its rank among the processes on
+    this machine.
 
     Attributes:
         is_first: True for rank 0, which prints and writes files.
@@ -68,7 +69,8 @@ class LocalProcess(NamedTuple):
     local_rank: int
 
     def device(self, name: str | None) -> torch.device:
-        """Return the named device; by default a GPU chosen by local rank, or the CPU without a GPU.
+        """Return the device called `name`, after checking that torch can use it. Without a name, return a GPU chosen by
+        the process's rank on this machine, or the CPU if there is no GPU.
 
         Raises:
             InputError: torch cannot use the named device.
@@ -94,7 +96,9 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 @contextmanager
 def process_group() -> Iterator[LocalProcess]:
-    """Join torchrun's process group while the context is active, if there is one, and yield this process's numbers."""
+    """Join the process group of torchrun while the context is active, if there is one; yield whether this process is
+    the first, and its rank on this machine.
+    """
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if world_size == 1:
         yield LocalProcess(True, local_rank)

@@ -7,7 +7,7 @@ from headwise.errors import InputError
 
 
 def writable_folder(folder: str | Path) -> Path:
-    """Create a folder if it does not exist, and return its path.
+    """Create a folder if it does not exist, check that it can be written, and return its path.
 
     Raises:
         InputError: the folder cannot be created or written.
@@ -46,7 +46,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush a folder's directory entries to disk, so that the replacement itself survives a crash."""
+    """Flush a folder's directory entries to disk, so that the replacement of a file in it survives a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -15,7 +15,8 @@ SAMPLED_WEIGHTS = 64
 
 
 def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **settings: Any) -> dict[str, Any]:
-    """Collect the settings of a run as JSON-compatible values; a stopped run resumes only with equal settings.
+    """Collect the settings that determine a run's numbers, as JSON-compatible values: model, data options, package
+    versions and arguments. A stopped run resumes only with equal settings.
 
     Args:
         model: the model; a digest of samples of its weights identifies it.
@@ -44,7 +45,9 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
 
 
 def _weights_digest(model: nn.Module) -> str:
-    """Return a hash over samples of every parameter and buffer of a model."""
+    """Return a hash of a model's weights, computed from the names of all parameters and buffers and from samples of
+    their values.
+    """
     return digest_of(
         part
         for name, value in model.state_dict().items()

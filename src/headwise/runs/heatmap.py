@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def draw_heatmap(values: Mapping[tuple[int, int], float], title: str) -> "Figure":
-    """Return a matplotlib figure of a number per head, given by `(layer, head)`; cells without a head stay blank.
+    """Draw a heatmap of one number per head, layers down and heads across, and return the matplotlib figure. `values`
+    maps `(layer, head)` to the numbers; cells without a head stay blank.
 
     Raises:
         MissingExtra: matplotlib is not installed.

@@ -46,10 +46,10 @@ def progress_bar(title: str, total: int | None, unit: str, *, shown: bool) -> It
     resumed_units = 0
 
     class Rate(ProgressColumn):
-        """Column with the number of units per second in this run."""
+        """Column of a progress bar with the mean number of units per second since the start of this run."""
 
         def render(self, task: "Task") -> Text:
-            """Return the mean rate since the start of this run as text; empty before the first unit."""
+            """Return the mean number of units per second in this run as text; empty before the first unit."""
             seconds = task.finished_time or task.elapsed
             rate = (task.completed - resumed_units) / seconds if seconds else 0.0
             return Text(f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s" if rate else "")

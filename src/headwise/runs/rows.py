@@ -23,7 +23,7 @@ class MeanEstimate(NamedTuple):
 
     @staticmethod
     def of(values: Iterable[float]) -> "MeanEstimate":
-        """Return the mean, standard error and number of the values, without those that are NaN."""
+        """Return the mean, its standard error and the number of those values that are not NaN."""
         valid = [value for value in values if not math.isnan(value)]
         if not valid:
             return NO_ESTIMATE
@@ -38,7 +38,9 @@ NO_ESTIMATE = MeanEstimate(math.nan, math.nan, 0)
 
 
 def head_estimates(moments: RunningMoments) -> list[MeanEstimate]:
-    """Convert the running moments of one statistic, which hold a value per head, to one `MeanEstimate` per head."""
+    """Return one `MeanEstimate` (mean, standard error and sample size) for each head, from the running moments of one
+    statistic, which have a value per head.
+    """
     means, errors, counts = moments.value, moments.standard_error, moments.count.long()
     return [MeanEstimate(*row) for row in zip(means.tolist(), errors.tolist(), counts.tolist(), strict=True)]
 
@@ -68,7 +70,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRow(Row):
-    """Statistics of one attention head, and the head's position in the model.
+    """Row of a result table for one attention head: the head's position in the model, and the estimates of its
+    statistics.
 
     Attributes:
         layer: the layer's number, zero-based.
@@ -86,5 +89,5 @@ class HeadRow(Row):
 
     @property
     def name(self) -> str:
-        """The head as `layer.head`, zero-based."""
+        """Name of the head as `layer.head`, zero-based."""
         return f"{self.layer}.{self.head}"

@@ -52,7 +52,7 @@ class Table(Generic[RowT]):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Names of the measured statistics."""
+        """Names of the statistics that the table has for each row; empty if the table has no rows."""
         return tuple(self.rows[0].statistics) if self.rows else ()
 
     def table(self) -> Any:
@@ -72,9 +72,8 @@ class Table(Generic[RowT]):
         return self._data_frame(lambda estimate: estimate.sem)
 
     def _data_frame(self, part: Callable[[MeanEstimate], float]) -> Any:
-        """Return a pandas DataFrame with one row per row of the table, and the number that `part` returns per estimate.
-
-        The columns are the identifiers of the rows and the statistics.
+        """Return a pandas DataFrame with one row per row of the table: its identifying columns, and for each statistic
+        the number that `part` returns for the row's estimate (such as the mean or the standard error).
         """
         pandas = require("pandas", purpose="a table", extra="tables")
         return pandas.DataFrame(
@@ -184,7 +183,7 @@ class HeadTable(Table[HeadRowT]):
 
     @property
     def heads(self) -> tuple[HeadRowT, ...]:
-        """The rows, one per head, in the order of the model's layers."""
+        """Rows of the table, one per head, in the order of the model's layers."""
         return self.rows
 
     def head(self, layer: int, head: int) -> HeadRowT:

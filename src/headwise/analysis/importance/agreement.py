@@ -19,7 +19,7 @@ LABELLED_HEADS = 5
 
 @dataclass(frozen=True)
 class Agreement:
-    """Predicted and measured value of each head, with their correlations.
+    """Values of a predicted and of a measured statistic, paired by head, with their correlations over heads.
 
     Attributes:
         names: names of the predicted and the measured statistic.
@@ -35,15 +35,16 @@ class Agreement:
 
     @property
     def pearson(self) -> float:
-        """Pearson correlation of predicted and measured values; NaN for fewer than two heads, or constant values."""
+        """Pearson correlation of predicted with measured values over heads; NaN for fewer than two heads, or if all
+        predicted or all measured values are equal.
+        """
         x, y = self._values
         return math.nan if self._is_constant else correlation(x, y)
 
     @property
     def spearman(self) -> float:
-        """Spearman correlation of predicted and measured values, that of their ranks; equal values share a mean rank.
-
-        NaN for fewer than two heads, or constant values.
+        """Spearman rank correlation of predicted with measured values over heads, where equal values share their mean
+        rank; NaN for fewer than two heads, or if all predicted or all measured values are equal.
 
         Raises:
             MissingExtra: scipy is not installed.
@@ -53,16 +54,19 @@ class Agreement:
 
     @property
     def _values(self) -> tuple[list[float], list[float]]:
-        """Predicted and measured values."""
+        """Predicted values of all heads, and measured values of the same heads, without their standard errors."""
         return [estimate.value for estimate in self.predicted], [estimate.value for estimate in self.measured]
 
     @property
     def _is_constant(self) -> bool:
-        """True if the predicted or the measured values are all equal, as for one head."""
+        """True if all predicted values or all measured values are equal, as for a single head; their correlation is
+        undefined then.
+        """
         return any(len(set(values)) < 2 for values in self._values)
 
     def plot(self) -> "Figure":
-        """Return a matplotlib scatter plot: one point per head with standard errors, and the line of equal values.
+        """Return a matplotlib scatter plot of measured against predicted values: one point per head with standard
+        errors, the line of equal values, and both correlations in the title.
 
         Raises:
             MissingExtra: matplotlib or scipy is not installed.
@@ -84,7 +88,8 @@ class Agreement:
 def agreement(
     predicted: HeadTable[Any], measured: HeadTable[Any], statistics: tuple[str, str] | None = None
 ) -> Agreement:
-    """Pair a predicted with a measured statistic for every head that has a value of both, to correlate them.
+    """Pair a statistic of the table `predicted` with a statistic of the table `measured`, head by head, to correlate
+    them. Heads for which either value is missing or NaN are left out.
 
         scores = hw.importance(model, texts, hw.next_token_loss)
         effects = hw.ablate(model, texts, hw.next_token_loss)
@@ -125,5 +130,5 @@ def _site_and_head(row: HeadRow) -> tuple[str, int, str]:
 
 
 def _error_bars(estimates: Sequence[MeanEstimate]) -> list[float]:
-    """Return the standard errors of the estimates, 0 where one is NaN, as for a single example."""
+    """Return the standard error of each estimate, with 0 in place of NaN (the standard error of a single example)."""
     return [0.0 if math.isnan(estimate.sem) else estimate.sem for estimate in estimates]

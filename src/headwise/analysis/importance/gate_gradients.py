@@ -24,10 +24,9 @@ CreateGates = Callable[[Call, Tensor], Float[Tensor, "#examples heads"]]
 
 
 class GateTensors(SiteRegistry):
-    """Interceptor that multiplies head outputs by differentiable gates, the same ones in all calls of an attention
-    site.
-
-    A site has one gate per head, either for each example or shared by all examples.
+    """Interceptor that multiplies head outputs by gates, tensors with respect to which a loss can be differentiated. An
+    attention site (module, self or cross) has one gate per head, either for each example or shared by all examples, and
+    uses the same gates in all its calls.
 
     Attributes:
         by_site: gates of each site that was called since the last `reset`.
@@ -40,18 +39,22 @@ class GateTensors(SiteRegistry):
         self._lock = threading.Lock()
 
     def reset(self, create: CreateGates | None) -> None:
-        """Remove all gates, and create those of each site with `create` at its next call; None leaves outputs
-        unchanged.
+        """Remove all gates of heads. If `create` is a function, the next call of each attention site (module, self or
+        cross) creates the site's gates with it. If it is None, head outputs stay unchanged.
         """
         self.by_site, self._create = {}, create
 
     def change(self, call: Call) -> Change | None:
-        """Register a call's attention site, and return the function that multiplies head outputs by gates, or None."""
+        """Register the site (module, self or cross) of an attention call, and return the function that multiplies the
+        call's head outputs by the gates of the site; None while no gates are to be created.
+        """
         self.register(call)
         return None if self._create is None else lambda attended: self._multiply(call, attended)
 
     def _multiply(self, call: Call, attended: HeadOutput) -> Tensor:
-        """Return the head outputs times the gates of the call's site, which are created at the site's first call."""
+        """Return the head outputs of an attention call times the gates of its site (module, self or cross), one gate
+        per head. The first call of a site creates its gates.
+        """
         if not torch.is_grad_enabled():
             remedy = 'use method="ablation", which needs none'
             got = f"none in {call.site.path}"
@@ -71,15 +74,17 @@ class GateTensors(SiteRegistry):
 
 
 def gate_dtype(out: Tensor) -> torch.dtype:
-    """Return the dtype of the gates of head outputs: float32, or float64 for float64 outputs."""
+    """Return the dtype in which head outputs with the dtype of `out` are multiplied by gates: float32, or float64 for
+    float64 outputs.
+    """
     return torch.promote_types(out.dtype, torch.float32)
 
 
 @contextmanager
 def differentiable_gates(model: nn.Module) -> Iterator[GateTensors]:
-    """Intercept a model so that losses are differentiated by gates on its heads, and by nothing else.
-
-    In the context the model is in evaluation mode and its parameters are frozen; both are restored afterwards.
+    """Intercept a model and yield its gates, factors of head outputs with respect to which a loss can be
+    differentiated. While the context is active, the model is in evaluation mode and its parameters are frozen; both are
+    restored afterwards.
 
     Raises:
         InputError: a compiled model; at the end of the context, if the loss did not call the model, or no attention was
@@ -103,7 +108,9 @@ def differentiable_gates(model: nn.Module) -> Iterator[GateTensors]:
 
 @contextmanager
 def frozen_parameters(model: nn.Module) -> Iterator[None]:
-    """Freeze the model's parameters while the context is active, and then restore those that required gradients."""
+    """Turn off the gradients of all model parameters while the context is active, and afterwards turn them on again for
+    the parameters that required gradients before.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trainable:
@@ -116,7 +123,8 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ImportanceTask:
-    """Model, data and loss for which the importance of heads is measured.
+    """Model, data and loss for which the importance of heads is measured, with the run that saves progress and the
+    choice of a progress bar.
 
     Attributes:
         model: the model.
@@ -133,8 +141,8 @@ class ImportanceTask:
     show_progress: bool
 
     def start_batch(self, gates: GateTensors, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Prepare the loss on the unchanged model; return the batch on the model's device and its number
-        of examples.
+        """Move a batch to the model's device, remove all gates, and let the loss prepare on the unchanged model; return
+        the moved batch and its number of examples.
         """
         batch = to_device(batch, device_of(self.model))
         gates.reset(None)
@@ -144,7 +152,8 @@ class ImportanceTask:
     def gated_losses(
         self, gates: GateTensors, create: CreateGates, batch: dict[str, Any]
     ) -> Float[Tensor, " examples"]:
-        """Run the model with new gates on all heads, made by `create`, and return the loss of each example.
+        """Run the model on a batch with new gates (factors of head outputs) on all heads, made by `create`, and return
+        the loss of each example.
 
         Raises:
             InputError: the loss is not one number per example, or has no gradient.

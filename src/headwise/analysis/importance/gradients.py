@@ -31,7 +31,8 @@ from headwise.statistics.moments import RunningMoments
 
 @dataclass
 class GradientProgress(SiteProgress):
-    """Progress of a gradient method in one process: statistics of all heads, and the number of examples with a loss.
+    """Partial result of a gradient-based importance method in one process: running statistics of all heads, and the
+    number of examples whose loss is not NaN.
 
     Attributes:
         counted: number of examples whose loss is not NaN.
@@ -42,29 +43,31 @@ class GradientProgress(SiteProgress):
 
 @dataclass(frozen=True)
 class GradientMethod:
-    """Base class of importance methods that differentiate a loss with respect to gates, factors of head outputs."""
+    """Base class of importance methods that score heads by the derivatives of a loss with respect to gates, which are
+    factors of the heads' outputs.
+    """
 
     only_at_one: ClassVar[bool] = True
     """True if the derivative is taken only where all gates are 1, in the unchanged model."""
 
     def gate_values_and_weights(self) -> list[tuple[float, float]]:
-        """Return pairs of a value that all gates of the model share and the weight of the derivatives taken there.
-
-        The method uses the weighted sum of these derivatives; here only those at 1, in the unchanged model.
+        """Return the gate values (one number for all heads of the model) at which the loss is differentiated, each with
+        the weight of its derivatives in their sum. By default the only value is 1, the unchanged model, with weight 1.
         """
         return [(1.0, 1.0)]
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """Return the method's statistics of each example and head, by name, from the derivatives of the loss by the
-        gates.
+        """Compute the statistics of the importance method from `gradient`, the derivatives of the loss with respect to
+        the gates of heads; return them by name, with a value for each example and head. Subclasses implement this.
 
         All statistics are 0 where the derivative is 0.
         """
         raise NotImplementedError
 
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Differentiate the loss of each example; return every head's mean statistics, and numbers of sequences and
-        tokens.
+        """Differentiate the loss of each example with respect to the gates (factors of outputs) of all heads. Return a
+        row per head with the means of its statistics over examples, and a summary of the data: numbers of sequences and
+        tokens, and a hash.
         """
         if self.only_at_one and isinstance(task.loss, EmbeddingDistance):
             got, remedy = "EmbeddingDistance, which is minimal there", 'use method="ablation" or "integrated"'
@@ -89,10 +92,9 @@ class GradientMethod:
     def _gradients(
         self, task: ImportanceTask, gates: GateTensors, batch: dict[str, Any]
     ) -> tuple[dict[Site, Float[Tensor, "examples heads"]], int]:
-        """Return the derivatives of each example's loss by the gates of each site, and the number of examples with a
-        loss.
-
-        Derivatives are weighted sums over the method's gate values, and NaN for an example without a loss.
+        """Return the derivatives of each example's loss with respect to the gates of each attention site (module, self
+        or cross), as weighted sums over the method's gate values, and the number of examples whose loss is not NaN. An
+        example with a NaN loss has NaN derivatives.
         """
         batch, examples = task.start_batch(gates, batch)
         sums: dict[Site, Tensor] = {}
@@ -115,9 +117,8 @@ class GradientMethod:
         return sums, counted
 
     def _rows(self, task: ImportanceTask, progress: GradientProgress) -> list[HeadRow]:
-        """Return every head's row of mean statistics with standard errors, from the progress of all processes.
-
-        A head that did not run for an example has derivative 0 for it.
+        """Combine the statistics of all processes, and return a row per head with their means and standard errors over
+        examples. A head that did not run for an example counts with a derivative of 0.
         """
         registry, counted = SiteRegistry(task.model), 0
         for records, of_rank in gather_from_ranks((progress.records, progress.counted)):
@@ -141,7 +142,9 @@ class GradientMethod:
 
 
 def _constant_gates(examples: int, value: float) -> CreateGates:
-    """Return a function that creates the gates of a site: one for each example and head, all with this value."""
+    """Return a function that creates the gates of an attention site (module, self or cross): a tensor `(examples,
+    heads)` that requires gradients and is filled with `value`.
+    """
 
     def create(call: Call, out: Tensor) -> Float[Tensor, "examples heads"]:
         size = (examples, call.grid.heads)
@@ -152,31 +155,40 @@ def _constant_gates(examples: int, value: float) -> CreateGates:
 
 @dataclass(frozen=True)
 class Gradient(GradientMethod):
-    """Mean absolute derivative E |dL/dg|, and E[-dL/dg], the ablation effect to first order.
+    """Importance method that scores each head by the derivative of the loss L with respect to the head's gate g (factor
+    of its output): the mean over examples of the absolute derivative, E |dL/dg|, and E[-dL/dg], the ablation effect to
+    first order.
 
     The first is equation 5 of Michel, Levy and Neubig (2019).
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """Return the absolute derivative as `gradient` and the negative derivative as `first_order`."""
+        """Return two statistics for each example and head: the absolute derivative of the loss with respect to the
+        head's gate as `gradient`, and the negative derivative as `first_order`.
+        """
         return {"gradient": gradient.abs(), "first_order": -gradient}
 
 
 @dataclass(frozen=True)
 class Square(GradientMethod):
-    """Mean squared derivative E (dL/dg)^2: the empirical Fisher information of the gate.
+    """Importance method that scores each head by the mean over examples of the squared derivative of the loss L with
+    respect to the head's gate g (factor of its output), E (dL/dg)^2: the empirical Fisher information of the gate.
 
     Sources: Theis et al. 2018; Molchanov et al. 2019.
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """Return the squared derivative as `square`."""
+        """Return one statistic for each example and head: the squared derivative of the loss with respect to the head's
+        gate, as `square`.
+        """
         return {"square": gradient**2}
 
 
 @dataclass(frozen=True)
 class Integrated(GradientMethod):
-    """Integrated gradients, -int_0^1 dL/dg da with a the value of all gates: each head's part of L(0) - L(1).
+    """Importance method that scores each head by integrated gradients: -dL/dg of its gate g (factor of its output),
+    integrated over the common value of all gates from 0 to 1. The scores of all heads add up to the effect of removing
+    all heads, up to the error of the quadrature.
 
     Source: Sundararajan, Taly and Yan 2017.
 
@@ -191,7 +203,8 @@ class Integrated(GradientMethod):
         whole_number("steps", self.steps, least=1)
 
     def gate_values_and_weights(self) -> list[tuple[float, float]]:
-        """Return `steps` values that all gates share, from 0 to 1, with their weights in Gauss-Legendre quadrature.
+        """Return the `steps` points and weights of Gauss-Legendre quadrature between 0 and 1. The points are the gate
+        values (one number for all heads of the model) at which the loss is differentiated.
 
         The points are eigenvalues of the Jacobi matrix (Golub and Welsch 1969).
         """
@@ -201,5 +214,7 @@ class Integrated(GradientMethod):
         return list(zip(((points + 1) / 2).tolist(), (vectors[0] ** 2).tolist(), strict=True))
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """Return the negative of the derivative, integrated over gate values from 0 to 1, as `integrated`."""
+        """Return one statistic for each example and head, `integrated`: the negative of `gradient`, which is already
+        integrated over gate values from 0 to 1.
+        """
         return {"integrated": -gradient}

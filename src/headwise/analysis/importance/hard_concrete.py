@@ -39,9 +39,9 @@ INITIAL_LOG_ALPHA = 2.0
 
 @dataclass(frozen=True)
 class HardConcrete:
-    """Importance method that learns one gate per head, to minimise the loss plus `sparsity` for each open gate.
-
-    Adam minimises the mean loss with random gates plus `sparsity` times the expected number of gates that are not 0.
+    """Importance method that learns one random gate (factor of the output, from 0 to 1) per head. Adam minimises the
+    mean loss plus `sparsity` times the expected number of gates that are not 0, so that each head that stays open has a
+    cost.
 
     Attributes:
         sparsity: cost of an open gate, in units of the loss.
@@ -69,15 +69,20 @@ class HardConcrete:
             raise InputError("seeds", expected="at least one", got="none")
 
     def open_probability(self, log_alpha: Tensor) -> Tensor:
-        """Return the probability that a gate with this parameter is not 0 (Louizos et al. 2018, equation 12)."""
+        """Return the probability that a hard concrete gate with the learned parameter `log_alpha` is not 0 (Louizos et
+        al. 2018, equation 12).
+        """
         return torch.sigmoid(log_alpha - self.temperature * math.log(-LOW / HIGH))
 
     def gate_without_noise(self, log_alpha: Tensor) -> Tensor:
-        """Return the value, 0 to 1, of a gate with this parameter and no noise (Louizos et al. 2018, equation 13)."""
+        """Return the value, from 0 to 1, of a hard concrete gate with the learned parameter `log_alpha` if no noise is
+        added (Louizos et al. 2018, equation 13).
+        """
         return (torch.sigmoid(log_alpha) * (HIGH - LOW) + LOW).clamp(0.0, 1.0)
 
     def sample(self, log_alpha: Tensor, noise: Float[Tensor, "examples heads"]) -> Float[Tensor, "examples heads"]:
-        """Return a random gate from 0 to 1 for each example and head (Louizos et al. 2018, equations 10 and 11).
+        """Return a hard concrete gate, from 0 to 1, for each example and head, computed from the heads' parameters
+        `log_alpha` and from uniform random numbers `noise` (Louizos et al. 2018, equations 10 and 11).
 
         Args:
             log_alpha: learned parameter of each head's gate.
@@ -87,9 +92,9 @@ class HardConcrete:
         return stretched.clamp(0.0, 1.0)
 
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Fit the gates once per seed; return every head's means over the fits, and numbers of sequences and tokens.
-
-        The statistics are `open`, the probability that the gate is not 0, and `gate`, its value without noise.
+        """Fit the gates of all heads once per seed. Return a row per head with two means over the fits, `open`, the
+        probability that its gate is not 0, and `gate`, the value of its gate without noise; and a summary of the data:
+        numbers of sequences and tokens, and a hash.
         """
         assert isinstance(self.seeds, list)
         fits = [_GateFit(self, task, seed) for seed in self.seeds]
@@ -107,7 +112,7 @@ class HardConcrete:
 
 
 class _GateFit:
-    """One fit of the gates of all heads, with one seed of the noise.
+    """One fit of the hard concrete gates (random factors of head outputs) of all heads, with one seed of the noise.
 
     Attributes:
         method: options of the fit.
@@ -125,7 +130,9 @@ class _GateFit:
         self._adam: torch.optim.Adam | None = None
 
     def learn(self, advance: Callable[[int, bool], None]) -> None:
-        """Learn the gates in several passes over the data, and call `advance` after each batch."""
+        """Learn the gates of all heads in `epochs` passes over the data, and call `advance` after each batch to move
+        the progress bar.
+        """
         with differentiable_gates(self.task.model) as gates:
             for epoch in range(self.method.epochs):
                 batches = 0
@@ -145,7 +152,9 @@ class _GateFit:
             self.registry.merge(gates.records)
 
     def _step(self, gates: GateTensors, batch: dict[str, Any]) -> None:
-        """Update all gate parameters with one step of Adam on a batch, if an example of it has a loss and a gate."""
+        """Update the gate parameters of all heads by one step of Adam on a batch. Do nothing if the loss of every
+        example is NaN, or if no head is gated.
+        """
         batch, examples = self.task.start_batch(gates, batch)
 
         def create(call: Call, out: Tensor) -> Float[Tensor, "#examples heads"]:
@@ -171,7 +180,9 @@ class _GateFit:
         self._optimizer(parameters).step()
 
     def _optimizer(self, parameters: list[Tensor]) -> torch.optim.Adam:
-        """Return the optimizer, after adding gate parameters that are new since the last step."""
+        """Return the Adam optimizer of the gate parameters. The first call creates it; later calls add the parameters
+        that are new.
+        """
         if self._adam is None:
             self._adam = torch.optim.Adam(parameters, lr=self.method.learning_rate)
         known = sum(len(group["params"]) for group in self._adam.param_groups)

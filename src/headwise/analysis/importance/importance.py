@@ -29,7 +29,8 @@ PER_LAYER = "_per_layer"
 
 
 class Importance(HeadTable[HeadRow]):
-    """Importance of each head for a loss; the first column ranks the heads, the larger the more important.
+    """Table of the importance of each head for a loss, one row per head. A larger value of the first statistic means a
+    more important head.
 
     The columns are the statistics of the method: means over examples, with standard errors. With g the gate of a head,
     1 in the unchanged model, and L the loss of an example:
@@ -56,7 +57,9 @@ class Importance(HeadTable[HeadRow]):
     ROW_TYPE = HeadRow
 
     def ranking(self) -> list[tuple[int, int]]:
-        """Return every head as `(layer, head)`, most important first, by the first statistic; NaN comes last."""
+        """Return every head as `(layer, head)`, sorted by the first statistic of the table, largest (most important)
+        first; NaN comes last.
+        """
         first = self.statistics[0]
         values = {(head.layer, head.head): head.statistics[first].value for head in self.heads}
         return sorted(values, key=lambda head: math.inf if math.isnan(values[head]) else -values[head])
@@ -64,18 +67,26 @@ class Importance(HeadTable[HeadRow]):
 
 @runtime_checkable
 class ImportanceMethod(Protocol):
-    """Interface of importance methods: frozen dataclasses, whose fields are the options, that score every head."""
+    """Interface of importance methods, which score every head of a model. A method is a frozen dataclass whose fields
+    are the method's options.
+    """
 
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Return a row of statistics per head, the first larger for more important heads, and a summary of the data."""
+        """Score every head of the task's model. Return a row of statistics per head, the first of which is larger for
+        more important heads, and a summary of the data: numbers of sequences and tokens, and a hash.
+        """
 
 
 @dataclass(frozen=True)
 class AblationMethod:
-    """Ablation effect of each head, measured with `ablate` (Michel, Levy and Neubig 2019, section 3.2)."""
+    """Importance method that scores each head by its ablation effect, the increase of the loss without the head, as
+    measured by `ablate` (Michel, Levy and Neubig 2019, section 3.2).
+    """
 
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Return every head's ablation effect as the statistic `ablation`, and numbers of sequences and tokens."""
+        """Measure the ablation effect of every head, the increase of the loss without it. Return a row per head with
+        the effect as the statistic `ablation`, and a summary of the data: numbers of sequences and tokens, and a hash.
+        """
         table = ablate(task.model, task.dataset, task.loss, progress=task.show_progress)
         rows = [HeadRow(**row.identifiers, statistics={"ablation": row.statistics["cost"]}) for row in table.rows]
         return rows, table.metadata["measured"]
@@ -162,7 +173,8 @@ def _settings(
     *,
     normalise: bool,
 ) -> dict[str, Any]:
-    """Return the settings of an importance run as JSON-compatible values: model, data, versions, method, loss and more.
+    """Return the settings of an importance run as JSON-compatible values: model, data, package versions, method with
+    its options, loss, `normalise`, and the number of processes.
 
     The number of processes is among them, because a run with another number cannot resume the checkpoints.
     """
@@ -178,7 +190,8 @@ def _settings(
 
 
 def _create_method(name: str, options: Mapping[str, Any], *, normalise: bool) -> Any:
-    """Return the importance method with this name and these options.
+    """Create the importance method called `name` with these options, after checking that both exist and, with
+    `normalise`, that the statistics of the method can be normalised.
 
     Raises:
         InputError: an unknown method or option; `normalise` with a method whose statistics are probabilities.
@@ -197,7 +210,8 @@ def _create_method(name: str, options: Mapping[str, Any], *, normalise: bool) ->
 
 
 def _normalised_per_layer(rows: Iterable[HeadRow]) -> Iterator[HeadRow]:
-    """Yield the rows with each statistic and its error divided by the statistic's l2 norm over the heads of a layer.
+    """Yield each head's row with every statistic and its standard error divided by the l2 norm of the statistic over
+    the heads of the same layer; the statistic's name gets the suffix `_per_layer`.
 
     Statistics that are 0 in a whole layer stay 0.
     """

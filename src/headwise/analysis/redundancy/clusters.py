@@ -15,7 +15,8 @@ def require_linkage() -> Any:
 
 
 def find_clusters(similarity: Float[Tensor, "heads heads"], threshold: float) -> list[list[int]]:
-    """Cluster heads, and return sets of at least two head indices in which all pairs reach the threshold of similarity.
+    """Group heads into clusters in which every two heads have a similarity of at least `threshold`. Return the clusters
+    of two or more heads, each as a list of head indices.
 
     Complete-linkage clustering: the two most similar sets are joined first, where the similarity of two sets is that of
     their least similar pair. SciPy decides the order of equally similar pairs. Each head is in at most one cluster.

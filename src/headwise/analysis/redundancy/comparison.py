@@ -23,7 +23,8 @@ SMALLEST_NORM = 1e-30
 
 
 class HeadComparison(SiteRegistry):
-    """Interceptor that compares a model's heads: attention weights within a layer, outputs within or across layers.
+    """Interceptor that measures the similarity of every two heads while a model runs: of their attention weights within
+    a layer, and of their outputs within a layer or, with `across_layers`, in the whole model.
 
     Outputs of different layers are compared if the layers attend from the same tokens.
 
@@ -42,11 +43,15 @@ class HeadComparison(SiteRegistry):
         self._call_contexts: dict[int, tuple[CallContext, Tensor | None]] = {}
 
     def on_model_call(self) -> None:
-        """Release the head outputs and call contexts that were kept during the last call of the model."""
+        """At the start of a model call, release the head outputs and the call contexts (cached padding and visible
+        keys) of the previous model call.
+        """
         self._pending_outputs, self._call_contexts = {}, {}
 
     def observe(self, call: Call) -> Observation | None:
-        """Return the observation that adds the call's attention weights to the distances of its site's heads."""
+        """Register the site (module, self or cross) of an attention call, and return the observation that adds the
+        call's attention weights to the running distances between the heads of that site.
+        """
         heads = self.register(call).heads
         distances = self._weight_distances.setdefault(call.site, WeightDistances(heads, call.grid.device))
         is_real = _real_queries(call)
@@ -58,8 +63,8 @@ class HeadComparison(SiteRegistry):
         return Observation(distances.add, call_context, distances.finish_call)
 
     def change(self, call: Call) -> Change | None:
-        """Return a function that compares a call's head outputs, or keeps them for `finish_batch`, and
-        changes nothing.
+        """Return a function that leaves the head outputs of an attention call unchanged, but compares them with each
+        other or, across layers, stores them for `finish_batch`.
         """
 
         def compare_and_return(attended: HeadOutput) -> Tensor:
@@ -69,7 +74,9 @@ class HeadComparison(SiteRegistry):
         return compare_and_return
 
     def _compare_or_keep(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Compare the outputs of a call's heads with each other; across layers, keep them until `finish_batch`."""
+        """Compare the outputs of the heads of one attention call with each other, at tokens that are not padding. If
+        heads are compared across layers, only store the outputs, which `finish_batch` compares.
+        """
         is_real, of_tokens = _real_queries(call), out.detach().transpose(1, 2)
         of_tokens = of_tokens.flatten(0, 1) if is_real is None else of_tokens[is_real]
         of_tokens = of_tokens.to(torch.promote_types(out.dtype, torch.float32))
@@ -83,14 +90,16 @@ class HeadComparison(SiteRegistry):
         self._pending_outputs.setdefault((*same_tokens, index), []).append((call, of_tokens))
 
     def finish_batch(self) -> None:
-        """Compare the head outputs that were kept during a call of the model across layers, and release them."""
+        """Compare, across layers, the head outputs that were stored from attention calls over the same tokens during
+        the last model call, and release them.
+        """
         for outputs in self._pending_outputs.values():
             self._compare(outputs)
         self._pending_outputs = {}
 
     def _compare(self, outputs: list[tuple[Call, Tensor]]) -> None:
-        """Update the similarity of head outputs `(tokens, heads, value_dim)` between every two calls and within each
-        call.
+        """Update the running similarities between heads of every two of these attention calls, and between heads of
+        each call. `outputs` has the head outputs of each call at the same tokens, `(tokens, heads, value_dim)`.
         """
         order = list(self._records)
         outputs = sorted(outputs, key=lambda call_and_out: order.index(call_and_out[0].site))
@@ -108,9 +117,9 @@ class HeadComparison(SiteRegistry):
     def _written_directions(
         self, call: Call, out: Float[Tensor, "tokens heads value_dim"]
     ) -> Float[Tensor, "heads tokens width"]:
-        """Return the direction (unit vector) in which each head writes into the residual stream at each token.
-
-        That is its output times its slice of the output projection, or its output if no projection is found; 0 stays 0.
+        """Return, for each head and token, the unit vector in the direction of what the head writes into the residual
+        stream: its output times its slice of the output projection, or its output itself if no projection is found. A
+        vector of zeros stays 0.
         """
         heads, value_dim = out.shape[1:]
         if call.site not in self._projection_slices:
@@ -123,13 +132,15 @@ class HeadComparison(SiteRegistry):
         return nn.functional.normalize(written, dim=-1, eps=SMALLEST_NORM)
 
     def cosine(self) -> Float[Tensor, "heads heads"]:
-        """Return the mean cosine of the vectors that every two heads write into the residual stream; NaN if not
-        compared.
+        """Return a matrix over all heads: the cosine between the vectors that two heads write into the residual stream,
+        averaged over the tokens at which both write. It is NaN for pairs of heads that were not compared.
         """
         return self._fill(lambda site, other: self._products[site, other].mean_cosine)
 
     def cka(self) -> Float[Tensor, "heads heads"]:
-        """Return the linear centred kernel alignment of every two heads; NaN for pairs that were not compared."""
+        """Return a matrix over all heads: the linear centred kernel alignment of the outputs of two heads, over tokens.
+        It is NaN for pairs of heads that were not compared.
+        """
         own = {
             site: products.squared_covariance.diagonal()
             for (site, other), products in self._products.items()
@@ -142,15 +153,17 @@ class HeadComparison(SiteRegistry):
         )
 
     def distance(self) -> Float[Tensor, "heads heads"]:
-        """Return the mean Jensen-Shannon distance of every two heads of a site; NaN for all other pairs."""
+        """Return a matrix over all heads: the Jensen-Shannon distance between the attention weights of two heads,
+        averaged over query rows. It is NaN for heads of different attention sites (modules, self or cross).
+        """
         matrix, columns = self._empty_matrix()
         for site, distances in self._weight_distances.items():
             matrix[columns[site], columns[site]] = distances.mean.cpu()
         return matrix
 
     def _fill(self, of_sites: Callable[[Site, Site], Tensor]) -> Float[Tensor, "heads heads"]:
-        """Return a symmetric matrix over all heads from the blocks that `of_sites` returns for two sites; NaN
-        elsewhere.
+        """Return a symmetric matrix over all heads of the model, filled with the block `of_sites(site, other)` for
+        every two attention sites (modules, self or cross) whose heads were compared, and NaN elsewhere.
 
         A block has a row for each head of the first attention site and a column for each of the second.
         """
@@ -162,7 +175,9 @@ class HeadComparison(SiteRegistry):
         return matrix
 
     def _empty_matrix(self) -> tuple[Float[Tensor, "heads heads"], dict[Site, slice]]:
-        """Return a square matrix of NaN over all heads in the order of the model, and each site's rows and columns."""
+        """Return a square matrix of NaN with a row and a column for each head in the order of the model, and the range
+        of rows (and of columns) for the heads of each attention site (module, self or cross).
+        """
         columns, start = {}, 0
         for record in self.records:
             columns[record.site] = slice(start, start + record.heads)
@@ -171,7 +186,9 @@ class HeadComparison(SiteRegistry):
 
 
 def _real_queries(call: Call) -> Bool[Tensor, "batch queries"] | None:
-    """Return True at the queries of a call that are not padding; None without a mask of the queries' shape."""
+    """Return a mask that is True at the queries of an attention call that are not padding; None if the call has no
+    padding mask with the shape of its queries, `(batch, queries)`.
+    """
     padding = call.padding
     if padding is None or padding.shape != (call.grid.batch, call.grid.queries):
         return None

@@ -10,7 +10,8 @@ from headwise.shapes import Float
 
 
 class TokenOutputs(NamedTuple):
-    """Outputs of the heads of one attention module at several tokens, and the directions in which they write.
+    """Outputs of all heads of one attention module at a number of tokens, and the unit vectors in whose directions the
+    heads write into the residual stream.
 
     Attributes:
         out: head outputs, before the output projection.
@@ -22,7 +23,8 @@ class TokenOutputs(NamedTuple):
 
 
 class OutputProducts:
-    """Running cross-covariance and mean cosine between the heads of two attention modules, over tokens in parts.
+    """Running cross-covariance and mean cosine between every head of a first and every head of a second attention
+    module, over tokens that arrive in parts.
 
     The covariance is that of the head outputs. The cosine is between the vectors that the heads write into the residual
     stream. Both are updated part by part (Chan, Golub and LeVeque 1983), so that no token is kept.
@@ -36,7 +38,9 @@ class OutputProducts:
         self._cosine_sums, self._cosine_counts = zeros(2, first.out.shape[1], second.out.shape[1])
 
     def add(self, first: TokenOutputs, second: TokenOutputs) -> None:
-        """Update the covariance and the cosines with the outputs of both modules at the same new tokens."""
+        """Update the running cross-covariance and cosines between the heads of two modules with their outputs at
+        further tokens, which are the same for both.
+        """
         flat = [outputs.out.flatten(1) for outputs in (first, second)]
         means = [outputs.mean(0) for outputs in flat]
         tokens, total = len(flat[0]), self._tokens + len(flat[0])
@@ -54,7 +58,8 @@ class OutputProducts:
 
     @property
     def mean_cosine(self) -> Float[Tensor, "first_heads second_heads"]:
-        """Mean cosine between the vectors that two heads write into the residual stream, over tokens where both write.
+        """Mean cosine between the vectors that a head of the first and a head of the second module write into the
+        residual stream, for every such pair, over the tokens at which both heads write.
 
         NaN if there is no such token, or if the modules write vectors of different widths.
         """
@@ -63,8 +68,8 @@ class OutputProducts:
 
     @property
     def squared_covariance(self) -> Float[Tensor, "first_heads second_heads"]:
-        """Squared Frobenius norm of the cross-covariance of every two heads' outputs, times the squared number of
-        tokens.
+        """Squared Frobenius norm of the cross-covariance between the outputs of a head of the first and a head of the
+        second module, for every such pair, times the squared number of tokens.
         """
         norms: Tensor = self._covariance.view(self._shape).square().sum((1, 3))
         return norms

@@ -36,7 +36,7 @@ def redundancy(
     loss: Loss | None = None,
     progress: bool = False,
 ) -> Redundancy:
-    """Measure how similar every two heads of a layer or model are, cluster similar heads, and ablate each cluster.
+    """Measure the similarity of every two heads of a layer or model, cluster similar heads, and ablate the clusters.
 
     The measures over tokens are the cosine and the centred kernel alignment (`cka`) of two heads' outputs, and the
     Jensen-Shannon distance of their attention weights; `Redundancy` has the definitions. Clusters are complete-linkage
@@ -92,9 +92,8 @@ def redundancy(
 def _run_over(
     model: nn.Module, dataset: Texts | Iterable[Any], comparison: HeadComparison, *, show_progress: bool
 ) -> tuple[int, int]:
-    """Run the model on a data set while `comparison` compares its heads; return the numbers of sequences and tokens.
-
-    Padding does not count.
+    """Run the model on all batches of a data set while `comparison` compares its heads; return the number of sequences
+    and the number of tokens that are not padding.
     """
     sequences, tokens, device = 0, 0, device_of(model)
     total = len(dataset) if isinstance(dataset, Sized) else None
@@ -114,7 +113,9 @@ def _run_over(
 def _cluster_costs(
     model: nn.Module, dataset: Any, loss: Loss, clusters: tuple[tuple[tuple[int, int], ...], ...]
 ) -> Iterator[ClusterCost]:
-    """Yield, for each cluster of similar heads, the ablation effect of every head alone and of all heads together."""
+    """Yield, for each cluster of similar heads, the ablation effects (increase of the loss) of removing every head
+    alone and of removing all heads together.
+    """
     sets = {f"{layer}.{head}": [(layer, head)] for heads in clusters for layer, head in heads}
     sets |= {f"cluster {index}": list(heads) for index, heads in enumerate(clusters)}
     rows = ablate(model, dataset, loss, units=sets).rows

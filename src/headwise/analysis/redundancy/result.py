@@ -18,7 +18,8 @@ MEASURES = ("cosine", "cka", "distance")
 
 
 class ClusterCost(NamedTuple):
-    """Ablation effect of a cluster's heads, each alone and all together.
+    """Ablation effects of a cluster of similar heads: the increase of the loss without each head alone, and without all
+    of them together.
 
     Attributes:
         heads: `(layer, head)` of each head.
@@ -32,7 +33,8 @@ class ClusterCost(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Effect of the cluster divided by the sum of its heads' effects; NaN if that sum is 0.
+        """Ablation effect of all heads of the cluster together, divided by the sum of the effects of each head alone;
+        NaN if that sum is 0.
 
         A ratio above 1 means that heads of the cluster compensate for the loss of one of them.
         """
@@ -78,11 +80,12 @@ class Redundancy:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Name of each head, "layer.head", zero-based."""
+        """Names of all heads as "layer.head", zero-based, in the order of the matrices."""
         return tuple(f"{head['layer']}.{head['head']}" for head in self.heads)
 
     def table(self) -> Any:
-        """Return a pandas DataFrame with one row per compared pair of heads: `a`, `b`, `cosine`, `cka`, `distance`.
+        """Return a pandas DataFrame with one row per compared pair of heads: their names `a` and `b`, and the measures
+        of their similarity, `cosine`, `cka` and `distance`.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -99,7 +102,8 @@ class Redundancy:
         )
 
     def plot(self, measure: str = "cka") -> "Figure":
-        """Return a matplotlib figure of one measure as a matrix of heads by heads; pairs without a value are blank.
+        """Draw one measure of similarity ("cosine", "cka" or "distance") as a matrix of heads by heads, and return the
+        matplotlib figure; pairs of heads that were not compared are blank.
 
         Raises:
             InputError: `measure` is not "cosine", "cka" or "distance".

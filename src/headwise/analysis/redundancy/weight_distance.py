@@ -10,7 +10,8 @@ from headwise.shapes import Bool, Float
 
 
 class _HeadRows(NamedTuple):
-    """Attention weights of consecutive heads in the rows of one tile (part of the score matrix computed at once).
+    """Attention weights of consecutive heads in the query rows of one tile (part of the score matrix computed at once),
+    and a mask of the rows to compare.
 
     Attributes:
         heads: the heads.
@@ -23,14 +24,14 @@ class _HeadRows(NamedTuple):
     counted: Bool[Tensor, "batch heads rows"]
 
     def from_head(self, index: int) -> "_HeadRows":
-        """Return the attention weights of the same rows without the first `index` heads."""
+        """Return the attention weights of the same query rows for fewer heads: those from position `index` on."""
         heads = slice(self.heads.start + index, self.heads.stop)
         return _HeadRows(heads, self.weights[:, index:], self.counted[:, index:])
 
 
 class WeightDistances:
-    """Running mean, over rows, of the Jensen-Shannon distance between the attention weights of every two heads of a
-    site.
+    """Running mean, over query rows, of the Jensen-Shannon distance between the attention weights of every two heads of
+    an attention site (module, self or cross).
 
     A tile may hold the weights of some heads only. Tiles of the same rows are kept until tiles of other rows arrive.
     """
@@ -41,7 +42,9 @@ class WeightDistances:
         self._tiles: list[_HeadRows] = []
 
     def add(self, rows: RowBlock) -> None:
-        """Add the distances between the heads of a row block, and to heads of earlier blocks of the same rows."""
+        """Add the Jensen-Shannon distances between the heads of a block of query rows to the running mean, and the
+        distances between these heads and heads whose blocks of the same rows arrived earlier.
+        """
         tile = rows.tile
         current_rows = (tile.block.rows, tuple(tile.block.spans), tile.sequences.start, tile.sequences.stop)
         if current_rows != self._current_rows:
@@ -54,12 +57,15 @@ class WeightDistances:
         self._tiles.append(new)
 
     def finish_call(self) -> None:
-        """Release the tiles of an attention call whose rows have all arrived."""
+        """Release the attention weights that are kept for comparison with further heads, after the last block of rows
+        of an attention call.
+        """
         self._current_rows, self._tiles = None, []
 
     def _compare(self, rows: _HeadRows, index: int, others: _HeadRows) -> None:
-        """Add the Jensen-Shannon distances between one head and other heads to the sums, over rows that
-        count for both.
+        """Add the Jensen-Shannon distances between the attention weights of one head (at position `index` of `rows`)
+        and of each head in `others` to the sums. Only query rows that are not padding and have a visible key, for both
+        heads, count.
         """
         p, q = rows.weights[:, index, None], others.weights
         # With p = m (1 + t) and q = m (1 - t), numbers that are nearly equal are not subtracted.
@@ -74,6 +80,8 @@ class WeightDistances:
 
     @property
     def mean(self) -> Float[Tensor, "heads heads"]:
-        """Mean distance of every two heads, in the square root of nats; NaN for heads without common rows."""
+        """Mean over query rows of the Jensen-Shannon distance between the attention weights of every two heads, in the
+        square root of nats; NaN for two heads that have no row in common.
+        """
         distances: Tensor = (self._sums + self._sums.mT) / (self._counts + self._counts.mT)
         return distances.fill_diagonal_(0.0)
