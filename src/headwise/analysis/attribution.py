@@ -164,8 +164,8 @@ def _require_direct(
     stream: Float[Tensor, "prompts width"],
 ) -> None:
     """Raise `InputError` if heads change the residual stream by something other than what they write into it. `lost` is
-    what the stream loses when all heads are removed, and `written` is the sum of what heads write; both must be equal
-    up to rounding, relative to the size of `stream`.
+    what the stream loses when all heads are removed, and `written` is the sum of what heads write; they may differ by
+    rounding only, which depends on the size of `stream`.
     """
     parameters = (parameter for parameter in model.parameters() if parameter.is_floating_point())
     dtype = next((parameter.dtype for parameter in parameters), stream.dtype)

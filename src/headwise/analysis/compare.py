@@ -85,7 +85,7 @@ class Comparison:
 
 
 def compare(a: Profile, b: Profile) -> Comparison:
-    """Compare two profiles of the same heads: compute the difference (b minus a) of the mean of every statistic that
+    """Compare two profiles of the same heads: return the difference (b minus a) of the mean of every statistic that
     both have, for every head, in its units and in standard errors.
 
     Differences are given in standard errors of two independent samples. For two models on the same data these errors

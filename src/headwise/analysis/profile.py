@@ -286,9 +286,8 @@ def _role_name(statistics: Mapping[str, MeanEstimate]) -> str:
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of a tokenizer's special tokens, including those that it adds to every text.
-
-    The unknown token is left out: it stands for an ordinary word.
+    """Return the ids of a tokenizer's special tokens, including those that it adds to every text, but without the
+    unknown token, which stands for an ordinary word.
     """
     added = SpecialTokens.of(tokenizer)
     return (set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}) | {*added.before, *added.after}

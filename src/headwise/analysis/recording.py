@@ -16,7 +16,8 @@ from headwise.shapes import Float
 
 
 class OutputReader(Interceptor):
-    """Base class of interceptors that read the head outputs of attention calls and leave them unchanged.
+    """Base class of interceptors that read head outputs (attention weights times values, before the output projection)
+    in attention calls and leave them unchanged.
 
     Attributes:
         modules: paths of the attention modules whose calls are read; None for all modules.

@@ -36,7 +36,8 @@ def redundancy(
     loss: Loss | None = None,
     progress: bool = False,
 ) -> Redundancy:
-    """Measure the similarity of every two heads of a layer or model, cluster similar heads, and ablate the clusters.
+    """Measure the similarity of every two heads of a layer or model, cluster similar heads and, given a loss, ablate
+    them.
 
     The measures over tokens are the cosine and the centred kernel alignment (`cka`) of two heads' outputs, and the
     Jensen-Shannon distance of their attention weights; `Redundancy` has the definitions. Clusters are complete-linkage
