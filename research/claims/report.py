@@ -46,6 +46,11 @@ SECTIONS = {
 }
 
 
+def wrap(paragraph: str) -> str:
+    """Return a paragraph in lines of at most 120 characters, without breaks at hyphens."""
+    return textwrap.fill(paragraph, 120, break_on_hyphens=False)
+
+
 def document(results: Results) -> str:
     """Return the text of the report, with wrapped paragraphs."""
     verdicts: dict[str, Verdict] = {name: verdict(results) for name, (_, verdict) in SECTIONS.items()}
@@ -72,7 +77,7 @@ def document(results: Results) -> str:
         ]
         lines += [f"**{sentence[0].upper()}{sentence[1:]}.**", ""]
     lines += machine(results)
-    wrapped = (line if line.startswith(("|", "#", "!")) else textwrap.fill(line, 120) for line in lines)
+    wrapped = (line if line.startswith(("|", "#", "!")) else wrap(line) for line in lines)
     return "\n".join(wrapped).rstrip() + "\n"
 
 

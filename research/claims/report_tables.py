@@ -39,7 +39,9 @@ def distances(results: Results) -> list[str]:
     ]
     headers = ("model", "heads", "layer", "trained", "untrained", "untrained, equally sharp")
     lines = [
-        "Mean distance between the heads of a layer, in the models trained here; means over seeds:",
+        "The table shows the mean Jensen-Shannon distance between the attention weights of two heads of a layer, in "
+        "the models "
+        "trained here, as means over seeds:",
         "",
         *markdown_table(headers, rows),
     ]
@@ -56,11 +58,12 @@ def distances(results: Results) -> list[str]:
     real_headers = ("model", "layers", "trained", "untrained", "equally sharp", "layers above equally sharp", "below")
     sequences = {f"{saved['sequences']} sequences of {saved['tokens']} tokens" for saved in results.real.values()}
     lines += [
-        "Mean distance between the heads of a layer in two published models. The text is "
-        f"{' and '.join(sequences)}, and each model is compared with two untrained ones. Distances are means over "
-        "layers. "
-        "The last two columns count the layers whose heads are farther apart, or closer together, than untrained heads "
-        "of equal sharpness:",
+        "The table shows the mean Jensen-Shannon distance between the attention weights of two heads of a layer, in "
+        "two "
+        f"published models. The text is {' and '.join(sequences)}, and each model is compared with two untrained "
+        "models. "
+        "Distances are means over layers. The last two columns count the layers whose heads are significantly farther "
+        "apart, or closer together, than untrained heads of equal sharpness (attention entropy):",
         "",
     ]
     return (
@@ -116,13 +119,14 @@ def example() -> str:
     mixes = ", ".join(f"{a:+.2f} and {b:+.2f}" for a, b in MIXES)
     percent = ", ".join(f"{100 * share:.1f} %" for share in shares)
     return (
-        "Fewer than four heads cannot always name all four previous symbols, but they can do so nearly always. Take "
-        "two "
-        f"heads with the attention weights {heads} on the symbols 1, 2, 3 and 4 positions before. The logits of the "
-        f"four answers are sums of the two head outputs with the factors {mixes}. The four answers are then right in "
-        f"{percent} of all sequences of four symbols from an alphabet of {SYMBOLS}, counted when this page is written. "
-        "An answer is wrong only if its right symbol occurs more than once. So accuracy need not fall by one answer "
-        "for each missing head."
+        "Take a model in which attention weights depend on position alone, and logits are linear in the head outputs. "
+        "With fewer than four heads, it cannot name the four previous symbols (tokens) right in every sequence. But "
+        f"each answer can be right in most sequences. Take two heads with the attention weights {heads} on the "
+        "symbols 1, 2, 3 and 4 positions before. The logits of the answers for these four positions are sums of the "
+        f"two head outputs with the factors {mixes}. The four answers are then right in {percent} of all sequences of "
+        f"four symbols from an alphabet of {SYMBOLS}; the script of this page counts them. An answer is wrong only if "
+        "its right symbol occurs more than once in the sequence. So when a model has fewer heads than answers, it need "
+        "not lose a whole answer for each missing head."
     )
 
 
@@ -153,7 +157,8 @@ def ranks(results: Results) -> list[str]:
         "More heads at equal model width make each head narrower. The attention scores of a head are a matrix of all "
         "queries and all keys, before mask and softmax. The rank of this matrix is at most head_dim, the number of "
         "features of a head (Bhojanapalli et al. 2020, who therefore fix head_dim). The table shows means over layers, "
-        "heads, sequences and seeds. Its last two columns count the largest singular values that together carry 99 % "
+        "heads, sequences and seeds. The last two columns of the table count the largest singular values that together "
+        "carry 99 % "
         "of the sum of squares: first of the scores, then of the attention weights:"
     )
     return ["### The rank of the scores", "", words, "", *markdown_table(headers, rows)]
@@ -188,8 +193,9 @@ def small(results: Results) -> list[str]:
     ]
     batches, steps = study.saved["training"]["batches"], study.saved["steps"]
     words = (
-        f"Training loss, held-out loss and their difference, the generalisation gap, in nats a byte. The models train "
-        f"on {batches} batches, each used about {steps / batches:.0f} times. Values are means over "
+        f"The table shows, for each number of heads, the training loss, the held-out loss and the generalisation gap "
+        f"(held-out loss minus training loss), in nats a byte. The models train on {batches} batches, each used about "
+        f"{steps / batches:.0f} times. Values are means over "
         f"{len(study.runs[study.heads[0]])} seeds:"
     )
     headers = ("heads", "learning rate", "training loss", "held-out loss", "gap")
@@ -211,14 +217,16 @@ def without(results: Results) -> list[str]:
     headers = ("heads", "in all layers", "loss of the whole model", "all", *halves)
     draws = len(next(iter(study.runs[study.heads[0]][0]["removed"]["random"].values())))
     words = (
-        f"Increase of the held-out loss, in nats a byte, when heads are removed ({study.title}). Removed are all "
+        "The table shows the increase of the held-out loss, in nats a byte, when heads are removed from trained "
+        "models "
+        f"({study.title}). Removed are all "
         "heads, "
         f"a random half, or the least important half. The effect of a random half is the mean over {draws} random "
         "draws "
         "from the heads of all layers. The importance of a head is measured on training data. It is the mean absolute "
         "derivative of the loss with respect to the head's gate, the factor of its output (Michel et al. 2019). The "
         "last "
-        "two columns divide by the effect of removing all heads:"
+        "two columns are the increase for half of the heads divided by the increase for all heads:"
     )
     return [
         words,
@@ -271,7 +279,8 @@ def good(results: Results) -> list[str]:
 def machine(results: Results) -> list[str]:
     """Write the dates, the machines and the sizes of the trainings."""
     runs = [
-        f"{what}: {_environment(results.about[name])}." for what, name in (("Timings", "clock"), ("Trainings", MAIN))
+        f"{what} {_environment(results.about[name])}."
+        for what, name in (("The timings of layers were made on", "clock"), ("The models were trained on", MAIN))
     ]
     rows = []
     for study in results.studies.values():
@@ -288,9 +297,9 @@ def machine(results: Results) -> list[str]:
 
 
 def _environment(about: Mapping[str, Any]) -> str:
-    """Return the date, the machine and the versions in words."""
+    """Return the date, the machine, the versions and the size of the runs in words."""
     processes, threads = about["processes"], about["threads"]
     work = f"{processes} process{'es' * (processes > 1)} of {threads} thread{'s' * (threads > 1)}"
     machine = f"{about['cpu']}, {about['cores']} cores, {about['gpu'] or 'no GPU'}"
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    return f"{about['date']}, {machine}, {work}; {versions}; size {about['size']}"
+    return f"{about['date']} on {machine}, in {work}; {versions}; size `{about['size']}` of `make claims`"

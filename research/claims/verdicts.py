@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from statistics import fmean, median_high
 from typing import Any
 
+from research.claims.report_text import TITLES
 from research.claims.study_results import Layer, Study, gaps, is_good, share_of_half, slopes, time_ratios
 
 HELD, NOT, UNDECIDED = "held", "did not hold", "undecided"
 MOST, FEW = 2 / 3, 1 / 3
 FREE = 1.1
 """Ratio to the time of one head up to which more heads count as free."""
+SETTING = "A setting is a combination of data, task, width and number of layers."
 SLIGHT = 0.01
 """Share of the loss. A smaller change for each doubling of the heads counts as no change."""
 GOOD = 8
@@ -34,6 +36,11 @@ class Verdict:
     outcome: str
     figure: str
     sentence: str
+
+
+def stated(outcome: str, claim: str, reason: str) -> str:
+    """Return the sentences of a verdict: its outcome, the title of the claim in `TITLES`, and the reason."""
+    return f'{outcome}: the claim "{TITLES[claim]}". {reason}'
 
 
 def by_share(number: int, total: int) -> str:
@@ -56,14 +63,13 @@ def different(layers: Sequence[Layer]) -> Verdict:
     below = sum(layer.over_as_sharp.sign < 0 for layer in layers)
     outcome = by_share(more, len(layers))
     figure = f"{more} of {len(layers)} layers above untrained; {below} below equally sharp untrained heads"
-    sentence = (
-        f"{outcome}: the attention weights of two heads of a layer are farther apart in a trained model than in an "
-        f"untrained one, in {more} of {len(layers)} layers. Compared with an untrained model of equal entropy, the "
-        "heads "
-        f"of {sharp} trained layers are significantly farther apart, and those of {below} layers significantly closer "
-        "together"
+    reason = (
+        f"In {more} of {len(layers)} layers, the attention weights of two heads are on average significantly farther "
+        "apart (in Jensen-Shannon distance) in the trained model than in the untrained model. Compared with an "
+        f"untrained model of equal attention entropy, the heads of {sharp} trained layers are significantly farther "
+        f"apart, and those of {below} trained layers are significantly closer together"
     )
-    return Verdict(outcome, figure, sentence)
+    return Verdict(outcome, figure, stated(outcome, "different", reason))
 
 
 # -- capacity, more, eight --------------------------------------------------------------------------------------------
@@ -76,12 +82,12 @@ def capacity(studies: Sequence[Study]) -> Verdict:
     gains = sorted(study.losses()[1].mean - study.losses()[study.best].mean for study in studies)
     figure = f"one head is significantly worse than the best number of heads in {len(worse)} of {len(studies)} settings"
     span = f"by {gains[0]:.3f} to {gains[-1]:.3f} nats"
-    return Verdict(
-        outcome,
-        figure,
-        f"{outcome}: at equal numbers of parameters, {figure}. "
-        f"The mean loss of one head is higher than that of the best number {span}",
+    reason = (
+        f"{SETTING} In {len(worse)} of {len(studies)} settings, one head has a significantly higher held-out loss than "
+        "the best number of heads, at equal numbers of parameters. Depending on the setting, the mean held-out loss of "
+        f"one head is higher than that of the best number of heads {span}"
     )
+    return Verdict(outcome, figure, stated(outcome, "capacity", reason))
 
 
 def turning(studies: Sequence[Study]) -> Verdict:
@@ -92,8 +98,12 @@ def turning(studies: Sequence[Study]) -> Verdict:
     figure = (
         f"the largest number of heads is significantly worse than the best in {len(worse)} of {len(studies)} settings"
     )
-    turns = f"the lowest mean loss is at {min(bests)} to {max(bests)} heads, median {median_high(bests)}"
-    return Verdict(outcome, figure, f"{outcome}: {figure}. Depending on the setting, {turns}")
+    reason = (
+        f"{SETTING} In {len(worse)} of {len(studies)} settings, the largest number of heads has a significantly higher "
+        "held-out loss than the best number of heads. Depending on the setting, the lowest mean held-out loss is at "
+        f"{min(bests)} to {max(bests)} heads, median {median_high(bests)}"
+    )
+    return Verdict(outcome, figure, stated(outcome, "more", reason))
 
 
 def eight(studies: Sequence[Study]) -> Verdict:
@@ -110,12 +120,13 @@ def eight(studies: Sequence[Study]) -> Verdict:
     most = max(others.values())
     leaders = " and ".join(str(heads) for heads in sorted(others) if others[heads] == most)
     figure = f"within one standard error of the best in {good} of {len(studies)} settings"
-    sentence = (
-        f"{outcome}: the mean loss of 8 heads is {figure}. It is so in {min(counts)} to {max(counts)} if one seed is "
-        "left "
-        f"out. The number of heads that is within one standard error in most settings is {leaders}, in {most} settings"
+    reason = (
+        f"{SETTING} In {good} of {len(studies)} settings, the mean held-out loss of 8 heads is at most one standard "
+        "error above the lowest mean loss of any number of heads. Of all settings, the loss of 8 heads is that low "
+        f"in {min(counts)} to {max(counts)} if one seed is left out. The number of heads whose loss is that low in "
+        f"most settings is {leaders}, in {most} settings"
     )
-    return Verdict(outcome, figure, sentence)
+    return Verdict(outcome, figure, stated(outcome, "eight", reason))
 
 
 # -- regularises, robust ----------------------------------------------------------------------------------------------
@@ -132,12 +143,13 @@ def regularises(study: Study) -> Verdict:
     else:
         outcome = UNDECIDED
     figure = f"gap {gap.mean:+.3f} ± {gap.error:.3f} nats for each doubling"
-    sentence = (
-        f"{outcome}: with each doubling of the number of heads, the generalisation gap (held-out loss minus training "
-        f"loss) changes by {gap.mean:+.3f} ± {gap.error:.3f} nats. The held-out loss changes by {loss.mean:+.3f} ± "
-        f"{loss.error:.3f} nats. Both are means over {gap.number} seeds; up to {slight:.3f} nats count as no change"
+    reason = (
+        "With each doubling of the number of heads, the generalisation gap (held-out loss minus training loss) changes "
+        f"by {gap.mean:+.3f} ± {gap.error:.3f} nats; a regularising effect would make it shrink. The held-out loss "
+        f"changes by {loss.mean:+.3f} ± {loss.error:.3f} nats. Both changes are means over {gap.number} seeds. The gap "
+        f"counts as unchanged if the 95 % interval of its change is between -{slight:.3f} and +{slight:.3f} nats"
     )
-    return Verdict(outcome, figure, sentence)
+    return Verdict(outcome, figure, stated(outcome, "regularises", reason))
 
 
 def robust(study: Study) -> Verdict:
@@ -150,15 +162,14 @@ def robust(study: Study) -> Verdict:
         f"removing a random half costs {shares[0]:.0%} of the effect of removing all with {first} head, "
         f"{shares[-1]:.0%} with {last}"
     )
-    sentence = (
-        f"{outcome}: the measured share is the effect on the loss of removing half of the heads, divided by the "
-        "effect of "
-        "removing all heads. With each doubling of the number of heads, this share changes by "
-        f"{random.mean:+.3f} ± {random.error:.3f} for random halves. It changes by {least.mean:+.3f} ± "
-        f"{least.error:.3f} "
-        f"for the least important half. The changes are means over {random.number} seeds"
+    reason = (
+        "The measured share is the increase of the held-out loss when half of the heads are removed, divided by the "
+        "increase when all heads are removed. With each doubling of the number of heads, this share changes by "
+        f"{random.mean:+.3f} ± {random.error:.3f} if the half is random. It changes by {least.mean:+.3f} ± "
+        f"{least.error:.3f} if the half is the least important one. The changes are means over {random.number} seeds. "
+        "The claim holds if both changes are significantly below 0"
     )
-    return Verdict(outcome, figure, sentence)
+    return Verdict(outcome, figure, stated(outcome, "robust", reason))
 
 
 # -- parallel at no cost ----------------------------------------------------------------------------------------------
@@ -175,14 +186,13 @@ def parallel(regimes: Sequence[Mapping[str, Any]]) -> Verdict:
     of_lists = time_ratios(regimes, "list {n}", "fused {n}")
     lists = sorted(ratio.median for ratio in of_lists if ratio.heads == largest)
     figure = f"{largest} heads take {medians[0]:.2f} to {medians[-1]:.2f} times the time of one"
-    sentence = (
-        f"{outcome}: in {len(free)} of {len(cases)} cases (batch, length, pass and number of heads) the fused layer "
-        "takes "
-        f"at most {FREE:g} times the time of one head. In {len(slower)} cases it takes more, and "
+    reason = (
+        f"The fused layer with several heads takes at most {FREE:g} times its time with one head in {len(free)} of "
+        f"{len(cases)} cases (batch, length, pass and number of heads). In {len(slower)} cases it takes more, and "
         f"{len(cases) - len(free) - len(slower)} cases are open, because the timing rounds disagree. With {largest} "
         "heads "
         f"the fused layer takes {medians[0]:.2f} to {medians[-1]:.2f} times the time that it takes with one. A list of "
         f"{largest} separate heads takes {lists[0]:.2f} to {lists[-1]:.2f} times the time of the fused layer with "
         f"{largest} heads"
     )
-    return Verdict(outcome, figure, sentence)
+    return Verdict(outcome, figure, stated(outcome, "parallel", reason))

@@ -25,10 +25,11 @@ SMALL = 0.01
 """Effect in nats, or cosine distance, that counts as small."""
 
 INTRODUCTION = """\
-This report measures how important each head of two real models is. `research/findings/report.py` writes it from the
+This report measures how important each attention head of two real models is: SmolLM2-135M-Instruct and
+all-MiniLM-L6-v2. `research/findings/report.py` writes it from the
 results of `make findings`. Every number is a mean over sequences with its standard error, on the same data for all
 heads. Differences are computed for each sequence. The data are topics of the language reference that comes with
-Python, and the conclusions hold for these models on this data. A head is written `layer.head`, where both numbers
+Python. The conclusions hold for these two models on this data. A head is written `layer.head`, where both numbers
 start at 0. Unless stated otherwise, a head is removed by multiplying its output, before the output projection, by
 0."""
 
@@ -75,17 +76,21 @@ def smollm2() -> list[str]:
     harmful = [name for name, effect in effects.items() if errors(effect) >= SURE]
     helpful = [name for name, effect in effects.items() if errors(effect) <= -SURE]
     small = [name for name, effect in effects.items() if effect.value + SURE * effect.sem < SMALL]
+    model = ablation.metadata["model"]["name"]
     lines = [
-        f"## {ablation.metadata['model']['name']}, {len(effects)} heads",
+        f"## {model}, {len(effects)} heads",
         "",
-        f"The next-token loss of the whole model is {with_error(ablation.baseline)} nats a token "
-        f"({data_of(ablation)}). The effect of a head is the increase of the model's next-token loss, in nats a token, "
-        "when that head alone is removed.",
+        f"The next-token loss of {model} with all its heads is {with_error(ablation.baseline)} nats a token "
+        f"({data_of(ablation)}). The effect of a head is the increase of this loss, in nats a token, when that head "
+        "alone "
+        "is removed.",
         "",
         "### Which heads matter",
         "",
-        f"The table shows the {MOST} heads with the largest effect on the next-token loss, in nats a token. The last "
-        "column is the effect that the gradient of the head's gate (the factor of its output) predicts:",
+        f"The table shows the {MOST} heads of {model} with the largest effect. The effect of a head is the increase of "
+        "the next-token loss, in nats a token, when that head alone is removed. The last column is the first-order "
+        "prediction of this effect: minus the derivative of the loss with respect to the head's gate (the factor of "
+        "its output):",
         "",
     ]
     rows = []
@@ -97,9 +102,11 @@ def smollm2() -> list[str]:
     lines += markdown_table(("head", "role", "effect", "in standard errors", "first-order prediction"), rows)
     by_chance = expected_by_chance(len(effects), ablation.baseline.n - 1)
     lines += [
-        f"Each of {len(effects)} heads was removed alone. For {len(harmful)} of them the next-token loss rises by "
-        f"{SURE:g} standard errors or more. If no head had an effect, about {by_chance:.0f} heads would reach this by "
-        f"chance. For {len(helpful)} heads the loss falls by {SURE:g} standard errors or more; by chance, about "
+        f"Each of the {len(effects)} heads of {model} was removed alone. For {len(harmful)} of them the next-token "
+        "loss rises by "
+        f"{SURE:g} standard errors or more. If no head had an effect, about {by_chance:.0f} heads would show such a "
+        "rise "
+        f"by chance. For {len(helpful)} heads the loss falls by {SURE:g} standard errors or more; by chance, about "
         f"{by_chance:.0f} would again be expected. For {len(small)} heads the rise of the loss plus {SURE:g} standard "
         f"errors is below {SMALL:g} nats. The mean rise over all heads is {_mean(list(effects.values())):.4f} nats. "
         "The "
@@ -128,19 +135,20 @@ def agreement(importance: hw.Importance, ablation: hw.Ablation) -> list[str]:
     return [
         "### What the gradient of the gate predicts",
         "",
-        "A gate is a factor of a head's output. To first order, removing a head changes the loss by minus the "
-        "derivative of the loss with respect to the head's gate. One backward pass predicts the effects of all heads. "
-        "The correlation between predicted and measured effects over heads is "
+        "A gate is a factor of a head's output. To first order, removing a head changes the next-token loss by minus "
+        "the derivative of the loss with respect to the head's gate. So one backward pass predicts the effects of "
+        "removing each head alone. Over the heads of "
+        f"{ablation.metadata['model']['name']}, the correlation between predicted and measured effects is "
         f"{first_order.spearman:.2f} (Spearman) and {first_order.pearson:.2f} (Pearson). The mean effect over heads is "
-        f"{_mean(first_order.predicted):.4f} nats predicted and {_mean(first_order.measured):.4f} nats measured; the "
-        "difference is of higher order.",
+        f"{_mean(first_order.predicted):.4f} nats predicted and {_mean(first_order.measured):.4f} nats measured. The "
+        "difference is due to terms of higher order, which the prediction leaves out.",
         "",
-        "The effect of removing a head can also be predicted by the mean absolute derivative of the loss with "
+        "A second prediction of the effect of removing a head is the mean absolute derivative of the loss with "
         "respect to "
-        "the head's gate (Michel, Levy and Neubig 2019). A gate is the factor of a head's output. This predictor has "
-        "no sign. Its "
+        "the head's gate (Michel, Levy and Neubig 2019). A gate is the factor of a head's output. This prediction is "
+        "never negative, so it cannot show that removing a head lowers the loss. Its "
         f"correlation with the measured effects is {absolute.spearman:.2f} (Spearman) and {absolute.pearson:.2f} "
-        f"(Pearson). Of the {MOST} heads that it ranks first, {len(in_both)} are among the {MOST} with the largest "
+        f"(Pearson). Of the {MOST} heads for which it is largest, {len(in_both)} are among the {MOST} with the largest "
         "measured effect.",
         "",
         *picture("findings-first-order", "First-order prediction against measured ablation effect"),
@@ -164,7 +172,8 @@ def induction_heads(folder: Path, profile: hw.Profile) -> list[str]:
         "",
         "An induction head attends to the token that followed an earlier copy of the current token. Such heads are "
         "found on repeated random tokens: 25 random tokens, 4 times in a row, in 10 samples (Olsson et al. 2022). On "
-        f"them, {len(heads)} heads put at least half of their attention on the token after an earlier copy: "
+        f"such tokens, {len(heads)} heads of {profile.metadata['model']['name']} put at least half of their attention "
+        "on the token after an earlier copy: "
         f"{', '.join(shares)}.",
         "",
         f"The table shows the rise of the next-token loss, in nats a token, when all {len(heads)} induction heads are "
@@ -217,10 +226,12 @@ def minilm() -> list[str]:
     lines = [
         f"## {ablation.metadata['model']['name']}, {len(distances)} heads",
         "",
-        "The effect of a head is a distance: 1 - cosine between the embeddings of a sentence that the model computes "
+        f"For {ablation.metadata['model']['name']}, the effect of a head is a distance: 1 - cosine between the "
+        "embeddings of a sentence that the model computes "
         f"with and without that head ({data_of(ablation)}). A distance cannot be negative. So its standard error can "
-        "show that two heads differ, but not that a head has an effect. For the whole model, the derivative of the "
-        "distance with respect to a gate (factor of a head's output) is 0. So gradients predict nothing about this "
+        "show that two heads differ, but not that a head has an effect. In the model with all heads the distance has "
+        "its minimum, 0, so its derivative with respect to a gate (factor of a head's output) is 0. So gradients "
+        "predict nothing about this "
         "effect. The table shows the heads with the largest distances:",
         "",
     ]
@@ -263,7 +274,8 @@ def previous_token_head(ablation: hw.Ablation, order: hw.Ablation, profile: hw.P
         f"{with_error(ablation.head(layer, head).statistics['cost'], 4)}, the {_th(rank)} largest of "
         f"{len(ablation.rows)} heads.",
         "",
-        "A head that attends to the previous token could encode word order. In the whole model, the distance (1 - "
+        "A head that attends to the previous token could encode word order. In the model with all heads, the distance "
+        "(1 - "
         "cosine) between the embeddings of a sentence and of the same sentence with shuffled tokens is "
         f"{with_error(order.baseline, 4)}. Removing head "
         f"{layer}.{head} changes this distance by {with_error(order.head(layer, head).statistics['cost'], 4)}, the "
@@ -288,10 +300,15 @@ def draw() -> None:
     hw.agreement(importance, ablation).plot().savefig(PICTURES / "findings-first-order.png", dpi=110)
 
 
+def wrap(paragraph: str) -> str:
+    """Return a paragraph in lines of at most 120 characters, without breaks at hyphens."""
+    return textwrap.fill(paragraph, 120, break_on_hyphens=False)
+
+
 def document() -> str:
     """Return the text of the report, with wrapped paragraphs."""
     lines = ["# Findings", "", INTRODUCTION, "", *smollm2(), *minilm()]
-    wrapped = (line if line.startswith(("|", "#", "!")) else textwrap.fill(line, 120) for line in lines)
+    wrapped = (line if line.startswith(("|", "#", "!")) else wrap(line) for line in lines)
     return "\n".join(wrapped).rstrip() + "\n"
 
 
