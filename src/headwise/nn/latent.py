@@ -168,8 +168,7 @@ class LatentAttention(AttentionLayer):
         Float[Tensor, "*batch queries out"]
         | tuple[Float[Tensor, "*batch queries out"], Float[Tensor, "*batch heads queries keys"]]
     ):
-        """Attend from each token of x to those of x and the cache; return the projected output and, on request,
-        weights.
+        """Attend from each token of x to x and the cache, and return the projected output, with weights on request.
 
         Args:
             x: `(batch, queries, embed_dim)`, or `(queries, embed_dim)` for one sequence.
