@@ -36,8 +36,7 @@ def redundancy(
     loss: Loss | None = None,
     progress: bool = False,
 ) -> Redundancy:
-    """Measure the similarity of every two heads of a layer or model, cluster similar heads and, given a loss, ablate
-    them.
+    """Measure the similarity of every two heads of a layer or model, and cluster heads; with a loss, ablate clusters.
 
     The measures over tokens are the cosine and the centred kernel alignment (`cka`) of two heads' outputs, and the
     Jensen-Shannon distance of their attention weights; `Redundancy` has the definitions. Clusters are complete-linkage
