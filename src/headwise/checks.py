@@ -24,7 +24,9 @@ def whole_number(argument: str, value: Any, *, least: int) -> int:
 
 
 def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> float:
-    """Return a number as a float; raise `InputError` if it is infinite, NaN, not above `above`, or requires grad."""
+    """Return a number as a float; raise `InputError` if it is infinite, NaN, not greater than `above`, or a tensor that
+    requires grad.
+    """
     if isinstance(value, Tensor) and value.requires_grad:
         remedy = "its gradient would be lost: pass float(value)"
         raise InputError(argument, expected="a number", got="a tensor that requires grad", remedy=remedy)
@@ -138,7 +140,7 @@ def has_readable_values(tensor: Tensor) -> bool:
 
 
 def _as_float(value: Any) -> float:
-    """Return the value as a float, or NaN if it is a string or cannot be converted; callers refuse NaN."""
+    """Return the value as a float, or NaN if it is a string or cannot be converted; callers reject NaN."""
     try:
         return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):

@@ -9,7 +9,9 @@ class HeadwiseError(Exception):
 
 
 class InputError(HeadwiseError, ValueError):
-    """Error for an unusable argument: one sentence with its name, the expected value, the actual value and a remedy."""
+    """Error for an unusable argument. Its message is one sentence with the argument's name, the expected value, the
+    actual value and, where there is one, a remedy.
+    """
 
     def __init__(self, argument: str, *, expected: str, got: object, remedy: str | None = None):
         self.argument = argument
@@ -27,7 +29,8 @@ class MissingExtra(HeadwiseError, ImportError):
 
 
 def require(package: str, *, purpose: str, extra: str) -> Any:
-    """Import an optional package, or one of its modules such as `matplotlib.figure`, and return it.
+    """Import an optional package, or one of its modules such as `matplotlib.figure`, and return it; raise
+    `MissingExtra` if it is not installed.
 
     Args:
         package: name of the package or, with dots, of a module in it.

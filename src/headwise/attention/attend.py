@@ -44,7 +44,8 @@ def attend(
     return_weights: bool = False,
     backend: str | Blockwise | None = None,
 ) -> Float[Tensor, "batch heads queries value_dim"] | tuple[Tensor, ...]:
-    """Compute scaled dot-product attention of several heads (Vaswani et al. 2017, equation 1).
+    """Return the scaled dot-product attention of each head for queries q, keys k and values v (Vaswani et al. 2017,
+    equation 1). With `return_lse` or `return_weights`, return a tuple of the output and what these ask for.
 
     The output of a head is `softmax(scale * q k^T + bias) v` over the keys that the mask allows. Memory grows with
     length, not with its square, unless you ask for the weights. The output has the dtype of q; scores are accumulated
@@ -159,7 +160,8 @@ def explain(
     backend: str | Blockwise | None = None,
     **options: Any,
 ) -> Choice:
-    """Return the backend that `attend(q, k, v, **options)` would use, and the reason; print it to read it.
+    """Return the backend that `attend(q, k, v, **options)` would use, and the reason, as a `Choice`; print it to read
+    it. No attention is computed.
 
     Costs are in scores: the unit is the time in which torch's fused kernel computes one score.
 
@@ -186,12 +188,16 @@ def explain(
 
 
 def _choice(problem: Problem, backend: str | Blockwise | None) -> Choice:
-    """Return the `Choice` of the backend that the caller named, or of the fastest one if `backend` is None."""
+    """Return the `Choice` of the backend that the caller named, or of the one expected to be fastest if `backend` is
+    None. Raises `InputError` if that backend, or every backend to choose from, cannot compute the problem.
+    """
     return choose_fastest(problem) if backend is None else choose_named(backend_named(backend), problem)
 
 
 def _cast(*tensors: Any) -> tuple[Any, ...]:
-    """Return q, k and v cast to autocast's dtype if autocast is on; float64 and other types stay unchanged."""
+    """Return the arguments (q, k and v), with float16, bfloat16 and float32 tensors cast to autocast's dtype if
+    autocast is on for the device of the first one. Everything else stays unchanged.
+    """
     dtype = autocast_dtype(tensors[0].device) if isinstance(tensors[0], Tensor) else None
     if dtype is None:
         return tensors
@@ -200,7 +206,8 @@ def _cast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def backend_named(backend: str | Blockwise) -> Backend:
-    """Return the backend with the name "fused", "blockwise" or "reference", or a `Blockwise` object unchanged.
+    """Return the backend with the name "fused", "blockwise" or "reference", or a `Blockwise` object unchanged; raise
+    `InputError` for anything else.
 
     Raises:
         InputError: there is no such backend.

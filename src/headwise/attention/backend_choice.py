@@ -34,8 +34,9 @@ SMALLEST_PLANNED = 2**20
 
 
 class Candidate(NamedTuple):
-    """One backend considered for an attention problem: the reason it cannot compute it, or its expected cost.
-    The cost comes with the number of scores the backend would compute. Both are None if costs were not compared.
+    """One backend that was considered for an attention problem. It has either the reason why the backend cannot compute
+    the problem, or the number of scores the backend would compute and their expected cost. All are None if the backend
+    can compute the problem and costs were not compared.
 
     Attributes:
         name: name of the backend.
@@ -77,8 +78,9 @@ class Choice(NamedTuple):
 
 
 def choose_fastest(problem: Problem) -> Choice:
-    """Return the choice between `fused` and `blockwise`: the lower expected cost if both can compute the problem.
-    Costs are compared only where planning blocks is worth its time; otherwise `fused` is chosen if it can.
+    """Return the choice between `fused` and `blockwise`: the one with the lower expected cost if both can compute the
+    problem. Costs are compared only where planning blocks is worth its time; otherwise `fused` is chosen if it can
+    compute the problem. Raises `InputError` if neither backend can.
 
     Raises:
         InputError: neither backend can do the problem; the message contains both reasons.
@@ -105,7 +107,8 @@ def choose_fastest(problem: Problem) -> Choice:
 
 
 def choose_named(backend: Backend, problem: Problem) -> Choice:
-    """Return a `Choice` of the backend that the caller named, if it can compute the problem.
+    """Return the `Choice` of the backend that the caller named; raise `InputError` with the reason if that backend
+    cannot compute the problem.
 
     Raises:
         InputError: the backend cannot do the problem; the message contains the reason.
@@ -117,7 +120,9 @@ def choose_named(backend: Backend, problem: Problem) -> Choice:
 
 
 def _refusal(reasons: dict[str, str | None]) -> InputError:
-    """Return the error for a problem that no considered backend can compute, with each backend's reason in it."""
+    """Return (not raise) the `InputError` for a problem that no considered backend can compute. Its message contains
+    each backend's reason.
+    """
     return InputError(
         "backend",
         expected="one that can do this",
@@ -154,7 +159,8 @@ def _why_unplanned(problem: Problem) -> str | None:
 
 
 def _fused_cost(problem: Problem) -> float:
-    """Return the expected cost of `fused`; it includes padding q, k and v to one width, and keeping a whole matrix.
+    """Return the expected cost of `fused`. It is higher where q and v differ in width, since the narrower one is
+    padded, and where torch keeps the whole score matrix in memory.
 
     The unit is one score of torch's kernel.
     """

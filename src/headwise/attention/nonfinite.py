@@ -47,8 +47,9 @@ def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
 
 
 def _may_have_leaked(problem: Problem, result: Answer) -> bool:
-    """Return True if there is a mask or bias, and the output, or k or v if gradients are needed, is not finite.
-    Returns False on other devices than a CPU, and wherever values cannot be read.
+    """Return True if a hidden NaN or infinity may have changed the result: there is a mask or bias, and the sum of the
+    output, or of k or v if gradients are needed, is not finite. Returns False on other devices than a CPU, and wherever
+    values cannot be read.
     """
     if problem.mask is None and problem.bias is None:
         return False
@@ -67,9 +68,9 @@ def _visible_to_rows(
     bad_keys: Bool[Tensor, "batch kv_heads keys 1"],
     bad_values: Bool[Tensor, "batch kv_heads keys value_dim"],
 ) -> tuple[Bool[Tensor, "batch #heads queries value_dim"], Bool[Tensor, "batch #heads queries"]]:
-    """Return two masks of results that NaN or infinity may reach: one for output features, one for whole rows.
-    An output feature is True if its row may attend to a bad key, or to a value that is bad in this feature. A row is
-    True if it may attend to a bad key. Uniform attention over indicators of bad numbers is positive exactly there.
+    """Return two boolean masks of the results that NaN or infinity in visible keys or values may reach. The first has
+    each output feature: True if its row may attend to a bad key, or to a value that is bad in this feature. The second
+    has each row: True if it may attend to a bad key. Both come from uniform attention over indicators of bad numbers.
     """
     dtype = problem.score_dtype
     indicators = torch.cat([bad_values | bad_keys, bad_keys], -1).to(dtype)

@@ -19,7 +19,8 @@ Other libraries call them `cu_seqlens`.
 
 
 def offsets_as_list(name: str, offsets: Tensor | Sequence[int], total: int) -> list[int]:
-    """Return checked offsets of packed sequences as a list: 0, the start of each further sequence, and `total` tokens.
+    """Return the offsets of packed sequences as a list, or raise `InputError` unless they start at 0, never decrease
+    and end with `total`. They are the index of the first token of each sequence, then the number of tokens.
 
     Args:
         name: name of the argument, for the error.
@@ -73,7 +74,9 @@ class PaddedBatch(NamedTuple):
 
     @property
     def offsets(self) -> list[int]:
-        """Index of the first token of each sequence among the packed tokens, then the number of real tokens."""
+        """Index of the first token of each sequence among the packed tokens, followed by the number of real tokens of
+        the whole batch.
+        """
         return [0, *self.lengths.cumsum(0).tolist()]
 
     def pack(self, x: Float[Tensor, "batch queries width"]) -> Float[Tensor, "tokens width"]:
@@ -87,7 +90,7 @@ class PaddedBatch(NamedTuple):
 
     @property
     def _real_indices(self) -> Int[Tensor, " tokens"]:
-        """Indices of the real tokens among all tokens of the batch."""
+        """Indices of the real tokens in the batch, after its axes of sequences and tokens are flattened to one."""
         return self.is_real.flatten().nonzero()[:, 0]
 
 

@@ -32,7 +32,8 @@ class PositionBias(Protocol):
 
 @dataclass(frozen=True)
 class ALiBi:
-    """Attention with linear biases: minus the distance times a slope of each head (Press et al. 2022, section 3).
+    """ALiBi, attention with linear biases: minus the distance between query and key, multiplied by a slope of each head
+    (Press et al. 2022, section 3).
 
     The distance has no sign: a key after the query gets the same bias as one equally far before it.
     """
@@ -66,7 +67,8 @@ class ALiBi:
 
 
 class RelativeBias(nn.Module):
-    """Learned bias for each head and each bucket of distances (Raffel et al. 2020, T5, section 2.1).
+    """Learned bias of T5: one number for each head and each bucket, a range of distances between query and key (Raffel
+    et al. 2020, section 2.1).
 
     Half the buckets of a direction contain one distance each, from 0 on. The widths of the other half grow
     geometrically up to `max_distance`, and the last one contains all larger distances. Several layers may share one

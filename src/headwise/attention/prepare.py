@@ -17,7 +17,8 @@ from headwise.shapes import Float, Int
 
 
 class AttentionInputs(NamedTuple):
-    """Rotated queries, keys and values of one call, cached tokens included, with their positions.
+    """Queries, keys and values of one call in the form that attention uses: rotated if the layer has rotary embeddings,
+    with cached keys and values before the new ones. Their positions and the cache's update come with them.
 
     Attributes:
         q: queries of this call.
@@ -65,7 +66,8 @@ def prepare_qkv(
     full_capacity: bool = False,
     offsets: packed.Offsets | None = None,
 ) -> AttentionInputs:
-    """Return queries and keys rotated by their positions, and keys and values preceded by the cached ones.
+    """Return the inputs of attention: queries and keys, rotated by their positions if `rotary` is passed; keys and
+    values preceded by the cached ones; and the positions of all of them.
 
     The cache itself is not advanced: the layer passes `cache_update` of the result to `Cache.commit` as its last step.
 
@@ -141,8 +143,9 @@ def _positions(
 
 
 def _rotated_by_length(rotary: Rotary, inputs: AttentionInputs, offsets: packed.Offsets | None) -> AttentionInputs:
-    """Return the inputs with queries and keys rotated by angles that depend on the length of their text.
-    Each packed sequence has its own length; without `offsets`, the largest position of the batch decides for all.
+    """Return the inputs with queries and keys rotated by angles that depend on the length of their text, its largest
+    position plus 1. Each packed sequence has its own length; without `offsets`, the largest position of the batch
+    decides for all.
     """
     if offsets is None:
         texts = [(slice(None), slice(None))]

@@ -27,8 +27,8 @@ class Answer(NamedTuple):
 
 
 class TalkingHeads(NamedTuple):
-    """Two matrices of talking heads: `before` mixes the scores of all heads, `after` mixes their weights.
-    Row h of a matrix has the coefficients of which head h is the sum over all heads.
+    """Two matrices of talking-heads attention: `before` mixes the scores of all heads, `after` mixes their weights.
+    Mixed head h is the sum over heads g of `matrix[h, g]` times head g.
     """
 
     before: Float[Tensor, "heads heads"]
@@ -37,7 +37,8 @@ class TalkingHeads(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Tensors and options of one attention call, which decide its result; create it with `Problem.checked`.
+    """Checked tensors and options of one attention call, in the one form that all backends read; create it with
+    `Problem.checked`.
 
     Tensors that are added to scores or multiply them have the dtype of the scores.
 
@@ -155,7 +156,8 @@ class Backend(Protocol):
         """Return the reason that the backend cannot compute a problem, in one sentence; None if it can."""
 
     def run(self, problem: Problem) -> Answer:
-        """Return the output of an attention problem for which `why_not` returns None, with what else it asks for.
+        """Return the output of an attention problem for which `why_not` returns None, with the log-sum-exp and the
+        weights if the problem asks for them.
 
         The gate is not applied.
         """
@@ -227,7 +229,9 @@ def _positions(
 
 
 def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
-    """Return the two matrices `(heads, heads)` of talking heads in the dtype of the scores, or raise `InputError`."""
+    """Return the caller's two matrices `(heads, heads)` of talking heads as `TalkingHeads` in the dtype of the scores;
+    raise `InputError` for anything else.
+    """
     heads = q.shape[1]
     if not isinstance(matrices, tuple | list) or len(matrices) != 2:
         got = type(matrices).__name__
@@ -249,8 +253,9 @@ def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
 
 
 def gate_factor(gate: Any, q: Tensor) -> Float[Tensor, "#batch heads #queries 1"]:
-    """Return a gate in the dtype of q, with axes of size 1 added so that it multiplies the output of each head.
-    The gate has one value for each head, each head and sequence, or each head and query; otherwise `InputError`.
+    """Return a gate in the dtype of q with axes of size 1 added, so that it multiplies outputs `(batch, heads, queries,
+    value_dim)`. The gate has one value for each head, each head and sequence, or each head, sequence and query; any
+    other shape raises `InputError`.
     """
     factor = float_tensor("gate", gate, like=q)
     batch, heads, queries, _ = q.shape

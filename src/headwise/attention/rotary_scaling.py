@@ -89,8 +89,8 @@ class DynamicNTK:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequencies of the base as enlarged for a text of `length` tokens, and an attention factor of 1.
-        Up to `trained_length` tokens, or without a length, the base is `theta` itself.
+        """Return the frequency of each feature pair for a base theta enlarged for a text of `length` tokens, and an
+        attention factor of 1. Up to `trained_length` tokens, or without a length, the base is `theta` itself.
         """
         # The single pair of width 2 has frequency 1 for every theta.
         exponent = width / max(width - 2, 1)
@@ -103,8 +103,9 @@ class DynamicNTK:
 
 @dataclass(frozen=True)
 class YaRN:
-    """YaRN scaling: frequencies of slow feature pairs are divided by `factor`, those of fast pairs stay unchanged.
-    Between them a ramp mixes the two (Peng et al. 2023, section 3.2).
+    """YaRN scaling: frequencies of slow feature pairs are divided by `factor`, those of fast pairs stay unchanged. A
+    pair is slow or fast by the number of turns it makes over `trained_length` tokens. Between them a ramp mixes the two
+    (Peng et al. 2023, section 3.2).
 
     The ramp is a straight line over the pairs, as in the authors' code and all models trained with it. Equation 18 of
     the paper has a ramp over the number of turns instead.
@@ -138,8 +139,9 @@ class YaRN:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair, unchanged for fast and divided for slow pairs, and the factor.
-        Between fast and slow pairs the two are mixed. The attention factor is `attention_factor` or its default.
+        """Return the frequency of each feature pair, and the attention factor. Fast pairs keep their frequency, that of
+        slow pairs is divided by `factor`, and pairs between have a weighted mean of the two. The attention factor is
+        `attention_factor`, or 0.1 ln(factor) + 1 if that is None.
         """
         first, last = self._pair_with_turns(self.fast, theta, width), self._pair_with_turns(self.slow, theta, width)
         if self.truncate:
@@ -183,7 +185,9 @@ class Llama3:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return each pair's frequency, divided by `factor` if slow, unchanged if fast; and attention factor 1."""
+        """Return the frequency of each feature pair, and attention factor 1. Fast pairs keep their frequency, that of
+        slow pairs is divided by `factor`, and pairs between have a weighted mean of the two.
+        """
         base = base_frequencies(theta, width, device)
         turns = self.trained_length * base / math.tau
         fastness = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)

@@ -44,8 +44,8 @@ def why_not(problem: Problem) -> str | None:
 
 
 def run(problem: Problem) -> Answer:
-    """Compute attention with torch's kernels, without the gate; if weights are asked for, with the reference.
-    `why_not` must have returned None for the problem.
+    """Compute attention with torch's kernels, or with the reference backend if the problem asks for the weights. The
+    problem's gate is not applied. `why_not` must have returned None for the problem.
     """
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that kernels avoid
@@ -81,8 +81,9 @@ def run(problem: Problem) -> Answer:
 def _without_lse(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, dropout: float
 ) -> Float[Tensor, "batch heads queries width"]:
-    """Return the output of torch's `scaled_dot_product_attention`, for callers that need no log-sum-exp.
-    One query row in bfloat16 on CPU is passed twice, which is faster. Exported rows without a key are set to 0.
+    """Return the output of torch's `scaled_dot_product_attention`, for callers that need no log-sum-exp. A single query
+    row in bfloat16 on CPU is passed twice, which is faster. In an exported model, rows without a visible key are set to
+    0.
     """
     if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return _without_lse(q.repeat(1, 1, 2, 1), k, v, attn_mask, False, scale, dropout)[:, :, :1]
@@ -117,8 +118,8 @@ def _with_lse(
 
 
 def uses_is_causal(problem: Problem) -> bool:
-    """Return True if torch's flag `is_causal` can replace the mask: causal, without bias, as many queries as keys.
-    The scale must be positive in float32, or a tensor.
+    """Return True if torch's flag `is_causal` can replace the mask: the mask is causal, there is no bias, there are as
+    many queries as keys, and the scale is a tensor or positive in float32.
 
     The flag aligns the first query with the first key, which is the same only then. On CPU the kernel multiplies scores
     by the scale after it has set hidden ones to -inf, so a scale that is not positive in float32 would give NaN.
@@ -134,8 +135,8 @@ def keeps_matrix(problem: Problem) -> bool:
 
 
 def _needs_lse(problem: Problem) -> bool:
-    """Return True if the log-sum-exp must be computed: it is asked for, or sinks are added to the output with it.
-    Sinks use it on CPU, unless the model is exported or the bias needs a gradient.
+    """Return True if the log-sum-exp must be computed: the caller asks for it, or the backend needs it to include sinks
+    in the output. Sinks need it on CPU, unless the model is exported or the bias needs a gradient.
     """
     sinks_from_lse = (
         problem.q.device.type == "cpu" and not torch.compiler.is_exporting() and not _bias_needs_grad(problem)
@@ -151,9 +152,9 @@ def _bias_needs_grad(problem: Problem) -> bool:
 def _with_sink_key(
     problem: Problem, k: Tensor, v: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Return keys, values, mask and causal flag for a problem whose sinks become one more key with value 0.
-    The key has product 0 with every query, and the mask, now a tensor to add, gives it each head's sink logit as score.
-    The flag is False.
+    """Return keys, values, mask and causal flag for a problem with sinks, which become one additional key of zeros with
+    value 0. The mask becomes a float tensor to add to the scores; it contains each head's sink logit at the additional
+    key. The flag is False.
     """
     assert problem.sinks is not None
     dtype, grid = k.dtype if k.device.type != "cpu" else problem.score_dtype, problem.grid
@@ -193,7 +194,9 @@ class _FlashWithLse(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> tuple[Float[Tensor, "batch heads queries width"], Float[Tensor, "batch heads queries"]]:
-        """Return output and log-sum-exp of torch's flash operator, with `added` added to the scores."""
+        """Return output and log-sum-exp of torch's flash operator. `added` is mask and bias as one tensor that is added
+        to the scores, or None.
+        """
         out, lse = _flash(q, k, v, 0.0, is_causal, attn_mask=added, scale=scale)
         return out, lse
 
@@ -217,8 +220,8 @@ class _FlashWithLse(torch.autograd.Function):
 
 
 class _FlashWithLseBackward(torch.autograd.Function):
-    """Gradient of `_FlashWithLse` by torch's operator, as a function whose own derivative raises `RuntimeError`.
-    Without it a second derivative would silently be 0.
+    """Gradient of `_FlashWithLse`, computed by torch's operator. It is an autograd function itself, so that
+    differentiating it raises `RuntimeError`; otherwise a second derivative would silently be 0.
     """
 
     generate_vmap_rule = True
@@ -236,7 +239,9 @@ class _FlashWithLseBackward(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k and v; that of the log-sum-exp enters as one more column of each tensor."""
+        """Return the gradients of q, k and v, given those of the output and the log-sum-exp. The latter is passed to
+        torch's operator as one additional feature of the tensors.
+        """
         width = q.shape[-1]
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -277,8 +282,8 @@ def _attn_mask(
 def _as_rows(
     q: Float[Tensor, "batch heads queries width"], kv_heads: int, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return q and mask; if there is one query, the heads that share a key/value head become the rows of one head.
-    Torch then reads the keys once for the group. Otherwise both are returned unchanged.
+    """Return q and the mask. For one query, the heads that share a key/value head become the rows of one head, so that
+    torch reads the keys once for the group. Otherwise both are returned unchanged.
     """
     batch, heads, queries, width = q.shape
     if queries != 1 or heads == kv_heads:
@@ -296,8 +301,8 @@ def _widen(tensor: Float[Tensor, "*axes have"], width: int) -> Float[Tensor, "*a
 
 
 def _empty_result(problem: Problem) -> Answer:
-    """Return the result for a problem with an axis of length 0: output 0, and as log-sum-exp -inf or the sink logit.
-    Torch's operator would crash the process.
+    """Return the result for a problem with an axis of length 0, on which torch's operator would crash. The output is 0;
+    the log-sum-exp, if asked for, is each head's sink logit, or -inf without sinks.
 
     The zeros depend on q, k and v, so that these get gradients.
     """

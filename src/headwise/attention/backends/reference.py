@@ -29,8 +29,8 @@ def why_not(problem: Problem) -> str | None:
 
 
 def run(problem: Problem) -> Answer:
-    """Compute attention by its definition, with the whole matrix in memory, and without the gate.
-    The result is differentiable in every tensor, any number of times.
+    """Compute attention by its definition, with the whole matrix in memory. The problem's gate is not applied. The
+    result is differentiable in every tensor, any number of times.
     """
     scores = masked_scores(problem)
     weights = attention_weights(scores, problem.sinks)
@@ -82,7 +82,8 @@ def with_sinks(
     lse: Float[Tensor, "batch heads rows"],
     sinks: Float[Tensor, "heads 1"],
 ) -> tuple[Float[Tensor, "batch heads rows value_dim"], Float[Tensor, "batch heads rows"]]:
-    """Return output and log-sum-exp with the sink logit of each head included, given those computed without sinks.
+    """Return the output and the log-sum-exp with the sink logit of each head included in the softmax. `out` and `lse`
+    are the results without sinks.
 
     A sink only adds to the divisor of a row, so the output is multiplied by exp(lse) / (exp(lse) + exp(sink)).
     """
@@ -102,8 +103,8 @@ def logaddexp(
 def attention_weights(
     scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
 ) -> Float[Tensor, "batch heads rows keys"]:
-    """Return the weights of the keys: the softmax over the scores and the head's sink, whose own weight is removed.
-    Weights are 0 in a row without a visible key.
+    """Return the attention weight of each key: the softmax over the row's scores and the head's sink logit, if there is
+    one, without the weight of the sink. Weights are 0 in a row without a visible key.
     """
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None].expand(*scores.shape[:-1], 1)], dim=-1)
@@ -117,7 +118,9 @@ def attention_weights(
 def mix_heads(
     scores: Float[Tensor, "batch heads rows keys"], matrix: Float[Tensor, "heads heads"]
 ) -> Float[Tensor, "batch heads rows keys"]:
-    """Return scores (or weights) in which head h is the sum of all heads, multiplied by row h of the matrix."""
+    """Return scores (or weights) with heads mixed: head h of the result is the sum over heads g of `matrix[h, g]` times
+    head g.
+    """
     return torch.einsum("hg,bgij->bhij", matrix, scores)
 
 

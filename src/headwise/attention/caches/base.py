@@ -73,8 +73,8 @@ class Cache(ABC):
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
-        """Return the tensors of the stored tokens followed by the new ones, with positions and counts.
-        The new tokens count as cached only once `commit` receives the result.
+        """Return the tensors of the stored tokens followed by the new ones, with key positions and token counts, as a
+        `CacheUpdate`. The new tokens count as cached only once `commit` receives it.
 
         Args:
             new: tensors of the new tokens, `(batch, kv_heads, new, width)` each.

@@ -115,7 +115,9 @@ def _are_writable(buffers: CachedTensors) -> bool:
 def _copy_with_spare_memory(
     tensor: Float[Tensor, "batch heads stored width"], length: int
 ) -> Float[Tensor, "batch heads capacity width"]:
-    """Return a buffer for `length` tokens and half as many to spare (at least 64), beginning with the tensor."""
+    """Return a buffer with memory for `length` tokens and half as many more (at least 64), whose first tokens are a
+    copy of `tensor`.
+    """
     batch, heads, stored_length, width = tensor.shape
     buffer = tensor.new_empty(batch, heads, length + max(length // 2, MIN_SPARE_TOKENS), width)
     buffer[:, :, :stored_length] = tensor

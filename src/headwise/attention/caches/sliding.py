@@ -44,8 +44,9 @@ class SlidingCache(GrowingCache):
         return CacheUpdate(tensors, key_positions, token_count, buffers)
 
     def _key_positions(self, keys: int, token_count: int, device: torch.device) -> Int[Tensor, "1 keys"] | None:
-        """Return the positions of `keys` keys, the first `sinks` tokens and then the last ones of `token_count`.
-        None while no token has been dropped, since key j is then at position j.
+        """Return the positions of `keys` stored and new keys after `token_count` tokens of text: those of the first
+        `sinks` tokens, then those of the last ones. None while no token has been dropped, since key j is then at
+        position j.
         """
         if keys == token_count:
             return None
@@ -53,8 +54,8 @@ class SlidingCache(GrowingCache):
         return torch.cat([sinks, torch.arange(token_count - keys + self.sinks, token_count, device=device)])[None]
 
     def commit(self, update: CacheUpdate) -> None:
-        """Store the first `sinks` and the last `window - 1` tokens of an update, and drop those between.
-        The next query brings the last key of its window itself.
+        """Store the first `sinks` and the last `window - 1` tokens of an update, and drop those between. The next query
+        attends to these and to its own key.
         """
         keys = update.tensors[0].shape[2]
         sinks = min(self.sinks, keys)
@@ -68,7 +69,8 @@ class SlidingCache(GrowingCache):
         self.tensors, self.buffers, self.token_count = tensors, buffers, update.token_counts
 
     def crop(self, length: int) -> None:
-        """Remove all but the first `length` tokens of each sequence, which is possible until tokens are dropped.
+        """Remove all but the first `length` tokens of each sequence. Raises `InputError` once the cache has dropped
+        tokens, unless `length` removes nothing.
 
         Raises:
             InputError: tokens before `length` have been dropped already.

@@ -72,7 +72,8 @@ class StaticCache(Cache):
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "batch new"]:
         """Return the positions of the next `new` tokens of each sequence, counted from its length; -1 for padding.
-        Raises `InputError` for unusable `lengths`, another batch, or a token beyond the capacity if that can be read.
+        Raises `InputError` for unusable `lengths`, another batch, or, where positions are cheap to read, a token beyond
+        the capacity.
         """
         require_same_batch(self.slots, batch)
         step = torch.arange(new, device=device)

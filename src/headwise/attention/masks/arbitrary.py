@@ -15,7 +15,8 @@ from headwise.shapes import Bool, Int
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
-    """Mask stored as a boolean tensor: query i attends to the keys j with `values[b, h, i, j]`.
+    """Mask stored as a boolean tensor: in sequence b and head h, query i attends to key j where `values[b, h, i, j]` is
+    True.
 
     Attributes:
         values: `(batch, heads, queries, keys)`, 1 on an axis along which the mask is constant.
@@ -68,7 +69,9 @@ class Dense(Mask):
         return self if self.values.shape[1] == 1 else Dense(self.values[:, index : index + 1])
 
     def natural_grid(self) -> Grid:
-        """Return a grid with the sizes and device of the stored tensor; an axis of size 1 gets 0, for any size."""
+        """Return a grid with the sizes and device of the stored tensor; an axis of size 1 becomes 0, which stands for
+        any size.
+        """
         batch, heads, queries, keys = (size if size > 1 else 0 for size in self.values.shape)
         return Grid(batch, heads, queries, keys, self.values.device)
 
@@ -78,7 +81,8 @@ class Dense(Mask):
 
 @dataclass(frozen=True)
 class MaskRule(Mask):
-    """Mask computed by a function: the query at position q attends to the keys k with `rule(b, h, q, k)`.
+    """Mask computed by a function: in sequence b and head h, the query at position q attends to the key at position k
+    where `rule(b, h, q, k)` is True.
 
     Attributes:
         rule: function of the indices of sequence and head and the positions of query and key.

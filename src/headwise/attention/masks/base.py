@@ -41,8 +41,8 @@ class Mask(ABC):
         """
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: the mask allows none, all or some of the query-key pairs of a block.
-        The block is not evaluated for it, and PARTIAL is returned where the answer is unknown.
+        """Return EMPTY, FULL or PARTIAL: the mask allows none, all or some of the query-key pairs of a block. The block
+        is not evaluated, and PARTIAL also stands for unknown. By default it is returned for every block.
 
         EMPTY and FULL are always right. Masks that go by positions
         decide only on a grid with default positions, where a range of rows or columns is a range of positions.
@@ -50,14 +50,16 @@ class Mask(ABC):
         return Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` when the sizes or the device of the mask do not fit the score grid."""
+        """Raise `InputError` when the sizes or the device of the mask do not fit the score grid. By default every grid
+        fits.
+        """
 
     def for_sequence(self, index: int) -> "Mask":
-        """Return the mask of sequence `index` alone, for a grid whose batch is 1."""
+        """Return the mask of sequence `index` alone, for a grid whose batch is 1. By default it is this mask itself."""
         return self
 
     def for_head(self, index: int) -> "Mask":
-        """Return the mask of head `index` alone, for a grid with one head."""
+        """Return the mask of head `index` alone, for a grid with one head. By default it is this mask itself."""
         return self
 
     @property
@@ -66,7 +68,9 @@ class Mask(ABC):
         return 0
 
     def natural_grid(self) -> Grid:
-        """Return a grid with the sizes that the mask itself prescribes, and 0 for each axis that may have any size."""
+        """Return a grid with the sizes that the mask itself prescribes, and 0 for each axis that may have any size. By
+        default all sizes are 0.
+        """
         return Grid(0, 0, 0, 0)
 
     def block(

@@ -15,7 +15,8 @@ MAX_DISTANCE = 2**62
 
 @dataclass(frozen=True)
 class Band(Mask):
-    """Causal or sliding-window mask: the query at position p attends to `{p - width + 1, ..., p + ahead}`.
+    """Causal or sliding-window mask: the query at position p attends to the keys `{p - width + 1, ..., p + ahead}`; if
+    `width` is None, to all keys up to `p + ahead`.
 
     With a dilation d it attends to `{p - (width - 1) d, ..., p - d, p, p + d, ..., p + ahead d}`.
 
@@ -34,7 +35,9 @@ class Band(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return True where a key in `j` is in the window of a query row in `i` (without width: up to the query)."""
+        """Return True where a key in `j` is in the window of a query row in `i`: the `width` keys up to the query
+        (None: all of them), and `ahead` keys after it, each `dilation` positions apart.
+        """
         distance_back = grid.query_position(i) - grid.key_position(j)
         inside = distance_back >= -min(self.ahead * self.dilation, MAX_DISTANCE)
         if self.width is not None:
@@ -130,9 +133,10 @@ class Chunked(Mask):
 
 @dataclass(frozen=True)
 class HasPosition(Mask):
-    """Mask that leaves out empty slots and padding: a query attends to all keys whose position is not -1.
+    """Mask that excludes empty slots and padding, which have position -1. Every other query attends to all keys whose
+    position is not -1.
 
-    A query at position -1 attends to no key. `attend` adds this mask to every grid with explicit positions.
+    A query at position -1 attends to no key. `attend` adds this mask wherever positions are explicit.
     """
 
     def allowed(

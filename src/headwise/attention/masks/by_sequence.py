@@ -16,8 +16,8 @@ from headwise.shapes import Bool, Int
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Padding(Mask):
-    """Mask of real lengths: every query of sequence b attends to its first `lengths[b]` keys.
-    With `side="left"`, where the padding comes first, it attends to the last `lengths[b]` keys.
+    """Mask of real lengths: every query of sequence b attends to the first `lengths[b]` keys of that sequence. With
+    `side="left"`, where the padding comes first, it attends to the last `lengths[b]` keys.
 
     Attributes:
         lengths: number of keys for each sequence, `(batch,)`.
@@ -60,8 +60,9 @@ class Padding(Mask):
         return Coverage.FULL if last < shortest else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless there is one length for each sequence, none of them above the number of keys.
-        For a prefix (`bounded` False) the size is not checked. Padding on the left needs default positions.
+        """Raise `InputError` unless there is one length for each sequence, and none is above the number of keys. The
+        second is checked only if `bounded` is True, positions are the default ones and the lengths can be read. Padding
+        on the left also raises it with explicit positions.
         """
         if len(self.lengths) != grid.batch:
             raise InputError(
@@ -93,7 +94,8 @@ class Padding(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Segments(Mask):
-    """Mask of packed documents: the query at position p attends to the keys k with `ids[k] == ids[p]`.
+    """Mask of packed documents: a query attends to the keys of its own document. The query at position p attends to the
+    keys k with `ids[k] == ids[p]`, where `ids` are those of its sequence.
 
     A query whose position has no id, before the first or after the last key, attends to no key.
 
@@ -123,8 +125,9 @@ class Segments(Mask):
         return ids.expand(batch, -1).gather(1, positions.expand(batch, -1))[:, None, None]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY for a block whose queries and keys have document ids in separate ranges, FULL if all are equal.
-        Otherwise, and where ids cannot be read or positions are explicit, return PARTIAL.
+        """Return EMPTY for a block if, in every sequence, its queries and keys have document ids in separate ranges;
+        FULL if all its ids are equal in each sequence. Otherwise, and where ids cannot be read or positions are
+        explicit, return PARTIAL.
         """
         if not grid.uses_default_positions or not has_readable_values(self.ids):
             return Coverage.PARTIAL

@@ -147,7 +147,8 @@ def per_head(masks: Sequence[Mask]) -> Mask:
 
 
 def mask_rule(rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
-    """Return a mask computed by a function: the query q attends to the keys k with `rule(batch, head, q, k)`.
+    """Return a mask computed by a function: the query at position q attends to the key at position k where `rule(batch,
+    head, q, k)` is True. `batch` and `head` are indices.
 
     Args:
         rule: function of four index tensors, which broadcast to the shape of one block of scores. It returns a
@@ -163,7 +164,8 @@ def mask_rule(rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
 
 
 def dense(values: Tensor) -> Mask:
-    """Return a mask stored as a boolean tensor: query i attends to the keys j with `values[b, h, i, j]`.
+    """Return a mask stored as a boolean tensor: in sequence b and head h, query i attends to key j where `values[b, h,
+    i, j]` is True.
 
     Args:
         values: `(queries, keys)`, or `(batch, heads, queries, keys)` with 1 on an axis along which it is constant.
@@ -180,7 +182,9 @@ def dense(values: Tensor) -> Mask:
 
 
 def _lengths(argument: str, lengths: Any) -> Int[Tensor, " batch"]:
-    """Return one length for each sequence as an int64 tensor; raise `InputError` for others or a length below 0."""
+    """Return one length for each sequence as an int64 tensor; raise `InputError` for values that are not whole numbers
+    on one axis, or are negative.
+    """
     tensor = whole_numbers(argument, lengths, dimensions=(1,), shape="one for each sequence")
     if has_readable_values(tensor) and (tensor < 0).any():
         raise InputError(argument, expected="lengths of 0 or more", got=int(tensor.min()))

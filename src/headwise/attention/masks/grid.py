@@ -43,7 +43,9 @@ class Grid:
 
     @property
     def uses_default_positions(self) -> bool:
-        """True without explicit positions: key j is at position j, and the last query is aligned with the last key."""
+        """True if no positions were passed: key j is then at position j, and the last query is aligned with the last
+        key.
+        """
         return self.query_positions is None and self.key_positions is None
 
     def query_position(self, i: Int[Tensor, "rows 1"]) -> Int[Tensor, "*#batch rows 1"]:
@@ -60,7 +62,7 @@ class Grid:
 
 
 class Coverage(Enum):
-    """Share of the query-key pairs of a block that a mask allows: none, all, or some.
+    """Share of the query-key pairs of a block that a mask allows: none (EMPTY), all (FULL), or some (PARTIAL).
 
     PARTIAL may also mean that the share is unknown without evaluating the block.
     """
@@ -71,7 +73,8 @@ class Coverage(Enum):
 
 
 def with_four_axes(name: str, values: Tensor) -> Tensor:
-    """Return a mask or bias as a tensor of four axes: `(queries, keys)` becomes `(1, 1, queries, keys)`.
+    """Return a mask or bias as a tensor of four axes: `(queries, keys)` becomes `(1, 1, queries, keys)`, and four axes
+    stay unchanged. Raises `InputError` for another number of axes.
 
     Raises:
         InputError: another number of axes than 2 or 4; with 3 it would be unclear which axis is missing.
@@ -89,7 +92,9 @@ def with_four_axes(name: str, values: Tensor) -> Tensor:
 
 
 def require_broadcast(name: str, values: Tensor, grid: Grid) -> None:
-    """Raise `InputError` unless each of four axes of `values` has size 1 or that of the grid, on the grid's device."""
+    """Raise `InputError` unless `values`, a tensor of four axes, broadcasts to `(batch, heads, queries, keys)` of the
+    grid and is on the grid's device.
+    """
     sizes = (grid.batch, grid.heads, grid.queries, grid.keys)
     if any(size not in (1, wanted) for size, wanted in zip(values.shape, sizes, strict=True)):
         raise InputError(

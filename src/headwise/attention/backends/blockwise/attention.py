@@ -30,7 +30,8 @@ PARTIAL_SUMS = 64
 
 
 class CallOptions(NamedTuple):
-    """Options of one blockwise attention call: the plan of blocks, how scores are computed, dropout, and observation.
+    """Options of one blockwise attention call: the blocks to compute, the dtype, scale and softcap of scores, dropout,
+    and the object that passes weights to an observer.
 
     Attributes:
         plan: the blocks to compute.
@@ -61,8 +62,8 @@ class CallOptions(NamedTuple):
         shifts: Float[Tensor, "batch heads queries 1"],
     ) -> BFloat16Scores | Float32Scores:
         """Return the object that computes each tile's scores and their gradient, in bfloat16 or in the dtype of q. A
-        tile is a rectangle of the score matrix. The forward pass writes each row's shift to `shifts`, and the backward
-        pass reads it.
+        tile is a rectangle of the score matrix. In the forward pass the object writes to `shifts` the number that it
+        subtracts from each row's scores; in the backward pass it reads that number from there.
         """
         if self.bfloat16_scores:
             return BFloat16Scores(q, k, self.scale, self.plan, pool, shifts)
@@ -71,8 +72,9 @@ class CallOptions(NamedTuple):
     def dropout_factors(
         self, number: int, tile: Tile, weights: Float[Tensor, "kv stacked columns"], pool: Pool
     ) -> Float[Tensor, "kv stacked columns"] | None:
-        """Return the dropout factors of the weights of tile `number`: 0 or 1 / (1 - dropout), None without dropout.
-        The seed makes them the same in the forward and the backward pass.
+        """Return one random factor for each weight of the tile with index `number`: 0 with probability `dropout`,
+        otherwise 1 / (1 - dropout). None without dropout. The factors depend on the call's seed and `number`, so they
+        are the same in the forward and the backward pass.
         """
         if self.dropout == 0:
             return None
@@ -82,8 +84,9 @@ class CallOptions(NamedTuple):
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """Differentiable attention, computed one tile (rectangle of the score matrix) at a time, as a plan lists them.
-    It returns the output, and the log-sum-exp of each row unless scores are in bfloat16.
+    """Differentiable attention, computed one tile (rectangle of the score matrix) at a time, over the blocks that a
+    plan lists. It returns the output, the log-sum-exp of each row (None with bfloat16 scores), and two numbers of each
+    row for the backward pass.
     """
 
     @staticmethod
@@ -94,8 +97,9 @@ class BlockwiseAttention(torch.autograd.Function):
         bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
         options: CallOptions,
     ) -> tuple[Tensor | None, ...]:
-        """Return the output, the log-sum-exp of each row (None with bfloat16 scores), and each row's shift and sum.
-        The shift is subtracted from the row's scores. The sum is that of 2 to the power of the shifted scores.
+        """Return the output, the log-sum-exp of each row (None with bfloat16 scores), and two numbers of each row: its
+        shift and its sum. The shift is subtracted from the row's scores. The sum is that of 2^(score - shift) over the
+        row's keys.
         """
         out = _empty_rows(q, v.shape[-1], options.plan)
         shifts = q.new_zeros(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -150,8 +154,8 @@ class BlockwiseAttention(torch.autograd.Function):
 
 
 class _BlockwiseBackward(torch.autograd.Function):
-    """Gradient of `BlockwiseAttention`, tile by tile, as a function whose own derivative raises `RuntimeError`.
-    Without it a second derivative would silently be 0.
+    """Gradient of `BlockwiseAttention`, computed tile by tile. It is an autograd function itself, so that
+    differentiating it raises `RuntimeError`; otherwise a second derivative would silently be 0.
     """
 
     @staticmethod
@@ -168,7 +172,9 @@ class _BlockwiseBackward(torch.autograd.Function):
         options: CallOptions,
         bias_needs_grad: bool,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and the bias (None if not needed); each tile's weights are computed again."""
+        """Return the gradients of q, k, v and the bias, given those of the output and the log-sum-exp. The gradient of
+        the bias is None if it is not needed. Each tile's weights are computed again.
+        """
         upstream, delta = _divided_by_sums(grad_out, grad_lse, out, sums)
         grad_q = _empty_rows(q, q.shape[-1], options.plan)
         # Keys last: the products that give these run a quarter faster so.
@@ -207,8 +213,9 @@ class _BlockwiseBackward(torch.autograd.Function):
 def _empty_rows(
     like: Float[Tensor, "batch heads length _"], width: int, plan: BlockwisePlan
 ) -> Float[Tensor, "batch heads length {width}"]:
-    """Return a tensor to write the results of all rows to, with heads adjacent in memory as projections need them.
-    If some rows are in no block of the plan, it is filled with zeros; otherwise it is not initialized.
+    """Return a tensor with the batch, heads and length of `like` and `width` features, to write results to. In memory
+    the heads of one position are adjacent, as output projections need them. It is filled with zeros if some query rows
+    are in no block of the plan; otherwise it is not initialized.
     """
     batch, heads, length, _ = like.shape
     covers_all = all(sum(len(block.rows) for block in group.blocks) == length for group in plan)
@@ -243,8 +250,9 @@ def _divided_by_sums(
     out: Float[Tensor, "batch heads queries value_dim"],
     sums: Float[Tensor, "batch heads queries 1"],
 ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries 1"]]:
-    """Return two tensors for the backward pass: the output's gradient divided by each row's sum of powers, and delta.
-    The delta of a row is (output gradient . output - log-sum-exp gradient) / sum, in float32 at least.
+    """Return two tensors for the backward pass: `grad_out` divided by each row's number in `sums` (its sum of
+    unnormalized weights), and delta. The delta of a row is (`grad_out` . `out` - `grad_lse`) / sum, in float32 at
+    least.
     """
     delta = torch.zeros_like(sums)
     if grad_out is not None:
@@ -261,8 +269,8 @@ def _times(
     right: Float[Tensor, "batch kv_heads keys width"],
     features: Float[Tensor, "#batch columns features"] | None = None,
 ) -> Float[Tensor, "kv stacked width_and_features"]:
-    """Return the sum over a tile's keys of `left` (such as weights) times `right` (such as values).
-    If key features are passed, they are additional columns of `right`.
+    """Return the matrix product of `left` (such as weights) and `right` (such as values) over the keys of a tile. If
+    `features` of the keys are passed, they are appended to `right` as additional columns.
     """
     product, offset = None, 0
     for keys, span in tile.spans(left):
@@ -283,7 +291,9 @@ def _add_products(
     rows: Float[Tensor, "kv stacked width"],
     scores: Float[Tensor, "kv stacked columns"],
 ) -> None:
-    """Add the product `rows^T scores` of a tile, in place, to the columns of `total` that belong to the tile's keys."""
+    """Add the matrix product `rows^T scores`, a sum over the stacked query rows of a tile, to `total` in place, at the
+    columns of the tile's keys.
+    """
     for keys, span in tile.spans(scores):
         columns = total[tile.sequences, tile.kv_heads, :, keys.start : keys.stop]
         if columns.dtype == rows.dtype and (columns.shape[0] == 1 or columns.shape[1] == total.shape[1]):
@@ -295,6 +305,8 @@ def _add_products(
 def _keys_first(
     grad: Float[Tensor, "batch kv_heads width keys"], like: Float[Tensor, "batch kv_heads keys width"]
 ) -> Float[Tensor, "batch kv_heads keys width"]:
-    """Return a gradient of keys or values, computed with keys as last axis, with the axes and dtype of `like`."""
+    """Return a gradient of keys or values that was computed with keys as last axis, transposed to the axes of `like`
+    and cast to its dtype.
+    """
     batch, heads, keys, width = like.shape
     return like.new_empty(batch, keys, heads, width).transpose(1, 2).copy_(grad.mT)

@@ -47,8 +47,8 @@ def run(
     observer: Observer | None = None,
     call_context: CallContext | None = None,
 ) -> Answer:
-    """Compute attention in blocks of query rows; an observer, if passed, is called with the weights of each block.
-    If weights are asked for, or there is no query or key, the reference computes the result instead.
+    """Compute attention in blocks of query rows; an observer, if passed, is called with the weights of each block. If
+    the problem asks for the weights, or has no query or no key, the reference backend computes the result instead.
 
     Args:
         problem: the attention problem; `why_not` must have returned None for it.
@@ -120,16 +120,16 @@ class Blockwise:
 
 
 def plan_blocks(problem: Problem, rows: int | None = None, most_rows: int = MOST_ROWS) -> BlockwisePlan:
-    """Return the plan of a problem: the blocks of its score matrix with a visible key, of `rows` query rows each.
-    If `rows` is None, the number is chosen from mask and sizes, up to `most_rows`.
+    """Return the blocks of the score matrix that blockwise attention computes for a problem: those with a visible key,
+    of `rows` query rows each. If `rows` is None, the number is chosen from mask and sizes, up to `most_rows`.
     """
     scores = scores_bf16 if uses_bfloat16_scores(problem) else scores_fp32
     return plan_of(problem.mask, problem.grid, scores.BLOCK_OVERHEAD, rows, most_rows)
 
 
 def uses_bfloat16_scores(problem: Problem) -> bool:
-    """Return True if scores are computed in bfloat16: inputs are, and nothing in the problem needs precise scores.
-    A softcap, bias, sinks, log-sum-exp, dropout, and a scale that is a tensor or not positive need them.
+    """Return True if blockwise attention computes the scores of a problem in bfloat16. For that q is in bfloat16, the
+    scale is one positive number, and softcap, bias, sinks, dropout and log-sum-exp are not used.
     """
     needs_exact_scores = (
         problem.softcap is not None

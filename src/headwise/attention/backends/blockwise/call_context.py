@@ -24,7 +24,8 @@ CACHED_CELLS = 2**22
 
 @dataclass(frozen=True, eq=False)
 class CallContext:
-    """Tokens, special tokens and padding of one attention call, with what follows from them cached across layers.
+    """Tokens, special tokens and padding of one attention call. It caches data that follow from these and the mask,
+    such as visible keys, so that all layers of a model share them.
 
     Attributes:
         token_ids: token ids of the keys; None if unknown.
@@ -49,8 +50,8 @@ class CallContext:
         return torch.zeros_like(repeats).scatter(1, order, repeats)
 
     def visibility(self, tile: Tile, grid: Grid) -> TileVisibility:
-        """Return the visible keys and positions of a tile (a rectangle of the score matrix), with its padding and
-        tokens. The result is cached for all layers if the mask depends on distance alone.
+        """Return the visible keys, positions, padding and tokens of a tile (a rectangle of the score matrix) as a
+        `TileVisibility`. It is cached, for later layers too, if the mask depends on distance alone.
         """
         key = (tile.pattern, tile.block, tile.sequences.start, tile.sequences.stop)
         if tile.pattern is not None and key in self._visibilities:
@@ -65,7 +66,9 @@ class CallContext:
     def copy_cells(
         self, sequence: int, positions: range, block: PlannedBlock, shift: int
     ) -> tuple[Int[Tensor, " cells"], Int[Tensor, " ends"]]:
-        """Return the cells of a score block whose key is `shift` tokens after an earlier copy of the query row's token.
+        """Return the cells (pairs of query row and key column) of a score block whose key is `shift` tokens after an
+        earlier occurrence of the query row's token. The result has the flat indices of the cells, row by row, and the
+        number of cells before each row.
 
         Args:
             sequence: index of the sequence in the batch.
@@ -94,15 +97,15 @@ class CallContext:
 
     @cached_property
     def _visibilities(self) -> dict[Hashable, TileVisibility]:
-        """Cache of `visibility`: visible keys and positions, by mask pattern, block and sequences of a tile."""
+        """Dictionary in which `visibility` caches its results, by mask pattern, block and sequences of a tile."""
         return {}
 
     @cached_property
     def _copy_cells(self) -> dict[Hashable, tuple[Int[Tensor, " cells"], Int[Tensor, " ends"]]]:
-        """Cache of `copy_cells`: flat cell indices and row ends, by sequence, query positions, key ranges and shift."""
+        """Dictionary in which `copy_cells` caches its results, by sequence, query positions, key ranges and shift."""
         return {}
 
 
 def _select(tile: Tile, tensor: Bool[Tensor, "batch length"] | None) -> Bool[Tensor, "sequences length"] | None:
-    """Return the part of a tensor over the whole batch that belongs to a tile's sequences; None for None."""
+    """Return the rows of a tensor `(batch, length)` that belong to a tile's sequences; None if the tensor is None."""
     return None if tensor is None else tensor[tile.sequences]

@@ -31,8 +31,8 @@ class KeyRange(NamedTuple):
 
 
 class PlannedBlock(NamedTuple):
-    """Block of the score matrix to compute: some query rows, and in order the ranges of keys that are visible to them.
-    A key is included if at least one of the rows may attend to it.
+    """Block of the score matrix to compute: a range of query rows, and in order the ranges of key columns to compute
+    for them. A key is included if at least one of the rows may attend to it.
     """
 
     rows: range
@@ -80,7 +80,8 @@ def plan_of(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None = None, most_rows: int = MOST_ROWS
 ) -> BlockwisePlan:
     """Return the cheapest list of score blocks to compute for a mask, as groups of sequences and heads with one mask.
-    Sequences, and heads, are planned together or separately, whichever costs less.
+    Blocks are planned for all sequences together or for each one separately, and likewise for heads, whichever costs
+    less.
 
     Args:
         mask: the mask; None if it hides nothing.
@@ -108,8 +109,8 @@ def rows_of(mask: Mask | None, grid: Grid, overhead: int, tile_count: int) -> in
 
 
 def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list[KeyRange]:
-    """Return the ranges of key `columns` that the mask lets some of the query `rows` attend to, masked or fully
-    visible. Ranges that the mask covers in part are halved, down to 64 columns.
+    """Return the ranges of key `columns` that the mask lets at least one of the query `rows` attend to. Each range is
+    marked as masked or as visible to all rows. Ranges that the mask allows in part are halved, down to 64 columns.
     """
     if mask is None or not columns:
         return [KeyRange(columns, False)] if columns else []
@@ -137,7 +138,9 @@ def score_count(plan: BlockwisePlan) -> int:
 
 
 def reads_most_keys(plan: BlockwisePlan) -> bool:
-    """Return True if some block of a plan reads at least half of the keys; a copy in a better layout then pays."""
+    """Return True if some block of a plan includes at least half of the keys. It is then worth copying keys and values
+    to a memory layout that is faster to read.
+    """
     return any(2 * block.width >= group.grid.keys for group in plan for block in group.blocks)
 
 
@@ -147,8 +150,9 @@ def cost_of(plan: BlockwisePlan, overhead: int) -> int:
 
 
 def _separations(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
-    """Return pairs of flags, (plan sequences separately, plan heads separately), that are worth comparing for a mask.
-    A flag is True only where masks of sequences, or of heads, differ; with explicit positions both are False.
+    """Return the pairs of flags (plan each sequence separately, plan each head separately) with which `plan_of` tries
+    to plan a mask. A flag is True only where the masks of sequences, or of heads, differ; with explicit positions both
+    are False.
     """
     if mask is None or not grid.uses_default_positions:
         return [(False, False)]
@@ -186,7 +190,7 @@ def _plan(
 
 
 def _runs(masks: list[Mask]) -> list[range]:
-    """Return the ranges of indices over which adjacent masks of a list are equal; together they cover the list."""
+    """Return the ranges of indices in which adjacent masks of a list are equal; together the ranges cover the list."""
     starts = [index for index in range(len(masks)) if index == 0 or masks[index] != masks[index - 1]]
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(masks)], strict=True)]
 
@@ -194,7 +198,9 @@ def _runs(masks: list[Mask]) -> list[range]:
 def _blocks(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None, most_rows: int, tile_count: int
 ) -> tuple[PlannedBlock, ...]:
-    """Return the blocks of `rows` query rows (None: chosen by `rows_of`) that have a visible key under one mask."""
+    """Return the blocks of the score matrix under one mask, of `rows` query rows each, without those that have no
+    visible key. If `rows` is None, `rows_of` chooses the number, up to `most_rows`.
+    """
     rows = min(rows_of(mask, grid, overhead, tile_count), most_rows) if rows is None else rows
     row_ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))
     blocks = (PlannedBlock(each, tuple(parts_of(mask, grid, each, range(grid.keys)))) for each in row_ranges)

@@ -22,8 +22,9 @@ from headwise.shapes import Float
 
 @dataclass(frozen=True, eq=False)
 class RowBlock:
-    """Attention weights of some query rows of some heads over the keys of one tile, with statistics of each row.
-    Weights are stored as powers of 2 and a normalizer. Keys outside of the tile have weight 0.
+    """Attention weights of some query rows of some heads over the keys of one tile (rectangle of the score matrix),
+    with statistics of each row. Weights are stored as powers of 2 and one divisor for each row. Keys outside of the
+    tile have weight 0.
 
     Attributes:
         tile: the rows, sequences, heads and keys.
@@ -64,7 +65,9 @@ class RowBlock:
         return self.tile.sequences, self.tile.heads
 
     def with_call_context(self, call_context: CallContext) -> "RowBlock":
-        """Return the same weights with another call context: other tokens, special tokens or padding of the call."""
+        """Return this block with the same weights and another call context, that is, other tokens, special tokens or
+        padding. Its visible keys are those of the new context.
+        """
         if call_context is self.call_context:
             return self
         visibility = call_context.visibility(self.tile, self.grid)
@@ -150,7 +153,9 @@ class RowBlock:
 
     @property
     def _distance_between(self) -> Float[Tensor, "batch heads rows"]:
-        """Sum of distance times unnormalized weight over the keys from the first to the last row's position."""
+        """For each row, the sum of |query position - key position| times unnormalized weight, over the keys at
+        positions from that of the block's first row to that of its last row.
+        """
         sums, position = torch.zeros_like(self.weight_per_power), self.visibility.query_positions[0]
         first, last = int(position[0]), int(position[-1])
         for keys, span in self.tile.spans(self.tile.by_head(self.powers)):
@@ -163,8 +168,8 @@ class RowBlock:
 
     @cached_property
     def received(self) -> tuple[Float[Tensor, "batch heads columns"], Float[Tensor, "batch heads columns"]]:
-        """Two numbers for each key: the total attention weight from counted rows, and the number of these that see it.
-        A row counts if it is not padding and has a visible key.
+        """Two numbers for each key column: the sum over rows of the attention weight on the key, and the number of rows
+        that may attend to it. Both leave out rows that are padding or have no visible key.
         """
         row_factors = (self.weight_per_power * self.visibility.counted_rows)[..., None, :]
         received = row_factors @ self.tile.by_head(self.powers)
@@ -172,7 +177,9 @@ class RowBlock:
 
     @cached_property
     def feature_sums(self) -> dict[str, Float[Tensor, "batch heads rows"]]:
-        """Sum over keys of attention weight times key feature, for each row, by name of `visibility.key_features`."""
+        """For each row, the sum over keys of attention weight times each feature of the keys (such as their position),
+        in a dictionary by name of the feature. The features are those of `visibility.key_features`.
+        """
         if self.feature_products is None:
             sums = self.weighted_sums(self.visibility.stacked_key_features)
         else:
@@ -180,7 +187,9 @@ class RowBlock:
         return dict(zip(self.visibility.key_features, sums.unbind(-1), strict=False))
 
     def _by_head(self, column: Float[Tensor, "kv stacked 1"]) -> Float[Tensor, "batch heads rows"]:
-        """Return one number for each stacked row (rows of all heads of a group) with axes sequence, head and row."""
+        """Return a tensor of one number for each query row with the axes batch, head and row, instead of the tile's
+        stacked rows (rows of all heads that share a key/value head, joined).
+        """
         return self.tile.by_head(column)[..., 0]
 
 

@@ -43,7 +43,8 @@ class RowBlockEmitter(NamedTuple):
         product: Float[Tensor, "kv stacked value_dim_and_features"],
         value_dim: int,
     ) -> None:
-        """Make a `RowBlock`, the weights and output of one tile, and call the observer with it. Overwrites `scores`.
+        """Make the `RowBlock` (weights, output and sums) of one tile from its unnormalized weights, and call the
+        observer with it. Overwrites `scores`.
 
         Args:
             tile: the tile.

@@ -47,7 +47,8 @@ SAMPLE_KEYS = 256
 
 class BFloat16Scores:
     """Scores of blockwise attention in bfloat16, one tile (rectangle of the score matrix) at a time, with gradient.
-    Scores are in units of ln 2. From each row a shift is subtracted that brings its heavy scores near zero.
+    Scores are in units of ln 2. From each row one number, its shift, is subtracted, so that the scores of the largest
+    weights are near zero, where bfloat16 is precise.
     """
 
     def __init__(
@@ -68,8 +69,9 @@ class BFloat16Scores:
         self._k = k
 
     def shifted_scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile less one shift for each row, and write these shifts to the tensor of shifts.
-        The shift is predicted, and corrected until it is near the row's largest score.
+        """Return the scores of a tile less one number for each row, its shift, and write the shifts to the tensor
+        `shifts` of the call. A shift is predicted from the keys, and corrected, at most five times, until it is near
+        the row's largest score.
         """
         mean, deviation = (tile.stack_rows(moment) for moment in self._moments)
         highest = NormalDist().inv_cdf(max(1 - 1 / tile.block.width, 0.5))
@@ -88,7 +90,7 @@ class BFloat16Scores:
         return scores
 
     def recompute(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile less the shifts that `shifted_scores` wrote, as in the forward pass."""
+        """Return the scores of a tile less the row shifts that `shifted_scores` wrote, as in the forward pass."""
         shift, magnitude = tile.stack_rows(self.shifts), self._written_magnitude
         if not magnitude <= LARGEST_SPLIT_SHIFT:
             magnitude = self._magnitude(shift)
@@ -101,8 +103,9 @@ class BFloat16Scores:
         delta: Float[Tensor, "batch heads queries 1"],
         _: Tensor | None = None,
     ) -> None:
-        """Store the values, the divided output gradient and delta for `score_gradient` (formulas in `attention.py`).
-        Both tensors get two more features, so that their product subtracts delta itself.
+        """Store the values, the output's gradient and delta for `score_gradient`. `upstream` is the output's gradient,
+        already divided by each row's sum of unnormalized weights. It and the values get two more features, so that
+        their product subtracts delta from each row.
         """
         self._extended_upstream = extend_with_shift(upstream, delta)
         self._extended_values = extend_with_ones(v, self.plan)
@@ -110,14 +113,16 @@ class BFloat16Scores:
     def score_gradient(
         self, tile: Tile, weights: Float[Tensor, "kv stacked columns"], _: Tensor | None = None
     ) -> Float[Tensor, "kv stacked columns"]:
-        """Return the gradient with respect to a tile's scaled products of queries and keys, given its powers of 2."""
+        """Return the gradient with respect to a tile's scaled products `scale * q k^T`. `weights` are the tile's
+        unnormalized weights 2^(score - shift).
+        """
         upstream = tile.stack_rows(self._extended_upstream)
         return products("gradient", tile, upstream, self._extended_values, 1.0, self.pool).mul_(weights)
 
     @cached_property
     def _moments(self) -> tuple[Float[Tensor, "batch heads queries 1"], Float[Tensor, "batch heads queries 1"]]:
-        """Predicted mean and standard deviation of each query's products with the keys, before the scale.
-        The prediction uses a sample of keys and assumes that their features are independent.
+        """Predicted mean and standard deviation of each query's products with all keys, before the scale. The
+        prediction uses about 256 of the keys and assumes that the features of keys are independent.
         """
         sample = self._k[:, :, :: max(self._k.shape[2] // SAMPLE_KEYS, 1)].float()
         mean = sample.mean(2, keepdim=True)
@@ -128,17 +133,21 @@ class BFloat16Scores:
 
     @cached_property
     def _predicted_magnitude(self) -> float:
-        """Upper bound of the absolute value of all predicted row shifts of the call, in nats; NaN if one overflows."""
+        """Upper bound of the absolute values of all row shifts that are predicted for the call, in nats; infinite or
+        NaN if a prediction overflows.
+        """
         mean, deviation = self._moments
         return float((mean.abs() + 6 * deviation).amax()) * self.scale  # no prediction is 6 deviations from the mean
 
     @cached_property
     def _written_magnitude(self) -> float:
-        """Largest absolute value of all row shifts of the call, in nats; to be read once all shifts are written."""
+        """Largest absolute value of all row shifts that the forward pass wrote, in nats; read it only once all shifts
+        are written.
+        """
         return self._magnitude(self.shifts)
 
     def _magnitude(self, shift: Float[Tensor, "*axes 1"]) -> float:
-        """Return the largest absolute value in a tensor of row shifts, in nats."""
+        """Return the largest absolute value in a tensor of row shifts, times the scale, so that it is in nats."""
         lowest, highest = torch.aminmax(shift)
         return max(-float(lowest), float(highest)) * self.scale
 
@@ -149,9 +158,9 @@ class BFloat16Scores:
         shift: Float[Tensor, "kv stacked 1"],
         magnitude: float,
     ) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile less the `shift` of each row, in units of ln 2, with hidden keys at most
-        `LOWEST`. If `magnitude`, the largest shift, is too large for two bfloat16 features, the product is computed in
-        float32.
+        """Return a tile's scores in units of ln 2, less the `shift` of each row, with those of hidden keys at most
+        `LOWEST`. If `magnitude`, the largest shift in nats, is too large for two bfloat16 features, the product is
+        computed in float32.
         """
         factor = self.scale * LOG2_E
         if magnitude <= LARGEST_SPLIT_SHIFT:
@@ -175,14 +184,17 @@ def _is_near(largest: Float[Tensor, "kv stacked 1"], magnitude: float) -> bool:
 
 
 def _finite(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return a tensor with zeros in place of NaN and infinities, to which the prediction of a shift can overflow."""
+    """Return a tensor with zeros in place of NaN and infinities, which arise where the prediction of a row's shift
+    overflows.
+    """
     return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def extend_with_ones(
     tensor: Float[Tensor, "*axes keys width"], plan: BlockwisePlan
 ) -> Float[Tensor, "*axes width_and_2 keys"]:
-    """Return the transpose of a tensor of keys or values with two additional features that are 1 everywhere.
+    """Return keys or values with their last two axes transposed, so that keys come last, and with two additional
+    features that are 1 for every key.
 
     If the plan reads most keys, keys are adjacent in memory, which makes products faster; otherwise features are, since
     a part of the keys is then faster to copy.

@@ -34,15 +34,17 @@ class Float32Scores:
         self.scale, self.softcap, self.bias_hides, self.pool = scale, softcap, bias_hides, pool
 
     def shifted_scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile less the largest score of each row, which is written to the tensor of shifts."""
+        """Return the scores of a tile less the largest score of each row, and write that largest score to the tensor
+        `shifts` of the call.
+        """
         scores, _ = self._scores(tile)
         shift = scores.amax(-1, keepdim=True)
         tile.write(self.shifts, shift)
         return scores.sub_(shift)
 
     def recompute(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile less the stored shift of each row, as in the forward pass.
-        With a softcap, its tanh is stored for the call of `score_gradient` for this tile.
+        """Return the scores of a tile less the number of each row in `shifts`, as in the forward pass. With a softcap,
+        also store tanh(score / softcap) for the call of `score_gradient` for this tile.
         """
         scores, self._tanh = self._scores(tile)
         return scores.sub_(tile.stack_rows(self.shifts))
@@ -54,8 +56,9 @@ class Float32Scores:
         delta: Float[Tensor, "batch heads queries 1"],
         grad_bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
     ) -> None:
-        """Store values, divided output gradient and delta for `score_gradient` (formulas in `attention.py`).
-        `score_gradient` also adds the gradient of the bias to `grad_bias`, unless that is None.
+        """Store the values, the output's gradient, delta and `grad_bias` for `score_gradient`. `upstream` is the
+        output's gradient, already divided by each row's sum of unnormalized weights. `score_gradient` adds the gradient
+        of the bias to `grad_bias`, unless that is None.
         """
         self._v, self._upstream, self._delta, self._grad_bias = v, upstream, delta, grad_bias
 
@@ -65,8 +68,9 @@ class Float32Scores:
         weights: Float[Tensor, "kv stacked columns"],
         dropout_factors: Float[Tensor, "kv stacked columns"] | None,
     ) -> Float[Tensor, "kv stacked columns"]:
-        """Return the gradient with respect to a tile's scaled products of queries and keys, given its powers of 2.
-        The gradient of the bias is added to the tensor passed to `start_backward`.
+        """Return the gradient with respect to a tile's scaled products `scale * q k^T`, before any softcap. `weights`
+        are the tile's unnormalized weights 2^(score - shift). If a bias needs a gradient, its gradient is added to the
+        tensor passed to `start_backward`.
         """
         grad = products("gradient", tile, tile.stack_rows(self._upstream), self._v.mT, 1.0, self.pool)
         if dropout_factors is not None:

@@ -28,7 +28,8 @@ TILE_BYTES = 2**22
 
 
 class Ceiling(NamedTuple):
-    """Upper bounds for a range of columns of a score block, from `offset` on: the minimum with them hides masked keys.
+    """Upper bounds of the scores in some columns of a block, starting at column `offset`. Taking the minimum of scores
+    and bounds hides the keys that the mask forbids.
 
     A bound is infinite where a key is visible and `LOWEST` where it is hidden. It is 0 in a row without any visible
     key: the difference of two infinities would be NaN, so such a row gets weights, which an infinite sum turns to 0.
@@ -73,8 +74,9 @@ class Tile(NamedTuple):
         return self.sequences, self.heads, slice(self.block.rows.start, self.block.rows.stop)
 
     def stack_rows(self, tensor: Float[Tensor, "batch heads queries width"]) -> Float[Tensor, "kv stacked width"]:
-        """Return the tile's rows of a tensor with the axes of q; the rows of heads that share a key/value head are
-        joined. The first axis of the result is sequence and key/value head, the second head of the group and row.
+        """Return the tile's query rows of a tensor with the axes of q, stacked for products with keys. The first axis
+        of the result is sequence and key/value head. The second joins the rows of all query heads that share the
+        key/value head.
         """
         rows = tensor[self.row_slices]
         return rows.reshape(self._groups, -1, rows.shape[-1])
@@ -88,7 +90,9 @@ class Tile(NamedTuple):
     def select_keys(
         self, tensor: Float[Tensor, "batch kv_heads all width"], keys: range
     ) -> Float[Tensor, "kv keys width"]:
-        """Return a range of the keys in k or v for the tile's sequences and key/value heads, joined to one axis."""
+        """Return a range of the keys in k or v for the tile's sequences and key/value heads, with these two axes joined
+        to one.
+        """
         return tensor[self.sequences, self.kv_heads, keys.start : keys.stop].flatten(0, 1)
 
     def spans(self, scores: Float[Tensor, "*heads rows columns"]) -> Iterator[tuple[range, Tensor]]:
@@ -124,8 +128,8 @@ def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #head
 
 
 def iterate_tiles(plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor | None) -> Iterator[Tile]:
-    """Yield every tile (part of a block that is computed at once) of a plan, in the same order each time.
-    `hiding_bias` is a bias that hides keys where it is -inf, or None.
+    """Yield every tile (rectangle of the score matrix that is computed at once) of the blocks of a plan, in the same
+    order each time. `hiding_bias` is a bias that hides keys where it is -inf, or None.
     """
     cache: dict[Any, tuple[list[Ceiling], Tensor | None]] = {}
     for group, block in _blocks_of(plan):
@@ -154,15 +158,15 @@ class Pool:
         self._buffers: dict[str, Tensor] = {}
 
     def buffer(self, name: str, tile: Tile, rows: Float[Tensor, "kv stacked _"]) -> Float[Tensor, "kv stacked columns"]:
-        """Return the buffer called `name` as a view in the shape of a tile's scores, with its previous content."""
+        """Return the buffer called `name` as a view in the shape of a tile's scores. The buffer is not cleared."""
         if name not in self._buffers:
             self._buffers[name] = self._allocate(name)
         shape = (*rows.shape[:2], tile.block.width)
         return self._buffers[name][: math.prod(shape)].view(shape)
 
     def _allocate(self, name: str) -> Tensor:
-        """Return memory for the scores of the call's largest tile.
-        Up to `TILE_BYTES` on CPU it is the buffer `name` that the thread keeps between calls; otherwise it is new.
+        """Return flat memory for the scores of the call's largest tile. Up to `TILE_BYTES` on CPU it is the buffer
+        `name` that the thread keeps between calls; otherwise it is new.
         """
         size = self._size * self._like.element_size()
         if self._like.device.type != "cpu" or size > TILE_BYTES:
@@ -182,7 +186,9 @@ def products(
     factor: float,
     pool: Pool,
 ) -> Float[Tensor, "kv stacked columns"]:
-    """Return `factor * rows @ right` for a tile's keys alone, rounded once, in the pool's buffer called `name`."""
+    """Return `factor * rows @ right` for the columns of `right` that are a tile's keys, in the pool's buffer called
+    `name`. The product is rounded once, after the factor.
+    """
     result = pool.buffer(name, tile, rows)
     for keys, span in tile.spans(result):
         columns = tile.select_keys(right.mT, keys)
@@ -241,8 +247,8 @@ def _pattern(group: MaskGroup, block: PlannedBlock) -> Any:
 def _ceilings(
     group: MaskGroup, block: PlannedBlock, hiding_bias: Float[Tensor, "#batch #heads #queries #keys"] | None, q: Tensor
 ) -> tuple[list[Ceiling], Bool[Tensor, "#batch #heads rows 1"] | None]:
-    """Return a block's ceilings, the upper bounds that hide scores of masked keys, and a mask of rows with a visible
-    key. The second is None if all rows have one.
+    """Return a block's ceilings, which are the upper bounds that hide scores of masked keys, and a boolean mask that is
+    True at rows with a visible key. The mask is None if all rows have one.
     """
     visible, offset = [], 0
     for columns, masked in block.parts:

@@ -19,7 +19,8 @@ from headwise.shapes import Bool, Float, Int
 
 @dataclass(frozen=True, eq=False)
 class TileVisibility:
-    """Visible keys, counted rows, positions and key features of one tile (rectangle of scores), computed on first use.
+    """Data about one tile (rectangle of the score matrix) that follow from mask, positions and tokens alone, each
+    computed on first use: visible keys, rows that statistics include, positions, and features of keys.
 
     A key is visible to a row if the mask lets the row attend to it. A row counts in statistics if it is not padding
     and at least one key is visible to it.
@@ -40,7 +41,9 @@ class TileVisibility:
     _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def cached(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `compute()`, which is called once for each `key` and cached as long as this object."""
+        """Return the result of `compute()`, which is called only when `key` is used for the first time; this object
+        stores the result.
+        """
         if key not in self._cache:
             self._cache[key] = compute()
         value: Tensor = self._cache[key]
@@ -71,15 +74,13 @@ class TileVisibility:
 
     @cached_property
     def counted_rows(self) -> Bool[Tensor, "#batch #heads rows"]:
-        """True at query rows that count in statistics: not padding, and with at least one visible key."""
+        """True at query rows that statistics include: those that are not padding and have at least one visible key."""
         rows, has_key = self.tile.block.rows, self.visible_keys > 0
         return has_key if self.is_real is None else has_key & self.is_real[:, None, rows.start : rows.stop]
 
     @cached_property
     def rows_per_key(self) -> Float[Tensor, "#batch #heads columns"]:
-        """For each key of the tile, the number of rows that may attend to it and count: not padding, with a visible
-        key.
-        """
+        """For each key of the tile, the number of query rows that may attend to it and are not padding."""
         counted, numbers = self.counted_rows.float(), []
         for columns, allowed in self._allowed:
             if allowed is None:
@@ -91,7 +92,9 @@ class TileVisibility:
 
     @cached_property
     def is_backward_only(self) -> bool:
-        """True if no row of the tile may attend to a key after its own position; needs a grid of default positions."""
+        """True if no row of the tile may attend to a key after its own position. Requires a grid with default
+        positions.
+        """
         position = self.query_positions[0][:, None]
         first = int(position[0])
         for columns, allowed in self._allowed:
@@ -104,7 +107,9 @@ class TileVisibility:
 
     @cached_property
     def _allowed(self) -> list[tuple[range, Bool[Tensor, "#batch #heads rows columns"] | None]]:
-        """Each range of key columns of the tile with the boolean mask for its rows; None where all keys are visible."""
+        """Each range of key columns of the tile with a boolean mask, True where a row may attend to a key; None in
+        place of the mask if all keys of the range are visible to all rows.
+        """
         bounds_at, offset, parts = dict(self.tile.ceilings), 0, []
         for columns, _ in self.tile.block.parts:
             bounds = bounds_at.get(offset)
@@ -137,8 +142,8 @@ class TileVisibility:
         return self.query_positions[..., None] - self.key_positions[:, None]
 
     def has_key_at_lag(self, lag: int) -> Bool[Tensor, "#batch 1 rows"]:
-        """Return True at query rows for which the token `lag` positions before exists and is not padding.
-        Padding is known only in self-attention with default positions.
+        """Return True at query rows for which a key exists `lag` positions before the query (after it if `lag` is
+        negative) and is not padding. Padding is known only in self-attention with default positions.
         """
         key = self.query_positions - lag
         exists = (key >= 0) & (key <= self.last_position)
@@ -148,7 +153,9 @@ class TileVisibility:
 
     @cached_property
     def has_earlier_copy(self) -> Bool[Tensor, "#batch 1 rows"] | None:
-        """True at query rows whose token occurs earlier in the sequence; None without tokens or default positions."""
+        """True at query rows whose token occurs earlier in the sequence; None if token ids are unknown or positions are
+        explicit.
+        """
         if self.is_repeat is None or not self.grid.uses_default_positions:
             return None
         position = self.query_positions[0]
@@ -156,7 +163,9 @@ class TileVisibility:
 
     @cached_property
     def first_key(self) -> Int[Tensor, "#batch"]:
-        """Index of the key that is the first real token of each sequence, after any padding on the left."""
+        """Index of the key that is the first token of each sequence: the first that is not padding, 0 if padding is
+        unknown. With explicit positions it is the key at position 0.
+        """
         if not self.grid.uses_default_positions:
             return (self._all_key_positions == 0).int().argmax(-1)
         if self.is_real is None or self.grid.queries != self.grid.keys:
@@ -175,7 +184,9 @@ class TileVisibility:
         return self._of_tile(self.grid.key_position(keys[None])[..., 0, :])
 
     def _of_tile(self, positions: Int[Tensor, "*axes length"]) -> Int[Tensor, "#batch length"]:
-        """Return the positions of the tile's sequences, out of those of all, or the one row that all share."""
+        """Return the rows of `positions` that belong to the tile's sequences; a single row, which all sequences share,
+        is returned unchanged.
+        """
         flat = positions.reshape(-1, positions.shape[-1])
         return flat if len(flat) == 1 else flat[self.tile.sequences]
 
@@ -188,7 +199,8 @@ class TileVisibility:
 
     @cached_property
     def key_features(self) -> dict[str, Float[Tensor, "#batch columns"]]:
-        """Numbers for each key column by name (such as its position) that statistics sum over keys with weights.
+        """Features of the keys, by name: one number for each key column, such as its position or 1 at special tokens.
+        Statistics sum them over keys, each multiplied by the attention weight.
 
         On either side of the query its distance to a key is linear in the key's position, so sums of positions give
         sums of distances. Positions are counted from the middle row, so that no two large numbers are subtracted.
