@@ -29,8 +29,9 @@ class MissingExtra(HeadwiseError, ImportError):
 
 
 def require(package: str, *, purpose: str, extra: str) -> Any:
-    """Import an optional package, or one of its modules such as `matplotlib.figure`, and return it; raise
-    `MissingExtra` if it is not installed.
+    """Import an optional package, or one of its modules such as `matplotlib.figure`, and return it. If it is not
+    installed, raise `MissingExtra`, whose message states what needs the package (`purpose`) and which extra of headwise
+    installs it (`extra`).
 
     Args:
         package: name of the package or, with dots, of a module in it.

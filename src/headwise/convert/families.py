@@ -16,14 +16,15 @@ from headwise.nn.projections import has_hooks
 
 
 class Family(Protocol):
-    """Interface of a reader of one kind of attention block in `transformers`, used by several model classes. For a
-    block, it returns the constructor options and the parameters of the `MultiHeadAttention` that computes the same.
+    """Interface of a reader of attention blocks of `transformers`; each reader converts the blocks of several model
+    classes. For a block, it returns the constructor options and the parameters of the `MultiHeadAttention` that
+    computes the same.
     """
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the `transformers` attention classes that this family can convert; strings, so that `transformers`
-        is not imported.
+        """Names of the `transformers` attention classes whose blocks this reader can convert. They are strings, so that
+        `transformers` is not imported.
         """
 
     def options(self, block: Any) -> dict[str, Any]:
@@ -63,9 +64,9 @@ class Decoder:
     causal: ClassVar[bool] = True
 
     def options(self, block: Any) -> dict[str, Any]:
-        """Return the constructor arguments of the `MultiHeadAttention` that computes the same as a block, read from the
-        block and its configuration. Raise `InputError` if the block is causal but the class reads blocks without a
-        causal mask, or the reverse.
+        """Return the constructor arguments of the `MultiHeadAttention` that computes the same as a block of a
+        Llama-type decoder or of EuroBERT, read from the block and its configuration. Raise `InputError` if the block is
+        causal but the reader's attribute `causal` is False, or the reverse.
         """
         if block.is_causal != self.causal:
             expected = "one that is causal" if self.causal else "one that is not causal"
@@ -90,9 +91,9 @@ class Decoder:
         }
 
     def parameters(self, block: Any) -> dict[str, Tensor]:
-        """Return the parameters of a block, not copied: weights and biases of its projections, weights of its query and
-        key norms, and its sink logits, where it has them. Each key of the dict is the name of the `MultiHeadAttention`
-        parameter that has the same values.
+        """Return the parameters of a block of a Llama-type decoder or of EuroBERT, not copied: weights and biases of
+        its projections and, where the block has them, parameters of the query and key norms and sink logits. Each key
+        of the dict is the name of the `MultiHeadAttention` parameter that has the same values.
         """
         parts = {"q_proj": block.q_proj, "k_proj": block.k_proj, "v_proj": block.v_proj}
         parameters = _linear_parameters(parts | {"out_proj": _output_projection(block)})
@@ -124,8 +125,8 @@ class Bert:
     classes = ("BertAttention", "RobertaAttention", "XLMRobertaAttention", "CamembertAttention", "ElectraAttention")
 
     def options(self, block: Any) -> dict[str, Any]:
-        """Return the constructor arguments of the `MultiHeadAttention` that computes the same as a block, read from the
-        block's submodules `self` and `output`.
+        """Return the constructor arguments of the `MultiHeadAttention` that computes the same as a BERT-type attention
+        block, read from the block's submodules `self` and `output`.
         """
         attention = block.self
         return {
@@ -139,8 +140,8 @@ class Bert:
         }
 
     def parameters(self, block: Any) -> dict[str, Tensor]:
-        """Return the weights and biases of a block's query, key, value and output projections, not copied, by the names
-        of the corresponding `MultiHeadAttention` parameters.
+        """Return the weights and biases of the query, key, value and output projections of a BERT-type attention block,
+        not copied, as a dict. Each key is the name of the `MultiHeadAttention` parameter that has the same values.
         """
         attention = block.self
         parts = {"q_proj": attention.query, "k_proj": attention.key, "v_proj": attention.value}
@@ -176,8 +177,9 @@ class GPT2:
         }
 
     def parameters(self, block: Any) -> dict[str, Tensor]:
-        """Return the parameters of a block's two `Conv1D` modules by the names of the corresponding
-        `MultiHeadAttention` parameters: weights as transposed views, biases unchanged, neither copied.
+        """Return the parameters of the two `Conv1D` modules of a GPT-2 block as a dict. Each key is the name of the
+        corresponding `MultiHeadAttention` parameter. Weights are returned as transposed views, biases unchanged;
+        neither is copied.
         """
         parameters = _linear_parameters({"qkv_proj": block.c_attn, "out_proj": block.c_proj}, kind="Conv1D")
         return {name: tensor.T if tensor.ndim == 2 else tensor for name, tensor in parameters.items()}
@@ -223,8 +225,8 @@ def _qk_norm(block: Any) -> QKNorm | None:
 
 def _linear_parameters(parts: Mapping[str, Any], kind: str = "Linear") -> dict[str, Tensor]:
     """Return the weights and biases of the linear modules in `parts`, not copied, as a dict with keys `NAME.weight` and
-    `NAME.bias`, where NAME is the module's key in `parts`. Raise `InputError` for a module whose class is not called
-    `kind`, that has other parameters, or that has a hook.
+    `NAME.bias`, where NAME is the module's key in `parts`. Raise `InputError` for a module whose class name differs
+    from the string `kind`, that has other parameters, or that has a hook.
     """
     parameters: dict[str, Tensor] = {}
     for name, part in parts.items():

@@ -20,7 +20,8 @@ SEPARATE = ("q_proj", "k_proj", "v_proj")
 
 def fuse_projections(layer: Layer) -> Layer:
     """Return a copy of a self-attention layer in which one projection `qkv_proj` replaces `q_proj`, `k_proj` and
-    `v_proj`. Its weight and bias are theirs, stacked along the output features.
+    `v_proj`. The weight of `qkv_proj` is the three weights stacked along the output features, and its bias, if any, is
+    the three biases.
 
     Everything else is a deep copy, a shared `position_bias` included. `separate_projections` is the reverse.
 
@@ -90,8 +91,8 @@ def _plain_projection(layer: MultiHeadAttention, name: str) -> nn.Linear:
 
 
 def _require_alike(expected: str, values: Sequence[Any]) -> None:
-    """Raise `InputError` unless the three `values` are equal. They are one property, such as the dtype, of the query,
-    key and value projections of a layer; `expected` describes the requirement in the error message.
+    """Raise `InputError` unless all `values` are equal: the values of one property, such as the dtype, in the query,
+    key and value projection of a layer. The text `expected` describes the requirement in the error message.
     """
     if len(set(values)) > 1:
         got = ", ".join(f"{name} {value}" for name, value in zip(SEPARATE, values, strict=True))
@@ -99,8 +100,8 @@ def _require_alike(expected: str, values: Sequence[Any]) -> None:
 
 
 def _linear_like(linear: nn.Linear, map_: LinearMap) -> nn.Linear:
-    """Return a new `nn.Linear` with copies of the weight and bias of `map_`. Its training flag and its parameters'
-    `requires_grad` are those of `linear`.
+    """Return a new `nn.Linear` with copies of the weight and bias in `map_`. The training flag of the new module and
+    the `requires_grad` of its parameters are those of `linear`.
     """
     made = map_.to_linear()
     for name, parameter in made.named_parameters():

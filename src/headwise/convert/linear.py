@@ -36,7 +36,8 @@ def from_heads(
     projection: nn.Linear | Float[Tensor, "concatenated out"],
 ) -> MultiHeadAttention:
     """Return a `MultiHeadAttention` with copies of the weights of separate heads, each a `(query, key, value)` triple
-    of `nn.Linear` modules, and of an output projection.
+    of `nn.Linear` modules, and of an output projection. The output projection is an `nn.Linear`, or a matrix by which
+    the concatenated head outputs are multiplied from the right.
 
     If consecutive heads share their key and value modules, in groups of equal size, the layer has one key/value head
     for each group.

@@ -90,8 +90,9 @@ def linear_maps_of(layer: Any) -> tuple[LinearMap, LinearMap, LinearMap, LinearM
 
 
 def scores_with_scale(layer: MultiHeadAttention) -> Scores:
-    """Return the `Scores` option of a layer with the default scale filled in, which is `head_dim ** -0.5`. A layer
-    without the option is treated as one with `Scores()`.
+    """Return the `Scores` option of a layer (scale, softcap, sinks and the like) with its scale as a number: if the
+    scale is None, it is replaced by the default, `head_dim ** -0.5`. A layer without the option is treated as one with
+    `Scores()`.
     """
     scores = layer.scores or Scores()
     return replace(scores, scale=layer.head_dim**-0.5) if scores.scale is None else scores
@@ -101,8 +102,8 @@ def layer_from_maps(
     maps: Sequence[LinearMap], arguments: Sequence[str], num_heads: int, num_kv_heads: int, **options: Any
 ) -> MultiHeadAttention:
     """Return a new `MultiHeadAttention` whose query, key, value and output projections are copies of the four `maps`,
-    in this order. Its widths follow from the shapes of the maps and the numbers of heads; `options` are further
-    constructor arguments.
+    in this order. Its widths follow from the shapes of the maps and the numbers of heads. For error messages,
+    `arguments` names the caller's argument that each map came from; `options` are further constructor arguments.
 
     If one of query, key and value has a bias, the layer has one for all three, zero where there was none.
 

@@ -10,7 +10,8 @@ from headwise.errors import InputError
 
 def rotary_of(config: Any, head_dim: int, *, partial: bool) -> Rotary:
     """Return the `Rotary` embedding that a configuration of a `transformers` model describes, for heads of `head_dim`
-    features.
+    features. Raise `InputError` for an unknown `rope_type`. Also raise it if the configuration rotates only a part of
+    these features and `partial` is False.
 
     Args:
         config: of the model; its `rope_parameters` contain `rope_theta`, `rope_type` and the options of that type.
@@ -37,20 +38,23 @@ def _no_scaling(config: Any, parameters: dict[str, Any]) -> None:
 
 
 def _linear(config: Any, parameters: dict[str, Any]) -> Scaling:
-    """Return the scaling of rotation frequencies for `rope_type` "linear", with the configuration's factor."""
+    """Return the scaling of rotation frequencies for `rope_type` "linear", with the factor in `parameters` (the
+    `rope_parameters` of the configuration).
+    """
     return LinearScaling(parameters["factor"])
 
 
 def _dynamic(config: Any, parameters: dict[str, Any]) -> Scaling:
-    """Return the scaling of rotation frequencies for `rope_type` "dynamic" (dynamic NTK), with the configuration's
-    factor and `max_position_embeddings`.
+    """Return the scaling of rotation frequencies for `rope_type` "dynamic" (dynamic NTK), with the factor in
+    `parameters` (the `rope_parameters` of the configuration) and the configuration's `max_position_embeddings`.
     """
     return DynamicNTK(parameters["factor"], config.max_position_embeddings)
 
 
 def _yarn(config: Any, parameters: dict[str, Any]) -> Scaling:
-    """Return the scaling of rotation frequencies for `rope_type` "yarn", with its options read from the
-    configuration.
+    """Return the scaling of rotation frequencies for `rope_type` "yarn", with its options read from `parameters` (the
+    `rope_parameters` of the configuration). A missing factor or trained context length is derived from the
+    configuration; other missing options have their defaults.
     """
     trained_length = _trained_length(config, parameters)
     factor = parameters.get("factor") or config.max_position_embeddings / trained_length
@@ -69,8 +73,8 @@ def _yarn(config: Any, parameters: dict[str, Any]) -> Scaling:
 
 
 def _llama3(config: Any, parameters: dict[str, Any]) -> Scaling:
-    """Return the scaling of rotation frequencies for `rope_type` "llama3", with its options read from the
-    configuration.
+    """Return the scaling of rotation frequencies for `rope_type` "llama3", with its options read from `parameters` (the
+    `rope_parameters` of the configuration). A missing trained context length is read from the configuration.
     """
     return Llama3(
         parameters["factor"],
@@ -81,8 +85,9 @@ def _llama3(config: Any, parameters: dict[str, Any]) -> Scaling:
 
 
 def _trained_length(config: Any, parameters: dict[str, Any]) -> int:
-    """Return the context length, in tokens, with which the model was trained before its context was extended:
-    `original_max_position_embeddings` if the parameters contain it, otherwise `max_position_embeddings`.
+    """Return the context length, in tokens, with which the model was trained before its context was extended. It is
+    `original_max_position_embeddings` if `parameters` (the `rope_parameters` of the configuration) contains it,
+    otherwise the configuration's `max_position_embeddings`.
     """
     length: int = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
     return length

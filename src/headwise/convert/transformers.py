@@ -12,8 +12,8 @@ from headwise.nn.multihead import MultiHeadAttention
 
 
 def from_transformers(block: nn.Module, *, backend: str | None = None) -> MultiHeadAttention:
-    """Return a `MultiHeadAttention` that computes the same as an attention block of `transformers`, with copies of its
-    weights.
+    """Return a `MultiHeadAttention` that computes the same as an attention block of `transformers`, with copies of the
+    block's weights. The layer computes attention with `backend`, or with the fastest one if `backend` is None.
 
     Rotary embedding, causal or window mask and score options are converted too. The model computes padding masks
     outside its blocks: pass them to the layer's `forward`. A dropout of the output, the residual connection and a
@@ -44,8 +44,8 @@ def from_transformers(block: nn.Module, *, backend: str | None = None) -> MultiH
 
 
 def to_transformers(layer: MultiHeadAttention, block: nn.Module) -> None:
-    """Copy the weights of a `MultiHeadAttention` into an attention block of `transformers`, in place. Nothing is
-    written if an option, shape or dtype of the two differs.
+    """Copy the weights of a `MultiHeadAttention` into an attention block of `transformers`, in place. Raise
+    `InputError` and write nothing if the two differ in a shape, a dtype, or an option other than dropout and backend.
 
     Args:
         layer: with the options of `from_transformers(block)`.
@@ -69,8 +69,9 @@ def to_transformers(layer: MultiHeadAttention, block: nn.Module) -> None:
 
 def _options_and_parameters(block: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return two dicts for an attention block of `transformers`: the constructor arguments of the `MultiHeadAttention`
-    that computes the same, and the block's parameters by their names in `MultiHeadAttention`. Raise `InputError` for a
-    block of an unknown class, and for one that lacks an expected attribute.
+    that computes the same, and the block's parameters, where each key is the name of the `MultiHeadAttention` parameter
+    with the same values. Raise `InputError` for a block of an unknown class, and for one that lacks an expected
+    attribute.
     """
     name = type(block).__name__
     family = next((candidate for candidate in FAMILIES if name in candidate.classes), None)
@@ -94,8 +95,8 @@ _COMPARED_OPTIONS = (
 
 
 def _require_same(layer: Any, wanted: MultiHeadAttention, block: str) -> None:
-    """Raise `InputError` unless `layer` is a `MultiHeadAttention` with the same sizes, options and score options as
-    `wanted`; weights are not compared. `block` is the class name of the `transformers` block, for the message.
+    """Raise `InputError` unless `layer` is a `MultiHeadAttention` with the same sizes and options as `wanted`. Weights,
+    dropout and backend are not compared. `block` is the class name of the `transformers` block, for the error message.
     """
     linear_maps_of(layer)
     pairs = {name: (getattr(wanted, name), getattr(layer, name)) for name in _COMPARED_OPTIONS}

@@ -35,8 +35,9 @@ INPUT_PROJECTIONS = ("qkv_proj", "q_proj", "q_down")
 
 
 class ScoreParameters(NamedTuple):
-    """Scale, softcap, sink logits and talking-heads matrices of one layer call, as arguments of `attend`. The tensors
-    have one entry per score map: per head, or two per head in differential attention.
+    """Scale, softcap, sink logits and talking-heads matrices of one layer call, as arguments of `attend`. A scale that
+    is a tensor, and the sink logits, have one entry per score map; a head has one score map, or two in differential
+    attention.
 
     Attributes:
         scale: factor of the scores, one number or one per score map.
@@ -59,8 +60,8 @@ class ScoreParameters(NamedTuple):
 
 
 class AttentionLayer(nn.Module):
-    """Base class of the attention layers. It stores the options and learned parameters of the scores, calls `attend`,
-    creates and updates caches, and checks inputs.
+    """Base class of the attention layers. It registers the learned parameters of a layer's attention scores (sinks,
+    temperature, talking-heads matrices), calls `attend`, creates and updates caches, and checks options and inputs.
 
     Attributes:
         rotary: rotation of queries and keys by position.
@@ -90,8 +91,8 @@ class AttentionLayer(nn.Module):
     # -- parameters of the scores -----------------------------------------------------------------------------
 
     def _register_score_parameters(self, maps: int, **factory: Any) -> None:
-        """Register the learned parameters (sinks, temperature, talking-heads matrices) that the option `scores`
-        switches on; those switched off are registered as None.
+        """Register the learned parameters (sinks, temperature, talking-heads matrices) that the layer's option `scores`
+        switches on, with sizes for `maps` score maps; those switched off are registered as None.
 
         Args:
             maps: number of score maps of the layer.
@@ -145,8 +146,8 @@ class AttentionLayer(nn.Module):
         call: LayerCall,
         rotary: Rotary | None,
     ) -> AttentionInputs:
-        """Return the queries, keys and values for `attend`: queries and new keys are rotated by their positions, and
-        cached keys and values are placed before the new ones.
+        """Return the queries, keys and values for `attend`. With a `rotary`, queries and new keys are rotated by their
+        positions. With a cache, the cached keys and values are placed before the new ones.
 
         Args:
             q: queries.
@@ -170,8 +171,8 @@ class AttentionLayer(nn.Module):
     def _call_attend(
         self, inputs: AttentionInputs, call: LayerCall, parameters: ScoreParameters
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Call `attend` and return the output of each head, multiplied by the gate of the call, before the output
-        projection; and the attention weights, or None if the call does not request them.
+        """Call `attend` and return the output of each head, before the output projection, multiplied by the gate of the
+        call (a factor for each head); and the attention weights, or None if the call does not request them.
         """
         attended = attend(
             inputs.q,
@@ -196,8 +197,8 @@ class AttentionLayer(nn.Module):
         return attended, None
 
     def _commit(self, inputs: AttentionInputs, call: LayerCall) -> None:
-        """Write the new keys and values of this call into its cache, if it has one. This is the last step of a call, so
-        that a failed call leaves the cache unchanged.
+        """Write the new keys and values of a call into the cache of the call, if it has one. This is the last step of a
+        call, so that a failed call leaves the cache unchanged.
         """
         if call.cache is not None and inputs.cache_update is not None:
             call.cache.commit(inputs.cache_update)
@@ -212,7 +213,8 @@ class AttentionLayer(nn.Module):
         raise NotImplementedError
 
     def static_cache(self, batch: int, capacity: int, *, dtype: torch.dtype | None = None) -> StaticCache:
-        """Return an empty `StaticCache` (a cache of fixed capacity) that fits the cached tensors of this layer.
+        """Return an empty `StaticCache` (a cache of fixed size) for the tensors that this layer caches: `batch`
+        sequences with room for `capacity` tokens each.
 
         Args:
             batch: number of sequences.
@@ -261,7 +263,7 @@ class AttentionLayer(nn.Module):
 
     def _mask_and_bias(self, mask: Any, bias: Any, cache: Cache | None) -> tuple[Mask | None, Tensor | None]:
         """Return the mask and the bias of a call. The mask combines the masks of the caller, the cache and the layer by
-        `&` (all must allow a key); None if there is none. A float tensor passed as `mask` becomes the bias.
+        `&` (all must allow a key); it is None if there is none. A float tensor passed as `mask` becomes the bias.
         """
         mask, bias = mask_and_bias(mask, bias)
         for other in (cache and cache.mask, self.mask):
@@ -270,8 +272,8 @@ class AttentionLayer(nn.Module):
         return mask, bias
 
     def _check_cache(self, cache: Any, lengths: Any, *, cross: bool = False, packed: bool = False) -> None:
-        """Raise `InputError` if the cache is not a `Cache`, or is passed together with a context or packed sequences,
-        and if lengths are passed without a cache.
+        """Raise `InputError` if the cache is not a `Cache`, or is passed together with a context or packed sequences.
+        Also raise it if `lengths` (the number of real tokens of each sequence) are passed without a cache.
 
         Args:
             cache: argument of the caller.
@@ -294,8 +296,9 @@ class AttentionLayer(nn.Module):
         self, x: Float[Tensor, "batch queries embed"], positions: Any, cache: Cache | None, *, cross: bool = False
     ) -> Int[Tensor, "#batch queries"] | None:
         """Check the `positions` argument of the caller, and return it as an integer tensor with a batch axis: the
-        position of each token of x, `(batch, queries)` or `(1, queries)`. Return None if the caller passed None, and
-        raise `InputError` if positions do not fit the call.
+        position of each token of x, `(batch, queries)` or `(1, queries)`. Return None if the caller passed None. Raise
+        `InputError` for a wrong shape, for positions with a context, and for positions with a cache if the layer has a
+        position bias or a rotation that depends on the sequence length.
 
         Raises:
             InputError: positions of the wrong shape, with a context, or with a cache whose keys get new positions
@@ -314,8 +317,8 @@ class AttentionLayer(nn.Module):
 
 
 def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
-    """Raise `InputError` unless a tensor has the device and dtype of the layer's parameters. The dtypes may differ if
-    autocast is on and converts both.
+    """Raise `InputError` unless a tensor has the device and dtype of the layer's parameters. While autocast is on, the
+    two dtypes may differ if autocast converts tensors of both dtypes. `name` is the tensor's name in the error message.
 
     Args:
         name: name of the argument, for the error.

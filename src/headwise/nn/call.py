@@ -40,11 +40,10 @@ class LayerCall:
 
     @property
     def needs_full_capacity(self) -> bool:
-        """True if attention must run over all slots (places for tokens) of a `StaticCache`, empty ones included, rather
-        than over the stored tokens only. Also True without a `StaticCache`, since no other cache has empty slots.
-
-        That is so if a mask, a bias or the returned weights have an axis of keys. It is also so if the cache cannot
-        leave out its empty room, because its lengths cannot be read now.
+        """True if attention must run over all slots (places for tokens) of the call's cache, not only over the stored
+        tokens. That is so if a mask, a bias or the returned weights have an axis of keys, or if Python cannot read the
+        number of stored tokens at once, because it is on a GPU or the code is being compiled. Always True without a
+        `StaticCache`, since no other cache has empty slots.
         """
         if not isinstance(self.cache, StaticCache) or not self.cache.can_omit_empty_slots:
             return True

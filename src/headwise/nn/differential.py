@@ -162,9 +162,9 @@ class DifferentialAttention(MultiHeadAttention):
 
 
 def _checked_lambda_init(lambda_init: float | None, depth: int | None) -> float:
-    """Return the initial value of lambda, the factor of the second softmax map. It is `lambda_init` if that is passed,
-    `0.8 - 0.6 exp(-0.3 depth)` if `depth` is, and 0.8 if neither is. Raise `InputError` for both together, and for a
-    value out of range.
+    """Return the constant lambda_init, which is added to the learned part of lambda, the factor of the second softmax
+    map. It is the argument `lambda_init` if that is passed, `0.8 - 0.6 exp(-0.3 depth)` if `depth` is, and 0.8 if
+    neither is. Raise `InputError` if both are passed, or a value is out of range.
 
     Raises:
         InputError: both arguments, a share outside [0, 1), a negative depth.

@@ -168,7 +168,10 @@ class LatentAttention(AttentionLayer):
         Float[Tensor, "*batch queries out"]
         | tuple[Float[Tensor, "*batch queries out"], Float[Tensor, "*batch heads queries keys"]]
     ):
-        """Attend from each token of x to x and the cache, and return the projected output, with weights on request.
+        """Compute self-attention: each token of x attends to the tokens of x and of the cache. Return the output after
+        the output projection and, with `return_weights`, the attention weights of each head. `absorbed` is True to
+        attend to the latent vectors themselves, False to attend to keys and values of each head, and None to select the
+        form with fewer multiplications.
 
         Args:
             x: `(batch, queries, embed_dim)`, or `(queries, embed_dim)` for one sequence.
@@ -234,7 +237,7 @@ class LatentAttention(AttentionLayer):
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
         """Return head outputs, and attention weights or None, by computing the keys and values of each head from the
-        latent vectors with `kv_up` and attending to those (equations 9 to 11 and 16 to 19).
+        latent vectors with `kv_up` and attending to those (DeepSeek-V2, equations 9 to 11 and 16 to 19).
         """
         rotated, latent = torch.split(inputs.k, [self.rotary_dim, self.kv_rank], dim=-1)
         expanded = self._split_heads(self.kv_up(latent.squeeze(1)), self.num_heads)
@@ -246,8 +249,9 @@ class LatentAttention(AttentionLayer):
     def _attend_absorbed(
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return head outputs, and attention weights or None, by attending to the latent vectors themselves. Instead of
-        computing keys and values from these, multiply `kv_up` into the queries, and into the attention output.
+        """Return head outputs, and attention weights or None, by attending to the latent vectors themselves. No keys
+        and values are computed from the latent vectors; instead `kv_up` is multiplied into the queries and into the
+        attention output.
 
         q . (K c) = (q K) . c and sum_j A_j (V c_j) = V sum_j A_j c_j, with K and V the two parts of `kv_up`.
         """
@@ -261,9 +265,8 @@ class LatentAttention(AttentionLayer):
 
     def _kv_up_matrices(self, like: Tensor) -> Float[Tensor, "heads head_dim_value_dim kv_rank"]:
         """Return the weight matrix of `kv_up` split by head: rows that map a latent vector to the head's keys, followed
-        by rows that map it to the head's values.
-
-        A module that is not a plain `nn.Linear`, such as an adapter, is applied to the unit vectors.
+        by rows that map it to the head's values. If `kv_up` is not a plain `nn.Linear`, its matrix is computed from
+        unit vectors with the dtype and device of `like`.
 
         Args:
             like: tensor with the dtype and device of the unit vectors.

@@ -54,7 +54,7 @@ class Batch(Layout):
     """
 
     def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Float[Tensor, "batch queries out"]:
-        """Return the output unchanged, since it has a batch axis already."""
+        """Return the output of the layer unchanged, since the layer's input x had a batch axis too."""
         return y
 
 
@@ -63,11 +63,11 @@ class SingleRow(Layout):
     """Layout of an x without a batch axis, `(length, width)`: one sequence, or several packed end to end."""
 
     def restore_output(self, y: Float[Tensor, "1 queries out"]) -> Float[Tensor, "queries out"]:
-        """Return the output without the batch axis."""
+        """Return the output of the layer without the batch axis, since the layer's input x had none."""
         return y.squeeze(0)
 
     def restore_weights(self, weights: Float[Tensor, "1 heads queries keys"]) -> Float[Tensor, "heads queries keys"]:
-        """Return the weights without the batch axis."""
+        """Return the attention weights without the batch axis, since the layer's input x had none."""
         return weights.squeeze(0)
 
 
@@ -82,7 +82,9 @@ class Nested(Layout):
     offsets: Tensor
 
     def restore_output(self, y: Float[Tensor, "1 tokens out"]) -> Tensor:
-        """Return the output as a jagged nested tensor."""
+        """Return the output of the layer, in which all sequences stand end to end, as a jagged nested tensor with one
+        component per sequence.
+        """
         return torch.nested.nested_tensor_from_jagged(y.squeeze(0), self.offsets)
 
 
@@ -98,13 +100,13 @@ class MaskedPadding(Layout):
     padded: packed.PaddedBatch
 
     def restore_output(self, y: Float[Tensor, "batch queries out"]) -> Float[Tensor, "batch queries out"]:
-        """Return the output with 0 at padding."""
+        """Return the output of the layer for a padded batch, with 0 in the places of padding tokens."""
         return y.masked_fill(~self.padded.is_real[..., None], 0.0)
 
     def restore_weights(
         self, weights: Float[Tensor, "batch heads queries keys"]
     ) -> Float[Tensor, "batch heads queries keys"]:
-        """Return the attention weights with 0 in the rows of queries that are padding."""
+        """Return the attention weights for a padded batch, with 0 in the rows of queries that are padding."""
         return weights.masked_fill(~self.padded.is_real[:, None, :, None], 0.0)
 
 
@@ -120,16 +122,18 @@ class PackedPadding(Layout):
     padded: packed.PaddedBatch
 
     def restore_output(self, y: Float[Tensor, "1 tokens out"]) -> Float[Tensor, "batch queries out"]:
-        """Return the output of the packed real tokens in their places in the padded batch, with 0 at padding."""
+        """Return the output of the real tokens, which the layer computed end to end, as a padded batch: each token in
+        its original place, and 0 in the places of padding.
+        """
         return self.padded.unpack(y.squeeze(0))
 
 
 def unpack_padded(
     x: Float[Tensor, "batch queries embed"], padded: packed.PaddedBatch, call: LayerCall
 ) -> tuple[Float[Tensor, "rows length embed"], LayerCall, Layout]:
-    """Convert a batch that is padded on the right to a form in which padding has no effect: its real tokens packed end
-    to end, or its padding masked. Return the converted x, the call options for it, and the layout that converts the
-    output back.
+    """Convert a batch x that is padded on the right to a form in which padding has no effect: its real tokens packed
+    end to end, or its padding masked. `padded` states which tokens are real. Return the converted x, the call options
+    for it, and the layout that converts the layer's output back.
 
     The real tokens are packed if that saves work and the call allows it. Otherwise the padding is masked, and its
     inputs are replaced by 0: a weight of 0 would not stop NaN and infinity from reaching other tokens.
@@ -166,7 +170,7 @@ def unpack_nested(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the tokens and the sequence offsets of jagged nested inputs, as two dicts by input name ("x", "context",
     "value_context"): all tokens end to end, `(tokens, width)`, and the start of each sequence among them. Inputs that
-    are None are left out.
+    are None are left out. The caller's `offsets` and `context_offsets` must be None.
 
     Raises:
         InputError: offsets in addition to a nested x, or inputs that are not jagged tensors of matching lengths.

@@ -46,8 +46,9 @@ class Scores:
             flag(f"Scores({name})", getattr(self, name))
 
     def parameter_shapes(self, heads: int) -> dict[str, tuple[int, ...] | None]:
-        """Return the shape of each learned parameter of the scores (sinks, temperature, talking-heads matrices) by its
-        name in the layer; None for one that is switched off.
+        """Return the shapes of the learned parameters of the scores (sinks, temperature, talking-heads matrices) as a
+        dict. Each key is the parameter's name in the layer; the shape is None for a parameter that is switched off.
+        `heads` is the number of heads, doubled in differential attention.
 
         Args:
             heads: number of score maps: one per head, or two in differential attention.
@@ -91,7 +92,8 @@ class QKNorm:
         finite_number("QKNorm(eps)", self.eps, above=0.0)
 
     def module(self, heads: int, head_dim: int, **factory: Any) -> nn.RMSNorm | nn.LayerNorm:
-        """Return a new norm module, `nn.RMSNorm` or `nn.LayerNorm`, for the queries or for the keys of a layer.
+        """Return a new norm module, `nn.RMSNorm` or `nn.LayerNorm`, for the queries or for the keys of a layer. Its
+        width is `head_dim`, or `heads * head_dim` if all heads are normalised together.
 
         Args:
             heads: number of heads of the queries or keys.

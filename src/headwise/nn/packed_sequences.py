@@ -17,8 +17,9 @@ from headwise.shapes import Float
 def query_and_key_offsets(
     x: Float[Tensor, "*batch queries embed"], num_keys: int, offsets: Any, context_offsets: Any, *, cross: bool
 ) -> packed.Offsets | None:
-    """Check the offsets of packed sequences that the caller passed. Return where each sequence starts among the
-    queries, and where among the keys; both are the same in self-attention. Return None if nothing is packed.
+    """Check the caller's `offsets` (starts of the packed sequences in x) and `context_offsets` (starts in a context of
+    `num_keys` tokens). Return the starts among the queries and the starts among the keys, which are the same without a
+    context (`cross` False). Return None if `offsets` is None.
 
     Args:
         x: input as the caller passed it.

@@ -22,8 +22,8 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def reset_linear(linear: nn.Linear, blocks: tuple[int, ...]) -> None:
-    """Initialise the weight of a linear layer uniformly after Glorot and Bengio 2010, separately for each block of
-    rows, and the bias with zeros.
+    """Initialise the weight of a linear layer uniformly after Glorot and Bengio 2010, and its bias with zeros. The
+    weight is split into blocks of `blocks[0]`, `blocks[1]`, ... rows, each initialised as a matrix of its own.
 
     Args:
         linear: projection to initialise.
@@ -37,7 +37,8 @@ def reset_linear(linear: nn.Linear, blocks: tuple[int, ...]) -> None:
 
 
 def apply_norm(norm: nn.Module, x: Float[Tensor, "*axes width"]) -> Float[Tensor, "*axes width"]:
-    """Return `norm(x)` in the dtype of x, computed in the dtype of the norm's weight, if it has one.
+    """Return `norm(x)` in the dtype of x. The norm is computed in the dtype of its weight, or in that of x if it has no
+    weight.
 
     Under autocast the weight has a wider dtype than x.
     """

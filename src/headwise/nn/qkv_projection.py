@@ -41,7 +41,7 @@ class LayerInputs(NamedTuple):
 
     @property
     def num_keys(self) -> int:
-        """Number of tokens in the context, before cached ones are added."""
+        """Number of tokens in the layer's context (x itself in self-attention), cached tokens not included."""
         return self.context.k.shape[2] if isinstance(self.context, ProjectedContext) else self.context.shape[1]
 
 
@@ -113,8 +113,8 @@ class QKVProjection(AttentionLayer):
         self.out_dim = out_dim or embed_dim
 
     def _make_projections(self, bias: bool, **factory: Any) -> None:
-        """Create the linear projections of queries, keys and values, separate or fused, and the norms of queries and
-        keys (None without `qk_norm`).
+        """Create the linear projections of queries, keys and values, as three modules or as one fused `qkv_proj`, with
+        biases if `bias` is True. Also create the norms of queries and keys; both are None without `qk_norm`.
 
         Args:
             bias: True for projections with a bias.

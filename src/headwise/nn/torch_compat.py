@@ -23,7 +23,9 @@ from headwise.shapes import Float
 
 class MultiheadAttention(nn.MultiheadAttention):
     """Drop-in replacement for `torch.nn.MultiheadAttention` that computes with `headwise.attend`. It has the same
-    arguments and state dict, and returns the same results with three exceptions.
+    arguments and state dict, and returns the same results with three exceptions. The weights of a query without a
+    visible key are 0, not NaN; the returned weights are those before dropout; and an adapter or a hook in place of
+    `out_proj` has an effect.
 
     In a boolean mask True means *ignored*, as in torch's layer and unlike in the rest of headwise. Three things
     differ. The output of a query that may attend to nothing is `out_proj.bias`, and its weights are 0, where torch
@@ -165,7 +167,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, heads: Float[Tensor, "batch heads queries head_dim"], *, batched: bool
     ) -> Float[Tensor, "*any embed"]:
         """Return head outputs with all heads side by side on the last axis, and with batch and length axes in the order
-        of the layer's inputs: batch first, length first, or no batch axis.
+        of the layer's inputs: batch first or length first as `batch_first` states, or no batch axis if `batched` is
+        False.
         """
         if not batched:
             return heads.squeeze(0).transpose(0, 1).flatten(1)
@@ -199,12 +202,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> tuple[Mask | None, Float[Tensor, "#batch #heads #queries keys"] | None]:
-        """Convert torch's masks to the mask and bias arguments of `attend`, and return both. Where `is_causal` allows
-        it, they are the causal mask and no bias; otherwise no mask, and the sum of `key_padding_mask` and `attn_mask`
-        as a bias, or None without either.
+        """Convert torch's masks to the mask and bias arguments of `attend`, and return both. If `is_causal` is True,
+        there is no `key_padding_mask`, queries and keys are equally many and no graph is exported, return the causal
+        mask and None. Otherwise return None and the sum of `key_padding_mask` and `attn_mask` as a bias, which is None
+        without either.
 
-        They become a bias because `attend` reads the values of boolean masks, which waits for a GPU and is forbidden
-        under `vmap`. Appended keys are visible to all queries.
+        The masks become a bias because `attend` reads the values of boolean masks, which waits for a GPU and is
+        forbidden under `vmap`. Appended keys are visible to all queries.
         """
         batch, heads, queries, _ = q.shape
         square = queries == k.shape[2]  # the flag of torch's kernels is aligned top-left and ignores appended keys
@@ -226,10 +230,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     # -- nested input ---------------------------------------------------------------------------------------------
 
     def _attend_nested(self, x: Tensor, need_weights: bool, average: bool) -> tuple[Tensor, Tensor | None]:
-        """Compute self-attention over a nested tensor, as `nn.TransformerEncoder` passes it. Return the output as a
-        nested tensor, and the attention weights padded with zeros, or None if they are not needed.
-
-        The output is nested; the weights are padded with zeros, as torch's are.
+        """Compute self-attention over a nested tensor of sequences, as `nn.TransformerEncoder` passes it, and return
+        the output as a nested tensor. Also return the attention weights, averaged over the heads if `average` is True
+        and with 0 in the rows and columns of padding; or None if they are not needed.
         """
         lengths = [len(sequence) for sequence in x.unbind()]
         padded = x.to_padded_tensor(0.0)  # (batch, length, embed)
@@ -294,15 +297,18 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
     def _batch_and_length(self, x: Tensor) -> tuple[int, int]:
-        """Return batch size and length of an input in either order of axes; batch size 1 without a batch axis."""
+        """Return the batch size and length of an input, whose batch axis is first or second as `batch_first` states.
+        The batch size of an input without a batch axis is 1.
+        """
         if x.ndim == 2:
             return 1, x.shape[0]
         return (x.shape[0], x.shape[1]) if self.batch_first else (x.shape[1], x.shape[0])
 
 
 def _do_nothing(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Forward pre-hook that does nothing. `nn.TransformerEncoderLayer` calls a layer that has a hook; otherwise it
-    would compute attention itself, without the layer's `forward`.
+    """Forward pre-hook that does nothing; it is registered so that the attention layer has a hook. In evaluation
+    `nn.TransformerEncoderLayer` calls the `forward` of an attention layer only if a hook is registered; otherwise it
+    computes attention itself.
     """
 
 
