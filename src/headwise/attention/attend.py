@@ -45,7 +45,8 @@ def attend(
     backend: str | Blockwise | None = None,
 ) -> Float[Tensor, "batch heads queries value_dim"] | tuple[Tensor, ...]:
     """Return the scaled dot-product attention of each head for queries q, keys k and values v (Vaswani et al. 2017,
-    equation 1). With `return_lse` or `return_weights`, return a tuple of the output and what these ask for.
+    equation 1). With `return_lse`, `return_weights` or both, return a tuple instead: the output, then the log-sum-exp
+    of each row of scores, then the attention weights, as far as requested.
 
     The output of a head is `softmax(scale * q k^T + bias) v` over the keys that the mask allows. Memory grows with
     length, not with its square, unless you ask for the weights. The output has the dtype of q; scores are accumulated
@@ -160,8 +161,8 @@ def explain(
     backend: str | Blockwise | None = None,
     **options: Any,
 ) -> Choice:
-    """Return the backend that `attend(q, k, v, **options)` would use, and the reason, as a `Choice`; print it to read
-    it. No attention is computed.
+    """Return a `Choice`: the name of the backend that `attend(q, k, v, **options)` would use, and the reason. `print`
+    shows a `Choice` as readable text. No attention is computed.
 
     Costs are in scores: the unit is the time in which torch's fused kernel computes one score.
 
@@ -196,7 +197,7 @@ def _choice(problem: Problem, backend: str | Blockwise | None) -> Choice:
 
 def _cast(*tensors: Any) -> tuple[Any, ...]:
     """Return the arguments (q, k and v), with float16, bfloat16 and float32 tensors cast to autocast's dtype if
-    autocast is on for the device of the first one. Everything else stays unchanged.
+    autocast is on for the device of q. Float64 tensors and arguments that are not tensors stay unchanged.
     """
     dtype = autocast_dtype(tensors[0].device) if isinstance(tensors[0], Tensor) else None
     if dtype is None:

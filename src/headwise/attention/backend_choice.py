@@ -35,8 +35,8 @@ SMALLEST_PLANNED = 2**20
 
 class Candidate(NamedTuple):
     """One backend that was considered for an attention problem. It has either the reason why the backend cannot compute
-    the problem, or the number of scores the backend would compute and their expected cost. All are None if the backend
-    can compute the problem and costs were not compared.
+    the problem, or the number of scores the backend would compute and their expected cost. These three are None if the
+    backend can compute the problem and costs were not compared.
 
     Attributes:
         name: name of the backend.
@@ -57,7 +57,8 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The backend chosen for an attention problem, the reason, and the candidates compared; print it for a summary.
+    """Name of the backend chosen for an attention problem, the reason, the candidates considered, and the function that
+    computes a problem with this backend. `print` shows a `Choice` as readable text.
 
     Attributes:
         backend: name of the chosen backend.
@@ -78,9 +79,9 @@ class Choice(NamedTuple):
 
 
 def choose_fastest(problem: Problem) -> Choice:
-    """Return the choice between `fused` and `blockwise`: the one with the lower expected cost if both can compute the
-    problem. Costs are compared only where planning blocks is worth its time; otherwise `fused` is chosen if it can
-    compute the problem. Raises `InputError` if neither backend can.
+    """Return the `Choice` between the backends `fused` and `blockwise`. If only one can compute the problem, it is
+    chosen. If both can, the one with the lower expected cost is chosen; but costs are not compared, and `fused` is
+    chosen, in cases such as a GPU or a small problem (`_why_unplanned`). Raises `InputError` if neither can.
 
     Raises:
         InputError: neither backend can do the problem; the message contains both reasons.
@@ -138,12 +139,16 @@ def _all_scores(problem: Problem) -> int:
 
 
 def _fused_scores(problem: Problem) -> int:
-    """Return the number of scores that torch's kernel would compute: all, or 60% of them under its causal flag."""
+    """Return the number of scores that torch's fused kernel would compute: all of them, or 60% where torch's flag
+    `is_causal` replaces the mask.
+    """
     return round(_all_scores(problem) * (CAUSAL_FLAG_SHARE if fused.uses_is_causal(problem) else 1.0))
 
 
 def _why_unplanned(problem: Problem) -> str | None:
-    """Return the reason to choose `fused` without comparing costs, in one sentence; None if they should be compared."""
+    """Return the reason to choose `fused` without comparing its expected cost with that of `blockwise`, in one
+    sentence; None if the two costs should be compared.
+    """
     if problem.q.device.type != "cpu":
         return f"nothing has been measured on {problem.q.device.type}"
     if problem.return_weights:
@@ -170,7 +175,9 @@ def _fused_cost(problem: Problem) -> float:
 
 
 def _blockwise_cost(problem: Problem, plan: BlockwisePlan) -> float:
-    """Return the expected cost of `blockwise` with a plan of blocks; the unit is one score of torch's kernel."""
+    """Return the expected cost of the backend `blockwise` if it computes the blocks of `plan`. The unit is the cost of
+    one score in torch's fused kernel.
+    """
     if blockwise.uses_bfloat16_scores(problem):
         return BFLOAT16_SCORE_COST * cost_of(plan, scores_bf16.BLOCK_OVERHEAD)
     return FLOAT32_SCORE_COST * cost_of(plan, scores_fp32.BLOCK_OVERHEAD)

@@ -19,9 +19,9 @@ from headwise.shapes import Bool, Float
 
 
 def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Compute attention so that NaN and infinity in keys and values do not change query rows that cannot see them.
-    If the first result may be affected, the problem is computed again without these numbers, and rows that may
-    attend to them keep their first result.
+    """Compute a problem with `run`, so that NaN and infinity in keys and values do not change query rows that cannot
+    see them. If the first result may be affected, `run` computes the problem again with zeros in place of these
+    numbers. Outputs that visible NaN or infinity may reach keep their first result.
 
     Nothing is checked while compiling or tracing, under `vmap`, or on other devices than a CPU, where reading a sum
     would wait for the device: there a hidden NaN or infinity can reach every row.
@@ -68,9 +68,10 @@ def _visible_to_rows(
     bad_keys: Bool[Tensor, "batch kv_heads keys 1"],
     bad_values: Bool[Tensor, "batch kv_heads keys value_dim"],
 ) -> tuple[Bool[Tensor, "batch #heads queries value_dim"], Bool[Tensor, "batch #heads queries"]]:
-    """Return two boolean masks of the results that NaN or infinity in visible keys or values may reach. The first has
-    each output feature: True if its row may attend to a bad key, or to a value that is bad in this feature. The second
-    has each row: True if it may attend to a bad key. Both come from uniform attention over indicators of bad numbers.
+    """Return two boolean masks of the results that NaN or infinity in visible keys or values may reach. The first
+    covers each output feature of each query row: True if the row may attend to a bad key, or to a value that is bad in
+    this feature. The second covers each row: True if it may attend to a bad key. Both come from uniform attention over
+    indicators of bad numbers.
     """
     dtype = problem.score_dtype
     indicators = torch.cat([bad_values | bad_keys, bad_keys], -1).to(dtype)
@@ -86,5 +87,7 @@ def _visible_to_rows(
 def _combine(
     result: Float[Tensor, "*axes"], clean: Float[Tensor, "*axes"], visible: Bool[Tensor, "..."]
 ) -> Float[Tensor, "*axes"]:
-    """Return the values of `result` where `visible` is True and of `clean` elsewhere, with the gradient of `clean`."""
+    """Return a tensor with the values of `result` where `visible` is True and those of `clean` elsewhere. Its gradient
+    is that of `clean` everywhere; none flows into `result`.
+    """
     return clean + torch.where(visible, (result - clean).detach(), 0.0)

@@ -95,8 +95,9 @@ class PaddedBatch(NamedTuple):
 
 
 def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return two dictionaries by argument name: packed tokens `(tokens, width)` of jagged nested tensors, and offsets.
-    The offsets `(sequences + 1,)` are the start of each sequence and the number of tokens.
+    """Return two dictionaries with the argument names of `inputs` as keys. The first contains the packed tokens
+    `(tokens, width)` of each jagged nested tensor. The second contains its offsets `(sequences + 1,)`: the start of
+    each sequence, then the number of tokens.
 
     Args:
         inputs: tensors by argument name: "x", and optionally "context" and "value_context".
@@ -117,7 +118,9 @@ def from_nested(inputs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Te
 
 
 def _require_jagged(name: str, tensor: Any) -> None:
-    """Raise `InputError` unless a tensor is nested, jagged, of shape `(batch, lengths, width)`, and without gaps."""
+    """Raise `InputError` unless a tensor is nested, jagged, of shape `(batch, lengths, width)`, and without gaps
+    between its sequences in memory.
+    """
     if not isinstance(tensor, Tensor):
         raise InputError(name, expected="a jagged nested tensor, like x", got=type(tensor).__name__)
     if not tensor.is_nested or tensor.layout != torch.jagged:

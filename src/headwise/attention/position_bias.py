@@ -41,7 +41,8 @@ class ALiBi:
     def slopes(
         self, heads: int, *, dtype: torch.dtype = torch.float64, device: torch.device | None = None
     ) -> Float[Tensor, " heads"]:
-        """Return the slope of each head: 2^(-8i / heads) for head i = 1, 2, ... if `heads` is a power of two.
+        """Return the slope of each head: 2^(-8i / heads) for head i = 1, 2, ... if `heads` is a power of two. Otherwise
+        the slopes of neighbouring powers of two are combined, as by the authors of ALiBi.
 
         Otherwise the first heads have the slopes of the next lower power of two, and the remaining ones every other
         slope of the next higher power, from its first on (the authors' rule, which BLOOM follows).
@@ -149,7 +150,9 @@ class RelativeBias(nn.Module):
         return bucket + (distances > 0) * self._per_direction if self.bidirectional else bucket
 
     def extra_repr(self) -> str:
-        """Return the constructor's sizes and `bidirectional` as text, which `repr` of the module includes."""
+        """Return `num_heads`, `num_buckets`, `max_distance` and `bidirectional` as text, which `repr` of the module
+        includes.
+        """
         return (
             f"num_heads={self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}, "
             f"bidirectional={self.bidirectional}"
@@ -159,8 +162,9 @@ class RelativeBias(nn.Module):
 def _key_minus_query(
     query_positions: Int[Tensor, "#batch queries"], key_positions: Int[Tensor, "#batch keys"]
 ) -> Int[Tensor, "#batch queries keys"]:
-    """Return the position of each key minus that of each query, negative for keys before the query.
-    Raises `InputError` for positions that are not whole numbers or do not fit each other.
+    """Return the position of each key minus that of each query, negative for keys before the query. Raises `InputError`
+    for positions that are not whole numbers, or if queries and keys are on different devices or in batches that do not
+    broadcast.
     """
     position_ids("query_positions", query_positions)
     position_ids("key_positions", key_positions, device=query_positions.device)

@@ -18,7 +18,8 @@ from headwise.shapes import Float, Int
 
 class AttentionInputs(NamedTuple):
     """Queries, keys and values of one call in the form that attention uses: rotated if the layer has rotary embeddings,
-    with cached keys and values before the new ones. Their positions and the cache's update come with them.
+    with cached keys and values before the new ones. Included are the positions of queries and keys, and the update to
+    pass to `Cache.commit`.
 
     Attributes:
         q: queries of this call.
@@ -67,7 +68,8 @@ def prepare_qkv(
     offsets: packed.Offsets | None = None,
 ) -> AttentionInputs:
     """Return the inputs of attention: queries and keys, rotated by their positions if `rotary` is passed; keys and
-    values preceded by the cached ones; and the positions of all of them.
+    values preceded by those in `cache`; and the positions of all of them. With a cache, `cache_update` of the result
+    has to be passed to `Cache.commit` afterwards.
 
     The cache itself is not advanced: the layer passes `cache_update` of the result to `Cache.commit` as its last step.
 
@@ -124,7 +126,9 @@ def _positions(
     lengths: Any,
     offsets: packed.Offsets | None,
 ) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch queries"], Int[Tensor, "#batch new"]]:
-    """Return three tensors: indices of the queries in their sequences, positions of queries, positions of new keys.
+    """Return three tensors of positions. The first has the positions of the queries by the order of the tokens, which
+    masks use. The others have the positions of the queries and of the new keys for rotary embeddings and position
+    biases: `positions` if that is passed, otherwise also by the order of the tokens.
 
     Masks use the first. Rotary embeddings and position biases use the others, which are `positions` if that is passed.
     """

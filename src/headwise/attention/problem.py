@@ -103,8 +103,9 @@ class Problem:
         return_lse: bool = False,
         return_weights: bool = False,
     ) -> "Problem":
-        """Check the arguments of `attend`, and return them as a `Problem` in the one form that backends read.
-        Defaults are filled in, a tensor as mask becomes a `Mask` or the bias, and factors get axes that broadcast.
+        """Check the arguments of `attend`, and return them as a `Problem` in the one form that backends read. Defaults
+        are filled in. A boolean tensor as mask becomes a `Mask`, and a float tensor as mask becomes the bias. Tensors
+        such as `scale` and `gate` get axes of size 1 to broadcast.
 
         Raises:
             InputError: an argument is unusable or does not fit the others; the first one found is named.
@@ -169,7 +170,8 @@ def score_dtype(q: Tensor) -> torch.dtype:
 
 
 def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _ _ _"] | None]:
-    """Return a user's `mask=` and `bias=` as a `Mask` and a four-axis tensor to add to the scores, each or None.
+    """Return a user's `mask=` as a `Mask` or None, and the user's `bias=` as a tensor of four axes or None. A boolean
+    tensor passed as mask becomes a `Mask`; a float tensor passed as mask is returned as the bias.
 
     A boolean tensor becomes a mask, and a float tensor passed as mask becomes the bias.
     """
@@ -197,8 +199,9 @@ def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _
 
 
 def _allows_all(mask: Mask, grid: Grid) -> bool:
-    """Return True if a mask is known to allow every query-key pair of the grid; False if it does not or is unknown.
-    It stays unknown for a stored mask of more values than one score matrix, which would take long to read.
+    """Return True if a mask is known to allow every query-key pair of the grid; False if it hides a pair, or if this is
+    unknown. It is unknown for explicit positions, while compiling, and for a stored mask of more values than one score
+    matrix, which would take long to read.
 
     While compiling the result is False: lengths may be symbols, which `range` does not accept.
     """

@@ -27,7 +27,8 @@ for the first feature of a pair.
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding: pair i of a head's features is rotated by `position * theta^(-2i / width)` radians.
+    """Rotary position embedding: pair i of a head's features is rotated by `position * theta^(-2i / width)` radians,
+    where `width` is the number of rotated features. A `scaling` changes the frequencies `theta^(-2i / width)`.
 
     Source: Su et al. 2021, RoFormer, section 3.2.2.
 
@@ -67,7 +68,9 @@ class Rotary:
         return self.scaling is not None and self.scaling.depends_on_length
 
     def check(self, head_dim: int) -> None:
-        """Raise `InputError` if `head_dim` is less than `width`, or odd when all features are rotated."""
+        """Raise `InputError` if `head_dim` is less than `width`, or if it is odd and all features are rotated (`width`
+        is None).
+        """
         if self.width is None and head_dim % 2:
             raise InputError(
                 "head_dim",
@@ -86,6 +89,8 @@ class Rotary:
         length: TextLength = None,
     ) -> Float[Tensor, "batch heads length head_dim"]:
         """Return queries or keys rotated by their positions, in the dtype of `x`, computed in float32 at least.
+        `length`, the number of tokens of the whole text, matters only if `depends_on_length` is True; by default it is
+        the largest position plus 1.
 
         Args:
             x: `(batch, heads, length, head_dim)`.
@@ -106,6 +111,8 @@ class Rotary:
         length: TextLength = None,
     ) -> Angles:
         """Return the cosine and the signed sine of each feature's angle at each position, the input of `apply_angles`.
+        The sine is negative for the first feature of each rotated pair. `length` is the number of tokens of the whole
+        text, as in `rotate`.
 
         They serve every tensor with the width and positions of `x`, whatever its number of heads. The arguments are
         those of `rotate`.
@@ -135,8 +142,8 @@ class Rotary:
     def _cos_and_sin(
         self, width: int, positions: Int[Tensor, "#batch length"], length: TextLength, dtype: torch.dtype
     ) -> Angles:
-        """Return cosine and signed sine of each feature's angle at each position, times the scaling's attention factor.
-        The sine is negative for the first feature of each rotated pair.
+        """Return cosine and signed sine of each feature's angle at each position, both multiplied by the attention
+        factor of the scaling (1 without a scaling). The sine is negative for the first feature of each rotated pair.
         """
         device = positions.device
         if self.scaling is None:
@@ -160,8 +167,9 @@ def _rotated(
     sin: Float[Tensor, "#batch 1 length width"],
     interleaved: bool,
 ) -> Float[Tensor, "batch heads length width"]:
-    """Return `x` with each pair of features rotated in its plane: the feature times `cos` plus its partner times `sin`.
-    The result has the dtype of `x`, but is computed in that of `cos`.
+    """Return `x` with each pair of features rotated in its plane: each feature times `cos`, plus the other feature of
+    its pair times `sin`. `sin` is already negative for the first feature of a pair. The result has the dtype of `x`,
+    but is computed in that of `cos`.
     """
     width = x.shape[-1]
     partners = x.reshape(*x.shape[:-1], width // 2, 2).flip(-1).flatten(-2) if interleaved else x.roll(width // 2, -1)

@@ -42,7 +42,8 @@ class Scaling(Protocol):
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each of `width / 2` feature pairs in radians per position, and an attention factor.
+        """Return the frequency of each of `width / 2` feature pairs in radians per position, for a text of `length`
+        tokens, and an attention factor: a number that multiplies rotated queries and keys.
 
         The attention factor multiplies rotated queries and keys, so it multiplies scores by its square.
         """
@@ -61,7 +62,9 @@ class LinearScaling:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the unscaled frequencies of all feature pairs divided by `factor`, and attention factor 1."""
+        """Return the unscaled frequencies of all feature pairs divided by `factor`, and the attention factor 1, which
+        multiplies rotated queries and keys.
+        """
         return base_frequencies(theta, width, device) / self.factor, 1.0
 
 
@@ -89,8 +92,9 @@ class DynamicNTK:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair for a base theta enlarged for a text of `length` tokens, and an
-        attention factor of 1. Up to `trained_length` tokens, or without a length, the base is `theta` itself.
+        """Return the frequency of each feature pair for a base theta enlarged for a text of `length` tokens, and the
+        attention factor 1, which multiplies rotated queries and keys. Up to `trained_length` tokens, or if `length` is
+        None, the base is `theta` itself.
         """
         # The single pair of width 2 has frequency 1 for every theta.
         exponent = width / max(width - 2, 1)
@@ -104,8 +108,8 @@ class DynamicNTK:
 @dataclass(frozen=True)
 class YaRN:
     """YaRN scaling: frequencies of slow feature pairs are divided by `factor`, those of fast pairs stay unchanged. A
-    pair is slow or fast by the number of turns it makes over `trained_length` tokens. Between them a ramp mixes the two
-    (Peng et al. 2023, section 3.2).
+    pair is slow or fast by the number of turns it makes over `trained_length` tokens. For pairs between slow and fast,
+    a ramp mixes both frequencies (Peng et al. 2023, section 3.2).
 
     The ramp is a straight line over the pairs, as in the authors' code and all models trained with it. Equation 18 of
     the paper has a ramp over the number of turns instead.
@@ -139,8 +143,9 @@ class YaRN:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair, and the attention factor. Fast pairs keep their frequency, that of
-        slow pairs is divided by `factor`, and pairs between have a weighted mean of the two. The attention factor is
+        """Return the frequency of each feature pair, and the attention factor, which multiplies rotated queries and
+        keys. Fast pairs, with many turns over `trained_length` tokens, keep their frequency, that of slow pairs is
+        divided by `factor`, and pairs between have a weighted mean of the two. The attention factor is
         `attention_factor`, or 0.1 ln(factor) + 1 if that is None.
         """
         first, last = self._pair_with_turns(self.fast, theta, width), self._pair_with_turns(self.slow, theta, width)
@@ -160,8 +165,9 @@ class YaRN:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Scaling of Llama 3.1: frequencies of slow feature pairs are divided by `factor`, those of fast ones unchanged.
-    Between them the two are mixed along a straight line over the number of turns of a pair.
+    """Scaling of Llama 3.1: frequencies of slow feature pairs are divided by `factor`, those of fast ones stay
+    unchanged. A pair is slow or fast by the number of turns it makes over `trained_length` tokens. For pairs between
+    slow and fast, both frequencies are mixed along a straight line over the number of turns.
 
     Args:
         factor: divisor of the frequencies of slow pairs.
@@ -185,8 +191,9 @@ class Llama3:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair, and attention factor 1. Fast pairs keep their frequency, that of
-        slow pairs is divided by `factor`, and pairs between have a weighted mean of the two.
+        """Return the frequency of each feature pair, and the attention factor 1, which multiplies rotated queries and
+        keys. Pairs with more than `high` turns over `trained_length` tokens keep their frequency. That of pairs with
+        fewer than `low` turns is divided by `factor`, and pairs between have a weighted mean of the two.
         """
         base = base_frequencies(theta, width, device)
         turns = self.trained_length * base / math.tau

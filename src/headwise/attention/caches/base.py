@@ -27,7 +27,8 @@ CachedTensors = tuple[Float[Tensor, "_ _ _ _"], ...]
 
 
 class CacheUpdate(NamedTuple):
-    """Stored and new tokens of one call, with positions and counts; `Cache.commit` makes them the cache's content.
+    """Tensors of the cached tokens followed by the new tokens of one call, with key positions and the number of tokens
+    of each sequence. `Cache.commit` makes these tokens the content of the cache.
 
     Attributes:
         tensors: stored and new tokens, `(batch, kv_heads, keys, width)` each; the layer attends to them.
@@ -57,7 +58,8 @@ class Cache(ABC):
     def next_positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "#batch new"]:
-        """Return the positions of the next `new` tokens of each sequence, and -1 for padding.
+        """Return the positions of the next `new` tokens of each sequence. If `lengths` is passed, only the first
+        `lengths[b]` new tokens of sequence b are real, and the padding after them has position -1.
 
         Args:
             batch: number of sequences.
@@ -74,7 +76,8 @@ class Cache(ABC):
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
         """Return the tensors of the stored tokens followed by the new ones, with key positions and token counts, as a
-        `CacheUpdate`. The new tokens count as cached only once `commit` receives it.
+        `CacheUpdate`. The new tokens count as cached only once this update is passed to `commit`. With `full_capacity`,
+        the empty slots of a `StaticCache` are returned too.
 
         Args:
             new: tensors of the new tokens, `(batch, kv_heads, new, width)` each.

@@ -14,7 +14,9 @@ class DynamicCache(GrowingCache):
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
-        """Return the tensors of all stored tokens followed by the new ones, and the token count with them."""
+        """Return the tensors of all stored tokens followed by the new ones, and the number of tokens per sequence, new
+        ones included, as a `CacheUpdate`. The arguments `positions` and `full_capacity` are ignored.
+        """
         tensors, buffers = self._append(new)
         return CacheUpdate(tensors, None, tensors[0].shape[2], buffers)
 

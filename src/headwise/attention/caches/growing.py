@@ -16,7 +16,7 @@ MIN_SPARE_TOKENS = 64
 
 
 class GrowingCache(Cache):
-    """Base of caches whose tensors grow with every call, by the same number of tokens for every sequence.
+    """Base class of caches to which every call appends the same number of tokens for every sequence.
 
     Under `torch.no_grad()` tokens are written into preallocated buffers that have half as much memory to spare, so
     that appending one token copies one token. `tensors` are then views of the buffers: a token that is written after
@@ -43,8 +43,9 @@ class GrowingCache(Cache):
     def next_positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "1 new"]:
-        """Return the positions of the next `new` tokens, the same for every sequence, counted from the cached tokens.
-        Raises `InputError` if `lengths` is not None or the batch differs from that of the stored tokens.
+        """Return the positions of the next `new` tokens, the same for every sequence: with n tokens received so far, n
+        to n + new - 1. Raises `InputError` if `lengths` is not None, or if `batch` differs from the batch of the stored
+        tokens.
         """
         if lengths is not None:
             expected = "a StaticCache, where each sequence may have its own length"
@@ -61,8 +62,9 @@ class GrowingCache(Cache):
             self.tensors = reordered(self.tensors, index)
 
     def _append(self, new: CachedTensors) -> tuple[CachedTensors, CachedTensors | None]:
-        """Return the stored tokens followed by the new ones, and the preallocated buffers that contain them.
-        The buffers are None where nothing may be written in place, so that all tokens are copied.
+        """Return the stored tokens followed by the new ones, and the preallocated buffers that contain them. The
+        buffers are None in the first call, and where tensors may not be written in place, so that all tokens are
+        copied.
 
         Stored tokens and the attributes of the cache stay unchanged, so that the call may still fail.
         """
@@ -108,15 +110,17 @@ def _may_write_in_place(new: CachedTensors) -> bool:
 
 
 def _are_writable(buffers: CachedTensors) -> bool:
-    """Return whether torch lets us write to the buffers: those made in inference mode are writable only in it."""
+    """Return whether torch allows writing to the buffers: always in inference mode; outside of it, only if none of the
+    buffers was made in inference mode.
+    """
     return torch.is_inference_mode_enabled() or not any(buffer.is_inference() for buffer in buffers)
 
 
 def _copy_with_spare_memory(
     tensor: Float[Tensor, "batch heads stored width"], length: int
 ) -> Float[Tensor, "batch heads capacity width"]:
-    """Return a buffer with memory for `length` tokens and half as many more (at least 64), whose first tokens are a
-    copy of `tensor`.
+    """Return a buffer whose first tokens are a copy of `tensor`. It has memory for `length` tokens, and spare memory
+    for another `length // 2` tokens, or for another 64 if that is more.
     """
     batch, heads, stored_length, width = tensor.shape
     buffer = tensor.new_empty(batch, heads, length + max(length // 2, MIN_SPARE_TOKENS), width)

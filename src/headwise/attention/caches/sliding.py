@@ -13,7 +13,8 @@ from headwise.shapes import Float, Int
 
 
 class SlidingCache(GrowingCache):
-    """Cache that stores the last `window` tokens and the first `sinks` (Xiao et al. 2023); its memory stops growing.
+    """Cache whose memory stops growing: a query attends to the last `window` tokens, its own included, and to the first
+    `sinks` tokens of the text (attention sinks, Xiao et al. 2023). Tokens that no later query attends to are dropped.
 
     A layer with this cache attends as under the mask `window(window) | causal() & prefix(sinks)`. The output is the
     same for a whole text, for the text in pieces, and for one token at a time.
@@ -35,8 +36,8 @@ class SlidingCache(GrowingCache):
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
-        """Return the stored tokens (the first `sinks` and the last ones) followed by the new ones, with positions.
-        Only `commit` drops the tokens that no later query needs.
+        """Return the stored tokens (the first `sinks` tokens and the most recent ones) followed by the new ones, with
+        their positions, as a `CacheUpdate`. No token is dropped before `commit`. `full_capacity` is ignored.
         """
         tensors, buffers = self._append(new)
         token_count = self.token_count + positions.shape[1]
@@ -44,9 +45,9 @@ class SlidingCache(GrowingCache):
         return CacheUpdate(tensors, key_positions, token_count, buffers)
 
     def _key_positions(self, keys: int, token_count: int, device: torch.device) -> Int[Tensor, "1 keys"] | None:
-        """Return the positions of `keys` stored and new keys after `token_count` tokens of text: those of the first
-        `sinks` tokens, then those of the last ones. None while no token has been dropped, since key j is then at
-        position j.
+        """Return the positions of `keys` stored and new keys: those of the first `sinks` tokens of the text, then those
+        of its last tokens. `token_count` is the number of tokens of the text so far, new ones included. Return None if
+        no token has been dropped, since key j is then at position j.
         """
         if keys == token_count:
             return None

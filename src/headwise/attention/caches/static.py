@@ -19,7 +19,8 @@ from headwise.shapes import Int
 
 
 class StaticCache(Cache):
-    """Cache with preallocated slots for `capacity` tokens: no shape ever changes, so decoding compiles once.
+    """Cache with preallocated slots for `capacity` tokens of each sequence. The slots never change their shape, so
+    decoding compiles once.
 
     Each sequence has its own length. Prompts of different lengths are padded on the right and come with `lengths`;
     later tokens are appended to each sequence at its end. Tokens are written in place, so they take no gradient.
@@ -58,22 +59,26 @@ class StaticCache(Cache):
 
     @property
     def tensors(self) -> CachedTensors:
-        """Views of all slots for tokens, `(batch, kv_heads, capacity, width)` each, without the one for padding."""
+        """Views of the slots for tokens, one view for each stored tensor, `(batch, kv_heads, capacity, width)`. The
+        first slot of each sequence, which receives padding, is left out.
+        """
         return tuple(slots[:, :, 1:] for slots in self.slots)
 
     @property
     def can_omit_empty_slots(self) -> bool:
-        """True if `prepare_update` may return only the slots up to the longest sequence.
-        It then has to read the lengths, which is cheap on a CPU and outside of compiling.
+        """True if `prepare_update` may leave out the slots beyond the length of the longest sequence. For that it has
+        to read the lengths, so this is True only on a CPU, and not while compiling or under `torch.func`.
         """
         return _is_cheap_to_read(self.lengths)
 
     def next_positions(
         self, batch: int, new: int, lengths: Int[Tensor, " batch"] | Sequence[int] | None, device: torch.device
     ) -> Int[Tensor, "batch new"]:
-        """Return the positions of the next `new` tokens of each sequence, counted from its length; -1 for padding.
-        Raises `InputError` for unusable `lengths`, another batch, or, where positions are cheap to read, a token beyond
-        the capacity.
+        """Return the positions of the next `new` tokens of each sequence, starting at the number of tokens that the
+        sequence has cached. If `lengths` is passed, only the first `lengths[b]` new tokens of sequence b are real, and
+        the padding after them has position -1. Raises `InputError` if `lengths` is not one number from 0 to `new` for
+        each sequence, if `batch` is not that of the cache, and, on a CPU outside of compiling, if a token is beyond the
+        capacity.
         """
         require_same_batch(self.slots, batch)
         step = torch.arange(new, device=device)
@@ -95,9 +100,9 @@ class StaticCache(Cache):
     def prepare_update(
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
-        """Write the new tokens into the slots behind each sequence, and return the slots with their key positions.
-        Empty slots have position -1; those beyond the longest sequence are left out if `full_capacity` is False and
-        lengths are cheap to read.
+        """Write the new tokens of each sequence into the slots after its cached tokens, and return a `CacheUpdate` of
+        all slots with their key positions, -1 for empty slots. On a CPU outside of compiling, slots beyond the longest
+        sequence are left out unless `full_capacity` is True.
 
         The written slots count as empty until `commit` sets the new lengths. If `commit` is never called, because the
         forward pass failed, the next update clears them.
@@ -119,7 +124,7 @@ class StaticCache(Cache):
 
     def _check_new(self, new: CachedTensors) -> None:
         """Raise `InputError` unless new keys and values have the heads, width, dtype and device of the cache's slots.
-        Raises it too if they require a gradient, which writing in place would lose.
+        Raises it too if gradients are enabled and they require one, which writing in place would lose.
         """
         slot_sizes, new_sizes = ([tensor.shape[1:4:2] for tensor in tensors] for tensors in (self.slots, new))
         if slot_sizes != new_sizes:
@@ -139,8 +144,9 @@ class StaticCache(Cache):
                 )
 
     def _common_span(self, positions: Int[Tensor, "batch new"]) -> slice | None:
-        """Return the range of positions of the new tokens as one slice, if it is the same in all sequences.
-        None if sequences differ, if there is padding, or if reading the positions is not cheap.
+        """Return the positions of the new tokens as one slice if they are the same consecutive positions in all
+        sequences. Return None if sequences differ, if there is padding or no token at all, on other devices than a CPU,
+        and while compiling.
         """
         if not (self.can_omit_empty_slots and positions.numel()):
             return None
@@ -151,8 +157,9 @@ class StaticCache(Cache):
     def _write(
         self, new: CachedTensors, positions: Int[Tensor, "batch new"], span: slice | None
     ) -> Int[Tensor, " batch"]:
-        """Write the new tokens into their slots, and return the length of each sequence including its new tokens.
-        With `span`, all sequences write to these positions; otherwise each to its own `positions`, padding to slot 0.
+        """Write the new tokens into their slots, and return the length of each sequence including its new tokens. With
+        `span`, a slice of positions, all sequences are written to these positions. Otherwise each token is written to
+        its entry of `positions`, and padding to the additional first slot.
         """
         if span is not None:
             for stored, tensor in zip(self.tensors, new, strict=True):
@@ -179,7 +186,9 @@ class StaticCache(Cache):
             tensor.copy_(values)
 
     def crop(self, length: int | Int[Tensor, " batch"] | Sequence[int]) -> None:
-        """Remove all but the first `length` tokens of each sequence; `length` is one number, or `(batch,)` numbers."""
+        """Remove all but the first `length` tokens of each sequence. `length` is one number for all sequences, or one
+        number for each, `(batch,)`.
+        """
         if not isinstance(length, Tensor | Sequence):
             self._crop_to(self.lengths.clamp(max=whole_number("length", length, least=0)))
             return
@@ -194,7 +203,9 @@ class StaticCache(Cache):
         self._crop_to(torch.zeros_like(self.lengths))
 
     def _crop_to(self, lengths: Int[Tensor, " batch"]) -> None:
-        """Set the length of each sequence, none longer than before, and fill the slots of removed tokens with zeros."""
+        """Set the length of each sequence to its number in `lengths`, which callers keep at or below the current one.
+        Fill the slots of the removed tokens with zeros.
+        """
         removed = slice(None)
         if self.can_omit_empty_slots and not self._has_uncommitted_writes:
             removed = slice(int(lengths.min()), int(self.lengths.max()))
@@ -203,7 +214,8 @@ class StaticCache(Cache):
         self._has_uncommitted_writes = False
 
     def _clear_empty_slots(self, positions: slice) -> None:
-        """Fill the slots in a slice of positions with zeros where they are beyond the length of their sequence.
+        """Fill empty slots with zeros: those at the positions in the slice `positions` that are beyond the length of
+        their sequence.
 
         Attention multiplies the value of an empty slot by a weight of 0, which leaves NaN and infinity.
         """
@@ -216,5 +228,7 @@ class StaticCache(Cache):
 
 
 def _is_cheap_to_read(values: Tensor) -> bool:
-    """Return whether Python may read the values without waiting for a device: on a CPU, and not while compiling."""
+    """Return whether Python may read the values without waiting for a device: only on a CPU, and not while compiling or
+    under `torch.func`.
+    """
     return values.device.type == "cpu" and has_readable_values(values)

@@ -57,7 +57,7 @@ class Dense(Mask):
         return self.values.numel()
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless the stored tensor broadcasts to the score grid and is on its device."""
+        """Raise `InputError` unless the stored tensor broadcasts to the score grid and is on the device of the grid."""
         require_broadcast("mask", self.values, grid)
 
     def for_sequence(self, index: int) -> Mask:

@@ -41,8 +41,8 @@ class Mask(ABC):
         """
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: the mask allows none, all or some of the query-key pairs of a block. The block
-        is not evaluated, and PARTIAL also stands for unknown. By default it is returned for every block.
+        """Return EMPTY, FULL or PARTIAL: the mask allows none, all or some of the query-key pairs of a block. PARTIAL
+        also stands for unknown, since the block is not evaluated. The base class returns PARTIAL for every block.
 
         EMPTY and FULL are always right. Masks that go by positions
         decide only on a grid with default positions, where a range of rows or columns is a range of positions.
@@ -50,8 +50,8 @@ class Mask(ABC):
         return Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` when the sizes or the device of the mask do not fit the score grid. By default every grid
-        fits.
+        """Raise `InputError` when the sizes or the device of the mask do not fit the score grid. The base class accepts
+        every grid.
         """
 
     def for_sequence(self, index: int) -> "Mask":
@@ -84,8 +84,9 @@ class Mask(ABC):
         return allowed[(None,) * (4 - allowed.ndim)].expand(-1, -1, i.shape[0], j.shape[1])
 
     def picture(self, grid: Grid | None = None) -> str:
-        """Return the mask drawn as text with ■ (attends) and ·, one drawing for each sequence and head of the mask.
-        A mask that is the same for all sequences or heads is drawn once.
+        """Return the mask on a grid drawn as text with ■ (attends) and ·, one drawing for each sequence and head. If
+        the mask is the same for all sequences, or for all heads, they share a drawing. By default the grid has the
+        sizes that the mask prescribes.
 
         The default grid has the sizes that the mask prescribes, and 6 queries and keys where it prescribes none.
 

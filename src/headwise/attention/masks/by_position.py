@@ -35,8 +35,9 @@ class Band(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return True where a key in `j` is in the window of a query row in `i`: the `width` keys up to the query
-        (None: all of them), and `ahead` keys after it, each `dilation` positions apart.
+        """Return True where a key in `j` is in the window of a query row in `i`. The window has `width` keys up to the
+        query's own (all of them if `width` is None) and `ahead` keys after it. Neighbouring keys of the window are
+        `dilation` positions apart.
         """
         distance_back = grid.query_position(i) - grid.key_position(j)
         inside = distance_back >= -min(self.ahead * self.dilation, MAX_DISTANCE)
@@ -133,8 +134,8 @@ class Chunked(Mask):
 
 @dataclass(frozen=True)
 class HasPosition(Mask):
-    """Mask that excludes empty slots and padding, which have position -1. Every other query attends to all keys whose
-    position is not -1.
+    """Mask that excludes empty slots and padding, which have position -1: a query attends to a key if the positions of
+    both are 0 or more.
 
     A query at position -1 attends to no key. `attend` adds this mask wherever positions are explicit.
     """

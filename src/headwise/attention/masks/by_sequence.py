@@ -40,7 +40,9 @@ class Padding(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "batch 1 1 columns"]:
-        """Return for each sequence True at the keys in `j` that are real, which are visible to every query."""
+        """Return a tensor that is True, for each sequence, at the keys in `j` that are real and not padding. Every
+        query may attend to these.
+        """
         lengths = self.lengths.to(grid.device)[:, None, None, None]
         return grid.key_position(j) < lengths if self.side == "right" else j >= grid.keys - lengths
 
@@ -60,9 +62,9 @@ class Padding(Mask):
         return Coverage.FULL if last < shortest else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless there is one length for each sequence, and none is above the number of keys. The
-        second is checked only if `bounded` is True, positions are the default ones and the lengths can be read. Padding
-        on the left also raises it with explicit positions.
+        """Raise `InputError` unless there is one length for each sequence. Raises it too for padding on the left with
+        explicit positions, and for a length above the number of keys. The last is checked only if `bounded` is True,
+        positions are the default ones and the lengths can be read.
         """
         if len(self.lengths) != grid.batch:
             raise InputError(
@@ -82,7 +84,9 @@ class Padding(Mask):
         return Padding(self.lengths[index : index + 1], self.side, self.bounded)
 
     def natural_grid(self) -> Grid:
-        """Return a grid with the number of sequences, and as number of keys the largest length (1 if unreadable)."""
+        """Return a grid with the number of sequences, and with the largest length as number of keys; with 1 key if the
+        lengths cannot be read.
+        """
         keys = self._shortest_and_longest[1] if has_readable_values(self.lengths) else 1
         return Grid(len(self.lengths), 0, 0, keys, _drawing_device(self.lengths))
 
@@ -117,7 +121,9 @@ class Segments(Mask):
         return (query_ids == self._ids_at(key_positions)) & has_ids
 
     def _ids_at(self, positions: Int[Tensor, "*#batch 1 count"]) -> Int[Tensor, "#batch 1 1 count"]:
-        """Return the document id at each position in each sequence; the first or last at positions beyond the ids."""
+        """Return the document id at each position in each sequence. A position before the first id or after the last
+        one gets the nearest id.
+        """
         ids = self.ids.to(positions.device)
         positions = positions.flatten(0, -2).clamp(0, ids.shape[1] - 1)
         # torch.take_along_dim would fix the lengths while compiling.
@@ -125,9 +131,9 @@ class Segments(Mask):
         return ids.expand(batch, -1).gather(1, positions.expand(batch, -1))[:, None, None]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY for a block if, in every sequence, its queries and keys have document ids in separate ranges;
-        FULL if all its ids are equal in each sequence. Otherwise, and where ids cannot be read or positions are
-        explicit, return PARTIAL.
+        """Return EMPTY for a block if, in every sequence, the smallest-to-largest range of its query ids does not
+        overlap that of its key ids. Return FULL if in every sequence all its queries and keys have the same document
+        id. Otherwise return PARTIAL, also where ids cannot be read or positions are explicit.
         """
         if not grid.uses_default_positions or not has_readable_values(self.ids):
             return Coverage.PARTIAL
@@ -141,8 +147,8 @@ class Segments(Mask):
         return Coverage.FULL if is_one_segment and rows.start + grid.offset >= 0 else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless there is one document id for each key, in one row for all sequences or a row each.
-        With explicit positions, the number of ids is not checked.
+        """Raise `InputError` unless there is one document id for each key, in one row for all sequences or in one row
+        for each. With explicit positions, the number of ids is not checked.
         """
         batch, keys = self.ids.shape
         # With explicit positions, as from a cache with empty slots, positions may run as far as there are ids.
@@ -167,7 +173,7 @@ class Segments(Mask):
 
 
 def _drawing_device(values: Int[Tensor, "..."]) -> torch.device:
-    """Return the device on which a mask with these values can be evaluated: meta for values on meta, else the CPU."""
+    """Return the device on which to draw a mask that stores these values: meta if they are on meta, else the CPU."""
     return values.device if values.is_meta else torch.device("cpu")
 
 

@@ -40,7 +40,9 @@ def causal() -> Mask:
 
 
 def window(width: int | Sequence[int | None], *, ahead: int = 0, dilation: int = 1) -> Mask:
-    """Return a sliding-window mask: the query at position p attends to the keys `{p - width + 1, ..., p + ahead}`.
+    """Return a sliding-window mask: the query at position p attends to the keys `{p - width + 1, ..., p + ahead}`. A
+    sequence of widths has one width for each head; None means all keys up to `p + ahead`. With a `dilation` d above 1,
+    neighbouring keys are d positions apart.
 
     `window(3)` is a causal window of 3 keys:
 
@@ -72,7 +74,8 @@ def window(width: int | Sequence[int | None], *, ahead: int = 0, dilation: int =
 
 
 def prefix(length: int | Sequence[int] | Tensor) -> Mask:
-    """Return a mask of the first keys: every query attends to the keys `{0, ..., length - 1}`.
+    """Return a mask of the first keys: every query attends to the keys `{0, ..., length - 1}`. `length` is one number
+    for all sequences of the batch, or one number for each.
 
     `causal() | prefix(2)` is the mask of a prefix language model. `causal() & (window(w) | prefix(4))` keeps four
     attention sinks in addition to a window (Xiao et al. 2023).
@@ -89,7 +92,8 @@ def prefix(length: int | Sequence[int] | Tensor) -> Mask:
 
 
 def padding(lengths: Sequence[int] | Tensor, side: Literal["right", "left"] = "right") -> Mask:
-    """Return a padding mask: every query of sequence b attends to the `lengths[b]` real keys of that sequence.
+    """Return a padding mask: every query of sequence b attends to the `lengths[b]` real keys of that sequence. The real
+    keys are the first ones with `side="right"`, where the padding comes last, and the last ones with `side="left"`.
 
     Args:
         lengths: number of real keys of each sequence, `(batch,)`.
