@@ -10,8 +10,9 @@ HIDING_DIFFERENCE = 1e4
 
 
 def with_infinite(added: Float[Tensor, "*batch keys"]) -> Float[Tensor, "*batch keys"]:
-    """Return an additive mask, whose numbers are added to the scores, with -inf at every hidden key. A key is hidden if
-    its number is at least 1e4 less than the largest number in the same row, or if the row hides all keys.
+    """Return a copy of `added`, a mask whose numbers are added to the scores, with -inf at every hidden key. A key is
+    hidden if its number is at least 1e4 less than the largest number in the same query row. All keys of a row are
+    hidden if all numbers of the row are at most half the dtype's most negative finite number.
     """
     hidden = (added <= added.amax(-1, keepdim=True) - HIDING_DIFFERENCE) | hides_all_keys(added)
     return added.masked_fill(hidden, -torch.inf)
@@ -31,9 +32,9 @@ def fill_hidden_rows_as_torch(
     v: Float[Tensor, "batch kv_heads keys value_dim"],
     mask: Tensor | None = None,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Return the head outputs `out` with torch's result in the rows where a finite additive `mask` hides every key: the
-    mean of all values `v`, since torch's softmax attends uniformly there. (Headwise itself outputs 0 in such rows.)
-    Other rows are unchanged.
+    """Return the head outputs `out`, with torch's result in those query rows where an additive `mask` hides every key
+    by a large finite negative number. Torch's softmax attends uniformly there, so the result is the mean of all values
+    `v`; headwise itself outputs 0. Other rows, and all rows under any other mask, are unchanged.
 
     A finite number that is added to all scores of a row cancels in torch's softmax: the row attends uniformly to all
     keys. Some models read such rows.

@@ -23,8 +23,9 @@ from headwise.statistics.row_blocks import row_blocks_of_problem, row_blocks_of_
 
 
 class CallHandlers(NamedTuple):
-    """Observations and output changes that interceptors requested for one attention call, with methods that apply them:
-    they pass the attention weights to the observers, and the head outputs through the changes.
+    """Functions that interceptors (objects that observe or change a model's attention) returned for one attention call:
+    some observe the call, others change its output. Methods of this class pass the attention weights to the observing
+    functions, and the head outputs through the changing ones.
 
     Attributes:
         observations: how the call is observed.
@@ -35,9 +36,10 @@ class CallHandlers(NamedTuple):
     changes: list[Change]
 
     def answer(self, read_problem: Callable[[], Problem], compute: Callable[[], Answer]) -> Answer:
-        """Compute the attention call and return its answer, with the head outputs before any requested change. If there
-        are observers, also pass all attention weights of the call to them in row blocks (some query rows at a time),
-        and then notify them that the call has ended.
+        """Compute one attention call and return its answer, without the changes that interceptors requested. `compute`
+        is the model's own function for the call. If there are observers, also pass them all attention weights of the
+        problem that `read_problem` returns, in row blocks (some query rows at a time). Then notify the observers that
+        the call has ended.
 
         Args:
             read_problem: function that states the call as a `Problem`; called only if there are observers.
@@ -63,8 +65,10 @@ class CallHandlers(NamedTuple):
         out: Float[Tensor, "batch heads queries value_dim"],
         values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
     ) -> None:
-        """Pass attention weights that the model itself has computed to the observers, in row blocks (some query rows at
-        a time), and then notify them that the call has ended. Do nothing if there are no observers.
+        """Pass attention `weights` that the model itself has computed to the observers, in row blocks (some query rows
+        at a time) with the head outputs of these rows. Then notify the observers that the call has ended. The head
+        outputs are rows of `out`; if `values` are passed and an observer checks `out`, they are the products of weights
+        and values. Without observers, do nothing.
 
         Args:
             weights: the weights.
@@ -87,8 +91,9 @@ class CallHandlers(NamedTuple):
         out: Float[Tensor, "batch heads queries value_dim"],
         uniform_output: Callable[[], Float[Tensor, "batch heads queries value_dim"]],
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return the head outputs after all requested changes, each applied to the result of the one before.
-        `uniform_output` computes the head outputs under uniform attention, for changes that need them.
+        """Return the head outputs `out` after all changes that interceptors requested, each applied to the result of
+        the previous one. The function `uniform_output` computes the head outputs under uniform attention, for changes
+        that need them.
         """
         with call_stack.paused():
             for change in self.changes:
@@ -97,7 +102,7 @@ class CallHandlers(NamedTuple):
 
     @property
     def _call_context(self) -> CallContext:
-        """Tokens and padding of the call, as stored in the first observation."""
+        """Tokens and padding of the observed attention call, as stored in the first element of `observations`."""
         return self.observations[0].call_context
 
     @property
@@ -108,8 +113,8 @@ class CallHandlers(NamedTuple):
         return any(observation.check is not None for observation in self.observations)
 
     def _observe(self, row_block: RowBlock) -> None:
-        """Pass one row block (attention weights of some query rows) to the observer function of every observation,
-        combined with the tokens and padding that this observation stores.
+        """Pass one row block (attention weights of some query rows) to the observer function of every observation of
+        this call. Each observer receives the row block with the tokens and padding that its own observation stores.
         """
         for observation in self.observations:
             observation.observer(row_block.with_call_context(observation.call_context))
@@ -135,9 +140,10 @@ class CallHandlers(NamedTuple):
 def handlers_of_call(
     grid: Grid, kv_heads: int, value_dim: int | None, module_calls: Sequence[ModuleCall] | None = None
 ) -> CallHandlers:
-    """Report an attention call to the interceptor of every model with a module among `module_calls` (by default those
-    running), and return the observations and output changes that these interceptors request for it. Also add 1 to the
-    number of calls at the site (the attention module, self or cross).
+    """Report an attention call to the interceptor (observer or changer of attention) of every model with a module among
+    `module_calls`, by default the module calls running in this thread. Return the observing and changing functions that
+    these interceptors return for it. Also add 1 to the number of attention calls counted for the attention module.
+    `grid` states the size of the scores: batch, heads, queries, keys.
 
     Args:
         grid: size of the scores.

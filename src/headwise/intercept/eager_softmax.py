@@ -67,10 +67,10 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any) -> None:
 
 
 def on_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return the `result` of a torch function that a model called, after checking if an argument is a recorded softmax
-    result (possible attention weights). If so, update the record: the function may cast or reshape the weights, or fill
-    some of them. If it multiplies them with the values, report the attention call and return the product with the
-    interceptors' changes.
+    """Return the `result` of a torch function that a model called. If an argument is a recorded softmax result
+    (possible attention weights), first update the record, since the function may cast, reshape or partly overwrite the
+    weights. If the function multiplies the weights with the values, report the attention call to the interceptors, and
+    return the product as changed by them.
     """
     for pending in call_stack.pending_softmaxes:
         if any(argument is pending.tensor for argument in _flat((*args, *kwargs.values()))):
@@ -95,9 +95,9 @@ def _follow(
     kwargs: dict[str, Any],
     result: Any,
 ) -> Any:
-    """Update `pending`, a record of softmax weights, after `function` was called with these weights and returned
-    `result`. A cast or reshape changes the tracked tensor, and a fill changes the weights. Return `result`; if it is
-    the product with the values, return it with the interceptors' changes.
+    """Update `pending`, a record of attention weights, after `function` was called with these weights and returned
+    `result`: a cast or reshape replaces the tracked tensor, and a fill overwrites weights. If `result` is the product
+    of the weights and the values, return it as changed by the interceptors; otherwise return it unchanged.
     """
     if function in PASS_THROUGH:
         pending.tensor = result
@@ -115,9 +115,9 @@ def _product(
     kwargs: dict[str, Any],
     result: Tensor,
 ) -> Tensor:
-    """Handle `result`, a product of recorded softmax weights with another tensor. If it has the shape of head outputs,
-    the other tensor is the values: stop tracking the weights, pass them to the observers, and return the product with
-    the interceptors' changes. Otherwise return it unchanged.
+    """Handle `result`, a product of recorded softmax weights with another tensor. If `result` has the shape of head
+    outputs, the other tensor is the values: stop tracking the weights, pass them to the observers, and return `result`
+    as changed by the interceptors. Otherwise return `result` unchanged.
     """
     assert pending.weights is not None
     batch, heads, queries, keys = pending.weights.shape
@@ -165,7 +165,9 @@ def _replaced(argument: Any, before: Tensor, after: Tensor) -> Any:
 
 
 def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the arguments one by one, with the elements of a list or tuple in its place (one level deep)."""
+    """Yield the arguments one by one; in place of an argument that is a list or tuple, yield its elements (one level
+    deep).
+    """
     for argument in arguments:
         if isinstance(argument, list | tuple):
             yield from argument
@@ -174,9 +176,10 @@ def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _einsum_order(arguments: tuple[Any, ...], weights: Tensor) -> list[int] | None:
-    """Return the order of axes for `permute` that moves the axes which an einsum's result shares with the attention
-    weights to the front, in the order of the weights, followed by all other axes. Return None for an equation that
-    cannot be parsed.
+    """Return the argument of `permute` that reorders the axes of an einsum's result. The einsum was called with
+    `arguments`, one of which is the attention `weights`. Axes that the result shares with the weights come first, in
+    the order of the weights; all other axes follow. Return None if the equation is not a string, has no "->" or
+    contains an ellipsis.
     """
     equation, *operands = _flat(arguments)
     if not isinstance(equation, str) or "->" not in equation or "." in equation:

@@ -11,8 +11,8 @@ from headwise.statistics.weight_capture import CapturedWeights
 
 
 class Heads(SiteRegistry):
-    """Result of `watch`: the statistics of every attention head of a model, each averaged over all sequences of all
-    observed calls.
+    """Result of `watch`, a context that observes the attention calls of a model: statistics of every attention head.
+    Each statistic is averaged over all sequences of all observed calls.
 
     Each sequence has the same weight in the means, and further calls of the model add to them.
     """
@@ -22,17 +22,16 @@ class Heads(SiteRegistry):
         self._captured: dict[Site, CapturedWeights] = {}
 
     def set_captured(self, site: Site, captured: CapturedWeights) -> None:
-        """Store the attention weights captured in the latest call at `site` (an attention module, self or cross), in
-        place of those of an earlier call.
+        """Store `captured`, attention weights from the latest call at `site` (an attention module, self or cross), in
+        place of those from an earlier call at this site.
         """
         self._captured[site] = captured
 
     @property
     def details(self) -> dict[str, CapturedWeights]:
-        """Captured attention weights of the last call of each attention module, by the module's path; empty if no
+        """Captured attention weights of the last call at each site (an attention module, self or cross), by module
+        path. For a module with both kinds, the key of its cross-attention is `"path, cross"`. The dict is empty if no
         capture was requested.
-
-        The key is `"path, cross"` for the cross-attention of a module that computes self-attention too.
         """
         details = {}
         for record in self.records:
@@ -43,8 +42,8 @@ class Heads(SiteRegistry):
         return details
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one dict per head: layer, head, the key/value head that it uses (kv_head), module path, kind ("self"
-        or "cross"), and the mean of every statistic over all observed sequences.
+        """Return one dict per head: layer, head, kv_head (the key/value head that this head uses), module path, kind
+        ("self" or "cross"), and the mean of every statistic over all observed sequences.
 
         Raises:
             InputError: the model did not run, or no attention was intercepted.
@@ -60,8 +59,8 @@ class Heads(SiteRegistry):
         ]
 
     def table(self) -> Any:
-        """Return a pandas DataFrame with one row per head: layer, head, the key/value head that it uses (kv_head),
-        module path, kind ("self" or "cross"), and the mean of every statistic over all observed sequences.
+        """Return a pandas DataFrame with one row per head: layer, head, kv_head (the key/value head that this head
+        uses), module path, kind ("self" or "cross"), and the mean of every statistic over all observed sequences.
 
         Raises:
             InputError: the model did not run, or no attention was intercepted.

@@ -125,8 +125,9 @@ def _problem_of(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> Problem:
-    """Return a call of a `transformers` attention function as a headwise `Problem`, with causality and masks as the
-    implementation ("sdpa" or "eager") applies them.
+    """Return a call of a `transformers` attention function as a `Problem`, headwise's form of the tensors and options
+    of one attention call. Causality and masks are those that `implementation` ("sdpa" or "eager") applies in such a
+    call.
     """
     queries = query.shape[2]
     mask: Mask | Tensor | None = attention_mask

@@ -61,8 +61,9 @@ class _ModuleHooks:
         self._argument_names = tuple(inspect.signature(module.forward).parameters)
 
     def on_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook: push the module call onto the call stack and report it to the interceptor. If no other
-        module of the same model is running, also report the start of a model call.
+        """Forward pre-hook: push this call of `module` onto the thread's call stack, and report its start to the
+        interceptor. If no other module of the same model is running in this thread, first report the start of a call of
+        the model.
         """
         is_outermost = all(call.interceptor is not self._interceptor for call in call_stack.module_calls)
         arguments = dict(zip(self._argument_names, args, strict=False)) | kwargs
@@ -99,8 +100,8 @@ def _push(module_call: ModuleCall) -> None:
 
 
 def _pop() -> None:
-    """Pop the innermost module call from this thread's call stack, and report its module to the interceptors if it
-    contained attention that could not be read. If the stack is then empty, turn off the mode that intercepts torch's
+    """Pop the innermost module call from this thread's call stack. If attention inside this module call could not be
+    read, report the module to the interceptors. If the stack is then empty, turn off the mode that intercepts torch's
     functions.
     """
     eager_softmax.on_module_end(call_stack.module_calls.pop())

@@ -72,8 +72,8 @@ class Observation(NamedTuple):
 
 
 class HeadOutput(NamedTuple):
-    """Output of all heads in one attention call, before the output projection, and a function that computes the outputs
-    that they would have under uniform attention.
+    """Output of all heads in one attention call, before the output projection, and a function that computes the same
+    heads' outputs under uniform attention (equal weights for all visible keys).
 
     Attributes:
         out: output of each head.

@@ -24,9 +24,9 @@ def layer_number_of(module: nn.Module) -> int | None:
 
 
 def innermost_attention_modules(modules: Mapping[str, nn.Module], paths: Collection[str]) -> list[str]:
-    """Return those of `paths` that lead to innermost attention modules, in the model's order. The class name of an
-    attention module contains "attention" and does not end in "output"; a module is left out if it contains another one
-    of these.
+    """Return those of `paths` that lead to innermost attention modules, in the order of `modules`, all modules of a
+    model by path. An attention module is one whose class name contains "attention" and does not end in "output". It is
+    innermost if no other attention module at one of `paths` is inside of it.
 
     Args:
         modules: all modules of a model by path.
@@ -39,9 +39,9 @@ def innermost_attention_modules(modules: Mapping[str, nn.Module], paths: Collect
 
 
 def module_path_of_layer(model: nn.Module, layer: int | str) -> str:
-    """Return the path of the attention module of a layer. A `layer` that is a string is a module path: it is returned
-    if that module exists. A number is looked up among the layer numbers that the model stores, or, if these are
-    incomplete, it counts the model's attention modules from 0.
+    """Return the path of the attention module of a layer. If `layer` is a string, it is already a module path, and is
+    returned if the model has a module there. If `layer` is a number, it is one of the layer numbers stored in the
+    attention modules. If some of these numbers are missing or equal, `layer` counts the attention modules from 0.
 
     Args:
         model: the model.

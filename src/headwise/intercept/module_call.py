@@ -19,7 +19,7 @@ NON_TOKEN_ARGUMENTS = ("pixel_values", "input_features", "input_values")
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
     """One running call of a module of an intercepted model: the module, the arguments of the call, and the number of
-    attention calls made in it so far.
+    attention calls that have happened inside this module call so far.
 
     Attributes:
         interceptor: the model's interceptor; with several, each has a `ModuleCall` of its own.
@@ -52,9 +52,10 @@ class ModuleCall:
 
 
 def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the token ids and the padding mask that apply to an attention call, read from the arguments `input_ids`
-    and `attention_mask` of the modules running around it. For each, the innermost module that received it is used, so
-    that a decoder's own are preferred to its encoder-decoder model's. Return None in place of one that is missing.
+    """Return the token ids and the padding mask that apply to an attention call, each None if not found. They are read
+    from the arguments `input_ids` and `attention_mask` (with 2 axes) of the modules that run around the attention, the
+    innermost first. The search ends at the first module that received token ids, or another kind of input such as
+    images.
 
     Args:
         module_calls: nested calls of one model's modules, outermost first.

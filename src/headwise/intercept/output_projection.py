@@ -10,8 +10,9 @@ PROJECTION_NAMES = ("o_proj", "out_proj", "out", "c_proj", "o", "dense", "out_li
 
 
 def output_projection(model: nn.Module, path: str, width: int) -> nn.Module | None:
-    """Return the linear layer that projects the outputs of all heads of the attention module at `path`, found by its
-    usual names and its input width; None if there is none.
+    """Return the linear layer that projects the outputs of all heads of the attention module at `path`; None if there
+    is none. The layer is looked for in and next to that module, by usual names of such layers (`o_proj`, `c_proj`, ...)
+    and by its number of input features, `width`.
 
     It is a child of that module, of its parent, or, as in BERT, of the parent's child `output`.
 
@@ -32,8 +33,9 @@ def output_projection(model: nn.Module, path: str, width: int) -> nn.Module | No
 
 
 def weight_of(projection: nn.Module, width: int) -> Float[Tensor, "out width"] | None:
-    """Return the weight of a linear layer as `(out, width)`; that of a `Conv1D` is transposed. Return None for a module
-    without a floating-point weight matrix, and for another input width than `width`.
+    """Return the weight of a linear layer with axes `(out, width)`; the weight of a `Conv1D`, which has them in the
+    other order, is transposed. Return None if the module has no floating-point weight matrix, or if its number of input
+    features is not `width`.
     """
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():

@@ -33,16 +33,16 @@ class PendingSoftmax:
     zeroed: Tensor | None = None
 
     def fill(self, result: Tensor, mask: Tensor, value: Tensor | float) -> None:
-        """Update the weights after the model called `masked_fill` on them, which wrote `value` where `mask` is True and
-        returned `result`. If `value` is 0, record that these weights became 0.
+        """Replace the tracked weights by `result`, which a call of `masked_fill` on them returned after writing `value`
+        where `mask` is True. If `value` is 0, also record these positions, since their keys count as hidden.
         """
         self.tensor, self.weights = result, weights_by_head(result, self.module_calls[-1].module)
         if not bool(value):
             self.zeroed = mask if self.zeroed is None else self.zeroed | mask
 
     def uniform_weights(self) -> Tensor:
-        """Return uniform attention weights in the shape of `tensor`: in each query row, equal weights for all visible
-        keys, with sum 1, and 0 for hidden keys.
+        """Return uniform attention weights in the shape of the model's own (the attribute `tensor`): in each query row,
+        equal weights with sum 1 for all visible keys, and 0 for hidden keys.
 
         Keys that were filled with zeros are not visible. A row whose scores are all hidden by a finite number sees all
         keys, as in torch's softmax.
@@ -55,9 +55,9 @@ class PendingSoftmax:
 
 
 def weights_by_head(result: Tensor, module: nn.Module) -> Float[Tensor, "batch heads queries keys"] | None:
-    """Return the result of a softmax with axes `(batch, heads, queries, keys)`. With three axes, the first is split
-    into batch and heads by the number of heads that `module` stores. Return None if it is unknown which axis is that of
-    the heads.
+    """Return `result`, which a softmax in `module` returned, reshaped to `(batch, heads, queries, keys)`. If `result`
+    has three axes, the first is split into batch and heads by the number of heads that the module stores. Return None
+    if that number is needed but missing, or does not fit the shape.
     """
     counts = [getattr(module, name, None) for name in HEAD_COUNTS]
     heads = [count for count in counts if isinstance(count, int) and count > 0]

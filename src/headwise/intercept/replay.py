@@ -41,8 +41,8 @@ class _RecordedCall:
 
 class Replay:
     """Recorder of module outputs in one run of a model, for reuse in later runs on the same inputs in which heads of
-    some modules are gated (scaled or replaced). Modules that end before attention begins in the first gated module then
-    return their recorded outputs in place of computing them.
+    some attention modules are gated (scaled or replaced). In a later run, modules return their recorded outputs without
+    computing them, up to the point where attention begins in the first gated module.
 
     Args:
         model: a deterministic model: in evaluation mode, and without a cache in its inputs.
@@ -59,9 +59,9 @@ class Replay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the module outputs of the one model run within the context, in place of an earlier recording. At its
-        end, discard outputs of module calls that ended after attention began in the last attention module, and outputs
-        that were later modified in place, since these cannot be reused.
+        """Record the module outputs of the one model run within the context, in place of an earlier recording. At the
+        end of the context, discard outputs that cannot be reused: those of module calls that ended after attention
+        began in the last attention module, and those that were later modified in place.
         """
         self._calls, self._attention_start, self._ended = {}, {}, 0
         counts: Counter[str] = Counter()
@@ -97,9 +97,9 @@ class Replay:
 
     @contextmanager
     def reused_until(self, gated: Collection[str]) -> Iterator[None]:
-        """Let the modules return their recorded outputs, in place of computing them, in the model run within the
+        """Let recorded modules return their recorded outputs, in place of computing them, in the model run within the
         context. This applies only to module calls that, in the recorded run, ended before attention began in any of the
-        `gated` modules (paths).
+        modules at the paths `gated`.
         """
         first = min(
             (self._attention_start[path] for path in gated if path in self._attention_start), default=self._ended
@@ -122,8 +122,9 @@ class Replay:
 
 
 def _modules_to_record(modules: dict[str, nn.Module], sites: Collection[str]) -> list[str]:
-    """Return the paths of the modules whose outputs are recorded: the outermost modules that contain at most one
-    attention module (`sites`) each, such as the layers of a model and its embeddings.
+    """Return the paths of the modules whose outputs are recorded, such as the layers of a model and its embeddings.
+    These are the outermost modules, below the model itself, that contain at most one of the attention modules at the
+    paths `sites`. `ModuleList` and `ModuleDict`, which are never called, are left out.
     """
     site_counts = {path: sum(path == site or is_inside(site, path) for site in sites) for path in modules}
     paths: list[str] = []

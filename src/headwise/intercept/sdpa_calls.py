@@ -49,8 +49,9 @@ def intercepted_sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw
 
 
 def _by_head(tensor: Tensor) -> Float[Tensor, "batch heads length width"]:
-    """Return a tensor passed to SDPA as `(batch, heads, length, width)`. If it has three axes, an axis of one head is
-    inserted; if it has more than four, all axes before the heads become one batch axis.
+    """Return `tensor`, the query, key, value or output of a call of SDPA, with axes `(batch, heads, length, width)`. If
+    it has three axes, an axis of one head is inserted; if it has more than four, all axes before the heads become one
+    batch axis.
     """
     return tensor[:, None] if tensor.ndim == 3 else tensor.reshape(-1, *tensor.shape[-3:])
 
@@ -66,7 +67,9 @@ def _problem_of(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Problem:
-    """Return a call of torch's `scaled_dot_product_attention` with these arguments as a headwise `Problem`."""
+    """Return a call of torch's `scaled_dot_product_attention` with these arguments as a `Problem`, headwise's form of
+    the tensors and options of one attention call.
+    """
     q, k, v = widest_dtype_under_autocast(_by_head(query), _by_head(key), _by_head(value))
     mask: Mask | Tensor | None = attn_mask
     if attn_mask is not None and query.ndim == 3 and attn_mask.ndim == 3:
@@ -85,8 +88,8 @@ def _problem_of(
 
 
 def widest_dtype_under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v converted to the widest of their three dtypes if autocast is on, since autocast allows mixed
-    ones; otherwise return them unchanged.
+    """Return q, k and v in one dtype if autocast is on, since their dtypes may then differ: the dtype to which torch
+    promotes all three. Otherwise return q, k and v unchanged.
     """
     if autocast_dtype(q.device) is None:
         return q, k, v

@@ -34,8 +34,8 @@ class SiteRecord:
     statistics: dict[str, RunningMoments] = field(default_factory=dict)
 
     def add(self, tally: Tally) -> None:
-        """Add the statistics of one attention call to this site's statistics: for each statistic and head, one value
-        per sequence.
+        """Add the statistics of one attention call, whose sums over query rows are in `tally`, to this site's
+        statistics: for each statistic and head, one value per sequence.
         """
         for name, values in tally.means().items():
             self.merge({name: RunningMoments.from_values(values.double().cpu())})
@@ -71,8 +71,8 @@ class SiteRegistry(Interceptor):
         self._unreadable.add(path)
 
     def register(self, call: Call) -> SiteRecord:
-        """Return the record of the site (attention module, self or cross) where an attention call happens; it is
-        created at the site's first call.
+        """Return the record of the site (attention module, self or cross) where an attention call happens. At the
+        site's first call, the record is created.
 
         Raises:
             InputError: the module has another number of heads than in an earlier call.
@@ -113,7 +113,8 @@ class SiteRegistry(Interceptor):
 
     def head_labels(self) -> Iterator[tuple[SiteRecord, dict[str, Any]]]:
         """Yield, for every head of the model, the record of its site (attention module, self or cross) and a dict of
-        its labels: layer, head, kv_head, module, kind ("self" or "cross").
+        its labels: layer, head, kv_head (the key/value head that this head uses), module (path), kind ("self" or
+        "cross").
         """
         for layer, record in zip(self.layers, self.records, strict=True):
             path, cross = record.site
@@ -141,6 +142,7 @@ class SiteRegistry(Interceptor):
 
     def warn_of_unread(self, stacklevel: int = 4) -> None:
         """Issue a warning that lists the modules whose attention could not be intercepted, if there are any.
+        `stacklevel` selects the calling frame that the warning names, as in `warnings.warn`.
 
         Args:
             stacklevel: frame that the warning names; by default the caller of a context manager that ends with it.

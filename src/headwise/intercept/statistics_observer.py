@@ -31,8 +31,8 @@ class _ThreadContexts(threading.local):
 
 class StatisticsObserver(Interceptor):
     """Interceptor that computes the statistics of every attention call of a model and adds them to `heads`, the result
-    of `watch`. With a `capture`, it also stores the chosen weights of the last call at each site (attention module,
-    self or cross).
+    of `watch`. If `capture`, a choice of attention weights, is not None, it also stores these weights of the last call
+    at each site (attention module, self or cross).
 
     Args:
         model: the intercepted model.
@@ -52,16 +52,19 @@ class StatisticsObserver(Interceptor):
         self._contexts.by_inputs = {}
 
     def on_module_call(self, path: str) -> None:
-        """Record in the result that the module at `path` ran."""
+        """Record in the result of `watch` that the module at `path` ran."""
         self._heads.on_module_call(path)
 
     def on_unreadable(self, path: str) -> None:
-        """Record in the result that the module at `path` computed something like attention with unreadable weights."""
+        """Record in the result of `watch` that the module at `path` computed something like attention, but that its
+        weights cannot be read.
+        """
         self._heads.on_unreadable(path)
 
     def observe(self, call: Call) -> Observation:
-        """Return functions that observe `call`: one adds up its statistics while it runs and, with a `capture`, copies
-        the chosen weights; the other adds both to the result of `watch` at the end.
+        """Return the functions that observe `call`, with the call's tokens and padding. One function adds up the call's
+        statistics while it runs and, if a capture of weights was requested, copies the chosen weights. The other adds
+        these statistics and weights to the result of `watch` at the end of the call.
         """
         record, tally = self._heads.register(call), Tally(self._gram(call))
         captured = None if self._capture is None else CapturedWeights(self._capture, call.grid)
@@ -80,8 +83,8 @@ class StatisticsObserver(Interceptor):
         return Observation(observer, self._call_context(call), on_end)
 
     def _gram(self, call: Call) -> Float[Tensor, "heads value_dim value_dim"] | None:
-        """Return `W_h^T W_h` for each head's slice `W_h` of the output projection of the module that `call` runs in;
-        None if that projection is not found.
+        """Return `W_h^T W_h` for each head's slice `W_h` of the output projection of the module that `call` runs in.
+        Return None if that projection is not found, or if the call's value_dim is unknown.
         """
         heads, value_dim, path = call.grid.heads, call.value_dim, call.site.path
         if value_dim is None:

@@ -22,8 +22,9 @@ from headwise.intercept.sdpa_calls import SDPA, intercepted_sdpa
 
 
 class TorchCalls(TorchFunctionMode):
-    """Torch function mode that intercepts attention in the thread that enters it: `scaled_dot_product_attention`,
-    softmax, and functions called with softmax results, under any of their names.
+    """Torch function mode that intercepts attention in the thread that enters it. It intercepts
+    `scaled_dot_product_attention`, softmax, and torch functions that are called with a softmax result, both as
+    functions of torch and as tensor methods.
     """
 
     def __torch_function__(
@@ -64,7 +65,7 @@ def _softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -
 
 def _dropout(*args: Any, **kwargs: Any) -> Any:
     """Compute dropout as torch does. If its input is the recorded attention weights, inside
-    `F.multi_head_attention_forward` of an intercepted model, continue to track its result as the weights.
+    `F.multi_head_attention_forward` of an intercepted model, continue to track the result as the attention weights.
     """
     return _followed(eager_softmax.DROPOUT, args, kwargs)
 
@@ -78,9 +79,9 @@ def _bmm(*args: Any, **kwargs: Any) -> Any:
 
 
 def _followed(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function and return its result. If it is called with recorded attention weights, inside
-    `F.multi_head_attention_forward` of an intercepted model, track these weights in the result; the interceptors may
-    change a product of them with the values.
+    """Call a torch function and return its result. Inside `F.multi_head_attention_forward` of an intercepted model,
+    check if an argument is recorded attention weights. If so, continue to track the weights in the result; if the
+    result is their product with the values, report the attention call to the interceptors, which may change the result.
     """
     result = function(*args, **kwargs)
     if call_stack.in_torch_attention and call_stack.intercepts:
@@ -122,7 +123,7 @@ class _FunctionPatches:
                 self._restore.pop()()
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Replace the attribute `name` of `owner` by `function`, and store how to restore it."""
+        """Replace the attribute `name` of `owner` by `function`, and store a function that undoes this."""
         before = getattr(owner, name)
         self._restore.append(lambda: setattr(owner, name, before))
         setattr(owner, name, function)

@@ -15,8 +15,9 @@ from headwise.statistics.weight_capture import WeightCapture
 
 @contextmanager
 def watch(model: Any, *, special: Collection[int] = (), detail: Any = None) -> Iterator[Heads]:
-    """Collect statistics of every attention head, from all attention calls of a model within the context, and yield the
-    `Heads` that contain them.
+    """Collect statistics of every attention head, from all attention calls of `model` within the context, and yield the
+    `Heads` object that contains them. `special` contains the ids of special tokens, such as [CLS]; `detail` selects
+    attention weights to store in addition.
 
     The model computes the same output, up to rounding.
 

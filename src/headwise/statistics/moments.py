@@ -36,8 +36,8 @@ class RunningMoments:
         return RunningMoments(count, mean, ((values - mean).masked_fill(~is_value, 0.0) ** 2).sum(0))
 
     def merge(self, other: "RunningMoments") -> "RunningMoments":
-        """Return the moments of two sets of values together, computed from `self` and `other`, the moments of each set,
-        for the same heads.
+        """Return the moments (count, mean and sum of squared deviations) of two sets of values together. `self` and
+        `other` are the moments of each set alone, for the same heads.
         """
         count = self.count + other.count
         share = other.count / count.clamp(min=1)

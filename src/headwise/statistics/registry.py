@@ -16,14 +16,15 @@ from headwise.statistics.statistic import MeanOfRows, RowValues, Statistic, Sums
 
 def _evenness(row_block: RowBlock) -> RowValues:
     """Return, for each query row, the entropy of its attention weights divided by the largest possible entropy: the
-    logarithm of the number of keys that are visible to the row (2 at least).
+    logarithm of the number of keys that are visible to the row. With fewer than 2 visible keys, the divisor is the
+    logarithm of 2.
     """
     return row_block.entropy / row_block.visibility.visible_keys.clamp(min=2).log()
 
 
 def _weight_at_lag(name: str, lag: int) -> MeanOfRows:
-    """Return the definition of a statistic called `name`: the weight of the key `lag` tokens before the query (after it
-    if negative), as the mean over query rows that have such a key.
+    """Return the definition of a statistic called `name`: the weight of the key `lag` tokens before the query (after
+    the query if `lag` is negative), as the mean over query rows that have such a key.
     """
     return MeanOfRows(
         name, "share", lambda row_block: row_block.weight_at_lag(lag), lambda tile: tile.has_key_at_lag(lag)
@@ -43,8 +44,8 @@ def _weight_after_copies(name: str, shift: int) -> MeanOfRows:
     """
 
     def measure(row_block: RowBlock) -> RowValues | None:
-        """Return each query row's total weight on the keys `shift` tokens after earlier copies of its token; None if
-        the token ids are unknown.
+        """Return each query row's total weight on the keys `shift` tokens after earlier copies of the query's token;
+        None if the token ids are unknown. `shift` is an argument of the enclosing function.
         """
         return None if row_block.visibility.has_earlier_copy is None else row_block.weight_after_copies(shift)
 
@@ -86,11 +87,10 @@ def _received_sums(row_block: RowBlock) -> Sums:
 def _largest_received(
     received: Float[Tensor, "batch heads keys"], seen_by: Float[Tensor, "batch heads keys"]
 ) -> Float[Tensor, "batch heads"]:
-    """Return, for each head, the largest mean attention weight that any key received; the mean is over the query rows
-    that may attend to the key. Keys with few such rows (fewer than half as many as the key with most) are left out.
-    Return NaN for a head without such rows.
-
-    Keys that fewer than half as many rows see as see any other key are left out: their means are of few rows.
+    """Return, for each head, the largest mean attention weight that any key received. A key's mean is `received`, the
+    sum of the weights on the key, divided by `seen_by`, the number of query rows that may attend to it. Keys with fewer
+    than half as many such rows as the key with most are left out. The result is NaN for a head in which no row may
+    attend to any key.
     """
     most = seen_by.amax(-1, keepdim=True)
     means = (received / seen_by).masked_fill(2 * seen_by < most, -torch.inf)

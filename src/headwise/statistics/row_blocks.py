@@ -21,7 +21,8 @@ def row_blocks_of_problem(
     problem: Problem, call_context: CallContext | None = None, with_output: bool = False
 ) -> Iterator[RowBlock]:
     """Compute the attention weights of a problem and yield them in row blocks, each with some of the query rows for all
-    heads and all keys. The weights are computed one row block at a time, so the whole matrix is never stored.
+    heads and all keys. The weights are computed one row block at a time, so the whole matrix is never stored. If
+    `with_output` is True, each row block also contains the head outputs of its rows.
 
     Args:
         problem: the attention call.
@@ -44,8 +45,9 @@ def row_blocks_of_weights(
     call_context: CallContext,
     values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
 ) -> Iterator[RowBlock]:
-    """Split attention weights that are already computed by query rows, and yield them in row blocks, each with some of
-    the rows for all heads and all keys. Keys of weight 0 count as hidden by the mask.
+    """Split existing attention weights into row blocks, each with some of the query rows for all heads and all keys,
+    and yield these. Each row block also contains the head outputs of its rows: taken from `out`, or computed from
+    `values` if these are passed. Keys of weight 0 count as hidden by the mask.
 
     Args:
         weights: the weights.
@@ -63,8 +65,9 @@ def row_blocks_of_weights(
 
 
 def _row_ranges(grid: Grid) -> Iterator[range]:
-    """Yield consecutive ranges that together cover all query rows. The float32 weights of a range, over all sequences,
-    heads and keys, have at most `ROW_BLOCK_BYTES`, unless it is a single row.
+    """Yield consecutive ranges that together cover all query rows of an attention call with the sizes in `grid`. The
+    float32 weights of one range, over all sequences, heads and keys, have at most `ROW_BLOCK_BYTES`, unless the range
+    is a single row.
     """
     step = max(1, ROW_BLOCK_BYTES // (4 * max(1, grid.batch * grid.heads * grid.keys)))
     for start in range(0, grid.queries, step):
@@ -79,8 +82,9 @@ def _row_block(
     call_context: CallContext,
     out: Float[Tensor, "batch heads rows value_dim"] | None,
 ) -> RowBlock:
-    """Return the `RowBlock` of the query rows `rows`, whose attention weights for all heads and keys are already
-    computed.
+    """Return the `RowBlock` (attention weights with statistics of each row) of the query rows `rows`, from their
+    `weights` for all heads and keys. `is_visible` is True at keys that a row may attend to; `grid` and `call_context`
+    contain the sizes, tokens and padding of the whole call; `out` is the head output of these rows, if known.
     """
     powers = weights.flatten(0, 1)
     tile = full_width_tile(grid, rows, is_visible)

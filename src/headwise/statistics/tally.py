@@ -51,7 +51,7 @@ class Tally:
                 total[sequences, heads] = statistic.merge(total[sequences, heads], part)
 
     def merge(self, other: "Tally") -> None:
-        """Add, in place, the sums of a tally of other query rows of the same call."""
+        """Add to this tally, in place, the sums of `other`, a tally of other query rows of the same call."""
         if other.row_sums is None:
             return
         self.mean_names = other.mean_names
@@ -64,9 +64,9 @@ class Tally:
                 self.other_sums[name] = other.other_sums[name]
 
     def means(self) -> dict[str, Float[Tensor, "batch heads"]]:
-        """Return, by the name of each statistic, its value for each sequence and head: the mean over the query rows
-        that are not padding, have a visible key, and for which it is defined; or a value computed from other sums. NaN
-        where there is no such row.
+        """Return, by the name of each statistic, its value for each sequence and head. For most statistics it is the
+        mean over the query rows that are not padding, have a visible key, and for which the statistic is defined. For
+        the others it is computed from other sums over query rows. It is NaN where there are no rows to include.
         """
         if self.row_sums is None:
             return {}
@@ -89,8 +89,8 @@ def _other_statistics() -> Iterator[Statistic]:
 
 
 def _sums_of_means(row_block: RowBlock) -> tuple[tuple[str, ...], Float[Tensor, "sum_and_count means batch heads"]]:
-    """Return the names of the statistics that are means over query rows and have values in a row block; and for each of
-    them, by sequence and head, the sum of the row values and the number of rows in this sum.
+    """Return two results for those statistics that are means over query rows and have values in a row block: their
+    names; and a tensor `(2, means, batch, heads)` with the sum of the row values, and the number of rows in this sum.
 
     All means are summed at once: a few operations for each would cost as much as the attention products. Sums are in
     float64, since thousands of rows in float32 would lose the digits in which heads differ.
@@ -103,9 +103,9 @@ def _sums_of_means(row_block: RowBlock) -> tuple[tuple[str, ...], Float[Tensor, 
 
 
 def _counted_rows(visibility: TileVisibility, names: tuple[str, ...]) -> Bool[Tensor, "means #batch #heads rows"]:
-    """Return, for each statistic in `names`, True at the query rows of a tile (rectangle of scores) that are included
-    in its mean: those that are not padding, have a visible key, and for which the statistic is defined. Results are
-    cached in `visibility`.
+    """Return, for each statistic in `names`, True at the query rows that are included in its mean: those that are not
+    padding, have a visible key, and for which the statistic is defined. The rows are those of the tile (rectangle of
+    scores) that `visibility` describes. Results are cached in `visibility`.
     """
 
     def compute() -> Tensor:

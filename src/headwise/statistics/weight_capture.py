@@ -19,8 +19,8 @@ LARGEST_PICTURE = 128
 
 @dataclass(frozen=True)
 class WeightCapture:
-    """Choice of the attention weights of a call to store: whole query rows, whole key columns, the strongest keys of
-    every row, and a picture (the weight matrix averaged down to a smaller size).
+    """Selection of attention weights to store from one attention call: whole query rows, whole key columns, each row's
+    keys of largest weight, and a picture (the weight matrix averaged down to a smaller size).
 
     Args:
         rows: query rows to keep whole, by index; negative indices count from the end.
@@ -47,8 +47,8 @@ class WeightCapture:
 
 
 class CapturedWeights:
-    """Attention weights of one call that a `WeightCapture` chose to store, for all sequences and heads; attributes that
-    it did not choose are None.
+    """Attention weights of one call that were selected by a `WeightCapture`, for all sequences and heads. Each
+    attribute is one kind of selection, such as whole rows; it is None if nothing of that kind was selected.
 
     Attributes:
         rows: the chosen rows, `(batch, heads, chosen, keys)`.
@@ -87,8 +87,8 @@ class CapturedWeights:
             self.picture = torch.zeros(*batch_and_heads, *sides, device=device)
 
     def add(self, row_block: RowBlock) -> None:
-        """Copy the chosen rows, columns and strongest keys from one row block (attention weights of some query rows),
-        and add the block's contribution to the averaged picture.
+        """Copy the chosen rows, the chosen columns, and each row's keys of largest weight from one row block (attention
+        weights of some query rows). Add the block's contribution to the averaged picture.
         """
         weights, rows, keys = row_block.weights.float(), row_block.rows, row_block.visibility.key_indices
         part = row_block.sequences_and_heads
@@ -123,8 +123,8 @@ def _pooling_matrix(indices: Int[Tensor, " chosen"], length: int, side: int) -> 
 
 
 def _nonnegative(name: str, indices: Sequence[int], length: int) -> list[int]:
-    """Return `indices` with each negative one, which counts from the end of an axis of `length` entries, converted to
-    the equal non-negative one. Raise `InputError`, which names the argument `name`, for an index outside the axis.
+    """Return `indices` on an axis of `length` entries as non-negative numbers: a negative index, which counts from the
+    end of the axis, is converted. Raise `InputError`, which names the argument `name`, for an index outside the axis.
     """
     for index in indices:
         if not -length <= index < length:
