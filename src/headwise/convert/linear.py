@@ -72,11 +72,11 @@ def from_heads(
 
 
 def to_heads(layer: MultiHeadAttention) -> tuple[list[Head], nn.Linear]:
-    """Return the weights of a layer as new `nn.Linear` modules: a list with a `(query, key, value)` triple for each
-    head, and the output projection.
+    """Return copies of the weights of a layer as new `nn.Linear` modules: a list with a `(query, key, value)` triple
+    for each head, and the output projection. Heads that share a key/value head have the same key module and the same
+    value module.
 
-    `from_heads` makes the same layer from them. Heads that share a key/value head share its two modules. Code that
-    multiplies by a matrix uses `projection.weight.mT`.
+    `from_heads` makes the same layer from them. Code that multiplies by a matrix uses `projection.weight.mT`.
 
     Raises:
         InputError: not a `MultiHeadAttention`.

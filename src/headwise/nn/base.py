@@ -255,8 +255,9 @@ class AttentionLayer(nn.Module):
         check_like_layer(name, tensor, self)
 
     def _input_parameter(self) -> Tensor | None:
-        """Return a floating-point parameter of the projection of x (`qkv_proj`, `q_proj` or `q_down`), whose device and
-        dtype inputs must have; None if that projection has none, as when quantised.
+        """Return a floating-point parameter of the projection to which x is passed (`qkv_proj`, `q_proj` or `q_down`).
+        Inputs of the layer must have the device and dtype of this parameter. Return None if the projection has no such
+        parameter, as when it is quantised.
         """
         projection = next(module for name, module in self.named_children() if name in INPUT_PROJECTIONS)
         return next((parameter for parameter in projection.parameters() if parameter.is_floating_point()), None)

@@ -307,8 +307,8 @@ class LatentAttention(AttentionLayer):
 
     @property
     def _cached_sizes(self) -> list[tuple[int, int]]:
-        """Number of heads and width of the single tensor that a cache stores: one shared head, with the rotated key
-        followed by the latent.
+        """Number of heads and width of the single tensor that a cache of latent attention stores: one head that all
+        heads share. Its features are the rotated key part, followed by the latent vector.
         """
         return [(1, self.rotary_dim + self.kv_rank)]
 
