@@ -57,7 +57,9 @@ def headwise(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Show, measure and compare the attention heads of a model."""
+    """Show, measure and compare the attention heads of a model, with one command for each task. Without a command,
+    print this help.
+    """
     if version:
         typer.echo(f"headwise {__version__}")
     elif context.invoked_subcommand is None:

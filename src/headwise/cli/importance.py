@@ -17,8 +17,9 @@ from headwise.show.terminal import make_console
 
 @dataclass(frozen=True)
 class MethodFlags:
-    """Command-line options of `headwise importance` that are each used by only one of its methods: steps, sparsity and
-    epochs. None keeps the method's default.
+    """Command-line options of `headwise importance` for single methods: `steps` for the method "integrated", and
+    `sparsity` and `epochs` for "hard_concrete". A field is None if its option is not used on the command line; the
+    method then uses its own default value.
 
     Attributes:
         steps: number of gate values of the method integrated.

@@ -9,12 +9,13 @@ from headwise.errors import InputError
 
 def load_with_loss(model: str, loss: str | None) -> tuple[LoadedModel, Any]:
     """Load a model and its tokenizer, with the output layer that the loss called `loss` needs, and return the loaded
-    model and the loss function. If `loss` is None, the loss is the one that the model was trained with. Warnings and
-    progress bars of transformers are turned off.
+    model and the loss function. If `loss` is None, the saved model determines the loss: next-token for a causal
+    language model, masked-token for a masked one, otherwise embedding distance. Warnings and progress bars of
+    transformers are turned off.
 
     Args:
         model: name, folder or hub id.
-        loss: name of the loss; None for the one that the model was trained with.
+        loss: name of the loss; None for the one that the saved model determines.
 
     Raises:
         InputError: unknown loss, or the model cannot be loaded.

@@ -39,8 +39,8 @@ class TextStudyFlags:
     label: Annotated[str, typer.Option(help="Column with the label, for --task classify.")] = DEFAULT_TEXT.label
 
     def options(self) -> TextOptions:
-        """Return these command-line options as `hw.TextOptions`. If --tokenizer names a model, its tokenizer is loaded;
-        otherwise a tokenizer is to be trained on the data.
+        """Return these command-line options as `hw.TextOptions`. If --tokenizer names a model, that model's tokenizer
+        is loaded here; otherwise the options contain no tokenizer, and the study trains one on its data later.
         """
         tokenizer = None if self.tokenizer is None else load_tokenizer(self.tokenizer)
         sizes = (self.context, self.batch)
@@ -49,8 +49,9 @@ class TextStudyFlags:
 
 @dataclass(frozen=True)
 class SpaceFlags:
-    """Command-line options of `headwise study` that describe the models: the head settings to compare, which the method
-    `space` converts to `hw.Space`, the baseline setting, and the size of the models.
+    """Command-line options of `headwise study` that describe the models: the head settings to compare (numbers of
+    heads, head dimensions and numbers of key/value heads), the setting in use as a baseline, and the size of the
+    models. The method `space` returns the head settings as `hw.Space`.
     """
 
     heads: Annotated[Any, typer.Option(parser=numbers, metavar="N,N,...", help="Numbers of heads to compare.")] = (
@@ -75,14 +76,18 @@ class SpaceFlags:
     layers: Annotated[int | None, typer.Option(min=1, help="Number of layers. Default: derived from --params.")] = None
 
     def space(self) -> Space:
-        """Return the head settings to compare, with the width of the models, as `hw.Space`."""
+        """Return the head settings to compare as `hw.Space`: the numbers of heads, head dimensions and numbers of
+        key/value heads to combine, the width of the models, and the number of tensor-parallel ranks that must be able
+        to share the heads equally.
+        """
         return Space(self.embed_dim, self.heads, self.head_dim, self.kv_heads, self.tensor_parallel)
 
 
 @dataclass(frozen=True)
 class BudgetFlags:
-    """Command-line options of `headwise study` that limit its work: time limit, tokens of each training, and the
-    numbers of learning rates and seeds. The method `limits` converts them to `hw.StudyBudget`.
+    """Command-line options of `headwise study` that limit its work: the time, the number of tokens in each training,
+    the number of learning rates tried for each head setting, and the number of final trainings (seeds) of each setting.
+    The method `limits` converts them to `hw.StudyBudget`.
     """
 
     budget: Annotated[
@@ -125,8 +130,9 @@ def study(
     device: Annotated[str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1. Default: cpu.")] = None,
     force: Force = False,
 ) -> None:
-    """Find out how many heads suit your data. Trains small models of equal size with different heads, prints a table
-    that compares their losses, and saves it with the models in --out.
+    """Find out how many heads suit your data. Trains small models of equal size that differ in the number, dimension
+    and sharing of their heads. Prints a table that compares the models' losses, and saves the table and the models in
+    --out.
     """
     quiet_libraries()
     result = study_texts(

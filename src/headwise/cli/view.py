@@ -31,8 +31,9 @@ def view(
         bool, typer.Option("--truncate", help="Cut a text that is longer than the model's limit.")
     ] = False,
 ) -> None:
-    """Show what every head does with a text. Prints the role, the mean statistics and the strongest links between words
-    of each head; with --html, also writes an interactive page.
+    """Show what every head does with a text. Prints each head's role (what the head mostly attends to), its attention
+    statistics averaged over the text, and its strongest attention from one word to another. With --html, also writes an
+    interactive page.
     """
     content = _read_text(text)
     _require_writable(html)

@@ -17,9 +17,9 @@ POSITIONAL = ""
 
 
 def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield each batch of a data set as a dictionary of the model's arguments by name.
-
-    A batch that is a tensor instead of a mapping is a positional argument; its name is the empty string.
+    """Yield each batch of a data set as a dictionary of the model's arguments by name. A batch that is a tensor instead
+    of a mapping becomes a dictionary with one entry, whose key is the empty string: the model's first positional
+    argument.
 
     Raises:
         InputError: the data set cannot be iterated, or a batch is neither a tensor nor a mapping that contains tensors.
@@ -43,8 +43,9 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Run the model on a batch of named arguments as `iterate_batches` yields them, whose tensors are already on the
-    model's device, and return the model's output.
+    """Run the model on a batch, a dictionary of arguments by name as `iterate_batches` yields it, and return the
+    model's output. The value of the empty name is passed as the first positional argument. All tensors must already be
+    on the model's device.
     """
     arguments = dict(batch)
     return model(arguments.pop(POSITIONAL), **arguments) if POSITIONAL in arguments else model(**arguments)
@@ -52,7 +53,7 @@ def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
 
 def count_sequences_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of sequences in a batch, and the number of tokens in all of them. Padding is not counted if the
-    batch has an attention mask.
+    batch has an attention mask of shape `(sequences, tokens)`.
     """
     mask = batch.get("attention_mask")
     first_tensor = next(value for value in batch.values() if isinstance(value, Tensor))
@@ -76,7 +77,7 @@ def digest_of(parts: Iterable[Any]) -> str:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's first parameter; the CPU if it has none."""
+    """Return the device of the model's first parameter, or the CPU if the model has no parameters."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 

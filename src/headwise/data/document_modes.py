@@ -15,7 +15,6 @@ class TokenizedDocument(NamedTuple):
 
 def whole(documents: Iterable[TokenizedDocument], room: int, separator: int | None) -> Iterator[list[int]]:
     """Yield each document's token ids as one sequence; raise `InputError` for a document with more than `room` tokens.
-
     `separator` is not used.
     """
     for ids, location in documents:
@@ -36,20 +35,17 @@ def truncate(documents: Iterable[TokenizedDocument], room: int, separator: int |
 
 
 def cut(documents: Iterable[TokenizedDocument], room: int, separator: int | None) -> Iterator[list[int]]:
-    """Cut each document into consecutive sequences of `room` token ids, the last of which may be shorter, and yield the
-    sequences.
-
-    `separator` is not used.
+    """Cut the token ids of each document into consecutive sequences of `room` ids, and yield the sequences. The last
+    one of a document may be shorter. `separator` is not used.
     """
     for ids, _ in documents:
         yield from (ids[start : start + room] for start in range(0, len(ids), room))
 
 
 def pack(documents: Iterable[TokenizedDocument], room: int, separator: int | None) -> Iterator[list[int]]:
-    """Join the token ids of all documents, with the separator token (if any) between them, and yield consecutive
-    sequences of exactly `room` token ids.
-
-    The remainder at the end is dropped, except when it is the only sequence.
+    """Join the token ids of all documents, with the token id `separator` (if it is not None) between documents, and
+    yield consecutive sequences of exactly `room` ids. The shorter remainder at the end is dropped, except when it is
+    the only sequence.
     """
     remainder: list[int] = []
     has_yielded = False

@@ -34,7 +34,9 @@ def documents_in_memory(items: Iterable[Any], column: str) -> Iterator[Document]
 
 
 def read_documents(source: str | Path, column: str, types: ColumnTypes = (str,)) -> Iterator[Document]:
-    """Yield the documents of a file, or of every file in a folder in the order of their names.
+    """Yield the documents of the file `source`, or of all files below the folder `source` that are not hidden, sorted
+    by path. Each row of a Parquet file and each line of a JSON lines file is a document, with the text in `column` as a
+    value of one of the Python types `types`. Any other file is one document.
 
     Args:
         source: the file or folder.
@@ -53,11 +55,11 @@ def read_documents(source: str | Path, column: str, types: ColumnTypes = (str,))
 
 
 def list_files(source: str | Path) -> list[Path]:
-    """Return the files of a data source: the file itself, or all files below a folder that are not hidden, sorted by
-    path.
+    """Return the files of a data source: the file `source` itself, or all files below the folder `source`, sorted by
+    path. Files and subfolders whose name starts with a dot are left out.
 
     Raises:
-        InputError: the folder has no such file.
+        InputError: the folder has no file that is not hidden.
     """
     path = Path(source)
     if "\0" in str(path):
@@ -95,8 +97,9 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _read_file(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield the documents of one file, in the format that its suffix names: Parquet, JSON lines, or for any other
-    suffix plain text, which is one document.
+    """Yield the documents of one file, whose suffix determines the format. Parquet has one document per row and JSON
+    lines one per line, with the text in `column` as a value of one of the Python types `types`. Any other file is one
+    document of plain text.
     """
     if file.suffix == ".parquet":
         yield from _read_parquet(file, column, types)
@@ -107,7 +110,9 @@ def _read_file(file: Path, column: str, types: ColumnTypes) -> Iterator[Document
 
 
 def _read_json_lines(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield one document for each line of a JSON lines file, with its text from `column`; blank lines are skipped."""
+    """Yield one document for each line of a JSON lines file; blank lines are skipped. Each line is an object that has
+    the text in `column`, as a value of one of the Python types `types`.
+    """
     with file.open("rb") as lines:
         offset = 0
         for number, line in enumerate(lines, 1):
@@ -118,7 +123,9 @@ def _read_json_lines(file: Path, column: str, types: ColumnTypes) -> Iterator[Do
 
 
 def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield one document for each row of a Parquet file, with its text from `column`."""
+    """Yield one document for each row of a Parquet file. The text is in `column`, as a value of one of the Python types
+    `types`.
+    """
     pyarrow = require("pyarrow", purpose="reading parquet", extra="tables")
     parquet = require("pyarrow.parquet", purpose="reading parquet", extra="tables")
     try:
@@ -139,8 +146,8 @@ def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Docum
 
 
 def _decode(data: bytes, file: Path, offset: int) -> str:
-    """Decode bytes as UTF-8 text, with or without a byte-order mark; raise `InputError` for binary data or invalid
-    UTF-8.
+    """Decode `data`, the bytes of a file or of one line that starts at byte `offset` of the file, as UTF-8 text, with
+    or without a byte-order mark. Raise `InputError` for a null byte (a binary file) or invalid UTF-8.
 
     Args:
         data: the bytes of a file or of a line in it.
@@ -158,8 +165,8 @@ def _decode(data: bytes, file: Path, offset: int) -> str:
 
 
 def _parse_json(line: str, location: str) -> Any:
-    """Parse a line of JSON and return its value; raise `InputError` with the column of the error if the line is not
-    valid.
+    """Parse a line of JSON and return its value. Raise `InputError` if the line is not valid JSON, or has a number or a
+    depth of nesting beyond the limits of Python.
     """
     try:
         return json.loads(line)
@@ -170,8 +177,8 @@ def _parse_json(line: str, location: str) -> Any:
 
 
 def _document_of_row(row: Any, column: str, location: str, types: ColumnTypes = (str,)) -> Document:
-    """Return the document whose text is in `column` of a row; raise `InputError` if the row is not a mapping, lacks the
-    column, or has a value of another type there.
+    """Return the document whose text is the value in `column` of a row, converted to a string. Raise `InputError` if
+    the row is not a mapping, lacks the column, or has a value there that is not of one of the Python types `types`.
     """
     if not isinstance(row, Mapping):
         raise InputError("data", expected=f"an object with a column {column!r} in {location}", got=type(row).__name__)

@@ -28,7 +28,9 @@ class PackagedModel:
     hub: str
 
     def location(self) -> Path | None:
-        """Return the model's folder in the installed package without importing it; None if it is not installed."""
+        """Return the path of the model's folder inside the installed Python package, found without importing the
+        package; None if the package is not installed.
+        """
         spec = find_spec(self.package)
         if spec is None or not spec.submodule_search_locations:
             return None
@@ -68,7 +70,9 @@ AUTO_CLASSES = {None: "AutoModel", "causal": "AutoModelForCausalLM", "masked": "
 
 
 def load(name: str, lm_head: str | None = None) -> LoadedModel:
-    """Load the model and tokenizer called `name`: a key of `PACKAGED`, a Hugging Face folder, or a hub id.
+    """Load the model and tokenizer called `name`: a key of `PACKAGED` (a model inside a Python package, such as
+    "minilm"), a Hugging Face folder, or a hub id. The model returns logits if `lm_head` is "causal" or "masked" (the
+    kind of its language-model head), and hidden states if `lm_head` is None.
 
     Args:
         name: the model's name.
@@ -95,7 +99,8 @@ def load(name: str, lm_head: str | None = None) -> LoadedModel:
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load the tokenizer of the model called `name`: a key of `PACKAGED`, a Hugging Face folder, or a hub id.
+    """Load the tokenizer of the model called `name`: a key of `PACKAGED` (a model inside a Python package, such as
+    "minilm"), a Hugging Face folder, or a hub id.
 
     Raises:
         InputError: nothing loadable has that name.
@@ -147,7 +152,9 @@ def _not_loadable(name: str, error: Exception) -> InputError:
 
 
 def _source(name: str) -> tuple[str, str, dict[str, str]]:
-    """Return a model's title, the folder or hub id to load it from, and further options for `from_pretrained`."""
+    """Return a model's title for display, the folder or hub id to load the model from, and further options for
+    `from_pretrained`: the name of the GGUF file if the model is stored in one, otherwise none.
+    """
     if name in PACKAGED:
         packaged = PACKAGED[name]
         title, folder = packaged.hub.split("/")[-1], packaged.location()
@@ -182,6 +189,8 @@ def _require_on_hub(name: str) -> None:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return the first sentence of an exception's message without colour codes; its type if there is no message."""
+    """Return the first sentence of an exception's message, without terminal colour codes. If the message is empty,
+    return the name of the exception's type.
+    """
     text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
     return text.split(". ")[0].rstrip(".") or type(error).__name__

@@ -28,8 +28,8 @@ def random_repeats(
     avoid: Collection[int] = (),
     seed: int = 0,
 ) -> Int[Tensor, "samples length"]:
-    """Draw sequences of random token ids. Each sequence consists of `tokens` distinct ids, as one series that occurs
-    `times` times in a row.
+    """Draw `samples` sequences of random token ids, from 0 to `vocabulary - 1` without those in `avoid`. In each
+    sequence, a series of `tokens` distinct ids occurs `times` times in a row.
 
     Args:
         vocabulary: ids are drawn from 0 up to and without this number.
@@ -59,8 +59,9 @@ def random_repeats(
 
 
 def repeats_for_model(model: nn.Module, avoid: Collection[int], tokenizer: Any = None) -> Int[Tensor, "samples length"]:
-    """Draw sequences of random token ids from a model's vocabulary, in which a series of distinct tokens occurs several
-    times in a row, and put the tokenizer's special tokens around each sequence.
+    """Draw 10 sequences of random token ids from a model's vocabulary, without the ids in `avoid`. In each sequence, a
+    series of 25 distinct ids occurs 4 times in a row. Special tokens of the tokenizer (none if `tokenizer` is None) are
+    added at the start and end of each sequence.
 
     Args:
         model: a model with `get_input_embeddings()`, which determines the vocabulary.

@@ -76,10 +76,9 @@ class Texts:
                 raise InputError(name, expected="a number of at least 1", got=number)
 
     def within(self, model: nn.Module) -> "Texts":
-        """Return these texts with a limit of tokens per sequence (`context`) that the model accepts; raise `InputError`
-        if an explicit `context` exceeds the model's limit.
-
-        If `context` is not set, it becomes the limit of model and tokenizer, at most 2048.
+        """Return these texts with `context`, the largest number of tokens per sequence, set or checked for a model. If
+        `context` is None, it becomes 2048, or the limit of the model and its tokenizer if that limit is smaller. A
+        `context` above the limit of the model and its tokenizer raises `InputError`.
 
         Raises:
             InputError: `context` is set and exceeds the model's limit.
@@ -148,7 +147,7 @@ class Texts:
         return (document for document in read(source, self.column) if document.text.strip())
 
     def _tokenized_documents(self) -> Iterator[TokenizedDocument]:
-        """Yield the token ids of each document without special tokens, except documents without any token."""
+        """Yield the token ids of each document, without special tokens. Documents that have no tokens are left out."""
         remaining = self._documents()
         while documents := list(islice(remaining, DOCUMENTS_PER_CALL)):
             for document in documents:

@@ -16,7 +16,8 @@ NO_LIMIT = 10**9
 
 @dataclass(frozen=True)
 class Word:
-    """A word of a tokenized text, ready for display.
+    """A word of a tokenized text, for display: its characters on one line, a flag for special tokens such as `[CLS]`,
+    and a flag for words (other than special tokens) with at least one letter or digit.
 
     Attributes:
         text: the word on one line, with visible blanks and control characters.
@@ -107,7 +108,9 @@ def text_model(model: Any) -> nn.Module:
 
 
 def max_input_tokens(model: Any, tokenizer: Any) -> int | None:
-    """Return the largest number of tokens that a model and its tokenizer accept; None if there is no limit."""
+    """Return the largest number of tokens that a model and its tokenizer both accept: the smaller of their two limits,
+    or the only limit if one of them has none. Return None if neither has a limit.
+    """
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if positions is not None:
         for module in model.modules():
@@ -121,7 +124,9 @@ def max_input_tokens(model: Any, tokenizer: Any) -> int | None:
 
 
 def _input_embeddings(model: Any) -> Any:
-    """Return the module that embeds a model's token ids; None if the model has no usable `get_input_embeddings`."""
+    """Return the module that embeds a model's token ids; None if the model has no method `get_input_embeddings`, or one
+    that raises `NotImplementedError`.
+    """
     try:
         return model.get_input_embeddings()
     except (AttributeError, NotImplementedError):  # of a plain module, and of some of `transformers`
@@ -139,8 +144,8 @@ def _check_text(text: Any) -> None:
 
 
 def _check_ids(ids: list[int], limit: int | None, vocabulary: int | None) -> None:
-    """Raise an `InputError` if there are no token ids, more of them than `limit`, or ids outside a vocabulary of this
-    size. None turns off a check.
+    """Raise an `InputError` if `ids` is empty, contains more than `limit` token ids, or contains an id of `vocabulary`
+    (the size of the model's vocabulary) or above. If `limit` or `vocabulary` is None, that check is skipped.
     """
     if not ids:
         raise InputError("text", expected="at least one token", got="a text that the tokenizer drops whole")
@@ -158,12 +163,12 @@ def _check_ids(ids: list[int], limit: int | None, vocabulary: int | None) -> Non
 def _group_into_words(
     text: str, tokens: list[str], pieces: list[int | None], spans: list[list[int]], is_special: list[bool]
 ) -> tuple[tuple[Word, ...], Int[Tensor, " tokens"]]:
-    """Group tokens into words by their character spans and by the tokenizer's own split of the text into pieces; return
-    the words, and the index of the word of each token.
+    """Group tokens into words for display, and return the words and the index of each token's word. Two successive
+    tokens belong to one word if they touch in the text (`spans`, the start and end of each token) without a blank, and
+    come from the same piece of the text (`pieces`, the tokenizer's own split). A special token is a word of its own.
 
-    A special token is a word of its own. Another token continues the previous word if the tokenizer split both from one
-    piece and they touch without a blank; a wide character (Chinese, for example) starts a word. Spans and pieces are
-    both needed: some tokenizers treat a whole text as one piece, others include the blank in the token.
+    A wide character (Chinese, for example) starts a word. Spans and pieces are both needed: some tokenizers treat a
+    whole text as one piece, others include the blank in the token.
 
     Args:
         text: the tokenized text.
@@ -211,8 +216,8 @@ def _tokens_as_words(
 
 
 def _displayed_word(characters: str) -> Word:
-    """Return a `Word` for display from its characters in the text: on one line, with visible blanks and control
-    characters.
+    """Return a `Word` for display from the characters of a word. Blanks at its ends are removed, and inner ones become
+    single spaces. A word of spaces alone becomes `␣`, and control characters are written as escapes.
     """
     shown = " ".join(characters.split()) or characters.replace(" ", "") or "␣"
     shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)

@@ -60,7 +60,9 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         self._last_checkpoint = time.monotonic()
 
     def claim_folder(self, *, force: bool) -> None:
-        """Create the output folder, and check that it holds no run with other settings; `force` deletes any run in it.
+        """Create the output folder. If it contains a run with other settings, raise `InputError`; a run with the same
+        settings stays and can be resumed. With `force`, skip this check and delete the checkpoints and the table of any
+        run in the folder.
 
         Args:
             force: delete the checkpoints and the table of a run in the folder instead of checking them.
@@ -95,8 +97,8 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return self._progress_type() if path is None or not path.exists() else self._read_checkpoint(path)
 
     def save_progress(self, progress: ProgressT, *, now: bool = False) -> None:
-        """Write a partial result to this process's checkpoint file, if its last checkpoint is at least 5 seconds old or
-        `now` is set.
+        """Write a partial result to this process's checkpoint file, if `now` is True or at least 5 seconds have passed
+        since this process wrote its previous checkpoint (or started the run).
 
         Args:
             progress: the partial result.
@@ -135,8 +137,9 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return not has_checkpoints and bool(settings) and _first_difference(settings, self.settings) is None
 
     def _saved_settings(self) -> dict[str, Any]:
-        """Return the values of this run's settings in the metadata of the table in the folder; empty if there is no
-        readable table.
+        """Return a dictionary from the name of each setting of this run to the setting's value in the metadata of the
+        table in the folder, or None if it is missing there. The dictionary is empty if the folder has no readable
+        table.
         """
         if self.folder is None:
             return {}
@@ -175,7 +178,9 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
 
 
 def _first_difference(saved: Any, current: Any, name: str = "") -> str | None:
-    """Return the dotted name of the first setting whose saved value differs from the current one; None if none does."""
+    """Compare `saved` and `current`, which are two values of the setting called `name` or, if `name` is empty, mappings
+    of all settings. Return the dotted name of the first setting that differs, or None if all are equal.
+    """
     if isinstance(saved, dict) and isinstance(current, Mapping):
         for key in [*current, *(key for key in saved if key not in current)]:
             difference = _first_difference(saved.get(key), current.get(key), f"{name}.{key}" if name else key)

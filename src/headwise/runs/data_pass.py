@@ -46,8 +46,8 @@ class PassProgress:
         return cls(**fields)
 
     def count_batch(self, batch: Mapping[str, Any]) -> None:
-        """Add a batch, its sequences and tokens to the progress, and its content to the hash. Batches of all processes
-        are added.
+        """Add one batch to the progress: to the numbers of batches, sequences and tokens, and to the hash of their
+        content. Every process counts all batches of the data set, including those that other processes run.
         """
         sequences, tokens = count_sequences_and_tokens(batch)
         self.batches += 1
@@ -88,16 +88,16 @@ class SiteProgress(PassProgress):
 
 
 def _record_to_dict(record: SiteRecord) -> dict[str, Any]:
-    """Return the record of an attention site (the heads of a module, self or cross, and their statistics) as plain
-    containers and tensors, which load without running code.
+    """Return the record of an attention site (a module in self- or cross-attention, its numbers of heads and their
+    statistics) as plain containers and tensors, which load without running code.
     """
     statistics = {name: vars(moments) for name, moments in record.statistics.items()}
     return vars(record) | {"site": tuple(record.site), "statistics": statistics}
 
 
 def _record_from_dict(plain: Mapping[str, Any]) -> SiteRecord:
-    """Restore the record of an attention site (the heads of a module, self or cross, and their statistics) from the
-    plain containers and tensors of a checkpoint.
+    """Restore the record of an attention site (a module in self- or cross-attention, its numbers of heads and their
+    statistics) from the plain containers and tensors of a checkpoint.
     """
     statistics = {name: RunningMoments(**moments) for name, moments in plain["statistics"].items()}
     return SiteRecord(**{**plain, "site": Site(*plain["site"]), "statistics": statistics})
@@ -115,8 +115,10 @@ def run_pass(
     *,
     shown: bool,
 ) -> None:
-    """Iterate over all batches of a data set, and call `process_batch` on those of this process's share that its
-    checkpoint does not include. Check that the data is the same as before the run was stopped, and write checkpoints.
+    """Iterate over all batches of a data set, count each in `progress`, and save `progress` to checkpoints. Call
+    `process_batch` on this process's share of the batches, except those already done before the run was stopped
+    (counted in `resumed`, the progress loaded from the checkpoint). Raise `InputError` if the data has changed since
+    then.
 
     Process `rank` of `n` processes batches rank, rank + n, rank + 2 n, ... Checkpoints are written between batches.
 
@@ -155,8 +157,8 @@ def run_pass(
 
 
 def require_same_data(finished: TableT, dataset: Texts | Iterable[Any], run: CheckpointedRun[Any, TableT]) -> TableT:
-    """Return `finished`, the table of a finished run, after checking that the data set has the same content as the data
-    that the table was measured on.
+    """Return `finished`, the table of a finished run, if the data set has the same content as the data that the table
+    was measured on; otherwise raise `InputError`. All batches of the data set are read for this comparison.
 
     Raises:
         InputError: the data set differs.

@@ -82,7 +82,8 @@ class LocalProcess(NamedTuple):
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """Return the device after checking that torch can create a tensor on it.
+    """Return `device` as a `torch.device` after creating an empty tensor on it; raise `InputError` if torch cannot
+    create a tensor there.
 
     Raises:
         InputError: torch cannot use the device.
@@ -96,8 +97,8 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 @contextmanager
 def process_group() -> Iterator[LocalProcess]:
-    """Join the process group of torchrun while the context is active, if there is one; yield whether this process is
-    the first, and its rank on this machine.
+    """Join the process group of torchrun while the context is active, and yield a `LocalProcess`: whether this process
+    has rank 0, and its rank among the processes on this machine. A process that runs alone joins no group.
     """
     world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if world_size == 1:

@@ -15,8 +15,9 @@ SAMPLED_WEIGHTS = 64
 
 
 def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **settings: Any) -> dict[str, Any]:
-    """Collect the settings that determine a run's numbers, as JSON-compatible values: model, data options, package
-    versions and arguments. A stopped run resumes only with equal settings.
+    """Collect the settings that determine a run's numbers, as JSON-compatible values: the model with a hash of its
+    weights, the data options of `texts`, the versions of packages, and the run's other arguments (`settings`). A
+    stopped run resumes only with equal settings.
 
     Args:
         model: the model; a digest of samples of its weights identifies it.
@@ -45,8 +46,8 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
 
 
 def _weights_digest(model: nn.Module) -> str:
-    """Return a hash of a model's weights, computed from the names of all parameters and buffers and from samples of
-    their values.
+    """Return a hash of a model's weights, computed from the names of all entries of its `state_dict` (parameters and
+    saved buffers) and from samples of the entries' values.
     """
     return digest_of(
         part

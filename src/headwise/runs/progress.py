@@ -15,9 +15,9 @@ RATE_MINUTES = 10
 
 @contextmanager
 def progress_bar(title: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Callable[[int, bool], None]]:
-    """Show a progress bar while the context is open, and yield the function `advance(units, resumed)` that moves it.
-
-    `resumed` is True for units that an earlier, stopped run has done; they do not count towards the rate.
+    """Show a progress bar while the context is open, and yield a function `advance(units, resumed)` that moves the bar
+    by `units`. `resumed` is True for units that an earlier, stopped run has done; they do not count towards the
+    displayed rate. If `shown` is False, there is no bar, and `advance` does nothing.
 
     Args:
         title: label of the bar.

@@ -23,7 +23,9 @@ class MeanEstimate(NamedTuple):
 
     @staticmethod
     def of(values: Iterable[float]) -> "MeanEstimate":
-        """Return the mean, its standard error and the number of those values that are not NaN."""
+        """Return the mean of the values that are not NaN, the standard error of this mean, and the number of these
+        values.
+        """
         valid = [value for value in values if not math.isnan(value)]
         if not valid:
             return NO_ESTIMATE

@@ -84,7 +84,9 @@ class Table(Generic[RowT]):
         )
 
     def save(self, folder: str | Path, *, force: bool = False) -> None:
-        """Write the table and its metadata to `NAME.parquet` in a folder, which is created if necessary.
+        """Write the table and its metadata to a Parquet file in a folder; the folder is created if it does not exist.
+        The class attribute `NAME` determines the file's name, such as `profile.parquet` for profiles. If the file
+        exists, it is replaced with `force=True`; otherwise `InputError` is raised.
 
         Each statistic becomes three columns: its mean, its standard error (`_sem`) and its sample size (`_n`).
 
@@ -198,7 +200,8 @@ class HeadTable(Table[HeadRowT]):
         raise InputError("head", expected=f"a (layer, head) of this {self.NAME}", got=(layer, head))
 
     def plot(self, statistic: str | None = None) -> "Figure":
-        """Return a matplotlib heatmap of one statistic's mean for every head: layers down, heads across.
+        """Return a matplotlib heatmap of the mean of one statistic for every head, with layers down and heads across.
+        `statistic` is the name of the statistic; None selects the table's first statistic.
 
         Args:
             statistic: its name; the first one by default.

@@ -33,8 +33,9 @@ def print_profile(profile: Profile, console: Console) -> None:
 
 
 def print_comparison(comparison: Comparison, console: Console, statistics: Collection[str], top: int) -> None:
-    """Print the `top` largest differences between two profiles, sorted by size in standard errors, as a table with one
-    row per head and statistic. Then print the number of heads whose role differs.
+    """Print a table of the `top` largest differences between two profiles, sorted by absolute size in standard errors,
+    with one row per head and statistic. Only the statistics named in `statistics` are compared, or all if it is empty.
+    Then print the number of heads whose role differs.
 
     Args:
         comparison: two profiles of the same heads.

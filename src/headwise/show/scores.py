@@ -64,8 +64,9 @@ def print_scores(table: Table[Any], console: Console, statistic: str, top: int) 
 
 
 def errors(measured: MeanEstimate) -> float:
-    """Return a mean divided by its standard error: its distance from zero in standard errors. It is NaN if the mean or
-    its error is unknown. If the error is 0, it is 0 for a mean of 0, otherwise infinite with the sign of the mean.
+    """Return a mean divided by its standard error: the distance of the mean from zero in standard errors. The result is
+    NaN if the mean or the standard error is NaN. For a standard error of 0, the result is 0 if the mean is 0, otherwise
+    infinite with the sign of the mean.
     """
     if measured.sem == 0.0:
         return math.copysign(math.inf, measured.value) if measured.value else 0.0

@@ -26,8 +26,8 @@ COLUMNS = {
 
 def print_study(study: Study, console: Console) -> None:
     """Print the results of a study: a table of its head settings with the Pareto frontier marked, the invalid settings
-    that were left out, warnings about settings with fewer than 3 learning rates or with missing seeds, and the
-    recommendation.
+    that were left out, and the recommendation. Warnings name the settings for which the fewest learning rates were
+    tried, if fewer than 3, and the settings with missing seeds.
     """
     metadata = study.metadata
     seeds = max((row.statistics["loss"].n for row in study.rows), default=0)

@@ -31,8 +31,8 @@ SHADES = " ·░▒▓█"
 
 
 def make_console() -> Console:
-    """Return a rich console on standard output. If this is not a terminal, the console is 140 columns wide, so that
-    tables fit.
+    """Return a rich console on standard output. If standard output is not a terminal, the console is 140 columns wide,
+    so that tables fit.
     """
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
@@ -59,7 +59,8 @@ def print_view(view: View, console: Console, *, detail: bool = False) -> None:
 
 def link_text(view: View, head: HeadView) -> str:
     """Return up to three of a head's strongest links as text. A link is the attention of one word to another, written
-    `tea → coffee 0.14`, or `coffee ↔ tea 0.32/0.17` if both words attend to each other.
+    `tea → coffee 0.14`, or `coffee ↔ tea 0.32/0.17` with both weights if each of the two words attends most to the
+    other.
     """
     texts = []
     for link in view.strongest_links(head, LINKS):
@@ -84,8 +85,8 @@ def _heads(count: int) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Return the first 300 characters of a text on one line, without control characters; a longer text ends with an
-    ellipsis.
+    """Return a text on one line of at most 300 characters. Control characters and runs of blanks become single spaces,
+    and the end of a longer text is replaced by an ellipsis.
     """
     line = "".join(character if character.isprintable() else " " for character in text[: 2 * MAX_TITLE])
     line = " ".join(line.split())
