@@ -30,7 +30,9 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def why_not(problem: Problem) -> str | None:
-    """Return the reason that torch's kernels cannot compute a problem, in one sentence; None if they can."""
+    """Return one sentence that says why torch's attention kernels cannot compute an attention problem (tensors, mask
+    and options of one call); None if they can.
+    """
     if problem.softcap is not None:
         return "torch's fused operators have no softcap"
     if problem.talking is not None:
@@ -44,8 +46,8 @@ def why_not(problem: Problem) -> str | None:
 
 
 def run(problem: Problem) -> Answer:
-    """Compute attention with torch's kernels, or with the reference backend if the problem asks for the weights. The
-    problem's gate is not applied. `why_not` must have returned None for the problem.
+    """Compute attention with torch's attention kernels, or with the reference backend if the call is to return the
+    weights. The gate (a factor of the output) is not applied. `why_not` must have returned None for the problem.
     """
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that kernels avoid
@@ -81,9 +83,9 @@ def run(problem: Problem) -> Answer:
 def _without_lse(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, dropout: float
 ) -> Float[Tensor, "batch heads queries width"]:
-    """Return the output of torch's `scaled_dot_product_attention`, for callers that need no log-sum-exp. A single query
-    row in bfloat16 on CPU is passed twice, which is faster. In an exported model, rows without a visible key are set to
-    0.
+    """Return the output of torch's `scaled_dot_product_attention`, for callers that need no log-sum-exp. If there is a
+    single query row, in bfloat16 on CPU, it is passed twice, which is faster. In an exported model, the output of rows
+    without a visible key is set to 0.
     """
     if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return _without_lse(q.repeat(1, 1, 2, 1), k, v, attn_mask, False, scale, dropout)[:, :, :1]
@@ -118,8 +120,8 @@ def _with_lse(
 
 
 def uses_is_causal(problem: Problem) -> bool:
-    """Return True if torch's flag `is_causal` can replace the mask: the mask is causal, there is no bias, there are as
-    many queries as keys, and the scale is a tensor or positive in float32.
+    """Return True if torch's flag `is_causal` can replace the mask. The mask must be causal, there must be no bias and
+    as many queries as keys, and the scale must be a tensor or a number that is positive in float32.
 
     The flag aligns the first query with the first key, which is the same only then. On CPU the kernel multiplies scores
     by the scale after it has set hidden ones to -inf, so a scale that is not positive in float32 would give NaN.
@@ -130,13 +132,16 @@ def uses_is_causal(problem: Problem) -> bool:
 
 
 def keeps_matrix(problem: Problem) -> bool:
-    """Return True if torch computes the whole matrix on CPU: with dropout, or with a bias that needs a gradient."""
+    """Return True if torch, on CPU, computes the attention weights of all queries and keys as one matrix in memory. It
+    does so with dropout, or with a bias that needs a gradient.
+    """
     return problem.dropout > 0 or _bias_needs_grad(problem)
 
 
 def _needs_lse(problem: Problem) -> bool:
-    """Return True if the log-sum-exp must be computed: the caller asks for it, or the backend needs it to include sinks
-    in the output. Sinks need it on CPU, unless the model is exported or the bias needs a gradient.
+    """Return True if the log-sum-exp must be computed: because the caller asks for it, or because the backend uses it
+    to include attention sinks in the output. The backend does so on CPU, unless the model is being exported or the bias
+    needs a gradient.
     """
     sinks_from_lse = (
         problem.q.device.type == "cpu" and not torch.compiler.is_exporting() and not _bias_needs_grad(problem)
@@ -152,9 +157,9 @@ def _bias_needs_grad(problem: Problem) -> bool:
 def _with_sink_key(
     problem: Problem, k: Tensor, v: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Return keys, values, mask and causal flag for a problem with sinks, which become one additional key of zeros with
-    value 0. The mask becomes a float tensor to add to the scores; it contains each head's sink logit at the additional
-    key. The flag is False.
+    """Return keys, values, mask and causal flag for a problem with attention sinks. The sinks become one additional key
+    and value, both of zeros. The mask becomes a float tensor to add to the scores, with each head's sink logit at the
+    additional key. The flag is False.
     """
     assert problem.sinks is not None
     dtype, grid = k.dtype if k.device.type != "cpu" else problem.score_dtype, problem.grid
@@ -239,8 +244,8 @@ class _FlashWithLseBackward(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k and v, given those of the output and the log-sum-exp. The latter is passed to
-        torch's operator as one additional feature of the tensors.
+        """Return the gradients of q, k and v, given those of the output and the log-sum-exp. The gradient of the
+        log-sum-exp is passed to torch's operator as one additional feature of `out`.
         """
         width = q.shape[-1]
         if grad_out is None:
@@ -266,8 +271,8 @@ class _FlashWithLseBackward(torch.autograd.Function):
 def _attn_mask(
     problem: Problem,
 ) -> tuple[Bool[Tensor, "#batch #heads queries keys"] | Float[Tensor, "#batch #heads #queries #keys"] | None, bool]:
-    """Return mask and bias in the form of torch's attention: one tensor `attn_mask` or None, and the flag `is_causal`.
-    The tensor is boolean without a bias; with one it is the bias, -inf at hidden keys.
+    """Return mask and bias as the arguments `attn_mask` (a tensor or None) and `is_causal` of torch's attention. The
+    tensor is boolean if there is no bias. Otherwise it is the bias, with -inf at hidden keys.
     """
     mask, bias, grid = problem.mask, problem.bias, problem.grid
     if uses_is_causal(problem):
@@ -282,8 +287,9 @@ def _attn_mask(
 def _as_rows(
     q: Float[Tensor, "batch heads queries width"], kv_heads: int, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return q and the mask. For one query, the heads that share a key/value head become the rows of one head, so that
-    torch reads the keys once for the group. Otherwise both are returned unchanged.
+    """Return q and the mask. If there is one query and heads share key/value heads, q, and a mask that differs between
+    heads, are reshaped so that the query heads of a group become the rows of one head. Torch then reads the group's
+    keys only once. Otherwise both are returned unchanged.
     """
     batch, heads, queries, width = q.shape
     if queries != 1 or heads == kv_heads:
@@ -301,8 +307,9 @@ def _widen(tensor: Float[Tensor, "*axes have"], width: int) -> Float[Tensor, "*a
 
 
 def _empty_result(problem: Problem) -> Answer:
-    """Return the result for a problem with an axis of length 0, on which torch's operator would crash. The output is 0;
-    the log-sum-exp, if asked for, is each head's sink logit, or -inf without sinks.
+    """Return the result for an attention problem in which q, k or v has an axis of length 0 (such as no keys), on which
+    torch's operator would crash. The output is 0. The log-sum-exp, if asked for, is each head's sink logit, or -inf
+    without sinks.
 
     The zeros depend on q, k and v, so that these get gradients.
     """

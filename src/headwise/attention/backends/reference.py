@@ -24,13 +24,13 @@ name = "reference"
 
 
 def why_not(problem: Problem) -> str | None:
-    """Return None, since the reference can compute every problem."""
+    """Return None, since the reference backend can compute every attention problem."""
     return None
 
 
 def run(problem: Problem) -> Answer:
-    """Compute attention by its definition, with the whole matrix in memory. The problem's gate is not applied. The
-    result is differentiable in every tensor, any number of times.
+    """Compute attention by its definition, with all weights as one matrix in memory. The gate (a factor of the output)
+    is not applied. The result can be differentiated with respect to every tensor, any number of times.
     """
     scores = masked_scores(problem)
     weights = attention_weights(scores, problem.sinks)
@@ -47,8 +47,8 @@ def run(problem: Problem) -> Answer:
 
 
 def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, "batch heads rows keys"]:
-    """Return the scores of a range of query rows (by default all), with -inf where mask or bias hides a key.
-    Scale, softcap, talking heads and bias are applied. The dtype is float32 at least.
+    """Return the scores of the query rows in the range `rows` (by default all), with -inf where the mask or the bias
+    hides a key. Scale, softcap, talking heads and bias are applied. The dtype is float32 at least.
     """
     part = slice(None) if rows is None else slice(rows.start, rows.stop)
     dtype = problem.score_dtype
@@ -70,8 +70,8 @@ def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, 
 def log_sum_exp(
     scores: Float[Tensor, "batch heads rows keys"], sinks: Float[Tensor, "heads 1"] | None
 ) -> Float[Tensor, "batch heads rows"]:
-    """Return the log-sum-exp over the keys of each row's scores, with its head's sink logit included if there is one.
-    It is -inf in a row without a visible key or a sink.
+    """Return the log-sum-exp over the keys of each row's scores. If `sinks` are passed, the sink logit of the row's
+    head is included. The result is -inf in a row that has neither a visible key nor a sink.
     """
     lse = scores.logsumexp(-1)
     return lse if sinks is None else logaddexp(lse, sinks)
@@ -95,7 +95,9 @@ def with_sinks(
 def logaddexp(
     lse: Float[Tensor, "batch heads rows"], sinks: Float[Tensor, "heads 1"]
 ) -> Float[Tensor, "batch heads rows"]:
-    """Return `log(exp lse + exp sinks)` for each row; where both terms are -inf, the gradient is 0 instead of NaN."""
+    """Return `log(exp(lse) + exp(sinks))` for each row, with the sink logit of its head. Where both `lse` and the sink
+    logit are -inf, the gradient is 0 instead of NaN.
+    """
     neither = (lse == -torch.inf) & (sinks == -torch.inf)
     return torch.logaddexp(lse.masked_fill(neither, 0.0), sinks).masked_fill(neither, -torch.inf)
 

@@ -30,8 +30,9 @@ PARTIAL_SUMS = 64
 
 
 class CallOptions(NamedTuple):
-    """Options of one blockwise attention call: the blocks to compute, the dtype, scale and softcap of scores, dropout,
-    and the object that passes weights to an observer.
+    """Options of one blockwise attention call: the blocks of the score matrix to compute; the dtype, scale and softcap
+    of the scores; the dropout; and, if a function observes the call, the object that passes the attention weights to
+    that function.
 
     Attributes:
         plan: the blocks to compute.
@@ -61,9 +62,10 @@ class CallOptions(NamedTuple):
         pool: Pool,
         shifts: Float[Tensor, "batch heads queries 1"],
     ) -> BFloat16Scores | Float32Scores:
-        """Return the object that computes each tile's scores and their gradient, in bfloat16 or in the dtype of q. A
-        tile is a rectangle of the score matrix. In the forward pass the object writes to `shifts` the number that it
-        subtracts from each row's scores; in the backward pass it reads that number from there.
+        """Return the object that computes the scores of each tile (rectangle of the score matrix) and their gradient,
+        in bfloat16 or in the dtype of q. In the forward pass the object chooses one number for each query row,
+        subtracts it from the row's scores, and writes it to `shifts`. In the backward pass it reads the numbers from
+        `shifts`.
         """
         if self.bfloat16_scores:
             return BFloat16Scores(q, k, self.scale, self.plan, pool, shifts)
@@ -84,9 +86,9 @@ class CallOptions(NamedTuple):
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """Differentiable attention, computed one tile (rectangle of the score matrix) at a time, over the blocks that a
-    plan lists. It returns the output, the log-sum-exp of each row (None with bfloat16 scores), and two numbers of each
-    row for the backward pass.
+    """Differentiable attention over the blocks of the score matrix that a plan lists. One tile (one block, for some
+    sequences and heads) is computed at a time. Returns the output, the log-sum-exp of each row (None with bfloat16
+    scores), and two numbers of each row for the backward pass.
     """
 
     @staticmethod
@@ -98,8 +100,9 @@ class BlockwiseAttention(torch.autograd.Function):
         options: CallOptions,
     ) -> tuple[Tensor | None, ...]:
         """Return the output, the log-sum-exp of each row (None with bfloat16 scores), and two numbers of each row: its
-        shift and its sum. The shift is subtracted from the row's scores. The sum is that of 2^(score - shift) over the
-        row's keys.
+        shift and its sum. The shift is subtracted from the row's scores or, with bfloat16 scores, from the query's
+        products with the keys before the scale. The sum adds up 2 to the power of each shifted score, over the row's
+        keys.
         """
         out = _empty_rows(q, v.shape[-1], options.plan)
         shifts = q.new_zeros(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -134,7 +137,9 @@ class BlockwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        """Save the inputs, output, shifts and sums that the backward pass needs."""
+        """Save the inputs, the output and two numbers of each row (the shift of its scores and the sum of its
+        unnormalized weights) for the backward pass.
+        """
         q, k, v, bias, ctx.options = inputs
         out, _, shifts, sums = output
         ctx.save_for_backward(q, k, v, bias, out, shifts, sums)
@@ -173,7 +178,8 @@ class _BlockwiseBackward(torch.autograd.Function):
         bias_needs_grad: bool,
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v and the bias, given those of the output and the log-sum-exp. The gradient of
-        the bias is None if it is not needed. Each tile's weights are computed again.
+        the bias is None if it is not needed. The attention weights are not saved by the forward pass, so they are
+        computed again, one tile (rectangle of the score matrix) at a time.
         """
         upstream, delta = _divided_by_sums(grad_out, grad_lse, out, sums)
         grad_q = _empty_rows(q, q.shape[-1], options.plan)
@@ -214,8 +220,8 @@ def _empty_rows(
     like: Float[Tensor, "batch heads length _"], width: int, plan: BlockwisePlan
 ) -> Float[Tensor, "batch heads length {width}"]:
     """Return a tensor with the batch, heads and length of `like` and `width` features, to write results to. In memory
-    the heads of one position are adjacent, as output projections need them. It is filled with zeros if some query rows
-    are in no block of the plan; otherwise it is not initialized.
+    the heads of one position are adjacent, as output projections need them. The tensor is filled with zeros if `plan`
+    leaves out some query rows, to which no result is written; otherwise it is not initialized.
     """
     batch, heads, length, _ = like.shape
     covers_all = all(sum(len(block.rows) for block in group.blocks) == length for group in plan)
@@ -224,8 +230,9 @@ def _empty_rows(
 
 
 def _row_sums(powers: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
-    """Return the sum of each row over its columns, in float32 at least.
-    A row of bfloat16 is first added into `PARTIAL_SUMS` sums in bfloat16, since torch would copy all to float32.
+    """Return the sum of each row over its columns, in float32 at least. The columns of a bfloat16 row are first added,
+    in bfloat16, into `PARTIAL_SUMS` (64) partial sums, so that only these and fewer than 64 remaining columns are
+    converted to float32. Converting all columns would be slower.
     """
     if powers.dtype in (torch.float32, torch.float64):
         return powers.sum(-1, keepdim=True)
@@ -237,8 +244,9 @@ def _row_sums(powers: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv 
 def _log_sum_exp(
     shifts: Float[Tensor, "batch heads queries 1"], sums: Float[Tensor, "batch heads queries 1"]
 ) -> Float[Tensor, "batch heads queries"]:
-    """Return the log-sum-exp of each row in nats, from its shift and its sum of powers of 2 of shifted scores.
-    It is -inf in a row without a visible key, whose sum is infinite.
+    """Return the log-sum-exp of each row in nats: `(log2(sum) + shift) * ln 2`. Scores are divided by ln 2 here. A
+    row's shift is the number that was subtracted from its scores, and its sum adds up 2^(score - shift) over its keys.
+    An infinite sum marks a row without a visible key, for which the result is -inf.
     """
     lse = (sums.log2() + shifts) / LOG2_E
     return lse.masked_fill_(sums == torch.inf, -torch.inf)[..., 0]
@@ -292,7 +300,8 @@ def _add_products(
     scores: Float[Tensor, "kv stacked columns"],
 ) -> None:
     """Add the matrix product `rows^T scores`, a sum over the stacked query rows of a tile, to `total` in place, at the
-    columns of the tile's keys.
+    tile's keys, which are columns of `total`. For the gradient of v, for example, `rows` are gradients of the output
+    and `scores` are weights.
     """
     for keys, span in tile.spans(scores):
         columns = total[tile.sequences, tile.kv_heads, :, keys.start : keys.stop]

@@ -32,7 +32,9 @@ OBSERVED_ROWS = 256
 
 
 def why_not(problem: Problem) -> str | None:
-    """Return the reason that blockwise attention cannot compute a problem, in one sentence; None if it can."""
+    """Return one sentence that says why blockwise attention cannot compute an attention problem (tensors, mask and
+    options of one call); None if it can.
+    """
     if problem.talking is not None:
         return "blocks hold some heads at a time, and talking_heads mixes all"
     if not has_readable_values(problem.q):
@@ -47,8 +49,9 @@ def run(
     observer: Observer | None = None,
     call_context: CallContext | None = None,
 ) -> Answer:
-    """Compute attention in blocks of query rows; an observer, if passed, is called with the weights of each block. If
-    the problem asks for the weights, or has no query or no key, the reference backend computes the result instead.
+    """Compute attention in blocks of query rows, and call the observer, if one is passed, with the weights of each
+    block. The reference backend computes the result instead, without the observer, if the call is to return the
+    weights, or has no query or no key.
 
     Args:
         problem: the attention problem; `why_not` must have returned None for it.
@@ -94,7 +97,8 @@ def run(
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The blockwise backend with a fixed number of query rows in a block; pass it as `backend=` to `attend`.
+    """The blockwise backend, with the number of query rows in a block as its only option; pass it as `backend=` to
+    `attend`.
 
     Attributes:
         rows: query rows of each block, 1 or more; None chooses them from the mask and the sizes.
@@ -111,25 +115,30 @@ class Blockwise:
             whole_number("rows", self.rows, least=1)
 
     def why_not(self, problem: Problem) -> str | None:
-        """Return the reason that blockwise attention cannot compute a problem, in one sentence; None if it can."""
+        """Return one sentence that says why blockwise attention cannot compute an attention problem (tensors, mask and
+        options of one call); None if it can.
+        """
         return why_not(problem)
 
     def run(self, problem: Problem) -> Answer:
-        """Compute attention in blocks of `rows` query rows; if `rows` is None, mask and sizes decide the number."""
+        """Compute attention in blocks of `rows` query rows. If `rows` is None, the number is chosen from the mask and
+        the sizes.
+        """
         return run(problem, rows=self.rows)
 
 
 def plan_blocks(problem: Problem, rows: int | None = None, most_rows: int = MOST_ROWS) -> BlockwisePlan:
-    """Return the blocks of the score matrix that blockwise attention computes for a problem: those with a visible key,
-    of `rows` query rows each. If `rows` is None, the number is chosen from mask and sizes, up to `most_rows`.
+    """Return the blocks of the score matrix that blockwise attention computes for an attention problem. Each block has
+    `rows` query rows and the keys that at least one of these may attend to. If `rows` is None, the number is chosen
+    from the mask and the sizes, up to `most_rows`.
     """
     scores = scores_bf16 if uses_bfloat16_scores(problem) else scores_fp32
     return plan_of(problem.mask, problem.grid, scores.BLOCK_OVERHEAD, rows, most_rows)
 
 
 def uses_bfloat16_scores(problem: Problem) -> bool:
-    """Return True if blockwise attention computes the scores of a problem in bfloat16. For that q is in bfloat16, the
-    scale is one positive number, and softcap, bias, sinks, dropout and log-sum-exp are not used.
+    """Return True if blockwise attention computes the scores of an attention problem in bfloat16. It does if q is in
+    bfloat16, the scale is one positive number, and softcap, bias, sinks, dropout and log-sum-exp are not used.
     """
     needs_exact_scores = (
         problem.softcap is not None

@@ -24,8 +24,9 @@ CACHED_CELLS = 2**22
 
 @dataclass(frozen=True, eq=False)
 class CallContext:
-    """Tokens, special tokens and padding of one attention call. It caches data that follow from these and the mask,
-    such as visible keys, so that all layers of a model share them.
+    """Token ids, special tokens and padding of one attention call. All layers of a model share one such object. It
+    caches data that follow from the tokens and the mask, such as the visible keys, so that they are computed once for
+    all layers.
 
     Attributes:
         token_ids: token ids of the keys; None if unknown.
@@ -50,8 +51,9 @@ class CallContext:
         return torch.zeros_like(repeats).scatter(1, order, repeats)
 
     def visibility(self, tile: Tile, grid: Grid) -> TileVisibility:
-        """Return the visible keys, positions, padding and tokens of a tile (a rectangle of the score matrix) as a
-        `TileVisibility`. It is cached, for later layers too, if the mask depends on distance alone.
+        """Return the `TileVisibility` of a tile (a rectangle of the score matrix): its visible keys, positions, padding
+        and tokens. The object is cached for later layers only if the tile has a mask that depends on nothing but the
+        distance between query and key.
         """
         key = (tile.pattern, tile.block, tile.sequences.start, tile.sequences.stop)
         if tile.pattern is not None and key in self._visibilities:
@@ -66,9 +68,9 @@ class CallContext:
     def copy_cells(
         self, sequence: int, positions: range, block: PlannedBlock, shift: int
     ) -> tuple[Int[Tensor, " cells"], Int[Tensor, " ends"]]:
-        """Return the cells (pairs of query row and key column) of a score block whose key is `shift` tokens after an
-        earlier occurrence of the query row's token. The result has the flat indices of the cells, row by row, and the
-        number of cells before each row.
+        """Find the cells (pairs of query row and key column) in a block of one sequence's score matrix in which the key
+        is `shift` tokens after an earlier occurrence of the query's token. Return the flat indices of these cells, row
+        by row, and the number of these cells before each row, with their total at the end.
 
         Args:
             sequence: index of the sequence in the batch.
@@ -107,5 +109,7 @@ class CallContext:
 
 
 def _select(tile: Tile, tensor: Bool[Tensor, "batch length"] | None) -> Bool[Tensor, "sequences length"] | None:
-    """Return the rows of a tensor `(batch, length)` that belong to a tile's sequences; None if the tensor is None."""
+    """Return the rows of a tensor `(batch, length)` for the sequences in a tile (a rectangle of the score matrix for
+    some sequences and heads); None if the tensor is None.
+    """
     return None if tensor is None else tensor[tile.sequences]

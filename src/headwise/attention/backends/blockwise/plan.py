@@ -19,7 +19,8 @@ LEAST_ROWS, MOST_ROWS = 64, 512
 
 
 class KeyRange(NamedTuple):
-    """Range of adjacent key columns of a block of the score matrix, either masked or visible to all of its query rows.
+    """Range of adjacent key columns in a block of the score matrix. Its flag `masked` is True if at least one query row
+    of the block may not attend to some of these keys, and False if all rows may attend to all of them.
 
     Attributes:
         columns: indices of the keys.
@@ -31,8 +32,8 @@ class KeyRange(NamedTuple):
 
 
 class PlannedBlock(NamedTuple):
-    """Block of the score matrix to compute: a range of query rows, and in order the ranges of key columns to compute
-    for them. A key is included if at least one of the rows may attend to it.
+    """Block of the score matrix to compute: a range of query rows, and the ranges of key columns to compute for these
+    rows, in ascending order. The ranges include every key that at least one of the rows may attend to.
     """
 
     rows: range
@@ -40,7 +41,9 @@ class PlannedBlock(NamedTuple):
 
     @property
     def spans(self) -> list[range]:
-        """Ranges of the block's key columns, with adjacent `parts` joined; each range is one matrix product."""
+        """Ranges of the block's key columns, in which adjacent ranges of `parts` (masked and unmasked ones) are joined.
+        One matrix product can then compute all scores of a range.
+        """
         spans: list[range] = []
         for columns, _ in self.parts:
             if spans and spans[-1].stop == columns.start:
@@ -51,12 +54,13 @@ class PlannedBlock(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of key columns that the block includes, over all its ranges."""
+        """Number of key columns in the block, over all its ranges."""
         return sum(len(part.columns) for part in self.parts)
 
 
 class MaskGroup(NamedTuple):
-    """Adjacent sequences and adjacent heads that share one mask, with the blocks of that mask.
+    """Adjacent sequences and adjacent heads that share one mask, and the blocks of the score matrix to compute for
+    them.
 
     Attributes:
         sequences: indices of the sequences.
@@ -79,9 +83,9 @@ BlockwisePlan = tuple[MaskGroup, ...]
 def plan_of(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None = None, most_rows: int = MOST_ROWS
 ) -> BlockwisePlan:
-    """Return the cheapest list of score blocks to compute for a mask, as groups of sequences and heads with one mask.
-    Blocks are planned for all sequences together or for each one separately, and likewise for heads, whichever costs
-    less.
+    """Return the blocks of the score matrix to compute for a mask, grouped by the sequences and heads that share one
+    mask. Blocks are planned for all sequences together or for each one separately, and likewise for heads, whichever
+    costs less. The cost is the number of scores plus `overhead` for each block.
 
     Args:
         mask: the mask; None if it hides nothing.
@@ -109,8 +113,9 @@ def rows_of(mask: Mask | None, grid: Grid, overhead: int, tile_count: int) -> in
 
 
 def parts_of(mask: Mask | None, grid: Grid, rows: range, columns: range) -> list[KeyRange]:
-    """Return the ranges of key `columns` that the mask lets at least one of the query `rows` attend to. Each range is
-    marked as masked or as visible to all rows. Ranges that the mask allows in part are halved, down to 64 columns.
+    """Return the ranges of key `columns` that at least one of the query `rows` may attend to under the mask. A range
+    with both visible and hidden pairs of query and key is halved, down to 64 columns, and marked as masked if it still
+    has both. Ranges without a visible pair are left out.
     """
     if mask is None or not columns:
         return [KeyRange(columns, False)] if columns else []
@@ -138,8 +143,8 @@ def score_count(plan: BlockwisePlan) -> int:
 
 
 def reads_most_keys(plan: BlockwisePlan) -> bool:
-    """Return True if some block of a plan includes at least half of the keys. It is then worth copying keys and values
-    to a memory layout that is faster to read.
+    """Return True if some block of a plan includes at least half of the keys. Copying keys and values to a memory
+    layout that is faster to read then saves more time than it takes.
     """
     return any(2 * block.width >= group.grid.keys for group in plan for block in group.blocks)
 
@@ -150,9 +155,9 @@ def cost_of(plan: BlockwisePlan, overhead: int) -> int:
 
 
 def _separations(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
-    """Return the pairs of flags (plan each sequence separately, plan each head separately) with which `plan_of` tries
-    to plan a mask. A flag is True only where the masks of sequences, or of heads, differ; with explicit positions both
-    are False.
+    """Return the pairs of flags (plan each sequence separately, plan each head separately) that `plan_of` compares. A
+    flag is True only where the masks of the sequences, or of the heads, differ. Without a mask, or with positions
+    passed by the caller, the only pair is (False, False).
     """
     if mask is None or not grid.uses_default_positions:
         return [(False, False)]
@@ -170,8 +175,8 @@ def _plan(
     separate_sequences: bool,
     separate_heads: bool,
 ) -> BlockwisePlan:
-    """Return the plan of a mask in which sequences, heads, both or neither are planned separately, as the flags say.
-    Adjacent sequences or heads with equal masks form one group.
+    """Return the blocks to compute for a mask as a plan, which is a tuple of `MaskGroup`. The two flags say if
+    sequences, and if heads, are planned separately. Adjacent sequences or heads with equal masks form one group.
     """
     if mask is None:
         blocks = _blocks(None, grid, overhead, rows, most_rows, grid.batch * grid.heads)
@@ -198,8 +203,8 @@ def _runs(masks: list[Mask]) -> list[range]:
 def _blocks(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None, most_rows: int, tile_count: int
 ) -> tuple[PlannedBlock, ...]:
-    """Return the blocks of the score matrix under one mask, of `rows` query rows each, without those that have no
-    visible key. If `rows` is None, `rows_of` chooses the number, up to `most_rows`.
+    """Return the blocks of the score matrix to compute under one mask, of `rows` query rows each. Blocks without a
+    visible key are left out. If `rows` is None, `rows_of` chooses the number, up to `most_rows`.
     """
     rows = min(rows_of(mask, grid, overhead, tile_count), most_rows) if rows is None else rows
     row_ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))

@@ -22,9 +22,9 @@ from headwise.shapes import Float
 
 @dataclass(frozen=True, eq=False)
 class RowBlock:
-    """Attention weights of some query rows of some heads over the keys of one tile (rectangle of the score matrix),
-    with statistics of each row. Weights are stored as powers of 2 and one divisor for each row. Keys outside of the
-    tile have weight 0.
+    """Attention weights of some query rows of some heads for the keys of one tile (rectangle of the score matrix), with
+    statistics of each row. A weight is stored unnormalized, as the number `2^(score - shift)` in `powers`. Dividing it
+    by the row's `normalizer` gives the weight. Keys outside of the tile have weight 0.
 
     Attributes:
         tile: the rows, sequences, heads and keys.
@@ -65,8 +65,8 @@ class RowBlock:
         return self.tile.sequences, self.tile.heads
 
     def with_call_context(self, call_context: CallContext) -> "RowBlock":
-        """Return this block with the same weights and another call context, that is, other tokens, special tokens or
-        padding. Its visible keys are those of the new context.
+        """Return this block with the same weights and another call context (token ids, special tokens and padding of
+        the call). Padding and key features are then those of the new context.
         """
         if call_context is self.call_context:
             return self
@@ -82,12 +82,14 @@ class RowBlock:
 
     @cached_property
     def weight_per_power(self) -> Float[Tensor, "batch heads rows"]:
-        """Factor for each row that turns its stored powers of 2 into attention weights: 1 / `normalizer`."""
+        """Factor for each row that turns the unnormalized weights in `powers` into weights: 1 / `normalizer`."""
         return self._by_head(self.normalizer.reciprocal())
 
     @cached_property
     def weight_sum(self) -> Float[Tensor, "batch heads rows"]:
-        """Sum of each row's attention weights: 1 less the weight of its head's sink, or 0 without a visible key."""
+        """Sum of each row's attention weights. It is 1 less the weight of the head's attention sink, if there is one,
+        and 0 in a row without a visible key.
+        """
         return self._by_head(self.power_sum / self.normalizer).nan_to_num(0.0)
 
     @cached_property
@@ -97,7 +99,9 @@ class RowBlock:
 
     @cached_property
     def entropy(self) -> Float[Tensor, "batch heads rows"]:
-        """Entropy of each row's attention weights A, -sum A ln A over the keys, in nats; 0 without a visible key."""
+        """Entropy of each row's attention weights A, which is -sum A ln A over the keys, in nats; 0 in a row without a
+        visible key.
+        """
         # ln A is the score less the log of the normalizer: no logarithm of a weight that may be 0.
         mean_score = self._by_head(self.power_score_sum / self.normalizer)
         logarithm = self._by_head(self.normalizer.log2()).masked_fill(self.weight_per_power == 0, 0.0)
@@ -115,7 +119,9 @@ class RowBlock:
         return product.view(sequences, heads, rows, -1) * self.weight_per_power[..., None]
 
     def weight_at_lag(self, lag: int) -> Float[Tensor, "batch heads rows"]:
-        """Return each row's attention weight on the key `lag` tokens before it: lag 0 its own, 1 previous, -1 next."""
+        """Return each row's attention weight on the key `lag` positions before the query, or 0 if there is no such key.
+        Lag 0 is the query's own token, lag 1 the previous one, and lag -1 the next one.
+        """
         if not self.grid.uses_default_positions:
             return (self.weights * (self.visibility.lags == lag)[:, None]).sum(-1)
         powers = torch.zeros_like(self.weight_per_power)
@@ -127,7 +133,9 @@ class RowBlock:
         return powers * self.weight_per_power
 
     def weight_after_copies(self, shift: int) -> Float[Tensor, "batch heads rows"]:
-        """Return each row's total weight on keys that are `shift` tokens after an earlier copy of the row's token."""
+        """Return for each query row the sum of its attention weights on keys that are `shift` tokens after an earlier
+        occurrence of the query's token.
+        """
         powers, sums = self.tile.by_head(self.powers), torch.zeros_like(self.weight_per_power)
         positions = range(self.rows.start + self.grid.offset, self.rows.stop + self.grid.offset)
         for number, sequence in enumerate(range(self.tile.sequences.start, self.tile.sequences.stop)):
@@ -153,8 +161,8 @@ class RowBlock:
 
     @property
     def _distance_between(self) -> Float[Tensor, "batch heads rows"]:
-        """For each row, the sum of |query position - key position| times unnormalized weight, over the keys at
-        positions from that of the block's first row to that of its last row.
+        """For each row, the sum of |query position - key position| times unnormalized weight, over those keys whose
+        position is in the range from the position of the block's first row to that of its last row.
         """
         sums, position = torch.zeros_like(self.weight_per_power), self.visibility.query_positions[0]
         first, last = int(position[0]), int(position[-1])
@@ -169,7 +177,7 @@ class RowBlock:
     @cached_property
     def received(self) -> tuple[Float[Tensor, "batch heads columns"], Float[Tensor, "batch heads columns"]]:
         """Two numbers for each key column: the sum over rows of the attention weight on the key, and the number of rows
-        that may attend to it. Both leave out rows that are padding or have no visible key.
+        that may attend to the key. Rows that are padding or have no visible key are left out of both.
         """
         row_factors = (self.weight_per_power * self.visibility.counted_rows)[..., None, :]
         received = row_factors @ self.tile.by_head(self.powers)
@@ -187,8 +195,8 @@ class RowBlock:
         return dict(zip(self.visibility.key_features, sums.unbind(-1), strict=False))
 
     def _by_head(self, column: Float[Tensor, "kv stacked 1"]) -> Float[Tensor, "batch heads rows"]:
-        """Return a tensor of one number for each query row with the axes batch, head and row, instead of the tile's
-        stacked rows (rows of all heads that share a key/value head, joined).
+        """Return one number for each query row, as a tensor with the axes batch, head and row. In `column` these
+        numbers are stacked: the rows of all heads that share a key/value head are joined to one axis.
         """
         return self.tile.by_head(column)[..., 0]
 

@@ -14,7 +14,8 @@ from headwise.shapes import Float
 
 
 class RowBlockEmitter(NamedTuple):
-    """Emitter of one attention call: makes a `RowBlock` of each tile of weights and calls an observer with it.
+    """Emitter of one attention call: makes a `RowBlock` (attention weights and row statistics) of each tile of the
+    score matrix, and calls the observer, a function of the caller, with it.
 
     Attributes:
         observer: function that is called with each row block.
@@ -43,8 +44,9 @@ class RowBlockEmitter(NamedTuple):
         product: Float[Tensor, "kv stacked value_dim_and_features"],
         value_dim: int,
     ) -> None:
-        """Make the `RowBlock` (weights, output and sums) of one tile from its unnormalized weights, and call the
-        observer with it. Overwrites `scores`.
+        """Make the `RowBlock` (weights, output and row sums) of one tile, and call the observer with it. `powers` are
+        the tile's unnormalized weights 2^score, and `product` is their product with the values and, if present, the key
+        features. `scores` is overwritten.
 
         Args:
             tile: the tile.

@@ -47,8 +47,8 @@ SAMPLE_KEYS = 256
 
 class BFloat16Scores:
     """Scores of blockwise attention in bfloat16, one tile (rectangle of the score matrix) at a time, with gradient.
-    Scores are in units of ln 2. From each row one number, its shift, is subtracted, so that the scores of the largest
-    weights are near zero, where bfloat16 is precise.
+    Scores are divided by ln 2, so the unnormalized weight of a key is 2^score. From the scores of each row one number,
+    its shift, is subtracted, so that those of the largest weights are near zero, where bfloat16 is precise.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class BFloat16Scores:
         self._k = k
 
     def shifted_scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile less one number for each row, its shift, and write the shifts to the tensor
-        `shifts` of the call. A shift is predicted from the keys, and corrected, at most five times, until it is near
-        the row's largest score.
+        """Return the scores of a tile after subtracting one number from each row, its shift, and write the shifts to
+        `self.shifts`. Shifts are predicted from the keys. They are then corrected, at most five times, until the
+        largest shifted score of every row is near zero.
         """
         mean, deviation = (tile.stack_rows(moment) for moment in self._moments)
         highest = NormalDist().inv_cdf(max(1 - 1 / tile.block.width, 0.5))
@@ -90,7 +90,9 @@ class BFloat16Scores:
         return scores
 
     def recompute(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile less the row shifts that `shifted_scores` wrote, as in the forward pass."""
+        """Return the scores of a tile, after subtracting from each row the shift that `shifted_scores` wrote in the
+        forward pass.
+        """
         shift, magnitude = tile.stack_rows(self.shifts), self._written_magnitude
         if not magnitude <= LARGEST_SPLIT_SHIFT:
             magnitude = self._magnitude(shift)
@@ -103,9 +105,9 @@ class BFloat16Scores:
         delta: Float[Tensor, "batch heads queries 1"],
         _: Tensor | None = None,
     ) -> None:
-        """Store the values, the output's gradient and delta for `score_gradient`. `upstream` is the output's gradient,
-        already divided by each row's sum of unnormalized weights. It and the values get two more features, so that
-        their product subtracts delta from each row.
+        """Store tensors for `score_gradient`: the values with two additional features of 1, and `upstream` with two
+        additional features whose sum is `-delta`. Their product is then that of the original tensors minus `delta`, one
+        number for each row. `upstream` is the output's gradient divided by each row's sum of unnormalized weights.
         """
         self._extended_upstream = extend_with_shift(upstream, delta)
         self._extended_values = extend_with_ones(v, self.plan)
@@ -113,8 +115,8 @@ class BFloat16Scores:
     def score_gradient(
         self, tile: Tile, weights: Float[Tensor, "kv stacked columns"], _: Tensor | None = None
     ) -> Float[Tensor, "kv stacked columns"]:
-        """Return the gradient with respect to a tile's scaled products `scale * q k^T`. `weights` are the tile's
-        unnormalized weights 2^(score - shift).
+        """Return the gradient with respect to a tile's scaled products `scale * q k^T`, from the tensors that
+        `start_backward` stored. `weights` are the tile's unnormalized weights 2^(score - shift).
         """
         upstream = tile.stack_rows(self._extended_upstream)
         return products("gradient", tile, upstream, self._extended_values, 1.0, self.pool).mul_(weights)
@@ -122,7 +124,8 @@ class BFloat16Scores:
     @cached_property
     def _moments(self) -> tuple[Float[Tensor, "batch heads queries 1"], Float[Tensor, "batch heads queries 1"]]:
         """Predicted mean and standard deviation of each query's products with all keys, before the scale. The
-        prediction uses about 256 of the keys and assumes that the features of keys are independent.
+        prediction uses a sample of the keys (at most 511, at equal distances) and assumes that the features of keys are
+        independent.
         """
         sample = self._k[:, :, :: max(self._k.shape[2] // SAMPLE_KEYS, 1)].float()
         mean = sample.mean(2, keepdim=True)
@@ -133,21 +136,23 @@ class BFloat16Scores:
 
     @cached_property
     def _predicted_magnitude(self) -> float:
-        """Upper bound of the absolute values of all row shifts that are predicted for the call, in nats; infinite or
-        NaN if a prediction overflows.
+        """Upper bound of the absolute value of every shift (number to subtract from a row's scores) that is predicted
+        in the call, in nats; infinite or NaN if a prediction overflows.
         """
         mean, deviation = self._moments
         return float((mean.abs() + 6 * deviation).amax()) * self.scale  # no prediction is 6 deviations from the mean
 
     @cached_property
     def _written_magnitude(self) -> float:
-        """Largest absolute value of all row shifts that the forward pass wrote, in nats; read it only once all shifts
-        are written.
+        """Largest absolute value of the shifts (numbers that were subtracted from the scores of rows) that the forward
+        pass wrote, in nats. It is cached, so read it only when the forward pass is complete.
         """
         return self._magnitude(self.shifts)
 
     def _magnitude(self, shift: Float[Tensor, "*axes 1"]) -> float:
-        """Return the largest absolute value in a tensor of row shifts, times the scale, so that it is in nats."""
+        """Return the largest absolute value in a tensor of row shifts, in nats. A shift is subtracted from products q
+        k^T before the scale, so the value is multiplied by the scale.
+        """
         lowest, highest = torch.aminmax(shift)
         return max(-float(lowest), float(highest)) * self.scale
 
@@ -158,9 +163,10 @@ class BFloat16Scores:
         shift: Float[Tensor, "kv stacked 1"],
         magnitude: float,
     ) -> Float[Tensor, "kv stacked columns"]:
-        """Return a tile's scores in units of ln 2, less the `shift` of each row, with those of hidden keys at most
-        `LOWEST`. If `magnitude`, the largest shift in nats, is too large for two bfloat16 features, the product is
-        computed in float32.
+        """Return a tile's scores `(rows k^T - shift) * scale`, divided by ln 2. Those of hidden keys are lowered by
+        `tile.hide`, so that these keys get no weight. The shift is subtracted by two additional bfloat16 features of
+        `rows`. If `magnitude`, the largest shift in nats, is above 2^16 or NaN, these are too inexact, and the product
+        is computed in float32.
         """
         factor = self.scale * LOG2_E
         if magnitude <= LARGEST_SPLIT_SHIFT:
@@ -175,8 +181,9 @@ class BFloat16Scores:
 
 
 def _is_near(largest: Float[Tensor, "kv stacked 1"], magnitude: float) -> bool:
-    """Return True if the largest shifted score of every row of a tile is within the accepted distance from zero.
-    The distance is 8 nats, or 1 if `magnitude`, the size of the shifts, is above 64 nats.
+    """Return True if the largest shifted score of every row in a tile is near enough to zero: within 8 nats, or within
+    1 nat if `magnitude` is above 64 nats. `magnitude` is the largest absolute value of the rows' shifts, the numbers
+    subtracted from their scores.
     """
     least, most = torch.aminmax(largest)
     farthest = (FARTHEST_IF_LARGE if magnitude > LARGE_SHIFT else FARTHEST) * LOG2_E
@@ -184,8 +191,8 @@ def _is_near(largest: Float[Tensor, "kv stacked 1"], magnitude: float) -> bool:
 
 
 def _finite(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return a tensor with zeros in place of NaN and infinities, which arise where the prediction of a row's shift
-    overflows.
+    """Return a copy of a tensor with zeros in place of NaN and infinities. These arise where the predicted shift of a
+    row, the number to be subtracted from its scores, overflows.
     """
     return torch.nan_to_num(tensor, nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -194,7 +201,8 @@ def extend_with_ones(
     tensor: Float[Tensor, "*axes keys width"], plan: BlockwisePlan
 ) -> Float[Tensor, "*axes width_and_2 keys"]:
     """Return keys or values with their last two axes transposed, so that keys come last, and with two additional
-    features that are 1 for every key.
+    features that are 1 for every key. In a product with rows from `extend_with_shift`, these features subtract a number
+    from each row.
 
     If the plan reads most keys, keys are adjacent in memory, which makes products faster; otherwise features are, since
     a part of the keys is then faster to copy.
@@ -212,8 +220,8 @@ def extend_with_ones(
 def extend_with_shift(
     rows: Float[Tensor, "*axes width"], shift: Float[Tensor, "*axes 1"]
 ) -> Float[Tensor, "*axes width_and_2"]:
-    """Return rows with two more features, so that their products with tensors of `extend_with_ones` are less by
-    `shift`.
+    """Return rows with two additional features whose sum is `-shift`. Keys or values returned by `extend_with_ones`
+    have 1 in these features, so the product with them is the product of the original tensors minus `shift`.
 
     The shift is subtracted before the product is rounded. The two additional features are the negative shift, rounded
     to the dtype of the rows, and the rest.

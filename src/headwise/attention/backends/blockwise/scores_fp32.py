@@ -11,8 +11,9 @@ BLOCK_OVERHEAD = 2**17
 
 
 class Float32Scores:
-    """Scores of blockwise attention in float32 or float64, one tile (rectangle of the matrix) at a time, with gradient.
-    Scores are in units of ln 2, and each row's largest score is subtracted.
+    """Scores of blockwise attention in float32 or float64, one tile (rectangle of the score matrix) at a time, with
+    gradient. Scores are divided by ln 2, so the unnormalized weight of a key is 2^score. The largest score of each row
+    is subtracted from the row.
     """
 
     def __init__(
@@ -34,8 +35,8 @@ class Float32Scores:
         self.scale, self.softcap, self.bias_hides, self.pool = scale, softcap, bias_hides, pool
 
     def shifted_scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile less the largest score of each row, and write that largest score to the tensor
-        `shifts` of the call.
+        """Return the scores of a tile after subtracting from each row its largest score, and write these largest scores
+        to `self.shifts`.
         """
         scores, _ = self._scores(tile)
         shift = scores.amax(-1, keepdim=True)
@@ -43,8 +44,9 @@ class Float32Scores:
         return scores.sub_(shift)
 
     def recompute(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile less the number of each row in `shifts`, as in the forward pass. With a softcap,
-        also store tanh(score / softcap) for the call of `score_gradient` for this tile.
+        """Return the scores of a tile, after subtracting from each row the number that `shifted_scores` wrote in the
+        forward pass. With a softcap, also store the tanh of the scaled products divided by the softcap, for the call of
+        `score_gradient` for this tile.
         """
         scores, self._tanh = self._scores(tile)
         return scores.sub_(tile.stack_rows(self.shifts))
@@ -56,9 +58,9 @@ class Float32Scores:
         delta: Float[Tensor, "batch heads queries 1"],
         grad_bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
     ) -> None:
-        """Store the values, the output's gradient, delta and `grad_bias` for `score_gradient`. `upstream` is the
-        output's gradient, already divided by each row's sum of unnormalized weights. `score_gradient` adds the gradient
-        of the bias to `grad_bias`, unless that is None.
+        """Store tensors for `score_gradient`. `upstream` is the output's gradient divided by each row's sum of
+        unnormalized weights. `delta` is the number that the softmax's gradient subtracts in each row. `score_gradient`
+        adds the gradient of the bias to `grad_bias`, unless that is None.
         """
         self._v, self._upstream, self._delta, self._grad_bias = v, upstream, delta, grad_bias
 
@@ -87,8 +89,9 @@ class Float32Scores:
     def _scores(
         self, tile: Tile
     ) -> tuple[Float[Tensor, "kv stacked columns"], Float[Tensor, "kv stacked columns"] | None]:
-        """Return the scores of a tile in units of ln 2, with hidden keys at most `LOWEST`; and tanh(score / softcap).
-        The tanh, which the gradient needs, is None without a softcap.
+        """Return the scores of a tile, divided by ln 2, and the tanh of the scaled products divided by the softcap.
+        Scores of hidden keys are lowered by `tile.hide`, so that these keys get no weight. The tanh, which the gradient
+        needs, is None without a softcap.
         """
         rows, tanh = tile.stack_rows(self.q), None
         if self.softcap is None:

@@ -28,8 +28,9 @@ TILE_BYTES = 2**22
 
 
 class Ceiling(NamedTuple):
-    """Upper bounds of the scores in some columns of a block, starting at column `offset`. Taking the minimum of scores
-    and bounds hides the keys that the mask forbids.
+    """Upper bounds of the scores in some columns of a block, starting at column `offset`. Replacing each score by the
+    minimum of score and bound lowers the scores of hidden keys so far that their weight is 0, and leaves the others
+    unchanged.
 
     A bound is infinite where a key is visible and `LOWEST` where it is hidden. It is 0 in a row without any visible
     key: the difference of two infinities would be NaN, so such a row gets weights, which an infinite sum turns to 0.
@@ -64,7 +65,7 @@ class Tile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Numbers of sequences, query heads and query rows."""
+        """Numbers of sequences, query heads and query rows in the tile."""
         sequences, heads = (part.stop - part.start for part in (self.sequences, self.heads))
         return sequences, heads, len(self.block.rows)
 
@@ -74,9 +75,9 @@ class Tile(NamedTuple):
         return self.sequences, self.heads, slice(self.block.rows.start, self.block.rows.stop)
 
     def stack_rows(self, tensor: Float[Tensor, "batch heads queries width"]) -> Float[Tensor, "kv stacked width"]:
-        """Return the tile's query rows of a tensor with the axes of q, stacked for products with keys. The first axis
-        of the result is sequence and key/value head. The second joins the rows of all query heads that share the
-        key/value head.
+        """Return the tile's query rows of a tensor `(batch, heads, queries, width)`, stacked for products with keys.
+        The first axis of the result is one for each pair of sequence and key/value head. The second joins the rows of
+        all query heads that share the key/value head.
         """
         rows = tensor[self.row_slices]
         return rows.reshape(self._groups, -1, rows.shape[-1])
@@ -90,26 +91,30 @@ class Tile(NamedTuple):
     def select_keys(
         self, tensor: Float[Tensor, "batch kv_heads all width"], keys: range
     ) -> Float[Tensor, "kv keys width"]:
-        """Return a range of the keys in k or v for the tile's sequences and key/value heads, with these two axes joined
-        to one.
+        """Return the given range of `keys` in k or v, for the tile's sequences and key/value heads. The axes of
+        sequences and of key/value heads are joined to one.
         """
         return tensor[self.sequences, self.kv_heads, keys.start : keys.stop].flatten(0, 1)
 
     def spans(self, scores: Float[Tensor, "*heads rows columns"]) -> Iterator[tuple[range, Tensor]]:
-        """Yield each range of adjacent keys of the tile, and the view of the scores with the columns of these keys."""
+        """Yield each range of adjacent keys of the tile, together with a view of the columns of `scores` for these
+        keys.
+        """
         offset = 0
         for keys in self.block.spans:
             yield keys, scores[..., offset : offset + len(keys)]
             offset += len(keys)
 
     def hide(self, scores: Float[Tensor, "kv stacked columns"]) -> None:
-        """Lower the scores of keys that the mask hides to at most `LOWEST`, in place; other scores stay unchanged."""
+        """Lower the scores of hidden keys to at most `LOWEST` (-1e30), in place; other scores stay unchanged. In a row
+        whose keys are all hidden, scores are only lowered to at most 0 if the tile's `has_key` marks the row.
+        """
         for offset, bounds in self.ceilings:
             part = self.by_head(scores)[..., offset : offset + bounds.shape[-1]]
             torch.minimum(part, bounds, out=part)
 
     def by_head(self, stacked: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "batch heads rows columns"]:
-        """Return a view of rows stacked by `stack_rows` with separate axes for sequences, query heads and rows."""
+        """Return a view of rows that `stack_rows` stacked, with separate axes for sequences, query heads and rows."""
         return stacked.view(*self.shape, stacked.shape[-1])
 
     @property
@@ -128,8 +133,9 @@ def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #head
 
 
 def iterate_tiles(plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor | None) -> Iterator[Tile]:
-    """Yield every tile (rectangle of the score matrix that is computed at once) of the blocks of a plan, in the same
-    order each time. `hiding_bias` is a bias that hides keys where it is -inf, or None.
+    """Yield every tile of a plan's blocks, in the same order each time. A tile is the part of a block, for some
+    sequences and heads, that is computed at once. If `hiding_bias` is passed, keys are hidden where it is -inf, in
+    addition to the mask.
     """
     cache: dict[Any, tuple[list[Ceiling], Tensor | None]] = {}
     for group, block in _blocks_of(plan):
@@ -145,7 +151,8 @@ def iterate_tiles(plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor
 
 
 class Pool:
-    """Named buffers for the scores of one tile at a time, which all tiles of a call reuse, since new memory is slow.
+    """Named buffers of memory, each for the scores of one tile. All tiles of a call reuse them, since allocating memory
+    is slow.
 
     Each buffer has the size of the largest tile. Each thread keeps its buffers of up to `TILE_BYTES` for its next call.
     """
@@ -158,15 +165,17 @@ class Pool:
         self._buffers: dict[str, Tensor] = {}
 
     def buffer(self, name: str, tile: Tile, rows: Float[Tensor, "kv stacked _"]) -> Float[Tensor, "kv stacked columns"]:
-        """Return the buffer called `name` as a view in the shape of a tile's scores. The buffer is not cleared."""
+        """Return the buffer called `name` as a view in the shape of a tile's scores: the first two axes of `rows`, and
+        the tile's number of keys. The buffer is not cleared.
+        """
         if name not in self._buffers:
             self._buffers[name] = self._allocate(name)
         shape = (*rows.shape[:2], tile.block.width)
         return self._buffers[name][: math.prod(shape)].view(shape)
 
     def _allocate(self, name: str) -> Tensor:
-        """Return flat memory for the scores of the call's largest tile. Up to `TILE_BYTES` on CPU it is the buffer
-        `name` that the thread keeps between calls; otherwise it is new.
+        """Return flat memory for the scores of the call's largest tile. On CPU, up to `TILE_BYTES` (4 MiB), it is the
+        buffer called `name` that the thread keeps from one call to the next; otherwise it is new.
         """
         size = self._size * self._like.element_size()
         if self._like.device.type != "cpu" or size > TILE_BYTES:
@@ -209,13 +218,16 @@ def _blocks_of(plan: BlockwisePlan) -> Iterator[tuple[MaskGroup, PlannedBlock]]:
 
 
 def _tile_size(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) -> int:
-    """Return the number of scores in the largest tile of a block, which is its first."""
+    """Return the number of scores in the first tile of a block, which is assumed to be the block's largest tile."""
     sequences, heads, _ = next(_tile_slices(group, block, q, k))
     return int((sequences.stop - sequences.start) * (heads.stop - heads.start)) * len(block.rows) * block.width
 
 
 def _tile_slices(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield the slices of sequences, heads and key/value heads of a block's tiles, as large as `TILE_BYTES` allows."""
+    """Yield for each tile of a block its slices of the sequences, the query heads and the key/value heads. The scores
+    of a tile take about `TILE_BYTES` (4 MiB), or more where torch's threads would otherwise get less than one key/value
+    head each.
+    """
     heads_per_kv = q.shape[1] // k.shape[1]
     first, last = group.heads.start, group.heads.stop
     kv_heads = range(first // heads_per_kv, -(-last // heads_per_kv))
@@ -234,8 +246,8 @@ def _tile_slices(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) ->
 
 
 def _pattern(group: MaskGroup, block: PlannedBlock) -> Any:
-    """Return a dictionary key that is equal for blocks with the same mask relative to their rows.
-    None if the block has no mask, or one that does not depend on distance alone.
+    """Return a dictionary key that is equal for two blocks if their masks are equal when query rows and key columns are
+    counted from the block's first row. None if the block has no mask, or one that does not depend on distance alone.
     """
     if group.mask is None or not (group.mask.depends_on_distance_only and group.grid.uses_default_positions):
         return None
@@ -247,8 +259,9 @@ def _pattern(group: MaskGroup, block: PlannedBlock) -> Any:
 def _ceilings(
     group: MaskGroup, block: PlannedBlock, hiding_bias: Float[Tensor, "#batch #heads #queries #keys"] | None, q: Tensor
 ) -> tuple[list[Ceiling], Bool[Tensor, "#batch #heads rows 1"] | None]:
-    """Return a block's ceilings, which are the upper bounds that hide scores of masked keys, and a boolean mask that is
-    True at rows with a visible key. The mask is None if all rows have one.
+    """Return a block's ceilings, which are upper bounds that hide scores, and a boolean mask that is True at rows with
+    a visible key. Keys are hidden by the mask, and where `hiding_bias` is -inf. The boolean mask is None if all rows
+    have a visible key.
     """
     visible, offset = [], 0
     for columns, masked in block.parts:

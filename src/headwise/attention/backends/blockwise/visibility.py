@@ -19,8 +19,9 @@ from headwise.shapes import Bool, Float, Int
 
 @dataclass(frozen=True, eq=False)
 class TileVisibility:
-    """Data about one tile (rectangle of the score matrix) that follow from mask, positions and tokens alone, each
-    computed on first use: visible keys, rows that statistics include, positions, and features of keys.
+    """Data about one tile (rectangle of the score matrix) that follow from mask, positions and tokens alone: the keys
+    that each row may attend to, the rows that count in statistics, positions, and features of the keys. Each is
+    computed on first use.
 
     A key is visible to a row if the mask lets the row attend to it. A row counts in statistics if it is not padding
     and at least one key is visible to it.
@@ -50,7 +51,9 @@ class TileVisibility:
         return value
 
     def without_mask(self) -> "TileVisibility":
-        """Return a copy that holds no mask in memory, with all properties that depend on the mask computed already."""
+        """Return a copy of this object that does not keep the tile's mask in memory. The properties that depend on the
+        mask are computed first and stored in the copy.
+        """
         names = [
             "visible_keys",
             "counted_rows",
@@ -66,7 +69,7 @@ class TileVisibility:
 
     @cached_property
     def visible_keys(self) -> Int[Tensor, "#batch #heads rows"]:
-        """Number of keys of the tile that the mask lets each query row attend to."""
+        """Number of keys of the tile that each query row may attend to."""
         count = torch.zeros(1, 1, len(self.tile.block.rows), dtype=torch.int64, device=self.grid.device)
         for columns, allowed in self._allowed:
             count = count + (len(columns) if allowed is None else allowed.sum(-1))
@@ -92,8 +95,8 @@ class TileVisibility:
 
     @cached_property
     def is_backward_only(self) -> bool:
-        """True if no row of the tile may attend to a key after its own position. Requires a grid with default
-        positions.
+        """True if no row of the tile may attend to a key after its own position. Requires default positions, that is, a
+        call to which no explicit positions were passed.
         """
         position = self.query_positions[0][:, None]
         first = int(position[0])
@@ -107,8 +110,8 @@ class TileVisibility:
 
     @cached_property
     def _allowed(self) -> list[tuple[range, Bool[Tensor, "#batch #heads rows columns"] | None]]:
-        """Each range of key columns of the tile with a boolean mask, True where a row may attend to a key; None in
-        place of the mask if all keys of the range are visible to all rows.
+        """Pairs of a range of key columns of the tile and a boolean mask, which is True where a row may attend to a
+        key. The mask is None if all rows may attend to all keys of the range.
         """
         bounds_at, offset, parts = dict(self.tile.ceilings), 0, []
         for columns, _ in self.tile.block.parts:
@@ -142,8 +145,9 @@ class TileVisibility:
         return self.query_positions[..., None] - self.key_positions[:, None]
 
     def has_key_at_lag(self, lag: int) -> Bool[Tensor, "#batch 1 rows"]:
-        """Return True at query rows for which a key exists `lag` positions before the query (after it if `lag` is
-        negative) and is not padding. Padding is known only in self-attention with default positions.
+        """Return True at query rows for which the position `lag` before the query (after it if `lag` is negative) is
+        between 0 and the last key's position, and is not padding. Padding is checked only in self-attention with
+        default positions.
         """
         key = self.query_positions - lag
         exists = (key >= 0) & (key <= self.last_position)
@@ -153,8 +157,8 @@ class TileVisibility:
 
     @cached_property
     def has_earlier_copy(self) -> Bool[Tensor, "#batch 1 rows"] | None:
-        """True at query rows whose token occurs earlier in the sequence; None if token ids are unknown or positions are
-        explicit.
+        """True at query rows whose token occurs earlier in the sequence. None if token ids are unknown, or if the
+        caller passed explicit positions.
         """
         if self.is_repeat is None or not self.grid.uses_default_positions:
             return None
@@ -163,8 +167,9 @@ class TileVisibility:
 
     @cached_property
     def first_key(self) -> Int[Tensor, "#batch"]:
-        """Index of the key that is the first token of each sequence: the first that is not padding, 0 if padding is
-        unknown. With explicit positions it is the key at position 0.
+        """Index, for each sequence, of the key of its first token. With explicit positions, that is the key at position
+        0. Otherwise it is the first key that is not padding, or key 0 if padding is unknown or the call is not
+        self-attention.
         """
         if not self.grid.uses_default_positions:
             return (self._all_key_positions == 0).int().argmax(-1)
@@ -184,8 +189,8 @@ class TileVisibility:
         return self._of_tile(self.grid.key_position(keys[None])[..., 0, :])
 
     def _of_tile(self, positions: Int[Tensor, "*axes length"]) -> Int[Tensor, "#batch length"]:
-        """Return the rows of `positions` that belong to the tile's sequences; a single row, which all sequences share,
-        is returned unchanged.
+        """Return positions for the tile's sequences only. `positions` has one row for each sequence of the batch, or a
+        single row that all sequences share, which is returned unchanged.
         """
         flat = positions.reshape(-1, positions.shape[-1])
         return flat if len(flat) == 1 else flat[self.tile.sequences]
@@ -194,13 +199,15 @@ class TileVisibility:
 
     @cached_property
     def centred_positions(self) -> Int[Tensor, " rows"]:
-        """Position of each query row minus that of the tile's middle row. Needs a grid with default positions."""
+        """Position of each query row minus that of the tile's middle row. Requires default positions, that is, a call
+        to which no explicit positions were passed.
+        """
         return self.query_positions[0] - self._middle
 
     @cached_property
     def key_features(self) -> dict[str, Float[Tensor, "#batch columns"]]:
-        """Features of the keys, by name: one number for each key column, such as its position or 1 at special tokens.
-        Statistics sum them over keys, each multiplied by the attention weight.
+        """Features of the keys, by name. Each has one number for each key column, such as its position, or 1 at special
+        tokens and 0 elsewhere. Statistics sum a feature over keys, multiplied by the attention weight.
 
         On either side of the query its distance to a key is linear in the key's position, so sums of positions give
         sums of distances. Positions are counted from the middle row, so that no two large numbers are subtracted.
@@ -222,7 +229,9 @@ class TileVisibility:
 
     @cached_property
     def stacked_key_features(self) -> Float[Tensor, "#batch columns features"]:
-        """All `key_features` as columns of one tensor, with a column of zeros if their number would be odd."""
+        """All `key_features` as columns of one tensor. If the number of features is odd, a column of zeros is added at
+        the end.
+        """
         batch = max(map(len, self.key_features.values()))
         features = [feature.expand(batch, -1) for feature in self.key_features.values()]
         if len(features) % 2:
