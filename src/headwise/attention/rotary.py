@@ -111,8 +111,8 @@ class Rotary:
         length: TextLength = None,
     ) -> Angles:
         """Return the cosine and the signed sine of each feature's angle at each position, the input of `apply_angles`.
-        The sine is negative for the first feature of each rotated pair. `length` is the number of tokens of the whole
-        text, as in `rotate`.
+        The sine has the opposite sign for the first feature of each rotated pair. `length` is the number of tokens of
+        the whole text, as in `rotate`.
 
         They serve every tensor with the width and positions of `x`, whatever its number of heads. The arguments are
         those of `rotate`.
@@ -143,7 +143,8 @@ class Rotary:
         self, width: int, positions: Int[Tensor, "#batch length"], length: TextLength, dtype: torch.dtype
     ) -> Angles:
         """Return cosine and signed sine of each feature's angle at each position, both multiplied by the attention
-        factor of the scaling (1 without a scaling). The sine is negative for the first feature of each rotated pair.
+        factor of the scaling (1 without a scaling). The sine has the opposite sign for the first feature of each
+        rotated pair.
         """
         device = positions.device
         if self.scaling is None:
@@ -168,8 +169,8 @@ def _rotated(
     interleaved: bool,
 ) -> Float[Tensor, "batch heads length width"]:
     """Return `x` with each pair of features rotated in its plane: each feature times `cos`, plus the other feature of
-    its pair times `sin`. `sin` is already negative for the first feature of a pair. The result has the dtype of `x`,
-    but is computed in that of `cos`.
+    its pair times `sin`. `sin` already has the opposite sign for the first feature of a pair. The result has the dtype
+    of `x`, but is computed in that of `cos`.
     """
     width = x.shape[-1]
     partners = x.reshape(*x.shape[:-1], width // 2, 2).flip(-1).flatten(-2) if interleaved else x.roll(width // 2, -1)

@@ -77,8 +77,8 @@ class StaticCache(Cache):
         """Return the positions of the next `new` tokens of each sequence, starting at the number of tokens that the
         sequence has cached. If `lengths` is passed, only the first `lengths[b]` new tokens of sequence b are real, and
         the padding after them has position -1. Raises `InputError` if `lengths` is not one number from 0 to `new` for
-        each sequence, if `batch` is not that of the cache, and, on a CPU outside of compiling, if a token is beyond the
-        capacity.
+        each sequence, or if `batch` is not that of the cache. A token beyond the capacity raises it too, on a CPU and
+        not while compiling.
         """
         require_same_batch(self.slots, batch)
         step = torch.arange(new, device=device)
@@ -124,7 +124,7 @@ class StaticCache(Cache):
 
     def _check_new(self, new: CachedTensors) -> None:
         """Raise `InputError` unless new keys and values have the heads, width, dtype and device of the cache's slots.
-        Raises it too if gradients are enabled and they require one, which writing in place would lose.
+        Raises it too if gradients are enabled and a new tensor requires one, which writing in place would lose.
         """
         slot_sizes, new_sizes = ([tensor.shape[1:4:2] for tensor in tensors] for tensors in (self.slots, new))
         if slot_sizes != new_sizes:
@@ -158,8 +158,8 @@ class StaticCache(Cache):
         self, new: CachedTensors, positions: Int[Tensor, "batch new"], span: slice | None
     ) -> Int[Tensor, " batch"]:
         """Write the new tokens into their slots, and return the length of each sequence including its new tokens. With
-        `span`, a slice of positions, all sequences are written to these positions. Otherwise each token is written to
-        its entry of `positions`, and padding to the additional first slot.
+        `span`, a slice of positions, the new tokens of every sequence are written to these positions. Otherwise each
+        token is written to its entry of `positions`, and padding to the additional first slot.
         """
         if span is not None:
             for stored, tensor in zip(self.tensors, new, strict=True):
@@ -203,8 +203,8 @@ class StaticCache(Cache):
         self._crop_to(torch.zeros_like(self.lengths))
 
     def _crop_to(self, lengths: Int[Tensor, " batch"]) -> None:
-        """Set the length of each sequence to its number in `lengths`, which callers keep at or below the current one.
-        Fill the slots of the removed tokens with zeros.
+        """Set the length of each sequence to its number in `lengths`, which callers keep at or below the current
+        length. Fill the slots of the removed tokens with zeros.
         """
         removed = slice(None)
         if self.can_omit_empty_slots and not self._has_uncommitted_writes:

@@ -42,7 +42,7 @@ def causal() -> Mask:
 def window(width: int | Sequence[int | None], *, ahead: int = 0, dilation: int = 1) -> Mask:
     """Return a sliding-window mask: the query at position p attends to the keys `{p - width + 1, ..., p + ahead}`. A
     sequence of widths has one width for each head; None means all keys up to `p + ahead`. With a `dilation` d above 1,
-    neighbouring keys are d positions apart.
+    the window has the same number of keys, d positions apart.
 
     `window(3)` is a causal window of 3 keys:
 
