@@ -141,9 +141,9 @@ def handlers_of_call(
     grid: Grid, kv_heads: int, value_dim: int | None, module_calls: Sequence[ModuleCall] | None = None
 ) -> CallHandlers:
     """Report an attention call to the interceptor (observer or changer of attention) of every model with a module among
-    `module_calls`, by default the module calls running in this thread. Return the observing and changing functions that
-    these interceptors return for it. Also add 1 to the number of attention calls counted for the attention module.
-    `grid` states the size of the scores: batch, heads, queries, keys.
+    `module_calls`, by default the module calls running in this thread; within `exclusive_to`, to one interceptor only.
+    Return the functions by which these interceptors observe or change the call. Also add 1 to the number of attention
+    calls counted for the attention module. `grid` states the size of the scores: batch, heads, queries, keys.
 
     Args:
         grid: size of the scores.

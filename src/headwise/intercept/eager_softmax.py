@@ -176,7 +176,7 @@ def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _einsum_order(arguments: tuple[Any, ...], weights: Tensor) -> list[int] | None:
-    """Return the argument of `permute` that reorders the axes of an einsum's result. The einsum was called with
+    """Return the order of axes, for `permute`, in which to rearrange an einsum's result. The einsum was called with
     `arguments`, one of which is the attention `weights`. Axes that the result shares with the weights come first, in
     the order of the weights; all other axes follow. Return None if the equation is not a string, has no "->" or
     contains an ellipsis.

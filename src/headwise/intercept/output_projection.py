@@ -33,9 +33,9 @@ def output_projection(model: nn.Module, path: str, width: int) -> nn.Module | No
 
 
 def weight_of(projection: nn.Module, width: int) -> Float[Tensor, "out width"] | None:
-    """Return the weight of a linear layer with axes `(out, width)`; the weight of a `Conv1D`, which has them in the
-    other order, is transposed. Return None if the module has no floating-point weight matrix, or if its number of input
-    features is not `width`.
+    """Return the weight of a linear layer with axes `(out, width)`; the weight of a `Conv1D`, which is stored as
+    `(width, out)`, is transposed. Return None if the module has no floating-point weight matrix, or if its number of
+    input features is not `width`.
     """
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():

@@ -41,8 +41,8 @@ class _RecordedCall:
 
 class Replay:
     """Recorder of module outputs in one run of a model, for reuse in later runs on the same inputs in which heads of
-    some attention modules are gated (scaled or replaced). In a later run, modules return their recorded outputs without
-    computing them, up to the point where attention begins in the first gated module.
+    some attention modules are gated (scaled or replaced). In a later run, modules that end before attention begins in
+    the first gated module return their recorded outputs without computing them.
 
     Args:
         model: a deterministic model: in evaluation mode, and without a cache in its inputs.

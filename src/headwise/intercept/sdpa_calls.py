@@ -50,8 +50,8 @@ def intercepted_sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw
 
 def _by_head(tensor: Tensor) -> Float[Tensor, "batch heads length width"]:
     """Return `tensor`, the query, key, value or output of a call of SDPA, with axes `(batch, heads, length, width)`. If
-    it has three axes, an axis of one head is inserted; if it has more than four, all axes before the heads become one
-    batch axis.
+    `tensor` has three axes, an axis of one head is inserted; if it has more than four, all axes before the heads become
+    one batch axis.
     """
     return tensor[:, None] if tensor.ndim == 3 else tensor.reshape(-1, *tensor.shape[-3:])
 

@@ -90,7 +90,8 @@ def _other_statistics() -> Iterator[Statistic]:
 
 def _sums_of_means(row_block: RowBlock) -> tuple[tuple[str, ...], Float[Tensor, "sum_and_count means batch heads"]]:
     """Return two results for those statistics that are means over query rows and have values in a row block: their
-    names; and a tensor `(2, means, batch, heads)` with the sum of the row values, and the number of rows in this sum.
+    names; and a tensor `(2, means, batch, heads)` with the sum of each one's row values, and the number of rows in this
+    sum.
 
     All means are summed at once: a few operations for each would cost as much as the attention products. Sums are in
     float64, since thousands of rows in float32 would lose the digits in which heads differ.
