@@ -146,8 +146,8 @@ class AttentionLayer(nn.Module):
         call: LayerCall,
         rotary: Rotary | None,
     ) -> AttentionInputs:
-        """Return the queries, keys and values for `attend`. With a `rotary`, queries and new keys are rotated by their
-        positions. With a cache, the cached keys and values are placed before the new ones.
+        """Return the queries, keys and values for `attend`. With a cache, the cached keys and values are placed before
+        the new ones. With a `rotary`, the returned queries and keys are rotated by their positions.
 
         Args:
             q: queries.

@@ -307,8 +307,9 @@ class LatentAttention(AttentionLayer):
 
     @property
     def _cached_sizes(self) -> list[tuple[int, int]]:
-        """Number of heads and width of the single tensor that a cache of latent attention stores: one head that all
-        heads share. Its features are the rotated key part, followed by the latent vector.
+        """Number of heads and width of the single tensor that a cache of latent attention stores. Its one head is
+        shared by all query heads; its features are the key part that is rotated by position, followed by the latent
+        vector.
         """
         return [(1, self.rotary_dim + self.kv_rank)]
 
