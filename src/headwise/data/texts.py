@@ -110,7 +110,8 @@ class Texts:
 
     @cached_property
     def sequences(self) -> list[Int[Tensor, " tokens"]]:
-        """All sequences of token ids with their special tokens, in the order of the data; read and cached on first use.
+        """All sequences of token ids with their special tokens, in the order of the data; only the first `limit` of
+        them if `limit` is set. They are read and cached on first use.
 
         Raises:
             InputError: the data is empty, binary, not UTF-8, lacks the column, or is longer than the context.

@@ -7,7 +7,8 @@ from headwise.errors import InputError
 
 
 def writable_folder(folder: str | Path) -> Path:
-    """Create a folder if it does not exist, check that it can be written, and return its path.
+    """Create a folder if it does not exist, and return its path; raise `InputError` if the folder cannot be created or
+    written.
 
     Raises:
         InputError: the folder cannot be created or written.

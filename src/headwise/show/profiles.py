@@ -15,7 +15,8 @@ from headwise.show.terminal import COLOURS
 
 def print_profile(profile: Profile, console: Console) -> None:
     """Print the heads of a profile, one group per role. Each head is followed by the mean of the statistic that decides
-    the role, usually a share of attention, and the largest mean is first. Heads of the mixed role have no number.
+    the role, usually a share of attention (on the data or on repeated random tokens, if that is larger). The largest
+    mean is first. Heads of the mixed role have no number.
     """
     console.print(Text(_title(profile), style="bold"), soft_wrap=True)
     heads_by_role = profile.roles()
