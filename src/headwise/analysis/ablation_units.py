@@ -22,8 +22,8 @@ HeadSets = Mapping[str, Collection[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class AblationUnit:
-    """Set of heads that are ablated together in one run of the model, with the class and the identifying columns of the
-    result row that reports it.
+    """Set of heads that are ablated together in one run of the model. It comes with the Python class of the result row
+    for this set, and with the first columns of that row, such as layer and head.
 
     Attributes:
         gates: gates of the ablated heads, by site (attention module, self or cross).

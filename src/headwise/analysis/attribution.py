@@ -28,8 +28,9 @@ from headwise.shapes import Float
 
 
 class Attribution(HeadTable[HeadRow]):
-    """Table of the direct logit attribution of each head, one row per head: `logit`, the mean over prompts of what the
-    head itself adds to the logit of the answer, without its effect through later layers.
+    """Table of the direct logit attribution of each head, one row per head. Its column `logit` is the mean over prompts
+    of what the head itself adds to the logit of the prompt's answer, without the head's effect through later layers. If
+    there is a wrong answer, the logit of the wrong answer is subtracted.
 
     A head with output o adds
 
@@ -48,9 +49,9 @@ class Attribution(HeadTable[HeadRow]):
 def logit_attribution(
     model: nn.Module, batch: Tensor | Mapping[str, Any], *, answer: Any, wrong: Any = None, at: Any = -1
 ) -> Attribution:
-    """Measure, for each head, the part of an answer's logit that it adds directly to the residual stream, without its
-    effect through later layers, as a mean over a batch of prompts. With `wrong`, the answer's logit minus that of the
-    wrong answer is attributed.
+    """Measure how much each head adds directly to the logit of the token `answer`, by what the head writes into the
+    residual stream and not through later layers. The results are means over a batch of prompts. If `wrong` is given,
+    the logit of `answer` minus that of `wrong` is attributed to the heads instead.
 
     `Attribution` has the formula (Wang et al. 2022, section 3). A head's effect through later layers is not included;
     `activation_patching` and `ablate` measure it.
@@ -144,8 +145,8 @@ class _NormOutputs:
 
 
 def _projection_weight(model: nn.Module, path: str, width: int, end: StreamEnd) -> Float[Tensor, "stream width"]:
-    """Return the weight matrix of the output projection of the attention module at `path`, which maps its `width` head
-    features to the residual stream.
+    """Return the weight matrix `(stream, width)` of the output projection of the attention module at `path`. It maps
+    the concatenated outputs of the module's heads, `width` features, to the residual stream.
 
     Raises:
         InputError: no projection from `width` features to the stream is found.
@@ -164,8 +165,8 @@ def _require_direct(
     stream: Float[Tensor, "prompts width"],
 ) -> None:
     """Raise `InputError` if heads change the residual stream by something other than what they write into it. `lost` is
-    what the stream loses when all heads are removed, and `written` is the sum of what heads write; they may differ by
-    rounding only, which depends on the size of `stream`.
+    what the stream loses when all heads are removed, and `written` is the sum of what heads write. They may differ only
+    by rounding, for which the limit grows with the norms of `written` and of the whole `stream`.
     """
     parameters = (parameter for parameter in model.parameters() if parameter.is_floating_point())
     dtype = next((parameter.dtype for parameter in parameters), stream.dtype)

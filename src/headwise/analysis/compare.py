@@ -14,8 +14,8 @@ from headwise.runs.table import require_statistic
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference of one statistic of one head between two profiles a and b: the mean in b minus the mean in a, in the
-    units of the statistic and in standard errors.
+    """Difference of one statistic of one head between two profiles a and b (tables of attention statistics of every
+    head). It is the mean in b minus the mean in a, in the units of the statistic and in standard errors.
 
     Attributes:
         a, b: the head's row in each profile.
@@ -34,7 +34,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two profiles of the same heads, with the difference of every statistic that both have, for every head.
+    """Two profiles (tables of attention statistics) of the same heads, and the differences between them: one for every
+    head and every statistic that both profiles have.
 
     Attributes:
         a, b: the profiles.
@@ -46,8 +47,9 @@ class Comparison:
     differences: tuple[Difference, ...]
 
     def largest(self, statistics: Collection[str] = ()) -> list[Difference]:
-        """Return the differences of the named statistics (of all by default) of all heads, sorted by absolute size in
-        standard errors, largest first.
+        """Return the differences between two compared profiles (tables of attention statistics) in the named
+        statistics, for all heads. They are sorted by absolute size in standard errors, largest first. By default all
+        statistics are included.
 
         Differences without standard errors (NaN) come last.
 
@@ -64,8 +66,8 @@ class Comparison:
         return sorted(chosen, key=lambda entry: -1.0 if math.isnan(entry.errors) else abs(entry.errors), reverse=True)
 
     def table(self) -> Any:
-        """Return the comparison of two profiles as a pandas DataFrame with one row per head and statistic: both means,
-        their difference, and the difference in standard errors.
+        """Return the comparison of two profiles (tables of attention statistics) as a pandas DataFrame with one row per
+        head and statistic: the means in both profiles, their difference, and the difference in standard errors.
 
         Columns: the head's layer, head, kv_head, module and kind, both roles, the statistic's name, both means (`a` and
         `b`), their `difference`, and `errors`, the difference in standard errors.
@@ -85,8 +87,9 @@ class Comparison:
 
 
 def compare(a: Profile, b: Profile) -> Comparison:
-    """Compare two profiles of the same heads: return the difference (b minus a) of the mean of every statistic that
-    both have, for every head, in its units and in standard errors.
+    """Compare two profiles (tables of attention statistics) of the same heads. For every head and every statistic that
+    both profiles have, return the mean in `b` minus the mean in `a`, in the units of the statistic and in standard
+    errors.
 
     Differences are given in standard errors of two independent samples. For two models on the same data these errors
     are too large, because both profiles share the variation between sequences.
@@ -117,15 +120,16 @@ def compare(a: Profile, b: Profile) -> Comparison:
 
 
 def _description(head: ProfiledHead | None) -> str:
-    """Describe a head by its number, module and kind of attention, for error messages; None, for a head that a profile
-    lacks, is "no more".
+    """Describe a head for error messages by its name (layer.head), module and kind of attention (self or cross). If
+    `head` is None, because a profile has fewer heads than the other, return the words "no more" instead.
     """
     return "no more" if head is None else f"{head.name} in {head.module} ({head.kind} attention)"
 
 
 def _difference(head_a: ProfiledHead, head_b: ProfiledHead, statistic: str) -> Difference:
-    """Return the difference of one statistic between the same head of two profiles, `head_b` minus `head_a`, in the
-    units of the statistic and in standard errors.
+    """Return the difference of one statistic of one head between two profiles (tables of attention statistics).
+    `head_a` and `head_b` are the rows of the head. The difference is the mean in `head_b` minus the mean in `head_a`,
+    in the units of the statistic and in standard errors.
     """
     a, b = head_a.statistics[statistic], head_b.statistics[statistic]
     return Difference(head_a, head_b, statistic, b.value - a.value, _difference_in_errors(a, b))

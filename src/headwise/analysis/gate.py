@@ -32,15 +32,15 @@ def gate(
     groups: bool = False,
     positions: Iterable[int] | Tensor | None = None,
 ) -> Iterator[None]:
-    """Multiply or replace the outputs of heads, before the output projection, while the context is active.
+    """Multiply the outputs of heads by factors, or replace them, before the output projection, while the context is
+    active. `values` has the factor or replacement for each gated head; `positions` can restrict gates to some queries.
 
     With o_h the output of head h (attention weights times values) and W_h its columns of the output projection, the
     attention module computes
 
         sum_h W_h (g_h o_h) + b
 
-    where g_h is the value of the head's gate, 1 without one (Michel, Levy and Neubig 2019, equation 2). A replacement
-    takes the place of o_h. `{(layer, head): 0.0}` removes a head.
+    where g_h is the gate's factor, 1 without a gate (Michel, Levy and Neubig 2019, eq. 2). A replacement replaces o_h.
 
         with hw.gate(model, {(3, 5): 0.0, (4, 1): hw.replacements.mean(texts), 7: 0.5}):
             model(**inputs)     # head 3.5 is off, 4.1 is replaced by its mean, and layer 7 is halved
@@ -110,8 +110,9 @@ def _gates_by_module(
 
 
 def _prepared(gates: Mapping[str, list[HeadGate]], model: nn.Module) -> dict[str, list[HeadGate]]:
-    """Return the gates of each module (by path) with their replacements prepared, which may run the model. A
-    replacement that several gates share is prepared once, for all modules that use it.
+    """Return the gates (factors or replacements of head outputs) of each module, by path. Each replacement among them
+    is exchanged for the result of its method `prepare`, which may run the model. A replacement that several gates share
+    is prepared once, for all modules that use it.
     """
     modules: dict[int, tuple[Replacement, list[str]]] = {}
     for path, module_gates in gates.items():
@@ -137,9 +138,9 @@ def _as_index(value: Any) -> int | None:
 
 
 def _checked_value(value: Any, head: int | None) -> GateValue:
-    """Check the value of a gate and return it, a number as a float. Raise `InputError` unless it is a finite number, a
-    replacement, or a float tensor with at most 2 axes for the gate of one head, or at most 3 for that of a layer
-    (`head` is None).
+    """Check the value of a gate and return it; a number is converted to float. Allowed are a finite number (factor of a
+    head's output), a `Replacement` of the output, or a float tensor of factors. The tensor has at most 2 axes for one
+    head or key/value group, or 3 for a layer (`head` is None). Anything else raises `InputError`.
     """
     if isinstance(value, Replacement):
         return value

@@ -46,12 +46,14 @@ class GateInterceptor(Interceptor):
         self._unreadable: set[str] = set()
 
     def on_module_call(self, path: str) -> None:
-        """Record that the model ran; `require_intercepted` checks nothing if it did not."""
+        """Record, when any module of the model is called, that the model ran. If the model did not run,
+        `require_intercepted` raises no error.
+        """
         self._ran = True
 
     def on_unreadable(self, path: str) -> None:
-        """Record that the module at `path` computed something like attention that cannot be intercepted, so that it was
-        not gated.
+        """Record the path of a module that computed something that looks like attention but could not be intercepted.
+        Gates do not change the result of that computation.
         """
         self._unreadable.add(path)
 
@@ -64,8 +66,8 @@ class GateInterceptor(Interceptor):
         return None if not gates else lambda attended: self._apply(gates, attended, call)
 
     def _apply(self, gates: list[HeadGate], attended: HeadOutput, call: Call) -> Tensor:
-        """Return the head outputs of an attention call after all replacements among the gates, and then all factors,
-        are applied. At queries that are not gated, the outputs are unchanged.
+        """Return the head outputs of an attention call after its gates are applied: first all replacements of head
+        outputs, then all factors. At query positions that are not gated, the outputs are unchanged.
         """
         out = attended.out
         for head, value in gates:
@@ -105,8 +107,9 @@ class GateInterceptor(Interceptor):
     def _factors(
         self, head: int | None, value: float | Tensor, out: Tensor, call: Call
     ) -> Float[Tensor, "#batch heads #queries 1"]:
-        """Return the factors of all heads' outputs as a tensor that broadcasts to them: `value` at the head or heads
-        that the gate applies to, and 1 at all other heads.
+        """Return a tensor of factors that broadcasts to the outputs of all heads: `value` for the heads that the gate
+        applies to, and 1 for all other heads. `head` is the index of the gated head or key/value group; None selects
+        all heads.
         """
         start, stop = self._head_range(head, call)
         batch, count, queries = call.grid.batch, self._count(call), call.grid.queries
@@ -123,14 +126,14 @@ class GateInterceptor(Interceptor):
 
     @property
     def partly_gated(self) -> list[str]:
-        """Sorted paths of gated modules that also computed something like attention which could not be intercepted, and
-        so was not gated.
+        """Sorted paths of gated modules that are gated only in part. These modules also computed something that looks
+        like attention but could not be intercepted.
         """
         return sorted(self._unreadable.intersection(self.gates))
 
     def require_intercepted(self, model: nn.Module, path_of_layer: Mapping[int, str]) -> None:
-        """Raise `InputError` if no attention of a gated module was intercepted, or if the run showed that a layer
-        number belongs to another module than `path_of_layer` states. Do nothing if the model did not run.
+        """Raise `InputError` if there is a gated module in which no attention was intercepted, or if the run showed
+        that a layer number belongs to another module than `path_of_layer` states. Do nothing if the model did not run.
 
         Args:
             model: the gated model.
@@ -156,9 +159,9 @@ class GateInterceptor(Interceptor):
 
 
 def _with_batch_and_query_axes(value: Tensor, head: int | None) -> Float[Tensor, "#batch #heads #queries"]:
-    """Return the value of a gate as a tensor with axes of batch, heads and queries, where missing axes have size 1. The
-    value of one head broadcasts to `(batch, queries)`. The value of all heads (`head` is None) has the shape `()`,
-    `(heads,)`, `(batch, heads)` or `(batch, heads, queries)`.
+    """Return `value`, the factor in a gate, as a tensor with axes of batch, heads and queries, where missing axes have
+    size 1. For one head, `value` broadcasts to `(batch, queries)`. For all heads (`head` is None), `value` has the
+    shape `()`, `(heads,)`, `(batch, heads)` or `(batch, heads, queries)`.
     """
     if head is not None:
         return value[(None,) * (2 - value.ndim)][:, None]

@@ -66,11 +66,12 @@ def next_token_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " 
 
 
 class MaskedTokenLoss:
-    """Loss function for masked language models: masks a random share of each sequence's tokens, and returns for each
-    sequence the mean of -ln p(token | text with masked tokens) over its masked tokens, in nats.
+    """Loss function for masked language models. It masks a given share of the tokens of each sequence, chosen at
+    random. For each sequence it returns the mean of -ln p(token | text with masked tokens) over the masked tokens, in
+    nats.
 
-    The same tokens of a sequence are masked each time it occurs (Devlin et al. 2019, section 3.1, without its random
-    words).
+    The same tokens of a sequence are masked each time it occurs with the same padding (Devlin et al. 2019, section 3.1,
+    without its random words).
 
     Args:
         mask_id: id of the tokenizer's mask token.
@@ -102,9 +103,9 @@ class MaskedTokenLoss:
     def _choose(
         self, ids: Int[Tensor, "batch length"], is_real: Bool[Tensor, "batch length"]
     ) -> Bool[Tensor, "batch length"]:
-        """Return a mask that is True at the tokens to mask: in each sequence a random share of the tokens that are
-        neither special nor padding. The random numbers are seeded by the sequence's token ids, so that a sequence
-        always gets the same mask.
+        """Return a mask that is True at the tokens to mask: in each sequence a given share, chosen at random, of the
+        tokens that are neither special nor padding. The random numbers are seeded by the token ids of the sequence,
+        padding included, so that the same row of ids always gets the same mask.
         """
         can_mask = is_real & ~torch.isin(ids, self.special.to(ids.device))
         draws = torch.empty(ids.shape)

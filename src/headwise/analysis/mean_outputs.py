@@ -23,8 +23,9 @@ class MeanOutputs(OutputReader):
         self._sums: dict[tuple[Site, int], tuple[Float[Tensor, "heads value_dim"], float]] = {}
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Add the head outputs of one attention call, summed over tokens that are not padding, to the running sums of
-        this call: those of the same site (module, self or cross) and the same number within a run of the model.
+        """Add the head outputs of one attention call, summed over tokens that are not padding, to running sums. Calls
+        are added to the same sums if they are of the same site (a module's self- or cross-attention) and have the same
+        number within a run of the model.
         """
         batch, _, queries, _ = out.shape
         out, tokens = out.detach(), float(batch * queries)
@@ -36,8 +37,9 @@ class MeanOutputs(OutputReader):
         self._sums[key] = earlier_total + total, earlier_tokens + tokens
 
     def mean_of_call(self, site: Site, index: int) -> Float[Tensor, "heads value_dim"]:
-        """Return the mean output of each head, over all tokens of the data set that are not padding, in one attention
-        call: the call number `index`, from 0, that `site` (module, self or cross) makes in a run of the model.
+        """Return the mean output of each head in one attention call, over all tokens of the data set that are not
+        padding. The call is number `index`, from 0, of those that `site` (a module's self- or cross-attention) makes in
+        a run of the model.
 
         Raises:
             InputError: the site made fewer calls on the data set.

@@ -136,8 +136,8 @@ def patch_together(
 def _prompt_pair(
     model: Any, clean: Any, corrupted: Any, tokens: AnswerTokens, direction: str
 ) -> Iterator["_PromptPair"]:
-    """Run the model on the clean and on the corrupted prompts, and yield the pair of batches, for which runs with
-    patched heads can be measured while the context is active.
+    """Run the model on the clean and on the corrupted prompts, and yield an object for this pair of batches. While the
+    context is active, the object can run the model on one batch with head outputs from the other.
 
     In the context the model is in evaluation mode, without gradients.
     """
@@ -198,9 +198,10 @@ class _PromptPair:
         return [labels for labels, names_of_head in pairs if not names_of_head.isdisjoint(wanted)]
 
     def measure_patched(self, labels: Iterable[Mapping[str, Any]]) -> dict[str, MeanEstimate]:
-        """Run the model with the outputs of these heads patched, and return two means over prompt pairs. `difference`
-        is the logit of the right answer minus that of the wrong one in the patched run. `recovered` locates it between
-        the corrupted run's difference (0) and the clean run's difference (1).
+        """Run the model on one batch of the pair, with the outputs of the heads in `labels` from the run on the other
+        batch. Return two means over prompt pairs. `difference` is the logit of the right answer minus that of the wrong
+        one in this patched run. `recovered` locates it between the corrupted run's difference (0) and the clean run's
+        difference (1).
         """
         gates: dict[str, list[HeadGate]] = {}
         for head_labels in labels:

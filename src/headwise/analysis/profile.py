@@ -75,7 +75,8 @@ class Profile(HeadTable[ProfiledHead]):
         return {role: members for role, members in heads.items() if members}
 
     def plot(self, statistic: str | None = "entropy") -> "Figure":
-        """Return a matplotlib heatmap of one statistic's mean for every head: layers down, heads across.
+        """Return a matplotlib heatmap of one statistic's mean for every head, by default the entropy of attention
+        weights: layers down, heads across. None selects the first statistic of the profile.
 
         Args:
             statistic: its name; the entropy by default.
@@ -88,7 +89,8 @@ class Profile(HeadTable[ProfiledHead]):
 
 
 def load_profile(folder: str | Path) -> Profile:
-    """Read the profile that `profile(..., out=folder)` or `Profile.save` wrote to a folder.
+    """Read the profile (table of attention statistics of every head) that `profile(..., out=folder)` or `Profile.save`
+    wrote to a folder.
 
     Raises:
         InputError: the folder has no profile, or the profile cannot be read.
@@ -108,7 +110,9 @@ def profile(
     progress: bool = False,
     title: str | None = None,
 ) -> Profile:
-    """Measure mean and standard error of attention statistics of every head over a data set, and name each head's role.
+    """Measure mean and standard error of attention statistics of every head over a data set, and name each head's role
+    (what it attends to). Return both as a `Profile`, a table with one row per head. With `repeats` (default for
+    `Texts`), statistics of heads that copy are also measured on random tokens that repeat.
 
     Sequences have equal weight. The model runs in evaluation mode without gradients and is unchanged afterwards. With
     torch.distributed, the processes share the batches, and each returns the same profile.
@@ -123,9 +127,6 @@ def profile(
         force: replace another run in that folder.
         progress: show a progress bar on standard error.
         title: the model's name for display.
-
-    Returns:
-        a `Profile` with one row per head.
 
     Raises:
         InputError: the data or the folder is unusable, or no attention of the model can be observed.
@@ -167,7 +168,8 @@ def _sorted_ids(special: Collection[int]) -> list[int]:
 
 
 def _random_ids(repeats: Any) -> Tensor | None:
-    """Check the argument `repeats`: return a matrix of token ids unchanged, and None for False or None.
+    """Return the random tokens on which a profile measures heads that copy: the argument `repeats` if it is a matrix
+    `(samples, length)` of token ids, or None if it is False or None. Anything else raises `InputError`.
 
     Raises:
         InputError: neither of these, or not a matrix of whole numbers.
@@ -188,8 +190,9 @@ def _checkpointed_run(
     out: str | Path | None,
     title: str | None,
 ) -> CheckpointedRun[SiteProgress, Profile]:
-    """Create the `CheckpointedRun` that saves a profile and its checkpoints in the folder `out`. A stopped run resumes
-    only with the same settings: model, data, special tokens, random tokens and number of processes.
+    """Create the `CheckpointedRun` that saves a profile (table of attention statistics of every head) and its
+    checkpoints in the folder `out`. A stopped run resumes only with the same settings: model, data, special tokens,
+    random tokens and number of processes.
     """
     rank, world_size = rank_and_world_size()
     repeats = None if random_ids is None else {"shape": list(random_ids.shape), "digest": digest_of([random_ids])}
@@ -229,8 +232,9 @@ def _finish(
     random_ids: Tensor | None,
     run: CheckpointedRun[SiteProgress, Profile],
 ) -> Profile:
-    """Assemble the profile from the head statistics of all processes (`registry`), write it to the output folder and
-    return it. If there are random token ids, the model first runs on them, for the statistics of heads that copy.
+    """Assemble the profile (table of attention statistics of every head) from the statistics of all processes in
+    `registry`, write the profile to the output folder and return it. If `random_ids` is not None, the model first runs
+    on these random tokens, which repeat, to measure how much heads attend to copies.
     """
     random_records: list[SiteRecord] = []
     if random_ids is not None:
@@ -244,8 +248,9 @@ def _finish(
 
 
 def _profiled_heads(registry: SiteRegistry, random_records: list[SiteRecord]) -> Iterator[ProfiledHead]:
-    """Yield the profile's row of every head: its statistics on the data, its copying statistics on random tokens if the
-    model ran on them, and the role (name for what the head attends to) that the statistics decide.
+    """Yield the profile's row of every head: its statistics on the data, and the role (name for what the head attends
+    to) that the statistics decide. If the model ran on random tokens that repeat, the row also has two shares of
+    attention on these: to earlier copies of a token (`duplicate`) and to what followed these copies (`induction`).
 
     All rows have the same statistics, NaN where one was not measured.
     """

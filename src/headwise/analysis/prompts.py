@@ -109,7 +109,8 @@ class AnswerTokens(NamedTuple):
     @contextmanager
     def _output_embedding_restricted(self, model: Any, batch: Mapping[str, Any]) -> Iterator[list[Tensor]]:
         """Reduce the input of the model's output embedding to one position per prompt, that of the token that the
-        answer follows, while the context is active. Logits at other positions are not computed.
+        answer follows, while the context is active. Logits at other positions are not computed. Yield a list that
+        contains these positions once the output embedding has run.
 
         Yields:
             A list of the tensor of these positions; empty if the output embedding was not restricted.

@@ -59,15 +59,16 @@ class RecordedOutputs(OutputReader):
         self.by_site: dict[Site, list[Float[Tensor, "batch heads queries value_dim"]]] = {}
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Store the head outputs of one attention call after those of earlier calls of the same site (module, self or
-        cross) in this run of the model. The first call in a run discards the outputs of the previous run.
+        """Store the head outputs of one attention call after those of earlier calls of the same site (a module's self-
+        or cross-attention) in this run of the model. The first call of a site in a run discards the site's outputs of
+        the previous run.
         """
         earlier_calls = self.by_site.get(call.site, [])[: call.index]
         self.by_site[call.site] = [*earlier_calls, out.detach()]
 
     def output_of_call(self, site: Site, index: int) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return the recorded head outputs of one attention call: the call number `index`, from 0, that `site` (module,
-        self or cross) made in the last run of the model.
+        """Return the recorded head outputs of one attention call: the call number `index`, from 0, that `site` (a
+        module's self- or cross-attention) made in the last run of the model.
 
         Raises:
             InputError: fewer calls of the site were recorded.
@@ -79,8 +80,8 @@ class RecordedOutputs(OutputReader):
 
 
 class RecordedRun(SiteRegistry, RecordedOutputs):
-    """Interceptor that records the head outputs of a model's last run, and registers the attention sites (modules, self
-    or cross) that ran, with their heads.
+    """Interceptor that records the head outputs of a model's last run. It also registers each attention site (a
+    module's self- or cross-attention) that ran, with the site's heads.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,8 +89,8 @@ class RecordedRun(SiteRegistry, RecordedOutputs):
         RecordedOutputs.__init__(self)
 
     def change(self, call: Call) -> Change | None:
-        """Register the site (module, self or cross) of an attention call, and return a function that records the call's
-        head outputs and leaves them unchanged.
+        """Register the site (a module's self- or cross-attention) of an attention call, and return a function that
+        records the call's head outputs and leaves them unchanged.
         """
         self.register(call)
         return super().change(call)

@@ -23,8 +23,8 @@ from headwise.shapes import Float
 
 
 def zero() -> "Replacement":
-    """Return an object that replaces a head's output by zeros when it is the value of a gate or the replacement of an
-    ablation.
+    """Return an object that replaces a head's output by zeros. The object can be a value in `gate` or the `replacement`
+    of `ablate`.
 
     Unlike a gate of 0, it also removes infinite and NaN outputs.
     """
@@ -32,8 +32,8 @@ def zero() -> "Replacement":
 
 
 def uniform() -> "Replacement":
-    """Return an object that replaces a head's output by its output under uniform attention over the visible keys, when
-    it is the value of a gate or the replacement of an ablation.
+    """Return an object that replaces a head's output by its output under uniform attention over the visible keys. The
+    object can be a value in `gate` or the `replacement` of `ablate`.
 
     Each query gets the mean of the values of all keys that the mask lets it attend to.
     """
@@ -41,8 +41,8 @@ def uniform() -> "Replacement":
 
 
 def mean(dataset: Texts | Iterable[Any]) -> "Replacement":
-    """Return an object that replaces a head's output by its mean over all tokens of a data set that are not padding,
-    when it is the value of a gate or the replacement of an ablation.
+    """Return an object that replaces a head's output by its mean over all tokens of a data set that are not padding.
+    The object can be a value in `gate` or the `replacement` of `ablate`.
 
     The model runs over the data once, when a gate with this replacement is entered: in evaluation mode, without
     gradients, and unaffected by other active gates. A module that attends several times in a run has one mean per call.
@@ -57,8 +57,8 @@ def mean(dataset: Texts | Iterable[Any]) -> "Replacement":
 
 
 def resample(batch: Tensor | Mapping[str, Any]) -> "Replacement":
-    """Return an object that replaces a head's output by its output on another batch, when it is the value of a gate or
-    the replacement of an ablation.
+    """Return an object that replaces a head's output by the head's output in a run of the model on `batch`. The object
+    can be a value in `gate` or the `replacement` of `ablate`.
 
     The model runs on `batch` once, when a gate with this replacement is entered: in evaluation mode, without gradients,
     and unaffected by other active gates.
@@ -74,8 +74,8 @@ def resample(batch: Tensor | Mapping[str, Any]) -> "Replacement":
 
 
 def patch(run: RecordedOutputs) -> "Replacement":
-    """Return an object that replaces a head's output by its output in a run recorded with `record_outputs`, when it is
-    the value of a gate.
+    """Return an object that replaces a head's output by the head's output in a run recorded with `record_outputs`. The
+    object can be a value in `gate`.
 
     Args:
         run: outputs of the same model on inputs of the same shape, or with a batch size of 1.
@@ -138,9 +138,7 @@ class Mean(Replacement):
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
         """Run the model over the data set, and return a replacement that contains the mean output of each head of the
-        attention modules with these paths.
-
-        A replacement that already has them is returned as it is, without a run.
+        attention modules at the paths `modules`. If this object already contains these means, return it without a run.
         """
         if self.means is not None and self.means.modules is not None and set(modules) <= set(self.means.modules):
             return self
@@ -151,8 +149,8 @@ class Mean(Replacement):
         return Mean(self.dataset, means)
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return each head's mean output over the data set, as measured in the attention calls of the same module (self
-        or cross) with the same number within a run of the model.
+        """Return each head's mean output over the data set in the attention calls that correspond to `call`: those of
+        the same module, the same kind (self- or cross-attention) and the same number within a run of the model.
         """
         assert self.means is not None
         return self.means.mean_of_call(call.site, call.index)[None, :, None, :]
@@ -169,8 +167,8 @@ class Patch(Replacement):
         self.run = run
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
-        """Return the head outputs that were recorded in the attention call of the same module (self or cross) with the
-        same number within the run of the model.
+        """Return the head outputs in the recorded attention call that corresponds to `call`: that of the same module,
+        the same kind (self- or cross-attention) and the same number within the run of the model.
 
         Raises:
             InputError: the recorded call has another shape.
@@ -193,8 +191,8 @@ class Resample(Replacement):
         self.batch = batch
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Run the model on the other batch, and return a replacement that contains the outputs of the heads of the
-        attention modules with these paths.
+        """Run the model on the batch that was passed to `resample`, and return a replacement that contains the outputs
+        of the heads of the attention modules at the paths `modules`.
         """
         outputs = RecordedOutputs(set(modules))
         _run_batches(model, [self.batch], outputs)

@@ -25,9 +25,9 @@ def not_direct_error(model: nn.Module) -> InputError:
 
 
 class StreamEnd(NamedTuple):
-    """Input of the final norm (the end of the residual stream) at the token that each prompt's answer follows, and for
-    each prompt a vector whose scalar product with any summand of this input is what the summand adds to the answer's
-    logit.
+    """Input of the final norm (the end of the residual stream) at the token that each prompt's answer follows, with a
+    vector for each prompt. The scalar product of this vector with a summand of the input is what the summand adds to
+    the answer's logit. If there is a wrong answer, the logit of the wrong answer is subtracted.
 
     Attributes:
         model: the model.
@@ -125,8 +125,9 @@ class ResidualStream:
         return call
 
     def end(self, tokens: AnswerTokens, batch: Mapping[str, Any]) -> StreamEnd:
-        """Return the final norm's input in the observed run at the token that each prompt's answer follows, with the
-        vector whose scalar product with a summand of this input is what the summand adds to the answer's logit.
+        """Return the final norm's input in the observed run at the token that each prompt's answer follows, with a
+        vector for each prompt. The scalar product of this vector with a summand of the input is what the summand adds
+        to the answer's logit. If there is a wrong answer, the logit of the wrong answer is subtracted.
 
         Raises:
             InputError: the module before the output embedding is not a norm, or there is none; a token does not exist.
@@ -159,8 +160,9 @@ def _direction_before_norm(
     *,
     like: Tensor,
 ) -> Float[Tensor, "prompts width"]:
-    """Convert directions at the output of a norm to directions at its input: return, for each prompt, the vector whose
-    scalar product with the norm's input equals that of `unembedding` with the norm's output, up to a constant.
+    """Convert directions at the output of a norm to directions at its input, with the norm's scale at each token held
+    constant. Return, for each prompt, the vector whose scalar product with the norm's input equals that of
+    `unembedding` with the norm's output, up to a constant.
 
     The scale of the norm is held constant at each token, so that the norm is linear.
 

@@ -71,8 +71,9 @@ ROLES = (PREVIOUS, NEXT, INDUCTION, DUPLICATE, SAME, MIXED, BROAD, FIRST, SPECIA
 
 
 def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mapping[str, float] | None = None) -> Role:
-    """Return a head's role, a name for what it attends to, from its mean statistics: the kind of position that gets at
-    least half of its attention; otherwise broad if its attention is nearly uniform, or else mixed.
+    """Return a head's role (name for what it attends to): the kind of position that gets at least half of the
+    attention; otherwise broad if attention is nearly uniform, or else mixed. `means` are the means of the head's
+    statistics, `rows` the numbers of query rows behind them, and `random` the means on random tokens that repeat.
 
     This module's docstring has the whole rule.
 
@@ -83,8 +84,8 @@ def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mappi
     """
 
     def reaches(role: Role) -> bool:
-        """Return True if the mean of the role's statistic is over enough query rows and is at least the role's
-        threshold.
+        """Return True if the mean of the role's statistic is at least the role's threshold and is over at least
+        `MIN_ROWS` query rows.
         """
         return rows.get(role.statistic, 0) >= MIN_ROWS and means[role.statistic] >= role.threshold
 

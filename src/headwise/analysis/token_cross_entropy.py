@@ -55,8 +55,9 @@ _models_with_processed_logits: "WeakSet[nn.Module]" = WeakSet()
 
 
 def _linear_output_embedding(model: Any) -> nn.Linear | None:
-    """Return the output embedding of a `transformers` model if it is a plain linear layer whose computation can be
-    skipped; otherwise None.
+    """Return the output embedding of a `transformers` model if its computation can be skipped; otherwise None. It can
+    be skipped for a plain linear layer without hooks of other packages, unless an earlier run showed that the model
+    changes the layer's output before returning it as logits.
     """
     if model in _models_with_processed_logits or not hasattr(model, "get_output_embeddings"):
         return None

@@ -103,8 +103,8 @@ class View:
 
     def strongest_links(self, head: HeadView, count: int) -> list[Link]:
         """Return up to `count` links of a head with the largest attention weights, each from a word to the other word
-        that it attends to most. Links below the smallest weight to show are left out, and so are all but the strongest
-        link between two words of the same two spellings.
+        that it attends to most. Links with a weight below 0.005 (`SMALLEST_SHOWN_WEIGHT`) are left out. If words occur
+        several times in the text, only the strongest link from one spelling to another is included.
         """
         visible = [link for link in head.links if link.weight >= SMALLEST_SHOWN_WEIGHT]
         by_pair = {(self.words[link.query].text, self.words[link.key].text): link for link in reversed(visible)}

@@ -15,8 +15,9 @@ PICTURE = 64
 
 
 class WordWeights:
-    """Attention weights between the words of a text for each head, added up from blocks of token rows: the strongest
-    link and the top keys of each word, and a small picture of the weight matrix.
+    """Attention weights between the words of a text for each head, added up from blocks of token rows. They are reduced
+    to the strongest link of each word to another word, the words that each word attends to most, and a small picture of
+    the weight matrix.
 
     Weights to the tokens of a word are summed, and those from its tokens averaged, so that each word's weights still
     add up to 1 (Clark et al. 2019, section 4.1). The row blocks of a head come in the order of the rows; a word may
@@ -42,8 +43,8 @@ class WordWeights:
         self._unfinished = torch.zeros(heads, words)  # weights of the word whose last rows are still to come
 
     def add(self, row_block: RowBlock) -> None:
-        """Add the attention weights of one block of token rows. The weights of a word enter the links, top keys and
-        picture once the rows of all its tokens have been added.
+        """Add the attention weights of one block of token rows. The weights of a word enter the strongest links, the
+        lists of most attended words and the picture once the rows of all tokens of the word have been added.
         """
         weights = row_block.weights[0].float().cpu()  # (heads, rows, columns)
         part, rows = row_block.sequences_and_heads[1], row_block.rows
@@ -61,8 +62,8 @@ class WordWeights:
             self._add_words(part, range(first, last + 1), sums / self.token_counts[first : last + 1, None])
 
     def _add_words(self, part: slice, words: range, weights: Float[Tensor, "heads queries words"]) -> None:
-        """Update the pictures, top keys and links of these heads with the attention weights of words whose token rows
-        have all been added.
+        """Update the pictures, the most attended words (top keys) and the strongest links of the heads in `part`.
+        `weights` are the attention weights of the words `words`, whose token rows have all been added.
 
         Args:
             part: the heads.
@@ -81,8 +82,8 @@ class WordWeights:
         self.best_weight[part, selected], self.best_key[part, selected] = best
 
     def links(self, head: int) -> tuple[Link, ...]:
-        """Return the link of each word in a head, to the other word that it attends to most, strongest first. Two words
-        that link to each other with more than uniform weight share one link.
+        """Return the links of one head, strongest first. A link joins a word to the other word that it attends to most.
+        Two words that attend most to each other, both with more than uniform weight, share one link.
         """
         weights, keys = self.best_weight[head].tolist(), self.best_key[head].tolist()
         uniform_weight = 1 / self.words

@@ -25,8 +25,8 @@ CreateGates = Callable[[Call, Tensor], Float[Tensor, "#examples heads"]]
 
 class GateTensors(SiteRegistry):
     """Interceptor that multiplies head outputs by gates, tensors with respect to which a loss can be differentiated. An
-    attention site (module, self or cross) has one gate per head, either for each example or shared by all examples, and
-    uses the same gates in all its calls.
+    attention site (a module's self- or cross-attention) has one gate per head, either for each example or shared by all
+    examples. All calls of a site use the same gates.
 
     Attributes:
         by_site: gates of each site that was called since the last `reset`.
@@ -39,21 +39,22 @@ class GateTensors(SiteRegistry):
         self._lock = threading.Lock()
 
     def reset(self, create: CreateGates | None) -> None:
-        """Remove all gates of heads. If `create` is a function, the next call of each attention site (module, self or
-        cross) creates the site's gates with it. If it is None, head outputs stay unchanged.
+        """Remove all gates of heads. If `create` is a function, it creates the gates of each attention site (a module's
+        self- or cross-attention) at the next call of the site. If `create` is None, head outputs stay unchanged.
         """
         self.by_site, self._create = {}, create
 
     def change(self, call: Call) -> Change | None:
-        """Register the site (module, self or cross) of an attention call, and return the function that multiplies the
-        call's head outputs by the gates of the site; None while no gates are to be created.
+        """Register the site (a module's self- or cross-attention) of an attention call, and return the function that
+        multiplies the call's head outputs by the gates of the site. Return None while gates are turned off, as after
+        `reset(None)`.
         """
         self.register(call)
         return None if self._create is None else lambda attended: self._multiply(call, attended)
 
     def _multiply(self, call: Call, attended: HeadOutput) -> Tensor:
-        """Return the head outputs of an attention call times the gates of its site (module, self or cross), one gate
-        per head. The first call of a site creates its gates.
+        """Return the head outputs of an attention call times the gates of its site (a module's self- or
+        cross-attention), one gate per head. The first call of a site creates the gates of the site.
         """
         if not torch.is_grad_enabled():
             remedy = 'use method="ablation", which needs none'
@@ -123,8 +124,8 @@ def frozen_parameters(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ImportanceTask:
-    """Model, data and loss for which the importance of heads is measured, with the run that saves progress and the
-    choice of a progress bar.
+    """Model, data and loss for which the importance of heads is measured. The field `run` saves progress in a folder,
+    and `show_progress` turns on a progress bar.
 
     Attributes:
         model: the model.
@@ -141,8 +142,8 @@ class ImportanceTask:
     show_progress: bool
 
     def start_batch(self, gates: GateTensors, batch: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Move a batch to the model's device, remove all gates, and let the loss prepare on the unchanged model; return
-        the moved batch and its number of examples.
+        """Move a batch to the model's device, remove all gates, and call the loss's method `prepare`, if it has one, on
+        the unchanged model. Return the moved batch and its number of examples.
         """
         batch = to_device(batch, device_of(self.model))
         gates.reset(None)

@@ -92,9 +92,9 @@ class GradientMethod:
     def _gradients(
         self, task: ImportanceTask, gates: GateTensors, batch: dict[str, Any]
     ) -> tuple[dict[Site, Float[Tensor, "examples heads"]], int]:
-        """Return the derivatives of each example's loss with respect to the gates of each attention site (module, self
-        or cross), as weighted sums over the method's gate values, and the number of examples whose loss is not NaN. An
-        example with a NaN loss has NaN derivatives.
+        """Return the derivatives of each example's loss with respect to the gates of each attention site (a module's
+        self- or cross-attention). Derivatives at several gate values are added, each times the weight of its gate
+        value. An example with a NaN loss has NaN derivatives. Return also the number of examples whose loss is not NaN.
         """
         batch, examples = task.start_batch(gates, batch)
         sums: dict[Site, Tensor] = {}
@@ -142,8 +142,8 @@ class GradientMethod:
 
 
 def _constant_gates(examples: int, value: float) -> CreateGates:
-    """Return a function that creates the gates of an attention site (module, self or cross): a tensor `(examples,
-    heads)` that requires gradients and is filled with `value`.
+    """Return a function that creates the gates of an attention site (a module's self- or cross-attention): a tensor
+    `(examples, heads)` that requires gradients and is filled with `value`.
     """
 
     def create(call: Call, out: Tensor) -> Float[Tensor, "examples heads"]:
@@ -163,8 +163,9 @@ class Gradient(GradientMethod):
     """
 
     def statistics(self, gradient: Float[Tensor, "examples heads"]) -> dict[str, Float[Tensor, "examples heads"]]:
-        """Return two statistics for each example and head: the absolute derivative of the loss with respect to the
-        head's gate as `gradient`, and the negative derivative as `first_order`.
+        """Return two statistics for each example and head: "gradient", the absolute value of the derivative of the loss
+        with respect to the head's gate, and "first_order", the negative of the derivative. The derivatives are the
+        argument `gradient`.
         """
         return {"gradient": gradient.abs(), "first_order": -gradient}
 

@@ -40,8 +40,8 @@ INITIAL_LOG_ALPHA = 2.0
 @dataclass(frozen=True)
 class HardConcrete:
     """Importance method that learns one random gate (factor of the output, from 0 to 1) per head. Adam minimises the
-    mean loss plus `sparsity` times the expected number of gates that are not 0, so that each head that stays open has a
-    cost.
+    mean loss plus `sparsity` times the expected number of open gates (gates that are not 0), so that each open gate has
+    a cost.
 
     Attributes:
         sparsity: cost of an open gate, in units of the loss.

@@ -43,14 +43,14 @@ class HeadComparison(SiteRegistry):
         self._call_contexts: dict[int, tuple[CallContext, Tensor | None]] = {}
 
     def on_model_call(self) -> None:
-        """At the start of a model call, release the head outputs and the call contexts (cached padding and visible
-        keys) of the previous model call.
+        """At the start of a model call, release the data of the previous model call: head outputs that wait for
+        comparison, and call contexts (cached padding and visible keys).
         """
         self._pending_outputs, self._call_contexts = {}, {}
 
     def observe(self, call: Call) -> Observation | None:
-        """Register the site (module, self or cross) of an attention call, and return the observation that adds the
-        call's attention weights to the running distances between the heads of that site.
+        """Register the site (a module's self- or cross-attention) of an attention call. Return the observation that
+        adds the call's attention weights to the running distances between the heads of that site.
         """
         heads = self.register(call).heads
         distances = self._weight_distances.setdefault(call.site, WeightDistances(heads, call.grid.device))
@@ -98,8 +98,9 @@ class HeadComparison(SiteRegistry):
         self._pending_outputs = {}
 
     def _compare(self, outputs: list[tuple[Call, Tensor]]) -> None:
-        """Update the running similarities between heads of every two of these attention calls, and between heads of
-        each call. `outputs` has the head outputs of each call at the same tokens, `(tokens, heads, value_dim)`.
+        """Update the running similarities between the heads of every two attention calls in `outputs`, and between the
+        heads within each call. `outputs` pairs each call with its head outputs `(tokens, heads, value_dim)`; the tokens
+        are the same for all calls.
         """
         order = list(self._records)
         outputs = sorted(outputs, key=lambda call_and_out: order.index(call_and_out[0].site))
@@ -154,7 +155,8 @@ class HeadComparison(SiteRegistry):
 
     def distance(self) -> Float[Tensor, "heads heads"]:
         """Return a matrix over all heads: the Jensen-Shannon distance between the attention weights of two heads,
-        averaged over query rows. It is NaN for heads of different attention sites (modules, self or cross).
+        averaged over query rows. It is NaN for two heads of different attention sites, where a site is a module's self-
+        or cross-attention.
         """
         matrix, columns = self._empty_matrix()
         for site, distances in self._weight_distances.items():
@@ -162,8 +164,9 @@ class HeadComparison(SiteRegistry):
         return matrix
 
     def _fill(self, of_sites: Callable[[Site, Site], Tensor]) -> Float[Tensor, "heads heads"]:
-        """Return a symmetric matrix over all heads of the model, filled with the block `of_sites(site, other)` for
-        every two attention sites (modules, self or cross) whose heads were compared, and NaN elsewhere.
+        """Return a symmetric matrix over all heads of the model. For every two attention sites (a site is a module's
+        self- or cross-attention) whose heads were compared, it contains the block `of_sites(site, other)`; elsewhere it
+        is NaN.
 
         A block has a row for each head of the first attention site and a column for each of the second.
         """
@@ -175,8 +178,9 @@ class HeadComparison(SiteRegistry):
         return matrix
 
     def _empty_matrix(self) -> tuple[Float[Tensor, "heads heads"], dict[Site, slice]]:
-        """Return a square matrix of NaN with a row and a column for each head in the order of the model, and the range
-        of rows (and of columns) for the heads of each attention site (module, self or cross).
+        """Return a square matrix of NaN with a row and a column for each head in the order of the model. Return also,
+        for each attention site (a module's self- or cross-attention), the range of rows (and of columns) of the site's
+        heads.
         """
         columns, start = {}, 0
         for record in self.records:

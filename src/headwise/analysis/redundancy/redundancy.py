@@ -36,12 +36,12 @@ def redundancy(
     loss: Loss | None = None,
     progress: bool = False,
 ) -> Redundancy:
-    """Measure the similarity of every two heads of a layer or model, and cluster heads; with a loss, ablate clusters.
+    """Measure the similarity of every two heads of each layer (or of the model), and group similar heads into clusters.
+    With a loss, measure also how much the loss increases if a cluster's heads are ablated alone and together.
 
     The measures over tokens are the cosine and the centred kernel alignment (`cka`) of two heads' outputs, and the
     Jensen-Shannon distance of their attention weights; `Redundancy` has the definitions. Clusters are complete-linkage
-    clusters of `cka`. With a loss, each cluster's heads are ablated alone and together. If together costs more than the
-    sum, heads of the cluster compensate for each other.
+    clusters of `cka`. If a cluster costs more than the sum of its heads alone, these heads compensate for each other.
 
         similar = hw.redundancy(model, texts, loss=hw.next_token_loss)
         similar.table()                                 # one row per pair: a, b, cosine, cka, distance
@@ -92,8 +92,8 @@ def redundancy(
 def _run_over(
     model: nn.Module, dataset: Texts | Iterable[Any], comparison: HeadComparison, *, show_progress: bool
 ) -> tuple[int, int]:
-    """Run the model on all batches of a data set while `comparison` compares its heads; return the number of sequences
-    and the number of tokens that are not padding.
+    """Run the model on all batches of a data set while the interceptor `comparison` compares the heads of the model;
+    return the number of sequences and the number of tokens that are not padding.
     """
     sequences, tokens, device = 0, 0, device_of(model)
     total = len(dataset) if isinstance(dataset, Sized) else None
@@ -113,8 +113,8 @@ def _run_over(
 def _cluster_costs(
     model: nn.Module, dataset: Any, loss: Loss, clusters: tuple[tuple[tuple[int, int], ...], ...]
 ) -> Iterator[ClusterCost]:
-    """Yield, for each cluster of similar heads, the ablation effects (increase of the loss) of removing every head
-    alone and of removing all heads together.
+    """Yield the ablation effects (increases of the loss) of each cluster of similar heads: the effect of removing each
+    head of the cluster alone, and of removing all its heads together.
     """
     sets = {f"{layer}.{head}": [(layer, head)] for heads in clusters for layer, head in heads}
     sets |= {f"cluster {index}": list(heads) for index, heads in enumerate(clusters)}

@@ -80,7 +80,9 @@ class Redundancy:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all heads as "layer.head", zero-based, in the order of the matrices."""
+        """Names of all heads as "layer.head", zero-based, in the order of the rows and columns of the similarity
+        matrices.
+        """
         return tuple(f"{head['layer']}.{head['head']}" for head in self.heads)
 
     def table(self) -> Any:

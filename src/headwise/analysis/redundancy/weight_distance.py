@@ -24,14 +24,16 @@ class _HeadRows(NamedTuple):
     counted: Bool[Tensor, "batch heads rows"]
 
     def from_head(self, index: int) -> "_HeadRows":
-        """Return the attention weights of the same query rows for fewer heads: those from position `index` on."""
+        """Return the attention weights and the mask of the same query rows for fewer heads: the heads from position
+        `index` on.
+        """
         heads = slice(self.heads.start + index, self.heads.stop)
         return _HeadRows(heads, self.weights[:, index:], self.counted[:, index:])
 
 
 class WeightDistances:
     """Running mean, over query rows, of the Jensen-Shannon distance between the attention weights of every two heads of
-    an attention site (module, self or cross).
+    an attention site (a module's self- or cross-attention).
 
     A tile may hold the weights of some heads only. Tiles of the same rows are kept until tiles of other rows arrive.
     """
@@ -42,8 +44,9 @@ class WeightDistances:
         self._tiles: list[_HeadRows] = []
 
     def add(self, rows: RowBlock) -> None:
-        """Add the Jensen-Shannon distances between the heads of a block of query rows to the running mean, and the
-        distances between these heads and heads whose blocks of the same rows arrived earlier.
+        """Add to the running mean the Jensen-Shannon distances between the attention weights of every two heads in a
+        block of query rows. Add also the distances between these heads and heads whose blocks of the same rows arrived
+        earlier.
         """
         tile = rows.tile
         current_rows = (tile.block.rows, tuple(tile.block.spans), tile.sequences.start, tile.sequences.stop)
