@@ -16,9 +16,8 @@ MAX_DISTANCE = 2**62
 @dataclass(frozen=True)
 class Band(Mask):
     """Causal or sliding-window mask: the query at position p attends to the keys `{p - width + 1, ..., p + ahead}`; if
-    `width` is None, to all keys up to `p + ahead`.
-
-    With a dilation d it attends to `{p - (width - 1) d, ..., p - d, p, p + d, ..., p + ahead d}`.
+    `width` is None, to all keys up to `p + ahead`. With a dilation d above 1, it attends to
+    `{p - (width - 1) d, ..., p - d, p, p + d, ..., p + ahead d}` instead.
 
     Attributes:
         width: number of keys up to the query's own, which is among them; None for all keys before the query.
