@@ -302,4 +302,5 @@ def _environment(about: Mapping[str, Any]) -> str:
     work = f"{processes} process{'es' * (processes > 1)} of {threads} thread{'s' * (threads > 1)}"
     machine = f"{about['cpu']}, {about['cores']} cores, {about['gpu'] or 'no GPU'}"
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    return f"{about['date']} on {machine}, in {work}; {versions}; size `{about['size']}` of `make claims`"
+    amount = f"size `{about['size']}` of `make claims` (amount of training and timing)"
+    return f"{about['date']} on {machine}, in {work}; {versions}; {amount}"

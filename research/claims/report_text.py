@@ -8,9 +8,11 @@ states the rule of its verdict. The conclusions hold for the tested models and d
 
 METHOD = [
     """\
-**Data.** The models train on two kinds of data. The text is the language reference that comes with Python
-(`pydoc_data.topics`), read byte by byte. The generated data are pairs of keys and values to look up, and sequences
-of random symbols, in which the model must name the four previous symbols at every position.""",
+**Data.** The models train on two kinds of data: text and generated sequences. The text is the language reference that
+comes with Python (`pydoc_data.topics`), read byte by byte. The generated sequences belong to two tasks. In one, a
+sequence is a list of key-value pairs of symbols, which is then repeated in another order; the model must name the
+value of each repeated key. In the other, a sequence consists of random symbols; at every position the model must name
+the four previous symbols.""",
     "",
     """\
 **Training.** A setting is one combination of data, task, width and number of layers. Within a setting, models that

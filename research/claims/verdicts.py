@@ -121,10 +121,9 @@ def eight(studies: Sequence[Study]) -> Verdict:
     leaders = " and ".join(str(heads) for heads in sorted(others) if others[heads] == most)
     figure = f"within one standard error of the best in {good} of {len(studies)} settings"
     reason = (
-        f"{SETTING} In {good} of {len(studies)} settings, the mean held-out loss of 8 heads is at most one standard "
-        "error above the lowest mean loss of any number of heads. Of all settings, the loss of 8 heads is that low "
-        f"in {min(counts)} to {max(counts)} if one seed is left out. The number of heads whose loss is that low in "
-        f"most settings is {leaders}, in {most} settings"
+        f"{SETTING} In {good} of {len(studies)} settings (in {min(counts)} to {max(counts)} if one seed is left out), "
+        "the mean held-out loss of 8 heads is at most one standard error above the lowest mean loss of any number of "
+        f"heads. Of all numbers of heads, so low a loss is most frequent with {leaders} heads: in {most} settings"
     )
     return Verdict(outcome, figure, stated(outcome, "eight", reason))
 

@@ -173,8 +173,8 @@ def induction_heads(folder: Path, profile: hw.Profile) -> list[str]:
         "An induction head attends to the token that followed an earlier copy of the current token. Such heads are "
         "found on repeated random tokens: 25 random tokens, 4 times in a row, in 10 samples (Olsson et al. 2022). On "
         f"such tokens, {len(heads)} heads of {profile.metadata['model']['name']} put at least half of their attention "
-        "on the token after an earlier copy: "
-        f"{', '.join(shares)}.",
+        "on the token after an earlier copy. The list names them as `layer.head`, with this share of attention in "
+        f"brackets: {', '.join(shares)}.",
         "",
         f"The table shows the rise of the next-token loss, in nats a token, when all {len(heads)} induction heads are "
         "removed together. Their outputs are replaced by 0, or by their mean on the text. The loss is measured on "
@@ -268,9 +268,9 @@ def previous_token_head(ablation: hw.Ablation, order: hw.Ablation, profile: hw.P
     return [
         "### The previous-token head",
         "",
-        f"Head {layer}.{head} of {ablation.metadata['model']['name']} puts {with_error(share, 4)} of its attention "
-        "on the "
-        f"previous token{more}. Removing this head moves sentence embeddings by a distance (1 - cosine) of "
+        f"Head {layer}.{head} (layer {layer}, head {head}) of {ablation.metadata['model']['name']} puts "
+        f"{with_error(share, 4)} of its attention on the previous token{more}. Removing this head moves "
+        "sentence embeddings by a distance (1 - cosine) of "
         f"{with_error(ablation.head(layer, head).statistics['cost'], 4)}, the {_th(rank)} largest of "
         f"{len(ablation.rows)} heads.",
         "",

@@ -128,12 +128,16 @@ BLOCKWISE_COSTS = f"""\
 | float32 scores | {backend_choice.FLOAT32_SCORE_COST} | {scores_fp32.BLOCK_OVERHEAD:,} |
 | bfloat16 scores | {backend_choice.BFLOAT16_SCORE_COST} | {scores_bf16.BLOCK_OVERHEAD:,} |
 
-The `blockwise` backend computes attention scores in bfloat16 only if the inputs are bfloat16. There must also be no
-softcap, bias, sinks, dropout, log-sum-exp or scale for each head. In all other cases its scores are float32.
+The `blockwise` backend computes attention scores in bfloat16 only if three conditions hold. The queries are bfloat16.
+The scale is one positive number for all heads. The call uses no softcap, bias, sinks or dropout, and does not return
+the log-sum-exp. In all other cases the scores are float32, or float64 if the queries are float64.
 
-In four cases headwise uses the backend `fused` without predicting costs: fewer than {backend_choice.SMALLEST_PLANNED:,}
-scores, a mask that is a matrix for each sequence or head, a call that returns the weights, and a device other than a
-CPU. No costs have been measured on other devices. There torch chooses between its own kernels.
+If both `fused` and `blockwise` can compute an attention call, headwise uses `fused` without predicting costs in five
+cases: (1) the call has fewer than {backend_choice.SMALLEST_PLANNED:,} attention scores;
+(2) the mask is stored as a matrix for each sequence or head; (3) the call returns the attention weights; (4) the mask
+is plain causal or hides nothing, `blockwise` would not compute the scores in bfloat16, and the call has neither dropout
+nor a bias that requires gradients; (5) the device is not a CPU. No costs have been measured on
+other devices, where torch chooses between its own kernels.
 """.splitlines()
 
 
@@ -165,9 +169,10 @@ def main() -> None:
         "",
         "## Combinations of options",
         "",
-        "The table counts the combinations of one, two and three options of an attention call that each backend",
-        "supports, forward and backward. The options are those of the first table on this page. Combinations that pass",
-        "one argument twice are left out.",
+        "The table counts combinations of one, two and three options of an attention call, such as a softcap with",
+        "dropout. A backend supports a combination if it can compute both the forward and the backward pass of a call",
+        "with these options. The options are the rows of the table in the section Options. Two options that need",
+        "different values of the same argument of the call, such as two masks, are not combined.",
         "",
         f"| options at once | combinations | {' | '.join(f'`{name}`' for name in BACKENDS)} | some backend |",
         f"|{' --- |' * (len(BACKENDS) + 3)}",

@@ -344,12 +344,13 @@ def document() -> str:
         "`headwise.compat.MultiheadAttention` replaces `torch.nn.MultiheadAttention`. This page lists every known case",
         "in which the two layers behave differently. [Replacing torch's layer](../torch-layer.md) describes its use.",
         "",
-        "Each row of the table ran both layers, `torch.nn.MultiheadAttention` and its replacement in headwise.",
-        f"`research/tables/torch_differences.py` ran them on {datetime.date.today().isoformat()}, with torch "
-        f"{version} on CPU.",
-        f"Inputs have batch {BATCH}, length {LENGTH}, width {EMBED} and {HEADS} heads. In every other case the "
-        "layers agree:",
-        "`tests/nn/test_torch_compat.py` compares outputs, weights and gradients in float64 to 1e-12.",
+        "For each row of the table, `research/tables/torch_differences.py` ran two layers: "
+        "`torch.nn.MultiheadAttention`",
+        f"and its replacement in headwise. It ran them on {datetime.date.today().isoformat()}, with torch {version} "
+        "on CPU. The layers have",
+        f"width {EMBED} and {HEADS} heads; the inputs have batch {BATCH} and length {LENGTH}. In cases that are not in "
+        "the table the two layers",
+        "agree: `tests/nn/test_torch_compat.py` compares their outputs, weights and gradients in float64 to 1e-12.",
         "",
         *table(),
     ]

@@ -11,9 +11,9 @@ MIN_TRIALS, MAX_TRIALS = 3, 8
 
 @dataclass(frozen=True)
 class StudyBudget:
-    """Limits of a study: total time in seconds, length of each training in batches or tokens, number of learning rates
-    tried for each head setting, and number of final trainings of each setting, one per seed, with its best learning
-    rate.
+    """Limits of a study, which compares models with different attention heads: the total time in seconds, the length of
+    each training in batches or tokens, and the number of trainings. Each head setting is first trained with several
+    learning rates, and then with the best of them once for each seed.
 
     One of `seconds`, `steps` and `tokens` is required.
 
@@ -48,8 +48,8 @@ class StudyBudget:
 
     @property
     def min_trials(self) -> int:
-        """Number of learning rates per head setting for which a study must have time: `trials` if it is set, otherwise
-        3.
+        """Number of learning rates per head setting for which the time limit of a study must be long enough: `trials`
+        if that is set, otherwise 3.
         """
         return self.trials or MIN_TRIALS
 

@@ -19,8 +19,9 @@ Example = tuple[Int[Tensor, " length"], int]
 
 
 def labelled_examples(texts: Texts, label: str, *, min_texts: int) -> tuple[list[Example], tuple[str, ...]]:
-    """Return a pair `(token ids, class number)` for each text that is not blank, and the sorted label names, whose
-    indices are the class numbers. Fewer than `min_texts` texts or two labels raise `InputError`.
+    """Return a list of pairs `(token ids, class number)`, one for each text that is not blank, and the sorted label
+    names. Labels are read from the column `label`; a class number is the index of the text's label among the sorted
+    names. Fewer than `min_texts` texts, or fewer than two different labels, raise `InputError`.
 
     Args:
         texts: texts in JSON lines or Parquet.

@@ -25,8 +25,9 @@ Losses = Mapping[Setting, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Conclusion of a study: the recommended head setting, or None, with the reason in a sentence; the settings whose
-    mean loss does not differ significantly from the lowest; and the smallest significant difference.
+    """Conclusion of a study: the recommended head setting, or None, with the reason in a sentence; the head settings
+    whose mean held-out loss does not differ significantly from the lowest; and the smallest significant difference
+    between two mean losses.
 
     Attributes:
         setting: recommended setting; None if no setting is significantly better than the alternatives.
@@ -94,9 +95,10 @@ def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]
 
 
 def recommend(losses: Losses, step_ms: Mapping[Setting, float], baseline: Setting | None) -> Recommendation:
-    """Return the recommendation of a study: among the settings whose mean loss is not significantly worse than the
-    lowest, the one with the shortest training step. No setting is recommended if these are all settings or include the
-    baseline, or if the losses do not allow a significance test.
+    """Return the recommendation of a study. Candidates are the head settings whose mean loss is not significantly
+    higher than the lowest; the candidate with the shortest training step is recommended. No setting is recommended if
+    every setting is a candidate, if the setting in use (`baseline`) is a candidate, or if the losses do not allow a
+    significance test.
 
     Args:
         losses: held-out losses by setting and seed.

@@ -22,9 +22,9 @@ TrainedCallback = Callable[[nn.Module, Setting, int], None]
 
 @dataclass(frozen=True)
 class StudyDefinition:
-    """Everything that defines a study except its budget: the head settings, the function that builds their models, the
-    batches, loss, training recipe and base seed, and additional measurements of each trained model and a callback that
-    receives it.
+    """Everything that defines a study except its budget: the head settings to compare, the function that builds a model
+    for a setting, the batches, loss, training recipe and base seed. It also contains functions that measure a trained
+    model, and a callback that receives each trained model that is compared.
 
     Attributes:
         build_model: returns an untrained model with the heads of a setting.

@@ -9,8 +9,9 @@ from headwise.studies.trial_store import FinishedTrial, TrialKey
 
 
 class DurationEstimate:
-    """Callable that predicts the seconds of a trial (one training of a study): its planned seconds times the median
-    slowdown, measured / planned seconds, of the most similar finished trials.
+    """Callable that predicts the seconds of a trial (one training of a study). For each finished trial, the slowdown is
+    its measured seconds divided by its planned seconds. The prediction is the planned seconds of the trial times the
+    median slowdown of the most similar finished trials: those of the same setting and stage if there are any.
 
     Args:
         finished: trials that ended; pruned ones are ignored.
@@ -35,8 +36,8 @@ class DurationEstimate:
 
     @staticmethod
     def _groups(key: TrialKey) -> tuple[Any, ...]:
-        """Return keys for the three groups of similar trials to which a trial belongs, from narrow to broad: trials of
-        the same head setting and stage (learning-rate search or final training), trials of the same stage, and all
-        trials.
+        """Return the dictionary keys of the three groups of similar trials to which a trial belongs, from narrow to
+        broad: trials of the same head setting and stage (learning-rate search or final training), trials of the same
+        stage, and all trials.
         """
         return (key.setting, key.final), key.final, None

@@ -33,9 +33,9 @@ root of their number (Radford et al. 2019)."""
 
 
 class Transformer(nn.Module):
-    """Small pre-norm transformer for studies, with rotary positions and SwiGLU: a decoder, encoder or classifier whose
-    attention layers all have the heads of `setting`. The width of its MLPs is chosen so that models with different
-    heads have about the same number of parameters.
+    """Small pre-norm transformer for studies, with rotary positions and SwiGLU: a decoder, encoder or classifier.
+    `setting` is the number of heads, their dimension and the number of key/value heads, the same in every layer. The
+    width of the MLPs is chosen so that models with different heads have about the same number of parameters.
 
     Its parameters have the names of Llama in `transformers`, to which it can be converted.
 
@@ -96,8 +96,8 @@ class Transformer(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm transformer layer: self-attention with the heads of one setting, then a SwiGLU MLP. An RMSNorm precedes
-    each of the two, and the output of each is added to its input.
+    """Pre-norm transformer layer: self-attention with the numbers of heads in `setting`, then a SwiGLU MLP. An RMSNorm
+    precedes self-attention and the MLP; the output of each is added to the input of its norm.
     """
 
     def __init__(self, shape: ModelShape, setting: Setting) -> None:

@@ -33,8 +33,9 @@ when time is short."""
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """Number of steps of each training, and for each head setting the expected durations and the number of parameters.
-    It is computed once and stored in the database, so that all processes of a study use the same values.
+    """Number of steps of each training of a study and, for each head setting, the number of parameters of its models
+    and the expected seconds of a training step, of an evaluation and of further measurements. A plan is computed once
+    and stored in the database, so that all processes of a study use the same values.
 
     Attributes:
         steps: steps of each training.
@@ -70,9 +71,10 @@ class StudyPlan:
 def make_plan(
     definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget, seconds_spent: Callable[[], float]
 ) -> StudyPlan:
-    """Return the plan of a study: steps of each training, expected durations and numbers of parameters. With a time
-    limit, a few steps of each head setting are timed. If the budget does not set the number of steps, it is as large as
-    the time allows, up to four passes over the data.
+    """Return the plan of a study: the number of steps of each training, the expected durations, and the number of
+    parameters of each model. With a time limit, a few steps of each head setting are timed. If the budget does not set
+    the number of steps, it is the largest number that the time limit allows, but at most four passes over the training
+    batches.
 
     Args:
         definition: models and data of the study.

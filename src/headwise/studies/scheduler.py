@@ -53,8 +53,8 @@ def run_trials(
 
 def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], budget: StudyBudget) -> TrialKey | None:
     """Return the trial that this process should run next, or None if no trial can start now. Learning-rate trials come
-    first, then final trainings. Once the budget allows no further learning-rate trial, the search is closed for all
-    processes by storing the number of these trials.
+    first, then final trainings. Once the budget allows no further learning-rate trial, the learning-rate search is
+    closed for all processes: the number of learning-rate trials of each setting is stored in the database.
 
     With a time limit, the search ends when the remaining time is needed for the final trainings.
     """

@@ -113,8 +113,9 @@ class Space:
         return tuple(dict.fromkeys(reason for reason in reasons if reason is not None))
 
     def why_not(self, setting: Setting) -> str | None:
-        """Return a sentence that states why `setting` is invalid for models of this width, whose heads are shared by
-        this number of tensor-parallel ranks. Return None if the setting is valid.
+        """Return a sentence that states why a head setting is invalid, or None if it is valid. It is valid if the
+        number of query heads divides `embed_dim`, the number of key/value heads divides that of query heads, the head
+        dimension is even, and `tensor_parallel` ranks can share the heads equally.
         """
         heads, kv_heads = setting.num_heads, setting.num_kv_heads
         if self._width % heads:  # transformers requires it in a configuration, even when head_dim is set

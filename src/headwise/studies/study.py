@@ -231,8 +231,9 @@ def _database_url(out: Path | None, storage: str | None, *, force: bool) -> Iter
 def _agreed_plan(
     store: TrialStore, definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget
 ) -> StudyPlan:
-    """Return the plan of a study (number of steps, expected durations, numbers of parameters) on which all its
-    processes agree: the plan stored in the database or, if there is none, a new one, which is then stored.
+    """Return the plan of a study: number of steps, expected durations and numbers of parameters. If the database
+    contains a plan, that one is returned; otherwise a new plan is computed and stored. So all processes of the study
+    use the same plan.
 
     Raises:
         InputError: the stored plan belongs to a study with other arguments.

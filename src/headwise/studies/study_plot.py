@@ -61,9 +61,10 @@ def draw_study(points: Sequence[PlottedSetting], title: str, *, one_width: bool)
 
 
 def _draw_by_heads(axes: Any, points: Sequence[PlottedSetting], *, one_width: bool) -> None:
-    """Draw held-out loss against number of heads on `axes`: a dot for each seed, and lines through the mean losses. One
-    line joins settings of the same width (or head_dim, without `one_width`) that have the same number of shared
-    key/value heads or share none.
+    """Draw held-out loss against number of heads on `axes`: a dot for each seed, and lines through the mean losses.
+    With `one_width`, one line joins the settings with the same heads x head_dim, otherwise those with the same
+    head_dim. Settings in which query heads share key/value heads have a line of their own for each number of key/value
+    heads.
     """
     families: dict[str, list[PlottedSetting]] = {}
     for point in points:

@@ -38,7 +38,9 @@ class SettingRow(Row):
 
     @property
     def name(self) -> str:
-        """Short name of the row's head setting, such as 8x64/2."""
+        """Short name of the row's head setting: `HEADSxHEAD_DIM`, such as 8x64, or 8x64/2 if the 8 query heads share 2
+        key/value heads.
+        """
         return self.setting.name
 
 

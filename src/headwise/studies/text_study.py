@@ -99,7 +99,8 @@ def study_texts(
 
 
 def _check_text_requirements(budget: Any, params: Any) -> None:
-    """Raise an error, before any data is read, if a package is missing or a budget or number of parameters is invalid.
+    """Raise an error, before any data is read, if optuna, scipy, transformers or matplotlib is not installed, if
+    `budget` is not a `StudyBudget`, or if the number of parameters, `params`, is not a positive integer.
 
     Raises:
         InputError: the budget is not a `StudyBudget`, or the number of parameters is not a positive integer.
@@ -114,7 +115,8 @@ def _check_text_requirements(budget: Any, params: Any) -> None:
 def _model_shape(
     params: int, layers: int | None, space: Space, text: TextOptions, *, vocabulary: int, classes: int | None
 ) -> ModelShape:
-    """Return the width and depth of models with `params` parameters: decoders for the task "lm", otherwise encoders.
+    """Return a `ModelShape`, which states the width, depth and kind of the models of a study, each with about `params`
+    parameters. The models are decoders for the task "lm", otherwise encoders.
 
     Args:
         params: number of parameters of each model.

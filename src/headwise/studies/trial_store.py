@@ -73,8 +73,10 @@ Objective = Callable[[Any, float], tuple[float, dict[str, Any]]]
 
 
 class TrialStore:
-    """Trials of one study in a database shared by several processes: claims and runs trials in this process, returns
-    the results of all processes, and stores the plan and the end of the search, on which all agree.
+    """Store of the trials (trainings) of one study, in a database that several processes share. The store claims and
+    runs trials in this process, and returns the results of all processes. It also stores two things that all
+    processes use: the plan, which states the number of steps of each training, and the number of learning-rate trials
+    of each head setting, once the search for learning rates is closed.
 
     Args:
         url: URL of the database, such as sqlite:///study.db.
@@ -134,7 +136,9 @@ class TrialStore:
         return stored
 
     def _first_plan(self) -> dict[str, Any] | None:
-        """Return the plan of the study that was stored first in the database, as a dictionary, or None."""
+        """Return the stored plan of the study as a dictionary, or None if the database has no plan. If several
+        processes stored a plan, return the one that was stored first.
+        """
         return next((trial.user_attrs["plan"] for trial in self._root.get_trials(deepcopy=False)), None)
 
     @property
@@ -201,9 +205,9 @@ class TrialStore:
                 self._optuna.storages.fail_stale_trials(study)
 
     def run_trial(self, key: TrialKey, objective: Objective, seed: int) -> None:
-        """Claim the trial `key` for this process, run `objective` with a learning rate chosen by the search (or, for a
-        final training, the best rate found), and store its result. If another process claimed the trial first, nothing
-        is run.
+        """Claim the trial `key` for this process, run `objective`, which trains a model, and store the result. The
+        learning rate is the next one of the search or, for a final training, the best one found. If another process
+        claimed the trial first, nothing is run.
 
         Args:
             key: trial to run.
@@ -218,8 +222,9 @@ class TrialStore:
         objective_errors: list[Exception] = []
 
         def claim_and_run(trial: "optuna.Trial") -> float:
-            """Claim the trial for this process, choose its learning rate, run the objective, store its measurements and
-            return its loss. Raise `_ClaimLostError` if another process claimed it first.
+            """Claim the training `key` with the Optuna trial `trial`, choose the learning rate, run the objective,
+            store its measurements and return its loss. Raise `_ClaimLostError` if another process claimed the training
+            first.
             """
             numbers.append(trial.number)
             trial.set_user_attr(KEY, key.name)
@@ -247,8 +252,8 @@ class TrialStore:
                     raise
 
     def _sampler(self, key: TrialKey, seed: int) -> Any:
-        """Return the Optuna sampler that chooses a trial's learning rate: the best rate found for a final training,
-        otherwise the next rate of the search.
+        """Return the Optuna sampler that chooses the learning rate of the trial `key`: for a final training the best
+        rate found for its head setting, otherwise the next rate of the search.
         """
         if key.final:
             return final_sampler(key.setting, self.best_rate(key.setting), seed)
