@@ -165,8 +165,8 @@ def _require_direct(
     stream: Float[Tensor, "prompts width"],
 ) -> None:
     """Raise `InputError` if heads change the residual stream by something other than what they write into it. `lost` is
-    what the stream loses when all heads are removed, and `written` is the sum of what heads write. They may differ only
-    by rounding, for which the limit grows with the norms of `written` and of the whole `stream`.
+    what the stream loses when all heads are removed, and `written` is the sum of what heads write. They may differ by
+    rounding, up to a limit that grows with the norms of `written` and of the whole `stream`.
     """
     parameters = (parameter for parameter in model.parameters() if parameter.is_floating_point())
     dtype = next((parameter.dtype for parameter in parameters), stream.dtype)

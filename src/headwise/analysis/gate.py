@@ -157,7 +157,7 @@ def _checked_value(value: Any, head: int | None) -> GateValue:
 
 
 def _positions_tensor(positions: Any) -> Tensor | None:
-    """Check query positions and return them as a tensor, of indices with one axis or of booleans with one or two. None,
+    """Check query positions and return them as a tensor: indices with one axis, or booleans with one or two axes. None,
     which stands for all queries, is returned unchanged; anything else raises `InputError`.
     """
     if positions is None:

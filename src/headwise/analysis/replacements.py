@@ -95,8 +95,8 @@ class Replacement:
     """
 
     def prepare(self, model: nn.Module, modules: Collection[str]) -> "Replacement":
-        """Return a replacement that is ready for use in the attention modules with these paths; here, the object
-        itself. Subclasses that need outputs of the model run it in this method.
+        """Return a replacement that is ready for use in the attention modules at the paths `modules`; here, this object
+        itself. Subclasses that need outputs of the model run the model in this method.
         """
         return self
 

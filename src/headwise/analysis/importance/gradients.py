@@ -51,8 +51,9 @@ class GradientMethod:
     """True if the derivative is taken only where all gates are 1, in the unchanged model."""
 
     def gate_values_and_weights(self) -> list[tuple[float, float]]:
-        """Return the gate values (one number for all heads of the model) at which the loss is differentiated, each with
-        the weight of its derivatives in their sum. By default the only value is 1, the unchanged model, with weight 1.
+        """Return pairs of a gate value (one number for all heads of the model), at which the loss is differentiated,
+        and a weight. Derivatives at several gate values are summed with these weights. By default the only value is 1,
+        the unchanged model, with weight 1.
         """
         return [(1.0, 1.0)]
 

@@ -63,8 +63,8 @@ class HeadComparison(SiteRegistry):
         return Observation(distances.add, call_context, distances.finish_call)
 
     def change(self, call: Call) -> Change | None:
-        """Return a function that leaves the head outputs of an attention call unchanged, but compares them with each
-        other or, across layers, stores them for `finish_batch`.
+        """Return a function that leaves the head outputs of an attention call unchanged. It compares the outputs of the
+        heads with each other or, if heads are compared across layers, stores them for `finish_batch`.
         """
 
         def compare_and_return(attended: HeadOutput) -> Tensor:
