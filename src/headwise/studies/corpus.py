@@ -119,8 +119,9 @@ def _classification_corpus(source: str | Path, tokenizer: Any, options: TextOpti
 
 
 def _split(examples: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split examples into two lists, training and held-out. Every tenth example is held out, or fewer so that at most
-    64 are held out. The training examples are shuffled, always in the same order.
+    """Split examples into two lists, training and held-out. Every tenth example is held out; of more than 640 examples,
+    every n-th, where n is the number of examples / 64, rounded up. The training examples are shuffled, always in the
+    same order.
     """
     stride = max(HELD_OUT, -(-len(examples) // MAX_HELD_OUT))
     held_out = list(examples[stride // 2 :: stride])

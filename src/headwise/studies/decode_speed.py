@@ -15,8 +15,8 @@ DECODED_TOKENS = 48
 
 
 def decode_speed(model: Transformer, context: int) -> float:
-    """Return the decoding speed of a model in tokens per second: 1 / the median time of 48 steps, each of which
-    processes one token with a key/value cache at batch size 1, after `context` tokens.
+    """Return the decoding speed of a model in tokens per second: 1 / the median time of 48 steps. Each step processes
+    one token at batch size 1, with a key/value cache that contains `context` tokens before the first step.
     """
     device = device_of(model)
     ids = torch.arange(context, device=device)[None] % model.shape.vocabulary

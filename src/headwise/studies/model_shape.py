@@ -96,8 +96,8 @@ class ModelShape:
             return ModelShape(vocabulary, width, layers, parameters, **other)
 
         def deviation(shape: ModelShape) -> float:
-            """Return |log(n / parameters)|, where n is the number of parameters of a model with the depth and width of
-            `shape` and an MLP of usual width, and `parameters` is the intended number.
+            """Return |log(n / parameters)|. Here `parameters` is the intended number of parameters, and n estimates the
+            number of a model with the depth and width of `shape`: 12 x layers x embed_dim^2, plus the embedding.
             """
             usual = vocabulary * shape.embed_dim + 12 * shape.layers * shape.embed_dim**2
             return abs(math.log(usual / parameters))

@@ -42,8 +42,9 @@ class OptunaOptions:
 
 
 def open_storage(url: str) -> Any:
-    """Open the database at a URL as an Optuna storage in which running trials send heartbeats, creating its tables if
-    they are missing. Failed attempts are repeated, as other processes may create the tables at the same time.
+    """Open the database at a URL as an Optuna storage in which running trials send heartbeats. Missing tables are
+    created. If the database cannot be opened, up to 5 attempts are made, since other processes may be creating the same
+    tables.
 
     Raises:
         InputError: the URL is invalid, or the database cannot be used.
@@ -76,8 +77,8 @@ def require_optuna() -> Any:
 
 @contextmanager
 def quiet(optuna: Any) -> Iterator[None]:
-    """Within the context, suppress Optuna's log messages (except critical ones) and its warnings about experimental
-    features.
+    """Context manager in which Optuna's log messages (except critical ones) and its warnings about experimental
+    features are suppressed.
     """
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(logging.CRITICAL)

@@ -16,8 +16,9 @@ WRITE_INTERVAL = 1.0
 
 
 class Sessions:
-    """Working times of all processes of a study, stored in its database as one interval `[start, last sign of life]`
-    per process. Records the interval of this process, and computes the time used by all processes together.
+    """Working times of all processes of a study, stored in the study's database as one interval `[start, last sign of
+    life]` per process. The object records the interval of this process, and computes the time used by all processes
+    together.
 
     Args:
         study: Optuna study whose user attributes store the sessions.
@@ -45,8 +46,8 @@ class Sessions:
         return union_length([(session[0], session[1]) for session in self._all()])
 
     def active(self) -> int:
-        """Return the number of processes, at least 1, that are working on the study now: those with a sign of life in
-        the last 10 seconds that have not stopped.
+        """Return the number of processes, at least 1, that are working on the study now: those that recorded a sign of
+        life in the last 10 seconds and did not record that they have stopped.
         """
         now = time.time()
         active = [session for session in self._all() if len(session) == 2 and now - session[1] < 2 * HEARTBEAT]

@@ -62,9 +62,9 @@ def study(
     progress: bool = False,
     force: bool = False,
 ) -> Study:
-    """Train models with different heads on the same batches, each with the best of several learning rates. Return a
-    table with one row per head setting, which compares their held-out losses, averaged over several seeds, and
-    recommends a setting if the differences are significant.
+    """Train models with different heads on the same batches, with the best of several learning rates for each head
+    setting. Return a table with one row per head setting, which compares the held-out losses, averaged over several
+    seeds, and recommends a setting if the differences are significant.
 
     Args:
         build_model: returns an untrained model with the heads of a `Setting`, on the device to train on.
