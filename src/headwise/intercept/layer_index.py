@@ -20,7 +20,7 @@ def layer_number_of(module: nn.Module) -> int | None:
     is no such whole number.
     """
     number = getattr(module, "layer_idx", None)
-    return number if isinstance(number, int) else None
+    return number if isinstance(number, int) and not isinstance(number, bool) else None
 
 
 def innermost_attention_modules(modules: Mapping[str, nn.Module], paths: Collection[str]) -> list[str]:

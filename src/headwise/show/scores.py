@@ -69,7 +69,7 @@ def errors(measured: MeanEstimate) -> float:
     infinite with the sign of the mean.
     """
     if measured.sem == 0.0:
-        return math.copysign(math.inf, measured.value) if measured.value else 0.0
+        return measured.value * math.inf if measured.value else 0.0
     return measured.value / measured.sem
 
 

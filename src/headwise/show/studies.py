@@ -26,8 +26,8 @@ COLUMNS = {
 
 def print_study(study: Study, console: Console) -> None:
     """Print the results of a study: a table of its head settings with the Pareto frontier marked, the invalid settings
-    that were left out, and the recommendation. Warnings name the settings for which the fewest learning rates were
-    tried, if fewer than 3, and the settings with missing seeds.
+    that were left out, and the recommendation. Warnings name the settings for which fewer than 3 learning rates
+    were tried, and the settings with missing seeds.
     """
     metadata = study.metadata
     seeds = max((row.statistics["loss"].n for row in study.rows), default=0)
@@ -46,10 +46,8 @@ def print_study(study: Study, console: Console) -> None:
     if metadata["left_out"]:
         console.print(Text(f"left out: {'; '.join(metadata['left_out'])}", style="dim"), soft_wrap=True)
     trials = Counter(trial["setting"] for trial in metadata["search"])
-    if trials and (fewest := min(trials.values())) < FEW_TRIALS:
-        rates = "1 learning rate was" if fewest == 1 else f"{fewest} learning rates were"
-        names = ", ".join(name for name, number in trials.items() if number == fewest)
-        console.print(f"only {rates} tried for {names}")
+    if few := [f"{name} ({number})" for name, number in trials.items() if number < FEW_TRIALS]:
+        console.print(f"fewer than {FEW_TRIALS} learning rates were tried for {', '.join(few)}")
     if incomplete := [row.name for row in study.rows if row.statistics["loss"].n < metadata["seeds"]]:
         console.print(
             f"the time limit ended the study: fewer than {_seeds(metadata['seeds'])} for {', '.join(incomplete)}"

@@ -88,7 +88,7 @@ def _one_line(text: str) -> str:
     """Return a text on one line of at most 300 characters. Control characters and runs of blanks become single spaces,
     and the end of a longer text is replaced by an ellipsis.
     """
-    line = "".join(character if character.isprintable() else " " for character in text[: 2 * MAX_TITLE])
+    line = "".join(character if character.isprintable() else " " for character in text)
     line = " ".join(line.split())
     return line if len(line) <= MAX_TITLE else line[: MAX_TITLE - 1] + "…"
 

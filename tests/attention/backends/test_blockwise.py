@@ -104,6 +104,7 @@ CASES = {
     "padding": hw.padding([100, 517]),
     "left padding": hw.causal() & hw.padding([30, 400], side="left"),
     "per head, groups cut": hw.window([20, None, None, None, 30, 31]),
+    "group from the middle of a kv head": hw.window([20] * 3 + [None] * 3),
     "some heads of several sequences": hw.window([20] * 4 + [None] * 2),
     "per head and sequence": hw.window([20, 20, None, None, 30, 30]) & hw.padding([100, 517]),
     "two spans": hw.causal() & (hw.prefix(8) | hw.window(40)),

@@ -218,9 +218,10 @@ def _blocks_of(plan: BlockwisePlan) -> Iterator[tuple[MaskGroup, PlannedBlock]]:
 
 
 def _tile_size(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) -> int:
-    """Return the number of scores in the first tile of a block, which is assumed to be the block's largest tile."""
-    sequences, heads, _ = next(_tile_slices(group, block, q, k))
-    return int((sequences.stop - sequences.start) * (heads.stop - heads.start)) * len(block.rows) * block.width
+    """Return the number of scores in the largest tile of a block, over all query rows and key columns of the block."""
+    slices = _tile_slices(group, block, q, k)
+    heads_and_sequences = max((s.stop - s.start) * (h.stop - h.start) for s, h, _ in slices)
+    return int(heads_and_sequences) * len(block.rows) * block.width
 
 
 def _tile_slices(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
