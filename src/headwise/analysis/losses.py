@@ -70,8 +70,8 @@ class MaskedTokenLoss:
     random. For each sequence it returns the mean of -ln p(token | text with masked tokens) over the masked tokens, in
     nats.
 
-    The same tokens of a sequence are masked each time it occurs with the same padding (Devlin et al. 2019, section 3.1,
-    without its random words).
+    The same tokens of a sequence are masked each time it occurs (Devlin et al. 2019, section 3.1, without its random
+    words).
 
     Args:
         mask_id: id of the tokenizer's mask token.
@@ -104,14 +104,15 @@ class MaskedTokenLoss:
         self, ids: Int[Tensor, "batch length"], is_real: Bool[Tensor, "batch length"]
     ) -> Bool[Tensor, "batch length"]:
         """Return a mask that is True at the tokens to mask: in each sequence a given share, chosen at random, of the
-        tokens that are neither special nor padding. The random numbers are seeded by the token ids of the sequence,
-        padding included, so that the same row of ids always gets the same mask.
+        tokens that are neither special nor padding. The random numbers are seeded by the ids of the tokens that are
+        not padding, so that the same sequence always gets the same mask.
         """
         can_mask = is_real & ~torch.isin(ids, self.special.to(ids.device))
         draws = torch.empty(ids.shape)
-        for row, sequence in enumerate(ids.tolist()):
+        for row, tokens in enumerate(is_real.cpu()):
+            sequence = ids[row].cpu()[tokens].tolist()
             generator = torch.Generator().manual_seed(hash((self.seed, *sequence)) % 2**63)
-            draws[row] = torch.rand(ids.shape[1], generator=generator)
+            draws[row, tokens] = torch.rand(len(sequence), generator=generator)
         draws = draws.to(ids.device).masked_fill(~can_mask, 2.0)
         count = (can_mask.sum(1, keepdim=True) * self.share).ceil().long()
         rank = draws.argsort(1).argsort(1)

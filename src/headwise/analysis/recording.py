@@ -46,8 +46,8 @@ class OutputReader(Interceptor):
 
 
 class RecordedOutputs(OutputReader):
-    """Interceptor that records head outputs, before the output projection, as one tensor per attention call. It keeps
-    those of the last run of the model.
+    """Interceptor that records head outputs, before the output projection, as one tensor per attention call. For
+    each site (a module's self- or cross-attention) it keeps those of the last run of the model in which the site ran.
 
     Attributes:
         by_site: tensors `(batch, heads, queries, value_dim)` of each site `(module path, is cross-attention)`, in the
@@ -101,7 +101,7 @@ def record_outputs(model: Any, layers: Collection[int | str] | None = None) -> I
     """Record the head outputs, before the output projection, of all attention modules or of those in `layers`, while
     the context is active; yield the object that holds them.
 
-    The tensors of a model's last run are kept in memory: `batch * heads * queries * value_dim` numbers per layer.
+    The tensors of the last run in which an attention module ran are kept in memory: `batch * heads * queries * value_dim` numbers per layer.
     Inside a `gate`, the gated outputs are recorded.
 
         with hw.record_outputs(model) as run:

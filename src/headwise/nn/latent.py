@@ -169,9 +169,8 @@ class LatentAttention(AttentionLayer):
         | tuple[Float[Tensor, "*batch queries out"], Float[Tensor, "*batch heads queries keys"]]
     ):
         """Compute self-attention: each token of x attends to the tokens of x and of the cache. Return the output after
-        the output projection and, with `return_weights`, the attention weights of each head. `absorbed` is True to
-        attend to the latent vectors themselves, False to attend to keys and values of each head, and None to select the
-        form with fewer multiplications.
+        the output projection and, with `return_weights`, the attention weights of each head. `absorbed` selects
+        between two forms of the computation.
 
         Args:
             x: `(batch, queries, embed_dim)`, or `(queries, embed_dim)` for one sequence.
