@@ -97,6 +97,8 @@ def test_masked_token_loss():
     wanted = [-log_p[row, masked[row], IDS[row, masked[row]]].mean() for row in range(3)]
     torch.testing.assert_close(found, torch.stack(wanted), atol=1e-12, rtol=0)
     assert torch.equal(loss(model, BATCH), found)  # the same tokens again
+    padded = {name: F.pad(values, (0, 5)) for name, values in BATCH.items()}
+    torch.testing.assert_close(loss(model, padded), found, atol=1e-12, rtol=0)  # with more padding as well
     other = hw.MaskedTokenLoss(1, special=[5, 6, 7], share=0.2, seed=1)(model, BATCH)
     assert not torch.equal(other, found)
     assert hw.MaskedTokenLoss(1, special=range(97))(model, BATCH).isnan().all()

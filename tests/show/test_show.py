@@ -9,9 +9,11 @@ import torch
 from rich.console import Console
 
 from headwise.analysis.view import view
+from headwise.runs.rows import MeanEstimate
 from headwise.show.head_lines import plot_heads
 from headwise.show.html import write_page
-from headwise.show.terminal import print_view
+from headwise.show.scores import errors
+from headwise.show.terminal import _one_line, print_view
 
 
 def printed(shown, *, terminal: bool = False, detail: bool = False, width: int = 140) -> str:
@@ -52,6 +54,18 @@ def test_output_is_coloured_on_a_terminal_and_plain_in_a_pipe(coffee):
 def test_markup_in_a_text_is_printed_unchanged(minilm):
     shown = view(minilm.model, minilm.tokenizer, "[bold]<script>alert(1)</script>[/bold] :smile:")
     assert "[bold]<script>alert(1)</script>[/bold] :smile:" in printed(shown)
+
+
+def test_a_long_text_is_cut_with_an_ellipsis(coffee):
+    assert _one_line("tea " + " " * 700 + "coffee\n") == "tea coffee"
+    assert _one_line("tea " * 100) == ("tea " * 100)[:299] + "…"
+
+
+def test_distances_from_zero_in_standard_errors():
+    nan, inf = float("nan"), float("inf")
+    pairs = [(3.0, 1.5), (-2.0, 0.0), (0.0, 0.0), (nan, 0.0), (1.0, nan)]
+    found = [errors(MeanEstimate(value, sem, 7)) for value, sem in pairs]
+    assert str(found) == str([2.0, -inf, 0.0, nan, nan])
 
 
 def test_the_detail_of_a_head_lists_the_words_each_word_attends_to(coffee):

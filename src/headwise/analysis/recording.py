@@ -101,7 +101,8 @@ def record_outputs(model: Any, layers: Collection[int | str] | None = None) -> I
     """Record the head outputs, before the output projection, of all attention modules or of those in `layers`, while
     the context is active; yield the object that holds them.
 
-    The tensors of the last run in which an attention module ran are kept in memory: `batch * heads * queries * value_dim` numbers per layer.
+    The tensors of the last run in which a module attended are kept in memory: `batch * heads * queries * value_dim`
+    numbers per layer.
     Inside a `gate`, the gated outputs are recorded.
 
         with hw.record_outputs(model) as run:

@@ -68,8 +68,8 @@ def prepare_qkv(
     offsets: packed.Offsets | None = None,
 ) -> AttentionInputs:
     """Return the inputs of attention: queries and keys, rotated by their positions if `rotary` is passed; keys and
-    values preceded by those in `cache`; and the positions of all of them. The cache itself is not
-    advanced: with a cache, pass `cache_update` of the result to `Cache.commit` as the last step of the layer.
+    values preceded by those in `cache`; and the positions of all of them. The cache itself is not advanced: pass
+    `cache_update` of the result to `Cache.commit` as the last step of the layer.
 
     Args:
         q: queries.

@@ -18,7 +18,10 @@ ModelName = Annotated[
 ]
 LossName = Annotated[
     str | None,
-    typer.Option("--loss", help=f"Loss: {', '.join(LOSSES)}. Default: next-token or masked-token for a language model, otherwise embedding."),
+    typer.Option(
+        "--loss",
+        help=f"Loss: {', '.join(LOSSES)}. Default: next-token or masked-token for a language model, otherwise embedding.",
+    ),
 ]
 Column = Annotated[str, typer.Option(help="Column with the text, in JSON lines and Parquet.")]
 Device = Annotated[

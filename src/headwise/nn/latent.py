@@ -168,9 +168,8 @@ class LatentAttention(AttentionLayer):
         Float[Tensor, "*batch queries out"]
         | tuple[Float[Tensor, "*batch queries out"], Float[Tensor, "*batch heads queries keys"]]
     ):
-        """Compute self-attention: each token of x attends to the tokens of x and of the cache. Return the output after
-        the output projection and, with `return_weights`, the attention weights of each head. `absorbed` selects
-        between two forms of the computation.
+        """Compute self-attention of x, over the cached tokens too. Return the output after the output projection and,
+        with `return_weights`, the weights of each head. `absorbed` selects one of two equivalent computations.
 
         Args:
             x: `(batch, queries, embed_dim)`, or `(queries, embed_dim)` for one sequence.
@@ -210,8 +209,7 @@ class LatentAttention(AttentionLayer):
         is_absorbed = self._is_absorbed(absorbed, queries=prepared.q.shape[2], keys=prepared.k.shape[2])
         heads, weights = (self._attend_absorbed if is_absorbed else self._attend_expanded)(prepared, call)
         # heads (batch, heads, queries, value_dim), weights (batch, heads, queries, keys) or None
-        y = self.out_proj(heads.transpose(1, 2).flatten(2))
-        # y (batch, queries, out_dim)
+        y = self.out_proj(heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
         self._commit(prepared, call)
         return layout_of_x.restore(y, weights)
 

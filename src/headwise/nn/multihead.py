@@ -294,9 +294,8 @@ class MultiHeadAttention(QKVProjection):
     def _attend(
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Compute attention with the layer's position bias added to the scores. Return the output of each head, before
-        the output projection, multiplied by the gate of the call (a factor for each head); and the attention weights,
-        or None if the call does not request them.
+        """Compute attention with the layer's position bias added to the scores. Return each head's output times its
+        factor in the call's gate; and the attention weights, or None if the call does not request them.
         """
         call = self._with_position_bias(inputs, call)
         return self._call_attend(inputs, call, self._score_parameters(self.head_dim))
@@ -316,8 +315,8 @@ class MultiHeadAttention(QKVProjection):
     def _attend_packed(
         self, inputs: AttentionInputs, call: LayerCall, offsets: packed.Offsets
     ) -> tuple[Float[Tensor, "1 heads queries value_dim"], None]:
-        """Return the output of each head for packed sequences, and None in place of the attention weights. Each
-        sequence attends to itself alone, or in cross-attention to the context sequence of the same index.
+        """Return the output of each head for packed sequences, and None in place of the weights. Each sequence attends
+        to itself alone, or in cross-attention to the context sequence of the same index.
         """
         check_packed_options(call, sequences=len(offsets[0]) - 1, num_heads=self.num_heads, like=inputs.q)
         heads: list[Tensor] = [inputs.q.new_zeros(1, 0, self.num_heads, self.value_dim)]

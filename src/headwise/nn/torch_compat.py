@@ -23,14 +23,11 @@ from headwise.shapes import Float
 
 class MultiheadAttention(nn.MultiheadAttention):
     """Drop-in replacement for `torch.nn.MultiheadAttention` that computes with `headwise.attend`. It has the same
-    arguments and state dict, and returns the same results with three exceptions. The weights of a query without a
-    visible key are 0, not NaN; the returned weights are those before dropout; and an adapter or a hook in place of
-    `out_proj` has an effect.
+    arguments and state dict, and returns the same results with three exceptions. The output of a query that may
+    attend to nothing is `out_proj.bias`, and its weights are 0, where torch returns NaN. The returned weights are those
+    before dropout. `out_proj` is called as a module, so an adapter or a hook in its place has an effect.
 
-    In a boolean mask True means *ignored*, as in torch's layer and unlike in the rest of headwise. Three things
-    differ. The output of a query that may attend to nothing is `out_proj.bias`, and its weights are 0, where torch
-    returns NaN. The weights are those before dropout. `out_proj` is called as a module, so an adapter or a hook in its
-    place has an effect.
+    In a boolean mask True means *ignored*, as in torch's layer and unlike in the rest of headwise.
 
     Example:
         >>> layer = MultiheadAttention(512, num_heads=8, batch_first=True)
