@@ -20,7 +20,7 @@ LossName = Annotated[
     str | None,
     typer.Option(
         "--loss",
-        help=f"Loss: {', '.join(LOSSES)}. Default: next-token or masked-token for a language model, otherwise embedding.",
+        help=f"Loss: {', '.join(LOSSES)}. Default: a language model's own, otherwise embedding.",
     ),
 ]
 Column = Annotated[str, typer.Option(help="Column with the text, in JSON lines and Parquet.")]
