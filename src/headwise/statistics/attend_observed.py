@@ -20,9 +20,9 @@ def attend_observed(
     compute: Callable[[Problem], Answer] = reference.run,
 ) -> Answer:
     """Compute one attention call and return its answer: the output, and the other results that the problem requests.
-    Also pass its attention weights to `observer` in row blocks (some query rows at a time), each weight once, with the
-    tokens and padding in `call_context`. `compute` computes the answer if the problem is not supported by the blockwise
-    backend (attention without the whole weight matrix).
+    Also pass each of its attention weights once to `observer`, in row blocks (some query rows at a time), with the
+    tokens and padding in `call_context`. The blockwise backend computes the answer. `compute` does so instead if that
+    backend does not support the problem, if the weights are requested, or if there is no query or no key.
 
     Row blocks are observed while blockwise attention computes them, from scores in float32 at least, at about the cost
     of the answer alone. For problems that blockwise attention cannot solve, the row blocks are computed separately.

@@ -40,12 +40,12 @@ def _special(row_block: RowBlock) -> RowValues | None:
 
 def _weight_after_copies(name: str, shift: int) -> MeanOfRows:
     """Return the definition of a statistic called `name`: the total weight on the keys `shift` tokens after earlier
-    copies of the query's token, as the mean over query rows whose token has an earlier copy.
+    occurrences of the query's token, as the mean over query rows whose token occurs earlier.
     """
 
     def measure(row_block: RowBlock) -> RowValues | None:
-        """Return each query row's total weight on the keys `shift` tokens after earlier copies of the query's token;
-        None if the token ids are unknown. `shift` is an argument of the enclosing function.
+        """Return each query row's total weight on the keys `shift` tokens after earlier occurrences of the query's
+        token; None if it is unknown which tokens occur earlier. `shift` is an argument of the enclosing function.
         """
         return None if row_block.visibility.has_earlier_copy is None else row_block.weight_after_copies(shift)
 
@@ -88,8 +88,8 @@ def _largest_received(
     received: Float[Tensor, "batch heads keys"], seen_by: Float[Tensor, "batch heads keys"]
 ) -> Float[Tensor, "batch heads"]:
     """Return, for each head, the largest mean attention weight that any key received. A key's mean is `received`, the
-    sum of the weights on the key, divided by `seen_by`, the number of query rows that may attend to it. Keys with fewer
-    than half as many such rows as the key with most are left out. The result is NaN for a head in which no row may
+    sum of the weights on the key, divided by `seen_by`, the number of query rows that may attend to it. Keys are left
+    out if their `seen_by` is less than half of the head's largest. The result is NaN for a head in which no row may
     attend to any key.
     """
     most = seen_by.amax(-1, keepdim=True)

@@ -66,8 +66,8 @@ def row_blocks_of_weights(
 
 def _row_ranges(grid: Grid) -> Iterator[range]:
     """Yield consecutive ranges that together cover all query rows of an attention call with the sizes in `grid`. The
-    float32 weights of one range, over all sequences, heads and keys, have at most `ROW_BLOCK_BYTES`, unless the range
-    is a single row.
+    float32 weights of one range, over all sequences, heads and keys, have at most `ROW_BLOCK_BYTES` (16 MiB), unless
+    the range is a single row.
     """
     step = max(1, ROW_BLOCK_BYTES // (4 * max(1, grid.batch * grid.heads * grid.keys)))
     for start in range(0, grid.queries, step):

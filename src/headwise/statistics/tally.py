@@ -64,9 +64,9 @@ class Tally:
                 self.other_sums[name] = other.other_sums[name]
 
     def means(self) -> dict[str, Float[Tensor, "batch heads"]]:
-        """Return, by the name of each statistic, its value for each sequence and head. For most statistics it is the
-        mean over the query rows that are not padding, have a visible key, and for which the statistic is defined. For
-        the others it is computed from other sums over query rows. It is NaN where there are no rows to include.
+        """Return, by the name of each statistic, its value for each sequence and head. Most values are means over the
+        query rows that are not padding, have a visible key, and for which the statistic is defined. The others are
+        computed from other sums over query rows. A value is NaN if there are no rows to include.
         """
         if self.row_sums is None:
             return {}

@@ -19,8 +19,9 @@ LARGEST_PICTURE = 128
 
 @dataclass(frozen=True)
 class WeightCapture:
-    """Selection of attention weights to store from one attention call: whole query rows, whole key columns, each row's
-    keys of largest weight, and a picture (the weight matrix averaged down to a smaller size).
+    """Settings that say which attention weights of one call to store: whole query rows, whole key columns, each row's
+    keys of largest weight, and a picture (the weight matrix averaged down to a smaller size). A `CapturedWeights`
+    stores the weights.
 
     Args:
         rows: query rows to keep whole, by index; negative indices count from the end.
@@ -47,8 +48,9 @@ class WeightCapture:
 
 
 class CapturedWeights:
-    """Attention weights of one call that were selected by a `WeightCapture`, for all sequences and heads. Each
-    attribute is one kind of selection, such as whole rows; it is None if nothing of that kind was selected.
+    """Attention weights of one call, for all sequences and heads, that were selected by settings (a `WeightCapture`)
+    and stored. Each attribute has the weights of one kind, such as whole query rows; it is None if none of that kind
+    were selected.
 
     Attributes:
         rows: the chosen rows, `(batch, heads, chosen, keys)`.
@@ -87,8 +89,9 @@ class CapturedWeights:
             self.picture = torch.zeros(*batch_and_heads, *sides, device=device)
 
     def add(self, row_block: RowBlock) -> None:
-        """Copy the chosen rows, the chosen columns, and each row's keys of largest weight from one row block (attention
-        weights of some query rows). Add the block's contribution to the averaged picture.
+        """Store from one row block (attention weights of some query rows) the chosen rows, the chosen columns, and each
+        row's keys of largest weight with these weights. Also add the block's part of the picture, the weight matrix
+        averaged down to a smaller size.
         """
         weights, rows, keys = row_block.weights.float(), row_block.rows, row_block.visibility.key_indices
         part = row_block.sequences_and_heads

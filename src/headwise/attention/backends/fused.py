@@ -83,9 +83,9 @@ def run(problem: Problem) -> Answer:
 def _without_lse(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, dropout: float
 ) -> Float[Tensor, "batch heads queries width"]:
-    """Return the output of torch's `scaled_dot_product_attention`, for callers that need no log-sum-exp. If there is a
-    single query row, in bfloat16 on CPU, it is passed twice, which is faster. In an exported model, the output of rows
-    without a visible key is set to 0.
+    """Return the output of torch's `scaled_dot_product_attention`, for callers that need no log-sum-exp. A single query
+    row in bfloat16 on CPU is passed to torch as two equal rows, which is faster. While a model is being exported, the
+    output of rows without a visible key is set to 0.
     """
     if q.shape[2] == 1 and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return _without_lse(q.repeat(1, 1, 2, 1), k, v, attn_mask, False, scale, dropout)[:, :, :1]

@@ -48,7 +48,8 @@ def run(problem: Problem) -> Answer:
 
 def masked_scores(problem: Problem, rows: range | None = None) -> Float[Tensor, "batch heads rows keys"]:
     """Return the scores of the query rows in the range `rows` (by default all), with -inf where the mask or the bias
-    hides a key. Scale, softcap, talking heads and bias are applied. The dtype is float32 at least.
+    hides a key. Scale and softcap are applied, scores are mixed between heads if talking heads are used, and the bias
+    is added. The dtype is float32 at least.
     """
     part = slice(None) if rows is None else slice(rows.start, rows.stop)
     dtype = problem.score_dtype

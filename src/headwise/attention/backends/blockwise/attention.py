@@ -74,9 +74,9 @@ class CallOptions(NamedTuple):
     def dropout_factors(
         self, number: int, tile: Tile, weights: Float[Tensor, "kv stacked columns"], pool: Pool
     ) -> Float[Tensor, "kv stacked columns"] | None:
-        """Return one random factor for each weight of the tile with index `number`: 0 with probability `dropout`,
-        otherwise 1 / (1 - dropout). None without dropout. The factors depend on the call's seed and `number`, so they
-        are the same in the forward and the backward pass.
+        """Return one random factor for each weight of a tile, a rectangle of the score matrix: 0 with probability
+        `dropout`, otherwise 1 / (1 - dropout). None without dropout. The factors depend on the call's seed and on
+        `number`, the index of the tile, so they are the same in the forward and the backward pass.
         """
         if self.dropout == 0:
             return None
@@ -88,7 +88,8 @@ class CallOptions(NamedTuple):
 class BlockwiseAttention(torch.autograd.Function):
     """Differentiable attention over the blocks of the score matrix that a plan lists. One tile (one block, for some
     sequences and heads) is computed at a time. Returns the output, the log-sum-exp of each row (None with bfloat16
-    scores), and two numbers of each row for the backward pass.
+    scores), and two numbers of each row for the backward pass: the shift subtracted from its scores, and the sum of its
+    unnormalized weights.
     """
 
     @staticmethod
@@ -230,9 +231,9 @@ def _empty_rows(
 
 
 def _row_sums(powers: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv stacked 1"]:
-    """Return the sum of each row over its columns, in float32 at least. The columns of a bfloat16 row are first added,
-    in bfloat16, into `PARTIAL_SUMS` (64) partial sums, so that only these and fewer than 64 remaining columns are
-    converted to float32. Converting all columns would be slower.
+    """Return the sum of each row of `powers` (unnormalized weights 2^score) over its columns, in float32 at least. The
+    columns of a bfloat16 row are first added, in bfloat16, into `PARTIAL_SUMS` (64) partial sums, so that only these
+    and fewer than 64 remaining columns are converted to float32. Converting all columns would be slower.
     """
     if powers.dtype in (torch.float32, torch.float64):
         return powers.sum(-1, keepdim=True)
@@ -244,9 +245,9 @@ def _row_sums(powers: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv 
 def _log_sum_exp(
     shifts: Float[Tensor, "batch heads queries 1"], sums: Float[Tensor, "batch heads queries 1"]
 ) -> Float[Tensor, "batch heads queries"]:
-    """Return the log-sum-exp of each row in nats: `(log2(sum) + shift) * ln 2`. Scores are divided by ln 2 here. A
-    row's shift is the number that was subtracted from its scores, and its sum adds up 2^(score - shift) over its keys.
-    An infinite sum marks a row without a visible key, for which the result is -inf.
+    """Return the log-sum-exp of each row in nats: `(log2(sum) + shift) * ln 2`. The backend computes scores in units of
+    ln 2. A row's shift is the number that was subtracted from its scores, and its sum adds up 2^(score - shift) over
+    its keys. An infinite sum marks a row without a visible key, for which the result is -inf.
     """
     lse = (sums.log2() + shifts) / LOG2_E
     return lse.masked_fill_(sums == torch.inf, -torch.inf)[..., 0]
@@ -277,8 +278,9 @@ def _times(
     right: Float[Tensor, "batch kv_heads keys width"],
     features: Float[Tensor, "#batch columns features"] | None = None,
 ) -> Float[Tensor, "kv stacked width_and_features"]:
-    """Return the matrix product of `left` (such as weights) and `right` (such as values) over the keys of a tile. If
-    `features` of the keys are passed, they are appended to `right` as additional columns.
+    """Return the matrix product of `left` (such as weights) and `right` (such as values) over the keys of a tile, a
+    rectangle of the score matrix. If `features` (some numbers for each key of the tile) are passed, they are appended
+    to `right` as additional columns.
     """
     product, offset = None, 0
     for keys, span in tile.spans(left):
@@ -299,9 +301,9 @@ def _add_products(
     rows: Float[Tensor, "kv stacked width"],
     scores: Float[Tensor, "kv stacked columns"],
 ) -> None:
-    """Add the matrix product `rows^T scores`, a sum over the stacked query rows of a tile, to `total` in place, at the
-    tile's keys, which are columns of `total`. For the gradient of v, for example, `rows` are gradients of the output
-    and `scores` are weights.
+    """Add the matrix product `rows^T scores`, a sum over the stacked query rows of a tile (rectangle of the score
+    matrix), to `total` in place, at the tile's keys, which are columns of `total`. `scores` has one number for each
+    query and key: for the gradient of v these are the weights, and `rows` are gradients of the output.
     """
     for keys, span in tile.spans(scores):
         columns = total[tile.sequences, tile.kv_heads, :, keys.start : keys.stop]

@@ -49,9 +49,9 @@ def run(
     observer: Observer | None = None,
     call_context: CallContext | None = None,
 ) -> Answer:
-    """Compute attention in blocks of query rows, and call the observer, if one is passed, with the weights of each
-    block. The reference backend computes the result instead, without the observer, if the call is to return the
-    weights, or has no query or no key.
+    """Compute attention in blocks of `rows` query rows, or in the blocks of `plan`, and call `observer`, if one is
+    passed, with the weights of each block. The reference backend computes the result instead, without the observer, if
+    the call is to return the weights, or has no query or no key.
 
     Args:
         problem: the attention problem; `why_not` must have returned None for it.
@@ -121,8 +121,8 @@ class Blockwise:
         return why_not(problem)
 
     def run(self, problem: Problem) -> Answer:
-        """Compute attention in blocks of `rows` query rows. If `rows` is None, the number is chosen from the mask and
-        the sizes.
+        """Compute attention in blocks of query rows. This object's attribute `rows` is the number of rows in a block;
+        if it is None, the number is chosen from the mask and the sizes.
         """
         return run(problem, rows=self.rows)
 
@@ -137,8 +137,9 @@ def plan_blocks(problem: Problem, rows: int | None = None, most_rows: int = MOST
 
 
 def uses_bfloat16_scores(problem: Problem) -> bool:
-    """Return True if blockwise attention computes the scores of an attention problem in bfloat16. It does if q is in
-    bfloat16, the scale is one positive number, and softcap, bias, sinks, dropout and log-sum-exp are not used.
+    """Return True if blockwise attention without an observer computes the scores of an attention problem in bfloat16.
+    It does if q is in bfloat16, the scale is one positive number, and softcap, bias, sinks, dropout and log-sum-exp are
+    not used.
     """
     needs_exact_scores = (
         problem.softcap is not None

@@ -51,9 +51,9 @@ class CallContext:
         return torch.zeros_like(repeats).scatter(1, order, repeats)
 
     def visibility(self, tile: Tile, grid: Grid) -> TileVisibility:
-        """Return the `TileVisibility` of a tile (a rectangle of the score matrix): its visible keys, positions, padding
-        and tokens. The object is cached for later layers only if the tile has a mask that depends on nothing but the
-        distance between query and key.
+        """Return a `TileVisibility` with the visible keys, positions, padding and tokens of a tile, which is a
+        rectangle of the score matrix. The `TileVisibility` is cached for later layers only if the tile has a mask that
+        depends on nothing but the distance between query and key.
         """
         key = (tile.pattern, tile.block, tile.sequences.start, tile.sequences.stop)
         if tile.pattern is not None and key in self._visibilities:
@@ -69,8 +69,9 @@ class CallContext:
         self, sequence: int, positions: range, block: PlannedBlock, shift: int
     ) -> tuple[Int[Tensor, " cells"], Int[Tensor, " ends"]]:
         """Find the cells (pairs of query row and key column) in a block of one sequence's score matrix in which the key
-        is `shift` tokens after an earlier occurrence of the query's token. Return the flat indices of these cells, row
-        by row, and the number of these cells before each row, with their total at the end.
+        is `shift` tokens after an earlier occurrence of the query's token. `positions` are those of the block's
+        queries. Return the flat indices of these cells, row by row, and the number of these cells before each row, with
+        their total at the end.
 
         Args:
             sequence: index of the sequence in the batch.
@@ -99,12 +100,16 @@ class CallContext:
 
     @cached_property
     def _visibilities(self) -> dict[Hashable, TileVisibility]:
-        """Dictionary in which `visibility` caches its results, by mask pattern, block and sequences of a tile."""
+        """Dictionary in which `visibility` caches its results, by three properties of a tile: its mask relative to its
+        first row, its block of the score matrix, and its sequences.
+        """
         return {}
 
     @cached_property
     def _copy_cells(self) -> dict[Hashable, tuple[Int[Tensor, " cells"], Int[Tensor, " ends"]]]:
-        """Dictionary in which `copy_cells` caches its results, by sequence, query positions, key ranges and shift."""
+        """Dictionary in which `copy_cells` caches its results, by sequence, query positions, key ranges and `shift`,
+        the distance in tokens between the key and an earlier occurrence of the query's token.
+        """
         return {}
 
 

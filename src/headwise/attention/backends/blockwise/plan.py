@@ -41,8 +41,9 @@ class PlannedBlock(NamedTuple):
 
     @property
     def spans(self) -> list[range]:
-        """Ranges of the block's key columns, in which adjacent ranges of `parts` (masked and unmasked ones) are joined.
-        One matrix product can then compute all scores of a range.
+        """Ranges of the block's key columns, as long as possible. Adjacent ranges of the attribute `parts`, which
+        separates columns that need a mask from others, are joined, so that one matrix product can compute all scores of
+        a range.
         """
         spans: list[range] = []
         for columns, _ in self.parts:
@@ -83,9 +84,9 @@ BlockwisePlan = tuple[MaskGroup, ...]
 def plan_of(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None = None, most_rows: int = MOST_ROWS
 ) -> BlockwisePlan:
-    """Return the blocks of the score matrix to compute for a mask, grouped by the sequences and heads that share one
-    mask. Blocks are planned for all sequences together or for each one separately, and likewise for heads, whichever
-    costs less. The cost is the number of scores plus `overhead` for each block.
+    """Return the blocks of the score matrix to compute for a mask, of `rows` query rows each, grouped by the sequences
+    and heads that share one mask. Blocks are planned for all sequences together or for each one separately, and
+    likewise for heads, whichever has the lower cost. The cost is the number of scores plus `overhead` for each block.
 
     Args:
         mask: the mask; None if it hides nothing.
@@ -155,9 +156,9 @@ def cost_of(plan: BlockwisePlan, overhead: int) -> int:
 
 
 def _separations(mask: Mask | None, grid: Grid) -> list[tuple[bool, bool]]:
-    """Return the pairs of flags (plan each sequence separately, plan each head separately) that `plan_of` compares. A
-    flag is True only where the masks of the sequences, or of the heads, differ. Without a mask, or with positions
-    passed by the caller, the only pair is (False, False).
+    """Return the ways to plan blocks that `plan_of` compares, as pairs of flags: plan each sequence separately, plan
+    each head separately. A flag is True only where the masks of the sequences, or of the heads, differ. Without a mask,
+    or with positions passed by the caller, the only pair is (False, False).
     """
     if mask is None or not grid.uses_default_positions:
         return [(False, False)]
@@ -175,8 +176,10 @@ def _plan(
     separate_sequences: bool,
     separate_heads: bool,
 ) -> BlockwisePlan:
-    """Return the blocks to compute for a mask as a plan, which is a tuple of `MaskGroup`. The two flags say if
-    sequences, and if heads, are planned separately. Adjacent sequences or heads with equal masks form one group.
+    """Return the blocks of `rows` query rows to compute for a mask as a plan, which is a tuple of `MaskGroup`. The two
+    flags say if sequences, and if heads, are planned separately. Adjacent sequences or heads with equal masks form one
+    group. If `rows` is None, it is chosen for each group from the mask and `overhead`, the fixed cost of a block in
+    scores, up to `most_rows`.
     """
     if mask is None:
         blocks = _blocks(None, grid, overhead, rows, most_rows, grid.batch * grid.heads)
@@ -204,7 +207,9 @@ def _blocks(
     mask: Mask | None, grid: Grid, overhead: int, rows: int | None, most_rows: int, tile_count: int
 ) -> tuple[PlannedBlock, ...]:
     """Return the blocks of the score matrix to compute under one mask, of `rows` query rows each. Blocks without a
-    visible key are left out. If `rows` is None, `rows_of` chooses the number, up to `most_rows`.
+    visible key are left out. If `rows` is None, the number expected to be fastest is chosen, up to `most_rows`. This
+    choice depends on `overhead`, the fixed cost of a block in scores, and `tile_count`, the number of pairs of sequence
+    and head in the blocks.
     """
     rows = min(rows_of(mask, grid, overhead, tile_count), most_rows) if rows is None else rows
     row_ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))

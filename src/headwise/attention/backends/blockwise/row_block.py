@@ -23,8 +23,8 @@ from headwise.shapes import Float
 @dataclass(frozen=True, eq=False)
 class RowBlock:
     """Attention weights of some query rows of some heads for the keys of one tile (rectangle of the score matrix), with
-    statistics of each row. A weight is stored unnormalized, as the number `2^(score - shift)` in `powers`. Dividing it
-    by the row's `normalizer` gives the weight. Keys outside of the tile have weight 0.
+    statistics of each row. The tensor `powers` holds the unnormalized weights 2^(score - shift). A power divided by the
+    `normalizer` of its row is the attention weight. Keys outside of the tile have weight 0.
 
     Attributes:
         tile: the rows, sequences, heads and keys.
@@ -61,12 +61,15 @@ class RowBlock:
 
     @property
     def sequences_and_heads(self) -> tuple[slice, slice]:
-        """Slices of the batch axis and the head axis that select this block from a tensor of the call."""
+        """Slices of the batch axis and the head axis that select this block's sequences and heads, with all query rows,
+        from a tensor of the call.
+        """
         return self.tile.sequences, self.tile.heads
 
     def with_call_context(self, call_context: CallContext) -> "RowBlock":
         """Return this block with the same weights and another call context (token ids, special tokens and padding of
-        the call). Padding and key features are then those of the new context.
+        the call). Padding, and the features of keys that depend on tokens or padding, are then those of the new
+        context.
         """
         if call_context is self.call_context:
             return self
@@ -87,8 +90,9 @@ class RowBlock:
 
     @cached_property
     def weight_sum(self) -> Float[Tensor, "batch heads rows"]:
-        """Sum of each row's attention weights. It is 1 less the weight of the head's attention sink, if there is one,
-        and 0 in a row without a visible key.
+        """Sum of each row's attention weights over its keys; 0 in a row without a visible key. In other rows it is 1
+        minus the weight of the head's attention sink, if there is one. Talking heads, which mix the weights of heads,
+        can change the sum.
         """
         return self._by_head(self.power_sum / self.normalizer).nan_to_num(0.0)
 

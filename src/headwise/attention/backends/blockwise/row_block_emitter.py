@@ -30,7 +30,9 @@ class RowBlockEmitter(NamedTuple):
     sinks: Float[Tensor, "heads 1"] | None
 
     def visibility(self, tile: Tile) -> TileVisibility:
-        """Return the visible keys, positions and key features of a tile (a rectangle of the score matrix)."""
+        """Return the `TileVisibility` of a tile (a rectangle of the score matrix), an object with the visible keys,
+        positions and key features of the tile.
+        """
         return self.call_context.visibility(tile, self.grid)
 
     def emit(
@@ -45,8 +47,9 @@ class RowBlockEmitter(NamedTuple):
         value_dim: int,
     ) -> None:
         """Make the `RowBlock` (weights, output and row sums) of one tile, and call the observer with it. `powers` are
-        the tile's unnormalized weights 2^score, and `product` is their product with the values and, if present, the key
-        features. `scores` is overwritten.
+        the tile's unnormalized weights 2^(score - shift), and `power_sum` is their sum in each row. `product` is their
+        product, after dropout, with the values and, if present, the key features. `scores` are the scores minus
+        `shift`, and are overwritten.
 
         Args:
             tile: the tile.

@@ -47,8 +47,8 @@ SAMPLE_KEYS = 256
 
 class BFloat16Scores:
     """Scores of blockwise attention in bfloat16, one tile (rectangle of the score matrix) at a time, with gradient.
-    Scores are divided by ln 2, so the unnormalized weight of a key is 2^score. From the scores of each row one number,
-    its shift, is subtracted, so that those of the largest weights are near zero, where bfloat16 is precise.
+    Scores are divided by ln 2, so the unnormalized weight of a key is 2^score. One number, the shift, is subtracted
+    from all scores of a row. The row's largest scores are then near zero, where bfloat16 is precise.
     """
 
     def __init__(
@@ -69,9 +69,10 @@ class BFloat16Scores:
         self._k = k
 
     def shifted_scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile after subtracting one number from each row, its shift, and write the shifts to
-        `self.shifts`. Shifts are predicted from the keys. They are then corrected, at most five times, until the
-        largest shifted score of every row is near zero.
+        """Return the scores of a tile, with one number, the shift, subtracted from each row before the scale is
+        applied. Write the shifts to `self.shifts`. Shifts are first predicted from the queries and the mean and
+        variance of the keys. They are then corrected, at most five times, until the largest shifted score of every row
+        is near zero.
         """
         mean, deviation = (tile.stack_rows(moment) for moment in self._moments)
         highest = NormalDist().inv_cdf(max(1 - 1 / tile.block.width, 0.5))
@@ -105,9 +106,10 @@ class BFloat16Scores:
         delta: Float[Tensor, "batch heads queries 1"],
         _: Tensor | None = None,
     ) -> None:
-        """Store tensors for `score_gradient`: the values with two additional features of 1, and `upstream` with two
-        additional features whose sum is `-delta`. Their product is then that of the original tensors minus `delta`, one
-        number for each row. `upstream` is the output's gradient divided by each row's sum of unnormalized weights.
+        """Store two tensors for `score_gradient`: the values `v` with two additional features of 1, and `upstream` with
+        two additional features whose sum is `-delta`. The product of the two stored tensors is `upstream v^T - delta`,
+        where `delta` has one number for each row. `upstream` is the output's gradient divided by each row's sum of
+        unnormalized weights.
         """
         self._extended_upstream = extend_with_shift(upstream, delta)
         self._extended_values = extend_with_ones(v, self.plan)
@@ -150,8 +152,8 @@ class BFloat16Scores:
         return self._magnitude(self.shifts)
 
     def _magnitude(self, shift: Float[Tensor, "*axes 1"]) -> float:
-        """Return the largest absolute value in a tensor of row shifts, in nats. A shift is subtracted from products q
-        k^T before the scale, so the value is multiplied by the scale.
+        """Return the largest absolute value in a tensor of row shifts, in nats. A shift is subtracted from the products
+        of queries and keys before these are scaled, so the value is multiplied by the scale.
         """
         lowest, highest = torch.aminmax(shift)
         return max(-float(lowest), float(highest)) * self.scale
@@ -163,10 +165,10 @@ class BFloat16Scores:
         shift: Float[Tensor, "kv stacked 1"],
         magnitude: float,
     ) -> Float[Tensor, "kv stacked columns"]:
-        """Return a tile's scores `(rows k^T - shift) * scale`, divided by ln 2. Those of hidden keys are lowered by
+        """Return a tile's scores `(rows k^T - shift) * scale`, divided by ln 2. Scores of hidden keys are lowered by
         `tile.hide`, so that these keys get no weight. The shift is subtracted by two additional bfloat16 features of
-        `rows`. If `magnitude`, the largest shift in nats, is above 2^16 or NaN, these are too inexact, and the product
-        is computed in float32.
+        `rows`. If `magnitude`, the largest shift in nats, is above 2^16 or NaN, bfloat16 features are too inexact, and
+        the product is computed in float32.
         """
         factor = self.scale * LOG2_E
         if magnitude <= LARGEST_SPLIT_SHIFT:
@@ -181,9 +183,9 @@ class BFloat16Scores:
 
 
 def _is_near(largest: Float[Tensor, "kv stacked 1"], magnitude: float) -> bool:
-    """Return True if the largest shifted score of every row in a tile is near enough to zero: within 8 nats, or within
-    1 nat if `magnitude` is above 64 nats. `magnitude` is the largest absolute value of the rows' shifts, the numbers
-    subtracted from their scores.
+    """Return True if the largest shifted score of every row in a tile is so near to zero that bfloat16 scores are
+    precise enough: within 8 nats, or within 1 nat if `magnitude` is above 64 nats. `magnitude` is the largest absolute
+    value of the rows' shifts, the numbers subtracted from their scores.
     """
     least, most = torch.aminmax(largest)
     farthest = (FARTHEST_IF_LARGE if magnitude > LARGE_SHIFT else FARTHEST) * LOG2_E
@@ -202,7 +204,7 @@ def extend_with_ones(
 ) -> Float[Tensor, "*axes width_and_2 keys"]:
     """Return keys or values with their last two axes transposed, so that keys come last, and with two additional
     features that are 1 for every key. In a product with rows from `extend_with_shift`, these features subtract a number
-    from each row.
+    from each row. `plan` determines only the layout in memory.
 
     If the plan reads most keys, keys are adjacent in memory, which makes products faster; otherwise features are, since
     a part of the keys is then faster to copy.

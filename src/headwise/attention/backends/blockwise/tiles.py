@@ -28,9 +28,9 @@ TILE_BYTES = 2**22
 
 
 class Ceiling(NamedTuple):
-    """Upper bounds of the scores in some columns of a block, starting at column `offset`. Replacing each score by the
-    minimum of score and bound lowers the scores of hidden keys so far that their weight is 0, and leaves the others
-    unchanged.
+    """Upper bounds of the scores in some columns of a block, starting at column `offset`. In a row with a visible key,
+    the minimum of score and bound is the unchanged score at a visible key, and at a hidden key so low that its weight
+    is 0.
 
     A bound is infinite where a key is visible and `LOWEST` where it is hidden. It is 0 in a row without any visible
     key: the difference of two infinities would be NaN, so such a row gets weights, which an infinite sum turns to 0.
@@ -85,7 +85,10 @@ class Tile(NamedTuple):
     def write(
         self, target: Float[Tensor, "batch heads queries width"], rows: Float[Tensor, "kv stacked width"]
     ) -> None:
-        """Copy rows, stacked as by `stack_rows`, to the tile's sequences, query heads and queries in `target`."""
+        """Copy one row of numbers for each query row of the tile from `rows` to `target`, at the tile's sequences,
+        query heads and queries. In `rows`, the query rows of all heads that share a key/value head are joined to one
+        axis, as by `stack_rows`.
+        """
         target[self.row_slices] = self.by_head(rows)
 
     def select_keys(
@@ -106,15 +109,18 @@ class Tile(NamedTuple):
             offset += len(keys)
 
     def hide(self, scores: Float[Tensor, "kv stacked columns"]) -> None:
-        """Lower the scores of hidden keys to at most `LOWEST` (-1e30), in place; other scores stay unchanged. In a row
-        whose keys are all hidden, scores are only lowered to at most 0 if the tile's `has_key` marks the row.
+        """Lower the scores of hidden keys to at most `LOWEST` (-1e30), in place; other scores stay unchanged. An
+        exception are rows in which all keys are hidden and `has_key` is False: their scores are lowered to at most 0
+        instead.
         """
         for offset, bounds in self.ceilings:
             part = self.by_head(scores)[..., offset : offset + bounds.shape[-1]]
             torch.minimum(part, bounds, out=part)
 
     def by_head(self, stacked: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "batch heads rows columns"]:
-        """Return a view of rows that `stack_rows` stacked, with separate axes for sequences, query heads and rows."""
+        """Return a view of `stacked` with separate axes for sequences, query heads and rows. In `stacked`, the query
+        rows of all heads that share a key/value head are joined to one axis, as by `stack_rows`.
+        """
         return stacked.view(*self.shape, stacked.shape[-1])
 
     @property
@@ -218,7 +224,9 @@ def _blocks_of(plan: BlockwisePlan) -> Iterator[tuple[MaskGroup, PlannedBlock]]:
 
 
 def _tile_size(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) -> int:
-    """Return the number of scores in the largest tile of a block, over all query rows and key columns of the block."""
+    """Return the number of scores in the largest tile of a block. A tile has all query rows and key columns of the
+    block, for some sequences and heads.
+    """
     slices = _tile_slices(group, block, q, k)
     heads_and_sequences = max((s.stop - s.start) * (h.stop - h.start) for s, h, _ in slices)
     return int(heads_and_sequences) * len(block.rows) * block.width
@@ -248,7 +256,8 @@ def _tile_slices(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) ->
 
 def _pattern(group: MaskGroup, block: PlannedBlock) -> Any:
     """Return a dictionary key that is equal for two blocks if their masks are equal when query rows and key columns are
-    counted from the block's first row. None if the block has no mask, or one that does not depend on distance alone.
+    counted from the block's first row. None if the block has no mask, or one that does not depend on distance alone, or
+    if the caller passed positions.
     """
     if group.mask is None or not (group.mask.depends_on_distance_only and group.grid.uses_default_positions):
         return None
