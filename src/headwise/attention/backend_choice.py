@@ -57,8 +57,9 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Name of the backend chosen for an attention problem, the reason, the candidates considered, and the function that
-    computes a problem with this backend. `print` shows a `Choice` as readable text.
+    """Name of the backend chosen for an attention problem, the reason for the choice, all backends considered (the
+    chosen one included), and the function that computes a problem with the chosen backend. `print` shows a `Choice` as
+    readable text.
 
     Attributes:
         backend: name of the chosen backend.
@@ -80,8 +81,8 @@ class Choice(NamedTuple):
 
 def choose_fastest(problem: Problem) -> Choice:
     """Return the `Choice` between the backends `fused` and `blockwise`. If only one can compute the problem, it is
-    chosen. If both can, the one with the lower expected cost is chosen; but costs are not compared, and `fused` is
-    chosen, in cases such as a GPU or a small problem (`_why_unplanned`). Raises `InputError` if neither can.
+    chosen. If both can, the one with the lower expected cost is chosen. Where `_why_unplanned` returns a reason, as on
+    a GPU or for few scores, `fused` is chosen without comparing costs. Raises `InputError` if neither can compute it.
 
     Raises:
         InputError: neither backend can do the problem; the message contains both reasons.
@@ -164,10 +165,9 @@ def _why_unplanned(problem: Problem) -> str | None:
 
 
 def _fused_cost(problem: Problem) -> float:
-    """Return the expected cost of `fused`. It is higher where q and v differ in width, since the narrower one is
-    padded, and where torch keeps the whole score matrix in memory.
-
-    The unit is one score of torch's kernel.
+    """Return the expected cost of the backend `fused`: its number of scores, times a factor above 1 if q and v differ
+    in width, since the narrower one is padded, and times another factor above 1 if torch keeps the whole score matrix
+    in memory. The unit is the cost of one score in torch's fused kernel.
     """
     width, value_dim = problem.q.shape[-1], problem.v.shape[-1]
     score_cost = 2 * max(width, value_dim) / (width + value_dim)

@@ -19,9 +19,9 @@ from headwise.shapes import Bool, Float
 
 
 def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Compute a problem with `run`, so that NaN and infinity in keys and values do not change query rows that cannot
-    see them. If the first result may be affected, `run` computes the problem again with zeros in place of these
-    numbers. Outputs that visible NaN or infinity may reach keep their first result.
+    """Return the result of `run(problem)`, but so that NaN and infinity in keys and values do not change query rows
+    that may not attend to them. If such rows may have changed, `run` computes the problem again with zeros in place of
+    NaN and infinity. Outputs that NaN or infinity may reach through an allowed key keep the first result.
 
     Nothing is checked while compiling or tracing, under `vmap`, or on other devices than a CPU, where reading a sum
     would wait for the device: there a hidden NaN or infinity can reach every row.
@@ -48,8 +48,8 @@ def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
 
 def _may_have_leaked(problem: Problem, result: Answer) -> bool:
     """Return True if a hidden NaN or infinity may have changed the result: there is a mask or bias, and the sum of the
-    output, or of k or v if gradients are needed, is not finite. Returns False on other devices than a CPU, and wherever
-    values cannot be read.
+    output, or of k or v if gradients are needed, is not finite. On other devices than a CPU, while compiling or
+    tracing, and under `torch.func`, nothing is read and False is returned.
     """
     if problem.mask is None and problem.bias is None:
         return False
@@ -68,10 +68,10 @@ def _visible_to_rows(
     bad_keys: Bool[Tensor, "batch kv_heads keys 1"],
     bad_values: Bool[Tensor, "batch kv_heads keys value_dim"],
 ) -> tuple[Bool[Tensor, "batch #heads queries value_dim"], Bool[Tensor, "batch #heads queries"]]:
-    """Return two boolean masks of the results that NaN or infinity in visible keys or values may reach. The first
-    covers each output feature of each query row: True if the row may attend to a bad key, or to a value that is bad in
-    this feature. The second covers each row: True if it may attend to a bad key. Both come from uniform attention over
-    indicators of bad numbers.
+    """Return two boolean tensors that mark the results which NaN or infinity ("bad" numbers) may reach. The first has
+    one element for each output feature of each query row: True if the row may attend to a bad key, or to a value that
+    is bad in this feature. The second has one element for each row: True if the row may attend to a bad key. With
+    talking heads, a row may attend to the keys of all heads.
     """
     dtype = problem.score_dtype
     indicators = torch.cat([bad_values | bad_keys, bad_keys], -1).to(dtype)

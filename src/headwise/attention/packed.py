@@ -69,7 +69,9 @@ class PaddedBatch(NamedTuple):
 
     @property
     def should_pack(self) -> bool:
-        """True if packing saves work: at least 1/16 of the tokens is padding. False where lengths cannot be read."""
+        """True if at least 1/16 of the tokens is padding, so that packing saves work. False if the lengths cannot be
+        read, as while compiling.
+        """
         return has_readable_values(self.lengths) and 16 * int(self.lengths.sum()) <= 15 * self.is_real.numel()
 
     @property

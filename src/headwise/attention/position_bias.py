@@ -41,11 +41,11 @@ class ALiBi:
     def slopes(
         self, heads: int, *, dtype: torch.dtype = torch.float64, device: torch.device | None = None
     ) -> Float[Tensor, " heads"]:
-        """Return the slope of each head: 2^(-8i / heads) for head i = 1, 2, ... if `heads` is a power of two. Otherwise
-        the slopes of neighbouring powers of two are combined, as by the authors of ALiBi.
+        """Return the slope of each head: 2^(-8i / heads) for head i = 1, 2, ... if `heads` is a power of two.
+        Otherwise, with p the largest power of two below `heads`, the first p heads have the slopes that p heads would
+        have. The remaining heads have the first, third, fifth, ... of the slopes that 2p heads would have.
 
-        Otherwise the first heads have the slopes of the next lower power of two, and the remaining ones every other
-        slope of the next higher power, from its first on (the authors' rule, which BLOOM follows).
+        This is the authors' rule, which BLOOM follows.
         """
         power = 2 ** (whole_number("heads", heads, least=1).bit_length() - 1)
         exponents = torch.arange(1, power + 1, dtype=dtype, device=device) / power

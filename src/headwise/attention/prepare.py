@@ -68,8 +68,8 @@ def prepare_qkv(
     offsets: packed.Offsets | None = None,
 ) -> AttentionInputs:
     """Return the inputs of attention: queries and keys, rotated by their positions if `rotary` is passed; keys and
-    values preceded by those in `cache`; and the positions of all of them. The cache itself is not advanced: pass
-    `cache_update` of the result to `Cache.commit` as the last step of the layer.
+    values preceded by those in `cache`; and the positions of all of them. The new tokens do not count as cached yet:
+    pass `cache_update` of the result to `Cache.commit` as the last step of the layer.
 
     Args:
         q: queries.
@@ -124,11 +124,9 @@ def _positions(
     lengths: Any,
     offsets: packed.Offsets | None,
 ) -> tuple[Int[Tensor, "#batch queries"], Int[Tensor, "#batch queries"], Int[Tensor, "#batch new"]]:
-    """Return three tensors of positions. The first has the positions of the queries by the order of the tokens, which
-    masks use. The others have the positions of the queries and of the new keys for rotary embeddings and position
-    biases: `positions` if that is passed, otherwise also by the order of the tokens.
-
-    Masks use the first. Rotary embeddings and position biases use the others, which are `positions` if that is passed.
+    """Return three tensors of positions. The first is for masks: the position of each query in the order of the tokens,
+    in which cached tokens come first. The other two are for rotary embeddings and position biases: the positions of the
+    queries, and those of the new keys. Both are `positions` if that is passed; otherwise they follow the same order.
     """
     queries, keys, device = q.shape[2], k.shape[2], q.device
     if cache is not None:

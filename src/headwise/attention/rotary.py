@@ -68,8 +68,8 @@ class Rotary:
         return self.scaling is not None and self.scaling.depends_on_length
 
     def check(self, head_dim: int) -> None:
-        """Raise `InputError` if `head_dim` is less than `width`, or if it is odd and all features are rotated (`width`
-        is None).
+        """Raise `InputError` if `head_dim` is less than `width`. If `width` is None, which means that all features are
+        rotated, raise it if `head_dim` is odd.
         """
         if self.width is None and head_dim % 2:
             raise InputError(

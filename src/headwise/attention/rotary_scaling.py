@@ -43,9 +43,9 @@ class Scaling(Protocol):
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
         """Return the frequency of each of `width / 2` feature pairs in radians per position, for a text of `length`
-        tokens, and an attention factor: a number that multiplies rotated queries and keys.
+        tokens, and an attention factor. Rotated queries are multiplied by this factor, and so are rotated keys.
 
-        The attention factor multiplies rotated queries and keys, so it multiplies scores by its square.
+        Scores are therefore multiplied by its square.
         """
 
 
@@ -62,8 +62,8 @@ class LinearScaling:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the unscaled frequencies of all feature pairs divided by `factor`, and the attention factor 1, which
-        multiplies rotated queries and keys.
+        """Return the unscaled frequencies of all feature pairs, divided by `factor`, and the number 1.0, by which each
+        rotated query and key is multiplied (the attention factor).
         """
         return base_frequencies(theta, width, device) / self.factor, 1.0
 
@@ -93,8 +93,8 @@ class DynamicNTK:
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
         """Return the frequency of each feature pair for a base theta enlarged for a text of `length` tokens, and the
-        attention factor 1, which multiplies rotated queries and keys. Up to `trained_length` tokens, or if `length` is
-        None, the base is `theta` itself.
+        number 1.0, by which each rotated query and key is multiplied (the attention factor). Up to `trained_length`
+        tokens, or if `length` is None, the base is `theta` itself.
         """
         # The single pair of width 2 has frequency 1 for every theta.
         exponent = width / max(width - 2, 1)
@@ -109,10 +109,10 @@ class DynamicNTK:
 class YaRN:
     """YaRN scaling: frequencies of slow feature pairs are divided by `factor`, those of fast pairs stay unchanged. A
     pair is slow or fast by the number of turns it makes over `trained_length` tokens. For pairs between slow and fast,
-    a ramp mixes both frequencies (Peng et al. 2023, section 3.2).
+    both frequencies are mixed along a straight line over the index of the pair (Peng et al. 2023, section 3.2).
 
-    The ramp is a straight line over the pairs, as in the authors' code and all models trained with it. Equation 18 of
-    the paper has a ramp over the number of turns instead.
+    The authors' code and all models trained with it use this line over pairs. Equation 18 of the paper has a line over
+    the number of turns instead.
 
     Args:
         factor: ratio of the intended length to `trained_length`.
@@ -121,7 +121,7 @@ class YaRN:
         slow: number of turns over `trained_length` below which the frequency of a pair is divided by `factor`.
         attention_factor: multiplies rotated queries and keys, so it multiplies scores by its square. The default is
             0.1 ln(factor) + 1 (section 3.4).
-        truncate: whether the ends of the ramp are moved outwards to whole pairs.
+        truncate: whether the ends of the line are moved outwards to whole pairs.
     """
 
     factor: float
@@ -143,10 +143,10 @@ class YaRN:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair, and the attention factor, which multiplies rotated queries and
-        keys. Fast pairs, with many turns over `trained_length` tokens, keep their frequency, that of slow pairs is
-        divided by `factor`, and pairs between have a weighted mean of the two. The attention factor is
-        `attention_factor`, or 0.1 ln(factor) + 1 if that is None.
+        """Return the frequency of each feature pair, and the attention factor, by which each rotated query and key is
+        multiplied: `attention_factor`, or 0.1 ln(factor) + 1 if that is None. Fast pairs, with many turns over
+        `trained_length` tokens, keep their frequency. That of slow pairs is divided by `factor`, and pairs between
+        have a weighted mean of the two frequencies.
         """
         first, last = self._pair_with_turns(self.fast, theta, width), self._pair_with_turns(self.slow, theta, width)
         if self.truncate:
@@ -191,9 +191,10 @@ class Llama3:
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
     ) -> tuple[Float[Tensor, " pairs"], float]:
-        """Return the frequency of each feature pair, and the attention factor 1, which multiplies rotated queries and
-        keys. Pairs with more than `high` turns over `trained_length` tokens keep their frequency. That of pairs with
-        fewer than `low` turns is divided by `factor`, and pairs between have a weighted mean of the two.
+        """Return the frequency of each feature pair, and the number 1.0, by which each rotated query and key is
+        multiplied (the attention factor). Pairs with more than `high` turns over `trained_length` tokens keep their
+        frequency. That of pairs with fewer than `low` turns is divided by `factor`, and pairs between have a weighted
+        mean of the two frequencies.
         """
         base = base_frequencies(theta, width, device)
         turns = self.trained_length * base / math.tau

@@ -114,7 +114,9 @@ def first_tokens(length: int, tensors: CachedTensors) -> CachedTensors:
 
 
 def reordered(tensors: tuple[Tensor, ...], index: Any) -> tuple[Tensor, ...]:
-    """Return copies of the tensors in which sequence b is sequence `index[b]`; the batch is the first axis."""
+    """Return copies of the tensors in which sequence b is sequence `index[b]` of the original tensors. The first axis
+    of each tensor is the batch.
+    """
     sequences = whole_numbers("index", index, dimensions=(1,), shape="one for each sequence").to(tensors[0].device)
     batch = tensors[0].shape[0]
     if has_readable_values(sequences) and ((sequences < 0) | (sequences >= batch)).any():

@@ -62,9 +62,9 @@ class GrowingCache(Cache):
             self.tensors = reordered(self.tensors, index)
 
     def _append(self, new: CachedTensors) -> tuple[CachedTensors, CachedTensors | None]:
-        """Return the stored tokens followed by the new ones, and the preallocated buffers that contain them. The
-        buffers are None in the first call, and where tensors may not be written in place, so that all tokens are
-        copied.
+        """Return the stored tokens followed by the new ones, and the preallocated buffers that contain both. In the
+        first call the new tokens are returned unchanged, with None as buffers. Where tensors may not be written in
+        place (`_may_write_in_place`), all tokens are copied, and the buffers are None too.
 
         Stored tokens and the attributes of the cache stay unchanged, so that the call may still fail.
         """
@@ -103,8 +103,8 @@ def _require_same_kind(stored: CachedTensors, new: CachedTensors) -> None:
 
 
 def _may_write_in_place(new: CachedTensors) -> bool:
-    """Return whether new tokens may be written into buffers in place: for plain tensors, with gradients disabled.
-    Returns False while compiling, under `torch.func`, and for meta tensors.
+    """Return True if new tokens may be written into buffers in place: gradients are disabled, and each tensor is a
+    `torch.Tensor`, not of a subclass. Returns False while compiling, under `torch.func`, and for meta tensors.
     """
     return not torch.is_grad_enabled() and all(type(tensor) is Tensor and has_readable_values(tensor) for tensor in new)
 

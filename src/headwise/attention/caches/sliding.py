@@ -96,15 +96,15 @@ def _window_and_sinks(width: int, sinks: int) -> Mask:
 def _without(
     tensor: Float[Tensor, "batch heads length width"], start: int, stop: int
 ) -> Float[Tensor, "batch heads remaining width"]:
-    """Return a copy of the tensor without the tokens from `start` to `stop`, so that no dropped token uses memory."""
+    """Return a copy of the tensor without the tokens `start` to `stop - 1`, so that no dropped token uses memory."""
     return torch.cat([tensor[:, :, :start], tensor[:, :, stop:]], dim=2)
 
 
 def _shifted(
     buffer: Float[Tensor, "batch heads capacity width"], sinks: int, dropped: int
 ) -> Float[Tensor, "batch heads remaining width"]:
-    """Return a view of a buffer without the `dropped` tokens that follow the first `sinks` tokens.
-    The sinks are moved in place to the beginning of the view; the tokens behind them stay where they are.
+    """Return a view of a buffer without the `dropped` tokens that follow the first `sinks` tokens. For this, the first
+    `sinks` tokens are moved in the buffer by `dropped` places, to directly before the other tokens that remain.
     """
     if sinks:
         # The window stays where it is, and the sinks overwrite dropped tokens.

@@ -124,7 +124,7 @@ class StaticCache(Cache):
 
     def _check_new(self, new: CachedTensors) -> None:
         """Raise `InputError` unless new keys and values have the heads, width, dtype and device of the cache's slots.
-        Raises it too if gradients are enabled and a new tensor requires one, which writing in place would lose.
+        Raises it too if gradients are enabled and a new tensor requires a gradient, since writing in place loses it.
         """
         slot_sizes, new_sizes = ([tensor.shape[1:4:2] for tensor in tensors] for tensors in (self.slots, new))
         if slot_sizes != new_sizes:
@@ -158,8 +158,9 @@ class StaticCache(Cache):
         self, new: CachedTensors, positions: Int[Tensor, "batch new"], span: slice | None
     ) -> Int[Tensor, " batch"]:
         """Write the new tokens into their slots, and return the length of each sequence including its new tokens. With
-        `span`, a slice of positions, the new tokens of every sequence are written to these positions. Otherwise each
-        token is written to its entry of `positions`, and padding to the additional first slot.
+        `span`, a slice of positions, the new tokens of every sequence are written to these positions. Otherwise token
+        j of sequence b is written to the position `positions[b, j]`. Padding, which has position -1, is written to a
+        slot before position 0.
         """
         if span is not None:
             for stored, tensor in zip(self.tensors, new, strict=True):

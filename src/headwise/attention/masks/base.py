@@ -159,11 +159,11 @@ class _Combined(Mask):
             part.check(grid)
 
     def for_sequence(self, index: int) -> Mask:
-        """Return the same combination, restricted to sequence `index`, for a grid whose batch is 1."""
+        """Return the combined mask (made by `&`, `|` or `~`) of sequence `index` alone, for a grid whose batch is 1."""
         return type(self)(*(part.for_sequence(index) for part in self.parts))
 
     def for_head(self, index: int) -> Mask:
-        """Return the same combination, restricted to head `index`, for a grid with one head."""
+        """Return the combined mask (made by `&`, `|` or `~`) of head `index` alone, for a grid with one head."""
         return type(self)(*(part.for_head(index) for part in self.parts))
 
     def natural_grid(self) -> Grid:
@@ -188,11 +188,16 @@ class And(_Combined):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return True where both masks let a query row in `i` attend to a key in `j`."""
+        """Return the boolean tensor of `left & right`: True where both of these masks let a query row in `i` attend to
+        a key in `j`.
+        """
         return self.left.allowed(grid, i, j) & self.right.allowed(grid, i, j)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY for a block where one of the masks allows nothing, FULL where both allow all, else PARTIAL."""
+        """Return the coverage of a block by `left & right` from the coverages by `left` and by `right`: EMPTY (no
+        query-key pair is allowed) if at least one of the two is EMPTY, FULL (all pairs are allowed) if both are FULL,
+        otherwise PARTIAL.
+        """
         coverages = {part.coverage(grid, rows, columns) for part in self.parts}
         if Coverage.EMPTY in coverages:
             return Coverage.EMPTY
@@ -212,11 +217,16 @@ class Or(_Combined):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return True where at least one of the two masks lets a query row in `i` attend to a key in `j`."""
+        """Return the boolean tensor of `left | right`: True where at least one of these masks lets a query row in `i`
+        attend to a key in `j`.
+        """
         return self.left.allowed(grid, i, j) | self.right.allowed(grid, i, j)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return FULL for a block where one of the masks allows all, EMPTY where both allow nothing, else PARTIAL."""
+        """Return the coverage of a block by `left | right` from the coverages by `left` and by `right`: FULL (all
+        query-key pairs are allowed) if at least one of the two is FULL, EMPTY (no pair is allowed) if both are EMPTY,
+        otherwise PARTIAL.
+        """
         coverages = {part.coverage(grid, rows, columns) for part in self.parts}
         if Coverage.FULL in coverages:
             return Coverage.FULL
@@ -235,11 +245,15 @@ class Not(_Combined):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return True where the negated mask forbids a query row in `i` to attend to a key in `j`."""
+        """Return the boolean tensor of `~mask`: True where `mask` does not let a query row in `i` attend to a key in
+        `j`.
+        """
         return ~self.mask.allowed(grid, i, j)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return FULL for a block where the negated mask allows nothing, EMPTY where it allows all, else PARTIAL."""
+        """Return the coverage of a block by `~mask` from the coverage by `mask`: FULL (all query-key pairs are allowed)
+        if that is EMPTY (no pair is allowed), EMPTY if that is FULL, otherwise PARTIAL.
+        """
         opposite = {Coverage.EMPTY: Coverage.FULL, Coverage.FULL: Coverage.EMPTY}
         coverage = self.mask.coverage(grid, rows, columns)
         return opposite.get(coverage, coverage)

@@ -24,7 +24,9 @@ class PerHead(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "#batch heads rows columns"]:
-        """Return True where the mask of a head lets its query row in `i` attend to a key in `j`, for every head."""
+        """Return a boolean tensor: for head h, True where the mask `masks[h]` lets a query row in `i` attend to a key
+        in `j`.
+        """
         one_head = replace(grid, heads=1)
         blocks = [self.for_head(head).allowed(one_head, i, j) for head in range(len(self.masks))]
         blocks = [block[(None,) * (4 - block.ndim)].expand(-1, -1, i.shape[0], j.shape[1]) for block in blocks]

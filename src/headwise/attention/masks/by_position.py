@@ -45,8 +45,8 @@ class Band(Mask):
         return inside if self.dilation == 1 else inside & (distance_back % min(self.dilation, MAX_DISTANCE) == 0)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are in the windows of its queries.
-        PARTIAL may also mean unknown, as on a grid with explicit positions or with a dilation.
+        """Return EMPTY, FULL or PARTIAL: in none, all or some of a block's query-key pairs, the key is in the window of
+        the query. PARTIAL may also mean unknown, as on a grid with explicit positions or with a dilation.
         """
         if not grid.uses_default_positions:
             return Coverage.PARTIAL
@@ -81,11 +81,13 @@ class Prefix(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return True where a key in `j` has a position below `length`, for any query row."""
+        """Return True where a key in `j` has a position below `length`; this is the same for all query rows. Position
+        -1, which marks padding, counts as below `length`: `attend` hides padding with a separate mask.
+        """
         return grid.key_position(j) < min(self.length, MAX_DISTANCE)
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are among the first `length`.
+        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are among the first `length` keys.
         PARTIAL may also mean unknown, on a grid with explicit positions.
         """
         if not grid.uses_default_positions:
@@ -111,13 +113,15 @@ class Chunked(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return True where a query row in `i` and a key in `j` have positions in the same chunk of `size`."""
+        """Return True where a query row in `i` and a key in `j` have positions in the same chunk of `size` positions.
+        The chunks are `{0, ..., size - 1}`, `{size, ..., 2 size - 1}` and so on.
+        """
         size = min(self.size, MAX_DISTANCE)
         return grid.query_position(i) // size == grid.key_position(j) // size
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's query-key pairs are in the same chunk.
-        PARTIAL may also mean unknown, on a grid with explicit positions.
+        """Return EMPTY, FULL or PARTIAL: in none, all or some of a block's query-key pairs, query and key are in the
+        same chunk. PARTIAL may also mean unknown, on a grid with explicit positions.
         """
         if not grid.uses_default_positions:
             return Coverage.PARTIAL
@@ -142,5 +146,7 @@ class HasPosition(Mask):
     def allowed(
         self, grid: Grid, i: Int[Tensor, "rows 1"], j: Int[Tensor, "1 columns"]
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
-        """Return True where a query row in `i` and a key in `j` both have a position of 0 or more."""
+        """Return True where a query row in `i` and a key in `j` both have a position of 0 or more. Position -1 marks
+        padding and empty slots of a cache, which neither attend nor are attended to.
+        """
         return (grid.query_position(i) >= 0) & (grid.key_position(j) >= 0)

@@ -32,7 +32,9 @@ class Padding(Mask):
 
     @cached_property
     def _shortest_and_longest(self) -> tuple[int, int]:
-        """Smallest and largest of the lengths, (0, 0) without sequences; cached, since reading them waits for a GPU."""
+        """Smallest and largest of `lengths`, the number of keys that each sequence has without padding; (0, 0) for an
+        empty batch. Both are cached, since reading a number from a GPU waits for its unfinished work.
+        """
         if not self.lengths.numel():
             return 0, 0
         return int(self.lengths.min()), int(self.lengths.max())
@@ -47,8 +49,9 @@ class Padding(Mask):
         return grid.key_position(j) < lengths if self.side == "right" else j >= grid.keys - lengths
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are real, over all sequences.
-        PARTIAL may also mean unknown, on a grid with explicit positions or if the lengths cannot be read.
+        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys in all sequences are real, not padding.
+        PARTIAL may also mean unknown: on a grid with explicit positions, or if lengths cannot be read, as while
+        compiling.
         """
         if not grid.uses_default_positions or not has_readable_values(self.lengths):
             return Coverage.PARTIAL
@@ -62,9 +65,9 @@ class Padding(Mask):
         return Coverage.FULL if last < shortest else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless there is one length for each sequence. Raises it too for padding on the left with
-        explicit positions, and for a length above the number of keys. The last is checked only if `bounded` is True,
-        positions are the default ones and the lengths can be read.
+        """Raise `InputError` unless the mask has one length for each sequence of the grid. Raises it too for padding on
+        the left with explicit positions. If `bounded` is True, also raises it for a length above the number of keys;
+        this is not checked with explicit positions, or if the lengths cannot be read, as while compiling.
         """
         if len(self.lengths) != grid.batch:
             raise InputError(
@@ -84,8 +87,8 @@ class Padding(Mask):
         return Padding(self.lengths[index : index + 1], self.side, self.bounded)
 
     def natural_grid(self) -> Grid:
-        """Return a grid with the number of sequences, and with the largest length as number of keys; with 1 key if the
-        lengths cannot be read.
+        """Return a grid with one sequence for each length, and with the largest length as number of keys. It has 1 key
+        if the lengths cannot be read, as while compiling.
         """
         keys = self._shortest_and_longest[1] if has_readable_values(self.lengths) else 1
         return Grid(len(self.lengths), 0, 0, keys, _drawing_device(self.lengths))
@@ -99,7 +102,7 @@ class Padding(Mask):
 @dataclass(frozen=True, eq=False, repr=False)
 class Segments(Mask):
     """Mask of packed documents: a query attends to the keys of its own document. The query at position p attends to the
-    keys k with `ids[k] == ids[p]`, where `ids` are those of its sequence.
+    keys k with `ids[k] == ids[p]`, where `ids` is the row of document ids of its sequence.
 
     A query whose position has no id, before the first or after the last key, attends to no key.
 
@@ -131,9 +134,10 @@ class Segments(Mask):
         return ids.expand(batch, -1).gather(1, positions.expand(batch, -1))[:, None, None]
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY for a block if, in every sequence, the smallest-to-largest range of its query ids does not
-        overlap that of its key ids. Return FULL if in every sequence all its queries and keys have the same document
-        id. Otherwise return PARTIAL, also where ids cannot be read or positions are explicit.
+        """Return EMPTY for a block if, in every sequence, the document ids of the block's queries are all smaller, or
+        all larger, than those of its keys. Return FULL if, in every sequence, all queries and keys of the block have
+        the same id. Otherwise return PARTIAL, also for explicit positions and where ids cannot be read, as while
+        compiling.
         """
         if not grid.uses_default_positions or not has_readable_values(self.ids):
             return Coverage.PARTIAL
@@ -164,7 +168,9 @@ class Segments(Mask):
         return self if self.ids.shape[0] == 1 else Segments(self.ids[index : index + 1])
 
     def natural_grid(self) -> Grid:
-        """Return a grid with the number of keys, and the number of sequences, or 0 if all share one row of ids."""
+        """Return a grid with one key for each document id of a sequence. It has the number of sequences, or 0 (which
+        stands for any number) if all sequences share one row of ids.
+        """
         batch, keys = self.ids.shape
         return Grid(batch if batch > 1 else 0, 0, 0, keys, _drawing_device(self.ids))
 
@@ -173,10 +179,12 @@ class Segments(Mask):
 
 
 def _drawing_device(values: Int[Tensor, "..."]) -> torch.device:
-    """Return the device on which to draw a mask that stores these values: meta if they are on meta, else the CPU."""
+    """Return the device of the grid on which `Mask.picture` draws a mask that stores the tensor `values`: meta if this
+    tensor is on meta, otherwise the CPU.
+    """
     return values.device if values.is_meta else torch.device("cpu")
 
 
 def _shown(values: Int[Tensor, "..."]) -> str:
-    """Return a tensor's values as text for a `repr`, or its shape if the values cannot be read."""
+    """Return a tensor's values as text for a `repr`, or its shape if the values cannot be read, as while compiling."""
     return str(values.tolist()) if has_readable_values(values) else f"<{' x '.join(map(str, values.shape))}>"

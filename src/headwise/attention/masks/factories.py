@@ -108,7 +108,8 @@ def padding(lengths: Sequence[int] | Tensor, side: Literal["right", "left"] = "r
 
 
 def segments(ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Mask:
-    """Return a mask of packed documents: the query at position p attends to the keys k with `ids[k] == ids[p]`.
+    """Return a mask of packed documents: the query at position p attends to the keys k of its own document, those with
+    `ids[k] == ids[p]`. `ids` has the number of the document at each position.
 
     `segments([0, 0, 1, 1, 1])`:
 
@@ -186,8 +187,9 @@ def dense(values: Tensor) -> Mask:
 
 
 def _lengths(argument: str, lengths: Any) -> Int[Tensor, " batch"]:
-    """Return one length for each sequence as an int64 tensor; raise `InputError` for values that are not whole numbers
-    on one axis, or are negative.
+    """Return `lengths`, one number for each sequence, converted to an int64 tensor `(batch,)`. Raises `InputError` for
+    numbers that are negative or not whole, and for another number of axes than one; `argument` is the name in its
+    message.
     """
     tensor = whole_numbers(argument, lengths, dimensions=(1,), shape="one for each sequence")
     if has_readable_values(tensor) and (tensor < 0).any():
