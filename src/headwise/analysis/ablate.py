@@ -156,8 +156,8 @@ def _measure_losses(
     show_progress: bool,
 ) -> tuple[list[AblationUnit], AblationProgress]:
     """Compute the loss of every example in the unchanged model and without each ablation unit (set of heads that are
-    ablated together); return the units and all losses. Runs of the model that an interrupted ablation completed are
-    read from its checkpoint and not repeated.
+    ablated together); return the units and all losses. Losses without a unit are not computed again if an interrupted
+    ablation computed them: they are read from its checkpoint.
     """
     batches, device = iterate_batches(dataset), device_of(model)
     first_batch = next(batches, None)
@@ -214,8 +214,8 @@ class _BatchRuns:
 
     def measure(self, batch: dict[str, Any], losses: AblationProgress, advance: Callable[[int, bool], None]) -> None:
         """Run the model on a batch once unchanged and once without each ablation unit (set of heads that are ablated
-        together), and append the loss of each example to `losses`. Units that `losses` already contains for this batch
-        are skipped. After each unit, a checkpoint is saved if one is due, and `advance` moves the progress bar.
+        together), and append the loss of each example to `losses`. Units whose losses for this batch are already in
+        `losses` are skipped. After each unit, a checkpoint is saved if one is due. `advance` moves the progress bar.
         """
         prepare_loss(self.loss, self.model, batch)
         with self.replay.recording():

@@ -40,7 +40,8 @@ class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSet(Row):
-    """Row of a table of ablation effects: a named set of heads that were ablated together, and its statistics.
+    """Row of a table of ablation effects: a named set of heads that were ablated together, with the loss of the model
+    without these heads and their ablation effect.
 
     Attributes:
         name: name of the set.

@@ -95,8 +95,8 @@ def ablation_units(
 
 
 def _standard_sets(registry: SiteRegistry, kind: str) -> dict[str, list[tuple[int, int]]]:
-    """Return sets of heads `(layer, head)` by name: the heads of each layer for the kind "layers", or the heads of each
-    key/value group for "groups".
+    """Return named sets of heads `(layer, head)`: for the kind "layers", the heads of each layer; for "groups", the
+    heads of each key/value group. Examples of names are "layer 3" and "group 3.1".
     """
     sets: dict[str, list[tuple[int, int]]] = {}
     for _, labels in registry.head_labels():

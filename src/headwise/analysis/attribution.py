@@ -29,8 +29,8 @@ from headwise.shapes import Float
 
 class Attribution(HeadTable[HeadRow]):
     """Table of the direct logit attribution of each head, one row per head. Its column `logit` is the mean over prompts
-    of what the head itself adds to the logit of the prompt's answer, without the head's effect through later layers. If
-    there is a wrong answer, the logit of the wrong answer is subtracted.
+    of what the head adds directly to the logit of the prompt's answer, without the head's effect through later layers.
+    If there are wrong answers, what the head adds to the wrong answer's logit is subtracted.
 
     A head with output o adds
 
@@ -126,8 +126,8 @@ class _NormOutputs:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Make each norm layer of the model return its recorded outputs, in the order of its calls, while the context
-        is active.
+        """Make each norm layer of the model return the outputs that `recorded` stored, in the order of its calls, while
+        the context is active.
         """
         remaining = {module: iter(outputs) for module, outputs in self._outputs.items()}
         with self._hooks(lambda module, *_: next(remaining[module], None)):
@@ -146,7 +146,8 @@ class _NormOutputs:
 
 def _projection_weight(model: nn.Module, path: str, width: int, end: StreamEnd) -> Float[Tensor, "stream width"]:
     """Return the weight matrix `(stream, width)` of the output projection of the attention module at `path`. It maps
-    the concatenated outputs of the module's heads, `width` features, to the residual stream.
+    the concatenated outputs of the module's heads, `width` features, to the residual stream. Its dtype and number of
+    rows are those of `end`, the end of the residual stream.
 
     Raises:
         InputError: no projection from `width` features to the stream is found.

@@ -136,8 +136,8 @@ def _difference(head_a: ProfiledHead, head_b: ProfiledHead, statistic: str) -> D
 
 
 def _difference_in_errors(a: MeanEstimate, b: MeanEstimate) -> float:
-    """Return the difference b - a of two independent means in units of its standard error. If both standard errors are
-    0, return 0 for equal means and plus or minus infinity for others.
+    """Return the difference b - a of two independent means in units of its standard error. If the standard errors of
+    both means are 0, return 0 for equal means and plus or minus infinity for different means.
     """
     difference, error = b.value - a.value, math.hypot(a.sem, b.sem)
     if error == 0.0:  # no variation between sequences in either profile

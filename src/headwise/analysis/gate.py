@@ -33,7 +33,7 @@ def gate(
     positions: Iterable[int] | Tensor | None = None,
 ) -> Iterator[None]:
     """Multiply the outputs of heads by factors, or replace them, before the output projection, while the context is
-    active. `values` has the factor or replacement for each gated head; `positions` can restrict gates to some queries.
+    active. `values` maps `(layer, head)`, or a layer, to a factor or replacement; `positions` selects queries to gate.
 
     With o_h the output of head h (attention weights times values) and W_h its columns of the output projection, the
     attention module computes
@@ -90,8 +90,9 @@ def gate(
 def _gates_by_module(
     model: nn.Module, values: Mapping[Any, GateValue]
 ) -> tuple[dict[str, list[HeadGate]], dict[int, str]]:
-    """Check the keys and values of `values`, and return two mappings: from the path of each attention module to its
-    gates (factors or replacements of head outputs), and from each layer number in `values` to the path of its module.
+    """Check the mapping `values`, from heads `(layer, head)` or whole layers to gates (factors or replacements of head
+    outputs). Return two mappings: from the path of each gated attention module to its gates, and from each layer number
+    among the keys of `values` to the path of that layer's attention module.
     """
     if not isinstance(values, Mapping):
         raise InputError("values", expected="a mapping {(layer, head): value}", got=type(values).__name__)
@@ -140,7 +141,7 @@ def _as_index(value: Any) -> int | None:
 def _checked_value(value: Any, head: int | None) -> GateValue:
     """Check the value of a gate and return it; a number is converted to float. Allowed are a finite number (factor of a
     head's output), a `Replacement` of the output, or a float tensor of factors. The tensor has at most 2 axes for one
-    head or key/value group, or 3 for a layer (`head` is None). Anything else raises `InputError`.
+    head or key/value group, and at most 3 for a layer (`head` is None). Anything else raises `InputError`.
     """
     if isinstance(value, Replacement):
         return value

@@ -58,8 +58,8 @@ class GateInterceptor(Interceptor):
         self._unreadable.add(path)
 
     def change(self, call: Call) -> Change | None:
-        """Record an attention call, and return the function that applies the gates of the call's module to its head
-        outputs; None if the module has no gates.
+        """Record the first attention call of each site (a module's self- or cross-attention). Return the function that
+        applies the gates of the call's module to the call's head outputs; None if the module has no gates.
         """
         self._first_calls.setdefault(call.site, call)
         gates = self.gates.get(call.site.path)
@@ -126,14 +126,15 @@ class GateInterceptor(Interceptor):
 
     @property
     def partly_gated(self) -> list[str]:
-        """Sorted paths of gated modules that are gated only in part. These modules also computed something that looks
-        like attention but could not be intercepted.
+        """Sorted paths of the gated modules in which a computation that looks like attention could not be intercepted.
+        Gates do not change the result of that computation.
         """
         return sorted(self._unreadable.intersection(self.gates))
 
     def require_intercepted(self, model: nn.Module, path_of_layer: Mapping[int, str]) -> None:
         """Raise `InputError` if there is a gated module in which no attention was intercepted, or if the run showed
-        that a layer number belongs to another module than `path_of_layer` states. Do nothing if the model did not run.
+        that a layer number belongs to another module than the mapping `path_of_layer` states. Do nothing if the model
+        did not run.
 
         Args:
             model: the gated model.

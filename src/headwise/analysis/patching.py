@@ -37,8 +37,8 @@ LayerHead = tuple[int | str, int]
 
 class Patching(HeadTable[HeadRow]):
     """Table of the effect of patching each head, one row per head, as means over prompt pairs. `difference` is the
-    logit of the right answer minus that of the wrong one in the patched run. `recovered` locates it between the
-    corrupted run's difference (0) and the clean run's difference (1).
+    logit of the right answer minus that of the wrong one in the patched run. `recovered` is the place of `difference`
+    on a scale from 0 (`difference` in the corrupted run) to 1 (`difference` in the clean run).
     """
 
     NAME = "patching"
@@ -57,9 +57,9 @@ def activation_patching(
     direction: str = "denoise",
     progress: bool = False,
 ) -> Patching:
-    """Put each head's output in the run on the clean prompts into the run on the corrupted prompts (or the other way
-    round), one head at a time, and measure how much of the logit difference between the right and the wrong answer this
-    recovers.
+    """Replace the output of one head at a time, in the run on the corrupted prompts, by its output in the run on the
+    clean prompts (or the other way round, depending on `direction`). Measure for each head how much of the logit
+    difference between the right and the wrong answer is recovered.
 
     With d the logit of the right answer minus that of the wrong one, each pair of prompts has
 
@@ -118,10 +118,10 @@ def patch_together(
     at: Any = -1,
     direction: str = "denoise",
 ) -> dict[str, MeanEstimate]:
-    """Put the outputs of several heads in the run on the clean prompts into the run on the corrupted prompts (or the
-    other way round), all at once. Return two means over prompt pairs: `difference`, the logit difference between the
-    right and the wrong answer in the patched run, and `recovered`, its place between the corrupted (0) and the clean
-    run (1).
+    """Replace the outputs of several heads at once, in the run on the corrupted prompts, by their outputs in the run on
+    the clean prompts (or the other way round, depending on `direction`). Return two means over prompt pairs.
+    `difference` is the logit of the right answer minus that of the wrong one in this patched run. `recovered` is the
+    place of `difference` on a scale from 0 (corrupted run) to 1 (clean run).
 
     Definitions, arguments and errors are those of `activation_patching`.
 
@@ -137,7 +137,7 @@ def _prompt_pair(
     model: Any, clean: Any, corrupted: Any, tokens: AnswerTokens, direction: str
 ) -> Iterator["_PromptPair"]:
     """Run the model on the clean and on the corrupted prompts, and yield an object for this pair of batches. While the
-    context is active, the object can run the model on one batch with head outputs from the other.
+    context is active, the object can run the model on one batch with head outputs from the run on the other batch.
 
     In the context the model is in evaluation mode, without gradients.
     """
@@ -200,8 +200,8 @@ class _PromptPair:
     def measure_patched(self, labels: Iterable[Mapping[str, Any]]) -> dict[str, MeanEstimate]:
         """Run the model on one batch of the pair, with the outputs of the heads in `labels` from the run on the other
         batch. Return two means over prompt pairs. `difference` is the logit of the right answer minus that of the wrong
-        one in this patched run. `recovered` locates it between the corrupted run's difference (0) and the clean run's
-        difference (1).
+        one in this patched run. `recovered` is the place of `difference` on a scale from 0 (corrupted run) to 1 (clean
+        run).
         """
         gates: dict[str, list[HeadGate]] = {}
         for head_labels in labels:

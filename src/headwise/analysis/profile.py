@@ -36,8 +36,8 @@ RANDOM_SUFFIX = "_random"
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledHead(HeadRow):
-    """Row of a profile: the statistics of one head over a data set, and the role (name for what the head attends to)
-    that they decide.
+    """Row of a profile: the statistics of one head over a data set, and the head's role (name for what the head attends
+    to), which follows from these statistics.
 
     Attributes:
         role: name of the head's role, such as "induction".
@@ -66,8 +66,8 @@ class Profile(HeadTable[ProfiledHead]):
         return max((share for share in shares if not math.isnan(share)), default=math.nan)
 
     def roles(self) -> dict[str, list[tuple[int, int]]]:
-        """Return the heads of each role that occurs in the profile: lists of `(layer, head)` by the name of the role,
-        the most specific roles first.
+        """Return the heads of each role that occurs in the profile: lists of `(layer, head)` by the name of the role.
+        Roles for attention to related tokens, such as the previous one, come first, and attention sinks last.
         """
         heads = {
             role.name: [(head.layer, head.head) for head in self.heads if head.role == role.name] for role in ROLES
@@ -111,8 +111,9 @@ def profile(
     title: str | None = None,
 ) -> Profile:
     """Measure mean and standard error of attention statistics of every head over a data set, and name each head's role
-    (what it attends to). Return both as a `Profile`, a table with one row per head. With `repeats` (default for
-    `Texts`), statistics of heads that copy are also measured on random tokens that repeat.
+    (what it attends to). Return both as a `Profile`, a table with one row per head. With `repeats` (the default for
+    `Texts`), attention to earlier copies of a token, and to what followed these copies, is also measured on random
+    tokens that repeat.
 
     Sequences have equal weight. The model runs in evaluation mode without gradients and is unchanged afterwards. With
     torch.distributed, the processes share the batches, and each returns the same profile.
@@ -168,8 +169,9 @@ def _sorted_ids(special: Collection[int]) -> list[int]:
 
 
 def _random_ids(repeats: Any) -> Tensor | None:
-    """Return the random tokens on which a profile measures heads that copy: the argument `repeats` if it is a matrix
-    `(samples, length)` of token ids, or None if it is False or None. Anything else raises `InputError`.
+    """Return the random tokens on which a profile also measures attention to earlier copies of a token. These are the
+    argument `repeats` if it is a matrix `(samples, length)` of token ids, or None if it is False or None. Anything else
+    raises `InputError`.
 
     Raises:
         InputError: neither of these, or not a matrix of whole numbers.
@@ -208,8 +210,8 @@ def _measure(
     *,
     shown: bool,
 ) -> SiteProgress:
-    """Run the model on this process's share of the batches, except those that its checkpoint already includes. Return
-    the head statistics of the whole share, with those from the checkpoint.
+    """Run the model on this process's share of the batches, except those that the process's checkpoint already
+    includes. Return the head statistics of the whole share, including those from the checkpoint.
     """
     resumed, progress, device = run.load_progress(), SiteProgress(), device_of(model)
     with watch(model, special=special) as heads:
@@ -234,7 +236,8 @@ def _finish(
 ) -> Profile:
     """Assemble the profile (table of attention statistics of every head) from the statistics of all processes in
     `registry`, write the profile to the output folder and return it. If `random_ids` is not None, the model first runs
-    on these random tokens, which repeat, to measure how much heads attend to copies.
+    on these random tokens, which repeat, to measure attention to earlier copies of a token and to what followed these
+    copies.
     """
     random_records: list[SiteRecord] = []
     if random_ids is not None:

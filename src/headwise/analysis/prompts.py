@@ -16,8 +16,8 @@ ONE_OR_PER_PROMPT = "one for all prompts, or (batch,)"
 
 
 class AnswerTokens(NamedTuple):
-    """Token ids of the right and of the wrong answer to each prompt, and the position of the prompt's token that the
-    answer follows, at which the model predicts it.
+    """Token ids of the right and of the wrong answer to each prompt, and the position in the prompt at which the model
+    predicts the answer, that of the token just before the answer.
 
     Each is one number for all prompts, or one per prompt.
 
@@ -48,8 +48,9 @@ class AnswerTokens(NamedTuple):
         return cls(answer, wrong, at)
 
     def positions(self, batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> Int[Tensor, " prompts"]:
-        """Return, for each prompt, the index of the token that its answer follows, in the padded batch. It is computed
-        from the index without padding, `at`, and the attention mask of the batch.
+        """Return, for each prompt, the index in the padded batch of the token that the prompt's answer follows. The
+        index is computed from `at`, the index without padding, and from the batch's attention mask. `like` is any
+        tensor with the axes of prompts and tokens.
 
         Raises:
             InputError: a prompt has fewer tokens.
@@ -109,8 +110,8 @@ class AnswerTokens(NamedTuple):
     @contextmanager
     def _output_embedding_restricted(self, model: Any, batch: Mapping[str, Any]) -> Iterator[list[Tensor]]:
         """Reduce the input of the model's output embedding to one position per prompt, that of the token that the
-        answer follows, while the context is active. Logits at other positions are not computed. Yield a list that
-        contains these positions once the output embedding has run.
+        answer follows, while the context is active. Logits at other positions are not computed. Yield a list that is
+        empty at first, and contains these positions once the output embedding has run.
 
         Yields:
             A list of the tensor of these positions; empty if the output embedding was not restricted.
@@ -143,8 +144,9 @@ def output_embedding(model: Any) -> nn.Module | None:
 
 
 def one_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return `batch` as a dictionary of the model's arguments, with tensors on the model's device. A single tensor
-    becomes the positional argument; anything but a tensor or a mapping raises `InputError`.
+    """Return `batch` as a dictionary of the model's arguments by name, with tensors on the model's device. For a batch
+    that is a single tensor, the only name is the empty string, which stands for the first positional argument. Anything
+    but a tensor or a mapping with tensors raises `InputError`.
     """
     return next(to_device(arguments, device_of(model)) for arguments in iterate_batches([batch]))
 

@@ -108,7 +108,7 @@ class Replacement:
 
 
 class Zero(Replacement):
-    """Replacement of a head's output by zeros, as returned by `zero`."""
+    """Object that replaces a head's output by zeros. The function `zero` creates such objects."""
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
         """Return one zero per head, of shape `(1, heads, 1, 1)`, which broadcasts to the head outputs."""
@@ -116,7 +116,9 @@ class Zero(Replacement):
 
 
 class Uniform(Replacement):
-    """Replacement of a head's output by its output under uniform attention, as returned by `uniform`."""
+    """Object that replaces a head's output by its output under uniform attention over the visible keys. The function
+    `uniform` creates such objects.
+    """
 
     def output(self, attended: HeadOutput, call: Call) -> Float[Tensor, "#batch heads #queries #value_dim"]:
         """Return each head's output under uniform attention: for each query, the mean of the values of its visible keys
@@ -126,7 +128,9 @@ class Uniform(Replacement):
 
 
 class Mean(Replacement):
-    """Replacement of a head's output by its mean over a data set, as returned by `mean`.
+    """Object that replaces a head's output by the mean of this head's output over a data set. The function `mean`
+    creates such objects, still without means. The method `prepare` runs the model over the data set and returns an
+    object with means.
 
     Attributes:
         dataset: `Texts` or batches.
@@ -157,7 +161,8 @@ class Mean(Replacement):
 
 
 class Patch(Replacement):
-    """Replacement of a head's output by its output in a recorded run, as returned by `patch`.
+    """Object that replaces a head's output by the same head's output in a recorded run of the model. The function
+    `patch` creates such objects.
 
     Attributes:
         run: the recorded outputs.
@@ -181,7 +186,9 @@ class Patch(Replacement):
 
 
 class Resample(Replacement):
-    """Replacement of a head's output by its output on another batch, as returned by `resample`.
+    """Object that replaces a head's output by the same head's output on another batch, which the object stores. The
+    function `resample` creates such objects. The method `prepare` runs the model on that batch and returns a `Patch`
+    with the outputs.
 
     Attributes:
         batch: a tensor, or a mapping of the model's arguments.

@@ -25,9 +25,9 @@ def not_direct_error(model: nn.Module) -> InputError:
 
 
 class StreamEnd(NamedTuple):
-    """Input of the final norm (the end of the residual stream) at the token that each prompt's answer follows, with a
-    vector for each prompt. The scalar product of this vector with a summand of the input is what the summand adds to
-    the answer's logit. If there is a wrong answer, the logit of the wrong answer is subtracted.
+    """Input of the final norm (the end of the residual stream) at the token that each prompt's answer follows, and a
+    vector `direction` for each prompt. The scalar product of `direction` with a summand of this input is what the
+    summand adds to the logit of the answer or, with a wrong answer, to the answer's logit minus the wrong answer's.
 
     Attributes:
         model: the model.
@@ -100,8 +100,8 @@ class ResidualStream:
                 hook.remove()
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Store a finished module call as the most recent one. A call that returned the same memory as the call before
-        it, as dropout may do, is ignored, and so are calls without tensors.
+        """Store a finished module call as the most recent one. A call is ignored if its first argument or its output is
+        not a tensor, or if it returned the same memory as the call before it, as dropout may do.
         """
         if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
             return
@@ -116,8 +116,8 @@ class ResidualStream:
             self._final_call = self._last_call
 
     def final_norm_call(self) -> _ModuleCall:
-        """Return the final norm with its input and output in the last observed run of the model; raise `InputError` if
-        no such module was found.
+        """Return the final norm with its input and output in the last observed run of the model. Raise `InputError` if
+        no such module was found, or if its output has another shape than its input.
         """
         call = self._final_call
         if call is None or call.input.shape != call.output.shape or call.output.ndim != 3:
@@ -126,8 +126,8 @@ class ResidualStream:
 
     def end(self, tokens: AnswerTokens, batch: Mapping[str, Any]) -> StreamEnd:
         """Return the final norm's input in the observed run at the token that each prompt's answer follows, with a
-        vector for each prompt. The scalar product of this vector with a summand of the input is what the summand adds
-        to the answer's logit. If there is a wrong answer, the logit of the wrong answer is subtracted.
+        vector `direction` for each prompt. The scalar product of `direction` with a summand of this input is what the
+        summand adds to the logit of the answer or, with a wrong answer, to the answer's logit minus the wrong answer's.
 
         Raises:
             InputError: the module before the output embedding is not a norm, or there is none; a token does not exist.

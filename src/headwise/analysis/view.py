@@ -83,11 +83,11 @@ def view(model: nn.Module, tokenizer: Any, text: str, *, title: str = "model", t
 
 
 def _call(model: Any, inputs: dict[str, Tensor]) -> None:
-    """Call a model with those outputs of the tokenizer that its `forward` accepts by name; a model that accepts none by
-    name gets the token ids alone.
+    """Call a `transformers` model with all outputs of the tokenizer, and another module with those that its `forward`
+    names as arguments. A module whose `forward` does not accept an argument `input_ids` gets the token ids alone, by
+    position.
 
-    A `transformers` model gets all outputs, another module those that its `forward` names, or all if it has `**kwargs`
-    but no `input_ids`.
+    A module whose `forward` has `**kwargs` but does not name `input_ids` gets all outputs.
     """
     parameters = inspect.signature(model.forward).parameters
     accepts_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -17,7 +17,7 @@ SMALLEST_SHOWN_WEIGHT = 0.005
 @dataclass(frozen=True)
 class Link:
     """Link between two words in one head: a word of the text, the other word that it attends to most, and the attention
-    weight.
+    weight. Special tokens and words without a letter or digit are not linked.
 
     Attributes:
         query: index of the word.

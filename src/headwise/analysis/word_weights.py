@@ -82,8 +82,9 @@ class WordWeights:
         self.best_weight[part, selected], self.best_key[part, selected] = best
 
     def links(self, head: int) -> tuple[Link, ...]:
-        """Return the links of one head, strongest first. A link joins a word to the other word that it attends to most.
-        Two words that attend most to each other, both with more than uniform weight, share one link.
+        """Return the links of one head, strongest first. A link joins a word to the other word that it attends to most,
+        special tokens and punctuation aside. Two words that attend most to each other, both with more than uniform
+        weight (1 / number of words), share one link.
         """
         weights, keys = self.best_weight[head].tolist(), self.best_key[head].tolist()
         uniform_weight = 1 / self.words

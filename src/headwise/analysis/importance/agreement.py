@@ -88,8 +88,9 @@ class Agreement:
 def agreement(
     predicted: HeadTable[Any], measured: HeadTable[Any], statistics: tuple[str, str] | None = None
 ) -> Agreement:
-    """Pair a statistic of the table `predicted` with a statistic of the table `measured`, head by head, to correlate
-    them. Heads for which either value is missing or NaN are left out.
+    """Pair a statistic of the table `predicted` with a statistic of the table `measured`, head by head, and return the
+    pairs as an `Agreement`, which computes their correlations. `statistics` names the two statistics. Heads for which
+    either value is missing or NaN are left out.
 
         scores = hw.importance(model, texts, hw.next_token_loss)
         effects = hw.ablate(model, texts, hw.next_token_loss)

@@ -83,9 +83,9 @@ def gate_dtype(out: Tensor) -> torch.dtype:
 
 @contextmanager
 def differentiable_gates(model: nn.Module) -> Iterator[GateTensors]:
-    """Intercept a model and yield its gates, factors of head outputs with respect to which a loss can be
-    differentiated. While the context is active, the model is in evaluation mode and its parameters are frozen; both are
-    restored afterwards.
+    """Intercept a model and yield a `GateTensors`, the object that multiplies head outputs by gates (factors with
+    respect to which a loss can be differentiated). While the context is active, the model is in evaluation mode and its
+    parameters are frozen; both are restored afterwards.
 
     Raises:
         InputError: a compiled model; at the end of the context, if the loss did not call the model, or no attention was

@@ -93,9 +93,10 @@ class GradientMethod:
     def _gradients(
         self, task: ImportanceTask, gates: GateTensors, batch: dict[str, Any]
     ) -> tuple[dict[Site, Float[Tensor, "examples heads"]], int]:
-        """Return the derivatives of each example's loss with respect to the gates of each attention site (a module's
-        self- or cross-attention). Derivatives at several gate values are added, each times the weight of its gate
-        value. An example with a NaN loss has NaN derivatives. Return also the number of examples whose loss is not NaN.
+        """Return, for each attention site (a module's self- or cross-attention), the derivatives of each example's loss
+        with respect to the gates of the site's heads. Derivatives at several gate values are added, each times the
+        weight of its gate value. An example with a NaN loss has NaN derivatives. Return also the number of examples
+        whose loss is not NaN.
         """
         batch, examples = task.start_batch(gates, batch)
         sums: dict[Site, Tensor] = {}

@@ -92,9 +92,9 @@ class HardConcrete:
         return stretched.clamp(0.0, 1.0)
 
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Fit the gates of all heads once per seed. Return a row per head with two means over the fits, `open`, the
-        probability that its gate is not 0, and `gate`, the value of its gate without noise; and a summary of the data:
-        numbers of sequences and tokens, and a hash.
+        """Fit the gates of all heads once per seed. Return a row per head with two means over the fits: `open`, the
+        probability that the head's gate is not 0, and `gate`, the value of the head's gate without noise. Return also a
+        summary of the data: numbers of sequences and tokens, and a hash.
         """
         assert isinstance(self.seeds, list)
         fits = [_GateFit(self, task, seed) for seed in self.seeds]
@@ -152,8 +152,9 @@ class _GateFit:
             self.registry.merge(gates.records)
 
     def _step(self, gates: GateTensors, batch: dict[str, Any]) -> None:
-        """Update the gate parameters of all heads by one step of Adam on a batch. Do nothing if the loss of every
-        example is NaN, or if no head is gated.
+        """Run the model on a batch with random gates, and update the parameters of all gates by one step of Adam. There
+        is no update if the loss of every example is NaN, or if no gate parameter exists yet because no attention call
+        was intercepted so far.
         """
         batch, examples = self.task.start_batch(gates, batch)
 
@@ -180,8 +181,8 @@ class _GateFit:
         self._optimizer(parameters).step()
 
     def _optimizer(self, parameters: list[Tensor]) -> torch.optim.Adam:
-        """Return the Adam optimizer of the gate parameters. The first call creates it; later calls add the parameters
-        that are new.
+        """Return the Adam optimizer of the gate parameters. The first call creates it. Later calls add those of
+        `parameters` that the optimizer does not have yet.
         """
         if self._adam is None:
             self._adam = torch.optim.Adam(parameters, lr=self.method.learning_rate)

@@ -73,7 +73,7 @@ class ImportanceMethod(Protocol):
 
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
         """Score every head of the task's model. Return a row of statistics per head, the first of which is larger for
-        more important heads, and a summary of the data: numbers of sequences and tokens, and a hash.
+        more important heads. Return also a summary of the data: numbers of sequences and tokens, and a hash.
         """
 
 
@@ -84,8 +84,9 @@ class AblationMethod:
     """
 
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
-        """Measure the ablation effect of every head, the increase of the loss without it. Return a row per head with
-        the effect as the statistic `ablation`, and a summary of the data: numbers of sequences and tokens, and a hash.
+        """Measure the ablation effect of every head, the increase of the loss without the head. Return a row per head
+        with this effect as the statistic `ablation`. Return also a summary of the data: numbers of sequences and
+        tokens, and a hash.
         """
         table = ablate(task.model, task.dataset, task.loss, progress=task.show_progress)
         rows = [HeadRow(**row.identifiers, statistics={"ablation": row.statistics["cost"]}) for row in table.rows]
@@ -123,8 +124,8 @@ def importance(
         scores.ranking()                                    # [(29, 4), ...], the most important head first
         hw.agreement(scores, hw.ablate(model, texts, hw.next_token_loss)).spearman
 
-    The model runs in evaluation mode with frozen parameters, and is unchanged afterwards. With torch.distributed, the
-    processes share the batches, except for "hard_concrete", and each returns the whole table.
+    The model runs in evaluation mode with frozen parameters, and is unchanged afterwards. With torch.distributed, each
+    process returns the whole table; the processes share the batches, except for "hard_concrete" and "ablation".
 
     Args:
         model: any module that `watch` supports.
@@ -135,7 +136,7 @@ def importance(
         method: "gradient", "square", "integrated", "ablation" or "hard_concrete".
         normalise: divide each statistic by its l2 norm over the heads of a layer (Michel et al. 2019), and add
             `_per_layer` to its name.
-        out: folder for the table; an interrupted run resumes there with the same arguments ("hard_concrete": restarts).
+        out: folder for the table; the same call resumes an interrupted run ("hard_concrete", "ablation": restarts it).
         force: replace the results of another run in that folder.
         progress: show a progress bar on standard error.
         title: name of the model in the results.
@@ -190,8 +191,8 @@ def _settings(
 
 
 def _create_method(name: str, options: Mapping[str, Any], *, normalise: bool) -> Any:
-    """Create the importance method called `name` with these options, after checking that both exist and, with
-    `normalise`, that the statistics of the method can be normalised.
+    """Create the importance method called `name` with these options, after checking that the name and the options
+    exist. With `normalise`, check also that the statistics of the method can be normalised.
 
     Raises:
         InputError: an unknown method or option; `normalise` with a method whose statistics are probabilities.

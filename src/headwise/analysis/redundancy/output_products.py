@@ -23,8 +23,9 @@ class TokenOutputs(NamedTuple):
 
 
 class OutputProducts:
-    """Running cross-covariance and mean cosine between every head of a first and every head of a second attention
-    module, over tokens that arrive in parts.
+    """Running sums over tokens, which arrive in parts, for every head of a first and every head of a second attention
+    module. They give, for each such pair of heads, the covariance of the two heads' outputs, and the mean cosine
+    between the vectors that the two heads write into the residual stream.
 
     The covariance is that of the head outputs. The cosine is between the vectors that the heads write into the residual
     stream. Both are updated part by part (Chan, Golub and LeVeque 1983), so that no token is kept.
@@ -38,8 +39,9 @@ class OutputProducts:
         self._cosine_sums, self._cosine_counts = zeros(2, first.out.shape[1], second.out.shape[1])
 
     def add(self, first: TokenOutputs, second: TokenOutputs) -> None:
-        """Update the running cross-covariance and cosines between the heads of two modules with their outputs at
-        further tokens, which are the same for both.
+        """Add further tokens to the running sums for every pair of a head of the first and a head of the second module:
+        the covariance of the two heads' outputs, and the cosine between what they write into the residual stream.
+        `first` and `second` are the outputs of the two modules at these tokens.
         """
         flat = [outputs.out.flatten(1) for outputs in (first, second)]
         means = [outputs.mean(0) for outputs in flat]
@@ -69,7 +71,7 @@ class OutputProducts:
     @property
     def squared_covariance(self) -> Float[Tensor, "first_heads second_heads"]:
         """Squared Frobenius norm of the cross-covariance between the outputs of a head of the first and a head of the
-        second module, for every such pair, times the squared number of tokens.
+        second module, for every such pair. It is multiplied by the squared number of tokens.
         """
         norms: Tensor = self._covariance.view(self._shape).square().sum((1, 3))
         return norms

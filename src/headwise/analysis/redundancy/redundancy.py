@@ -37,7 +37,7 @@ def redundancy(
     progress: bool = False,
 ) -> Redundancy:
     """Measure the similarity of every two heads of each layer (or of the model), and group similar heads into clusters.
-    With a loss, measure also how much the loss increases if a cluster's heads are ablated alone and together.
+    With `loss`, measure also its increase if each head of a cluster is ablated alone, and if all are ablated together.
 
     The measures over tokens are the cosine and the centred kernel alignment (`cka`) of two heads' outputs, and the
     Jensen-Shannon distance of their attention weights; `Redundancy` has the definitions. Clusters are complete-linkage

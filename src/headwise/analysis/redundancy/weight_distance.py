@@ -84,7 +84,7 @@ class WeightDistances:
     @property
     def mean(self) -> Float[Tensor, "heads heads"]:
         """Mean over query rows of the Jensen-Shannon distance between the attention weights of every two heads, in the
-        square root of nats; NaN for two heads that have no row in common.
+        square root of nats. It is NaN for two heads that were not compared in any row, and 0 for a head and itself.
         """
         distances: Tensor = (self._sums + self._sums.mT) / (self._counts + self._counts.mT)
         return distances.fill_diagonal_(0.0)
