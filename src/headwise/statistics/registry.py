@@ -40,7 +40,7 @@ def _special(row_block: RowBlock) -> RowValues | None:
 
 def _weight_after_copies(name: str, shift: int) -> MeanOfRows:
     """Return the definition of a statistic called `name`: the total weight on the keys `shift` tokens after earlier
-    occurrences of the query's token, as the mean over query rows whose token occurs earlier.
+    occurrences of the query's token, as the mean over query rows whose token occurs earlier in the sequence.
     """
 
     def measure(row_block: RowBlock) -> RowValues | None:

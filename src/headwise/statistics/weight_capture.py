@@ -89,9 +89,9 @@ class CapturedWeights:
             self.picture = torch.zeros(*batch_and_heads, *sides, device=device)
 
     def add(self, row_block: RowBlock) -> None:
-        """Store from one row block (attention weights of some query rows) the chosen rows, the chosen columns, and each
-        row's keys of largest weight with these weights. Also add the block's part of the picture, the weight matrix
-        averaged down to a smaller size.
+        """Store from one row block (attention weights of some query rows) the chosen rows, the chosen columns, and the
+        indices and weights of each row's keys of largest weight. Also add the block's part of the picture, the weight
+        matrix averaged down to a smaller size.
         """
         weights, rows, keys = row_block.weights.float(), row_block.rows, row_block.visibility.key_indices
         part = row_block.sequences_and_heads

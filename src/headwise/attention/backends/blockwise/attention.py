@@ -245,7 +245,7 @@ def _row_sums(powers: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv 
 def _log_sum_exp(
     shifts: Float[Tensor, "batch heads queries 1"], sums: Float[Tensor, "batch heads queries 1"]
 ) -> Float[Tensor, "batch heads queries"]:
-    """Return the log-sum-exp of each row in nats: `(log2(sum) + shift) * ln 2`. The backend computes scores in units of
+    """Return the log-sum-exp of each row in nats: `(log2(sum) + shift) * ln 2`. The backend computes scores divided by
     ln 2. A row's shift is the number that was subtracted from its scores, and its sum adds up 2^(score - shift) over
     its keys. An infinite sum marks a row without a visible key, for which the result is -inf.
     """
@@ -303,7 +303,8 @@ def _add_products(
 ) -> None:
     """Add the matrix product `rows^T scores`, a sum over the stacked query rows of a tile (rectangle of the score
     matrix), to `total` in place, at the tile's keys, which are columns of `total`. `scores` has one number for each
-    query and key: for the gradient of v these are the weights, and `rows` are gradients of the output.
+    query and key. For the gradient of v, for example, these are unnormalized weights, and `rows` is the output's
+    gradient divided by their sum.
     """
     for keys, span in tile.spans(scores):
         columns = total[tile.sequences, tile.kv_heads, :, keys.start : keys.stop]

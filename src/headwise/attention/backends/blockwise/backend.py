@@ -137,9 +137,9 @@ def plan_blocks(problem: Problem, rows: int | None = None, most_rows: int = MOST
 
 
 def uses_bfloat16_scores(problem: Problem) -> bool:
-    """Return True if blockwise attention without an observer computes the scores of an attention problem in bfloat16.
-    It does if q is in bfloat16, the scale is one positive number, and softcap, bias, sinks, dropout and log-sum-exp are
-    not used.
+    """Return True if blockwise attention without an observer (a function that receives the weights) computes the scores
+    of an attention problem in bfloat16. It does if q is in bfloat16, the scale is one positive number, and softcap,
+    bias, sinks, dropout and log-sum-exp are not used.
     """
     needs_exact_scores = (
         problem.softcap is not None

@@ -208,8 +208,8 @@ def _blocks(
 ) -> tuple[PlannedBlock, ...]:
     """Return the blocks of the score matrix to compute under one mask, of `rows` query rows each. Blocks without a
     visible key are left out. If `rows` is None, the number expected to be fastest is chosen, up to `most_rows`. This
-    choice depends on `overhead`, the fixed cost of a block in scores, and `tile_count`, the number of pairs of sequence
-    and head in the blocks.
+    choice depends on `overhead`, the fixed cost of a block in scores, and `tile_count`, the number of pairs of a
+    sequence and a head that share the mask.
     """
     rows = min(rows_of(mask, grid, overhead, tile_count), most_rows) if rows is None else rows
     row_ranges = (range(start, min(start + rows, grid.queries)) for start in range(0, grid.queries, rows))

@@ -47,8 +47,8 @@ SAMPLE_KEYS = 256
 
 class BFloat16Scores:
     """Scores of blockwise attention in bfloat16, one tile (rectangle of the score matrix) at a time, with gradient.
-    Scores are divided by ln 2, so the unnormalized weight of a key is 2^score. One number, the shift, is subtracted
-    from all scores of a row. The row's largest scores are then near zero, where bfloat16 is precise.
+    Scores are divided by ln 2, so the unnormalized weight of a key is 2^score. Each row has one number, its shift, that
+    is subtracted from its scores, so that the largest of them are near zero, where bfloat16 is precise.
     """
 
     def __init__(
@@ -69,10 +69,9 @@ class BFloat16Scores:
         self._k = k
 
     def shifted_scores(self, tile: Tile) -> Float[Tensor, "kv stacked columns"]:
-        """Return the scores of a tile, with one number, the shift, subtracted from each row before the scale is
-        applied. Write the shifts to `self.shifts`. Shifts are first predicted from the queries and the mean and
-        variance of the keys. They are then corrected, at most five times, until the largest shifted score of every row
-        is near zero.
+        """Return the scores of a tile. From each row one number, its shift, is subtracted before the scale is applied,
+        and written to `self.shifts`. Shifts are first predicted from the queries and the mean and variance of the keys.
+        They are then corrected, at most five times, until the largest shifted score of every row is near zero.
         """
         mean, deviation = (tile.stack_rows(moment) for moment in self._moments)
         highest = NormalDist().inv_cdf(max(1 - 1 / tile.block.width, 0.5))
@@ -153,7 +152,7 @@ class BFloat16Scores:
 
     def _magnitude(self, shift: Float[Tensor, "*axes 1"]) -> float:
         """Return the largest absolute value in a tensor of row shifts, in nats. A shift is subtracted from the products
-        of queries and keys before these are scaled, so the value is multiplied by the scale.
+        of queries and keys before these are scaled, so the result is multiplied by the scale.
         """
         lowest, highest = torch.aminmax(shift)
         return max(-float(lowest), float(highest)) * self.scale

@@ -109,8 +109,8 @@ class Tile(NamedTuple):
             offset += len(keys)
 
     def hide(self, scores: Float[Tensor, "kv stacked columns"]) -> None:
-        """Lower the scores of hidden keys to at most `LOWEST` (-1e30), in place; other scores stay unchanged. An
-        exception are rows in which all keys are hidden and `has_key` is False: their scores are lowered to at most 0
+        """Lower the scores of hidden keys to at most `LOWEST` (-1e30), in place; other scores stay unchanged. There is
+        one exception: in a row in which all keys are hidden and `has_key` is False, scores are lowered to at most 0
         instead.
         """
         for offset, bounds in self.ceilings:
