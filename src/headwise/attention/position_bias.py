@@ -140,7 +140,9 @@ class RelativeBias(nn.Module):
         return bias_by_distance[:, index].transpose(0, 1).to(dtype)
 
     def buckets(self, distances: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-        """Return the index of the bucket of each signed distance, which is key position minus query position."""
+        """Return the index of the bucket of each signed distance, which is key position minus query position. All
+        distances in one bucket have the same learned bias.
+        """
         size = distances.abs() if self.bidirectional else (-distances).clamp(min=0)
         ratio = size.clamp(min=self._exact).to(most_precise_dtype(size.device)) / self._exact
         logarithmic = self._per_direction - self._exact

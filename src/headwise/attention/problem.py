@@ -247,7 +247,9 @@ def _talking(matrices: Any, q: Tensor) -> TalkingHeads:
 
 
 def _one_per_head(name: str, values: Any, q: Tensor) -> Float[Tensor, " heads"]:
-    """Return a tensor of one number for each query head in the dtype of the scores; `InputError` for another shape."""
+    """Return `values`, a tensor of one number for each query head, cast to the dtype of the scores. Raises `InputError`
+    with the argument's `name` for anything else.
+    """
     tensor = float_tensor(name, values, like=q)
     if tensor.shape != q.shape[1:2]:
         got = f"shape {tuple(tensor.shape)}"

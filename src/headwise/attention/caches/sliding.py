@@ -37,7 +37,8 @@ class SlidingCache(GrowingCache):
         self, new: CachedTensors, positions: Int[Tensor, "#batch new"], *, full_capacity: bool = False
     ) -> CacheUpdate:
         """Return the stored tokens (the first `sinks` tokens and the most recent ones) followed by the new ones, with
-        their positions, as a `CacheUpdate`. No token is dropped before `commit`. `full_capacity` is ignored.
+        their positions (None if no token has been dropped), as a `CacheUpdate`. Only `commit` drops tokens.
+        `full_capacity` is ignored.
         """
         tensors, buffers = self._append(new)
         token_count = self.token_count + positions.shape[1]

@@ -86,9 +86,7 @@ class Mask(ABC):
     def picture(self, grid: Grid | None = None) -> str:
         """Return the mask on a grid drawn as text with ■ (attends) and ·, one drawing for each sequence and head. If
         the mask is the same for all sequences, or for all heads, they share a drawing. By default the grid has the
-        sizes that the mask prescribes.
-
-        The default grid has the sizes that the mask prescribes, and 6 queries and keys where it prescribes none.
+        sizes that the mask prescribes, and 6 queries and keys if it prescribes none.
 
         Raises:
             InputError: parts of the mask that fit no common grid, or tensors without values, on the meta device.

@@ -32,8 +32,8 @@ class Padding(Mask):
 
     @cached_property
     def _shortest_and_longest(self) -> tuple[int, int]:
-        """Smallest and largest of `lengths`, the number of keys that each sequence has without padding; (0, 0) for an
-        empty batch. Both are cached, since reading a number from a GPU waits for its unfinished work.
+        """Smallest and largest of `lengths`, the numbers of real keys of the sequences; (0, 0) for an empty batch. Both
+        are cached, since reading a number from a GPU waits for its unfinished work.
         """
         if not self.lengths.numel():
             return 0, 0
@@ -49,9 +49,9 @@ class Padding(Mask):
         return grid.key_position(j) < lengths if self.side == "right" else j >= grid.keys - lengths
 
     def coverage(self, grid: Grid, rows: range, columns: range) -> Coverage:
-        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys in all sequences are real, not padding.
-        PARTIAL may also mean unknown: on a grid with explicit positions, or if lengths cannot be read, as while
-        compiling.
+        """Return EMPTY, FULL or PARTIAL: none, all or some of a block's keys are real (not padding), counted over all
+        sequences. PARTIAL may also mean unknown: on a grid with explicit positions, or if the lengths cannot be read,
+        as while compiling.
         """
         if not grid.uses_default_positions or not has_readable_values(self.lengths):
             return Coverage.PARTIAL
@@ -168,8 +168,8 @@ class Segments(Mask):
         return self if self.ids.shape[0] == 1 else Segments(self.ids[index : index + 1])
 
     def natural_grid(self) -> Grid:
-        """Return a grid with one key for each document id of a sequence. It has the number of sequences, or 0 (which
-        stands for any number) if all sequences share one row of ids.
+        """Return a grid with one sequence for each row of document ids and one key for each id of a row. If all
+        sequences share one row, the number of sequences is 0, which stands for any number.
         """
         batch, keys = self.ids.shape
         return Grid(batch if batch > 1 else 0, 0, 0, keys, _drawing_device(self.ids))
