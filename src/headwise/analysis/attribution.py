@@ -146,8 +146,8 @@ class _NormOutputs:
 
 def _projection_weight(model: nn.Module, path: str, width: int, end: StreamEnd) -> Float[Tensor, "stream width"]:
     """Return the weight matrix `(stream, width)` of the output projection of the attention module at `path`. It maps
-    the concatenated outputs of the module's heads, `width` features, to the residual stream. Its dtype and number of
-    rows are those of `end`, the end of the residual stream.
+    the concatenated outputs of the module's heads, `width` features, to the residual stream. The matrix gets the dtype
+    of `end`, the end of that stream.
 
     Raises:
         InputError: no projection from `width` features to the stream is found.

@@ -131,7 +131,7 @@ def _prepared(gates: Mapping[str, list[HeadGate]], model: nn.Module) -> dict[str
 
 
 def _as_index(value: Any) -> int | None:
-    """Return `value` as an int; None if it is not a whole number. A boolean is not a whole number here."""
+    """Return `value` as an int; None if it is a boolean, a float, or anything else that is not an integer."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:

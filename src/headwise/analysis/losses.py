@@ -120,8 +120,8 @@ class MaskedTokenLoss:
 
 
 class EmbeddingDistance:
-    """Loss function: distance 1 - cosine, from 0 to 2, between each sentence's embedding in the model as it runs, for
-    example without a head, and its embedding in the unchanged model.
+    """Loss function: distance 1 - cosine, from 0 to 2, between each sentence's embedding in the current run of the
+    model, for example without a head, and its embedding in the unchanged model.
 
     The embedding is the mean of the last hidden state over tokens that are not padding (Reimers and Gurevych 2019,
     section 3). The unchanged model is the reference, so no labels are needed; its own distance is 0.

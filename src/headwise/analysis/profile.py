@@ -169,9 +169,9 @@ def _sorted_ids(special: Collection[int]) -> list[int]:
 
 
 def _random_ids(repeats: Any) -> Tensor | None:
-    """Return the random tokens on which a profile also measures attention to earlier copies of a token. These are the
-    argument `repeats` if it is a matrix `(samples, length)` of token ids, or None if it is False or None. Anything else
-    raises `InputError`.
+    """Return the argument `repeats` if it is a matrix `(samples, length)` of token ids: random tokens on which a
+    profile also measures attention to earlier copies of a token. Return None if `repeats` is False or None. Anything
+    else raises `InputError`.
 
     Raises:
         InputError: neither of these, or not a matrix of whole numbers.

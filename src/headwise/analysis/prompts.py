@@ -48,8 +48,8 @@ class AnswerTokens(NamedTuple):
         return cls(answer, wrong, at)
 
     def positions(self, batch: Mapping[str, Any], like: Float[Tensor, "prompts length _"]) -> Int[Tensor, " prompts"]:
-        """Return, for each prompt, the index in the padded batch of the token that the prompt's answer follows. The
-        index is computed from `at`, the index without padding, and from the batch's attention mask. `like` is any
+        """Return, for each prompt, the index in the padded batch of the token that the prompt's answer follows. It is
+        computed from `at`, the index that does not count padding, and from the batch's attention mask. `like` is any
         tensor with the axes of prompts and tokens.
 
         Raises:
@@ -67,8 +67,9 @@ class AnswerTokens(NamedTuple):
     def ids_per_prompt(
         self, prompts: Tensor, vocabulary: int
     ) -> tuple[Int[Tensor, " prompts"], Int[Tensor, " prompts"] | None]:
-        """Check that the token ids of the answers are in the vocabulary, and return the id of the right answer to each
-        prompt, and the id of the wrong answer to each prompt (None if there is no wrong answer).
+        """Check that the token ids of the answers are below `vocabulary`, the model's number of tokens. Return the id
+        of the right answer to each prompt, and the id of the wrong answer to each prompt (None if there is no wrong
+        answer). `prompts` is any tensor with one row per prompt.
 
         Args:
             prompts: any tensor with one row per prompt.

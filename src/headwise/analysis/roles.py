@@ -73,8 +73,8 @@ ROLES = (PREVIOUS, NEXT, INDUCTION, DUPLICATE, SAME, MIXED, BROAD, FIRST, SPECIA
 def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mapping[str, float] | None = None) -> Role:
     """Return a head's role (name for what it attends to): the kind of position that gets at least half of the
     attention; otherwise broad if attention is nearly uniform, or else mixed. `means` are the means of the head's
-    statistics, and `rows` the numbers of query rows behind them. `random` are means on random tokens that repeat: half
-    of the attention there also names a role.
+    statistics, and `rows` the numbers of query rows behind them. `random` are means on random tokens that repeat. Half
+    of the attention on copies there, or on what followed them, decides the role too.
 
     This module's docstring has the whole rule.
 
