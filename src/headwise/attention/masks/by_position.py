@@ -36,7 +36,8 @@ class Band(Mask):
     ) -> Bool[Tensor, "*#batch_heads #rows #columns"]:
         """Return True where a key in `j` is in the window of a query row in `i`. The window has `width` keys up to the
         query's own (all of them if `width` is None) and `ahead` keys after it. Neighbouring keys of the window are
-        `dilation` positions apart.
+        `dilation` positions apart. Position -1, which marks padding, is compared like any other: `attend` hides
+        padding with a separate mask.
         """
         distance_back = grid.query_position(i) - grid.key_position(j)
         inside = distance_back >= -min(self.ahead * self.dilation, MAX_DISTANCE)
