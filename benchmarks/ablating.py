@@ -33,7 +33,7 @@ from benchmarks.command_line import arguments
 from benchmarks.measure import Ratio, Row, report, show
 from benchmarks.peers import FEW_ROUNDS
 from benchmarks.regime import Regime
-from benchmarks.watching import TINY, repeated, sections, words
+from benchmarks.watched_model import TINY, repeated, sections, words
 from headwise.data.models import load
 
 SMOLLM2 = Regime(16, 256, 576, 9, "causal", kv_heads=3, bias=False, rotary=True)
@@ -49,7 +49,7 @@ Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
-def subject(regime: Regime) -> tuple[nn.Module, Batch]:
+def model_and_batch(regime: Regime) -> tuple[nn.Module, Batch]:
     """Return a model and one batch for it: SmolLM2 with documentation text if `regime` has SmolLM2's width, otherwise a
     small random Llama with random-looking token ids.
     """
@@ -102,7 +102,7 @@ class Timed:
         return losses
 
 
-def ours(
+def by_ablate(
     model: nn.Module, batch: Batch, heads: Sequence[tuple[int, int]], number_of_heads: int
 ) -> tuple[float, list[Tensor]]:
     """Run `hw.ablate` for the given (layer, head) pairs. Return the seconds extrapolated to all heads, and the losses:
@@ -121,8 +121,8 @@ def ours(
 
 
 def forwards(loss: Loss) -> Callable[..., tuple[float, list[Tensor]]]:
-    """Return a function that does the same as `ours` with whole forward passes: one without ablation, then one for each
-    removed head, under the given loss. It returns the seconds extrapolated to all heads, and the losses.
+    """Return a function that does the same as `by_ablate` with whole forward passes: one without ablation, then one for
+    each removed head, under the given loss. It returns the seconds extrapolated to all heads, and the losses.
     """
 
     def run(
@@ -157,15 +157,15 @@ def without(model: Any, layer: int, head: int):
         handle.remove()
 
 
-WAYS = {"ours": ours, WHOLE: forwards(plain_loss), SAME_LOSS: forwards(hw.next_token_loss)}
+METHODS = {"ours": by_ablate, WHOLE: forwards(plain_loss), SAME_LOSS: forwards(hw.next_token_loss)}
 
 
-def require_same(losses_by_way: dict[str, list[Tensor]]) -> None:
+def require_same(losses_by_method: dict[str, list[Tensor]]) -> None:
     """Exit with a message if the losses of one implementation differ from those of whole forward passes by more than
     `APART`.
     """
-    for name, losses in losses_by_way.items():
-        difference = max(float((a - b).abs().max()) for a, b in zip(losses, losses_by_way[WHOLE], strict=True))
+    for name, losses in losses_by_method.items():
+        difference = max(float((a - b).abs().max()) for a, b in zip(losses, losses_by_method[WHOLE], strict=True))
         if not difference <= APART:
             raise SystemExit(f"{name}: losses differ from those of {WHOLE} by {difference:.1e}")
 
@@ -176,20 +176,20 @@ def main(command_line: Sequence[str] | None = None) -> dict:
     regime = replace(TINY, batch=3) if options.tiny else replace(SMOLLM2, batch=4) if options.quick else SMOLLM2
     rows: list[Row] = []
     if options.wants(regime):
-        model, batch = subject(regime)
+        model, batch = model_and_batch(regime)
         layers = range(1, model.config.num_hidden_layers, STEP)
         number_of_heads = model.config.num_hidden_layers * regime.heads
-        seconds_by_way: dict[str, list[float]] = {name: [] for name in WAYS}
+        seconds_by_method: dict[str, list[float]] = {name: [] for name in METHODS}
         for round_number in range(1 if options.quick else min(options.rounds, FEW_ROUNDS)):
             heads = [(layer, (round_number + layer) % regime.heads) for layer in layers]
-            losses_by_way = {}
-            for name in (list(WAYS), list(WAYS)[::-1])[round_number % 2]:
-                seconds, losses_by_way[name] = WAYS[name](model, batch, heads, number_of_heads)
-                seconds_by_way[name].append(seconds)
-            require_same(losses_by_way)
+            losses_by_method = {}
+            for name in (list(METHODS), list(METHODS)[::-1])[round_number % 2]:
+                seconds, losses_by_method[name] = METHODS[name](model, batch, heads, number_of_heads)
+                seconds_by_method[name].append(seconds)
+            require_same(losses_by_method)
         for name in (WHOLE, SAME_LOSS):
-            medians = (statistics.median(seconds_by_way[way]) for way in ("ours", name))
-            ratio = Ratio.of(seconds_by_way[name], seconds_by_way["ours"])
+            medians = (statistics.median(seconds_by_method[method]) for method in ("ours", name))
+            ratio = Ratio.of(seconds_by_method[name], seconds_by_method["ours"])
             rows.append(Row(regime, name, ratio, *medians, f"{number_of_heads} heads"))
             show(rows[-1])
     return report("ablating", rows, options)

@@ -31,7 +31,7 @@ SIZES = "inputs and outputs"
 # -- in an interpreter of its own -------------------------------------------------------------------------------------
 
 
-def child(name: str, regime: Regime) -> dict[str, int]:
+def peak_in_this_process(name: str, regime: Regime) -> dict[str, int]:
     """Run the named case in the current interpreter. Return its peak memory, the size of its results, and the size of
     inputs and results together, in bytes; both sizes are 0 for a layer.
     """

@@ -41,13 +41,13 @@ CHILD = """
 import importlib, json, sys
 from benchmarks.regime import Regime
 script = importlib.import_module(sys.argv[1])
-print(json.dumps(script.child(sys.argv[2], Regime(**json.loads(sys.argv[3])))))
+print(json.dumps(script.peak_in_this_process(sys.argv[2], Regime(**json.loads(sys.argv[3])))))
 """
 
 
 def measured(script: str, name: str, regime: Regime) -> dict[str, int]:
-    """Call `child(name, regime)` of a benchmark script in a separate interpreter that returns freed memory at once, and
-    return its result: sizes in bytes by name.
+    """Call `peak_in_this_process(name, regime)` of a benchmark script in a separate interpreter that returns freed
+    memory at once, and return its result: sizes in bytes by name.
     """
     done = subprocess.run(
         [sys.executable, "-c", CHILD, f"benchmarks.{script}", name, json.dumps(asdict(regime))],

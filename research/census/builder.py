@@ -1,7 +1,7 @@
 """Tiny models with random weights, built from the model types of transformers.
 
 Configs are shrunk by the names of their sizes (see `shrink.py`). Everything that does not follow from names is in
-`exceptions.py`.
+`special_configs.py`.
 """
 
 import copy
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from research.census.exceptions import CLASSES, CONFIGS, GAINS, PARTS
 from research.census.shrink import DERIVED, shrunk
+from research.census.special_configs import CLASSES, CONFIGS, GAINS, PARTS
 
 # -- configs ----------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from research.census.exceptions import INPUTS
+from research.census.special_inputs import INPUTS
 
 BATCH, LENGTH, PADDING, DECODER_LENGTH = 2, 13, 4, 11
 SIDES = ("left", "right")

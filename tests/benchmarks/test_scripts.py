@@ -15,12 +15,15 @@ from benchmarks import (
     layer,
     peak_memory,
     watching,
+    watching_methods,
     weight_statistics,
     windows,
 )
 from benchmarks.measure import Row
 from benchmarks.oracle import WrongError
 from benchmarks.regime import Regime
+from benchmarks.watched_model import TINY, watched_model
+from benchmarks.watching_methods import EAGER, METHODS, OURS, PLAIN, checked_methods
 
 SCRIPTS = [layer, windows, decoding, watching, ablating, gpu]
 
@@ -28,7 +31,7 @@ SCRIPTS = [layer, windows, decoding, watching, ablating, gpu]
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_script_runs_and_prints_json_last(script, capsys, monkeypatch):
     # A separate interpreter takes seconds to start.
-    monkeypatch.setattr(watching, "measured", lambda _, name, regime: watching.child(name, regime))
+    monkeypatch.setattr(watching, "measured", lambda _, name, regime: watching.peak_in_this_process(name, regime))
     results = script.main(["--tiny", "--peers", "torch", "--rounds", "1", "--only", "forward"])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == results
@@ -61,38 +64,38 @@ def test_peak_of_a_call_is_its_largest_memory_use():
 
 
 def test_wrong_statistics_of_headwise_end_the_script(monkeypatch):
-    original = watching.ours
+    original = watching_methods.by_watch
 
-    def wrong(of):
-        way = original(of)
-        return lambda length: {**(found := way(length)), "distance": found["distance"] * 1.001}
+    def wrong(watched):
+        method = original(watched)
+        return lambda length: {**(found := method(length)), "distance": found["distance"] * 1.001}
 
-    of = watching.subject(watching.TINY)
+    watched = watched_model(TINY)
     with torch.no_grad():
-        ways, left_out = watching.checked(of, list(watching.WAYS)[:3], 40)
-        assert (list(ways), left_out) == (list(watching.WAYS)[:3], {})
-        monkeypatch.setitem(watching.WAYS, watching.OURS, wrong)
+        methods, left_out = checked_methods(watched, list(METHODS)[:3], 40)
+        assert (list(methods), left_out) == (list(METHODS)[:3], {})
+        monkeypatch.setitem(METHODS, OURS, wrong)
         with pytest.raises(SystemExit, match="watched, 40 tokens: distance is off by 1.0e-03 of its size in 12 heads"):
-            watching.checked(of, [watching.OURS], 40)
+            checked_methods(watched, [OURS], 40)
 
 
 def test_losses_that_differ_from_whole_forwards_end_the_script():
-    model, batch = ablating.subject(ablating.TINY)
+    model, batch = ablating.model_and_batch(TINY)
     heads = [(1, 2)]
-    losses_by_way = {name: way(model, batch, heads, 24)[1] for name, way in ablating.WAYS.items()}
-    ablating.require_same(losses_by_way)
-    losses_by_way["ours"] = ablating.ours(model, batch, [(1, 3)], 24)[1]
+    losses_by_method = {name: method(model, batch, heads, 24)[1] for name, method in ablating.METHODS.items()}
+    ablating.require_same(losses_by_method)
+    losses_by_method["ours"] = ablating.by_ablate(model, batch, [(1, 3)], 24)[1]
     with pytest.raises(SystemExit, match="ours: losses differ from those of whole forwards by"):
-        ablating.require_same(losses_by_way)
+        ablating.require_same(losses_by_method)
 
 
 def test_peer_with_wrong_statistics_is_left_out_and_named(monkeypatch, capsys):
-    original = watching.eager
-    monkeypatch.setitem(watching.WAYS, watching.EAGER, lambda of: lambda length: original(of)(length - 1))
+    original = watching_methods.by_output_attentions
+    monkeypatch.setitem(METHODS, EAGER, lambda watched: lambda length: original(watched)(length - 1))
     with torch.no_grad():
-        ways, left_out = watching.checked(watching.subject(watching.TINY), [watching.PLAIN, watching.EAGER], 40)
-    assert (list(ways), list(left_out)) == ([watching.PLAIN], [watching.EAGER])
-    assert f"LEFT OUT  {watching.EAGER}: " in capsys.readouterr().out
+        methods, left_out = checked_methods(watched_model(TINY), [PLAIN, EAGER], 40)
+    assert (list(methods), list(left_out)) == ([PLAIN], [EAGER])
+    assert f"LEFT OUT  {EAGER}: " in capsys.readouterr().out
 
 
 def test_missing_and_additional_statistics_are_rejected():
