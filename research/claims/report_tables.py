@@ -60,8 +60,8 @@ def distances(results: Results) -> list[str]:
     lines += [
         "The table shows the mean Jensen-Shannon distance between the attention weights of two heads of a layer, in "
         "two "
-        f"published models. The text is {' and '.join(sequences)}, and each model is compared with two untrained "
-        "models. "
+        f"published models. The text is {' and '.join(sequences)}. Each model is compared with two untrained models "
+        "of the same architecture. "
         "Distances are means over layers. The last two columns count the layers whose heads are significantly farther "
         "apart, or closer together, than untrained heads of equal sharpness (attention entropy):",
         "",
@@ -174,11 +174,13 @@ def timing(results: Results) -> list[str]:
     headers = ("regime", "pass", "heads", "fused, relative to one head", "list of heads, relative to fused")
     rounds = len(next(iter(results.clock[0]["seconds"].values())))
     words = (
-        f"The timed layers have width {results.clock[0]['width']}, float32 and a causal mask. The table shows ratios "
-        "of "
-        "two times: the fused layer with several heads over the fused layer with one head, and the list of heads over "
-        "the fused layer with as many heads. Each cell is the median of the ratios, with the quartiles in brackets, "
-        f"over {rounds} rounds. Both times of a ratio come from the same round:"
+        f"Two implementations of attention of width {results.clock[0]['width']}, in float32 and with a causal mask, "
+        "were timed: a fused layer, which computes all heads together, and a list of heads, in which each head is a "
+        "module and the modules run one after the other. The table shows two ratios. The first is the time of the "
+        "fused layer divided by its time with one head. The second is the time of the list of heads divided by the "
+        "time of the fused layer with the same number of heads. "
+        f"Each cell is the median of one ratio over {rounds} rounds, with the quartiles in brackets. Both times of a "
+        "ratio come from the same round:"
     )
     return [words, "", *markdown_table(headers, rows), *picture("claims-times", "Time against the number of heads")]
 
@@ -302,5 +304,8 @@ def _environment(about: Mapping[str, Any]) -> str:
     work = f"{processes} process{'es' * (processes > 1)} of {threads} thread{'s' * (threads > 1)}"
     machine = f"{about['cpu']}, {about['cores']} cores, {about['gpu'] or 'no GPU'}"
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    amount = f"size `{about['size']}` of `make claims` (amount of training and timing)"
-    return f"{about['date']} on {machine}, in {work}; {versions}; {amount}"
+    amount = (
+        "`python -m research.claims` can measure at three sizes (tiny, default and full), with different amounts of "
+        f"training, data and timing; these results have the size {about['size']}"
+    )
+    return f"{about['date']} on {machine}, in {work}, with {versions}. {amount}"

@@ -54,27 +54,29 @@ number of heads, in models with equal numbers of parameters. The second is the a
 names four earlier symbols at once. The third is the rank of the matrix of attention scores as heads get narrower.""",
     "parallel": """\
 To test whether more heads cost time, two implementations of attention are timed. The fused layer is one
-`hw.MultiHeadAttention`, which computes all heads together. The list of heads is a module per head, with linear maps
-of its own; these modules run one after the other. Layer and list have the same weights (`hw.to_heads`) and the same
-output. A training pass is forward and backward, without the optimiser. In each round every implementation, number of
-heads and pass is timed once, in a new order.""",
+`hw.MultiHeadAttention`, which computes all heads together. The list of heads has one module for each head, with
+linear maps of its own; these modules run one after the other. Layer and list have the same weights (`hw.to_heads`)
+and the same output. A training pass is a forward and a backward pass, without the optimiser. Each round of the timing
+times every combination of implementation, number of heads and pass once, in random order.""",
     "regularises": """\
 To test whether many heads regularise, a model sees little data many times and overfits. The generalisation gap is
 the held-out loss minus the training loss, both of the trained model in evaluation mode. A regularised model has a
 smaller gap. But the gap also shrinks when a model fits the training data less well. So the held-out loss is judged
 in addition to the gap.""",
     "robust": """\
-To test whether many heads make a model robust, trained models lose heads without further training. The outputs of
-the removed heads are multiplied by 0 (`hw.ablate`). A model with many heads has more heads to lose, so equal shares
-of the heads are removed, not equal numbers. A model whose attention has little effect loses little. So the increase
-of the held-out loss when half of the heads are removed is divided by the increase when all heads are removed.""",
+To test whether many heads make a model robust, trained models lose heads without further training. The outputs of the
+removed heads are multiplied by 0 (`hw.ablate`). A model with many heads has more heads to lose, so equal shares of
+the heads are removed, not equal numbers. A model whose attention has little effect loses little. So the increase of
+the held-out loss when half of the heads are removed is divided by the increase when all heads are removed. This
+quotient is compared between numbers of heads.""",
     "more": """\
 To test whether more heads are always better, the width of the model is fixed while the number of heads grows. Heads
 then get narrower: `head_dim`, the number of features of a head, is the width divided by the number of heads.""",
     "eight": """\
-This section asks whether 8 heads have as low a held-out loss as the best number of heads. It asks this for every
-setting, a combination of data, width, number of layers and task. The settings were chosen, not drawn at random. So
-the share of settings in which 8 heads are good estimates nothing beyond these settings.""",
+To test whether 8 is a good number of heads, the held-out loss with 8 heads is compared with the lowest held-out loss
+of any number of heads. This is done in every setting, a combination of data, task, width and number of layers. The
+settings were chosen, not drawn at random. So the share of settings in which 8 heads are good estimates nothing beyond
+these settings.""",
 }
 
 RULES = {
@@ -91,18 +93,18 @@ significantly above that of models with the best number of heads. The claim is j
 which it is true. It holds if the share is more than two thirds, does not hold if the share is less than one third,
 and is undecided otherwise.""",
     "parallel": """\
-a case is a device, batch and length, a pass (forward or training), and a number of heads above 1. In every timing
-round of a case, the time of the fused layer with this number of heads is divided by its time with one head. The
-additional heads are free if this ratio is at most 1.1 in at least three quarters of the rounds. They are not free if
-the ratio is above 1.1 in at least three quarters of the rounds. All other cases are open. The claim does not hold if
-the heads are not free in more than one third of the cases. Otherwise it holds if the heads are free in more than two
-thirds of the cases, and is undecided if not.""",
+a case is one combination of device, batch size, sequence length, pass (forward or training) and number of heads above
+1. In every timing round of a case, the time of the fused layer with this number of heads is divided by its time with
+one head. The additional heads are free if this ratio is at most 1.1 in at least three quarters of the rounds. They
+are not free if the ratio is above 1.1 in at least three quarters of the rounds. All other cases are open. The claim
+does not hold if the heads are not free in more than one third of the cases. Otherwise it holds if the heads are free
+in more than two thirds of the cases, and is undecided if they are not.""",
     "regularises": """\
-for each seed, a line is fitted to the generalisation gap (held-out loss minus training loss) against doublings of
-the number of heads. The gap grows or shrinks if the 95 % interval of the mean slope is above or below 0. The claim
-does not hold if the gap grows, or if the gap shrinks while the held-out loss rises. It also does not hold if the
-slope of the gap is negligible, which means that its 95 % interval lies between -1 % and +1 % of the lowest mean
-held-out loss. Otherwise the claim holds if the gap shrinks, and is undecided if not.""",
+for each seed, a line is fitted to the generalisation gap (held-out loss minus training loss) against doublings of the
+number of heads. The gap grows with the number of heads if the 95 % interval of the mean slope is above 0, and shrinks
+if it is below 0. The claim does not hold if the gap grows, or if the gap shrinks while the held-out loss rises. It
+also does not hold if the slope of the gap is negligible, which means that its 95 % interval lies between -1 % and +1
+% of the lowest mean held-out loss. Otherwise the claim holds if the gap shrinks, and is undecided if not.""",
     "robust": """\
 the measured share is the increase of the held-out loss when half of the heads are removed, divided by the increase
 when all heads are removed. For each seed, a line is fitted to this share against doublings of the number of heads.
@@ -137,23 +139,25 @@ attention weight of head h on it. B_hj is a matrix with a row and a column for e
 the output of head h. The constant c_j[s] is the bias of symbol s in slot j.""",
     "",
     """\
-Step 1 of the proof that H heads serve at most H slots: slot j is the output that must name the symbol j positions
-before. It reads head h through the matrix B_hj, with a row and a column for each symbol, and adds a bias c_j. A slot
-that is right for every sequence of symbols is also right under every renaming of the symbols. That it is right for
-every sequence is a set of inequalities that are linear in B_hj and c_j. So the slot stays right if B_hj and c_j are
-replaced by their means over all renamings. The mean of B_hj has one value p_hj on the diagonal and another value
-q_hj everywhere else; the mean of c_j is equal for all symbols. Define W[j, k] as the sum over heads h of (p_hj -
-q_hj) a_h(k), where a_h(k) is the attention weight of head h on the symbol k positions before. Up to a constant, the
-logit of a symbol in slot j is then the sum of W[j, k] over all k for which this symbol occurs k positions before.""",
+Step 1 of the proof that H heads have at most H slots that are right for every sequence: slot j is the output that
+must name the symbol j positions before. It reads head h through the matrix B_hj, with a row and a column for each
+symbol, and adds a bias c_j. A slot that is right for every sequence of symbols is also right under every renaming of
+the symbols. That it is right for every sequence is a set of inequalities that are linear in B_hj and c_j. So the slot
+stays right if B_hj and c_j are replaced by their means over all renamings. The mean of B_hj has one value p_hj on the
+diagonal and another value q_hj everywhere else; the mean of c_j is equal for all symbols. Define W[j, k] as the sum
+over heads h of (p_hj - q_hj) a_h(k), where a_h(k) is the attention weight of head h on the symbol k positions before.
+Up to a constant, the logit of a symbol in slot j is then the sum of W[j, k] over all k for which this symbol occurs k
+positions before.""",
     "",
     """\
-Step 2 of the proof that H heads serve at most H slots: slot j is the output that must name the symbol j positions
-before, and W[j, k] is the amount that the symbol k positions before adds to its own logit in slot j. Take a sequence
-with the right symbol of slot j at distance j and at every distance k where W[j, k] < 0, and with one other symbol at
-all other distances. For this sequence, slot j is right only if W[j, j] > sum over all other k of |W[j, k]|. So W,
-restricted to the slots that are right for every sequence, is strictly diagonally dominant and has full rank
-(Levy-Desplanques theorem). But W is the product of a matrix with H columns and the attention weights of H heads, so
-its rank is at most H. So H heads serve at most H slots, and four slots need four heads.""",
+Step 2 of the proof that H heads have at most H slots that are right for every sequence: slot j is the output that
+must name the symbol j positions before, and W[j, k] is the amount that the symbol k positions before adds to its own
+logit in slot j. Take two symbols s and t. Consider the sequence that has s at distance j, and also at every distance
+k where W[j, k] < 0, and has t at all other distances. Here slot j must name s, so the logit of s must be above that
+of t. This means that W[j, j] > sum over all other k of |W[j, k]|. So W, restricted to the slots that are right for
+every sequence, is strictly diagonally dominant and has full rank (Levy-Desplanques theorem). But W is the product of
+a matrix with H columns and the attention weights of H heads, so its rank is at most H. So at most H slots are right
+for every sequence, and four slots need four heads.""",
     "",
     """\
 The theorem states that a layer of H heads has at most H outputs that name their symbol (token) correctly in every

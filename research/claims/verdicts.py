@@ -123,7 +123,7 @@ def eight(studies: Sequence[Study]) -> Verdict:
     reason = (
         f"{SETTING} In {good} of {len(studies)} settings (in {min(counts)} to {max(counts)} if one seed is left out), "
         "the mean held-out loss of 8 heads is at most one standard error above the lowest mean loss of any number of "
-        f"heads. Of all numbers of heads, so low a loss is most frequent with {leaders} heads: in {most} settings"
+        f"heads. Counting such settings for every number of heads gives the largest count, {most}, for {leaders} heads"
     )
     return Verdict(outcome, figure, stated(outcome, "eight", reason))
 
@@ -187,10 +187,10 @@ def parallel(regimes: Sequence[Mapping[str, Any]]) -> Verdict:
     figure = f"{largest} heads take {medians[0]:.2f} to {medians[-1]:.2f} times the time of one"
     reason = (
         f"The fused layer with several heads takes at most {FREE:g} times its time with one head in {len(free)} of "
-        f"{len(cases)} cases (batch, length, pass and number of heads). In {len(slower)} cases it takes more, and "
-        f"{len(cases) - len(free) - len(slower)} cases are open, because the timing rounds disagree. With {largest} "
-        "heads "
-        f"the fused layer takes {medians[0]:.2f} to {medians[-1]:.2f} times the time that it takes with one. A list of "
+        f"{len(cases)} cases (batch size, length, pass and number of heads). In {len(slower)} cases it takes more, "
+        f"and {len(cases) - len(free) - len(slower)} cases are open, because the timing rounds disagree. With "
+        f"{largest} heads the fused layer takes {medians[0]:.2f} to {medians[-1]:.2f} times the time that it takes "
+        "with one. A list of "
         f"{largest} separate heads takes {lists[0]:.2f} to {lists[-1]:.2f} times the time of the fused layer with "
         f"{largest} heads"
     )

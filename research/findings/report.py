@@ -105,11 +105,12 @@ def smollm2() -> list[str]:
         f"Each of the {len(effects)} heads of {model} was removed alone. For {len(harmful)} of them the next-token "
         "loss rises by "
         f"{SURE:g} standard errors or more. If no head had an effect, about {by_chance:.0f} heads would show such a "
-        "rise "
-        f"by chance. For {len(helpful)} heads the loss falls by {SURE:g} standard errors or more; by chance, about "
-        f"{by_chance:.0f} would again be expected. For {len(small)} heads the rise of the loss plus {SURE:g} standard "
-        f"errors is below {SMALL:g} nats. The mean rise over all heads is {_mean(list(effects.values())):.4f} nats. "
-        "The "
+        f"rise by chance: with {ablation.baseline.n} sequences, the probability of such a rise is "
+        f"{100 * by_chance / len(effects):.1f} % for each head, by Student's t. For {len(helpful)} heads the "
+        f"loss falls by {SURE:g} standard errors or more; by chance, about {by_chance:.0f} would again be "
+        f"expected. For {len(small)} heads the rise of the loss plus {SURE:g} standard "
+        f"errors is below {SMALL:g} nats. The mean rise over all heads is "
+        f"{_mean(list(effects.values())):.4f} nats. The "
         f"{MOST} heads with the largest rises make up {100 * _share(effects):.0f} % of the sum of all rises. Removing "
         "many heads together can cost more than the sum of their single effects.",
         "",
@@ -143,9 +144,9 @@ def agreement(importance: hw.Importance, ablation: hw.Ablation) -> list[str]:
         f"{_mean(first_order.predicted):.4f} nats predicted and {_mean(first_order.measured):.4f} nats measured. The "
         "difference is due to terms of higher order, which the prediction leaves out.",
         "",
-        "A second prediction of the effect of removing a head is the mean absolute derivative of the loss with "
-        "respect to "
-        "the head's gate (Michel, Levy and Neubig 2019). A gate is the factor of a head's output. This prediction is "
+        "Another way to predict the effect of removing a head is the mean absolute derivative of the loss with "
+        "respect to the head's gate (Michel, Levy and Neubig 2019). A gate is a factor of a head's output. This "
+        "prediction is "
         "never negative, so it cannot show that removing a head lowers the loss. Its "
         f"correlation with the measured effects is {absolute.spearman:.2f} (Spearman) and {absolute.pearson:.2f} "
         f"(Pearson). Of the {MOST} heads for which it is largest, {len(in_both)} are among the {MOST} with the largest "
@@ -177,8 +178,8 @@ def induction_heads(folder: Path, profile: hw.Profile) -> list[str]:
         f"brackets: {', '.join(shares)}.",
         "",
         f"The table shows the rise of the next-token loss, in nats a token, when all {len(heads)} induction heads are "
-        "removed together. Their outputs are replaced by 0, or by their mean on the text. The loss is measured on "
-        "repeated random tokens and on the text. For comparison, random sets "
+        "removed together. Their outputs are replaced by 0, or by their mean on the text (topics of Python's language "
+        "reference). The loss is measured on repeated random tokens and on the text. For comparison, random sets "
         f"of {len(heads)} other heads are removed: 20 sets from all other heads, and 20 sets with as many heads in "
         "each "
         "layer as the induction heads. For these sets the table shows the mean rise and, in brackets, the lowest and "

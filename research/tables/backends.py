@@ -159,7 +159,7 @@ def main() -> None:
         "The table shows the options of an attention call that each backend supports. Each cell is the answer of",
         "`headwise.why_not`, which returns the reason why a backend refuses a call. Each call was checked with and "
         "without",
-        "gradients. Each *yes* was also run, with and without gradients.",
+        "gradients. Each call whose cell is *yes* was also run, with and without gradients.",
         "",
         *table(),
         "",
