@@ -13,7 +13,9 @@ from headwise.shapes import Float, Int
 
 
 def whole_number(argument: str, value: Any, *, least: int) -> int:
-    """Return `value` as an int; raise `InputError` if it is a bool, is no integer, or is below `least`."""
+    """Return `value` as an int; raise `InputError` if it is a bool, not of an integer type (2.0 is not), or below
+    `least`.
+    """
     try:
         number = operator.index(value)
     except TypeError:
@@ -60,7 +62,9 @@ def require_module(model: Any) -> nn.Module:
 
 
 def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, "..."]:
-    """Return a float tensor unchanged; raise `InputError` for another type or dtype, or another device than `like`."""
+    """Return `value` unchanged if it is a floating-point tensor on the device of the tensor `like`; otherwise raise
+    `InputError`.
+    """
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise InputError(argument, expected="a float tensor", got=got)
@@ -70,9 +74,10 @@ def float_tensor(argument: str, value: Any, *, like: Tensor) -> Float[Tensor, ".
 
 
 def whole_numbers(argument: str, values: Any, *, dimensions: tuple[int, ...], shape: str) -> Int[Tensor, "..."]:
-    """Return whole numbers (a tensor, list or scalar) as a new int64 tensor that shares no memory with the argument.
-    Raises `InputError` for numbers that are not whole and for another number of dimensions than those in `dimensions`.
-    Numbers in a list stay readable under `torch.device("meta")`: they become a tensor on the CPU there.
+    """Return integers (a tensor, list or scalar) as a new int64 tensor that shares no memory with `values`. Raise
+    `InputError` for bools, other dtypes than integers, and numbers of dimensions that are not in `dimensions`. `shape`
+    describes the allowed shapes in the error message. Under `torch.device("meta")`, a list or scalar becomes a
+    tensor on the CPU, so that the numbers stay readable.
 
     Args:
         argument: name of the argument, for the error.
@@ -120,8 +125,9 @@ def position_ids(
 def positions_argument(
     argument: str, values: Any, *, batch: int, length: int, device: torch.device
 ) -> Int[Tensor, "#batch length"]:
-    """Return positions passed as `(length,)` or `(batch, length)` as a new int64 tensor with a batch axis.
-    Raises `InputError` for numbers that are not whole, another shape or another device.
+    """Return positions as a new int64 tensor `(1, length)` or `(batch, length)`. They are passed in one of these shapes
+    or as `(length,)`. Raise `InputError` for numbers that are not integers, another shape, or a device other than
+    `device`.
     """
     tensor = whole_numbers(argument, values, dimensions=(1, 2), shape="(length,) or (batch, length)")
     tensor = tensor[None] if tensor.ndim == 1 else tensor
@@ -133,7 +139,9 @@ def positions_argument(
 
 
 def has_readable_values(tensor: Tensor) -> bool:
-    """Return whether Python code may read the tensor's values: not while compiling, on meta, or under `torch.func`."""
+    """Return True if Python code may read the tensor's values: torch is not compiling, and the tensor is neither on the
+    meta device nor wrapped by a transform of `torch.func`.
+    """
     if torch.compiler.is_compiling() or tensor.is_meta:
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -36,10 +36,11 @@ class CallHandlers(NamedTuple):
     changes: list[Change]
 
     def answer(self, read_problem: Callable[[], Problem], compute: Callable[[], Answer]) -> Answer:
-        """Compute one attention call and return its answer, without the changes that interceptors requested. `compute`
-        is the model's own function for the call. If there are observers, also pass them all attention weights of the
-        problem that `read_problem` returns, in row blocks (some query rows at a time). Then notify the observers that
-        the call has ended.
+        """Return the answer of one attention call, without the changes that interceptors requested. Without observers,
+        call `compute`, the model's own function. With observers, pass them all attention weights of the problem that
+        `read_problem` returns, in row blocks (some query rows at a time), and notify them when the call has ended. In
+        this case, headwise's own blockwise attention may compute the answer in place of `compute`, unless an observer
+        has a check that compares outputs with the model's.
 
         Args:
             read_problem: function that states the call as a `Problem`; called only if there are observers.
@@ -66,9 +67,9 @@ class CallHandlers(NamedTuple):
         values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
     ) -> None:
         """Pass attention `weights` that the model itself has computed to the observers, in row blocks (some query rows
-        at a time) with the head outputs of these rows. Then notify the observers that the call has ended. The head
-        outputs are rows of `out`; if `values` are passed and an observer checks `out`, they are the products of weights
-        and values. Without observers, do nothing.
+        at a time), then notify the observers that the call has ended. A row block also contains the head outputs of its
+        rows, taken from `out`. But if `values` are passed and an observer has a check, the row block contains weights
+        times values as head outputs, and the check compares these with `out`. Without observers, do nothing.
 
         Args:
             weights: the weights.
@@ -140,10 +141,10 @@ class CallHandlers(NamedTuple):
 def handlers_of_call(
     grid: Grid, kv_heads: int, value_dim: int | None, module_calls: Sequence[ModuleCall] | None = None
 ) -> CallHandlers:
-    """Report an attention call to the interceptor (observer or changer of attention) of every model with a module among
-    `module_calls`, by default the module calls running in this thread; within `exclusive_to`, to one interceptor only.
-    Return the functions by which these interceptors observe or change the call. Also add 1 to the number of attention
-    calls counted for the attention module. `grid` states the size of the scores: batch, heads, queries, keys.
+    """Report an attention call to every interceptor (observer or changer of attention) of a model with a module among
+    `module_calls`, by default the module calls running in this thread. If one interceptor was chosen by `exclusive_to`,
+    report to that one only. Return the functions by which these interceptors observe or change the call. Also add 1 to
+    the count of attention calls in the attention module. `grid` is the size of the scores: batch, heads, queries, keys.
 
     Args:
         grid: size of the scores.
@@ -172,9 +173,9 @@ def handlers_of_call(
 
 
 def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
-    """Compute an attention problem that was passed to `headwise.attend`, by calling `run`, and return its answer. While
-    an intercepted model is running, the interceptors also observe the attention weights and may change the head
-    outputs.
+    """Compute an attention problem that was passed to `headwise.attend` and return its answer, by default that of
+    `run`. While an intercepted model is running, the interceptors may observe the attention weights and change the head
+    outputs. If they observe, the answer may be computed by blockwise attention in place of `run`.
     """
     if not call_stack.intercepts:
         return run(problem)

@@ -45,8 +45,8 @@ PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
 
 def on_softmax(scores: Tensor, result: Tensor, dim: Any) -> None:
     """Record the `result` of a softmax as possible attention weights, which are then tracked until the model multiplies
-    them with the values. Ignore a softmax outside of an attention module, over another axis than the last, or with
-    fewer than 3 axes.
+    them with the values. In rows that hide every key, record zeros as the weights. Ignore a softmax outside of an
+    attention module, over another axis than the last, or with fewer than 3 axes.
 
     Args:
         scores: argument of the softmax.

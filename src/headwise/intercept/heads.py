@@ -30,8 +30,8 @@ class Heads(SiteRegistry):
     @property
     def details(self) -> dict[str, CapturedWeights]:
         """Captured attention weights of the last call at each site (an attention module, self or cross), by module
-        path. For a module with both kinds, the key of its cross-attention is `"path, cross"`. The dict is empty if no
-        capture was requested.
+        path. If a module has both kinds, the key of its cross-attention is the path followed by `", cross"`. The dict
+        is empty if no capture was requested.
         """
         details = {}
         for record in self.records:

@@ -24,9 +24,9 @@ def layer_number_of(module: nn.Module) -> int | None:
 
 
 def innermost_attention_modules(modules: Mapping[str, nn.Module], paths: Collection[str]) -> list[str]:
-    """Return those of `paths` that lead to innermost attention modules, in the order of `modules`, all modules of a
-    model by path. An attention module is one whose class name contains "attention" and does not end in "output". It is
-    innermost if no other attention module at one of `paths` is inside of it.
+    """Return those of `paths` that lead to innermost attention modules. They are returned in the order of `modules`, a
+    dict that contains all modules of a model by path. An attention module is one whose class name contains "attention"
+    and does not end in "output". It is innermost if no other attention module at one of `paths` is inside of it.
 
     Args:
         modules: all modules of a model by path.

@@ -62,9 +62,9 @@ class StatisticsObserver(Interceptor):
         self._heads.on_unreadable(path)
 
     def observe(self, call: Call) -> Observation:
-        """Return the functions that observe `call`, with the call's tokens and padding. One function adds up the call's
-        statistics while it runs and, if a capture of weights was requested, copies the chosen weights. The other adds
-        these statistics and weights to the result of `watch` at the end of the call.
+        """Return the functions that observe `call`, with the call's tokens and padding. One function adds up statistics
+        of the attention weights during the call and, if a capture was requested, copies the chosen weights. The other
+        adds the statistics to the result of `watch` at the end of the call, and stores the copied weights there.
         """
         record, tally = self._heads.register(call), Tally(self._gram(call))
         captured = None if self._capture is None else CapturedWeights(self._capture, call.grid)

@@ -11,8 +11,8 @@ from headwise.intercept.sites import SiteRegistry
 
 
 class _Survey(SiteRegistry):
-    """Interceptor that records at which sites (module, self or cross) a model attends, and neither observes nor changes
-    the calls.
+    """Interceptor that records the sites (attention modules, in self- or cross-attention) at which a model attends. It
+    neither reads attention weights nor changes head outputs.
     """
 
     def observe(self, call: Call) -> None:
@@ -21,8 +21,8 @@ class _Survey(SiteRegistry):
 
 
 def survey(model: nn.Module, run: Callable[[], Any]) -> SiteRegistry:
-    """Return a registry of the sites (module, self or cross) at which `model` attends while `run`, a function that
-    calls the model, runs once.
+    """Call `run`, a function that calls `model`, once. Return a registry of the sites (attention modules, in self- or
+    cross-attention) at which the model attended during this call.
 
     Raises:
         InputError: no attention was intercepted, or the model did not run.

@@ -71,8 +71,8 @@ def _dropout(*args: Any, **kwargs: Any) -> Any:
 
 
 def _bmm(*args: Any, **kwargs: Any) -> Any:
-    """Compute a batched matrix product as torch does. If it multiplies attention weights with values, inside
-    `F.multi_head_attention_forward` of an intercepted model, report the attention call to the interceptors, which may
+    """Compute a batched matrix product as torch does. Inside `F.multi_head_attention_forward` of an intercepted model,
+    a product of attention weights and values is also reported as an attention call to the interceptors, which may
     change the product.
     """
     return _followed(eager_softmax.BMM, args, kwargs)
@@ -93,8 +93,9 @@ def _followed(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: di
 
 
 class _FunctionPatches:
-    """Context in which the attention functions of torch, `transformers` and headwise are replaced by intercepting ones,
-    in all threads. It may be entered several times at once; the last exit restores the functions.
+    """Context in which functions of torch, `transformers` and headwise that compute attention or parts of it (softmax,
+    dropout, bmm) are replaced by intercepting ones, in all threads. It may be entered again before it is left; the last
+    exit restores the functions.
     """
 
     def __init__(self) -> None:
