@@ -17,8 +17,8 @@ from headwise.show.terminal import make_console
 
 @dataclass(frozen=True)
 class MethodFlags:
-    """Command-line options of `headwise importance` for single methods: `steps` for the method "integrated", and
-    `sparsity` and `epochs` for "hard_concrete". A field is None if its option is not used on the command line; the
+    """Command-line options of `headwise importance` that apply to one method only: `steps` to the method "integrated",
+    and `sparsity` and `epochs` to "hard_concrete". A field is None if its option is not used on the command line; the
     method then uses its own default value.
 
     Attributes:

@@ -34,7 +34,8 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing run in
 @dataclass(frozen=True)
 class TextFlags:
     """Command-line options that determine how a data set is cut into sequences and batches for a model: tokens per
-    sequence, treatment of documents, sequences per batch, number of sequences, and the column with the text.
+    sequence, the way from documents to sequences (whole, truncated, cut into pieces or packed), sequences per batch,
+    number of sequences, and the column with the text.
 
     Attributes:
         context: largest number of tokens per sequence.

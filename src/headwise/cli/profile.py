@@ -24,8 +24,8 @@ def profile(
     force: Force = False,
 ) -> None:
     """Measure the attention statistics of every head on a data set. Assigns a role to each head (such as previous
-    token, induction or broad), prints the heads of each role, and saves the profile in --out. Processes started by
-    torchrun share the work.
+    token, induction or broad), prints the heads of each role, and saves roles and statistics in --out as a profile.
+    Processes started by torchrun share the work.
     """
     with process_group() as process:
         quiet_libraries()

@@ -50,8 +50,8 @@ class TextStudyFlags:
 @dataclass(frozen=True)
 class SpaceFlags:
     """Command-line options of `headwise study` that describe the models: the head settings to compare (numbers of
-    heads, head dimensions and numbers of key/value heads), the setting in use as a baseline, and the size of the
-    models. The method `space` returns the head settings as `hw.Space`.
+    heads, head dimensions and numbers of key/value heads), the setting that the user has now (the baseline), and the
+    size of the models. The method `space` returns the head settings as `hw.Space`.
     """
 
     heads: Annotated[Any, typer.Option(parser=numbers, metavar="N,N,...", help="Numbers of heads to compare.")] = (

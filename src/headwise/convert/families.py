@@ -16,9 +16,9 @@ from headwise.nn.projections import has_hooks
 
 
 class Family(Protocol):
-    """Interface of a reader of attention blocks of `transformers`; each reader converts the blocks of several model
-    classes. For a block, it returns the constructor options and the parameters of the `MultiHeadAttention` that
-    computes the same.
+    """Interface of a reader of attention blocks of `transformers`; each reader reads the blocks of one or more classes.
+    For a block, it returns the constructor options and the parameters of the `MultiHeadAttention` that computes the
+    same.
     """
 
     @property

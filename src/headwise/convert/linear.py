@@ -108,8 +108,8 @@ def from_projections(
     backend: str | None = None,
 ) -> MultiHeadAttention:
     """Return a `MultiHeadAttention` with copies of the weights of four `nn.Linear` modules, each for all heads
-    together: query, key, value and output projection. The features of one head follow those of the head before, in the
-    outputs of query, key and value and in the input of the output projection.
+    together: query, key, value and output projection. Heads stand side by side in the outputs of `query`, `key` and
+    `value` and in the input of `output`: all features of the first head, then all features of the second, and so on.
 
     If one of query, key and value has a bias, the layer has one for all three, zero where there was none. The other
     arguments are options of the layer; their learned parameters start as in a new layer.

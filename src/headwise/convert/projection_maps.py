@@ -26,8 +26,9 @@ class LinearMap(NamedTuple):
 
     @staticmethod
     def from_linear(argument: str, linear: Any) -> "LinearMap":
-        """Return the weight and bias of a plain `nn.Linear` as a `LinearMap`, not copied. Raise `InputError` for any
-        other module and for one with a hook; the error message names the caller's parameter `argument`.
+        """Return the weight and bias of an `nn.Linear` as a `LinearMap`, not copied. A parametrised `nn.Linear` and
+        torch's `NonDynamicallyQuantizableLinear` are accepted too. Raise `InputError` for any other module and for a
+        module with a hook; the error message names the caller's parameter `argument`.
         """
         if not isinstance(linear, nn.Linear):
             raise InputError(argument, expected="an nn.Linear for every map", got=type(linear).__name__)

@@ -54,7 +54,8 @@ def _dynamic(config: Any, parameters: dict[str, Any]) -> Scaling:
 def _yarn(config: Any, parameters: dict[str, Any]) -> Scaling:
     """Return the scaling of rotation frequencies for `rope_type` "yarn", with its options read from `parameters` (the
     `rope_parameters` of the configuration). A missing factor or trained context length is derived from the
-    configuration; other missing options have their defaults.
+    configuration, and a missing attention factor from `mscale` and `mscale_all_dim` if both are present. Other missing
+    options have their defaults.
     """
     trained_length = _trained_length(config, parameters)
     factor = parameters.get("factor") or config.max_position_embeddings / trained_length

@@ -77,7 +77,8 @@ def to_torch(layer: MultiHeadAttention) -> nn.MultiheadAttention:
 
 def _unsupported_option(layer: MultiHeadAttention) -> str | None:
     """Return a description of the first property of a layer that `torch.nn.MultiheadAttention` does not support: an
-    option, a size, or a bias in only some of the projections. Return None if it supports the whole layer.
+    option, a size, or a bias in only some of the projections. Return None if `torch.nn.MultiheadAttention` supports
+    all properties of the layer.
     """
     for option in ("rotary", "position_bias", "qk_norm", "output_gate", "mask"):
         if getattr(layer, option) is not None:

@@ -95,8 +95,9 @@ _COMPARED_OPTIONS = (
 
 
 def _require_same(layer: Any, wanted: MultiHeadAttention, block: str) -> None:
-    """Raise `InputError` unless `layer` is a `MultiHeadAttention` with the same sizes and options as `wanted`. Weights,
-    dropout and backend are not compared. `block` is the class name of the `transformers` block, for the error message.
+    """Raise `InputError` unless `layer` is a `MultiHeadAttention`, not of a derived class, with plain projections and
+    the same sizes and options as `wanted`. Weights, context widths, dropout and backend are not compared. `block` is
+    the class name of the `transformers` block, for the error message.
     """
     linear_maps_of(layer)
     pairs = {name: (getattr(wanted, name), getattr(layer, name)) for name in _COMPARED_OPTIONS}

@@ -92,7 +92,8 @@ class AttentionLayer(nn.Module):
 
     def _register_score_parameters(self, maps: int, **factory: Any) -> None:
         """Register the learned parameters (sinks, temperature, talking-heads matrices) that the layer's option `scores`
-        switches on, with sizes for `maps` score maps; those switched off are registered as None.
+        switches on, with sizes for `maps` score maps: one per head, or two in differential attention. Parameters that
+        are switched off are registered as None.
 
         Args:
             maps: number of score maps of the layer.
@@ -264,7 +265,8 @@ class AttentionLayer(nn.Module):
 
     def _mask_and_bias(self, mask: Any, bias: Any, cache: Cache | None) -> tuple[Mask | None, Tensor | None]:
         """Return the mask and the bias of a call. The mask combines the masks of the caller, the cache and the layer by
-        `&` (all must allow a key); it is None if there is none. A float tensor passed as `mask` becomes the bias.
+        `&` (all must allow a key); it is None if none of the three has a mask. A float tensor passed as `mask` becomes
+        the bias; `bias` must be None then.
         """
         mask, bias = mask_and_bias(mask, bias)
         for other in (cache and cache.mask, self.mask):
@@ -318,8 +320,9 @@ class AttentionLayer(nn.Module):
 
 
 def check_like_layer(name: str, tensor: Tensor, layer: nn.Module) -> None:
-    """Raise `InputError` unless a tensor has the device and dtype of the layer's parameters. While autocast is on, the
-    two dtypes may differ if autocast converts tensors of both dtypes. `name` is the tensor's name in the error message.
+    """Raise `InputError` unless `tensor`, the argument called `name`, has the device and dtype of the layer's
+    parameters. While autocast is on, the dtypes may differ if autocast converts tensors of either dtype. For a layer
+    without parameters nothing is checked.
 
     Args:
         name: name of the argument, for the error.

@@ -41,9 +41,9 @@ class LayerCall:
     @property
     def needs_full_capacity(self) -> bool:
         """True if attention must run over all slots (places for tokens) of the call's cache, not only over the stored
-        tokens. That is so if a mask, a bias or the returned weights have an axis of keys, or if Python cannot read the
-        number of stored tokens at once, because it is on a GPU or the code is being compiled. Always True without a
-        `StaticCache`, since no other cache has empty slots.
+        tokens. That is so if there is a bias, if weights are returned, or if the mask prescribes a number of keys, as a
+        mask tensor does. It is also so if the number of stored tokens is on a GPU, or the code is being compiled or
+        transformed by `torch.func`. Always True without a `StaticCache`, since no other cache has empty slots.
         """
         if not isinstance(self.cache, StaticCache) or not self.cache.can_omit_empty_slots:
             return True

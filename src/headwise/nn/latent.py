@@ -169,7 +169,8 @@ class LatentAttention(AttentionLayer):
         | tuple[Float[Tensor, "*batch queries out"], Float[Tensor, "*batch heads queries keys"]]
     ):
         """Compute self-attention of x, over the cached tokens too. Return the output after the output projection and,
-        with `return_weights`, the weights of each head. `absorbed` selects one of two equivalent computations.
+        with `return_weights`, the attention weights of each head. `absorbed` selects one of two equivalent
+        computations: True attends to the latent vectors themselves, False to keys and values computed from them.
 
         Args:
             x: `(batch, queries, embed_dim)`, or `(queries, embed_dim)` for one sequence.
@@ -177,8 +178,7 @@ class LatentAttention(AttentionLayer):
             bias: added to the scores, see `attend`.
             gate: factor of each head's output before the output projection: `(heads,)`, `(batch, heads)` or
                 `(batch, heads, queries)`.
-            positions: `(queries,)` or `(batch, queries)`, for the rotation; masks follow the order of the tokens.
-                By default tokens are in order.
+            positions: for the rotation only, `(queries,)` or `(batch, queries)`; by default tokens are in order.
             cache: latents and rotated keys of earlier tokens, to which those of x are appended.
             lengths: number of real tokens at the start of each sequence, `(batch,)`; only those enter the
                 `StaticCache` that must be passed with them.
@@ -222,8 +222,8 @@ class LatentAttention(AttentionLayer):
         return torch.cat((rotated, content), dim=-1)
 
     def _latents(self, x: Float[Tensor, "batch new embed"]) -> Float[Tensor, "batch 1 new width"]:
-        """Return the features that a cache stores for each token of x: the key part that all heads share, not rotated
-        yet, followed by the normalised latent vector that keys and values are computed from.
+        """Return the key and value features of each token of x, side by side as in a cache: the key part that all heads
+        share, not rotated yet, followed by the normalised latent vector that keys and values are computed from.
         """
         latent, rotated = torch.split(self.kv_down(x), [self.kv_rank, self.rotary_dim], dim=-1)
         return torch.cat((rotated, apply_norm(self.kv_norm, latent).to(rotated.dtype)), dim=-1).unsqueeze(1)
@@ -277,8 +277,8 @@ class LatentAttention(AttentionLayer):
 
     def _is_absorbed(self, absorbed: bool | None, *, queries: int, keys: int) -> bool:
         """Return True if attention is to run over the latent vectors themselves, False if over the keys and values of
-        each head. The caller's choice `absorbed` comes first; None selects the form with fewer multiplications. If
-        `kv_up` has a bias, only False is possible.
+        each head. The result is `absorbed` if that is not None, otherwise the form with fewer multiplications. If
+        `kv_up` has a bias, the result is False, and `absorbed=True` raises `InputError`.
 
         Args:
             absorbed: argument of the caller; None for the form with fewer multiplications.
@@ -311,8 +311,8 @@ class LatentAttention(AttentionLayer):
         return [(1, self.rotary_dim + self.kv_rank)]
 
     def _check_rotary(self) -> None:
-        """Raise `InputError` if the layer's rotation does not fit the `rotary_dim` features: if it is wider, or if it
-        would rotate pairs of an odd number of features.
+        """Raise `InputError` if the layer's rotation does not fit the `rotary_dim` features: if it rotates more than
+        `rotary_dim` features, or if it rotates all of them, in pairs, and `rotary_dim` is odd.
         """
         if self.rotary is None:
             return

@@ -156,7 +156,8 @@ def unpack_padded(
 
 def _can_be_packed(call: LayerCall) -> bool:
     """Return True if the real tokens of a padded batch may be packed end to end in this call: there is no bias, no
-    weights are returned, and neither mask nor gate depends on the query or the key.
+    weights are returned, the mask does not prescribe a number of queries or keys (as a mask tensor does), and the gate
+    has no axis of queries.
     """
     if call.mask is not None:
         extent = call.mask.natural_grid()

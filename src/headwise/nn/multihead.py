@@ -177,7 +177,7 @@ class MultiHeadAttention(QKVProjection):
         Float[Tensor, "*batch queries out"]
         | tuple[Float[Tensor, "*batch queries out"], Float[Tensor, "*batch heads queries keys"]]
     ):
-        """Attend from each token of x to the tokens of the context, or of x itself without one, cached tokens included.
+        """Attend from each token of x to the tokens of `context`; without a context, to those of x and of the cache.
         Return the output after the output projection and, with `return_weights`, the attention weights of each head.
 
         Example:

@@ -292,5 +292,5 @@ class QKVProjection(AttentionLayer):
 
 
 def _with_batch(tensor: Float[Tensor, "*batch length width"]) -> Float[Tensor, "batch length width"]:
-    """Return the tensor with a batch axis of 1 in front, if it has none."""
+    """Return the tensor with a batch axis: unchanged if it has one, otherwise with an axis of size 1 in front."""
     return tensor if tensor.ndim == 3 else tensor.unsqueeze(0)

@@ -83,8 +83,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from each token of `query` to the tokens of `key`. Return the output after the output projection, and
-        the attention weights, or None without `need_weights`.
+        """Attend from each token of `query` to the tokens of `key`. Return the output after the output projection and
+        the attention weights (averaged over heads with `average_attn_weights`; None if `need_weights` is False).
 
         Args:
             query: `(batch, queries, embed_dim)` with `batch_first`, `(queries, batch, embed_dim)` without, or
@@ -336,7 +336,9 @@ def _check_tensor(name: str, tensor: Any, width: int, query: Any, *, batch_first
 
 
 def _check_mask(name: str, mask: Any, query: Tensor, *shapes: tuple[int, ...]) -> None:
-    """Raise `InputError` unless a mask is a boolean or float tensor on the query's device, and has one of `shapes`."""
+    """Raise `InputError` unless `mask`, the argument called `name`, is a boolean or float tensor on the query's device
+    and its shape is one of `shapes`.
+    """
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(

@@ -14,9 +14,10 @@ from headwise.show.terminal import COLOURS
 
 
 def print_profile(profile: Profile, console: Console) -> None:
-    """Print the heads of a profile, one group per role. Each head is followed by the mean of the statistic that decides
-    the role, usually a share of attention (on the data or on repeated random tokens, if that is larger). The largest
-    mean is first. Heads of the mixed role have no number.
+    """Print the heads of a profile, one group per role (what a head mostly attends to). Each head is followed by the
+    mean of the statistic that decides its role. If this statistic was measured both on the data and on repeated random
+    tokens, the larger of the two means is printed. In each group the largest mean is first. Heads of the mixed role
+    have no number.
     """
     console.print(Text(_title(profile), style="bold"), soft_wrap=True)
     heads_by_role = profile.roles()
@@ -35,8 +36,8 @@ def print_profile(profile: Profile, console: Console) -> None:
 
 def print_comparison(comparison: Comparison, console: Console, statistics: Collection[str], top: int) -> None:
     """Print a table of the `top` largest differences between two profiles, sorted by absolute size in standard errors,
-    with one row per head and statistic. Only the statistics named in `statistics` are compared, or all if it is empty.
-    Then print the number of heads whose role differs.
+    with one row per head and statistic. Only the statistics named in `statistics` are shown; all are shown if it is
+    empty. Then print the number of heads whose role differs.
 
     Args:
         comparison: two profiles of the same heads.

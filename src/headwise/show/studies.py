@@ -26,8 +26,8 @@ COLUMNS = {
 
 def print_study(study: Study, console: Console) -> None:
     """Print the results of a study: a table of its head settings with the Pareto frontier marked, the invalid settings
-    that were left out, and the recommendation. Warnings name the settings for which fewer than 3 learning rates
-    were tried, and the settings with missing seeds.
+    that were left out, and the recommendation. Warnings name the settings for which fewer than 3 learning rates were
+    tried, and the settings that were trained with fewer seeds than planned.
     """
     metadata = study.metadata
     seeds = max((row.statistics["loss"].n for row in study.rows), default=0)

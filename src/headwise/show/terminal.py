@@ -39,8 +39,9 @@ def make_console() -> Console:
 
 
 def print_view(view: View, console: Console, *, detail: bool = False) -> None:
-    """Print a view (the attention of a model on one text) as a table for each role, with one line per head. With
-    `detail`, also print for every head the keys that each word attends to most.
+    """Print a view (the attention of a model on one text): first the text, then one table for each role (what a head
+    mostly attends to), with one line per head. With `detail`, also print for every head the keys that each word attends
+    to most.
     """
     console.print(Text(_one_line(view.text), style="bold"))
     cut = " (the text was cut there)" if view.truncated else ""
