@@ -26,8 +26,8 @@ def whole_number(argument: str, value: Any, *, least: int) -> int:
 
 
 def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> float:
-    """Return a number as a float; raise `InputError` if it is infinite, NaN, not greater than `above`, or a tensor that
-    requires grad.
+    """Return `value` as a float; raise `InputError` if it is not a number (strings are not converted), infinite, NaN,
+    not greater than `above`, or a tensor that requires grad.
     """
     if isinstance(value, Tensor) and value.requires_grad:
         remedy = "its gradient would be lost: pass float(value)"

@@ -5,7 +5,9 @@ from typing import Any
 
 
 class HeadwiseError(Exception):
-    """Base class of all errors that headwise raises on purpose; the command line exits with status 2 on one."""
+    """Base class of all errors that headwise raises on purpose; the command line exits with status 2 after such an
+    error.
+    """
 
 
 class InputError(HeadwiseError, ValueError):
@@ -29,8 +31,8 @@ class MissingExtra(HeadwiseError, ImportError):
 
 
 def require(package: str, *, purpose: str, extra: str) -> Any:
-    """Import an optional package, or one of its modules such as `matplotlib.figure`, and return it. If it is not
-    installed, raise `MissingExtra`, whose message states what needs the package (`purpose`) and which extra of headwise
+    """Import an optional package, or one of its modules such as `matplotlib.figure`, and return it. If it cannot be
+    imported, raise `MissingExtra`, whose message states what needs the package (`purpose`) and which extra of headwise
     installs it (`extra`).
 
     Args:

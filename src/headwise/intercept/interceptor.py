@@ -97,8 +97,8 @@ class Interceptor:
         """Handle the start of a call of the intercepted model; by default do nothing."""
 
     def on_module_call(self, path: str) -> None:
-        """Handle the start of a call of the module at `path` in the intercepted model (empty for the model itself); by
-        default do nothing.
+        """Handle the start of a call of the module at `path` in the intercepted model; by default do nothing. `path` is
+        empty if the module is the model itself.
         """
 
     def on_unreadable(self, path: str) -> None:

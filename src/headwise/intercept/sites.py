@@ -41,8 +41,8 @@ class SiteRecord:
             self.merge({name: RunningMoments.from_values(values.double().cpu())})
 
     def merge(self, statistics: Mapping[str, RunningMoments]) -> None:
-        """Merge, in place, the moments (count, mean and squared deviations) of each statistic over other sequences into
-        those of this site.
+        """Merge `statistics`, the moments (count, mean and squared deviations) of each statistic over other sequences,
+        into the moments of this site, in place.
         """
         for name, moments in statistics.items():
             before = self.statistics.get(name)

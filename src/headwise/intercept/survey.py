@@ -16,7 +16,9 @@ class _Survey(SiteRegistry):
     """
 
     def observe(self, call: Call) -> None:
-        """Record the site of an attention call; return None, so that its weights are not observed."""
+        """Record the site of an attention call (its attention module, self or cross). Return None, so that the
+        attention weights of the call are not observed.
+        """
         self.register(call)
 
 
