@@ -35,8 +35,8 @@ def ablate(
     force: Force = False,
 ) -> None:
     """Measure the loss of a model without each head. Heads (with --units: layers, groups of heads that share keys and
-    values, or all heads of a role) are removed one at a time, by replacing their output. Prints the largest increases
-    of the loss, and saves the effect of each removal in --out.
+    values, or all heads of a role such as previous token) are removed one at a time, by replacing their output. Prints
+    the largest increases of the loss, and saves the effect of each removal in --out.
     """
     if (units == "roles") != (roles is not None):
         expected = "the folder of a profile if, and only if, --units is roles"

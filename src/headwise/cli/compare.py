@@ -20,8 +20,9 @@ def compare(
     ] = None,
     top: Top = 20,
 ) -> None:
-    """Show the heads that differ most between two profiles. Each profile is a folder that `headwise profile` wrote.
-    Prints a table with one row per head and statistic; the largest differences, measured in standard errors, are first.
+    """Show the heads that differ most between two profiles. Each profile is a folder that `headwise profile` wrote,
+    with the attention statistics of every head. Prints a table with one row per head and statistic; the largest
+    differences, measured in standard errors, are first.
     """
     comparison = compare_profiles(load_profile(a), load_profile(b))
     print_comparison(comparison, make_console(), statistic or (), top)

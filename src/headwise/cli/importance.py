@@ -54,8 +54,8 @@ def importance(
     force: Force = False,
 ) -> None:
     """Score how important each head is for the loss. Methods: gradients of the loss with respect to head gates (factors
-    on head outputs), these gradients integrated, removal of each head, or learned gates. Prints the heads with the
-    largest scores, and saves all scores in --out.
+    on head outputs), these gradients integrated over gate values from 0 to 1, removal of each head, or learned gates.
+    Prints the heads with the largest scores, and saves all scores in --out.
     """
     loaded, loss_function = load_with_loss(model, loss)
     dataset = texts.texts(data, loaded.tokenizer)

@@ -24,8 +24,9 @@ DEFAULT_SECONDS = 30 * 60.0
 
 @dataclass(frozen=True)
 class TextStudyFlags:
-    """Command-line options of `headwise study` that describe the training data: the task, the tokenizer, the size of
-    sequences and batches, and the columns with text and label. The method `options` converts them to `hw.TextOptions`.
+    """Command-line options of `headwise study` that describe the training data: the task (what the models learn), the
+    tokenizer, the size of sequences and batches, and the columns with text and label. The method `options` converts
+    them to `hw.TextOptions`.
     """
 
     task: Annotated[str, typer.Option(help=f"What the models learn: {', '.join(TASKS)}.")] = DEFAULT_TEXT.task

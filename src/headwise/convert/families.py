@@ -40,8 +40,8 @@ class Family(Protocol):
 
 class Decoder:
     """Reader of the attention blocks of Llama-type decoders (Llama, Mistral, Qwen, Gemma 2, gpt-oss, OLMo 2, Phi),
-    which have separate query, key and value projections and rotary embedding. It returns the constructor options and
-    the parameters of the `MultiHeadAttention` that computes the same as a block.
+    which have separate query, key and value projections and rotary embedding. The reader returns the constructor
+    options and the parameters of the `MultiHeadAttention` that computes the same as a block.
 
     The options are read from these attributes:
 
@@ -66,7 +66,7 @@ class Decoder:
     def options(self, block: Any) -> dict[str, Any]:
         """Return the constructor arguments of the `MultiHeadAttention` that computes the same as a block of a
         Llama-type decoder or of EuroBERT, read from the block and its configuration. Raise `InputError` if the block is
-        causal but the reader's attribute `causal` is False, or the reverse.
+        causal but the reader's attribute `causal` is False, or if it is not causal but `causal` is True.
         """
         if block.is_causal != self.causal:
             expected = "one that is causal" if self.causal else "one that is not causal"
@@ -103,8 +103,9 @@ class Decoder:
 
 
 class Encoder(Decoder):
-    """Reader of the attention blocks of EuroBERT, which are those of Llama-type decoders without a causal mask. It
-    returns the constructor options and the parameters of the `MultiHeadAttention` that computes the same as a block.
+    """Reader of the attention blocks of EuroBERT, which are those of Llama-type decoders without a causal mask. The
+    reader returns the constructor options and the parameters of the `MultiHeadAttention` that computes the same as a
+    block.
     """
 
     classes = ("EuroBertAttention",)
@@ -113,7 +114,7 @@ class Encoder(Decoder):
 
 class Bert:
     """Reader of the attention blocks of BERT-type models, which have separate projections with biases, in the two
-    submodules `self` and `output` of the block. It returns the constructor options and the parameters of the
+    submodules `self` and `output` of the block. The reader returns the constructor options and the parameters of the
     `MultiHeadAttention` that computes the same as a block.
 
     The block is the parent of both: `self` with the query, key and value projections, and `output` with the output
@@ -150,7 +151,7 @@ class Bert:
 
 class GPT2:
     """Reader of the attention blocks of GPT-2, which have one projection for queries, keys and values together and
-    store weights transposed (`Conv1D`). It returns the constructor options and the parameters of the
+    store weights transposed (`Conv1D`). The reader returns the constructor options and the parameters of the
     `MultiHeadAttention` that computes the same as a block.
 
     The layer has `fused_qkv=True`. `scaling` of the block includes `scale_attn_weights` and

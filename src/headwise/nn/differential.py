@@ -101,14 +101,16 @@ class DifferentialAttention(MultiHeadAttention):
         self._reset_lambdas()
 
     def reset_parameters(self) -> None:
-        """Initialise as `MultiHeadAttention` does, and draw the lambda vectors from a normal distribution with standard
-        deviation 0.1 (Ye et al. 2024).
+        """Initialise as `MultiHeadAttention` does, and draw the four learned vectors that determine lambda from a
+        normal distribution with standard deviation 0.1 (Ye et al. 2024).
         """
         super().reset_parameters()
         self._reset_lambdas()
 
     def _reset_lambdas(self) -> None:
-        """Draw the four lambda vectors from a normal distribution of standard deviation 0.1."""
+        """Draw the learned vectors `lambda_q1`, `lambda_k1`, `lambda_q2` and `lambda_k2`, which determine lambda, from
+        a normal distribution of standard deviation 0.1.
+        """
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("lambda_"):
                 nn.init.normal_(parameter, std=0.1)
@@ -125,8 +127,9 @@ class DifferentialAttention(MultiHeadAttention):
     def _attend(
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
-        """Return the output of each head, normalised, scaled by 1 - lambda_init and multiplied by the gate of the call;
-        and the weights A1 - lambda A2 of the two softmax maps, or None if the call does not request them.
+        """Return the output of each head, normalised, then multiplied by 1 - lambda_init (the constant part of lambda)
+        and by the gate of the call. Also return the difference A1 - lambda A2 of the two softmax maps A1 and A2 as
+        attention weights, or None if the call does not request them.
         """
         (first_inputs, first_parameters), (second_inputs, second_parameters) = self._score_maps(inputs)
         call = self._with_position_bias(first_inputs, call)

@@ -247,8 +247,8 @@ class LatentAttention(AttentionLayer):
         self, inputs: AttentionInputs, call: LayerCall
     ) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries keys"] | None]:
         """Return head outputs, and attention weights or None, by attending to the latent vectors themselves. No keys
-        and values are computed from the latent vectors; instead `kv_up` is multiplied into the queries and into the
-        attention output.
+        and values are computed from the latent vectors; instead the matrix of `kv_up`, which would compute them, is
+        multiplied into the queries and into the attention output.
 
         q . (K c) = (q K) . c and sum_j A_j (V c_j) = V sum_j A_j c_j, with K and V the two parts of `kv_up`.
         """

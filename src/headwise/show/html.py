@@ -58,8 +58,8 @@ def write_page(view: View, path: Path) -> None:
 
 def page_data(view: View) -> dict[str, Any]:
     """Return the words, roles and heads of a view as JSON values for the HTML page. Words, and the keys that each of
-    them attends to most, are included for the first 1024 words only. Keys, attention weights and the small pictures of
-    the weights are base64-encoded integers.
+    them attends to most, are included for the first 1024 words only. These keys, their attention weights and a small
+    picture of all weights of each head are base64-encoded integers.
     """
     shown = [role for role in ROLES if any(head.role is role for head in view.heads)]
     return {
