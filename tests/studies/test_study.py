@@ -2,10 +2,12 @@
 
 import math
 import re
+import shutil
 import statistics
 from collections import Counter
 from types import SimpleNamespace
 
+import optuna
 import pytest
 import torch
 from torch import nn
@@ -35,6 +37,17 @@ class Toy(nn.Module):
     def forward(self, input_ids):
         x = self.embed(input_ids)
         return self.out(x + self.attention(x))
+
+
+class EmbeddingToy(nn.Module):
+    """Predicts the next byte from an embedding alone: for tests in which only the duration of a step matters."""
+
+    def __init__(self, setting):
+        super().__init__()
+        self.setting, self.logits = setting, nn.Embedding(11, 11)
+
+    def forward(self, input_ids):
+        return self.logits(input_ids)
 
 
 def sequences(number, seed=0, first=0):
@@ -81,10 +94,17 @@ class Callback:
         self.calls.append((setting, seed))
 
 
-def study(space=(ONE, TWO), data=None, seconds=None, steps=STEPS, trials=TRIALS, seeds=SEEDS, **options):
+def study(space=(ONE, TWO), data=None, seconds=None, steps=STEPS, trials=TRIALS, seeds=SEEDS, model=Toy, **options):
     budget = hw.StudyBudget(seconds, steps, trials=trials, seeds=seeds)
     options = {"held_out": HELD_OUT, "loss": Loss(), "budget": budget} | options
-    return hw.study(Toy, DATA if data is None else data, space, **options)
+    return hw.study(model, DATA if data is None else data, space, **options)
+
+
+def study_in_memory(*arguments, **options):
+    """A study whose trials are in memory instead of a database, for tests in which nothing is read back from it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial_store, "open_storage", lambda url: optuna.storages.InMemoryStorage())
+        return study(*arguments, **options)
 
 
 def outcome(result):
@@ -97,9 +117,15 @@ def outcome(result):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted():
+def complete_folder(tmp_path_factory):
+    """Output folder of the study `complete`, which no test may change."""
+    return tmp_path_factory.mktemp("complete")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(complete_folder):
     """A study without interruption, and the number of its training steps."""
-    return study(loss=(loss := Loss())), loss.steps
+    return study(loss=(loss := Loss()), out=complete_folder), loss.steps
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +144,7 @@ def test_equal_arguments_give_equal_losses(complete):
     again = study()
     assert outcome(again) == outcome(complete)
     assert torch.equal(torch.get_rng_state(), state)
-    other = study(seed=1)
+    other = study_in_memory(seed=1)
     assert all(other.losses[setting] != complete.losses[setting] for setting in (ONE, TWO))
     assert len({loss for runs in complete.losses.values() for loss in runs.values()}) == 4
 
@@ -161,7 +187,7 @@ def test_each_final_training_equals_one_by_hand(complete):
 
 
 def test_final_trainings_use_the_best_learning_rate_of_the_search():
-    result = study((ONE, TWO, FOUR), trials=4, recipe=hw.Recipe(rates=(1e-5, 1.0)))
+    result = study_in_memory((ONE, TWO, FOUR), trials=4, recipe=hw.Recipe(rates=(1e-5, 1.0)))
     for row in result.rows:
         searched = [each for each in result.metadata["search"] if each["setting"] == row.name]
         assert len(searched) == 4
@@ -175,7 +201,7 @@ def test_final_trainings_use_the_best_learning_rate_of_the_search():
 
 def test_held_out_batches_are_never_trained_on():
     loss = Loss()
-    study(loss=loss, held_out=None, data=(data := sequences(11)))
+    study_in_memory(loss=loss, held_out=None, data=(data := sequences(11)))
     held_out = data[5]["input_ids"]
     assert not any(torch.equal(ids, held_out) for ids in loss.trained)
     seen = {n for ids in loss.trained for n, each in enumerate(data) if torch.equal(ids, each["input_ids"])}
@@ -224,12 +250,12 @@ def test_a_study_that_stopped_at_any_step_resumes(stop, complete, total, tmp_pat
     assert outcome(hw.Study.load(tmp_path)) == outcome(complete)
 
 
-def test_seeds_can_be_added_to_a_finished_study(complete, tmp_path):
-    study(out=tmp_path)
+def test_seeds_can_be_added_to_a_finished_study(complete, complete_folder, tmp_path):
+    shutil.copytree(complete_folder, tmp_path, dirs_exist_ok=True)
     callback = Callback()
     result = study(out=tmp_path, seeds=4, on_trained=callback)
     assert callback.calls == [(ONE, 3), (TWO, 3), (ONE, 4), (TWO, 4)]
-    assert outcome(result) == outcome(study(seeds=4))
+    assert outcome(result) == outcome(study_in_memory(seeds=4))
     assert result.losses[ONE].items() >= complete.losses[ONE].items()
 
 
@@ -245,9 +271,23 @@ OTHERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def smallest(tmp_path_factory):
+    """A study of one setting with one learning rate and one seed, and its output folder, which no test may change."""
+    folder = tmp_path_factory.mktemp("smallest")
+    return study((ONE,), trials=1, seeds=1, out=folder), folder
+
+
+@pytest.fixture
+def smallest_copy(smallest, tmp_path):
+    """A copy of the output folder of the study `smallest`."""
+    shutil.copytree(smallest[1], tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_folder_with_another_study_is_refused(name, tmp_path):
-    first = study((ONE,), trials=1, seeds=1, out=tmp_path)
+def test_a_folder_with_another_study_is_refused(name, smallest, smallest_copy):
+    first, tmp_path = smallest[0], smallest_copy
     before = {path.name: path.read_bytes() for path in tmp_path.glob("study.p*")}
     options = {"space": (ONE,), "trials": 1, "seeds": 1, "out": tmp_path} | OTHERS[name]
     sentence = (
@@ -260,34 +300,30 @@ def test_a_folder_with_another_study_is_refused(name, tmp_path):
     assert outcome(study((ONE,), trials=1, seeds=1, out=tmp_path)) == outcome(first)
     loss = Loss()
     again = study(**{"loss": loss} | options, force=True)
-    assert outcome(again) == outcome(study(**options | {"out": None}))
+    assert outcome(again) == outcome(study_in_memory(**options | {"out": None}))
     assert loss.steps > 0 or name == "loss"
 
 
-def test_models_of_another_size_make_another_study(tmp_path):
+def test_models_of_another_size_make_another_study(smallest_copy):
     class Larger(Toy):
         def __init__(self, setting):
             super().__init__(setting)
             self.out = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 11))
 
-    study((ONE,), trials=1, seeds=1, out=tmp_path)
     sentence = (
         "out: expected a study that was started with the same model, got another; --force (force=True) starts again"
     )
-    budget = hw.StudyBudget(steps=STEPS, trials=1, seeds=1)
-    options = {"held_out": HELD_OUT, "loss": Loss(), "budget": budget, "out": tmp_path}
     with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-        hw.study(Larger, DATA, (ONE,), **options)
+        study((ONE,), trials=1, seeds=1, model=Larger, out=smallest_copy)
 
 
-def test_other_held_out_batches_make_another_study(tmp_path):
-    study((ONE,), trials=1, seeds=1, out=tmp_path)
+def test_other_held_out_batches_make_another_study(smallest_copy):
     sentence = (
         "out: expected a study that was started with the same data, got another; --force (force=True) starts again"
     )
     for held_out in (sequences(3, 5), sequences(2, 1)):
         with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}$"):
-            study((ONE,), trials=1, seeds=1, out=tmp_path, held_out=held_out)
+            study((ONE,), trials=1, seeds=1, out=smallest_copy, held_out=held_out)
 
 
 def test_a_learning_rate_with_which_training_diverges_is_not_used():
@@ -317,15 +353,17 @@ def test_a_setting_that_never_trains_is_an_error():
 
 
 def test_the_baseline_is_always_compared(tmp_path):
-    result = study((ONE,), baseline=FOUR, trials=1, out=tmp_path)
+    result = study_in_memory((ONE,), baseline=FOUR, trials=1, out=tmp_path)
     assert [row.setting for row in result.rows] == [ONE, FOUR]
     assert result.baseline == hw.Study.load(tmp_path).baseline == FOUR
     space = hw.Space(8, (1, 3))
-    assert study(space, trials=1, seeds=1).metadata["left_out"] == ("3 heads do not divide embed_dim 8",)
+    assert study_in_memory(space, trials=1, seeds=1).metadata["left_out"] == ("3 heads do not divide embed_dim 8",)
 
 
 def test_additional_measures(tmp_path):
-    result = study((ONE, TWO), trials=1, measures={"heads": lambda model: model.setting.num_heads}, out=tmp_path)
+    result = study_in_memory(
+        (ONE, TWO), trials=1, measures={"heads": lambda model: model.setting.num_heads}, out=tmp_path
+    )
     assert [row.statistics["heads"] for row in result.rows] == [(1.0, 0.0, 2), (2.0, 0.0, 2)]
     assert hw.Study.load(tmp_path).row(TWO).statistics["heads"].value == 2.0
 
@@ -340,7 +378,9 @@ def test_two_studies_in_one_database(complete, tmp_path):
     assert loss.steps == STEPS * 3
     assert result.metadata["model"]["name"] == "a"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"study.parquet"}
-    assert study(optuna=hw.OptunaOptions(storage, "b"), seed=1).metadata["model"]["name"] == "b"
+    other = study((ONE,), trials=1, seeds=1, optuna=hw.OptunaOptions(storage, "b"), seed=1)
+    assert other.metadata["model"]["name"] == "b"
+    assert outcome(study(optuna=hw.OptunaOptions(storage, "a"))) == outcome(complete)
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
@@ -376,7 +416,7 @@ def clock(monkeypatch):
 
 
 def timed(clock, seconds, stops_after=math.inf, **options):
-    """A study with a time limit, whose clock advances with each batch."""
+    """A study with a time limit, whose clock advances with each batch; without `out`, its trials are in memory."""
     loss = Loss(stops_after)
 
     def takes(model, batch):
@@ -385,7 +425,8 @@ def timed(clock, seconds, stops_after=math.inf, **options):
 
     takes.__name__ = "toy_loss"
     defaults = {"steps": None, "trials": None, "seconds": seconds, "loss": takes, "data": sequences(40)}
-    return study(**defaults | options)
+    start = study if "out" in options else study_in_memory
+    return start(**defaults | {"model": EmbeddingToy} | options)
 
 
 @pytest.mark.parametrize(("budget", "speed"), [(30.0, 0.1), (60.0, 0.1), (40.0, 0.06), (70.0, 0.12)])
@@ -515,8 +556,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
         study(out=tmp_path / "file")
 
 
-def test_the_saved_file_lists_every_training(tmp_path):
-    study((ONE,), trials=1, seeds=1, out=tmp_path)
-    metadata = hw.Study.load_metadata(tmp_path)
+def test_the_saved_file_lists_every_training(smallest):
+    metadata = hw.Study.load_metadata(smallest[1])
     assert list(metadata["runs"][0]) == ["setting", "seed", "rate", "loss", "train_loss", "step_ms", "seconds"]
     assert metadata["runs"][0]["setting"] == [1, 8, 1]
