@@ -59,9 +59,9 @@ def print_view(view: View, console: Console, *, detail: bool = False) -> None:
 
 
 def link_text(view: View, head: HeadView) -> str:
-    """Return up to three of a head's strongest links as text. A link is the attention of one word to another, written
-    `tea → coffee 0.14`, or `coffee ↔ tea 0.32/0.17` with both weights if each of the two words attends most to the
-    other.
+    """Return up to three of a head's strongest links as text. A link is the attention of one word to the word that
+    it attends to most, written `tea → coffee 0.14`. If each of two words attends most to the other, and both weights
+    are larger than under uniform attention, their link is written `coffee ↔ tea 0.32/0.17` with both weights.
     """
     texts = []
     for link in view.strongest_links(head, LINKS):
