@@ -161,13 +161,13 @@ for every sequence, and four slots need four heads.""",
     "",
     """\
 The theorem states that a layer of H heads has at most H outputs that name their symbol (token) correctly in every
-sequence. It applies to one of the three kinds of models that were trained. In models called "weights by place
-alone", queries and keys are one learned vector, rotated by position. Attention weights then depend on the position
-alone, so the theorem applies. In models called "ordinary attention", queries and keys are computed from the symbols.
-Attention weights can then depend on the symbols too, so the theorem does not apply. In models called "with an MLP",
-ordinary attention is followed by an MLP, so the map from head outputs to logits is not linear, and the theorem does
-not apply either. A head output is a weighted sum of the vectors of several symbols; the MLP can distinguish sums
-that no linear map can.""",
+sequence. It applies to one of the three kinds of models that were trained. In models called "weights by place alone",
+all queries and keys are projections of one learned vector, rotated by position. Attention weights then depend on the
+position alone, so the theorem applies. In models called "ordinary attention", queries and keys are computed from the
+symbols. Attention weights can then depend on the symbols too, so the theorem does not apply. In models called "with
+an MLP", ordinary attention is followed by an MLP, so the map from head outputs to logits is not linear, and the
+theorem does not apply either. A head output is a weighted sum of the vectors of several symbols; the MLP can
+distinguish sums that no linear map can.""",
 ]
 
 EXAMPLE = ((0.18, 0.52, 0.30, 0.0), (0.0, 0.30, 0.52, 0.18))
