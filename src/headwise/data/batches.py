@@ -18,8 +18,8 @@ POSITIONAL = ""
 
 def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
     """Yield each batch of a data set as a dictionary of the model's arguments by name. A batch that is a tensor instead
-    of a mapping becomes a dictionary with one entry, whose key is the empty string: the model's first positional
-    argument.
+    of a mapping becomes a dictionary with one entry under the empty string, which stands for the model's first
+    positional argument.
 
     Raises:
         InputError: the data set cannot be iterated, or a batch is neither a tensor nor a mapping that contains tensors.
@@ -44,8 +44,8 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """Run the model on a batch, a dictionary of arguments by name as `iterate_batches` yields it, and return the
-    model's output. The value of the empty name is passed as the first positional argument. All tensors must already be
-    on the model's device.
+    model's output. An entry under the empty string is passed as the first positional argument. All tensors must already
+    be on the model's device.
     """
     arguments = dict(batch)
     return model(arguments.pop(POSITIONAL), **arguments) if POSITIONAL in arguments else model(**arguments)

@@ -7,7 +7,9 @@ from headwise.errors import InputError
 
 
 class TokenizedDocument(NamedTuple):
-    """Token ids of a document without special tokens, and its location ("line 3 of notes.jsonl") for error messages."""
+    """Token ids of a document (special tokens such as `[CLS]` excluded), and the document's location for error
+    messages, such as "line 3 of notes.jsonl".
+    """
 
     ids: list[int]
     location: str

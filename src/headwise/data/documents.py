@@ -22,8 +22,8 @@ class Document(NamedTuple):
 
 
 def documents_in_memory(items: Iterable[Any], column: str) -> Iterator[Document]:
-    """Yield each item as a document: a string is its text, and a mapping has the text in `column`. The number of the
-    item becomes its location in error messages.
+    """Yield a document for each item: the item itself is the text if it is a string; a mapping has the text under the
+    key `column`. The document's location for error messages is "document N", where N counts the items from 1.
 
     Raises:
         InputError: an item is neither, or has no text in that column.
@@ -34,9 +34,10 @@ def documents_in_memory(items: Iterable[Any], column: str) -> Iterator[Document]
 
 
 def read_documents(source: str | Path, column: str, types: ColumnTypes = (str,)) -> Iterator[Document]:
-    """Yield the documents of the file `source`, or of all files below the folder `source` that are not hidden, sorted
-    by path. Each row of a Parquet file and each line of a JSON lines file is a document, with the text in `column` as a
-    value of one of the Python types `types`. Any other file is one document.
+    """Yield the documents of the file `source`, or of all files below the folder `source`, sorted by path; files and
+    subfolders whose name starts with a dot are left out. Each row of a Parquet file and each nonblank line of a JSON
+    lines file is a document. Its text is the value in `column`, of one of the Python types `types`, as a string. Any
+    other file is one document.
 
     Args:
         source: the file or folder.
@@ -92,14 +93,14 @@ def _unreadable(file: Path, error: Exception) -> InputError:
 
 
 def _is_hidden(path: Path) -> bool:
-    """Return True if any part of a path, a folder or the file itself, has a name that starts with a dot."""
+    """Return True if the name of any folder in a path, or of the file itself, starts with a dot."""
     return any(part.startswith(".") for part in path.parts)
 
 
 def _read_file(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield the documents of one file, whose suffix determines the format. Parquet has one document per row and JSON
-    lines one per line, with the text in `column` as a value of one of the Python types `types`. Any other file is one
-    document of plain text.
+    """Yield the documents of one file, whose suffix determines the format. A Parquet file has one document per row, a
+    JSON lines file has one per line that is not blank, and any other file is one document of plain text. In Parquet and
+    JSON lines, the text is the value in `column`, of one of the Python types `types`, converted to a string.
     """
     if file.suffix == ".parquet":
         yield from _read_parquet(file, column, types)
@@ -110,8 +111,8 @@ def _read_file(file: Path, column: str, types: ColumnTypes) -> Iterator[Document
 
 
 def _read_json_lines(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield one document for each line of a JSON lines file; blank lines are skipped. Each line is an object that has
-    the text in `column`, as a value of one of the Python types `types`.
+    """Yield one document for each line of a JSON lines file; blank lines are skipped. Each line is a JSON object. The
+    text is the value under the key `column`, of one of the Python types `types`, converted to a string.
     """
     with file.open("rb") as lines:
         offset = 0
@@ -123,8 +124,8 @@ def _read_json_lines(file: Path, column: str, types: ColumnTypes) -> Iterator[Do
 
 
 def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Document]:
-    """Yield one document for each row of a Parquet file. The text is in `column`, as a value of one of the Python types
-    `types`.
+    """Yield one document for each row of a Parquet file. The text is the value in `column`, of one of the Python types
+    `types`, converted to a string.
     """
     pyarrow = require("pyarrow", purpose="reading parquet", extra="tables")
     parquet = require("pyarrow.parquet", purpose="reading parquet", extra="tables")
@@ -146,8 +147,9 @@ def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Docum
 
 
 def _decode(data: bytes, file: Path, offset: int) -> str:
-    """Decode `data`, the bytes of a file or of one line that starts at byte `offset` of the file, as UTF-8 text, with
-    or without a byte-order mark. Raise `InputError` for a null byte (a binary file) or invalid UTF-8.
+    """Decode `data`, the bytes of a file or of one line of it, as UTF-8 text, with or without a byte-order mark. Raise
+    `InputError` for a null byte (a binary file) or invalid UTF-8. For the error message, `offset` is the position of
+    `data` in the file, in bytes.
 
     Args:
         data: the bytes of a file or of a line in it.

@@ -28,8 +28,8 @@ class PackagedModel:
     hub: str
 
     def location(self) -> Path | None:
-        """Return the path of the model's folder inside the installed Python package, found without importing the
-        package; None if the package is not installed.
+        """Return the path of the model's folder inside the installed Python package that contains the model; None if
+        that package is not installed. The package is found without importing it.
         """
         spec = find_spec(self.package)
         if spec is None or not spec.submodule_search_locations:
@@ -119,7 +119,9 @@ def load_tokenizer(name: str) -> Any:
 
 
 def lm_head_of(name: str) -> str | None:
-    """Return the kind of language-model head that a saved model has: "causal", "masked", or None for neither.
+    """Return the kind of language-model head of the model called `name`, according to its configuration: "causal",
+    "masked", or None for neither. `name` is a key of `PACKAGED` (a model inside a Python package), a Hugging Face
+    folder, or a hub id.
 
     A GGUF file always contains a causal language model.
 
@@ -174,7 +176,8 @@ def _source(name: str) -> tuple[str, str, dict[str, str]]:
 
 
 def _require_on_hub(name: str) -> None:
-    """Raise an `OSError` if a model is not in the local cache and cannot be reached on the Hugging Face hub.
+    """Raise an `OSError` if the `config.json` of a model is not in the local cache and cannot be reached on the Hugging
+    Face hub. `name` is the model's hub id.
 
     One request is enough here, whereas `from_pretrained` would retry for a minute without a network.
     """

@@ -105,13 +105,14 @@ class Texts:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in all sequences, including special tokens."""
+        """Number of tokens in all sequences of these texts, including special tokens."""
         return sum(map(len, self.sequences))
 
     @cached_property
     def sequences(self) -> list[Int[Tensor, " tokens"]]:
-        """All sequences of token ids with their special tokens, in the order of the data; only the first `limit` of
-        them if `limit` is set. They are read and cached on first use.
+        """All sequences of token ids with their special tokens, in the order of the data. The option `documents`
+        ("whole", "truncate", "cut" or "pack") determines how documents become sequences. If `limit` is set, only the
+        first `limit` sequences are returned. The sequences are read and cached on first use.
 
         Raises:
             InputError: the data is empty, binary, not UTF-8, lacks the column, or is longer than the context.
@@ -132,23 +133,29 @@ class Texts:
 
     @property
     def name(self) -> str:
-        """Path of the source for display; "memory" for documents in memory."""
+        """Name of the texts for display: the path of their file or folder, or "memory" for documents in memory."""
         return str(self.source) if isinstance(self.source, str | Path) else "memory"
 
     @property
     def _default_context(self) -> int:
-        """Largest number of tokens in a sequence if `context` is not set: the tokenizer's limit, at most 2048."""
+        """Largest number of tokens in a sequence if `context` is not set: 2048, or the tokenizer's limit if that is
+        smaller.
+        """
         limit = self.tokenizer.model_max_length
         return min(DEFAULT_CONTEXT, limit) if limit and 0 < limit < NO_LIMIT else DEFAULT_CONTEXT
 
     def _documents(self) -> Iterator[Document]:
-        """Yield the documents of the source in order, without blank ones."""
+        """Yield the documents of these texts in order: those of the file or folder `source`, or those in memory.
+        Documents that contain only whitespace are left out.
+        """
         read = read_documents if isinstance(self.source, str | Path) else documents_in_memory
         source: Any = self.source
         return (document for document in read(source, self.column) if document.text.strip())
 
     def _tokenized_documents(self) -> Iterator[TokenizedDocument]:
-        """Yield the token ids of each document, without special tokens. Documents that have no tokens are left out."""
+        """Yield each document's token ids (special tokens excluded) with its location. Documents that have no tokens
+        are left out; a document that is not valid Unicode raises `InputError`.
+        """
         remaining = self._documents()
         while documents := list(islice(remaining, DOCUMENTS_PER_CALL)):
             for document in documents:

@@ -31,7 +31,8 @@ class Word:
 
 
 class EncodedText(NamedTuple):
-    """A tokenized text with the word that each token belongs to.
+    """A tokenized text: the text up to where it was truncated, the model's input tensors, the words (special tokens
+    included), and the index of each token's word.
 
     Attributes:
         text: the text, up to where it was truncated.
@@ -49,8 +50,9 @@ class EncodedText(NamedTuple):
 
 
 def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> EncodedText:
-    """Tokenize a text for a model and group its tokens into words; return the model's arguments, the words, and the
-    word that each token belongs to.
+    """Tokenize a text for a model, and group the tokens into words. Return the model's arguments, the words, and the
+    index of each token's word. A text that is too long for the model is cut if `truncate` is True; otherwise it raises
+    `InputError`.
 
     Args:
         model: the model that will read the text; it limits the number of tokens.
@@ -163,12 +165,13 @@ def _check_ids(ids: list[int], limit: int | None, vocabulary: int | None) -> Non
 def _group_into_words(
     text: str, tokens: list[str], pieces: list[int | None], spans: list[list[int]], is_special: list[bool]
 ) -> tuple[tuple[Word, ...], Int[Tensor, " tokens"]]:
-    """Group tokens into words for display, and return the words and the index of each token's word. Two successive
-    tokens belong to one word if they touch in the text (`spans`, the start and end of each token) without a blank, and
-    come from the same piece of the text (`pieces`, the tokenizer's own split). A special token is a word of its own.
+    """Group tokens into words for display, and return the words and the index of each token's word. A token continues
+    the word before it if it starts where that word ends in the text (`spans`), without a blank, and comes from the same
+    piece as that word (`pieces`, the numbers of the pieces into which the tokenizer splits the text). A special token
+    is a word of its own, and a wide character (such as a Chinese one) starts a word.
 
-    A wide character (Chinese, for example) starts a word. Spans and pieces are both needed: some tokenizers treat a
-    whole text as one piece, others include the blank in the token.
+    Spans and pieces are both needed: some tokenizers treat a whole text as one piece, others include the blank in the
+    token.
 
     Args:
         text: the tokenized text.

@@ -24,7 +24,9 @@ class Checkpointable(Protocol):
     """Partial result of a run that can be saved to a checkpoint and restored from it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the partial result as plain containers and tensors, which can be loaded without running code."""
+        """Return the partial result as plain containers and tensors. A checkpoint of them can be read by `torch.load`
+        with `weights_only=True`.
+        """
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Any:
@@ -122,7 +124,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             path.unlink()
 
     def different_data_error(self) -> InputError:
-        """Return the error for resuming a run with other data than it was started with."""
+        """Return the `InputError` for a resumed run whose data differs from that of the run in the output folder."""
         return self._other_run_error("data")
 
     @property
@@ -131,15 +133,17 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         return None if self.folder is None else self.folder / f"unfinished-{self.rank}.pt"
 
     def _is_finished(self) -> bool:
-        """Return True if the folder holds the table of a run with the same settings, and no checkpoints."""
+        """Return True if a run with the same settings has finished: the output folder contains its table, and no
+        checkpoints.
+        """
         settings = self._saved_settings()
         has_checkpoints = self.folder is not None and any(self.folder.glob("unfinished-*.pt"))
         return not has_checkpoints and bool(settings) and _first_difference(settings, self.settings) is None
 
     def _saved_settings(self) -> dict[str, Any]:
-        """Return a dictionary from the name of each setting of this run to the setting's value in the metadata of the
-        table in the folder, or None if it is missing there. The dictionary is empty if the folder has no readable
-        table.
+        """Return the settings, by name, with which the table in the output folder was measured, read from the table's
+        metadata. For each setting of this run, the dictionary has the saved value, or None if the metadata lacks the
+        setting. The dictionary is empty if the folder has no readable table.
         """
         if self.folder is None:
             return {}

@@ -47,7 +47,8 @@ class PassProgress:
 
     def count_batch(self, batch: Mapping[str, Any]) -> None:
         """Add one batch to the progress: to the numbers of batches, sequences and tokens, and to the hash of their
-        content. Every process counts all batches of the data set, including those that other processes run.
+        content. Every process counts all batches of the data set, including batches on which another process runs the
+        model.
         """
         sequences, tokens = count_sequences_and_tokens(batch)
         self.batches += 1
@@ -88,16 +89,18 @@ class SiteProgress(PassProgress):
 
 
 def _record_to_dict(record: SiteRecord) -> dict[str, Any]:
-    """Return the record of an attention site (a module in self- or cross-attention, its numbers of heads and their
-    statistics) as plain containers and tensors, which load without running code.
+    """Return the record of an attention site as plain containers and tensors, which `torch.load` reads with
+    `weights_only=True`. A site is an attention module with the kind of its attention, self or cross. The record
+    contains the site, its layer, its numbers of heads and their statistics.
     """
     statistics = {name: vars(moments) for name, moments in record.statistics.items()}
     return vars(record) | {"site": tuple(record.site), "statistics": statistics}
 
 
 def _record_from_dict(plain: Mapping[str, Any]) -> SiteRecord:
-    """Restore the record of an attention site (a module in self- or cross-attention, its numbers of heads and their
-    statistics) from the plain containers and tensors of a checkpoint.
+    """Restore the record of an attention site from the plain containers and tensors of a checkpoint. A site is an
+    attention module with the kind of its attention, self or cross. The record contains the site, its layer, its numbers
+    of heads and their statistics.
     """
     statistics = {name: RunningMoments(**moments) for name, moments in plain["statistics"].items()}
     return SiteRecord(**{**plain, "site": Site(*plain["site"]), "statistics": statistics})
@@ -118,7 +121,7 @@ def run_pass(
     """Iterate over all batches of a data set, count each in `progress`, and save `progress` to checkpoints. Call
     `process_batch` on this process's share of the batches, except those already done before the run was stopped
     (counted in `resumed`, the progress loaded from the checkpoint). Raise `InputError` if the data has changed since
-    then.
+    the run was stopped. If `shown`, the first process shows a progress bar.
 
     Process `rank` of `n` processes batches rank, rank + n, rank + 2 n, ... Checkpoints are written between batches.
 

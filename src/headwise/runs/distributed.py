@@ -57,8 +57,8 @@ def broadcast_from_rank0(action: Callable[[], ResultT]) -> ResultT:
 
 
 class LocalProcess(NamedTuple):
-    """Current process among those that torchrun started: whether its rank is 0, and its rank among the processes on
-    this machine.
+    """Position of the current process among those that torchrun started: whether its rank is 0, and its rank among the
+    processes on this machine.
 
     Attributes:
         is_first: True for rank 0, which prints and writes files.
@@ -69,8 +69,8 @@ class LocalProcess(NamedTuple):
     local_rank: int
 
     def device(self, name: str | None) -> torch.device:
-        """Return the device called `name`, after checking that torch can use it. Without a name, return a GPU chosen by
-        the process's rank on this machine, or the CPU if there is no GPU.
+        """Return the torch device called `name`, such as "cuda:0", after checking that torch can use it. If `name` is
+        None, return a GPU chosen by the process's rank on this machine, or the CPU if there is no GPU.
 
         Raises:
             InputError: torch cannot use the named device.

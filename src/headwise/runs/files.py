@@ -25,7 +25,8 @@ def writable_folder(folder: str | Path) -> Path:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file such that after a crash at any moment either the old or the complete new content is on disk.
+    """Write `data` to the file `path`, which may exist. After a crash at any moment, the file has either its old
+    content or the complete new one.
 
     The data goes into a temporary file in the same folder, which then replaces the target.
 

@@ -15,9 +15,10 @@ SAMPLED_WEIGHTS = 64
 
 
 def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **settings: Any) -> dict[str, Any]:
-    """Collect the settings that determine a run's numbers, as JSON-compatible values: the model with a hash of its
-    weights, the data options of `texts`, the versions of packages, and the run's other arguments (`settings`). A
-    stopped run resumes only with equal settings.
+    """Collect the settings that determine a run's numbers, as JSON-compatible values: the model (its name `title`,
+    class, data type, device and a hash of its weights), the data options of `texts`, the versions of packages, and the
+    run's other arguments (`settings`). If `title` is None, the name is the model's hub name or class. A stopped run
+    resumes only with equal settings.
 
     Args:
         model: the model; a digest of samples of its weights identifies it.
@@ -60,7 +61,7 @@ def _weights_digest(model: nn.Module) -> str:
 
 
 def _text_options(texts: Texts) -> dict[str, Any]:
-    """Return the source of the texts and the options by which they become batches."""
+    """Return the name of the source of the texts, and the options by which the texts become batches, by option name."""
     names = ("context", "documents", "batch", "limit", "column")
     return {"source": texts.name} | {name: getattr(texts, name) for name in names}
 

@@ -40,8 +40,8 @@ NO_ESTIMATE = MeanEstimate(math.nan, math.nan, 0)
 
 
 def head_estimates(moments: RunningMoments) -> list[MeanEstimate]:
-    """Return one `MeanEstimate` (mean, standard error and sample size) for each head, from the running moments of one
-    statistic, which have a value per head.
+    """Return one `MeanEstimate` (mean, standard error and sample size) for each head. `moments` contains the count,
+    mean and squared deviations of one statistic, with one number per head.
     """
     means, errors, counts = moments.value, moments.standard_error, moments.count.long()
     return [MeanEstimate(*row) for row in zip(means.tolist(), errors.tolist(), counts.tolist(), strict=True)]
@@ -49,7 +49,8 @@ def head_estimates(moments: RunningMoments) -> list[MeanEstimate]:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a result table: fields that identify a head or other unit, and the estimates of its statistics.
+    """A row of a result table: fields that identify a head or another unit (such as a head setting), and for each
+    statistic its estimate: mean, standard error and sample size.
 
     A subclass adds the identifying fields; they become the first columns of the table.
 
@@ -72,8 +73,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRow(Row):
-    """Row of a result table for one attention head: the head's position in the model, and the estimates of its
-    statistics.
+    """Row of a result table for one attention head: the head's position in the model, and for each statistic of the
+    head the estimate: mean, standard error and sample size.
 
     Attributes:
         layer: the layer's number, zero-based.
@@ -91,5 +92,5 @@ class HeadRow(Row):
 
     @property
     def name(self) -> str:
-        """Name of the head as `layer.head`, zero-based."""
+        """Name of the head: its layer and its number in the layer, both zero-based, joined by a dot, such as `3.5`."""
         return f"{self.layer}.{self.head}"

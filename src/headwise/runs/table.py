@@ -56,7 +56,8 @@ class Table(Generic[RowT]):
         return tuple(self.rows[0].statistics) if self.rows else ()
 
     def table(self) -> Any:
-        """Return the means as a pandas DataFrame: identifying columns first, then one column per statistic.
+        """Return the means of all statistics as a pandas DataFrame, with one row per row of this table: first the
+        columns that identify the row (such as layer and head), then one column per statistic.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -64,7 +65,8 @@ class Table(Generic[RowT]):
         return self._data_frame(lambda estimate: estimate.value)
 
     def sem(self) -> Any:
-        """Return the standard errors of the means as a pandas DataFrame with the rows and columns of `table()`.
+        """Return the standard errors of the means as a pandas DataFrame, with the same rows and columns as the
+        DataFrame of means that `table()` returns.
 
         Raises:
             MissingExtra: pandas is not installed.
@@ -72,8 +74,9 @@ class Table(Generic[RowT]):
         return self._data_frame(lambda estimate: estimate.sem)
 
     def _data_frame(self, part: Callable[[MeanEstimate], float]) -> Any:
-        """Return a pandas DataFrame with one row per row of the table: its identifying columns, and for each statistic
-        the number that `part` returns for the row's estimate (such as the mean or the standard error).
+        """Return a pandas DataFrame with one row per row of this table. It has the columns that identify the row, and
+        for each statistic the number that `part` returns for the row's `MeanEstimate`, such as the mean or the standard
+        error.
         """
         pandas = require("pandas", purpose="a table", extra="tables")
         return pandas.DataFrame(
@@ -117,7 +120,7 @@ class Table(Generic[RowT]):
 
     @classmethod
     def load(cls: type[TableT], folder: str | Path) -> TableT:
-        """Read the table and its metadata that `save` wrote to a folder.
+        """Return the table that `save` wrote to a folder, with its metadata.
 
         Raises:
             InputError: the folder has no such file, or the file cannot be read.
@@ -181,7 +184,9 @@ class Table(Generic[RowT]):
 
 
 class HeadTable(Table[HeadRowT]):
-    """Table with one row per attention head, which can be looked up by layer and head and drawn as a heatmap."""
+    """Table with one row per attention head. A row can be looked up by layer and head, and one statistic of all heads
+    can be drawn as a heatmap.
+    """
 
     @property
     def heads(self) -> tuple[HeadRowT, ...]:
@@ -228,7 +233,8 @@ def require_statistic(name: str, available: Iterable[str]) -> None:
 
 
 def require_parquet(name: str) -> None:
-    """Raise `MissingExtra` if pyarrow, which writes the table `name`, is not installed.
+    """Raise `MissingExtra` if pyarrow, which is needed to read and write tables, is not installed. The message states
+    the name of the table, `name`.
 
     Long runs call this first, so that a missing package does not cost their results.
     """

@@ -11,9 +11,9 @@ MIN_TRIALS, MAX_TRIALS = 3, 8
 
 @dataclass(frozen=True)
 class StudyBudget:
-    """Limits of a study, which compares models with different attention heads: the total time in seconds, the length of
-    each training in batches or tokens, and the number of trainings. Each head setting is first trained with several
-    learning rates, and then with the best of them once for each seed.
+    """Limits of a study, which compares models with different head settings (numbers of heads and head dimension): the
+    total time in seconds, the length of each training in batches or tokens, and the number of trainings. Each head
+    setting is first trained with several learning rates, and then, with the best of these rates, once for each seed.
 
     One of `seconds`, `steps` and `tokens` is required.
 
@@ -48,8 +48,8 @@ class StudyBudget:
 
     @property
     def min_trials(self) -> int:
-        """Number of learning rates per head setting for which the time limit of a study must be long enough: `trials`
-        if that is set, otherwise 3.
+        """Number of learning rates per head setting that the time limit of a study must allow: `trials` if that is set,
+        otherwise 3. A study with a shorter time limit raises `InputError`.
         """
         return self.trials or MIN_TRIALS
 

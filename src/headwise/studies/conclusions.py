@@ -53,7 +53,7 @@ def comparable(losses: Losses) -> dict[Setting, list[float]]:
 
 def significant_difference(losses: Losses) -> float:
     """Return the smallest difference between the mean losses of two settings that is significant (at 95 %), by Tukey's
-    range test with seeds as blocks. It is NaN with fewer than two settings or seeds.
+    range test with seeds as blocks. It is NaN with fewer than two settings or fewer than two seeds.
 
     All settings of a seed are trained on the same batches in the same order, so the effect that a seed has on all
     settings is removed. The difference is `q sqrt(MSE / seeds)`, with q of the studentized range for k settings and
@@ -77,8 +77,9 @@ def significant_difference(losses: Losses) -> float:
 
 def dominates(one: Mapping[str, MeanEstimate], other: Mapping[str, MeanEstimate]) -> bool:
     """Return True if a setting with the statistics `one` is at least as good as a setting with the statistics `other`
-    in loss, time per step, decoding speed and cache size, and better in one of them. Times and speeds that differ by at
-    most two standard errors count as equal; a statistic that one of the settings lacks is ignored.
+    in loss, time per step, decoding speed and cache size, and better in one of them. Times and speeds count as equal if
+    they differ by at most two standard errors of their difference; a statistic that one of the settings lacks is
+    ignored.
     """
     better = False
     for name in (*LOWER_IS_BETTER, *HIGHER_IS_BETTER):

@@ -24,7 +24,7 @@ TrainedCallback = Callable[[nn.Module, Setting, int], None]
 class StudyDefinition:
     """Everything that defines a study except its budget: the head settings to compare, the function that builds a model
     for a setting, the batches, loss, training recipe and base seed. It also contains functions that measure a trained
-    model, and a callback that receives each trained model that is compared.
+    model, and a callback that receives each model after its final training, with the best learning rate of its setting.
 
     Attributes:
         build_model: returns an untrained model with the heads of a setting.

@@ -9,9 +9,10 @@ from headwise.studies.trial_store import FinishedTrial, TrialKey
 
 
 class DurationEstimate:
-    """Callable that predicts the seconds of a trial (one training of a study). For each finished trial, the slowdown is
-    its measured seconds divided by its planned seconds. The prediction is the planned seconds of the trial times the
-    median slowdown of the most similar finished trials: those of the same setting and stage if there are any.
+    """Callable that predicts the seconds of a trial (one training of a study): its planned seconds times the median
+    slowdown of similar finished trials. The slowdown of a trial is its measured seconds divided by its planned seconds.
+    Similar trials are those of the same head setting and stage (learning-rate search or final training) or, if none of
+    these has finished, those of the same stage or, if none of these either, all.
 
     Args:
         finished: trials that ended; pruned ones are ignored.

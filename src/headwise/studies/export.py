@@ -85,8 +85,9 @@ def _converted_name(name: str) -> str:
 
 
 def _encoder(transformers: Any, sizes: dict[str, Any], classes: int | None, mask_id: int | None) -> Any:
-    """Return an untrained EuroBERT encoder of the given `sizes`: a sequence classifier with `classes` classes or, if
-    `classes` is None, a masked language model.
+    """Return an untrained EuroBERT encoder of the given `sizes` (options of its configuration, by name): a sequence
+    classifier with `classes` classes or, if `classes` is None, a masked language model. `mask_id` is the id of the mask
+    token, if there is one. Raise `InputError` if this version of transformers has no EuroBERT.
     """
     if not hasattr(transformers, "EuroBertConfig"):
         got = f"transformers {transformers.__version__}"

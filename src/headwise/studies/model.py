@@ -75,7 +75,8 @@ class Transformer(nn.Module):
         caches: Sequence[Cache] | None = None,
     ) -> Float[Tensor, "batch length vocabulary"] | Float[Tensor, "batch classes"]:
         """Return the vocabulary logits of every token (batch, length, vocabulary) or, for a classifier, the class
-        logits of every sequence (batch, classes).
+        logits of every sequence (batch, classes). `attention_mask` is 0 at padding, otherwise 1. `caches`, one per
+        layer, contain the keys and values of earlier tokens; those of `input_ids` are appended to them.
 
         Args:
             input_ids: token ids.

@@ -53,9 +53,9 @@ class TrialObjective:
         pruning_steps = {math.ceil(share * self.steps) for share in PRUNING_POINTS} - {self.steps}
 
         def after_step(step: int) -> None:
-            """Call the objective's own callback `after_step`. At half and three quarters of the steps of a
-            learning-rate trial, also report the loss on some held-out batches to Optuna, whose pruner may stop the
-            trial.
+            """Run after each training step: call the function in the attribute `after_step` of the objective. At half
+            and three quarters of the steps of a learning-rate trial, also report the loss on some held-out batches to
+            Optuna, whose pruner may stop the trial.
             """
             self.after_step()
             if step in pruning_steps and not key.final:

@@ -71,10 +71,10 @@ class StudyPlan:
 def make_plan(
     definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget, seconds_spent: Callable[[], float]
 ) -> StudyPlan:
-    """Return the plan of a study: the number of steps of each training, the expected durations, and the number of
-    parameters of each model. With a time limit, a few steps of each head setting are timed. If the budget does not set
-    the number of steps, it is the largest number that the time limit allows, but at most four passes over the training
-    batches.
+    """Return the plan of a study: the number of steps of each training, the expected durations (of a training step, an
+    evaluation and further measurements), and the number of parameters of each model. With a time limit, a few steps of
+    each head setting are timed. If the budget does not set the number of steps, it is the largest number that the time
+    limit allows, but at most four passes over the training batches. A time limit that is too short raises `InputError`.
 
     Args:
         definition: models and data of the study.

@@ -13,8 +13,8 @@ SPREAD_TRIALS = 3
 
 def search_sampler(number: int, rates: tuple[float, float], seed: int) -> Any:
     """Return the Optuna sampler that chooses the rate of learning-rate trial `number` (from 0) of a head setting. For
-    the first three trials the rate is fixed, at points spread over the range on a log scale; for later trials it is
-    chosen by TPE (tree-structured Parzen estimator).
+    the first three trials the rate is fixed, at points spread over the range `rates` on a log scale. For later trials
+    it is chosen by TPE (tree-structured Parzen estimator).
 
     Args:
         number: number of the trial within its setting, from 0.
@@ -42,8 +42,8 @@ def final_sampler(setting: Setting, best_rate: float | None, seed: int) -> Any:
 
 
 def spread_point(number: int) -> float:
-    """Return element `number`, counted from 0, of van der Corput's sequence: 1/2, 1/4, 3/4, 1/8, ... Its elements cover
-    the range from 0 to 1 at all resolutions.
+    """Return element `number`, counted from 0, of van der Corput's sequence: 1/2, 1/4, 3/4, 1/8, 5/8, ... Each element
+    halves one of the largest gaps that the elements before it leave between 0 and 1.
     """
     qmc = require("scipy.stats.qmc", purpose="a study", extra="study")
     halton = qmc.Halton(1, scramble=False)  # its point 0 is 0

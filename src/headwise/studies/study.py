@@ -124,7 +124,7 @@ class RunOptions:
 
 
 def check_requirements(budget: Any) -> None:
-    """Raise an error if a budget is not a `StudyBudget`, or if optuna or scipy is not installed.
+    """Raise `InputError` if `budget` is not a `StudyBudget`, and `MissingExtra` if optuna or scipy is not installed.
 
     Raises:
         InputError: the budget has another type.
@@ -146,7 +146,8 @@ def run_study(
     left_out: Sequence[str],
 ) -> Study:
     """Train and compare the models of a study, or resume an interrupted study, and return the table of results. The
-    table is also saved in the folder `options.out`, unless that is None.
+    table is also saved in the folder `options.out`, unless that is None. Stored with the table are `title` (name of the
+    data or model), `baseline` (the setting in use) and `left_out` (sentences that state why settings are invalid).
 
     Args:
         definition: models and data of the study.
@@ -212,9 +213,8 @@ def split_batches(data: Iterable[Any], held_out: Iterable[Any] | None) -> tuple[
 @contextmanager
 def _database_url(out: Path | None, storage: str | None, *, force: bool) -> Iterator[str]:
     """Context manager that yields the URL of the trial database: `storage` if it is set, else an SQLite file in the
-    folder `out`, else a temporary file that is deleted at the end.
-
-    With `force`, an earlier SQLite file and table in `out` are deleted first.
+    folder `out`, else a temporary file that is deleted at the end. With `force`, an earlier SQLite file and table in
+    `out` are deleted first.
     """
     if out is not None and force:
         for path in (out / f"{Study.NAME}.db", table_path(out, Study.NAME)):
@@ -232,8 +232,8 @@ def _agreed_plan(
     store: TrialStore, definition: StudyDefinition, spec: dict[str, Any], budget: StudyBudget
 ) -> StudyPlan:
     """Return the plan of a study: number of steps, expected durations and numbers of parameters. If the database
-    contains a plan, that one is returned; otherwise a new plan is computed and stored. So all processes of the study
-    use the same plan.
+    contains a plan, that one is returned, so that all processes of the study use the same plan; otherwise a new plan is
+    computed and stored. Raise `InputError` if the stored plan is that of a study with other arguments.
 
     Raises:
         InputError: the stored plan belongs to a study with other arguments.

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlottedSetting:
-    """One head setting as it is drawn: mean loss, loss of each seed, time per step, and membership in the Pareto
-    frontier.
+    """Values of one head setting for the figure of a study: mean loss, loss of each seed, time per step, and whether
+    the setting is on the Pareto frontier.
 
     Attributes:
         setting: heads of the models.
@@ -34,8 +34,9 @@ class PlottedSetting:
 
 
 def draw_study(points: Sequence[PlottedSetting], title: str, *, one_width: bool) -> "Figure":
-    """Return a matplotlib figure of the held-out loss of each head setting against its number of heads (left, with one
-    dot per seed) and its time per training step (right, with standard errors).
+    """Return a matplotlib figure with two panels: the held-out loss of each head setting against the number of heads
+    (left, with one dot per seed) and against the time per training step (right, with standard errors). `one_width` is
+    True if heads x head_dim is the same for all settings; otherwise each head_dim has its own line on the left.
 
     Args:
         points: settings that were trained.

@@ -25,7 +25,9 @@ def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> It
     with progress_bar("study", total, unit, shown=shown) as advance:
 
         def update() -> None:
-            """Update the progress bar from the study's database, at most once per second."""
+            """Set the progress bar to the study's progress in the database, at most once per second: the seconds spent
+            so far if the study has a time limit, otherwise the number of finished trainings.
+            """
             nonlocal shown_units, last_update
             if time.monotonic() - last_update < REFRESH_SECONDS:
                 return

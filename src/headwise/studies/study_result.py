@@ -74,7 +74,7 @@ class Study(Table[SettingRow]):
     @property
     def margin(self) -> float:
         """Smallest significant difference between the mean held-out losses of two settings; NaN with fewer than two
-        settings or seeds.
+        settings or fewer than two seeds.
         """
         return significant_difference(self.losses)
 
@@ -90,9 +90,9 @@ class Study(Table[SettingRow]):
 
     @property
     def recommendation(self) -> Recommendation:
-        """Recommended head setting with the reason, computed from held-out losses and training times. Its `setting` is
-        None if no setting is recommended: the losses allow no significance test, no difference is significant, or the
-        baseline is among the best.
+        """Recommended head setting with the reason, computed from held-out losses and training times. No setting is
+        recommended (the attribute `setting` is None) in three cases: the losses allow no significance test, no
+        difference is significant, or the loss of the baseline is not significantly higher than the lowest.
         """
         step_ms = {row.setting: row.statistics["step_ms"].value for row in self.rows if "step_ms" in row.statistics}
         return recommend(self.losses, step_ms, self.baseline)

@@ -172,8 +172,8 @@ def _measures(text: TextOptions, corpus: Corpus) -> dict[str, Measure]:
 
 
 def _model_saver(models: Path, tokenizer: Any, context: int, labels: Sequence[str], *, clear: bool) -> TrainedCallback:
-    """Return a callback that saves each trained model that the study compares, with its tokenizer, to a folder of its
-    own in `models`.
+    """Return a callback that saves each trained model that it receives, with its tokenizer, to a folder of its own in
+    the folder `models`. If `clear`, the models of an earlier study are deleted before the first model is saved.
 
     Args:
         models: folder with one folder per model.
@@ -184,8 +184,9 @@ def _model_saver(models: Path, tokenizer: Any, context: int, labels: Sequence[st
     """
 
     def save(model: nn.Module, setting: Setting, seed: int) -> None:
-        """Save a trained transformer to `models/SETTING-seed-N` in Hugging Face format. If `clear`, the first call
-        deletes the models of an earlier study.
+        """Save a trained transformer with its tokenizer in Hugging Face format, to a folder such as `8x64-kv2-seed-1`
+        (head setting and seed) in the folder `models`. If `clear`, a variable of the enclosing function, is True, the
+        first call deletes the models of an earlier study.
         """
         nonlocal clear
         if clear:

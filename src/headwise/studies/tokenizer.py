@@ -11,8 +11,8 @@ PAD, END, MASK = "<|pad|>", "<|end|>", "<|mask|>"
 
 
 def train_tokenizer(source: str | Path, column: str, vocabulary: int) -> Any:
-    """Train a byte-level byte-pair tokenizer (Sennrich et al. 2016) on the text in `source`, and return it as a
-    `transformers` tokenizer. The same text yields the same tokenizer.
+    """Train a byte-level byte-pair tokenizer (Sennrich et al. 2016) on the texts of the file or folder `source`, and
+    return it as a `transformers` tokenizer with at most `vocabulary` tokens. The same texts yield the same tokenizer.
 
     Args:
         source: file or folder: text, JSON lines or Parquet.

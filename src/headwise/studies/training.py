@@ -68,7 +68,8 @@ class Recipe:
 
     def rate_factor(self, step: int, steps: int) -> float:
         """Return the factor by which the peak learning rate is multiplied at `step`, counted from 0, of a training of
-        `steps` steps: it rises linearly during warmup, then decays to `floor` along a cosine.
+        `steps` steps. The factor rises linearly towards 1 during warmup, and then decays along a cosine from 1 towards
+        `floor`.
         """
         warmup_steps = self.warmup * steps
         if step < warmup_steps:
@@ -95,7 +96,9 @@ class TrainingResult:
 
     @property
     def step_seconds(self) -> float:
-        """Median duration of a training step in seconds, without the first two steps, which are slower."""
+        """Median duration of a training step in seconds, without the first two steps, which are slower. If there are at
+        most two steps, it is the median of all steps.
+        """
         return statistics.median(self.seconds[UNTIMED_STEPS:] or self.seconds)
 
 

@@ -143,8 +143,8 @@ class TrialStore:
 
     @property
     def search_sizes(self) -> Mapping[str, int] | None:
-        """Number of learning-rate trials of each head setting, by setting name, if the search is closed; None while the
-        search may still add trials.
+        """Number of learning-rate trials of each head setting, by setting name, if the learning-rate search has been
+        closed for all processes; None while that search may still add trials.
         """
         sizes: Mapping[str, int] | None = self._root.user_attrs.get("search sizes")
         return sizes
@@ -222,9 +222,9 @@ class TrialStore:
         objective_errors: list[Exception] = []
 
         def claim_and_run(trial: "optuna.Trial") -> float:
-            """Claim the training `key` with the Optuna trial `trial`, choose the learning rate, run the objective,
-            store its measurements and return its loss. Raise `_ClaimLostError` if another process claimed the training
-            first.
+            """Run the training `key`, the argument of the enclosing method, as the Optuna trial `trial`: claim the
+            training, choose the learning rate, call `objective`, store the measurements and return the loss. Raise
+            `_ClaimLostError` if another process claimed the training first.
             """
             numbers.append(trial.number)
             trial.set_user_attr(KEY, key.name)
@@ -261,7 +261,8 @@ class TrialStore:
 
     def _claimed_first(self, study: "optuna.Study", number: int, name: str) -> bool:
         """Return True if the Optuna trial `number` was the first to claim the trial called `name`: no Optuna trial of
-        this name with a lower number is running or finished. Wait while a trial with a lower number has no name yet.
+        this name with a lower number is running or finished. Wait while a trial with a lower number has no name yet; a
+        trial that still has none after 20 seconds of waiting is marked as failed.
 
         A trial that never gets a name belongs to a process that died before its first heartbeat, so that Optuna cannot
         detect it; it is failed here.
