@@ -151,7 +151,7 @@ class Table(Generic[RowT]):
 
     @classmethod
     def load_metadata(cls, folder: str | Path) -> dict[str, Any]:
-        """Read the metadata of the table in a folder: model, data, versions and settings of its run.
+        """Return the metadata of the table in a folder: model, data, versions and settings of the run that measured it.
 
         Raises:
             InputError: the folder has no such file, or an older version of headwise wrote it, or it cannot be read.

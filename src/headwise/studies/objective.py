@@ -23,8 +23,8 @@ PRUNING_POINTS = (0.5, 0.75)
 @dataclass
 class TrialObjective:
     """Callable that trains the model of one trial at a learning rate, and returns its held-out loss and other
-    measurements. The trial is a learning-rate trial, which Optuna's pruner may stop early, or a final training of a
-    head setting.
+    measurements. The trial is either a learning-rate trial, which Optuna's pruner may stop early, or a final training
+    of a head setting with its best learning rate.
 
     Attributes:
         definition: models and data of the study.

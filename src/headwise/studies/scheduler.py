@@ -29,8 +29,9 @@ def run_trials(
     budget: StudyBudget,
     show_progress: Callable[[], None],
 ) -> None:
-    """Run the trials of a study one after another in this process, except those that other processes run or have
-    finished. Return when no trial is left to start and no process is running one.
+    """Run the trials (trainings) of a study one after another in this process, except those that other processes run or
+    have finished. Return when no trial is left to start and no process is running one. `show_progress` is called before
+    each trial and after each training step.
     """
 
     def after_step() -> None:
@@ -53,8 +54,9 @@ def run_trials(
 
 def next_trial(store: TrialStore, plan: StudyPlan, settings: Sequence[Setting], budget: StudyBudget) -> TrialKey | None:
     """Return the trial that this process should run next, or None if no trial can start now. Learning-rate trials come
-    first, then final trainings. Once the budget allows no further learning-rate trial, the learning-rate search is
-    closed for all processes: the number of learning-rate trials of each setting is stored in the database.
+    first, then final trainings with the best learning rates. Once the budget allows no further learning-rate trial, the
+    learning-rate search is closed for all processes: the number of learning-rate trials of each setting is stored in
+    the database.
 
     With a time limit, the search ends when the remaining time is needed for the final trainings.
     """

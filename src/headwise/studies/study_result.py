@@ -136,7 +136,8 @@ def collect_results(
     baseline: Setting | None,
 ) -> Study:
     """Return the table of a study, with one row per head setting: the loss and other measurements of its final
-    trainings, averaged over seeds. Every trial is also listed in the table's metadata.
+    trainings (with its best learning rate, one for each seed), averaged over seeds. Every trial is also listed in the
+    table's metadata.
 
     Args:
         trials: learning-rate trials and final trainings.

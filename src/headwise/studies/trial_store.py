@@ -27,8 +27,8 @@ KEY = "key"
 
 @dataclass(frozen=True)
 class TrialKey:
-    """Identity of a trial, which is one training of a study: its head setting, its stage (learning-rate trial or final
-    training), and its number within this setting and stage.
+    """Identity of a trial, which is one training of a study: its head setting, its stage (learning-rate trial, or final
+    training with the best learning rate), and its number within this setting and stage.
 
     Attributes:
         setting: heads of the trained model.
@@ -50,8 +50,8 @@ class TrialKey:
 
 @dataclass(frozen=True)
 class FinishedTrial:
-    """Result of a trial that is complete or was stopped early: its learning rate, held-out loss and further
-    measurements.
+    """Result of a trial (one training of a study) that is complete or was stopped early: its learning rate, held-out
+    loss and further measurements.
 
     Attributes:
         key: identity of the trial.
@@ -158,12 +158,14 @@ class TrialStore:
     # -- results ------------------------------------------------------------------------------------------------------
 
     def claimed(self) -> dict[Setting, set[str]]:
-        """Return, for each head setting, the names of its trials that any process is running or has finished."""
+        """Return, for each head setting, the names of its trials (trainings) that any process is running or has
+        finished.
+        """
         return {setting: {*self._living(setting)} for setting in self.settings}
 
     def running(self, setting: Setting | None = None) -> list[str]:
-        """Return the names of the trials that any process is running now, of one head setting or, if `setting` is None,
-        of all.
+        """Return the names of the trials (trainings) that any process is running now: those of one head setting or, if
+        `setting` is None, those of all settings.
         """
         state = self._optuna.trial.TrialState.RUNNING
         settings = self.settings if setting is None else (setting,)
@@ -171,8 +173,8 @@ class TrialStore:
         return [name for name, trial in trials if trial.state == state]
 
     def finished(self) -> list[FinishedTrial]:
-        """Return the results of all trials that are complete or were stopped early, in the order of the settings and,
-        within a setting, in the order in which the trials were started.
+        """Return the results of all trials (trainings) that are complete or were stopped early, in the order of the
+        settings and, within a setting, in the order in which the trials were started.
         """
         states = self._optuna.trial.TrialState
         results = []
