@@ -1,5 +1,6 @@
 """Fixtures of all tests; every test runs with the shapes in headwise's annotations checked at run time."""
 
+import functools
 import sys
 
 import jaxtyping
@@ -50,7 +51,7 @@ reuse_shape_checkers()
 
 # headwise.shapes defines placeholders; the tests replace them by jaxtyping before headwise is imported.
 sys.modules["headwise.shapes"] = jaxtyping
-jaxtyping.install_import_hook("headwise", "beartype.beartype")
+jaxtyping.install_import_hook("headwise", "cached_beartype.check")
 
 
 @pytest.fixture
@@ -79,6 +80,23 @@ def minilm():
     from headwise.data.models import load
 
     return load("minilm")
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """Model and tokenizer of SmolLM2, loaded from its Python package.
+
+    transformers reads the file three times, and maps the names of its tensors once for every module of the model, which
+    takes most of the time. Here both are computed once.
+    """
+    import gguf
+
+    from headwise.data.models import load
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        return load("smollm2")
 
 
 @pytest.fixture(scope="session")

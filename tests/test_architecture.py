@@ -2,11 +2,14 @@
 
 import ast
 import graphlib
+import itertools
+import json
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -145,12 +148,41 @@ OPTIONAL = [
 ]
 
 
-def run_in_new_process(code: str) -> subprocess.CompletedProcess:
-    """Run code in a new interpreter and return its status and output."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+FORKS = """
+import json, os, sys, torch
+for line in sys.stdin:
+    code, out, err = json.loads(line)
+    if not (child := os.fork()):
+        for path, stream in ((out, 1), (err, 2)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+        exec(code, {"__name__": "__main__"})
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 
 
-def test_importing_headwise_imports_no_optional_dependency():
+@pytest.fixture(scope="module")
+def run_in_new_process(tmp_path_factory):
+    """Function that runs code in a new interpreter, and returns its status, output and errors.
+
+    Each is the fork of an interpreter that has imported torch, which takes seconds, and nothing else.
+    """
+    folder, number = tmp_path_factory.mktemp("processes"), itertools.count()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", FORKS], **pipes) as interpreter:
+
+        def run(code: str) -> SimpleNamespace:
+            name = next(number)
+            out, err = folder / f"{name}.out", folder / f"{name}.err"
+            interpreter.stdin.write(json.dumps([code, str(out), str(err)]) + "\n")
+            interpreter.stdin.flush()
+            status = int(interpreter.stdout.readline())
+            return SimpleNamespace(returncode=status, stdout=out.read_text(), stderr=err.read_text())
+
+        yield run
+
+
+def test_importing_headwise_imports_no_optional_dependency(run_in_new_process):
     code = "import sys, headwise; print([name for name in {} if name in sys.modules])"
     result = run_in_new_process(code.format(OPTIONAL))
     assert result.stdout.strip() == "[]", result.stderr
@@ -159,7 +191,7 @@ def test_importing_headwise_imports_no_optional_dependency():
 LAZY_PACKAGES = ["analysis", "cli", "data", "runs", "show", "studies"]
 
 
-def test_importing_headwise_imports_no_package_that_runs_models_over_data():
+def test_importing_headwise_imports_no_package_that_runs_models_over_data(run_in_new_process):
     result = run_in_new_process(
         f"import sys, headwise; print([name for name in {LAZY_PACKAGES} if f'headwise.{{name}}' in sys.modules])"
     )
@@ -186,7 +218,7 @@ BLOCKED = "import sys\nfor name in {blocked}: sys.modules[name] = None\n"
 """To Python, a module that is None is not installed."""
 
 
-def test_the_core_runs_without_the_extras():
+def test_the_core_runs_without_the_extras(run_in_new_process):
     code = BLOCKED.format(blocked=OPTIONAL) + (
         "import torch, headwise as hw\n"
         "layer = hw.MultiHeadAttention(12, 3, mask=hw.causal() & hw.window(2))\n"
@@ -197,7 +229,7 @@ def test_the_core_runs_without_the_extras():
     assert result.stdout.strip() == "(2, 5, 12) (2, 3, 5, 5)", result.stderr
 
 
-def test_blocked_modules_cannot_be_imported():
+def test_blocked_modules_cannot_be_imported(run_in_new_process):
     result = run_in_new_process(BLOCKED.format(blocked=OPTIONAL) + "import transformers")
     assert "import of transformers halted" in result.stderr
 
@@ -217,7 +249,7 @@ STUDY = ["study", "--data", "x", "--out", "{page}"]
         ("scipy", STUDY, 'a study needs the package scipy, .* "headwise[study]"'),
     ],
 )
-def test_a_missing_extra_is_one_sentence_and_status_2(blocked, arguments, sentence, tmp_path):
+def test_a_missing_extra_is_one_sentence_and_status_2(run_in_new_process, blocked, arguments, sentence, tmp_path):
     arguments = [argument.format(page=tmp_path / "page.html") for argument in arguments]
     code = BLOCKED.format(blocked=[blocked]) + (
         f"sys.argv = ['headwise', *{arguments}]\nfrom headwise.__main__ import main\nmain()"

@@ -61,11 +61,11 @@ def test_smollm2_shows_all_its_heads():
     assert "sink on Which" in text
 
 
-def test_a_file_with_chosen_heads_is_written_to_a_page(tmp_path):
+def test_a_file_with_chosen_heads_is_written_to_a_page(in_process, tmp_path):
     (tmp_path / "text.txt").write_bytes(b"\xef\xbb\xbfcoffee or tea")  # with a byte-order mark
     page = tmp_path / "page.html"
     options = ("--layer", "0", "--layer", "3", "--head", "2", "--html", str(page))
-    result = headwise("view", f"@{tmp_path / 'text.txt'}", *options)
+    result = in_process("view", f"@{tmp_path / 'text.txt'}", *options)
     assert result.returncode == 0, result.stderr
     text = result.stdout.decode()
     assert "5 tokens, 2 heads" in text
@@ -74,8 +74,9 @@ def test_a_file_with_chosen_heads_is_written_to_a_page(tmp_path):
     assert "coffee" in page.read_text(encoding="utf-8")
 
 
-def test_the_version_is_printed():
-    assert headwise("--version").stdout == b"headwise 0.1.0\n"
+def test_the_version_is_printed(in_process):
+    result = in_process("--version")
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"headwise 0.1.0\n", b"")
 
 
 MISTAKES = pytest.mark.parametrize(
@@ -134,8 +135,9 @@ def test_a_mistake_in_a_new_process_is_one_sentence_and_status_2(arguments, stdi
     assert_one_sentence(headwise(*(argument.format(folder=tmp_path) for argument in arguments), stdin=stdin), sentence)
 
 
-def test_a_layer_that_the_model_does_not_have_is_one_sentence_and_status_2():
-    assert_one_sentence(headwise("view", "hi", "--layer", "6"), "layer: expected 0 to 5, got 6")
+def test_a_missing_file_in_a_new_process_is_one_sentence_and_status_2():
+    sentence = "text: expected a readable file 'missing.txt', got No such file or"
+    assert_one_sentence(headwise("view", "@missing.txt"), sentence)
 
 
 @pytest.mark.parametrize(
@@ -148,19 +150,21 @@ def test_a_layer_that_the_model_does_not_have_is_one_sentence_and_status_2():
         (["view", "hi", "there"], "got unexpected extra argument"),
     ],
 )
-def test_an_unparsable_command_line_is_one_sentence_and_status_2(arguments, sentence):
-    result = headwise(*arguments)
+def test_an_unparsable_command_line_is_one_sentence_and_status_2(in_process, arguments, sentence):
+    result = in_process(*arguments)
     assert result.returncode == 2
     error = result.stderr.decode()
     assert error.lower().startswith(f"headwise: {sentence}")
     assert error.count("\n") == 1
 
 
-def test_help_is_printed_with_status_0():
-    result = headwise()
+def test_help_is_printed_with_status_0(in_process):
+    result = in_process()
     assert result.returncode == 0
     assert b"view" in result.stdout
-    assert headwise("view", "--help").returncode == 0
+    result = in_process("view", "--help")
+    assert result.returncode == 0
+    assert b"--truncate" in result.stdout
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -176,8 +180,7 @@ def test_a_full_output_device_is_one_sentence_and_status_2():
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "headwise", "view", "hi"]
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
-    assert result.returncode == 2
-    assert result.stderr.decode().startswith("headwise: output: No space left on device")
+    assert_one_sentence(result, "headwise: output: No space left on device")
 
 
 def test_a_truncated_text_is_reported(in_process, tmp_path):

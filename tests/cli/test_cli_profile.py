@@ -1,6 +1,8 @@
 """The commands `headwise profile` and `headwise compare`: output, files, resuming, errors, several processes."""
 
+import functools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -8,10 +10,12 @@ import sys
 import time
 
 import pytest
+import torch
 
 import headwise as hw
 import tiny
 from headwise.cli import app as cli
+from headwise.runs import checkpoint
 
 SENTENCES = [
     "Which do you like better, coffee or tea?",
@@ -49,17 +53,10 @@ def headwise(monkeypatch, capsys, as_user):
     return run
 
 
-def run_in_new_process(*arguments):
-    """Run the command in a new process, check that it succeeds, and return its output and errors."""
-    command = [sys.executable, "-m", "headwise", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout, result.stderr
-
-
-def test_the_profile_of_minilm_has_the_known_roles(tmp_path):
+def test_the_profile_of_minilm_has_the_known_roles(headwise, tmp_path):
     (tmp_path / "sentences.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in SENTENCES))
-    out, err = run_in_new_process("profile", "--data", tmp_path / "sentences.jsonl", "--out", tmp_path / "out")
+    status, out, err = headwise("profile", "--data", tmp_path / "sentences.jsonl", "--out", tmp_path / "out")
+    assert status == 0, err
     lines = out.splitlines()
     assert lines[0].startswith("all-MiniLM-L6-v2 on ")
     assert lines[0].endswith("sentences.jsonl: 8 sequences, 98 tokens, 72 heads")
@@ -73,10 +70,13 @@ def test_the_profile_of_minilm_has_the_known_roles(tmp_path):
     assert profile.head(0, 2).statistics["entropy"].value < 0.02
 
 
-def test_the_profile_of_smollm2_finds_its_induction_heads(tmp_path):
+def test_the_profile_of_smollm2_finds_its_induction_heads(headwise, smollm2, tmp_path, monkeypatch):
     """On repeated random tokens they are far above the median head, and this decides their role."""
     (tmp_path / "text.txt").write_text(SENTENCES[0])
-    run_in_new_process("profile", "--model", "smollm2", "--data", tmp_path / "text.txt", "--out", tmp_path / "out")
+    monkeypatch.setattr("headwise.cli.profile.load", {"smollm2": smollm2}.__getitem__)
+    data = ("--data", tmp_path / "text.txt")
+    status, _, err = headwise("profile", "--model", "smollm2", *data, "--out", tmp_path / "out")
+    assert status == 0, err
     profile = hw.load_profile(tmp_path / "out")
     shares = {(head.layer, head.head): head.statistics["induction_random"].value for head in profile.heads}
     cluster = {head for head, share in shares.items() if share >= 0.5}
@@ -190,44 +190,47 @@ def test_a_finished_run_is_kept_and_another_needs_force(headwise, folder, tmp_pa
     assert hw.load_profile(tmp_path / "out").metadata["measured"]["sequences"] == 3
 
 
-def torchrun(*arguments):
-    """Start a program with torchrun in two processes and return the running torchrun process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    options = {"start_new_session": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*command, *map(str, arguments)], env=environment, **options)
-
-
-SLOW = """
-import os, pathlib, time, torch
-pathlib.Path(__file__).with_name(f"{os.getpid()}.pid").touch()
-from headwise.__main__ import main
-from headwise.runs import checkpoint
-checkpoint.CHECKPOINT_SECONDS = 0.0
-forward = torch.nn.Embedding.forward
-torch.nn.Embedding.forward = lambda *args: time.sleep(0.1) or forward(*args)
-main()
-"""
+def _run_slowly(rank, arguments, store):
+    """Run the command as one of two processes, with slow forward passes and a checkpoint after each batch."""
+    join = functools.partial(torch.distributed.init_process_group, init_method=store, rank=rank, world_size=2)
+    torch.distributed.init_process_group = join
+    os.environ.update(WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    checkpoint.CHECKPOINT_SECONDS = 0.0
+    forward = torch.nn.Embedding.forward
+    torch.nn.Embedding.forward = lambda *args: time.sleep(0.1) or forward(*args)
+    sys.argv = ["headwise", *map(str, arguments)]
+    cli.run()
 
 
 def test_two_processes_that_were_killed_resume_and_agree_with_one(headwise, folder, tmp_path):
+    """The first two are forks of this process, which are ready at once; torchrun starts those that resume."""
     assert headwise("profile", *arguments(folder), "--out", tmp_path / "one")[0] == 0
-    (tmp_path / "slow.py").write_text(SLOW)
     options = ("profile", *arguments(folder), "--out", tmp_path / "two")
-    process = torchrun(tmp_path / "slow.py", *options)
+    fork, store = multiprocessing.get_context("fork").Process, f"file://{tmp_path}/store"
+    processes = [fork(target=_run_slowly, args=(rank, options, store)) for rank in range(2)]
+    for process in processes:
+        process.start()
     deadline = time.monotonic() + 120
     while len(list((tmp_path / "two").glob("unfinished-?.pt"))) < 2 and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[1]
+        assert all(process.is_alive() for process in processes)
         time.sleep(0.02)
-    process.kill()
-    for pid in tmp_path.glob("*.pid"):  # torchrun starts each process in a new session
-        os.kill(int(pid.stem), signal.SIGKILL)
-    process.communicate()
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
     assert not (tmp_path / "two" / "profile.parquet").exists()
-    process = torchrun("-m", "headwise", *options)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert out.count("wrote ") == 1
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "headwise"]
+    resumed = subprocess.run(
+        [*command, *map(str, options)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout.count("wrote ") == 1
     one, two = hw.load_profile(tmp_path / "one"), hw.load_profile(tmp_path / "two")
     assert two.metadata["settings"]["processes"] == 2
     assert two.metadata["measured"] == one.metadata["measured"]
