@@ -151,5 +151,5 @@ def _as_float(value: Any) -> float:
     """Return the value as a float, or NaN if it is a string or cannot be converted; callers reject NaN."""
     try:
         return math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return math.nan

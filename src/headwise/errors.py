@@ -31,8 +31,8 @@ class MissingExtra(HeadwiseError, ImportError):
 
 
 def require(package: str, *, purpose: str, extra: str) -> Any:
-    """Import an optional package, or one of its modules such as `matplotlib.figure`, and return it. If it cannot be
-    imported, raise `MissingExtra`, whose message states what needs the package (`purpose`) and which extra of headwise
+    """Import an optional package, or one of its modules such as `matplotlib.figure`, and return it. If it is not
+    installed, raise `MissingExtra`, whose message states what needs the package (`purpose`) and which extra of headwise
     installs it (`extra`).
 
     Args:
@@ -42,8 +42,12 @@ def require(package: str, *, purpose: str, extra: str) -> Any:
 
     Raises:
         MissingExtra: the package is not installed.
+        ImportError: the package is installed, but fails to import.
     """
+    root = package.partition(".")[0]
     try:
         return import_module(package)
-    except ImportError as error:
-        raise MissingExtra(package.partition(".")[0], extra=extra, purpose=purpose) from error
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != root:  # the package is there, and misses another one
+            raise
+        raise MissingExtra(root, extra=extra, purpose=purpose) from error
