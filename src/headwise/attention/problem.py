@@ -172,8 +172,6 @@ def score_dtype(q: Tensor) -> torch.dtype:
 def mask_and_bias(mask: Any, bias: Any) -> tuple[Mask | None, Float[Tensor, "_ _ _ _"] | None]:
     """Return a user's `mask=` as a `Mask` or None, and the user's `bias=` as a tensor of four axes or None. A boolean
     tensor passed as mask becomes a `Mask`; a float tensor passed as mask is returned as the bias.
-
-    A boolean tensor becomes a mask, and a float tensor passed as mask becomes the bias.
     """
     if isinstance(mask, Tensor) and mask.is_floating_point():
         if bias is not None:

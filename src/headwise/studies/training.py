@@ -29,8 +29,8 @@ class Recipe:
 
     Attributes:
         rates: smallest and largest peak learning rate among which a study searches.
-        warmup: share of the steps over which the learning rate rises linearly from 0 to its peak.
-        floor: learning rate at the last step, as a share of the peak.
+        warmup: share of the steps over which the learning rate rises linearly towards its peak.
+        floor: learning rate towards which the decay goes, as a share of the peak.
         betas: decay rates of AdamW's running means of gradients and squared gradients.
         weight_decay: weight decay of parameters with two axes or more; others are not decayed.
         clip: largest norm of all gradients together; larger gradients are scaled down.

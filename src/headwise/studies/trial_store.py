@@ -56,7 +56,8 @@ class FinishedTrial:
     Attributes:
         key: identity of the trial.
         rate: peak learning rate.
-        loss: mean held-out loss, or the last reported one if the trial was pruned; infinite if training diverged.
+        loss: mean held-out loss, or the last reported one if the trial was pruned (NaN if none was reported); infinite
+            if training diverged.
         pruned: True if the trial was stopped early.
         measured: further measurements by name; empty if the trial was pruned.
     """
