@@ -25,7 +25,10 @@ def test_a_package_that_is_not_installed_is_reported_with_its_extra():
 
 def test_an_installed_package_that_is_broken_is_not_reported_as_missing(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    for name, code in (("broken_package", "from math import no_such_name"), ("needy_package", "import no_such_package")):
+    for name, code in (
+        ("broken_package", "from math import no_such_name"),
+        ("needy_package", "import no_such_package"),
+    ):
         (tmp_path / f"{name}.py").write_text(code)
         with pytest.raises(ImportError) as error:
             require(name, purpose="a test", extra="all")

@@ -229,7 +229,7 @@ class StaticCache(Cache):
 
 
 def _is_cheap_to_read(values: Tensor) -> bool:
-    """Return True if Python can read the values without waiting for a device: on a CPU, unless a graph is being compiled
-    or `torch.func` transforms the call.
+    """Return True if Python can read the values without waiting for a device: on a CPU, unless a graph is being
+    compiled or `torch.func` transforms the call.
     """
     return values.device.type == "cpu" and has_readable_values(values)
