@@ -103,7 +103,9 @@ class CallHandlers(NamedTuple):
 
     @property
     def _call_context(self) -> CallContext:
-        """Tokens and padding of the observed attention call, as stored in the first element of `observations`."""
+        """`CallContext` (token ids and padding) of the observed attention call. It is read from the first of the call's
+        observations.
+        """
         return self.observations[0].call_context
 
     @property

@@ -17,8 +17,8 @@ WRITE_INTERVAL = 1.0
 
 class Sessions:
     """Working times of all processes of a study, stored in the study's database as one interval `[start, last sign of
-    life]` per process. The object records the interval of this process, and computes the time used by all processes
-    together.
+    life]` per process. The object records the interval of this process, and computes the time during which at
+    least one process worked.
 
     Args:
         study: Optuna study whose user attributes store the sessions.

@@ -76,8 +76,8 @@ Objective = Callable[[Any, float], tuple[float, dict[str, Any]]]
 class TrialStore:
     """Store of the trials (trainings) of one study, in a database that several processes share. The store claims and
     runs trials in this process, and returns the results of all processes. It also stores two things that all
-    processes use: the plan, which states the number of steps of each training, and the number of learning-rate trials
-    of each head setting, once the search for learning rates is closed.
+    processes use: the plan, which states the number of steps of each training; and, once no more learning rates will
+    be tried, how many were tried for each head setting (number and width of heads).
 
     Args:
         url: URL of the database, such as sqlite:///study.db.

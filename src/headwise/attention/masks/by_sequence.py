@@ -65,9 +65,10 @@ class Padding(Mask):
         return Coverage.FULL if last < shortest else Coverage.PARTIAL
 
     def check(self, grid: Grid) -> None:
-        """Raise `InputError` unless the mask has one length for each sequence of the grid. Raises it too for padding on
-        the left with explicit positions. If `bounded` is True, also raises it for a length above the number of keys;
-        this is not checked with explicit positions, or if the lengths cannot be read, as while compiling.
+        """Raise `InputError` unless the mask has one length for each sequence of the grid. Raise it also if
+        the mask pads on the left and the grid has explicit positions. If the mask's attribute `bounded` is True, raise
+        it also for a length above the grid's number of keys, unless the grid has explicit positions or the lengths
+        cannot be read, as while compiling.
         """
         if len(self.lengths) != grid.batch:
             raise InputError(

@@ -68,8 +68,8 @@ class RowBlock:
 
     def with_call_context(self, call_context: CallContext) -> "RowBlock":
         """Return this block with the same weights and another call context (token ids, special tokens and padding of
-        the call). Padding, and the features of keys that depend on tokens or padding, are then those of the new
-        context.
+        the call). The padded keys of the block, and numbers of each key such as "is a special token", are then those
+        of the new context.
         """
         if call_context is self.call_context:
             return self
