@@ -8,6 +8,8 @@ import jaxtyping._decorator as jaxtyping_decorator
 import pytest
 import torch
 
+from tracing import TracingServer
+
 
 def reuse_shape_checkers():
     """Let jaxtyping compile the checkers of a signature once.
@@ -72,6 +74,13 @@ def _one_thread():
 def _seed():
     """Start every test with the same state of torch's random numbers."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tracing_server():
+    """Server whose `run` runs code in a new process without shape checks, which torch's compiler cannot trace."""
+    with TracingServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

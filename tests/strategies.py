@@ -85,17 +85,24 @@ def _laid_out(values: Tensor, layout: str) -> Tensor:
     return values.permute(order).contiguous().permute(inverse)
 
 
+SIMPLE_MASKS = (
+    *("causal", "window", "per head", "prefix", "segments"),
+    *("chunked", "mask_rule", "right", "left", "dense"),
+)
+MASKS = (*SIMPLE_MASKS, "and", "or", "not")
+"""Kinds of masks; "right" and "left" are the sides of padding."""
+
+
 @st.composite
-def masks(draw, batch: int, heads: int, queries: int, keys: int, depth: int = 2):
+def masks(draw, batch: int, heads: int, queries: int, keys: int, depth: int = 2, kinds: tuple[str, ...] = MASKS):
     """Draw a mask of headwise, and return it with its values as a boolean tensor `(batch, heads, queries, keys)`.
 
-    The tensor is computed here, independently of headwise. Masks are combined with &, | and ~ up to `depth` times.
+    The tensor is computed here, independently of headwise. Masks are combined with &, | and ~ up to `depth` times. The
+    outermost mask is one of `kinds`.
     """
     position = torch.arange(queries)[:, None] + keys - queries
     key = torch.arange(keys)[None, :]
-    kinds = ["causal", "window", "per head", "prefix", "segments", "chunked", "mask_rule", "right", "left", "dense"]
-    kinds += ["and", "or", "not"] if depth else []
-    kind = draw(st.sampled_from(kinds))
+    kind = draw(st.sampled_from([kind for kind in kinds if depth or kind in SIMPLE_MASKS]))
     full = (batch, heads, queries, keys)
     if kind == "causal":
         return hw.causal(), (key <= position).expand(full)
@@ -159,8 +166,12 @@ def biases(draw, batch: int, heads: int, queries: int, keys: int):
 
 
 @st.composite
-def problems(draw) -> DrawnProblem:
-    """Draw an attention problem: sizes, tensors with memory layouts, mask, bias, scale, softcap, sinks, head mixing."""
+def problems(draw, mask_kind: str | None = "any") -> DrawnProblem:
+    """Draw an attention problem: sizes, tensors with memory layouts, mask, bias, scale, softcap, sinks, head mixing.
+
+    The mask is of the given kind of `MASKS`, or the same rule as a boolean tensor; for None, there is no mask. By
+    default half the problems have a mask, of any kind.
+    """
     batch, kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     queries, keys = draw(st.integers(1, 23)), draw(st.integers(1, 23))
     head_dim, value_dim = draw(st.integers(1, 19)), draw(st.integers(1, 19))
@@ -176,7 +187,11 @@ def problems(draw) -> DrawnProblem:
     k = _laid_out(spread * random(batch, kv_heads, keys, head_dim), draw(layouts))
     v = _laid_out(random(batch, kv_heads, keys, value_dim), draw(layouts))
     full = (batch, heads, queries, keys)
-    mask, allowed = draw(st.none() | masks(*full)) or (None, torch.ones(full, dtype=torch.bool))
+    no_mask = (None, torch.ones(full, dtype=torch.bool))
+    if mask_kind == "any":
+        mask, allowed = draw(st.none() | masks(*full)) or no_mask
+    else:
+        mask, allowed = draw(masks(*full, kinds=(mask_kind,))) if mask_kind else no_mask
     if mask is not None and draw(st.booleans()):
         mask = allowed.contiguous()  # the same rule as a boolean tensor
     bias = draw(st.none() | biases(*full))

@@ -1,6 +1,6 @@
 """Checks of the layer under torch.compile, torch.export and ONNX export; each function raises if its check fails.
 
-tests/test_traced.py runs them in separate interpreters, because the shape checks of the other tests cannot be traced.
+tests/test_traced.py runs them in separate processes, because the shape checks of the other tests cannot be traced.
 """
 
 import contextlib

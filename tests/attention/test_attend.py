@@ -6,19 +6,29 @@ from collections import defaultdict
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from headwise.attention.backends.blockwise import tiles
 from headwise.attention.masks.grid import Grid
 from oracles import PlainResult, distance, plain_attention, plain_errors
-from strategies import DrawnProblem, problems
+from shape_checks import check_first_shapes
+from strategies import MASKS, DrawnProblem, problems
 
 BACKENDS = ("fused", "blockwise", "reference")
-# Every run draws the same examples, since rounding may leave little room to a bound.
-few = settings(max_examples=400, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-some = settings(max_examples=300, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def check_random_problems(check, number: int, **options) -> None:
+    """Run a check of a `DrawnProblem` on `number` random problems with each kind of mask, and as many without one.
+
+    Every run draws the same problems, since rounding may leave little room to a bound. The first half of the problems
+    of each kind also checks shapes.
+    """
+    same = settings(max_examples=number, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    for place, kind in enumerate([None, *MASKS]):
+        test = given(drawn=problems(kind))(check_first_shapes(check, (number + 1) // 2))
+        seed(place)(same(test))(**options)
 
 
 NAMES = ("out", "lse", "weights")
@@ -59,7 +69,7 @@ def errors_and_budget(drawn: DrawnProblem, dtype: torch.dtype, sets: int) -> tup
     return errors, budget
 
 
-def assert_at_most_twice_the_error_of_plain_attention(drawn: DrawnProblem, dtype: torch.dtype) -> None:
+def check_error(dtype: torch.dtype, drawn: DrawnProblem) -> None:
     # The largest of a few rounding errors depends on luck. A problem that exceeds the budget on two sets of values is
     # measured again on 64: there luck averages out, and a kernel that is worse stays worse.
     for sets in (2, 64):
@@ -70,10 +80,14 @@ def assert_at_most_twice_the_error_of_plain_attention(drawn: DrawnProblem, dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@few
-@given(drawn=problems())
-def test_error_is_at_most_twice_that_of_plain_attention(dtype, drawn):
-    assert_at_most_twice_the_error_of_plain_attention(drawn, dtype)
+def test_error_is_at_most_twice_that_of_plain_attention(dtype):
+    check_random_problems(check_error, 7, dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_error_is_at_most_twice_that_of_plain_attention_in_more_problems(dtype):
+    check_random_problems(check_error, 29, dtype=dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -109,10 +123,7 @@ def test_lengths_of_many_kernel_blocks_whose_first_are_empty(case):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("asked", [[], ["return_lse"], ["return_lse", "return_weights"]], ids=str)
-@some
-@given(drawn=problems())
-def test_gradients_in_float64(asked, drawn):
+def check_gradients(asked: list[str], drawn: DrawnProblem) -> None:
     inputs = [tensor.clone().requires_grad_() for tensor in (drawn.q, drawn.k, drawn.v)]
     learned = [drawn.sinks] if drawn.sinks is not None else []
     learned += [drawn.scale] if isinstance(drawn.scale, torch.Tensor) else []
@@ -136,6 +147,20 @@ def test_gradients_in_float64(asked, drawn):
         result = hw.attend(*inputs[:3], **drawn.attend_options, **dict.fromkeys(asked, True), backend=backend)
         for ours, theirs in zip(gradients(*(result if asked else [result])), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+
+
+ASKED = ([], ["return_lse"], ["return_lse", "return_weights"])
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_gradients_in_float64(asked):
+    check_random_problems(check_gradients, 5, asked=asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_gradients_in_float64_of_more_problems(asked):
+    check_random_problems(check_gradients, 21, asked=asked)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -4,8 +4,6 @@ import cmath
 import copy
 import math
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -338,15 +336,8 @@ def test_interleaved_rotation_equals_gpt_j_and_deepseek():
 # -- compiled ------------------------------------------------------------------------------------------------------
 
 
-def run_in_a_subprocess(code):
-    """Run code in a new interpreter and check that it succeeds."""
-    # Dynamo cannot trace the checks of shapes that the tests put around every call.
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.stdout == "same\n", result.stderr
-
-
-def test_rotation_compiles_to_one_graph_for_all_lengths():
-    run_in_a_subprocess("""
+def test_rotation_compiles_to_one_graph_for_all_lengths(tracing_server):
+    tracing_server.run("""
 import torch
 from headwise.attention.rotary import Rotary
 from headwise.attention.rotary_scaling import DynamicNTK, LinearScaling, Llama3, YaRN
@@ -361,12 +352,11 @@ for scaling in (None, LinearScaling(2.0), DynamicNTK(2.0, 8), YaRN(4.0, 64), Lla
             for length in (11, 13, 501):
                 x, positions = inputs(length)
                 torch.testing.assert_close(compiled(x, positions), rotary.rotate(x, positions))
-print("same")
 """)
 
 
-def test_rotation_exports_with_a_free_length():
-    run_in_a_subprocess("""
+def test_rotation_exports_with_a_free_length(tracing_server):
+    tracing_server.run("""
 import torch
 from headwise.attention.rotary import Rotary
 from headwise.attention.rotary_scaling import DynamicNTK, LinearScaling, Llama3, YaRN
@@ -384,7 +374,6 @@ for scaling in (None, DynamicNTK(2.0, 8), YaRN(4.0, 64)):
     exported = torch.export.export(module, example, dynamic_shapes=free).module()
     longer = torch.randn(2, 3, 11, 12), torch.arange(11)[None]
     torch.testing.assert_close(exported(*longer), module(*longer))
-print("same")
 """)
 
 
