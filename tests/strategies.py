@@ -169,7 +169,7 @@ def biases(draw, batch: int, heads: int, queries: int, keys: int):
 def problems(draw, mask_kind: str | None = "any") -> DrawnProblem:
     """Draw an attention problem: sizes, tensors with memory layouts, mask, bias, scale, softcap, sinks, head mixing.
 
-    The mask is of the given kind of `MASKS`, or the same rule as a boolean tensor; for None, there is no mask. By
+    The mask is of the given kind of `MASKS`, or the same rule as a boolean tensor; None stands for no mask. By
     default half the problems have a mask, of any kind.
     """
     batch, kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
