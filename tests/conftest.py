@@ -4,52 +4,10 @@ import functools
 import sys
 
 import jaxtyping
-import jaxtyping._decorator as jaxtyping_decorator
 import pytest
 import torch
 
 from tracing import TracingServer
-
-
-def reuse_shape_checkers():
-    """Let jaxtyping compile the checkers of a signature once.
-
-    It compiles them whenever a function is defined: a function within a function costs 2 ms in each call of the outer
-    one, even while the checks are off. Signatures whose defaults are objects are excluded, since the caches would keep
-    the objects alive.
-    """
-
-    def is_plain(*defaults):
-        return all(isinstance(default, type | bool | int | float | str | None) for default in defaults)
-
-    def run_once(name, key_of):
-        run, results = getattr(jaxtyping_decorator, name), {}
-
-        def run_once_for_each_key(*arguments, **options):
-            key = key_of(*arguments, **options)
-            if key is None:
-                return run(*arguments, **options)
-            if key not in results:
-                results[key] = run(*arguments, **options)
-            return results[key]
-
-        setattr(jaxtyping_decorator, name, run_once_for_each_key)
-
-    def key_of_signature(name, qualname, module, signature, output):
-        defaults = [parameter.default for parameter in signature.parameters.values()]
-        types = tuple(map(type, defaults))  # 1, 1.0 and True are equal
-        return (name, qualname, module, signature, types, output) if is_plain(*defaults) else None
-
-    def key_of_function(typechecker, function):
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        return (typechecker, function) if is_plain(*defaults) else None
-
-    run_once("_make_fn_with_signature", key_of_signature)
-    run_once("_apply_typechecker", key_of_function)
-    run_once("_destring_annotation", lambda annotation, module: (annotation, id(module)))
-
-
-reuse_shape_checkers()
 
 # headwise.shapes defines placeholders; the tests replace them by jaxtyping before headwise is imported.
 sys.modules["headwise.shapes"] = jaxtyping
