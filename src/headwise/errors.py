@@ -9,6 +9,19 @@ class HeadwiseError(Exception):
     error.
     """
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default, copies and pickles call the class with `args`, which are not the arguments of a subclass.
+        return _restore, (type(self), self.args), vars(self)
+
+
+def _restore(error_class: type[HeadwiseError], args: tuple[Any, ...]) -> HeadwiseError:
+    """Return an error of a class with these `args`, without a call of the constructor of that class, which composes the
+    message from other arguments.
+    """
+    error = error_class.__new__(error_class)
+    super(HeadwiseError, error).__init__(*args)  # ValueError, ImportError or Exception
+    return error
+
 
 class InputError(HeadwiseError, ValueError):
     """Error for an unusable argument. Its message is one sentence with the argument's name, the expected value, the
