@@ -110,13 +110,17 @@ _LAZY = {
 """Module of each public name that is imported on first use."""
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name of `_LAZY` on first use (PEP 562)."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = __import__(_LAZY[name], fromlist=[name])  # as `from module import name`, which also imports a submodule
-    globals()[name] = getattr(module, name)
-    return globals()[name]
+if not TYPE_CHECKING:  # type checkers would take any name for one that `__getattr__` imports
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name of `_LAZY` on first use (PEP 562)."""
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = __import__(
+            _LAZY[name], fromlist=[name]
+        )  # as `from module import name`, which also imports a submodule
+        globals()[name] = getattr(module, name)
+        return globals()[name]
 
 
 def __dir__() -> list[str]:
