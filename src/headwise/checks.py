@@ -29,10 +29,7 @@ def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> flo
     """Return `value` as a float; raise `InputError` if it is not a number (strings are not converted), infinite, NaN,
     not greater than `above`, or a tensor that requires grad.
     """
-    if isinstance(value, Tensor) and value.requires_grad:
-        remedy = "its gradient would be lost: pass float(value)"
-        raise InputError(argument, expected="a number", got="a tensor that requires grad", remedy=remedy)
-    number = _as_float(value)
+    number = _as_float(argument, value)
     if not above < number < math.inf:
         more = "" if above == -math.inf else f" above {above:g}"
         raise InputError(argument, expected=f"a finite number{more}", got=repr(value))
@@ -40,8 +37,10 @@ def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> flo
 
 
 def probability(argument: str, value: Any) -> float:
-    """Return a probability as a float; raise `InputError` unless it is 0 or more and less than 1."""
-    number = _as_float(value)
+    """Return a probability as a float; raise `InputError` unless it is 0 or more and less than 1, and for a tensor that
+    requires grad.
+    """
+    number = _as_float(argument, value)
     if not 0.0 <= number < 1.0:
         raise InputError(argument, expected="a probability of 0 or more and less than 1", got=repr(value))
     return number
@@ -147,8 +146,13 @@ def has_readable_values(tensor: Tensor) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def _as_float(value: Any) -> float:
-    """Return the value as a float, or NaN if it is a string or cannot be converted; callers reject NaN."""
+def _as_float(argument: str, value: Any) -> float:
+    """Return the value as a float, or NaN if it is a string or cannot be converted; callers reject NaN. Raise
+    `InputError` for a tensor that requires grad.
+    """
+    if isinstance(value, Tensor) and value.requires_grad:
+        remedy = "its gradient would be lost: pass float(value)"
+        raise InputError(argument, expected="a number", got="a tensor that requires grad", remedy=remedy)
     try:
         return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):

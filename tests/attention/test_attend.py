@@ -515,6 +515,10 @@ MISTAKES = {
         (Q, K, K, {"softcap": torch.tensor(3.0, requires_grad=True)}),
         r"softcap: expected a number, got a tensor that requires grad; its gradient would be lost: pass float\(value\)",
     ),
+    "dropout with a gradient": (
+        (Q, K, K, {"dropout": torch.tensor(0.5, requires_grad=True)}),
+        r"dropout: expected a number, got a tensor that requires grad; its gradient would be lost: pass float\(value\)",
+    ),
     "sinks": (
         (Q, K, K, {"sinks": zeros(3)}),
         r"sinks: expected one number for each of 6 heads, got shape \(3,\)",
