@@ -37,13 +37,7 @@ def run(blocks: list[tuple[str, str]], names: dict) -> str:
 def test_the_code_of_the_readme_runs_and_prints_the_shown_output(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.jsonl").write_text('{"text": "A cup of tea."}\n{"text": "And one of coffee."}\n')
-    names = {
-        "folder": minilm.model.config._name_or_path,
-        "x": torch.randn(2, 5, 512),
-        "context": torch.randn(2, 7, 512),
-        "tokens": torch.randn(2, 5, 576),
-        "token": torch.randn(2, 1, 576),
-    }
+    names = {"folder": minilm.model.config._name_or_path}
     blocks = code_blocks("README.md")
     assert len(blocks) == 5
     assert run(blocks, names) == "".join(output for _, output in blocks)
