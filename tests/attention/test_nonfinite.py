@@ -103,6 +103,53 @@ def test_talking_heads_spread_a_bad_key_to_all_heads_but_not_to_earlier_rows():
     torch.testing.assert_close(out[:, :, :BAD], expected[:, :, :BAD])
 
 
+@pytest.mark.parametrize("backend", ["reference", None])
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients_of_returned_weights_do_not_read_hidden_keys(mask, backend):
+    given, visible = MASKS[mask]
+    sees_bad = visible[:, BAD]
+
+    def gradients(q, k, v):
+        q, k = q.clone().requires_grad_(), k.clone().requires_grad_()
+        _, weights = hw.attend(q, k, v, mask=given, return_weights=True, backend=backend)
+        return torch.autograd.grad(weights[:, :, ~sees_bad].square().sum(), (q, k))
+
+    q, k, v = tensors(torch.float32)
+    expected = gradients(q, k, v)
+    k[:, :, BAD] = torch.nan
+    for got, wanted in zip(gradients(q, k, v), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_observed_attention_ignores_hidden_keys_and_values(bad):
+    layer = hw.MultiHeadAttention(24, 3).eval()
+    x, context, mask = torch.randn(2, 5, 24), torch.randn(2, 13, 24), hw.padding([13, 6])
+    results = []
+    for number in (0.0, bad):
+        context[1, 6:] = number
+        with torch.no_grad(), hw.watch(layer) as heads:
+            y = layer(x, context, mask=mask)
+        with torch.no_grad():
+            torch.testing.assert_close(y, layer(x, context, mask=mask), rtol=0, atol=1e-5)
+        results.append([record.statistics for record in heads.records][0])
+    assert results[1].keys() == results[0].keys()
+    for name, moments in results[1].items():
+        torch.testing.assert_close(moments.value, results[0][name].value, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@torch.no_grad()
+def test_uniform_heads_ignore_hidden_values():
+    layer = hw.MultiHeadAttention(24, 3, mask=hw.causal()).eval()
+    x = torch.randn(1, 13, 24)
+    with hw.gate(layer, {(0, 1): hw.replacements.uniform()}):
+        expected = layer(x)
+        x[:, 9:] = torch.nan
+        out = layer(x)
+    torch.testing.assert_close(out[:, :9], expected[:, :9])
+    assert out[:, 9:].isnan().all()
+
+
 def test_a_layer_ignores_nan_in_padding():
     layer = hw.MultiHeadAttention(24, 3, mask=hw.causal())
     x = torch.randn(2, 13, 24)

@@ -51,7 +51,7 @@ def attend(
     The output of a head is `softmax(scale * q k^T + bias) v` over the keys that the mask allows. Memory grows with
     length, not with its square, unless you ask for the weights. The output has the dtype of q; scores are accumulated
     in float32 at least. Keys and values that a mask hides do not change a row, not even if they are NaN or infinite
-    (on CPU, outside of `torch.compile`).
+    (on CPU, outside of `torch.compile`, `torch.jit.trace` and transforms of `torch.func`).
 
     Args:
         q: queries `(batch, heads, queries, head_dim)`.

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headwise.attention.backend_choice import choose_fastest
 from headwise.attention.problem import Answer, Problem
-from headwise.attention.uniform_attention import uniform_output
 from headwise.checks import has_readable_values
 from headwise.shapes import Bool, Float
 
@@ -23,8 +23,8 @@ def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
     that may not attend to them. If such rows may have changed, `run` computes the problem again with zeros in place of
     NaN and infinity. Outputs that NaN or infinity may reach through an allowed key keep the first result.
 
-    Nothing is checked while compiling or tracing, under `vmap`, or on other devices than a CPU, where reading a sum
-    would wait for the device: there a hidden NaN or infinity can reach every row.
+    Nothing is checked while compiling or tracing, inside a transform of `torch.func`, or on other devices than a CPU,
+    where reading a sum would wait for the device: there a hidden NaN or infinity can reach every row.
 
     Args:
         problem: the attention problem.
@@ -40,10 +40,26 @@ def run_contained(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
     cleaned = replace(problem, k=problem.k.masked_fill(bad_keys, 0.0), v=problem.v.masked_fill(bad_values, 0.0))
     clean = run(cleaned)
     sees_bad_value, sees_bad_key = _visible_to_rows(problem, bad_keys, bad_values)
-    lse = None
-    if result.lse is not None and clean.lse is not None:
-        lse = _combine(result.lse, clean.lse, sees_bad_key)
-    return Answer(_combine(result.out, clean.out, sees_bad_value), lse, result.weights)
+    lse, weights = result.lse, result.weights
+    if lse is not None and clean.lse is not None:
+        lse = _combine(lse, clean.lse, sees_bad_key)
+    if weights is not None and clean.weights is not None:
+        weights = _combine(weights, clean.weights, sees_bad_key[..., None])
+    return Answer(_combine(result.out, clean.out, sees_bad_value), lse, weights)
+
+
+def has_nonfinite_keys_or_values(problem: Problem) -> bool:
+    """Return True if a key or value of the problem is NaN or infinite. Returns False on other devices than a CPU, and
+    wherever values cannot be read.
+    """
+    if problem.q.device.type != "cpu" or not has_readable_values(problem.k) or torch._C._is_tracing():
+        return False
+    return not all(_has_finite_sum(tensor) or bool(tensor.isfinite().all()) for tensor in (problem.k, problem.v))
+
+
+def _has_finite_sum(tensor: Tensor) -> bool:
+    """Return True if the sum of a tensor is finite. Then all its numbers are; a sum of finite numbers may overflow."""
+    return math.isfinite(tensor.detach().sum())
 
 
 def _may_have_leaked(problem: Problem, result: Answer) -> bool:
@@ -58,8 +74,7 @@ def _may_have_leaked(problem: Problem, result: Answer) -> bool:
     tensors = [result.out]
     if result.out.requires_grad:
         tensors += [problem.k, problem.v]  # the gradients multiply 0 with these too
-    # A sum of finite numbers may overflow; then the keys and values are found to be finite.
-    return not all(math.isfinite(tensor.detach().sum()) for tensor in tensors)
+    return not all(map(_has_finite_sum, tensors))
 
 
 @torch.no_grad()
@@ -75,10 +90,9 @@ def _visible_to_rows(
     """
     dtype = problem.score_dtype
     indicators = torch.cat([bad_values | bad_keys, bad_keys], -1).to(dtype)
-    shares = uniform_output(
-        replace(problem, q=problem.q.to(dtype), k=torch.zeros_like(problem.k, dtype=dtype), v=indicators)
-    )
-    visible = shares > 0
+    k = torch.zeros_like(problem.k, dtype=dtype)
+    uniform = replace(problem, q=problem.q.to(dtype), k=k, v=indicators).with_uniform_weights()
+    visible = choose_fastest(uniform).run(uniform).out > 0
     if problem.talking is not None:
         visible = visible.any(1, keepdim=True)  # every head reads the keys of all heads
     return visible[..., :-1], visible[..., -1]

@@ -1,6 +1,6 @@
 """`Problem`: the arguments of one attention call, checked and in the form that every backend reads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -83,6 +83,27 @@ class Problem:
     def scale_is_positive(self) -> bool:
         """True if the scale is one number for all heads, not a tensor, and positive in float32, as kernels read it."""
         return not isinstance(self.scale, Tensor) and self.scale > torch.finfo(torch.float32).tiny
+
+    def with_uniform_weights(self) -> "Problem":
+        """Return the problem in which every visible key has the same weight: queries of 0, a bias that only hides keys,
+        and no sinks, talking heads, gate or dropout. It requests the output alone.
+        """
+        bias = self.bias
+        if bias is not None:
+            bias = torch.zeros_like(bias).masked_fill(bias == -torch.inf, -torch.inf)
+        return replace(
+            self,
+            q=torch.zeros_like(self.q),
+            bias=bias,
+            scale=1.0,
+            softcap=None,
+            sinks=None,
+            talking=None,
+            gate=None,
+            dropout=0.0,
+            return_lse=False,
+            return_weights=False,
+        )
 
     @staticmethod
     def checked(

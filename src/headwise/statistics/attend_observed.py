@@ -9,6 +9,7 @@ from headwise.attention.backends import reference
 from headwise.attention.backends.blockwise import backend as blockwise
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer
+from headwise.attention.nonfinite import has_nonfinite_keys_or_values
 from headwise.attention.problem import Answer, Problem
 from headwise.statistics.row_blocks import row_blocks_of_problem
 
@@ -22,7 +23,8 @@ def attend_observed(
     """Compute one attention call and return its answer: the output, and the other results that the problem requests.
     Also pass each of its attention weights once to `observer`, in row blocks (some query rows at a time), with the
     tokens and padding in `call_context`. The blockwise backend computes the answer. `compute` does so instead if that
-    backend does not support the problem, if the weights are requested, or if there is no query or no key.
+    backend does not support the problem, if the weights are requested, if there is no query or no key, or if a key or
+    value is NaN or infinite, which blockwise attention would spread to rows that do not attend to it.
 
     Row blocks are observed while blockwise attention computes them, from scores in float32 at least, at about the cost
     of the answer alone. For problems that blockwise attention cannot solve, the row blocks are computed separately.
@@ -34,10 +36,12 @@ def attend_observed(
         compute: function that answers problems that blockwise attention cannot solve.
     """
     is_empty = 0 in (*problem.q.shape, *problem.k.shape)
-    if blockwise.why_not(problem) is None and not problem.return_weights and not is_empty:
+    is_finite = not has_nonfinite_keys_or_values(problem)
+    if blockwise.why_not(problem) is None and not problem.return_weights and not is_empty and is_finite:
         with without_autocast(problem.q.device):
             return blockwise.run(problem, observer=observer, call_context=call_context)
+    answer = compute(problem)
     with torch.no_grad(), without_autocast(problem.q.device):
-        for row_block in row_blocks_of_problem(problem, call_context):
+        for row_block in row_blocks_of_problem(problem, call_context, out=None if is_finite else answer.out):
             observer(row_block)
-    return compute(problem)
+    return answer

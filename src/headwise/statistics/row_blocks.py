@@ -18,16 +18,20 @@ ROW_BLOCK_BYTES = 2**24
 
 
 def row_blocks_of_problem(
-    problem: Problem, call_context: CallContext | None = None, with_output: bool = False
+    problem: Problem,
+    call_context: CallContext | None = None,
+    with_output: bool = False,
+    out: Float[Tensor, "batch heads queries value_dim"] | None = None,
 ) -> Iterator[RowBlock]:
     """Compute the attention weights of a problem and yield them in row blocks, each with some of the query rows for all
     heads and all keys. The weights are computed one row block at a time, so the whole matrix is never stored. If
-    `with_output` is True, each row block also contains the head outputs of its rows.
+    `with_output` is True or `out` is passed, each row block also contains the head outputs of its rows.
 
     Args:
         problem: the attention call.
         call_context: its tokens and padding.
         with_output: compute each row's output too, the weights times the values.
+        out: head outputs of all rows, if they are known already.
     """
     grid = problem.grid
     for rows in _row_ranges(grid):
@@ -35,8 +39,10 @@ def row_blocks_of_problem(
         weights = attention_weights(scores, problem.sinks)
         if problem.talking is not None:
             weights = mix_heads(weights, problem.talking.after)
-        out = grouped_matmul(weights, problem.v.to(weights.dtype)) if with_output else None
-        yield _row_block(weights, scores > -torch.inf, grid, rows, call_context or CallContext(), out)
+        block_out = None if out is None else out[:, :, rows.start : rows.stop]
+        if with_output:
+            block_out = grouped_matmul(weights, problem.v.to(weights.dtype))
+        yield _row_block(weights, scores > -torch.inf, grid, rows, call_context or CallContext(), block_out)
 
 
 def row_blocks_of_weights(

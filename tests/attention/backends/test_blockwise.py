@@ -139,6 +139,16 @@ def test_many_blocks_are_attention(case, rows, monkeypatch):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1e30, 1e34, 1e37])
+def test_scores_up_to_the_limit_of_the_dtype_do_not_reach_hidden_keys(size, dtype):
+    q, k, v = (torch.randn(1, 2, 61, 7) for _ in range(3))
+    q, k, v = (tensor.to(dtype) for tensor in (q * size**0.5, k * size**0.5, v))
+    out = hw.attend(q, k, v, mask=hw.window(5), backend="blockwise")
+    exact = hw.attend(q.double(), k.double(), v.double(), mask=hw.window(5), backend="reference")
+    assert distance(out, exact) < 1e-6  # one key has all the weight
+
+
 @pytest.mark.parametrize("given", [{}, {"scale": 0.3}, {"mask": hw.causal() & hw.padding([200, 517])}], ids=str)
 @pytest.mark.parametrize("spread", [1.0, 4.0])
 def test_bfloat16_is_no_worse_than_plain_attention(given, spread):

@@ -20,9 +20,6 @@ from headwise.shapes import Bool, Float
 LOG2_E = math.log2(math.e)
 """Factor from nats to units of ln 2. Scores are kept in these units, since torch vectorises exp2 on every CPU."""
 
-LOWEST = -1e30
-"""Score of a hidden key. It is finite, since statistics multiply it by its weight of 0."""
-
 TILE_BYTES = 2**22
 """Target size of the scores of one tile, which stay in the cache from one operation to the next."""
 
@@ -32,7 +29,7 @@ class Ceiling(NamedTuple):
     the minimum of score and bound is the unchanged score at a visible key, and at a hidden key so low that its weight
     is 0.
 
-    A bound is infinite where a key is visible and `LOWEST` where it is hidden. It is 0 in a row without any visible
+    A bound is infinite where a key is visible, and `score_of_hidden_key` where it is hidden. It is 0 in a row without any visible
     key: the difference of two infinities would be NaN, so such a row gets weights, which an infinite sum turns to 0.
     Torch vectorises the minimum of two tensors; filling by a boolean mask takes forty times as long.
     """
@@ -109,7 +106,7 @@ class Tile(NamedTuple):
             offset += len(keys)
 
     def hide(self, scores: Float[Tensor, "kv stacked columns"]) -> None:
-        """Lower the scores of hidden keys to at most `LOWEST` (-1e30), in place; other scores stay unchanged. There is
+        """Lower the scores of hidden keys to at most `score_of_hidden_key`, in place; other scores stay unchanged. There is
         one exception: in a row in which all keys are hidden and `has_key` is False, scores are lowered to at most 0
         instead.
         """
@@ -129,12 +126,19 @@ class Tile(NamedTuple):
         return self.shape[0] * int(self.kv_heads.stop - self.kv_heads.start)
 
 
+def score_of_hidden_key(dtype: torch.dtype) -> float:
+    """Return the score that hidden keys get: a quarter of the least number of `dtype`. It is finite, since statistics
+    multiply it by the key's weight of 0, and below every score whose differences are finite.
+    """
+    return torch.finfo(dtype).min / 4
+
+
 def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #heads rows keys"]) -> Tile:
     """Return the tile (rectangle of scores) of a range of query rows, all sequences, heads and keys.
     `allowed` is its mask, True where a row attends to a key.
     """
     sequences, heads = slice(0, grid.batch), slice(0, grid.heads)
-    ceiling = Ceiling(0, torch.where(allowed, torch.inf, LOWEST))
+    ceiling = Ceiling(0, torch.where(allowed, torch.inf, score_of_hidden_key(torch.float32)))
     return Tile(PlannedBlock(rows, (KeyRange(range(grid.keys), True),)), sequences, heads, heads, [ceiling], None)
 
 
@@ -289,7 +293,8 @@ def _ceilings(
     if has_key is not None and bool(has_key.all()):
         has_key = None
     inf = torch.full((), torch.inf, dtype=q.dtype, device=q.device)
-    ceilings = [(offset, torch.where(part, inf, LOWEST)) for offset, part in visible]
+    lowest = score_of_hidden_key(q.dtype)
+    ceilings = [(offset, torch.where(part, inf, lowest)) for offset, part in visible]
     if has_key is not None:
         ceilings = [(offset, torch.where(has_key, bounds, inf.new_zeros(()))) for offset, bounds in ceilings]
     return [Ceiling(*ceiling) for ceiling in ceilings], has_key
