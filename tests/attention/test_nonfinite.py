@@ -132,7 +132,7 @@ def test_observed_attention_ignores_hidden_keys_and_values(bad):
             y = layer(x, context, mask=mask)
         with torch.no_grad():
             torch.testing.assert_close(y, layer(x, context, mask=mask), rtol=0, atol=1e-5)
-        results.append([record.statistics for record in heads.records][0])
+        results.append(next(record.statistics for record in heads.records))
     assert results[1].keys() == results[0].keys()
     for name, moments in results[1].items():
         torch.testing.assert_close(moments.value, results[0][name].value, rtol=1e-5, atol=1e-6, equal_nan=True)

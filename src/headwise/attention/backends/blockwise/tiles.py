@@ -29,9 +29,9 @@ class Ceiling(NamedTuple):
     the minimum of score and bound is the unchanged score at a visible key, and at a hidden key so low that its weight
     is 0.
 
-    A bound is infinite where a key is visible, and `score_of_hidden_key` where it is hidden. It is 0 in a row without any visible
-    key: the difference of two infinities would be NaN, so such a row gets weights, which an infinite sum turns to 0.
-    Torch vectorises the minimum of two tensors; filling by a boolean mask takes forty times as long.
+    A bound is infinite where a key is visible, and `score_of_hidden_key` where it is hidden. It is 0 in a row without
+    any visible key: the difference of two infinities would be NaN, so such a row gets weights, which an infinite sum
+    turns to 0. Torch vectorises the minimum of two tensors; filling by a boolean mask takes forty times as long.
     """
 
     offset: int
@@ -106,9 +106,9 @@ class Tile(NamedTuple):
             offset += len(keys)
 
     def hide(self, scores: Float[Tensor, "kv stacked columns"]) -> None:
-        """Lower the scores of hidden keys to at most `score_of_hidden_key`, in place; other scores stay unchanged. There is
-        one exception: in a row in which all keys are hidden and `has_key` is False, scores are lowered to at most 0
-        instead.
+        """Lower the scores of hidden keys to at most `score_of_hidden_key`, in place; other scores stay unchanged.
+        There is one exception: in a row in which all keys are hidden and `has_key` is False, scores are lowered to at
+        most 0 instead.
         """
         for offset, bounds in self.ceilings:
             part = self.by_head(scores)[..., offset : offset + bounds.shape[-1]]
