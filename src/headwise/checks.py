@@ -2,7 +2,9 @@
 
 import math
 import operator
-from collections.abc import Sequence
+import os
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +13,16 @@ from torch import Tensor, nn
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
+LARGEST_INTEGER = 2**63 - 1
+"""Largest number of a tensor of int64, the dtype in which torch computes lengths and positions."""
 
-def whole_number(argument: str, value: Any, *, least: int) -> int:
-    """Return `value` as an int; raise `InputError` if it is a bool, not of an integer type (2.0 is not), or below
-    `least`.
+LARGEST_SIZE = 2**31
+"""Largest size that a layer or a cache accepts; the product of two such sizes is an int64 too."""
+
+
+def whole_number(argument: str, value: Any, *, least: int, most: int | None = None) -> int:
+    """Return `value` as an int; raise `InputError` if it is a bool, not of an integer type (2.0 is not), below `least`,
+    or above `most` (by default there is no limit).
     """
     try:
         number = operator.index(value)
@@ -22,7 +30,59 @@ def whole_number(argument: str, value: Any, *, least: int) -> int:
         number = least - 1
     if isinstance(value, bool) or number < least:
         raise InputError(argument, expected=f"a whole number of {least} or more", got=repr(value))
+    if most is not None and number > most:
+        raise InputError(argument, expected=f"a whole number from {least} to {most}", got=repr(value))
     return number
+
+
+def size_argument(argument: str, value: Any) -> int:
+    """Return a size of a layer or cache, such as a width, as an int; raise `InputError` if it is not a whole number
+    from 1 to 2**31.
+    """
+    return whole_number(argument, value, least=1, most=LARGEST_SIZE)
+
+
+def token_ids(argument: str, values: Any) -> list[int]:
+    """Return the distinct token ids of a collection in ascending order; raise `InputError` if `values` is not a
+    collection of whole numbers.
+    """
+    try:
+        return sorted({whole_number(argument, value, least=-LARGEST_INTEGER, most=LARGEST_INTEGER) for value in values})
+    except (TypeError, InputError):
+        raise InputError(argument, expected="token ids", got=repr(values)) from None
+
+
+def collection_of(argument: str, values: Any, *, of: str) -> Iterable[Any]:
+    """Return `values` unchanged if it can be iterated and is not a string; otherwise raise `InputError`, whose message
+    describes the expected collection by `of`.
+    """
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InputError(argument, expected=f"a collection of {of}", got=repr(values))
+    return values
+
+
+def pair_of(argument: str, values: Any, *, of: str) -> tuple[Any, Any]:
+    """Return a list or tuple of two hashable values as a tuple; raise `InputError` for anything else. `of` describes
+    the two values in the message.
+    """
+    is_pair = isinstance(values, list | tuple) and len(values) == 2
+    if not is_pair or not all(isinstance(value, Hashable) for value in values):
+        raise InputError(argument, expected=of, got=repr(values))
+    return values[0], values[1]
+
+
+def folder_path(argument: str, folder: Any) -> Path:
+    """Return a folder as a `Path`; raise `InputError` if it is neither a string nor a path."""
+    if not isinstance(folder, str | os.PathLike):
+        raise InputError(argument, expected="the path of a folder", got=repr(folder))
+    return Path(folder)
+
+
+def float_dtype(argument: str, dtype: Any) -> torch.dtype | None:
+    """Return a floating-point dtype or None unchanged; raise `InputError` for anything else, such as "float16"."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError(argument, expected="a floating-point dtype, such as torch.float16", got=repr(dtype))
+    return dtype
 
 
 def finite_number(argument: str, value: Any, *, above: float = -math.inf) -> float:

@@ -246,10 +246,20 @@ def test_the_model_is_left_as_it_was(raises):
     assert all(map(torch.equal, tensors, after))
 
 
-def test_arguments_that_are_refused():
+def test_arguments_that_are_refused(as_user):
     model, loss = causal(), hw.next_token_loss
     refused = {
         "model: expected a torch module, got str": lambda: hw.ablate("m", texts(), loss),
+        "out: expected the path of a folder, got 5": lambda: hw.ablate(model, texts(), loss, out=5),
+        "replacement: expected a finite number, got 'x'": lambda: hw.ablate(model, texts(), loss, replacement="x"),
+        "loss: expected a function of model and batch, got int": lambda: hw.ablate(model, texts(), 5),
+        r"units: expected a collection of heads \(layer, head\), got 5": lambda: hw.ablate(
+            model, texts(), loss, units={"a": 5}
+        ),
+        r"units: expected heads \(layer, head\), got 5": lambda: hw.ablate(model, texts(), loss, units={"a": [5]}),
+        r"units: expected heads \(layer, head\), got \(0, \[1\]\)": lambda: hw.ablate(
+            model, texts(), loss, units={"a": [(0, [1])]}
+        ),
         "dataset: expected at least one batch, got none": lambda: hw.ablate(model, [], loss),
         "dataset: expected batches: tensors": lambda: hw.ablate(model, ["a text"], loss),
         "units: expected one of heads, layers, groups, or sets of heads by name, got 'all'": lambda: hw.ablate(

@@ -135,5 +135,9 @@ def test_losses_that_are_refused(as_user):
         losses.loss_by_name("perplexity", None)
     with pytest.raises(hw.InputError, match="loss: expected a tokenizer with a mask token, got one without"):
         losses.loss_by_name("masked-token", tiny.tokenizer("decoder"))
+    with pytest.raises(hw.InputError, match="special: expected token ids, got 'x'"):
+        hw.MaskedTokenLoss(1, special="x")
+    with pytest.raises(hw.InputError, match="mask_id: expected a whole number of 0 or more, got None"):
+        hw.MaskedTokenLoss(None)
     with pytest.raises(hw.InputError, match="share: expected a probability"):
         hw.MaskedTokenLoss(1, share=1.5)

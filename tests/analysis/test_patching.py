@@ -225,10 +225,13 @@ REFUSED = {
         {"heads": [(0, 1), (0, 6)]},
         "heads: expected each a (layer, head) of this model, got (0, 6)",
     ),
+    "no heads": ((CLEAN, CORRUPTED), {"heads": 5}, "heads: expected a collection of heads (layer, head), got 5"),
+    "no pair": ((CLEAN, CORRUPTED), {"heads": [5]}, "heads: expected each a (layer, head) of this model, got 5"),
     "no batch": (("w5", CORRUPTED), {}, "dataset: expected batches: tensors, or mappings of them"),
 }
 
 
+@pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize("why", REFUSED)
 def test_what_is_refused(why):
     arguments, options, sentence = REFUSED[why]

@@ -183,6 +183,7 @@ def test_what_cannot_be_profiled(tmp_path):
             {"out": tmp_path / "file"},
             f"out: expected a folder that can be created and written, got {str(tmp_path / 'file')!r}",
         ),
+        ((model, texts()), {"out": 5}, "out: expected the path of a folder, got 5"),
         (
             (nn.Linear(2, 2), [torch.ones(2, 2)]),
             {"repeats": True},

@@ -541,6 +541,11 @@ MISTAKES = {
     ),
     "gate device": ((Q, K, K, {"gate": zeros(6, device="meta")}), "gate: expected a tensor on cpu like q, got meta"),
     "dropout": ((Q, K, K, {"dropout": 1.0}), "dropout: expected a probability of 0 or more and less than 1, got 1.0"),
+    "return_lse": ((Q, K, K, {"return_lse": "no"}), "return_lse: expected True or False, got 'no'"),
+    "return_weights": (
+        (Q, K, K, {"return_weights": "False"}),
+        "return_weights: expected True or False, got 'False'",
+    ),
     "backend": ((Q, K, K, {"backend": "flash"}), "backend: expected one of fused, blockwise, reference, got 'flash'"),
 }
 

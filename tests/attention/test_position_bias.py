@@ -230,6 +230,10 @@ with torch._dynamo.config.patch(error_on_recompile=True):
             {"max_distance": 16, "bidirectional": False},
             "max_distance: expected a whole number of 17 or more, got 16",
         ),
+        ({"num_heads": 2**63}, "num_heads: expected a whole number from 1 to 2147483648, got 9223372036854775808"),
+        ({"num_buckets": 2**63}, "num_buckets: expected a whole number from 4 to 2147483648, got 9223372036854775808"),
+        ({"max_distance": 2**62}, "max_distance: expected a whole number from 9 to 16777216, got 4611686018427387904"),
+        ({"dtype": torch.int64}, "dtype: expected a floating-point dtype, such as torch.float16, got torch.int64"),
         ({"bidirectional": 0}, "bidirectional: expected True or False, got 0"),
     ],
 )

@@ -153,6 +153,7 @@ def test_unusual_strides_do_not_change_the_result():
     assert torch.equal(Rotary().rotate(one, POSITIONS), Rotary().rotate(one.contiguous(), POSITIONS))
 
 
+@pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize("scaling", [None, DynamicNTK(2.0, 5)], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 0, 4), (0, 3, 5, 4), (2, 0, 5, 4)], ids=str)
 def test_empty_tensors_stay_empty(shape, scaling):
@@ -399,6 +400,11 @@ for scaling in (None, DynamicNTK(2.0, 8), YaRN(4.0, 64)):
         (lambda: YaRN(2.0, 8, slow=0.0), r"YaRN\(slow\): expected a finite number above 0, got 0.0"),
         (lambda: YaRN(2.0, 8, fast=3.0, slow=3.0), r"YaRN\(fast\): expected a finite number above 3, got 3.0"),
         (lambda: YaRN(2.0, 8, attention_factor=-1.0), r"YaRN\(attention_factor\): expected .* above 0, got -1.0"),
+        (lambda: YaRN(2.0, 8, truncate="no"), r"YaRN\(truncate\): expected True or False, got 'no'"),
+        (lambda: Rotary(width=2**63), r"Rotary\(width\): expected a whole number from 2 to 2147483648, got 922"),
+        (lambda: DynamicNTK(2.0, 2**64), r"DynamicNTK\(trained_length\): expected a whole number from 1 to 92233"),
+        (lambda: YaRN(2.0, 2**64), r"YaRN\(trained_length\): expected a whole number from 1 to 92233"),
+        (lambda: Llama3(2.0, 2**64), r"Llama3\(trained_length\): expected a whole number from 1 to 92233"),
         (lambda: Llama3(0.1, 8), r"Llama3\(factor\): expected a factor of 1 or more, got 0.1"),
         (lambda: Llama3(2.0, -3), r"Llama3\(trained_length\): expected a whole number of 1 or more, got -3"),
         (lambda: Llama3(2.0, 8, low=0.0), r"Llama3\(low\): expected a finite number above 0, got 0.0"),
@@ -409,6 +415,15 @@ for scaling in (None, DynamicNTK(2.0, 8), YaRN(4.0, 64)):
 def test_unusable_options_are_rejected(make, message):
     with pytest.raises(hw.InputError, match="^" + message):
         make()
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize("scaling", [None, DynamicNTK(2.0, 2**63 - 1), Llama3(2.0, 2**63 - 1), YaRN(2.0, 2**63 - 1)])
+def test_large_whole_numbers_are_computed_as_floats(scaling):
+    x, positions = torch.randn(2, 3, 5, 8), torch.arange(5)[None]
+    rotated = Rotary(theta=2**64, scaling=scaling).rotate(x, positions)
+    assert torch.equal(rotated, Rotary(theta=2.0**64, scaling=scaling).rotate(x, positions))
+    assert rotated.isfinite().all()
 
 
 @pytest.mark.parametrize(

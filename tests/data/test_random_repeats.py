@@ -43,8 +43,12 @@ def test_ids_outside_the_tokenizer_are_left_out():
 def test_unusable_sizes_are_refused():
     with pytest.raises(hw.InputError, match="^vocabulary: expected at least 25 ids to draw from, got 24$"):
         hw.random_repeats(25, avoid=[3])
-    with pytest.raises(hw.InputError, match="^times: expected at least 1, got 0$"):
+    with pytest.raises(hw.InputError, match="^times: expected a whole number of 1 or more, got 0$"):
         hw.random_repeats(97, times=0)
+    with pytest.raises(hw.InputError, match="^vocabulary: expected a whole number of 1 or more, got 'abc'$"):
+        hw.random_repeats("abc")
+    with pytest.raises(hw.InputError, match="^avoid: expected token ids, got 'abc'$"):
+        hw.random_repeats(97, avoid="abc")
     sentence = (
         "^model: expected room for 102 random tokens, got 101; --no-repeats .repeats=False. leaves out the random"
     )

@@ -1,6 +1,7 @@
 """Statistics of watched models, against the weights that eager attention returns."""
 
 import math
+import re
 import threading
 
 import pytest
@@ -278,6 +279,25 @@ def test_attention_that_is_not_observed_is_named():
 
 def test_only_modules_can_be_watched():
     with pytest.raises(hw.InputError, match="model: expected a torch module, got str"), hw.watch("minilm"):
+        pass
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize("special", [5, "ab", [0.5]])
+def test_special_tokens_are_a_collection_of_ids(special):
+    sentence = f"^special: expected token ids, got {re.escape(repr(special))}$"
+    with pytest.raises(hw.InputError, match=sentence), hw.watch(nn.Sequential(Block()), special=special):
+        pass
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("layers", "sentence"),
+    [(5, "^layers: expected a collection of layers, got 5$"), ([[1]], r"^layer: expected .*, got \[1\]; name the")],
+)
+def test_layers_to_record_are_a_collection(layers, sentence):
+    model = nn.Sequential(hw.MultiHeadAttention(8, 2))
+    with pytest.raises(hw.InputError, match=sentence), hw.record_outputs(model, layers):
         pass
 
 

@@ -305,6 +305,7 @@ def test_output_equals_diffllama_of_transformers(kv_heads):
         ({"lambda_init": "a"}, "lambda_init: expected a finite number, got 'a'"),
         ({"lambda_init": 0.5, "depth": 3}, "lambda_init: expected one of lambda_init and depth, got both"),
         ({"depth": -1}, "depth: expected a whole number of 0 or more, got -1"),
+        ({"norm_weight": "no"}, "norm_weight: expected True or False, got 'no'"),
         ({"norm_eps": 0.0}, "norm_eps: expected a finite number above 0, got 0.0"),
         ({"num_heads": 5}, "num_heads: expected a number that divides embed_dim 36 / 2 = 18, got 5; or give head_dim"),
         ({"num_heads": 0}, "num_heads: expected a whole number of 1 or more, got 0"),

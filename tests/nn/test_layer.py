@@ -372,6 +372,13 @@ def test_repr_shows_sizes_and_mask():
         ),
         ({"num_heads": True}, "num_heads: expected a whole number of 1 or more, got True"),
         ({"backend": "flash"}, "backend: expected one of fused, blockwise, reference, got 'flash'"),
+        ({"bias": "False"}, "bias: expected True or False, got 'False'"),
+        ({"out_bias": "no"}, "out_bias: expected True or False, got 'no'"),
+        ({"dtype": "float16"}, "dtype: expected a floating-point dtype, such as torch.float16, got 'float16'"),
+        ({"embed_dim": None}, "embed_dim: expected a whole number of 1 or more, got None"),
+        ({"num_heads": None}, "num_heads: expected a whole number of 1 or more, got None"),
+        ({"head_dim": 2**63}, "head_dim: expected a whole number from 1 to 2147483648, got 9223372036854775808"),
+        ({"fused_qkv": "no"}, "fused_qkv: expected True or False, got 'no'"),
     ],
 )
 def test_unusable_layer_options_are_refused(arguments, message):
@@ -416,6 +423,7 @@ X = torch.zeros(2, 5, 12)
             r"value_context: expected batch and length \(2, 5\) like context, got \(2, 4\)",
         ),
         ({"value_context_dim": 3}, {}, "value_context: expected a tensor of width 3, the layer's, got none"),
+        ({}, {"return_weights": "False"}, "return_weights: expected True or False, got 'False'"),
         ({}, {"context": X, "cache": hw.DynamicCache()}, "cache: expected self-attention, .*, got a context"),
         ({}, {"cache": {}}, r"cache: expected a headwise Cache, such as DynamicCache\(\), got dict"),
         ({}, {"lengths": [5]}, r"lengths: expected one for each of 2 sequences, got 1"),

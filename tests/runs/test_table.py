@@ -80,6 +80,8 @@ def test_a_saved_table_is_loaded_unchanged(profile, tmp_path):
 
 
 def test_a_folder_without_a_table(tmp_path):
+    with pytest.raises(hw.InputError, match="^profile: expected the path of a folder, got None$"):
+        hw.load_profile(None)
     sentence = "^profile: expected a folder with a readable profile.parquet, got No such file or directory: '.*'$"
     with pytest.raises(hw.InputError, match=sentence):
         hw.load_profile(tmp_path)

@@ -263,11 +263,14 @@ def test_a_reseeded_masked_token_loss_masks_other_tokens():
 PROBABILITY = "expected a probability of 0 or more and less than 1"
 
 
+@pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"rates": (1e-2, 1e-3)}, "rates: expected the smallest learning rate, then the largest, got (0.01, 0.001)"),
         ({"rates": (0.0, 1e-3)}, "rates: expected a finite number above 0, got 0.0"),
+        ({"rates": ""}, "rates: expected two learning rates, got ''"),
+        ({"betas": (0.9,)}, "betas: expected two decay rates, got (0.9,)"),
         ({"warmup": 1.0}, f"warmup: {PROBABILITY}, got 1.0"),
         ({"floor": -0.1}, f"floor: {PROBABILITY}, got -0.1"),
         ({"betas": (0.9, 1.0)}, f"betas: {PROBABILITY}, got 1.0"),

@@ -14,9 +14,9 @@ from torch import nn
 
 from headwise.analysis.ablation_result import Ablation, SetAblation
 from headwise.analysis.ablation_units import UNIT_KINDS, AblationUnit, HeadSets, UnitGates, ablation_units
-from headwise.analysis.losses import Loss, loss_per_example, prepare_loss
+from headwise.analysis.losses import Loss, loss_per_example, prepare_loss, require_loss
 from headwise.analysis.replacements import Replacement, zero
-from headwise.checks import require_module
+from headwise.checks import collection_of, finite_number, pair_of, require_module
 from headwise.data.batches import device_of, evaluation_mode, iterate_batches, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -76,7 +76,7 @@ def ablate(
     """
     require_module(model)
     dataset = dataset.within(model) if isinstance(dataset, Texts) else dataset
-    replacement = zero() if replacement is None else replacement
+    replacement = _checked_replacement(replacement)
     settings = _settings(model, dataset, loss, replacement, units, title)
     table: type[Ablation | SetAblation] = Ablation if units == "heads" else SetAblation
     run: _Run = CheckpointedRun(AblationProgress, table, out, settings)
@@ -92,6 +92,15 @@ def ablate(
         return result
 
 
+def _checked_replacement(replacement: Any) -> float | Replacement:
+    """Return a replacement of head outputs unchanged, a factor as a float, and `zero()` for None; raise `InputError`
+    for anything else.
+    """
+    if replacement is None:
+        return zero()
+    return replacement if isinstance(replacement, Replacement) else finite_number("replacement", replacement)
+
+
 def _settings(
     model: nn.Module,
     dataset: Texts | Iterable[Any],
@@ -104,8 +113,9 @@ def _settings(
     are ablated together (`units`), the replacement of their outputs, and the loss.
 
     Raises:
-        InputError: `units` is neither "heads", "layers" or "groups" nor a mapping.
+        InputError: `units` is neither "heads", "layers" or "groups" nor a mapping; the loss cannot be called.
     """
+    require_loss(loss)
     if not isinstance(units, Mapping) and units not in UNIT_KINDS:
         expected = f"one of {', '.join(UNIT_KINDS)}, or sets of heads by name"
         raise InputError("units", expected=expected, got=repr(units))
@@ -121,7 +131,13 @@ def _settings(
 
 def _names_of_heads(sets: HeadSets) -> dict[str, list[str]]:
     """Return the heads `(layer, head)` of each named set as strings such as "3.5", by the set's name."""
-    return {name: [f"{layer}.{head}" for layer, head in heads] for name, heads in sets.items()}
+    return {
+        name: [
+            "{}.{}".format(*pair_of("units", head, of="heads (layer, head)"))
+            for head in collection_of("units", heads, of="heads (layer, head)")
+        ]
+        for name, heads in sets.items()
+    }
 
 
 @dataclass

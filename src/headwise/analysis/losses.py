@@ -14,13 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.analysis.token_cross_entropy import token_cross_entropy
-from headwise.checks import probability
+from headwise.checks import LARGEST_INTEGER, probability, token_ids, whole_number
 from headwise.data.batches import call_model, count_sequences_and_tokens
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int
 
 Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
 """Function `(model, batch) -> (batch,)`."""
+
+
+def require_loss(loss: Any) -> None:
+    """Raise `InputError` if the loss cannot be called."""
+    if not callable(loss):
+        raise InputError("loss", expected="a function of model and batch", got=type(loss).__name__)
 
 
 def prepare_loss(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
@@ -81,7 +87,8 @@ class MaskedTokenLoss:
     """
 
     def __init__(self, mask_id: int, *, special: Any = (), share: float = 0.15, seed: int = 0) -> None:
-        self.mask_id, self.special = mask_id, torch.tensor(sorted(set(special)), dtype=torch.int64)
+        self.mask_id = whole_number("mask_id", mask_id, least=0, most=LARGEST_INTEGER)
+        self.special = torch.tensor(token_ids("special", special), dtype=torch.int64)
         self.share, self.seed = probability("share", share), seed
 
     def reseeded(self, seed: int) -> "MaskedTokenLoss":

@@ -19,7 +19,7 @@ from headwise.analysis.gate_interceptor import GateInterceptor, HeadGate
 from headwise.analysis.prompts import AnswerTokens, one_batch
 from headwise.analysis.recording import RecordedRun
 from headwise.analysis.replacements import patch
-from headwise.checks import require_module
+from headwise.checks import collection_of, pair_of, require_module
 from headwise.data.batches import evaluation_mode
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
@@ -189,11 +189,13 @@ class _PromptPair:
         all_labels = [labels for _, labels in self._source_run.head_labels()]
         if heads is None:
             return all_labels
+        expected = "each a (layer, head) of this model"
         names = [{(labels["layer"], labels["head"]), (labels["module"], labels["head"])} for labels in all_labels]
-        wanted = [tuple(head) if isinstance(head, list) else head for head in heads]
+        heads = collection_of("heads", heads, of="heads (layer, head)")
+        wanted = [pair_of("heads", head, of=expected) for head in heads]
         for head in wanted:
             if not any(head in names_of_head for names_of_head in names):
-                raise InputError("heads", expected="each a (layer, head) of this model", got=head)
+                raise InputError("heads", expected=expected, got=head)
         pairs = zip(all_labels, names, strict=True)
         return [labels for labels, names_of_head in pairs if not names_of_head.isdisjoint(wanted)]
 

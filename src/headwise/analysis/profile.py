@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.roles import COPYING_ROLES, ROLES, role_of
-from headwise.checks import require_module
+from headwise.checks import require_module, token_ids
 from headwise.data.batches import call_model, device_of, digest_of, evaluation_mode, to_device
 from headwise.data.random_repeats import repeats_for_model
 from headwise.data.special_tokens import SpecialTokens
@@ -144,7 +144,7 @@ def profile(
         dataset = texts = dataset.within(model)
         _require_vocabulary(model, texts)
         special = _special_ids(texts.tokenizer) if special is None else special
-    special = _sorted_ids(special or ())
+    special = token_ids("special", () if special is None else special)
     if repeats is True or (repeats is None and texts is not None):
         repeats = repeats_for_model(model, special, None if texts is None else texts.tokenizer)
     random_ids = _random_ids(repeats)
@@ -159,13 +159,6 @@ def profile(
         for records in gather_from_ranks(own_progress.records):
             registry.merge(records)
         return broadcast_from_rank0(lambda: _finish(model, own_progress, registry, special, random_ids, run))
-
-
-def _sorted_ids(special: Collection[int]) -> list[int]:
-    """Return the distinct token ids in ascending order; raise `InputError` if one is not a whole number."""
-    if not all(isinstance(token, int) for token in special):
-        raise InputError("special", expected="token ids", got=repr(special))
-    return sorted(set(special))
 
 
 def _random_ids(repeats: Any) -> Tensor | None:

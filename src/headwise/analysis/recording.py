@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.checks import require_module
+from headwise.checks import collection_of, require_module
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Interceptor, Site
@@ -118,6 +118,9 @@ def record_outputs(model: Any, layers: Collection[int | str] | None = None) -> I
         InputError: `model` is not a module, or is compiled; a layer does not exist.
     """
     require_module(model)
-    outputs = RecordedOutputs(None if layers is None else {module_path_of_layer(model, layer) for layer in layers})
+    modules = None
+    if layers is not None:
+        modules = {module_path_of_layer(model, layer) for layer in collection_of("layers", layers, of="layers")}
+    outputs = RecordedOutputs(modules)
     with intercepted(model, outputs):
         yield outputs

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.attention.rotary_scaling import most_precise_dtype
-from headwise.checks import flag, position_ids, whole_number
+from headwise.checks import LARGEST_SIZE, flag, float_dtype, position_ids, size_argument, whole_number
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -47,7 +47,7 @@ class ALiBi:
 
         This is the authors' rule, which BLOOM follows.
         """
-        power = 2 ** (whole_number("heads", heads, least=1).bit_length() - 1)
+        power = 2 ** (size_argument("heads", heads).bit_length() - 1)
         exponents = torch.arange(1, power + 1, dtype=dtype, device=device) / power
         remaining = (torch.arange(heads - power, dtype=dtype, device=device) + 0.5) / power
         return 2.0 ** (-8 * torch.cat((exponents, remaining)))
@@ -65,6 +65,10 @@ class ALiBi:
         distances = _key_minus_query(query_positions, key_positions).abs()[:, None]  # (batch, 1, queries, keys)
         slopes = self.slopes(heads, dtype=compute_dtype, device=distances.device)[:, None, None]
         return (-slopes * distances).to(dtype)
+
+
+LARGEST_DISTANCE = 2**24
+"""Largest `max_distance` of a `RelativeBias`, which computes the bias of every distance up to that in each call."""
 
 
 class RelativeBias(nn.Module):
@@ -103,13 +107,16 @@ class RelativeBias(nn.Module):
         super().__init__()
         self.bidirectional = flag("bidirectional", bidirectional)
         directions = 2 if bidirectional else 1
-        self.num_heads = whole_number("num_heads", num_heads, least=1)
-        self.num_buckets = whole_number("num_buckets", num_buckets, least=2 * directions)
+        self.num_heads = size_argument("num_heads", num_heads)
+        self.num_buckets = whole_number("num_buckets", num_buckets, least=2 * directions, most=LARGEST_SIZE)
         if num_buckets % directions:
             raise InputError("num_buckets", expected="an even number, half for each direction", got=num_buckets)
         self._per_direction = num_buckets // directions
         self._exact = self._per_direction // 2  # number of buckets of one distance each
-        self.max_distance = whole_number("max_distance", max_distance, least=self._exact + 1)
+        self.max_distance = whole_number(
+            "max_distance", max_distance, least=self._exact + 1, most=max(LARGEST_DISTANCE, self._exact + 1)
+        )
+        dtype = float_dtype("dtype", dtype)
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads, device=device, dtype=dtype))
         self.reset_parameters()
 

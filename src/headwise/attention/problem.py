@@ -10,7 +10,7 @@ from headwise.attention.masks.base import Mask
 from headwise.attention.masks.by_position import HasPosition
 from headwise.attention.masks.factories import dense
 from headwise.attention.masks.grid import Coverage, Grid, require_broadcast, with_four_axes
-from headwise.checks import finite_number, float_tensor, positions_argument, probability
+from headwise.checks import finite_number, flag, float_tensor, positions_argument, probability
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -161,8 +161,8 @@ class Problem:
             grid=grid,
             gate=None if gate is None else gate_factor(gate, q),
             dropout=probability("dropout", dropout),
-            return_lse=return_lse,
-            return_weights=return_weights,
+            return_lse=flag("return_lse", return_lse),
+            return_weights=flag("return_weights", return_weights),
         )
 
 

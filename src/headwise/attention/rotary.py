@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise.attention.autocast import without_autocast
 from headwise.attention.rotary_scaling import Scaling, TextLength, base_frequencies
-from headwise.checks import finite_number, flag, position_ids, whole_number
+from headwise.checks import LARGEST_SIZE, finite_number, flag, position_ids, whole_number
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -55,8 +55,8 @@ class Rotary:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        finite_number("Rotary(theta)", self.theta, above=1.0)
-        if self.width is not None and whole_number("Rotary(width)", self.width, least=2) % 2:
+        object.__setattr__(self, "theta", finite_number("Rotary(theta)", self.theta, above=1.0))
+        if self.width is not None and whole_number("Rotary(width)", self.width, least=2, most=LARGEST_SIZE) % 2:
             raise InputError("Rotary(width)", expected="an even number, since pairs are rotated", got=self.width)
         flag("Rotary(interleaved)", self.interleaved)
         if self.scaling is not None and (isinstance(self.scaling, type) or not isinstance(self.scaling, Scaling)):

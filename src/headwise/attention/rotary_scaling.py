@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from headwise.checks import finite_number, whole_number
+from headwise.checks import LARGEST_INTEGER, finite_number, flag, whole_number
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -87,7 +87,7 @@ class DynamicNTK:
 
     def __post_init__(self) -> None:
         _require_at_least_one("DynamicNTK(factor)", self.factor)
-        whole_number("DynamicNTK(trained_length)", self.trained_length, least=1)
+        whole_number("DynamicNTK(trained_length)", self.trained_length, least=1, most=LARGEST_INTEGER)
 
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
@@ -134,11 +134,12 @@ class YaRN:
 
     def __post_init__(self) -> None:
         _require_at_least_one("YaRN(factor)", self.factor)
-        whole_number("YaRN(trained_length)", self.trained_length, least=1)
+        whole_number("YaRN(trained_length)", self.trained_length, least=1, most=LARGEST_INTEGER)
         finite_number("YaRN(slow)", self.slow, above=0.0)
         finite_number("YaRN(fast)", self.fast, above=self.slow)
         if self.attention_factor is not None:
             finite_number("YaRN(attention_factor)", self.attention_factor, above=0.0)
+        flag("YaRN(truncate)", self.truncate)
 
     def frequencies(
         self, theta: float, width: int, length: TextLength = None, *, device: torch.device | None = None
@@ -184,7 +185,7 @@ class Llama3:
 
     def __post_init__(self) -> None:
         _require_at_least_one("Llama3(factor)", self.factor)
-        whole_number("Llama3(trained_length)", self.trained_length, least=1)
+        whole_number("Llama3(trained_length)", self.trained_length, least=1, most=LARGEST_INTEGER)
         finite_number("Llama3(low)", self.low, above=0.0)
         finite_number("Llama3(high)", self.high, above=self.low)
 

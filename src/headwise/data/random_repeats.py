@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.checks import size_argument, token_ids
 from headwise.data.special_tokens import SpecialTokens
 from headwise.errors import InputError
 from headwise.shapes import Int
@@ -46,10 +47,10 @@ def random_repeats(
         InputError: a number is below 1, or fewer ids are available than `tokens`.
     """
     for name, number in (("tokens", tokens), ("times", times), ("samples", samples)):
-        if number < 1:
-            raise InputError(name, expected="at least 1", got=number)
+        size_argument(name, number)
+    size_argument("vocabulary", vocabulary)
     is_allowed = torch.ones(vocabulary, dtype=torch.bool)
-    is_allowed[[token for token in avoid if 0 <= token < vocabulary]] = False
+    is_allowed[[token for token in token_ids("avoid", avoid) if 0 <= token < vocabulary]] = False
     ids = is_allowed.nonzero()[:, 0]
     if len(ids) < tokens:
         raise InputError("vocabulary", expected=f"at least {tokens} ids to draw from", got=len(ids))

@@ -1,6 +1,6 @@
 """Layer numbers of modules that attend, and relations of module paths."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from torch import nn
 
@@ -57,7 +57,7 @@ def module_path_of_layer(model: nn.Module, layer: int | str) -> str:
         return layer
     paths = innermost_attention_modules(modules, modules)
     path_of = dict(zip(layer_numbers([layer_number_of(modules[path]) for path in paths]), paths, strict=True))
-    if layer not in path_of:
+    if not isinstance(layer, Hashable) or layer not in path_of:
         none = "a model with modules called attention"
         expected = f"one of layers {min(path_of)} to {max(path_of)}" if path_of else none
         remedy = "name the module by its path, as watch(model) shows it"

@@ -4,8 +4,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-
+from headwise.checks import require_module, token_ids
 from headwise.errors import InputError
 from headwise.intercept.heads import Heads
 from headwise.intercept.install import intercepted
@@ -43,8 +42,8 @@ def watch(model: Any, *, special: Collection[int] = (), detail: Any = None) -> I
             model(**inputs)
         heads.table()
     """
-    if not isinstance(model, nn.Module):
-        raise InputError("model", expected="a torch module", got=type(model).__name__)
+    require_module(model)
+    special = token_ids("special", special)
     if detail is not None and not isinstance(detail, WeightCapture):
         raise InputError("detail", expected="a headwise.WeightCapture or None", got=type(detail).__name__)
     heads = Heads(model)

@@ -15,7 +15,7 @@ from headwise.attention.position_bias import PositionBias
 from headwise.attention.prepare import AttentionInputs, prepare_qkv
 from headwise.attention.problem import mask_and_bias
 from headwise.attention.rotary import Rotary
-from headwise.checks import positions_argument
+from headwise.checks import float_dtype, positions_argument
 from headwise.errors import InputError
 from headwise.nn.call import LayerCall
 from headwise.nn.options import QKNorm, Scores
@@ -223,6 +223,7 @@ class AttentionLayer(nn.Module):
             dtype: dtype of the cached tensors; by default that of the layer's parameters. Under autocast, pass the
                 dtype of autocast.
         """
+        dtype = float_dtype("dtype", dtype)
         like = self._input_parameter()
         if like is None:  # quantised projections hold no parameters, and compute float32 on their device
             device = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device("cpu"))

@@ -9,6 +9,7 @@ from headwise.attention.caches.base import Cache
 from headwise.attention.caches.static import StaticCache
 from headwise.attention.masks.base import Mask
 from headwise.attention.packed import Offsets
+from headwise.checks import flag
 from headwise.shapes import Float, Int
 
 
@@ -37,6 +38,9 @@ class LayerCall:
     lengths: Int[Tensor, " batch"] | Sequence[int] | None
     offsets: Offsets | None
     return_weights: bool
+
+    def __post_init__(self) -> None:
+        flag("return_weights", self.return_weights)
 
     @property
     def needs_full_capacity(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headwise.attention.prepare import AttentionInputs
 from headwise.attention.problem import gate_factor
-from headwise.checks import finite_number, whole_number
+from headwise.checks import finite_number, flag, whole_number
 from headwise.errors import InputError
 from headwise.nn.base import ScoreParameters
 from headwise.nn.call import LayerCall
@@ -87,6 +87,7 @@ class DifferentialAttention(MultiHeadAttention):
         norm_weight: bool = False,
         **options: Any,
     ):
+        flag("norm_weight", norm_weight)
         scores = options.get("scores")
         if isinstance(scores, Scores) and scores.talking_heads:
             expected = "no talking heads, since the two maps of a head are computed separately"

@@ -26,7 +26,7 @@ from headwise.attention.caches.base import Cache
 from headwise.attention.masks.base import Mask
 from headwise.attention.prepare import AttentionInputs
 from headwise.attention.rotary import Rotary
-from headwise.checks import finite_number, probability, whole_number
+from headwise.checks import finite_number, flag, float_dtype, probability, size_argument
 from headwise.errors import InputError
 from headwise.nn import layout
 from headwise.nn.base import AttentionLayer
@@ -105,14 +105,14 @@ class LatentAttention(AttentionLayer):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.embed_dim = whole_number("embed_dim", embed_dim, least=1)
-        self.num_heads = whole_number("num_heads", num_heads, least=1)
-        self.kv_rank = whole_number("kv_rank", kv_rank, least=1)
-        self.q_rank = None if q_rank is None else whole_number("q_rank", q_rank, least=1)
-        self.head_dim = whole_number("head_dim", head_dim, least=1)
-        self.rotary_dim = whole_number("rotary_dim", rotary_dim, least=1)
-        self.value_dim = self.head_dim if value_dim is None else whole_number("value_dim", value_dim, least=1)
-        self.out_dim = self.embed_dim if out_dim is None else whole_number("out_dim", out_dim, least=1)
+        self.embed_dim = size_argument("embed_dim", embed_dim)
+        self.num_heads = size_argument("num_heads", num_heads)
+        self.kv_rank = size_argument("kv_rank", kv_rank)
+        self.q_rank = None if q_rank is None else size_argument("q_rank", q_rank)
+        self.head_dim = size_argument("head_dim", head_dim)
+        self.rotary_dim = size_argument("rotary_dim", rotary_dim)
+        self.value_dim = self.head_dim if value_dim is None else size_argument("value_dim", value_dim)
+        self.out_dim = self.embed_dim if out_dim is None else size_argument("out_dim", out_dim)
         self.rotary = rotary
         self.position_bias = None
         self.scores = scores
@@ -122,7 +122,8 @@ class LatentAttention(AttentionLayer):
         self._check_option_types()
         self._check_rotary()
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": float_dtype("dtype", dtype)}
+        bias = flag("bias", bias)
         eps = finite_number("norm_eps", norm_eps, above=0.0)
         queries = self.num_heads * (self.head_dim + self.rotary_dim)
         if q_rank is None:
@@ -134,7 +135,7 @@ class LatentAttention(AttentionLayer):
         self.kv_down = nn.Linear(embed_dim, kv_rank + rotary_dim, bias=bias, **factory)
         self.kv_norm = nn.RMSNorm(kv_rank, eps=eps, **factory)
         self.kv_up = nn.Linear(kv_rank, self.num_heads * (self.head_dim + self.value_dim), bias=False, **factory)
-        out_bias = bias if out_bias is None else out_bias
+        out_bias = bias if out_bias is None else flag("out_bias", out_bias)
         self.out_proj = nn.Linear(self.num_heads * self.value_dim, self.out_dim, bias=out_bias, **factory)
         self._register_score_parameters(num_heads, **factory)
         self.reset_parameters()

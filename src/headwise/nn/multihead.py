@@ -32,7 +32,7 @@ from headwise.attention.position_bias import PositionBias
 from headwise.attention.prepare import AttentionInputs
 from headwise.attention.problem import score_dtype
 from headwise.attention.rotary import Rotary
-from headwise.checks import probability
+from headwise.checks import flag, float_dtype, probability
 from headwise.errors import InputError
 from headwise.nn import layout
 from headwise.nn.call import LayerCall
@@ -122,7 +122,7 @@ class MultiHeadAttention(QKVProjection):
         self._set_sizes(
             embed_dim, num_heads, num_kv_heads, head_dim, value_dim, context_dim, value_context_dim, out_dim
         )
-        self.fused_qkv = fused_qkv
+        self.fused_qkv = flag("fused_qkv", fused_qkv)
         self.rotary = rotary
         self.position_bias = position_bias
         self.scores = scores
@@ -133,12 +133,12 @@ class MultiHeadAttention(QKVProjection):
         self.backend = backend
         self._check_options()
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self._make_projections(bias, **factory)
+        factory: dict[str, Any] = {"device": device, "dtype": float_dtype("dtype", dtype)}
+        self._make_projections(flag("bias", bias), **factory)
         if output_gate is not None:
             gates = self.num_heads * (self.value_dim if output_gate == "element" else 1)
             self.gate_proj = nn.Linear(embed_dim, gates, bias=bias, **factory)
-        out_bias = bias if out_bias is None else out_bias
+        out_bias = bias if out_bias is None else flag("out_bias", out_bias)
         self.out_proj = nn.Linear(self.num_heads * self.value_dim, self.out_dim, bias=out_bias, **factory)
         self._register_score_parameters(self.maps * num_heads, **factory)
         self.reset_parameters()

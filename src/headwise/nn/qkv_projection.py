@@ -4,7 +4,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from headwise.checks import whole_number
+from headwise.checks import size_argument
 from headwise.errors import InputError
 from headwise.nn.base import AttentionLayer
 from headwise.nn.options import QKNorm
@@ -94,9 +94,9 @@ class QKVProjection(AttentionLayer):
         """
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         sizes |= {"value_dim": value_dim, "context_dim": context_dim, "value_context_dim": value_context_dim}
-        for name, size in (sizes | {"out_dim": out_dim}).items():
-            if size is not None:
-                whole_number(name, size, least=1)
+        for name, number in (sizes | {"out_dim": out_dim}).items():
+            if number is not None or name in ("embed_dim", "num_heads"):
+                size_argument(name, number)
         if head_dim is None and embed_dim % (self.maps * num_heads):
             per_map = "" if self.maps == 1 else f" / {self.maps} = {embed_dim / self.maps:g}"
             expected = f"a number that divides embed_dim {embed_dim}{per_map}"

@@ -118,7 +118,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         k, v = self._append_learned(k, self.bias_k), self._append_learned(v, self.bias_v)
         mask, bias = self._mask_and_bias(q, k, key_padding_mask, attn_mask, is_causal and not need_weights)
         dropout = self.dropout if self.training else 0.0
-        attended = attend(q, k, v, mask=mask, bias=bias, dropout=dropout, return_weights=need_weights)
+        attended = attend(q, k, v, mask=mask, bias=bias, dropout=dropout, return_weights=bool(need_weights))
         heads, *weights = attended if isinstance(attended, tuple) else (attended,)
         # heads (batch, heads, queries, head_dim), weights[0] (batch, heads, queries, keys)
         y: Tensor = self.out_proj(self._join_heads(heads, batched=query.ndim == 3))

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from headwise.checks import folder_path
 from headwise.errors import InputError
 from headwise.runs.files import writable_folder, write_atomically
 from headwise.runs.table import Table, require_parquet, table_path
@@ -58,7 +59,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         rank: int = 0,
     ) -> None:
         self._progress_type, self._table_type = progress_type, table_type
-        self.folder, self.settings, self.rank = None if folder is None else Path(folder), settings, rank
+        self.folder, self.settings, self.rank = None if folder is None else folder_path("out", folder), settings, rank
         self._last_checkpoint = time.monotonic()
 
     def claim_folder(self, *, force: bool) -> None:

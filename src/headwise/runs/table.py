@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from headwise.checks import folder_path
 from headwise.errors import InputError, require
 from headwise.runs.files import writable_folder, write_atomically
 from headwise.runs.heatmap import draw_heatmap
@@ -130,7 +131,7 @@ class Table(Generic[RowT]):
         import pyarrow
         from pyarrow import parquet
 
-        path = table_path(Path(folder), cls.NAME)
+        path = table_path(folder_path(cls.NAME, folder), cls.NAME)
         metadata = cls.load_metadata(folder)
         try:
             columns = parquet.read_table(path).to_pydict()
@@ -161,7 +162,7 @@ class Table(Generic[RowT]):
         import pyarrow
         from pyarrow import parquet
 
-        path = table_path(Path(folder), cls.NAME)
+        path = table_path(folder_path(cls.NAME, folder), cls.NAME)
         try:
             with path.open("rb") as file:
                 encoded = (parquet.read_schema(file).metadata or {}).get(METADATA_KEY)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headwise.analysis.losses import Loss, loss_per_example
-from headwise.checks import finite_number, probability, whole_number
+from headwise.checks import finite_number, pair_of, probability, whole_number
 from headwise.data.batches import device_of, evaluation_mode, to_device
 from headwise.errors import InputError
 
@@ -47,12 +47,13 @@ class Recipe:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        low, high = (finite_number("rates", rate, above=0.0) for rate in self.rates)
+        rates = pair_of("rates", self.rates, of="two learning rates")
+        low, high = (finite_number("rates", rate, above=0.0) for rate in rates)
         if not low < high:
             raise InputError("rates", expected="the smallest learning rate, then the largest", got=self.rates)
         for name in ("warmup", "floor"):
             probability(name, getattr(self, name))
-        for beta in self.betas:
+        for beta in pair_of("betas", self.betas, of="two decay rates"):
             probability("betas", beta)
         finite_number("weight_decay", self.weight_decay, above=-1e-12)
         finite_number("clip", self.clip, above=0.0)

@@ -491,6 +491,18 @@ def test_correlations_of_an_agreement():
     assert {text.get_text() for text in axes.texts} == set(found.heads)
 
 
+@pytest.mark.usefixtures("as_user")
+def test_agreement_of_other_objects_is_refused():
+    effects = table("a", {(0, 0): 1.0})
+    for arguments, sentence in (
+        ((5, effects), "predicted: expected a table of heads, got int"),
+        ((effects, None), "measured: expected a table of heads, got NoneType"),
+        ((effects, effects, "ab"), "statistics: expected the names of two statistics, got 'ab'"),
+    ):
+        with pytest.raises(hw.InputError, match=f"^{sentence}$"):
+            agreement(*arguments)
+
+
 def test_agreement_has_the_heads_of_both_tables():
     few = agreement(table("a", {(0, 0): 1.0, (0, 1): 2.0, (0, 2): math.nan}), table("b", {(0, 1): 3.0, (0, 2): 1.0}))
     assert few.heads == ("0.1",)

@@ -150,6 +150,32 @@ def test_reorder_and_crop_reject_another_number_of_sequences():
             cache.crop(lengths)
 
 
-def test_a_capacity_of_zero_is_rejected():
-    with pytest.raises(hw.InputError, match="^capacity: expected a whole number of 1 or more, got 0"):
-        static_cache(capacity=0)
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: static_cache(capacity=0), "capacity: expected a whole number of 1 or more, got 0"),
+        (lambda: static_cache(capacity=2**63), "capacity: expected a whole number from 1 to 2147483648, got 9223"),
+        (lambda: hw.StaticCache(2**63, 4, [(3, 5)]), "batch: expected a whole number from 1 to 2147483648, got 9223"),
+        (lambda: hw.StaticCache(2, 4, "abc"), "tensor_sizes: expected a collection of pairs, got 'abc'"),
+        (lambda: hw.StaticCache(2, 4, [(3, 5, 7)]), r"tensor_sizes: expected a pair \(heads, width\) .* got \(3, 5, 7"),
+        (lambda: hw.StaticCache(2, 4, [(3, 5.0)]), "tensor_sizes: expected a whole number of 1 or more, got 5.0"),
+        (lambda: hw.StaticCache(2, 4, [(3, 5)], dtype=torch.int64), "dtype: expected a floating-point dtype, .*int64"),
+        (lambda: hw.MultiHeadAttention(8, 2).static_cache(1, 4, dtype="float16"), "dtype: .*, got 'float16'"),
+    ],
+)
+def test_unusable_sizes_are_rejected(make, message):
+    with pytest.raises(hw.InputError, match="^" + message):
+        make()
+
+
+@pytest.mark.parametrize("length", [5, 2**63, 10**30])
+def test_a_crop_to_more_tokens_than_the_cache_has_changes_nothing(length):
+    layer = hw.MultiHeadAttention(8, 2, mask=hw.causal())
+    cache = layer.static_cache(2, 4)
+    with torch.no_grad():
+        layer(torch.randn(2, 3, 8), cache=cache)
+    slots = [tensor.clone() for tensor in cache.slots]
+    cache.crop(length)
+    assert cache.lengths.tolist() == [3, 3]
+    assert all(map(torch.equal, cache.slots, slots))

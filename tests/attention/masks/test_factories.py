@@ -127,6 +127,8 @@ def test_prefix_of_each_sequence_may_exceed_the_number_of_keys():
         (lambda: hw.segments([0.5]), r"segments\(ids\): expected whole numbers, .*, got torch.float32 of shape"),
         (lambda: hw.per_head([]), r"per_head\(masks\): expected one Mask for each head, got \[\]"),
         (lambda: hw.mask_rule(3), r"mask_rule\(rule\): expected a function .*, got 3"),
+        (lambda: hw.mask_rule(lambda i, j: i >= j), r"mask_rule\(rule\): expected a function \(batch, head, query, "),
+        (lambda: hw.mask_rule(lambda b, h, q, k, more: q >= k), r"mask_rule\(rule\): .*, got a function \(b, h, q, k"),
         (lambda: hw.window(2.5), r"window\(width\): expected a whole number of 1 or more, got 2.5"),
         (lambda: hw.padding([3, -1]), r"padding\(lengths\): expected lengths of 0 or more, got -1"),
         (
@@ -148,6 +150,11 @@ def test_prefix_of_each_sequence_may_exceed_the_number_of_keys():
 def test_unusable_arguments_are_rejected(make, message):
     with pytest.raises(hw.InputError, match="^" + message):
         make()
+
+
+@pytest.mark.parametrize("rule", [lambda *indices: indices[2] >= indices[3], lambda b, h, q, k, more=0: q >= k, max])
+def test_a_rule_of_four_arguments_or_without_a_signature_is_accepted(rule):
+    assert isinstance(hw.mask_rule(rule), hw.Mask)
 
 
 def test_masks_combine_only_with_masks():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import correlation
 from typing import TYPE_CHECKING, Any
 
+from headwise.checks import pair_of
 from headwise.errors import InputError, require
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.table import HeadTable, require_statistic
@@ -105,11 +106,15 @@ def agreement(
     Raises:
         InputError: a table does not have the statistic; no head has a value in both tables.
     """
+    for name, table in (("predicted", predicted), ("measured", measured)):
+        if not isinstance(table, HeadTable):
+            raise InputError(name, expected="a table of heads", got=type(table).__name__)
     if not predicted.rows or not measured.rows:
         raise InputError("predicted", expected="tables of heads", got="an empty one")
     if statistics is None:
         first = "first_order" if "first_order" in predicted.statistics else predicted.statistics[0]
         statistics = (first, measured.statistics[0])
+    statistics = pair_of("statistics", statistics, of="the names of two statistics")
     require_statistic(statistics[0], predicted.statistics)
     require_statistic(statistics[1], measured.statistics)
     measured_value = {_site_and_head(row): row.statistics[statistics[1]] for row in measured.heads}

@@ -13,7 +13,7 @@ from headwise.analysis.ablate import ablate
 from headwise.analysis.importance.gate_gradients import ImportanceTask
 from headwise.analysis.importance.gradients import Gradient, GradientProgress, Integrated, Square
 from headwise.analysis.importance.hard_concrete import HardConcrete
-from headwise.analysis.losses import Loss
+from headwise.analysis.losses import Loss, require_loss
 from headwise.checks import flag, require_module
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -149,8 +149,7 @@ def importance(
     """
     require_module(model)
     chosen = _create_method(method, options, normalise=flag("normalise", normalise))
-    if not callable(loss):
-        raise InputError("loss", expected="a function of model and batch", got=type(loss).__name__)
+    require_loss(loss)
     dataset = dataset.within(model) if isinstance(dataset, Texts) else dataset
     settings = _settings(model, dataset, loss, {"name": method, **asdict(chosen)}, title, normalise=normalise)
     run = CheckpointedRun(GradientProgress, Importance, out, settings, rank_and_world_size()[0])

@@ -1,6 +1,7 @@
 """Cache of fixed capacity, in which each sequence has its own length."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,15 @@ from headwise.attention.caches.base import (
     reordered,
     require_same_batch,
 )
-from headwise.checks import has_readable_values, whole_number, whole_numbers
+from headwise.checks import (
+    collection_of,
+    float_dtype,
+    has_readable_values,
+    pair_of,
+    size_argument,
+    whole_number,
+    whole_numbers,
+)
 from headwise.errors import InputError
 from headwise.shapes import Int
 
@@ -37,7 +46,7 @@ class StaticCache(Cache):
         lengths: number of tokens of each sequence, `(batch,)`.
 
     Raises:
-        InputError: a `batch` or `capacity` below 1.
+        InputError: a `batch`, `capacity` or size below 1 or above 2**31; a dtype that is not of floating point.
     """
 
     def __init__(
@@ -49,10 +58,11 @@ class StaticCache(Cache):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        batch, self.capacity = whole_number("batch", batch, least=1), whole_number("capacity", capacity, least=1)
+        batch, self.capacity = size_argument("batch", batch), size_argument("capacity", capacity)
         # The additional first slot receives padding and is never read. A token beyond the capacity has no slot, so
         # the index check of the device rejects it.
-        shapes = [(batch, heads, capacity + 1, width) for heads, width in tensor_sizes]
+        shapes = [(batch, heads, capacity + 1, width) for heads, width in _checked_sizes(tensor_sizes)]
+        dtype = float_dtype("dtype", dtype)
         self.slots = tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self._has_uncommitted_writes = False
@@ -191,7 +201,8 @@ class StaticCache(Cache):
         number for each, `(batch,)`.
         """
         if not isinstance(length, Tensor | Sequence):
-            self._crop_to(self.lengths.clamp(max=whole_number("length", length, least=0)))
+            length = min(whole_number("length", length, least=0), self.capacity)
+            self._crop_to(self.lengths.clamp(max=length))
             return
         lengths = whole_numbers("length", length, dimensions=(1,), shape="one for each sequence")
         if lengths.shape != self.lengths.shape or (has_readable_values(lengths) and (lengths < 0).any()):
@@ -226,6 +237,15 @@ class StaticCache(Cache):
 
     def __repr__(self) -> str:
         return f"StaticCache(capacity={self.capacity}, lengths={self.lengths.tolist()})"
+
+
+def _checked_sizes(tensor_sizes: Any) -> list[tuple[int, int]]:
+    """Return the heads and width of each stored tensor as pairs of ints; raise `InputError` for anything else."""
+    expected = "a pair (heads, width) for each stored tensor"
+    pairs = [
+        pair_of("tensor_sizes", sizes, of=expected) for sizes in collection_of("tensor_sizes", tensor_sizes, of="pairs")
+    ]
+    return [(size_argument("tensor_sizes", heads), size_argument("tensor_sizes", width)) for heads, width in pairs]
 
 
 def _is_cheap_to_read(values: Tensor) -> bool:

@@ -9,6 +9,7 @@
 ■ · · · ■ ■
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -24,6 +25,9 @@ from headwise.attention.masks.grid import with_four_axes
 from headwise.checks import has_readable_values, whole_number, whole_numbers
 from headwise.errors import InputError
 from headwise.shapes import Int
+
+RULE = "a function (batch, head, query, key) -> bool"
+"""Expected argument of `mask_rule`, for its errors."""
 
 
 def causal() -> Mask:
@@ -161,10 +165,11 @@ def mask_rule(rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
             `lambda b, h, q, k: q >= k` is causal with a cache too.
 
     Raises:
-        InputError: a rule that cannot be called.
+        InputError: a rule that cannot be called with four arguments.
     """
     if not callable(rule):
-        raise InputError("mask_rule(rule)", expected="a function (batch, head, query, key) -> bool", got=repr(rule))
+        raise InputError("mask_rule(rule)", expected=RULE, got=repr(rule))
+    _require_four_arguments(rule)
     return MaskRule(rule)
 
 
@@ -184,6 +189,20 @@ def dense(values: Tensor) -> Mask:
         remedy = "pass it as bias= to have it added to the scores" if is_bias else "make it one with .bool()"
         raise InputError("mask", expected="a boolean tensor, True where a query attends", got=got, remedy=remedy)
     return Dense(with_four_axes("mask", values))
+
+
+def _require_four_arguments(rule: Callable[..., Any]) -> None:
+    """Raise `InputError` if a rule has a readable signature that does not accept four positional arguments."""
+    if torch.compiler.is_compiling():
+        return
+    try:
+        signature = inspect.signature(rule)
+    except (TypeError, ValueError):  # functions written in C may have no signature
+        return
+    try:
+        signature.bind(*"bhqk")
+    except TypeError:
+        raise InputError("mask_rule(rule)", expected=RULE, got=f"a function {signature}") from None
 
 
 def _lengths(argument: str, lengths: Any) -> Int[Tensor, " batch"]:
