@@ -145,7 +145,8 @@ def whole_numbers(argument: str, values: Any, *, dimensions: tuple[int, ...], sh
         shape: description of the allowed shapes, for the error.
     """
     try:
-        tensor = torch.as_tensor(values)
+        # `as_tensor` would move a tensor to torch's default device.
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
         if tensor.is_meta and not isinstance(values, Tensor):
             tensor = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):

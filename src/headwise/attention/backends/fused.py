@@ -111,7 +111,7 @@ def _with_lse(
     """
     q, k, v = (tensor.to(problem.score_dtype) for tensor in (q, k, v))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=problem.score_dtype), -torch.inf)
+        attn_mask = torch.where(attn_mask, q.new_zeros(()), -torch.inf)
     out, lse = _FlashWithLse.apply(q, k, v, attn_mask, is_causal, scale)  # type: ignore[no-untyped-call]
     if attn_mask is not None:
         # The operator returns 0 for a row without a key.

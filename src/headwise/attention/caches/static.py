@@ -161,7 +161,8 @@ class StaticCache(Cache):
         if not (self.can_omit_empty_slots and positions.numel()):
             return None
         first, new = int(positions[0, 0]), positions.shape[1]
-        is_shared = first >= 0 and torch.equal(positions, torch.arange(first, first + new).expand_as(positions))
+        span = torch.arange(first, first + new, device=positions.device)
+        is_shared = first >= 0 and torch.equal(positions, span.expand_as(positions))
         return slice(first, first + new) if is_shared else None
 
     def _write(

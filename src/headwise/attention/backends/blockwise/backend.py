@@ -82,7 +82,7 @@ def run(
         softcap=problem.softcap,
         bias_hides=problem.bias is not None and bool(problem.bias.amin() == -torch.inf),
         dropout=problem.dropout,
-        seed=int(torch.randint(2**62, ())) if problem.dropout > 0 else 0,
+        seed=int(torch.randint(2**62, (), device="cpu")) if problem.dropout > 0 else 0,
         emitter=emitter,
     )
     if bfloat16_scores:

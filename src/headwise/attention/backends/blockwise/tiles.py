@@ -193,7 +193,7 @@ class Pool:
         buffers: dict[str, Tensor] = vars(self._of_thread)
         if name not in buffers or buffers[name].numel() < size:
             with torch.inference_mode(False):  # so that the buffer can be written to inside that mode and outside
-                buffers[name] = torch.empty(size, dtype=torch.uint8)
+                buffers[name] = torch.empty(size, dtype=torch.uint8, device="cpu")
         return buffers[name][:size].view(self._like.dtype)
 
 
