@@ -66,8 +66,8 @@ class Agreement:
         return any(len(set(values)) < 2 for values in self._values)
 
     def plot(self) -> "Figure":
-        """Return a matplotlib scatter plot of measured against predicted values: one point per head with standard
-        errors, the line of equal values, and both correlations in the title.
+        """Return a matplotlib scatter plot of the measured against the predicted importance of each head: one point per
+        head with standard errors, the line of equal values, and the Spearman and Pearson correlations in the title.
 
         Raises:
             MissingExtra: matplotlib or scipy is not installed.

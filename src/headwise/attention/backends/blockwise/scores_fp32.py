@@ -11,9 +11,9 @@ BLOCK_OVERHEAD = 2**17
 
 
 class Float32Scores:
-    """Scores of blockwise attention in float32 or float64, one tile (rectangle of the score matrix) at a time, with
-    gradient. Scores are divided by ln 2, so the unnormalized weight of a key is 2^score. The largest score of each row
-    is subtracted from the row.
+    """Scores of blockwise attention in float32 or float64, one tile (rectangle of the score matrix) at a time, and
+    their gradients in the backward pass. Scores are divided by ln 2, so the unnormalized weight of a key is 2^score.
+    The largest score of each row is subtracted from the row.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Float32Scores:
     def _scores(
         self, tile: Tile
     ) -> tuple[Float[Tensor, "kv stacked columns"], Float[Tensor, "kv stacked columns"] | None]:
-        """Return the scores of a tile, divided by ln 2, and the tanh of the scaled products divided by the softcap.
-        Scores of hidden keys are lowered by `tile.hide`, so that these keys get no weight. The tanh, which the gradient
-        needs, is None without a softcap.
+        """Return the scores of a tile with softcap and bias, divided by ln 2, and tanh(scaled product / softcap), which
+        the gradient needs; without a softcap the second is None. The method `tile.hide` lowers the scores of hidden
+        keys, so that these keys get no weight.
         """
         rows, tanh = tile.stack_rows(self.q), None
         if self.softcap is None:

@@ -40,7 +40,7 @@ class Ceiling(NamedTuple):
 
 class Tile(NamedTuple):
     """Rectangle of the score matrix that is computed at once: query rows, key columns, some sequences and some heads.
-    It carries the bounds that hide the keys its mask forbids.
+    It carries upper bounds of scores (`ceilings`), which lower the scores of keys that the mask forbids.
 
     Attributes:
         block: the query rows and the key columns.
@@ -259,8 +259,8 @@ def _tile_slices(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) ->
 
 
 def _pattern(group: MaskGroup, block: PlannedBlock) -> Any:
-    """Return a dictionary key that is equal for two blocks if their masks are equal when query rows and key columns are
-    counted from the block's first row. None if the block has no mask, or one that does not depend on distance alone, or
+    """Return a dictionary key. Two blocks with the same key have equal masks when query rows and key columns are
+    counted from the first row of each block. None if the block has no mask, or one that does not depend on distance alone, or
     if the caller passed positions.
     """
     if group.mask is None or not (group.mask.depends_on_distance_only and group.grid.uses_default_positions):
