@@ -260,8 +260,8 @@ def _tile_slices(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) ->
 
 def _pattern(group: MaskGroup, block: PlannedBlock) -> Any:
     """Return a dictionary key. Two blocks with the same key have equal masks when query rows and key columns are
-    counted from the first row of each block. None if the block has no mask, or one that does not depend on distance alone, or
-    if the caller passed positions.
+    counted from the first row of each block. The key is None if the block has no mask, or one that does not depend on
+    distance alone, or if the caller passed positions.
     """
     if group.mask is None or not (group.mask.depends_on_distance_only and group.grid.uses_default_positions):
         return None
