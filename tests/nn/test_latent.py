@@ -10,6 +10,7 @@ from torch import nn
 
 import headwise as hw
 from headwise.nn.latent import LatentAttention
+from layer_mistakes import MISTAKES_OF_EVERY_LAYER
 from oracles import plain_attention, within_budget
 
 BATCH, LENGTH, EMBED, HEADS = 2, 5, 19, 3
@@ -474,12 +475,7 @@ def test_output_equals_deepseek_of_transformers(family, q_rank, rope, absorbed):
         ({"mask": torch.ones(2, 2)}, r"mask: expected a headwise Mask, such as causal\(\), got Tensor"),
         ({"scores": 0.5}, r"scores: expected a Scores, such as Scores\(softcap=30.0\), got float"),
         ({"dropout": 1.0}, "dropout: expected a probability of 0 or more and less than 1, got 1.0"),
-        ({"bias": "False"}, "bias: expected True or False, got 'False'"),
-        ({"out_bias": "no"}, "out_bias: expected True or False, got 'no'"),
-        ({"dtype": "float16"}, "dtype: expected a floating-point dtype, such as torch.float16, got 'float16'"),
-        ({"embed_dim": None}, "embed_dim: expected a whole number of 1 or more, got None"),
-        ({"num_heads": None}, "num_heads: expected a whole number of 1 or more, got None"),
-        ({"head_dim": 2**63}, "head_dim: expected a whole number from 1 to 2147483648, got 9223372036854775808"),
+        *MISTAKES_OF_EVERY_LAYER,
         ({"norm_eps": -1.0}, "norm_eps: expected a finite number above 0, got -1.0"),
         ({"backend": "flash"}, "backend: expected one of fused, blockwise, reference, got 'flash'"),
     ],

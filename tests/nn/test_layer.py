@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import headwise as hw
+from layer_mistakes import MISTAKES_OF_EVERY_LAYER
 from oracles import plain_attention, plain_layer
 
 BATCH, QUERIES, KEYS, EMBED, CONTEXT = 2, 5, 7, 12, 10
@@ -372,12 +373,7 @@ def test_repr_shows_sizes_and_mask():
         ),
         ({"num_heads": True}, "num_heads: expected a whole number of 1 or more, got True"),
         ({"backend": "flash"}, "backend: expected one of fused, blockwise, reference, got 'flash'"),
-        ({"bias": "False"}, "bias: expected True or False, got 'False'"),
-        ({"out_bias": "no"}, "out_bias: expected True or False, got 'no'"),
-        ({"dtype": "float16"}, "dtype: expected a floating-point dtype, such as torch.float16, got 'float16'"),
-        ({"embed_dim": None}, "embed_dim: expected a whole number of 1 or more, got None"),
-        ({"num_heads": None}, "num_heads: expected a whole number of 1 or more, got None"),
-        ({"head_dim": 2**63}, "head_dim: expected a whole number from 1 to 2147483648, got 9223372036854775808"),
+        *MISTAKES_OF_EVERY_LAYER,
         ({"fused_qkv": "no"}, "fused_qkv: expected True or False, got 'no'"),
     ],
 )

@@ -131,13 +131,11 @@ def _settings(
 
 def _names_of_heads(sets: HeadSets) -> dict[str, list[str]]:
     """Return the heads `(layer, head)` of each named set as strings such as "3.5", by the set's name."""
-    return {
-        name: [
-            "{}.{}".format(*pair_of("units", head, of="heads (layer, head)"))
-            for head in collection_of("units", heads, of="heads (layer, head)")
-        ]
-        for name, heads in sets.items()
-    }
+    expected, names = "heads (layer, head)", {}
+    for name, heads in sets.items():
+        pairs = [pair_of("units", head, of=expected) for head in collection_of("units", heads, of=expected)]
+        names[name] = [f"{layer}.{head}" for layer, head in pairs]
+    return names
 
 
 @dataclass

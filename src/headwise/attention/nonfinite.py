@@ -52,9 +52,17 @@ def has_nonfinite_keys_or_values(problem: Problem) -> bool:
     """Return True if a key or value of the problem is NaN or infinite. Returns False on other devices than a CPU, and
     wherever values cannot be read.
     """
-    if problem.q.device.type != "cpu" or not has_readable_values(problem.k) or torch._C._is_tracing():
+    tensors = (problem.k, problem.v)
+    if not all(map(_can_check, tensors)):
         return False
-    return not all(_has_finite_sum(tensor) or bool(tensor.isfinite().all()) for tensor in (problem.k, problem.v))
+    return not all(_has_finite_sum(tensor) or bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def _can_check(tensor: Tensor) -> bool:
+    """Return True if the sum of a tensor can be read without waiting for a device: on a CPU, and neither while
+    compiling or tracing nor inside a transform of `torch.func`.
+    """
+    return tensor.device.type == "cpu" and has_readable_values(tensor) and not torch._C._is_tracing()
 
 
 def _has_finite_sum(tensor: Tensor) -> bool:
@@ -69,7 +77,7 @@ def _may_have_leaked(problem: Problem, result: Answer) -> bool:
     """
     if problem.mask is None and problem.bias is None:
         return False
-    if problem.q.device.type != "cpu" or not has_readable_values(result.out) or torch._C._is_tracing():
+    if not _can_check(result.out):
         return False
     tensors = [result.out]
     if result.out.requires_grad:

@@ -200,7 +200,7 @@ def _require_four_arguments(rule: Callable[..., Any]) -> None:
     except (TypeError, ValueError):  # functions written in C may have no signature
         return
     try:
-        signature.bind(*"bhqk")
+        signature.bind(0, 0, 0, 0)
     except TypeError:
         raise InputError("mask_rule(rule)", expected=RULE, got=f"a function {signature}") from None
 
