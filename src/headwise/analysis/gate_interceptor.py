@@ -51,7 +51,7 @@ class GateInterceptor(Interceptor):
         """
         self._ran = True
 
-    def on_unreadable(self, path: str) -> None:
+    def on_unreadable(self, path: str, reason: str) -> None:
         """Record the path of a module that computed something that looks like attention but could not be intercepted.
         Gates do not change the result of that computation.
         """

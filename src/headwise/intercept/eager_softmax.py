@@ -16,6 +16,7 @@ from headwise.attention.masks.grid import Grid
 from headwise.intercept.additive_masks import hides_all_keys
 from headwise.intercept.call_handlers import handlers_of_call
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.interceptor import NOT_SEEN
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.pending_softmax import PendingSoftmax, weights_by_head
 
@@ -85,7 +86,7 @@ def on_module_end(module_call: ModuleCall) -> None:
     for pending in [each for each in call_stack.pending_softmaxes if each.module_calls[-1] is module_call]:
         call_stack.pending_softmaxes.remove(pending)
         for innermost in {id(each.interceptor): each for each in pending.module_calls}.values():
-            innermost.interceptor.on_unreadable(innermost.path)
+            innermost.interceptor.on_unreadable(innermost.path, NOT_SEEN)
 
 
 def _follow(

@@ -11,6 +11,9 @@ from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Float
 
+NOT_SEEN = "attention of these modules was not seen"
+"""Reason for modules that look like attention, but in which no attention was found."""
+
 
 class Site(NamedTuple):
     """One place where a model attends: a module, in self-attention or in cross-attention.
@@ -101,9 +104,15 @@ class Interceptor:
         empty if the module is the model itself.
         """
 
-    def on_unreadable(self, path: str) -> None:
-        """Handle a computation in the attention module at `path` that looks like attention but whose weights cannot be
-        read; by default do nothing.
+    def on_unreadable(self, path: str, reason: str) -> None:
+        """Handle a computation in the module at `path` that looks like attention but is neither observed nor changed,
+        for `reason`; by default do nothing. The reason is the start of a sentence that ends with module paths, such as
+        `NOT_SEEN`.
+        """
+
+    def on_left_out(self, path: str, reason: str) -> None:
+        """Handle that some statistics of the attention in the module at `path` are left out, for `reason`; by default
+        do nothing. The reason is the start of a sentence that ends with module paths.
         """
 
     def observe(self, call: Call) -> Observation | None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from headwise.errors import InputError
-from headwise.intercept.interceptor import Call, Interceptor, Site
+from headwise.intercept.interceptor import NOT_SEEN, Call, Interceptor, Site
 from headwise.intercept.layer_index import innermost_attention_modules, is_related, layer_numbers
 from headwise.statistics.moments import RunningMoments
 from headwise.statistics.tally import Tally
@@ -60,15 +60,20 @@ class SiteRegistry(Interceptor):
         self._modules = dict(model.named_modules())
         self._records: dict[Site, SiteRecord] = {}
         self._ran: set[str] = set()
-        self._unreadable: set[str] = set()
+        self._unreadable: dict[str, set[str]] = {}
+        self._left_out: dict[str, set[str]] = {}
 
     def on_module_call(self, path: str) -> None:
         """Record that the module at `path` ran."""
         self._ran.add(path)
 
-    def on_unreadable(self, path: str) -> None:
-        """Record that the module at `path` computed something like attention whose weights cannot be read."""
-        self._unreadable.add(path)
+    def on_unreadable(self, path: str, reason: str) -> None:
+        """Record that the module at `path` computed something like attention that is not reported, and the reason."""
+        self._unreadable.setdefault(reason, set()).add(path)
+
+    def on_left_out(self, path: str, reason: str) -> None:
+        """Record that some statistics of the module at `path` are left out, and the reason."""
+        self._left_out.setdefault(reason, set()).add(path)
 
     def register(self, call: Call) -> SiteRecord:
         """Return the record of the site (attention module, self or cross) where an attention call happens. At the
@@ -128,9 +133,19 @@ class SiteRegistry(Interceptor):
         """Paths of the modules that ran and look like attention, by class name or computation, but whose attention
         could not be intercepted.
         """
+        return sorted(set().union(*self._paths_by_reason().values()))
+
+    def _paths_by_reason(self) -> dict[str, set[str]]:
+        """Return the paths of modules whose attention is not reported, by the reason. Modules that are called attention
+        and ran, but neither reported nor recorded as unreadable, have the reason `NOT_SEEN`.
+        """
+        recorded = [*(site.path for site in self._records), *set().union(*self._unreadable.values())]
         innermost = innermost_attention_modules(self._modules, self._ran)
-        read = [site.path for site in self._records]
-        return sorted(self._unreadable.union(path for path in innermost if not any(is_related(path, p) for p in read)))
+        not_seen = {path for path in innermost if not any(is_related(path, other) for other in recorded)}
+        paths = {reason: set(paths) for reason, paths in self._unreadable.items()}
+        if not_seen:
+            paths[NOT_SEEN] = paths.get(NOT_SEEN, set()) | not_seen
+        return paths
 
     def require_attention(self) -> None:
         """Raise `InputError` for a model that did not run, or in which no attention was intercepted."""
@@ -141,11 +156,12 @@ class SiteRegistry(Interceptor):
             raise InputError("model", expected="attention in a way that can be seen", got=f"none in {names}")
 
     def warn_of_unread(self, stacklevel: int = 4) -> None:
-        """Issue a warning that lists the modules whose attention could not be intercepted, if there are any.
-        `stacklevel` selects the calling frame that the warning names, as in `warnings.warn`.
+        """Issue one warning for each reason why modules are not in the result, or not with all statistics. It names the
+        reason and these modules. `stacklevel` selects the calling frame that the warning names, as in `warnings.warn`.
 
         Args:
             stacklevel: frame that the warning names; by default the caller of a context manager that ends with it.
         """
-        if self.unread:
-            warnings.warn(f"attention of these modules was not seen: {', '.join(self.unread)}", stacklevel=stacklevel)
+        for paths_by_reason in (self._paths_by_reason(), self._left_out):
+            for reason, paths in sorted(paths_by_reason.items()):
+                warnings.warn(f"{reason}: {', '.join(sorted(paths))}", stacklevel=stacklevel)

@@ -55,11 +55,15 @@ class StatisticsObserver(Interceptor):
         """Record in the result of `watch` that the module at `path` ran."""
         self._heads.on_module_call(path)
 
-    def on_unreadable(self, path: str) -> None:
-        """Record in the result of `watch` that the module at `path` computed something like attention, but that its
-        weights cannot be read.
+    def on_unreadable(self, path: str, reason: str) -> None:
+        """Record in the result of `watch` that the module at `path` computed something like attention, but that it is
+        not in the result, for `reason`.
         """
-        self._heads.on_unreadable(path)
+        self._heads.on_unreadable(path, reason)
+
+    def on_left_out(self, path: str, reason: str) -> None:
+        """Record in the result of `watch` that some statistics of the module at `path` are left out, for `reason`."""
+        self._heads.on_left_out(path, reason)
 
     def observe(self, call: Call) -> Observation:
         """Return the functions that observe `call`, with the call's tokens and padding. One function adds up statistics
