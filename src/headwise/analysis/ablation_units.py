@@ -10,7 +10,7 @@ from headwise.analysis.ablation_result import HeadSet
 from headwise.analysis.gate_interceptor import GateInterceptor, HeadGate
 from headwise.analysis.replacements import Replacement
 from headwise.errors import InputError
-from headwise.intercept.interceptor import Call, Change, Site
+from headwise.intercept.interceptor import Call, Change, SiteKey
 from headwise.intercept.sites import SiteRegistry
 from headwise.runs.rows import HeadRow, Row
 
@@ -31,7 +31,7 @@ class AblationUnit:
         identifiers: first columns of the row.
     """
 
-    gates: Mapping[Site, list[HeadGate]]
+    gates: Mapping[SiteKey, list[HeadGate]]
     row_type: type[Row]
     identifiers: Mapping[str, Any]
 
@@ -83,7 +83,7 @@ def ablation_units(
         return
     site_of_head = {(labels["layer"], labels["head"]): record.site for record, labels in registry.head_labels()}
     for name, heads in (_standard_sets(registry, units) if isinstance(units, str) else units).items():
-        gates: dict[Site, list[HeadGate]] = {}
+        gates: dict[SiteKey, list[HeadGate]] = {}
         for layer, head in heads:
             if (layer, head) not in site_of_head:
                 expected = f"heads (layer, head) of this model in {name!r}"

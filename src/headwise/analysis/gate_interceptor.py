@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.replacements import Replacement
 from headwise.errors import InputError
-from headwise.intercept.interceptor import Call, Change, HeadOutput, Interceptor, Site
+from headwise.intercept.interceptor import Call, Change, HeadOutput, Interceptor, SiteKey
 from headwise.intercept.layer_index import layer_numbers
 from headwise.shapes import Bool, Float
 
@@ -42,7 +42,7 @@ class GateInterceptor(Interceptor):
     ) -> None:
         self.gates, self._groups, self._positions = gates, groups, positions
         self._ran = False
-        self._first_calls: dict[Site, Call] = {}
+        self._first_calls: dict[SiteKey, Call] = {}
         self._unreadable: set[str] = set()
 
     def on_module_call(self, path: str) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headwise.analysis.recording import OutputReader
 from headwise.errors import InputError
-from headwise.intercept.interceptor import Call, Site
+from headwise.intercept.interceptor import Call, SiteKey
 from headwise.shapes import Float
 
 
@@ -20,7 +20,7 @@ class MeanOutputs(OutputReader):
 
     def __init__(self, modules: Collection[str] | None = None) -> None:
         super().__init__(modules)
-        self._sums: dict[tuple[Site, int], tuple[Float[Tensor, "heads value_dim"], float]] = {}
+        self._sums: dict[tuple[SiteKey, int], tuple[Float[Tensor, "heads value_dim"], float]] = {}
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
         """Add the head outputs of one attention call, summed over tokens that are not padding, to running sums. Calls
@@ -36,7 +36,7 @@ class MeanOutputs(OutputReader):
         earlier_total, earlier_tokens = self._sums.get(key, (torch.zeros_like(total), 0.0))
         self._sums[key] = earlier_total + total, earlier_tokens + tokens
 
-    def mean_of_call(self, site: Site, index: int) -> Float[Tensor, "heads value_dim"]:
+    def mean_of_call(self, site: SiteKey, index: int) -> Float[Tensor, "heads value_dim"]:
         """Return the mean output of each head in one attention call, over all tokens of the data set that are not
         padding. The call is number `index`, from 0, of those that `site` (a module's self- or cross-attention) makes in
         a run of the model.

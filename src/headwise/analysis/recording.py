@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from headwise.checks import collection_of, require_module
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import Call, Change, HeadOutput, Interceptor, Site
+from headwise.intercept.interceptor import Call, Change, HeadOutput, Interceptor, SiteKey
 from headwise.intercept.layer_index import module_path_of_layer
 from headwise.intercept.sites import SiteRegistry
 from headwise.shapes import Float
@@ -56,7 +56,7 @@ class RecordedOutputs(OutputReader):
 
     def __init__(self, modules: Collection[str] | None = None) -> None:
         super().__init__(modules)
-        self.by_site: dict[Site, list[Float[Tensor, "batch heads queries value_dim"]]] = {}
+        self.by_site: dict[SiteKey, list[Float[Tensor, "batch heads queries value_dim"]]] = {}
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
         """Store the head outputs of one attention call after those of earlier calls of the same site (a module's self-
@@ -66,7 +66,7 @@ class RecordedOutputs(OutputReader):
         earlier_calls = self.by_site.get(call.site, [])[: call.index]
         self.by_site[call.site] = [*earlier_calls, out.detach()]
 
-    def output_of_call(self, site: Site, index: int) -> Float[Tensor, "batch heads queries value_dim"]:
+    def output_of_call(self, site: SiteKey, index: int) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return the recorded head outputs of one attention call: the call number `index`, from 0, that `site` (a
         module's self- or cross-attention) made in the last run of the model.
 

@@ -14,7 +14,7 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.uniform_attention import uniform_output
 from headwise.intercept.call_stack import call_stack
-from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, Site
+from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, SiteKey
 from headwise.intercept.layer_index import layer_number_of
 from headwise.intercept.module_call import ModuleCall, tokens_and_padding
 from headwise.shapes import Float
@@ -163,7 +163,7 @@ def handlers_of_call(
     for module_call in innermost.values():
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
-        site = Site(module_call.path, module_call.is_cross_attention)
+        site = SiteKey(module_call.path, module_call.is_cross_attention)
         index = nested[0].call_counts[site]
         nested[0].call_counts[site] += 1
         layer, inputs = layer_number_of(module_call.module), tokens_and_padding(nested)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from headwise.errors import require
-from headwise.intercept.interceptor import Site
+from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRegistry
 from headwise.statistics.weight_capture import CapturedWeights
 
@@ -19,9 +19,9 @@ class Heads(SiteRegistry):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._captured: dict[Site, CapturedWeights] = {}
+        self._captured: dict[SiteKey, CapturedWeights] = {}
 
-    def set_captured(self, site: Site, captured: CapturedWeights) -> None:
+    def set_captured(self, site: SiteKey, captured: CapturedWeights) -> None:
         """Store `captured`, attention weights from the latest call at `site` (an attention module, self or cross), in
         place of those from an earlier call at this site.
         """
@@ -36,7 +36,7 @@ class Heads(SiteRegistry):
         details = {}
         for record in self.records:
             path, cross = record.site
-            has_both = Site(path, not cross) in self._records
+            has_both = SiteKey(path, not cross) in self._records
             if record.site in self._captured:
                 details[f"{path}, cross" if has_both and cross else path] = self._captured[record.site]
         return details

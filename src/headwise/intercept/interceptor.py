@@ -15,7 +15,7 @@ NOT_SEEN = "attention of these modules was not seen"
 """Reason for modules that look like attention, but in which no attention was found."""
 
 
-class Site(NamedTuple):
+class SiteKey(NamedTuple):
     """One place where a model attends: a module, in self-attention or in cross-attention.
 
     Attributes:
@@ -43,7 +43,7 @@ class Call:
         padding: mask `(batch, length)` of that part's input, True or 1 at tokens that are not padding; None without.
     """
 
-    site: Site
+    site: SiteKey
     layer: int | None
     index: int
     grid: Grid

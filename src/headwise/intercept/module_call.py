@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headwise.intercept.interceptor import Interceptor, Site
+from headwise.intercept.interceptor import Interceptor, SiteKey
 
 CONTEXT_ARGUMENTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context")
 """Names of the arguments that make a module attend to something else than its own input."""
@@ -33,7 +33,7 @@ class ModuleCall:
     path: str
     module: nn.Module
     arguments: dict[str, Any]
-    call_counts: Counter[Site] = field(default_factory=Counter)
+    call_counts: Counter[SiteKey] = field(default_factory=Counter)
 
     @property
     def is_cross_attention(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from headwise.errors import InputError
-from headwise.intercept.interceptor import NOT_SEEN, Call, Interceptor, Site
+from headwise.intercept.interceptor import NOT_SEEN, Call, Interceptor, SiteKey
 from headwise.intercept.layer_index import innermost_attention_modules, is_related, layer_numbers
 from headwise.statistics.moments import RunningMoments
 from headwise.statistics.tally import Tally
@@ -27,7 +27,7 @@ class SiteRecord:
         statistics: moments of each statistic over the sequences, by the statistic's name.
     """
 
-    site: Site
+    site: SiteKey
     layer: int | None
     heads: int
     kv_heads: int
@@ -58,7 +58,7 @@ class SiteRegistry(Interceptor):
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
-        self._records: dict[Site, SiteRecord] = {}
+        self._records: dict[SiteKey, SiteRecord] = {}
         self._ran: set[str] = set()
         self._unreadable: dict[str, set[str]] = {}
         self._left_out: dict[str, set[str]] = {}

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from headwise.data.batches import count_sequences_and_tokens, digest_of, iterate_batches
 from headwise.data.texts import Texts
 from headwise.errors import InputError
-from headwise.intercept.interceptor import Site
+from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRecord
 from headwise.runs.checkpoint import CheckpointedRun, TableT
 from headwise.runs.distributed import rank_and_world_size
@@ -103,7 +103,7 @@ def _record_from_dict(plain: Mapping[str, Any]) -> SiteRecord:
     of heads and their statistics.
     """
     statistics = {name: RunningMoments(**moments) for name, moments in plain["statistics"].items()}
-    return SiteRecord(**{**plain, "site": Site(*plain["site"]), "statistics": statistics})
+    return SiteRecord(**{**plain, "site": SiteKey(*plain["site"]), "statistics": statistics})
 
 
 SiteProgressT = TypeVar("SiteProgressT", bound=SiteProgress)

@@ -14,7 +14,7 @@ from headwise.data.batches import count_sequences_and_tokens, device_of, evaluat
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.interceptor import Call, Change, HeadOutput, Site
+from headwise.intercept.interceptor import Call, Change, HeadOutput, SiteKey
 from headwise.intercept.sites import SiteRegistry
 from headwise.runs.checkpoint import CheckpointedRun
 from headwise.shapes import Float
@@ -34,7 +34,7 @@ class GateTensors(SiteRegistry):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.by_site: dict[Site, Float[Tensor, "#examples heads"]] = {}
+        self.by_site: dict[SiteKey, Float[Tensor, "#examples heads"]] = {}
         self._create: CreateGates | None = None
         self._lock = threading.Lock()
 

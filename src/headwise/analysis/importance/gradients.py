@@ -20,7 +20,7 @@ from headwise.analysis.importance.gate_gradients import (
 from headwise.analysis.losses import EmbeddingDistance
 from headwise.checks import whole_number
 from headwise.errors import InputError
-from headwise.intercept.interceptor import Call, Site
+from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.sites import SiteRegistry
 from headwise.runs.data_pass import SiteProgress, run_pass
 from headwise.runs.distributed import gather_from_ranks
@@ -92,14 +92,14 @@ class GradientMethod:
 
     def _gradients(
         self, task: ImportanceTask, gates: GateTensors, batch: dict[str, Any]
-    ) -> tuple[dict[Site, Float[Tensor, "examples heads"]], int]:
+    ) -> tuple[dict[SiteKey, Float[Tensor, "examples heads"]], int]:
         """Return, for each attention site (a module's self- or cross-attention), the derivatives of each example's loss
         with respect to the gates of the site's heads. Derivatives at several gate values are added, each times the
         weight of its gate value. An example with a NaN loss has NaN derivatives. Return also the number of examples
         whose loss is not NaN.
         """
         batch, examples = task.start_batch(gates, batch)
-        sums: dict[Site, Tensor] = {}
+        sums: dict[SiteKey, Tensor] = {}
         counted = 0
         for value, weight in self.gate_values_and_weights():
             losses = task.gated_losses(gates, _constant_gates(examples, value), batch)

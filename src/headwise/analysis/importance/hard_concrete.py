@@ -22,7 +22,7 @@ from headwise.analysis.importance.gate_gradients import (
 from headwise.checks import finite_number, whole_number
 from headwise.data.batches import iterate_batches
 from headwise.errors import InputError
-from headwise.intercept.interceptor import Call, Site
+from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.sites import SiteRegistry
 from headwise.runs.data_pass import SiteProgress
 from headwise.runs.distributed import rank_and_world_size
@@ -125,7 +125,7 @@ class _GateFit:
     def __init__(self, method: HardConcrete, task: ImportanceTask, seed: int) -> None:
         self.method, self.task = method, task
         self.registry, self.data = SiteRegistry(task.model), SiteProgress()
-        self.log_alpha: dict[Site, Float[Tensor, " heads"]] = {}
+        self.log_alpha: dict[SiteKey, Float[Tensor, " heads"]] = {}
         self._noise = torch.Generator().manual_seed(seed)
         self._adam: torch.optim.Adam | None = None
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from headwise.analysis.redundancy.output_products import OutputProducts, TokenOutputs
 from headwise.analysis.redundancy.weight_distance import WeightDistances
 from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, Site
+from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, SiteKey
 from headwise.intercept.output_projection import output_projection, weight_of
 from headwise.intercept.sites import SiteRegistry
 from headwise.shapes import Bool, Float
@@ -36,9 +36,9 @@ class HeadComparison(SiteRegistry):
     def __init__(self, model: nn.Module, across_layers: bool) -> None:
         super().__init__(model)
         self._across_layers = across_layers
-        self._weight_distances: dict[Site, WeightDistances] = {}
-        self._products: dict[tuple[Site, Site], OutputProducts] = {}
-        self._projection_slices: dict[Site, Float[Tensor, "heads value_dim width"] | None] = {}
+        self._weight_distances: dict[SiteKey, WeightDistances] = {}
+        self._products: dict[tuple[SiteKey, SiteKey], OutputProducts] = {}
+        self._projection_slices: dict[SiteKey, Float[Tensor, "heads value_dim width"] | None] = {}
         self._pending_outputs: dict[Any, list[tuple[Call, Tensor]]] = {}
         self._call_contexts: dict[int, tuple[CallContext, Tensor | None]] = {}
 
@@ -163,7 +163,7 @@ class HeadComparison(SiteRegistry):
             matrix[columns[site], columns[site]] = distances.mean.cpu()
         return matrix
 
-    def _fill(self, of_sites: Callable[[Site, Site], Tensor]) -> Float[Tensor, "heads heads"]:
+    def _fill(self, of_sites: Callable[[SiteKey, SiteKey], Tensor]) -> Float[Tensor, "heads heads"]:
         """Return a symmetric matrix over all heads of the model. For every two attention sites (a site is a module's
         self- or cross-attention) whose heads were compared, it contains the block `of_sites(site, other)`; elsewhere it
         is NaN.
@@ -177,7 +177,7 @@ class HeadComparison(SiteRegistry):
             matrix[columns[other], columns[site]] = part.mT.cpu()
         return matrix
 
-    def _empty_matrix(self) -> tuple[Float[Tensor, "heads heads"], dict[Site, slice]]:
+    def _empty_matrix(self) -> tuple[Float[Tensor, "heads heads"], dict[SiteKey, slice]]:
         """Return a square matrix of NaN with a row and a column for each head in the order of the model. Return also,
         for each attention site (a module's self- or cross-attention), the range of rows (and of columns) of the site's
         heads.
