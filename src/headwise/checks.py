@@ -72,8 +72,8 @@ def pair_of(argument: str, values: Any, *, of: str) -> tuple[Any, Any]:
 
 
 def folder_path(argument: str, folder: Any) -> Path:
-    """Return a folder as a `Path`; raise `InputError` if it is neither a string nor a path."""
-    if not isinstance(folder, str | os.PathLike):
+    """Return a folder as a `Path`; raise `InputError` if it is neither a string nor a path, or an empty string."""
+    if not isinstance(folder, str | os.PathLike) or not str(folder):
         raise InputError(argument, expected="the path of a folder", got=repr(folder))
     return Path(folder)
 

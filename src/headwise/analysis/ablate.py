@@ -80,9 +80,8 @@ def ablate(
     settings = _settings(model, dataset, loss, replacement, units, title)
     table: type[Ablation | SetAblation] = Ablation if units == "heads" else SetAblation
     run: _Run = CheckpointedRun(AblationProgress, table, out, settings)
-    run.claim_folder(force=force)
-    finished = run.finished_table()
-    with evaluation_mode(model), torch.no_grad():
+    with run.claimed(force=force), evaluation_mode(model), torch.no_grad():
+        finished = run.finished_table()
         if finished is not None:
             return require_same_data(finished, dataset, run)
         ablated, losses = _measure_losses(model, dataset, loss, replacement, units, run, show_progress=progress)

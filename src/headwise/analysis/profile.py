@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,9 +150,9 @@ def profile(
         repeats = repeats_for_model(model, special, None if texts is None else texts.tokenizer)
     random_ids = _random_ids(repeats)
     run = _checkpointed_run(model, texts, special, random_ids, out, title)
-    broadcast_from_rank0(lambda: run.claim_folder(force=force))
-    finished = broadcast_from_rank0(run.finished_table)
-    with evaluation_mode(model), torch.no_grad():
+    with ExitStack() as claim, evaluation_mode(model), torch.no_grad():
+        broadcast_from_rank0(lambda: claim.enter_context(run.claimed(force=force)))
+        finished = broadcast_from_rank0(run.finished_table)
         if finished is not None:
             return require_same_data(finished, dataset, run)
         own_progress = _measure(model, dataset, special, run, shown=progress)

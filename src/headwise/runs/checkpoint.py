@@ -3,7 +3,8 @@
 import io
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -12,6 +13,7 @@ import torch
 from headwise.checks import folder_path
 from headwise.errors import InputError
 from headwise.runs.files import writable_folder, write_atomically
+from headwise.runs.lock import locked_folder
 from headwise.runs.table import Table, require_parquet, table_path
 
 CHECKPOINT_SECONDS = 5.0
@@ -62,28 +64,39 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         self.folder, self.settings, self.rank = None if folder is None else folder_path("out", folder), settings, rank
         self._last_checkpoint = time.monotonic()
 
-    def claim_folder(self, *, force: bool) -> None:
-        """Create the output folder. If it contains a run with other settings, raise `InputError`; a run with the same
-        settings stays and can be resumed. With `force`, skip this check and delete the checkpoints and the table of any
-        run in the folder.
+    @contextmanager
+    def claimed(self, *, force: bool) -> Iterator[None]:
+        """Create the output folder, and lock it while the context is open. If it contains a run with other settings,
+        raise `InputError`; a run with the same settings stays and can be resumed. With `force`, skip this check and
+        delete the checkpoints and the table of any run in the folder.
 
         Args:
             force: delete the checkpoints and the table of a run in the folder instead of checking them.
 
         Raises:
-            InputError: the folder cannot be written, or holds a run with other settings.
-            MissingExtra: pyarrow is not installed.
+            InputError: the folder cannot be written, another process writes to it, or it holds a run with other
+                settings.
+            MissingExtra: pyarrow or filelock is not installed.
         """
         if self.folder is None:
+            yield
             return
         require_parquet(self._table_type.NAME)
         self.folder = writable_folder(self.folder)
-        table = table_path(self.folder, self._table_type.NAME)
+        with locked_folder(self.folder):
+            self._prepare_folder(self.folder, force=force)
+            yield
+
+    def _prepare_folder(self, folder: Path, *, force: bool) -> None:
+        """Raise `InputError` if the output folder contains a run with other settings; with `force`, delete the
+        checkpoints and the table of any run there instead.
+        """
+        table = table_path(folder, self._table_type.NAME)
         if force:
-            for path in (*self.folder.glob("unfinished-*.pt*"), table):
+            for path in (*folder.glob("unfinished-*.pt*"), table):
                 path.unlink(missing_ok=True)
             return
-        checkpoints = sorted(self.folder.glob("unfinished-*.pt"))
+        checkpoints = sorted(folder.glob("unfinished-*.pt"))
         for path in checkpoints:
             self._read_checkpoint(path)
         if table.exists() and not checkpoints and not self._is_finished():

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from headwise.checks import folder_path
 from headwise.errors import InputError
 
 
@@ -14,10 +15,10 @@ def writable_folder(folder: str | Path) -> Path:
         InputError: the folder cannot be created or written.
     """
     try:
-        path = Path(folder)
+        path = folder_path("out", folder)
         path.mkdir(parents=True, exist_ok=True)
         is_writable = os.access(path, os.W_OK)
-    except (OSError, ValueError, TypeError):  # the last two: a null character, or no path at all
+    except (OSError, ValueError):  # the second: a null character, no path at all, or an empty one
         is_writable = False
     if not is_writable:
         raise InputError("out", expected="a folder that can be created and written", got=repr(str(folder)))

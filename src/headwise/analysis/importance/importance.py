@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -153,15 +154,16 @@ def importance(
     dataset = dataset.within(model) if isinstance(dataset, Texts) else dataset
     settings = _settings(model, dataset, loss, {"name": method, **asdict(chosen)}, title, normalise=normalise)
     run = CheckpointedRun(GradientProgress, Importance, out, settings, rank_and_world_size()[0])
-    broadcast_from_rank0(lambda: run.claim_folder(force=force))
-    finished = broadcast_from_rank0(run.finished_table)
-    if finished is not None:
-        return require_same_data(finished, dataset, run)
-    rows, measured = chosen.measure(ImportanceTask(model, dataset, loss, run, progress))
-    rows = list(_normalised_per_layer(rows)) if normalise else rows
-    result = Importance(tuple(rows), {**settings, "measured": measured})
-    broadcast_from_rank0(lambda: run.finish(result))
-    return result
+    with ExitStack() as claim:
+        broadcast_from_rank0(lambda: claim.enter_context(run.claimed(force=force)))
+        finished = broadcast_from_rank0(run.finished_table)
+        if finished is not None:
+            return require_same_data(finished, dataset, run)
+        rows, measured = chosen.measure(ImportanceTask(model, dataset, loss, run, progress))
+        rows = list(_normalised_per_layer(rows)) if normalise else rows
+        result = Importance(tuple(rows), {**settings, "measured": measured})
+        broadcast_from_rank0(lambda: run.finish(result))
+        return result
 
 
 def _settings(
