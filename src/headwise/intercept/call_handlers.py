@@ -17,6 +17,7 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, SiteKey
 from headwise.intercept.layer_index import layer_number_of
 from headwise.intercept.module_call import ModuleCall, tokens_and_padding
+from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import attend_observed
 from headwise.statistics.row_blocks import row_blocks_of_problem, row_blocks_of_weights
@@ -141,7 +142,11 @@ class CallHandlers(NamedTuple):
 
 
 def handlers_of_call(
-    grid: Grid, kv_heads: int, value_dim: int | None, module_calls: Sequence[ModuleCall] | None = None
+    grid: Grid,
+    kv_heads: int,
+    value_dim: int | None,
+    module_calls: Sequence[ModuleCall] | None = None,
+    mask_source: MaskSource = NO_MASK_SOURCE,
 ) -> CallHandlers:
     """Report an attention call to every interceptor (observer or changer of attention) of a model with a module among
     `module_calls`, by default the module calls running in this thread. If one interceptor was chosen by `exclusive_to`,
@@ -153,6 +158,7 @@ def handlers_of_call(
         kv_heads: number of key/value heads.
         value_dim: features of a value.
         module_calls: the module calls in which the call happened; by default those running in this thread.
+        mask_source: the mask that the call received; by default it is unknown.
     """
     module_calls = call_stack.module_calls if module_calls is None else module_calls
     handlers = CallHandlers([], [])
@@ -167,7 +173,7 @@ def handlers_of_call(
         index = nested[0].call_counts[site]
         nested[0].call_counts[site] += 1
         layer, inputs = layer_number_of(module_call.module), tokens_and_padding(nested)
-        call = Call(site, layer, index, grid, kv_heads, value_dim, *inputs)
+        call = Call(site, layer, index, grid, kv_heads, value_dim, *inputs, mask_source)
         observation, change = interceptor.observe(call), interceptor.change(call)
         handlers.observations.extend([] if observation is None else [observation])
         handlers.changes.extend([] if change is None else [change])
@@ -181,7 +187,8 @@ def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> An
     """
     if not call_stack.intercepts:
         return run(problem)
-    handlers = handlers_of_call(problem.grid, problem.k.shape[1], problem.v.shape[-1])
+    mask_source = MaskSource(lambda: ReceivedMask.of_problem(problem))
+    handlers = handlers_of_call(problem.grid, problem.k.shape[1], problem.v.shape[-1], mask_source=mask_source)
     answer = handlers.answer(lambda: problem, lambda: run(problem))
     return answer._replace(out=handlers.changed(answer.out, lambda: uniform_output(problem)))
 

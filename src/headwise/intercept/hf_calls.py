@@ -6,7 +6,7 @@ some models read.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from headwise.errors import InputError
 from headwise.intercept.additive_masks import fill_hidden_rows_as_torch, hides_all_keys, with_infinite
 from headwise.intercept.call_handlers import handlers_of_call
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
 
 READABLE = ("sdpa", "eager")
@@ -58,14 +59,19 @@ def _intercepted_call(
         possibly more.
     """
     module, (q, k, v), mask, options = _split_arguments(*args, **kwargs)
-    handlers = handlers_of_call(Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device), k.shape[1], v.shape[3])
     others: list[Any] = [None]  # what the function returns in addition to the output
 
+    @cache
     def read_problem() -> Problem:
         _require_readable(implementation)
         return _problem_of(
             implementation, module, *widest_dtype_under_autocast(q, k, v), attention_mask=mask, **options
         )
+
+    mask_origin = (implementation, mask, options.get("position_bias"), _is_causal(module, options.get("is_causal")))
+    mask_source = MaskSource(lambda: ReceivedMask.of_problem(read_problem()), mask_origin)
+    grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source)
 
     def compute() -> Answer:
         out, *others[:] = attention(*args, **kwargs)
@@ -134,14 +140,20 @@ def _problem_of(
     bias = position_bias
     if attention_mask is None:
         # SDPA then takes causality from the call or the module, over as many keys as queries; eager does not.
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if implementation == "sdpa" and is_causal and queries > 1:
+        if implementation == "sdpa" and _is_causal(module, is_causal) and queries > 1:
             mask, key, value = causal(), key[:, :, :queries], value[:, :, :queries]
             bias = None if bias is None else bias[..., :queries]
     elif attention_mask.is_floating_point():
         added = with_infinite(attention_mask)
         mask, bias = None, added if bias is None else bias + added
     return Problem.checked(query, key, value, mask=mask, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux)
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    """Return the option `is_causal` of a call of a `transformers` attention function; if it is None, the attribute
+    `is_causal` of the calling module, by default True.
+    """
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def _zeros_in_hidden_rows(weights: Tensor, mask: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
 from headwise.attention.masks.grid import Grid
+from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.shapes import Float
 
 NOT_SEEN = "attention of these modules was not seen"
@@ -41,6 +42,7 @@ class Call:
         value_dim: features of a value; None where unknown.
         tokens: token ids that the part of the model which attends was called with; None where it had none.
         padding: mask `(batch, length)` of that part's input, True or 1 at tokens that are not padding; None without.
+        mask_source: the mask that this attention call received; `mask` reads it.
     """
 
     site: SiteKey
@@ -51,6 +53,13 @@ class Call:
     value_dim: int | None
     tokens: Tensor | None
     padding: Tensor | None
+    mask_source: MaskSource = NO_MASK_SOURCE
+
+    def mask(self) -> ReceivedMask | None:
+        """Return the mask that this attention call received, with large negative numbers read as hidden keys; None if
+        it is unknown.
+        """
+        return self.mask_source.read()
 
 
 class Observation(NamedTuple):

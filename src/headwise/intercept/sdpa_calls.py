@@ -16,6 +16,7 @@ from headwise.attention.uniform_attention import uniform_output
 from headwise.intercept.additive_masks import fill_hidden_rows_as_torch, with_infinite
 from headwise.intercept.call_handlers import handlers_of_call
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.shapes import Float
 
 SDPA = F.scaled_dot_product_attention
@@ -29,12 +30,16 @@ def intercepted_sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw
     if not call_stack.intercepts:
         return SDPA(query, key, value, *args, **kwargs)
     q, k, v = map(_by_head, (query, key, value))
-    handlers = handlers_of_call(Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device), k.shape[1], v.shape[3])
     options = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
 
     @cache
     def read_problem() -> Problem:
         return _problem_of(query, key, value, **options)
+
+    mask_origin = (options.get("attn_mask"), options.get("is_causal", False))
+    mask_source = MaskSource(lambda: ReceivedMask.of_problem(read_problem()), mask_origin)
+    grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
+    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source)
 
     def compute() -> Answer:
         return Answer(_by_head(SDPA(query, key, value, *args, **kwargs)), None, None)
