@@ -84,6 +84,10 @@ class Problem:
         """True if the scale is one number for all heads, not a tensor, and positive in float32, as kernels read it."""
         return not isinstance(self.scale, Tensor) and self.scale > torch.finfo(torch.float32).tiny
 
+    def without_dropout(self) -> "Problem":
+        """Return the problem without dropout. It requests the output alone."""
+        return replace(self, dropout=0.0, return_lse=False, return_weights=False)
+
     def with_uniform_weights(self) -> "Problem":
         """Return the problem in which every visible key has the same weight: queries of 0, a bias that only hides keys,
         and no sinks, talking heads, gate or dropout. It requests the output alone.

@@ -41,7 +41,8 @@ class CallHandlers(NamedTuple):
         call `compute`, the model's own function. With observers, pass them all attention weights of the problem that
         `read_problem` returns, in row blocks (some query rows at a time), and notify them when the call has ended. In
         this case, headwise's own blockwise attention may compute the answer in place of `compute`, unless an observer
-        has a check that compares outputs with the model's.
+        has a check that compares outputs with the model's, or the call has dropout. With dropout, `compute` answers,
+        so that it draws the same random numbers as without observers, and the weights before dropout are observed.
 
         Args:
             read_problem: function that states the call as a `Problem`; called only if there are observers.
@@ -56,6 +57,10 @@ class CallHandlers(NamedTuple):
                     answer = compute()
                     with torch.no_grad(), without_autocast(problem.q.device):
                         self._observe_checked(row_blocks_of_problem(problem, self._call_context, True), answer.out)
+                elif problem.dropout > 0:
+                    answer = compute()
+                    with torch.no_grad():
+                        attend_observed(problem.without_dropout(), self._observe, self._call_context)
                 else:
                     answer = attend_observed(problem, self._observe, self._call_context, lambda _: compute())
         self._end()

@@ -35,6 +35,9 @@ PASS_THROUGH: frozenset[Callable[..., Any]] = frozenset(
 )
 """Functions that return the same weights, in another shape, dtype or tensor."""
 
+DROPOUTS: frozenset[Callable[..., Any]] = frozenset({DROPOUT, torch.dropout})
+"""Those that set some weights to 0 at random during training."""
+
 FILLS: frozenset[Callable[..., Any]] = frozenset({torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_})
 """Functions that overwrite some of the weights."""
 
@@ -100,6 +103,10 @@ def _follow(
     `result`: a cast or reshape replaces the tracked tensor, and a fill overwrites weights. If `result` is the product
     of the weights and the values, return it as changed by the interceptors; otherwise return it unchanged.
     """
+    if function in DROPOUTS:
+        pending.is_dropped |= result is not pending.tensor
+        if _overwrites(*args, **kwargs):
+            pending.weights = None  # those before dropout are lost
     if function in PASS_THROUGH:
         pending.tensor = result
     elif function in FILLS:
@@ -130,8 +137,7 @@ def _product(
     def by_head(product: Tensor) -> Tensor:
         return product.permute(*order).reshape(batch, heads, queries, -1)
 
-    def uniform_output() -> Tensor:
-        weights = pending.uniform_weights()
+    def output_of(weights: Tensor) -> Tensor:
         return by_head(
             function(*_replaced(args, pending.tensor, weights), **_replaced(kwargs, pending.tensor, weights))
         )
@@ -139,10 +145,15 @@ def _product(
     out = by_head(result)
     grid = Grid(batch, heads, queries, keys, out.device)
     handlers = handlers_of_call(grid, heads, out.shape[-1], pending.module_calls)
-    handlers.observe_weights(pending.weights, out)
+    if pending.is_dropped and handlers.observations:
+        with torch.no_grad():
+            undropped_out = output_of(pending.weights.to(pending.tensor.dtype).reshape(pending.tensor.shape))
+        handlers.observe_weights(pending.weights, undropped_out)
+    else:
+        handlers.observe_weights(pending.weights, out)
     if not handlers.changes:
         return result
-    changed = handlers.changed(out, uniform_output)
+    changed = handlers.changed(out, lambda: output_of(pending.uniform_weights()))
     inverse = [order.index(axis) for axis in range(result.ndim)]
     return changed.reshape(result.permute(*order).shape).permute(*inverse)
 
@@ -152,6 +163,18 @@ def _mask_and_value(input: Tensor, mask: Tensor, value: Tensor | float) -> tuple
     name.
     """
     return mask, value
+
+
+def _overwrites(
+    input: Tensor,  # noqa: A002
+    p: Any = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    train: bool = True,
+) -> bool:
+    """Return True if a call of `F.dropout` or `torch.dropout` with these arguments overwrites its input."""
+    return inplace and training and train and bool(p)
 
 
 def _replaced(argument: Any, before: Tensor, after: Tensor) -> Any:

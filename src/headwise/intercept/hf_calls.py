@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headwise.attention.masks.base import Mask
@@ -22,6 +23,7 @@ from headwise.intercept.call_handlers import handlers_of_call
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
+from headwise.intercept.undropped import call_without_dropout, random_state
 
 READABLE = ("sdpa", "eager")
 """The implementations whose masks are tensors, so that a call can be stated as a `Problem`."""
@@ -80,18 +82,33 @@ def _intercepted_call(
     def as_torch(out: Tensor) -> Tensor:
         return fill_hidden_rows_as_torch(out, v, mask)
 
-    out = None
-    if handlers.observations and implementation == "eager" and not options.get("dropout"):
+    if handlers.observations and implementation == "eager":
         with call_stack.paused():
-            answer = compute()
-        if others[0] is not None:
-            out = answer.out
-            handlers.observe_weights(_zeros_in_hidden_rows(others[0], mask), out, v)
-    if out is None:
+            state = random_state(q.device)
+            out = undropped_out = compute().out
+            weights = others[0]
+            if not torch.equal(state, random_state(q.device)):
+                undropped_out, weights = _without_dropout(attention, args, kwargs, q.device)
+        if weights is not None:
+            handlers.observe_weights(_zeros_in_hidden_rows(weights, mask), undropped_out, v)
+        else:
+            handlers.answer(read_problem, lambda: Answer(undropped_out, None, None))
+    else:
         out = handlers.answer(read_problem, compute).out
         out = as_torch(out) if handlers.observations else out
     out = handlers.changed(out, lambda: as_torch(uniform_output(read_problem())))
     return out.transpose(1, 2).contiguous(), *others
+
+
+def _without_dropout(
+    attention: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Call the `transformers` attention function `attention` without dropout. Return the head outputs with axes
+    `(batch, heads, queries, value_dim)`, and the weights, or None if it returns none.
+    """
+    path = call_stack.module_calls[-1].path
+    out, weights, *_ = call_without_dropout(attention, args, kwargs, device, path)
+    return out.transpose(1, 2), weights
 
 
 def _split_arguments(
@@ -129,6 +146,7 @@ def _problem_of(
     position_bias: Tensor | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    dropout: Any = 0.0,
     **_: Any,
 ) -> Problem:
     """Return a call of a `transformers` attention function as a `Problem`, headwise's form of the tensors and options
@@ -146,7 +164,10 @@ def _problem_of(
     elif attention_mask.is_floating_point():
         added = with_infinite(attention_mask)
         mask, bias = None, added if bias is None else bias + added
-    return Problem.checked(query, key, value, mask=mask, bias=bias, scale=scaling, softcap=softcap, sinks=s_aux)
+    sinks = s_aux if implementation == "eager" else None  # the other function ignores them
+    return Problem.checked(
+        query, key, value, mask=mask, bias=bias, scale=scaling, softcap=softcap, sinks=sinks, dropout=dropout
+    )
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:

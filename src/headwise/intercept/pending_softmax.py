@@ -24,6 +24,7 @@ class PendingSoftmax:
         module_calls: the running module calls at the softmax, outermost first.
         scores: argument of the softmax.
         zeroed: True where the module filled weights with zeros; None where it did not.
+        is_dropped: True if dropout was applied to `tensor`; `weights` are those before dropout.
     """
 
     weights: Float[Tensor, "batch heads queries keys"] | None
@@ -31,12 +32,17 @@ class PendingSoftmax:
     module_calls: list[ModuleCall]
     scores: Tensor
     zeroed: Tensor | None = None
+    is_dropped: bool = False
 
     def fill(self, result: Tensor, mask: Tensor, value: Tensor | float) -> None:
         """Replace the tracked weights by `result`, which a call of `masked_fill` on them returned after writing `value`
         where `mask` is True. If `value` is 0, also record these positions, since their keys count as hidden.
         """
-        self.tensor, self.weights = result, weights_by_head(result, self.module_calls[-1].module)
+        if self.is_dropped and self.weights is not None:
+            filled = self.weights.reshape(self.tensor.shape).masked_fill(mask, value)
+        else:
+            filled = result
+        self.tensor, self.weights = result, weights_by_head(filled, self.module_calls[-1].module)
         if not bool(value):
             self.zeroed = mask if self.zeroed is None else self.zeroed | mask
 
