@@ -1,0 +1,99 @@
+"""Graph of the operators of a run, from storage to storage: where the scores of a softmax come from."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+PRODUCTS = ("bmm", "mm", "addmm", "baddbmm", "mv", "linear", "convolution", "_grouped_mm")
+LOOKUPS = ("embedding",)
+"""Operators whose results are no parameters, although all of their floating arguments are."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Origin of the scores of a softmax.
+
+    Attributes:
+        is_product: the scores come from a product of two tensors, neither of which is a parameter.
+        query_sources: storages of the inputs of the linear layers that gave the first factor.
+        key_sources: the same for the second factor.
+    """
+
+    is_product: bool
+    query_sources: frozenset[int] = frozenset()
+    key_sources: frozenset[int] = frozenset()
+
+    @property
+    def is_self(self) -> bool | None:
+        """Whether queries and keys come from the same tensors; None if one of them has no linear layer."""
+        if not self.query_sources or not self.key_sources:
+            return None
+        return bool(self.query_sources & self.key_sources)
+
+
+class OperatorGraph:
+    """Operators by the storage that they wrote, with the storages that they read."""
+
+    def __init__(self, model: nn.Module) -> None:
+        state = [*model.parameters(), *model.buffers()]
+        self._state = {tensor.untyped_storage()._cdata for tensor in state}
+        self._writers: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
+        self._alive: list[Any] = [tensor.untyped_storage() for tensor in state]
+
+    def add(self, name: str, arguments: Iterable[Tensor], results: Iterable[Tensor]) -> None:
+        """Record an operator. Views are no operators here, since they share their storage."""
+        inputs = self._keys(arguments)
+        for key in self._keys(results):
+            if name in PRODUCTS or key not in inputs or len(inputs) > 1:
+                others = tuple(other for other in inputs if other != key or name in PRODUCTS)
+                self._writers.setdefault(key, []).append((name, others))
+
+    def _keys(self, tensors: Iterable[Tensor]) -> tuple[int, ...]:
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor.is_floating_point()]
+        self._alive.extend(storages)
+        return tuple(storage._cdata for storage in storages)
+
+    def is_state(self, key: int, depth: int = 40) -> bool:
+        """Return whether a storage has a parameter or buffer, or what elementwise functions or copies make of them."""
+        if key in self._state:
+            return True
+        writers = self._writers.get(key, [])
+        if not writers or not depth:
+            return False
+        inputs = [other for name, others in writers for other in others]
+        if any(name in PRODUCTS or name in LOOKUPS for name, _ in writers) or not inputs:
+            return False
+        return all(self.is_state(other, depth - 1) for other in inputs)
+
+    def scores(self, tensor: Tensor) -> Scores:
+        """Return the origin of the scores of a softmax: the last products of two activations before it."""
+        products = self._products_before(tensor.untyped_storage()._cdata)
+        products = [factors for factors in products if not self._state_in(factors)]
+        queries, keys = ([self._sources(factors[side]) for factors in products] for side in (0, 1))
+        return Scores(bool(products), frozenset().union(*queries), frozenset().union(*keys))
+
+    def _products_before(self, start: int) -> list[tuple[int, int]]:
+        """Return the factors of the products whose results reach a storage without another product between."""
+        products, seen, todo = [], {start}, [start]
+        while todo:
+            for name, inputs in self._writers.get(todo.pop(), ()):
+                if name in PRODUCTS and len(inputs) > 1:
+                    has_bias_last = name in ("linear", "convolution")
+                    products.append((inputs[0], inputs[1]) if has_bias_last else (inputs[-2], inputs[-1]))
+                    continue
+                todo.extend(other for other in inputs if other not in seen)
+                seen.update(inputs)
+        return products
+
+    def _state_in(self, factors: tuple[int, int]) -> bool:
+        return any(self.is_state(factor) for factor in factors)
+
+    def _sources(self, start: int) -> frozenset[int]:
+        """Return the inputs of the linear layers (products with a parameter) before a factor of the scores."""
+        sources: set[int] = set()
+        for factors in self._products_before(start):
+            if self._state_in(factors):
+                sources.update([factor for factor in factors if not self.is_state(factor)] or factors[:1])
+        return frozenset(sources)
