@@ -3,6 +3,7 @@
 All runs on one batch share the layers below the first ablated head, which are computed once.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from itertools import chain
@@ -10,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headwise.analysis.ablation_result import Ablation, SetAblation
 from headwise.analysis.ablation_units import UNIT_KINDS, AblationUnit, HeadSets, UnitGates, ablation_units
 from headwise.analysis.losses import Loss, loss_per_example, prepare_loss, require_loss
+from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
 from headwise.analysis.replacements import Replacement, zero
 from headwise.checks import collection_of, finite_number, pair_of, require_module
 from headwise.data.batches import device_of, evaluation_mode, iterate_batches, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.replay import Replay
 from headwise.intercept.survey import survey
 from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import PassProgress, require_same_data
@@ -51,8 +52,9 @@ def ablate(
         effects.table()                                 # one row per head: layer, head, ..., cost, loss
         effects.head(3, 5).statistics["cost"]           # value, sem, n
 
-    The model has to be deterministic. It runs in evaluation mode without gradients, and is unchanged afterwards. All
-    layer outputs for one batch are kept in memory.
+    The model runs in evaluation mode without gradients, each time with the same random numbers, and is unchanged
+    afterwards. Layers below the first ablated head are computed once per batch, and their outputs kept in memory. A few
+    more runs on the first batch check that this changes no result; otherwise each run computes all layers.
 
     Args:
         model: any module that `watch` supports.
@@ -70,9 +72,12 @@ def ablate(
         A table with one row per head (`Ablation`) or per layer, group or set (`SetAblation`), in units of the loss.
 
     Raises:
-        InputError: `dataset`, `units` or `out` cannot be used; the loss is not one number per example; no attention of
-            the model is intercepted.
+        InputError: `dataset`, `units` or `out` cannot be used; the loss is not one number per example, or not the same
+            when the model runs on a batch again; no attention of the model is intercepted.
         MissingExtra: a package that `out`, `progress` or the data set needs is not installed.
+
+    Warns:
+        UserWarning: all layers were computed in each run, since reuse of their outputs would change results.
     """
     require_module(model)
     dataset = dataset.within(model) if isinstance(dataset, Texts) else dataset
@@ -80,11 +85,14 @@ def ablate(
     settings = _settings(model, dataset, loss, replacement, units, title)
     table: type[Ablation | SetAblation] = Ablation if units == "heads" else SetAblation
     run: _Run = CheckpointedRun(AblationProgress, table, out, settings)
-    with run.claimed(force=force), evaluation_mode(model), torch.no_grad():
+    # Leaving inference mode turns gradients on, and gives tensors the version counters that reuse of outputs needs.
+    with run.claimed(force=force), evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
         finished = run.finished_table()
         if finished is not None:
             return require_same_data(finished, dataset, run)
         ablated, losses = _measure_losses(model, dataset, loss, replacement, units, run, show_progress=progress)
+        if losses.note is not None:
+            warnings.warn(losses.note, stacklevel=2)
         measured = {"baseline": MeanEstimate.of(losses.baseline_losses)._asdict(), "measured": losses.summary}
         result = table(tuple(_rows(ablated, losses)), {**settings, **measured})
         run.finish(result)
@@ -148,11 +156,20 @@ class AblationProgress(PassProgress):
         runs_done: number of runs done on the last batch; the run of the unchanged model is the first.
         baseline_losses: loss of each example in the unchanged model.
         ablated_losses: for each unit, the loss of each example without it.
+        note: statement why layer outputs were not reused; None if they were.
     """
 
     runs_done: int = 0
     baseline_losses: list[float] = field(default_factory=list)
     ablated_losses: list[list[float]] = field(default_factory=list)
+    note: str | None = None
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Numbers of sequences and tokens so far, and the hash of their content, for the metadata of a table; with the
+        note, if there is one.
+        """
+        return super().summary | ({} if self.note is None else {"note": self.note})
 
 
 _Run = CheckpointedRun[AblationProgress, Ablation | SetAblation]
@@ -177,11 +194,12 @@ def _measure_losses(
     if first_batch is None:
         raise InputError("dataset", expected="at least one batch", got="none")
     survey_batch = to_device(first_batch, device)
-    prepare_loss(loss, model, survey_batch)
-    registry = survey(model, lambda: loss(model, survey_batch))
+    with restored_state(model):
+        prepare_loss(loss, model, survey_batch)
+        registry = survey(model, lambda: loss_per_example(loss, model, survey_batch))
     ablated = list(ablation_units(registry, units, replacement, model))
-    replay = Replay(model, {record.site.path for record in registry.records})
-    batch_runs = _BatchRuns(model, loss, ablated, replay, run)
+    runs = RepeatedRuns(model, {record.site.path for record in registry.records})
+    batch_runs = _BatchRuns(model, loss, ablated, runs, run)
     before, losses = run.load_progress(), AblationProgress(ablated_losses=[[] for _ in ablated])
     runs_per_batch = 1 + len(ablated)
     batch_count = sum(1 for _ in dataset) if isinstance(dataset, Texts | Sized) else None
@@ -193,7 +211,7 @@ def _measure_losses(
                 if losses.digest != before.digest:
                     raise run.different_data_error()
                 losses.baseline_losses, losses.ablated_losses = before.baseline_losses, before.ablated_losses
-                losses.runs_done = before.runs_done
+                losses.runs_done, losses.note = before.runs_done, before.note
             if losses.batches < before.batches or losses.runs_done == runs_per_batch:
                 advance(runs_per_batch, True)
             else:
@@ -215,36 +233,41 @@ class _BatchRuns:
         model: the model.
         loss: the loss.
         units: units to ablate, one at a time.
-        replay: keeps the layer outputs of the unchanged run, which the other runs reuse.
-        run: saves progress.
+        runs: runs the model, and reuses layer outputs of the unchanged model where possible.
+        checkpoint: saves progress.
     """
 
     model: nn.Module
     loss: Loss
     units: list[AblationUnit]
-    replay: Replay
-    run: _Run
+    runs: RepeatedRuns
+    checkpoint: _Run
 
     def measure(self, batch: dict[str, Any], losses: AblationProgress, advance: Callable[[int, bool], None]) -> None:
         """Run the model on a batch once unchanged and once without each ablation unit (set of heads that are ablated
         together), and append the loss of each example to `losses`. Units whose losses for this batch are already in
         `losses` are skipped. After each unit, a checkpoint is saved if one is due. `advance` moves the progress bar.
         """
-        prepare_loss(self.loss, self.model, batch)
-        with self.replay.recording():
-            baseline = loss_per_example(self.loss, self.model, batch).tolist()
-        if not losses.runs_done:
-            losses.baseline_losses += baseline
-            losses.runs_done = 1
-            advance(1, False)
+        with restored_state(self.model):
+            prepare_loss(self.loss, self.model, batch)
+
+        def compute() -> Tensor:
+            return loss_per_example(self.loss, self.model, batch)
+
         gates = UnitGates()
         with intercepted(self.model, gates):
+            baseline = self.runs.run_unchanged(compute).tolist()
+            losses.note = self.runs.note
+            if not losses.runs_done:
+                losses.baseline_losses += baseline
+                losses.runs_done = 1
+                advance(1, False)
             for index in range(losses.runs_done - 1, len(self.units)):
                 gates.unit = self.units[index]
-                with self.replay.reused_until({path for path, _ in gates.unit.gates}):
-                    losses.ablated_losses[index] += loss_per_example(self.loss, self.model, batch).tolist()
+                ablated = self.runs.run_gated(compute, {path for path, _ in gates.unit.gates})
+                losses.ablated_losses[index] += ablated.tolist()
                 losses.runs_done += 1
-                self.run.save_progress(losses, now=losses.runs_done > len(self.units))
+                self.checkpoint.save_progress(losses, now=losses.runs_done > len(self.units))
                 advance(1, False)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.token_cross_entropy import token_cross_entropy
 from headwise.checks import LARGEST_INTEGER, probability, token_ids, whole_number
-from headwise.data.batches import call_model, count_sequences_and_tokens
+from headwise.data.batches import call_model, copied, count_sequences_and_tokens
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int
 
@@ -31,20 +31,21 @@ def require_loss(loss: Any) -> None:
 
 def prepare_loss(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:
     """Call `loss.prepare(model, batch)`, in which a loss computes what it needs from the unchanged model; do nothing if
-    the loss has no such method.
+    the loss has no such method. The loss receives a copy of the batch, as in `loss_per_example`.
     """
     if hasattr(loss, "prepare"):
-        loss.prepare(model, batch)
+        loss.prepare(model, copied(batch))
 
 
 def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
     """Compute the loss of each example of a batch as `loss(model, batch)`, and return it after checking that it is one
-    floating-point number per example.
+    floating-point number per example. The loss receives a copy of the batch: a model that writes to its inputs, such as
+    a cache of keys and values, then computes the same the next time.
 
     Raises:
         InputError: the loss does not return one floating-point number per example.
     """
-    losses, examples = loss(model, batch), count_sequences_and_tokens(batch)[0]
+    losses, examples = loss(model, copied(batch)), count_sequences_and_tokens(batch)[0]
     if not isinstance(losses, Tensor) or losses.shape != (examples,) or not losses.is_floating_point():
         got = f"{losses.dtype} of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         expected = f"one number per example, a float tensor of shape {(examples,)}"

@@ -8,6 +8,7 @@ necessary for it. The two differ: of two heads with the same function, each is s
 """
 
 import math
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,16 +19,17 @@ from torch import Tensor, nn
 from headwise.analysis.gate_interceptor import GateInterceptor, HeadGate
 from headwise.analysis.prompts import AnswerTokens, one_batch
 from headwise.analysis.recording import RecordedRun
+from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
 from headwise.analysis.replacements import patch
 from headwise.checks import collection_of, pair_of, require_module
-from headwise.data.batches import evaluation_mode
+from headwise.data.batches import copied, evaluation_mode
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.replay import Replay
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.progress import progress_bar
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.table import HeadTable
+from headwise.shapes import Float
 
 DIRECTIONS = ("denoise", "noise")
 
@@ -96,7 +98,7 @@ def activation_patching(
         MissingExtra: rich is not installed and `progress` is set.
     """
     tokens = AnswerTokens.from_arguments(answer, wrong, at)
-    with _prompt_pair(model, clean, corrupted, tokens, direction) as pair:
+    with _prompt_pair(model, clean, corrupted, tokens, direction, reuse=heads is None) as pair:
         labels = pair.labels_of(heads)
         rows = []
         with progress_bar("patching", len(labels), "heads", shown=progress) as advance:
@@ -104,6 +106,8 @@ def activation_patching(
                 rows.append(HeadRow(**head_labels, statistics=pair.measure_patched([head_labels])))
                 advance(1, False)
         settings = run_settings(model, None, None, direction=direction, heads=len(labels))
+        if "note" in pair.measured:
+            warnings.warn(pair.measured["note"], stacklevel=2)
         return Patching(tuple(rows), {**settings, "measured": pair.measured})
 
 
@@ -128,16 +132,17 @@ def patch_together(
         hw.patch_together(model, clean, corrupted, [(9, 9), (9, 6)], answer=mary, wrong=john)["recovered"].value
     """
     tokens = AnswerTokens.from_arguments(answer, wrong, at)
-    with _prompt_pair(model, clean, corrupted, tokens, direction) as pair:
+    with _prompt_pair(model, clean, corrupted, tokens, direction, reuse=False) as pair:
         return pair.measure_patched(pair.labels_of(heads))
 
 
 @contextmanager
 def _prompt_pair(
-    model: Any, clean: Any, corrupted: Any, tokens: AnswerTokens, direction: str
+    model: Any, clean: Any, corrupted: Any, tokens: AnswerTokens, direction: str, *, reuse: bool
 ) -> Iterator["_PromptPair"]:
     """Run the model on the clean and on the corrupted prompts, and yield an object for this pair of batches. While the
-    context is active, the object can run the model on one batch with head outputs from the run on the other batch.
+    context is active, the object can run the model on one batch with head outputs from the run on the other batch. With
+    `reuse`, these runs reuse layer outputs.
 
     In the context the model is in evaluation mode, without gradients.
     """
@@ -148,8 +153,8 @@ def _prompt_pair(
         raise InputError("wrong", expected="the ids that the answers are compared with", got=None)
     clean, corrupted = one_batch(model, clean), one_batch(model, corrupted)
     _require_same_layout(clean, corrupted)
-    with evaluation_mode(model), torch.no_grad():
-        pair = _PromptPair(model, tokens, clean, corrupted, direction)
+    with evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
+        pair = _PromptPair(model, tokens, clean, corrupted, direction, reuse=reuse)
         with intercepted(model, pair.gate_interceptor):
             yield pair
 
@@ -165,17 +170,24 @@ class _PromptPair:
     """
 
     def __init__(
-        self, model: nn.Module, tokens: AnswerTokens, clean: dict[str, Any], corrupted: dict[str, Any], direction: str
+        self,
+        model: nn.Module,
+        tokens: AnswerTokens,
+        clean: dict[str, Any],
+        corrupted: dict[str, Any],
+        direction: str,
+        *,
+        reuse: bool,
     ) -> None:
         self._model, self._tokens, self.gate_interceptor = model, tokens, GateInterceptor({})
         source, self._destination = (clean, corrupted) if direction == "denoise" else (corrupted, clean)
         self._source_run = RecordedRun(model)
-        with intercepted(model, self._source_run):
-            source_difference = tokens.logit_difference(model, source)
+        with restored_state(model), intercepted(model, self._source_run):
+            source_difference = tokens.logit_difference(model, copied(source))
         self._source_run.require_attention()
-        self._replay = Replay(model, [record.site.path for record in self._source_run.records])
-        with self._replay.recording():
-            difference = tokens.logit_difference(model, self._destination)
+        self._runs = RepeatedRuns(model, {record.site.path for record in self._source_run.records}, reuse=reuse)
+        with intercepted(model, self.gate_interceptor):
+            difference = self._runs.run_unchanged(self._difference)
         differences = (source_difference, difference)
         self._clean, self._corrupted = differences if direction == "denoise" else differences[::-1]
 
@@ -209,19 +221,26 @@ class _PromptPair:
         for head_labels in labels:
             gates.setdefault(head_labels["module"], []).append(HeadGate(head_labels["head"], patch(self._source_run)))
         self.gate_interceptor.gates = gates
-        with self._replay.reused_until(gates):
-            difference = self._tokens.logit_difference(self._model, self._destination)
+        difference = self._runs.run_gated(self._difference, gates)
         gap = (self._clean - self._corrupted).double()
         recovered = ((difference - self._corrupted) / gap).masked_fill(gap == 0, math.nan)
         return {"recovered": MeanEstimate.of(recovered.tolist()), "difference": MeanEstimate.of(difference.tolist())}
 
+    def _difference(self) -> Float[Tensor, " pairs"]:
+        """Run the model on the batch that outputs are patched into, and return for each prompt pair the logit of the
+        right answer minus that of the wrong one.
+        """
+        return self._tokens.logit_difference(self._model, copied(self._destination))
+
     @property
     def measured(self) -> dict[str, Any]:
         """Summary of the two runs without patches: the number of prompt pairs, and the mean over pairs of the logit
-        difference between the right and the wrong answer in the clean run and in the corrupted run.
+        difference between the right and the wrong answer in the clean run and in the corrupted run. With a note, if all
+        runs computed all layers because reuse of layer outputs would change results.
         """
         clean, corrupted = self._clean.mean().item(), self._corrupted.mean().item()
-        return {"sequences": len(self._clean), "clean": clean, "corrupted": corrupted}
+        note = {} if self._runs.note is None else {"note": self._runs.note}
+        return {"sequences": len(self._clean), "clean": clean, "corrupted": corrupted, **note}
 
 
 def _require_same_layout(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:

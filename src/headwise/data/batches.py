@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -40,6 +41,11 @@ def iterate_batches(dataset: Texts | Iterable[Any]) -> Iterator[dict[str, Any]]:
 def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return a batch with all its tensors moved to the device, and its other values unchanged."""
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def copied(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a batch with copies of all its values: the model may write to them."""
+    return {name: value.clone() if isinstance(value, Tensor) else deepcopy(value) for name, value in batch.items()}
 
 
 def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:

@@ -26,17 +26,17 @@ class _RecordedCall:
     Attributes:
         output: what the module returned.
         end: number of recorded calls that had ended, this one included.
-        versions: torch's version counter of each tensor in the output.
+        versions: torch's version counter of each tensor in the output; None if a tensor has none.
     """
 
     output: Any
     end: int
-    versions: list[int]
+    versions: list[int] | None
 
     @property
     def is_unmodified(self) -> bool:
-        """True if no tensor of the recorded output was written to in place since it was recorded."""
-        return self.versions == _versions(self.output)
+        """True if it is known that no tensor of the recorded output was written to in place since it was recorded."""
+        return self.versions is not None and self.versions == _versions(self.output)
 
 
 class Replay:
@@ -44,8 +44,11 @@ class Replay:
     some attention modules are gated (scaled or replaced). In a later run, modules that end before attention begins in
     the first gated module return their recorded outputs without computing them.
 
+    Module calls that return recorded outputs have no side effects: they write neither to a cache nor to an attribute
+    that other modules read. `RepeatedRuns` in `analysis/repeated_runs.py` checks that a model does not need these.
+
     Args:
-        model: a deterministic model: in evaluation mode, and without a cache in its inputs.
+        model: a deterministic model, in evaluation mode.
         sites: paths of the modules that attend.
     """
 
@@ -56,6 +59,15 @@ class Replay:
         self._calls: dict[tuple[str, int], _RecordedCall] = {}
         self._attention_start: dict[str, int] = {}  # number of recorded calls that had ended before a site attended
         self._ended = 0
+
+    @property
+    def stacks(self) -> list[nn.Module]:
+        """Modules below the model itself that contain several attention modules, such as a decoder."""
+        return [
+            module
+            for path, module in self._modules.items()
+            if path and sum(is_inside(site, path) for site in self._sites) > 1
+        ]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -120,6 +132,14 @@ class Replay:
                 stack.enter_context(swap_forward(module, reusing_forward(path, module.forward)))
             yield
 
+    @property
+    def sites_by_start(self) -> list[str]:
+        """Attention modules of the recorded run, the one in which attention began last first. If the same recorded
+        module calls had ended before attention began in several of them, one of these is included.
+        """
+        site_of_start = {start: path for path, start in self._attention_start.items()}
+        return [site_of_start[start] for start in sorted(site_of_start, reverse=True)]
+
 
 def _modules_to_record(modules: dict[str, nn.Module], sites: Collection[str]) -> list[str]:
     """Return the paths of the modules whose outputs are recorded, such as the layers of a model and its embeddings.
@@ -136,6 +156,9 @@ def _modules_to_record(modules: dict[str, nn.Module], sites: Collection[str]) ->
     return paths
 
 
-def _versions(output: Any) -> list[int]:
-    """Return torch's version counter (the number of in-place writes so far) of each tensor in a module's output."""
-    return [leaf._version for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+def _versions(output: Any) -> list[int] | None:
+    """Return torch's version counter (the number of in-place writes so far) of each tensor in a module's output; None
+    if there is a tensor without one, made under `torch.inference_mode`.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return None if any(tensor.is_inference() for tensor in tensors) else [tensor._version for tensor in tensors]

@@ -26,6 +26,8 @@ def print_ablation(ablation: Ablation | SetAblation, console: Console, top: int)
     loss, replacement = metadata["settings"]["loss"], metadata["settings"]["replacement"]
     unchanged = _with_error(ablation.baseline)
     console.print(f"loss: {loss}, {unchanged} for the unchanged model; replacement of head outputs: {replacement}")
+    if "note" in metadata["measured"]:
+        console.print(metadata["measured"]["note"])
     print_scores(ablation, console, "cost", top)
     if loss == EmbeddingDistance.__name__:
         console.print("\na distance cannot be negative: compare its errors between rows, not with zero")

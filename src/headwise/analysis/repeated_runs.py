@@ -1,0 +1,167 @@
+"""Repeated runs of a model on one batch, with different heads gated, that reuse layer outputs and do not influence each
+other.
+
+A model can pass values from one layer to another in ways that reuse of layer outputs skips: by a shared dictionary, a
+cache, an attribute, a hook. And it can keep values from one run for the next. Both are detected once per data set, by
+runs of the unchanged model after a run in which the outputs of all heads were halved. All that the model kept is then
+different from what it should be. A complete run must have the same results as the first run nevertheless. So must runs
+that reuse layer outputs, for each layer up to which outputs can be reused.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from headwise.analysis.gate_interceptor import GateInterceptor, HeadGate
+from headwise.data.batches import digest_of
+from headwise.errors import InputError
+from headwise.intercept.install import intercepted
+from headwise.intercept.replay import Replay
+
+SIDE_EFFECTS = "the model passes values between layers in other ways than layer outputs, so all runs were complete"
+"""Note for results of a model in which reuse of layer outputs would change other results."""
+
+ROUNDING = "runs of the unchanged model differ by rounding, so all runs were complete"
+"""Note for results of a model whose runs are equal except for rounding."""
+
+LARGEST_ROUNDING = 1e-3
+"""Largest difference between two results, absolute or relative, that counts as rounding."""
+
+Compute = Callable[[], Tensor]
+"""Function that runs the model on the current batch, and returns one result per example."""
+
+
+class _Results(NamedTuple):
+    """Results of one run of a model on a batch, in a form that can be compared with those of another run.
+
+    Attributes:
+        values: one result per example.
+        digests: hashes of the tensors that the model returned, and of those that its stacks of layers returned.
+    """
+
+    values: Tensor
+    digests: tuple[str, ...]
+
+
+class RepeatedRuns:
+    """Runs of a model on one batch after another: for each batch one of the unchanged model, and then runs with gated
+    heads, which reuse the layer outputs of the first run where this is shown to change nothing.
+
+    Attributes:
+        note: statement for the results why no layer outputs were reused; None if the model allows it.
+
+    Args:
+        model: the model, in evaluation mode.
+        sites: paths of the modules that attend.
+        reuse: True to reuse layer outputs. The check takes about half as many runs as the model has layers.
+    """
+
+    def __init__(self, model: nn.Module, sites: Collection[str], *, reuse: bool = True) -> None:
+        self._model, self._sites, self._replay = model, sites, Replay(model, sites)
+        self._reuses, self._is_checked = reuse, False
+        self.note: str | None = None
+
+    def run_unchanged(self, compute: Compute) -> Tensor:
+        """Run the unchanged model on the current batch and return its results. Record the layer outputs for runs with
+        gated heads on the same batch. On the first batch, also check if these outputs can be reused.
+
+        Raises:
+            InputError: the results of the unchanged model on the first batch depend on earlier runs.
+        """
+        if not self._reuses:
+            return self._results(compute).values
+        with self._replay.recording():
+            recorded = self._results(compute)
+        if not self._is_checked:
+            self.note = self._why_not_reuse(compute, recorded)
+            self._reuses, self._is_checked = self.note is None, True
+        return recorded.values
+
+    def run_gated(self, compute: Compute, paths: Collection[str]) -> Tensor:
+        """Run the model on the current batch and return its results. The caller has gated heads of the attention
+        modules at `paths`, and no others. Layers that end before these modules return their recorded outputs, unless
+        the check of the first batch has shown that this would change results.
+        """
+        with restored_state(self._model), self._replay.reused_until(paths) if self._reuses else nullcontext():
+            return compute()
+
+    def _why_not_reuse(self, compute: Compute, recorded: _Results) -> str | None:
+        """Return the reason why layer outputs cannot be reused: a note for the results. Return None if they can.
+
+        The last module up to which outputs can be reused is checked first. So each run with reused outputs finds what
+        the run with halved head outputs left in the layers that are not computed.
+
+        Raises:
+            InputError: a complete run differs from the recorded one by more than rounding.
+        """
+        self._run_halved(compute)
+        complete = self._results(compute)
+        if complete.digests != recorded.digests:
+            if torch.allclose(complete.values, recorded.values, LARGEST_ROUNDING, LARGEST_ROUNDING, equal_nan=True):
+                return ROUNDING
+            got = f"{complete.values.tolist()} after {recorded.values.tolist()}"
+            remedy = "it keeps values between runs, or it or the loss draws random numbers outside of torch"
+            expected = "one with the same results each time that it runs on the same batch"
+            raise InputError("model", expected=expected, got=got, remedy=remedy)
+        self._run_halved(compute)
+        for path in self._replay.sites_by_start:
+            try:
+                with self._replay.reused_until([path]):
+                    reused = self._results(compute)
+            except Exception:  # such as a KeyError, for a value that a skipped layer did not leave
+                return SIDE_EFFECTS
+            if reused.digests != recorded.digests:
+                return SIDE_EFFECTS
+        return None
+
+    def _run_halved(self, compute: Compute) -> None:
+        """Run the model with the outputs of all heads multiplied by 1/2."""
+        halves = GateInterceptor({path: [HeadGate(None, 0.5)] for path in self._sites})
+        with restored_state(self._model), intercepted(self._model, halves):
+            compute()
+
+    def _results(self, compute: Compute) -> _Results:
+        """Run the model on the current batch and return its results with hashes of what it returned. Tensors without
+        content, which stand for logits that a loss computes itself, are left out.
+        """
+        digests: list[str] = []
+
+        def add_digest(_module: nn.Module, _args: Any, output: Any) -> None:
+            leaves = pytree.tree_leaves(output)
+            digests.append(digest_of(leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta))
+
+        stacks = [self._model, *self._replay.stacks]
+        hooks = [module.register_forward_hook(add_digest) for module in stacks]
+        try:
+            with restored_state(self._model):
+                values = compute()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return _Results(values, (digest_of([values]), *digests))
+
+
+@contextmanager
+def restored_state(model: nn.Module) -> Iterator[None]:
+    """Restore, at the end of the context, what a run of the model changes: its buffers, and the state of torch's random
+    number generators on the CPU and on the model's devices.
+    """
+    buffers = [
+        (module, name, buffer, buffer._version, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_inference()
+    ]
+    gpus = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    try:
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
+        for module, name, buffer, version, content in buffers:
+            module._buffers[name] = buffer
+            if buffer._version != version:
+                buffer.copy_(content)
