@@ -13,9 +13,11 @@ from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.uniform_attention import uniform_output
+from headwise.intercept.attention_kind import UNKNOWN_KIND, is_cross_attention
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, SiteKey
 from headwise.intercept.layer_index import layer_number_of
+from headwise.intercept.lineage import CallOrigins
 from headwise.intercept.module_call import ModuleCall, tokens_and_padding
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.shapes import Float
@@ -152,6 +154,7 @@ def handlers_of_call(
     value_dim: int | None,
     module_calls: Sequence[ModuleCall] | None = None,
     mask_source: MaskSource = NO_MASK_SOURCE,
+    origins: CallOrigins | None = None,
 ) -> CallHandlers:
     """Report an attention call to every interceptor (observer or changer of attention) of a model with a module among
     `module_calls`, by default the module calls running in this thread. If one interceptor was chosen by `exclusive_to`,
@@ -164,9 +167,11 @@ def handlers_of_call(
         value_dim: features of a value.
         module_calls: the module calls in which the call happened; by default those running in this thread.
         mask_source: the mask that the call received; by default it is unknown.
+        origins: sources of the call's queries, keys and values; by default they are unknown.
     """
     module_calls = call_stack.module_calls if module_calls is None else module_calls
     handlers = CallHandlers([], [])
+    is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
     innermost: dict[int, ModuleCall] = {}  # the innermost module call of each interceptor
     for module_call in reversed(module_calls):  # within a module, the innermost context's comes first
         if call_stack.only_interceptor in (None, module_call.interceptor):
@@ -174,7 +179,9 @@ def handlers_of_call(
     for module_call in innermost.values():
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
-        site = SiteKey(module_call.path, module_call.is_cross_attention)
+        if is_cross is None:
+            interceptor.on_left_out(module_call.path, UNKNOWN_KIND)
+        site = SiteKey(module_call.path, is_cross is not False)
         index = nested[0].call_counts[site]
         nested[0].call_counts[site] += 1
         layer, inputs = layer_number_of(module_call.module), tokens_and_padding(nested)
@@ -193,9 +200,14 @@ def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> An
     if not call_stack.intercepts:
         return run(problem)
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(problem))
-    handlers = handlers_of_call(problem.grid, problem.k.shape[1], problem.v.shape[-1], mask_source=mask_source)
+    origins = call_stack.origins_of(problem.q, problem.k, problem.v)
+    handlers = handlers_of_call(
+        problem.grid, problem.k.shape[1], problem.v.shape[-1], mask_source=mask_source, origins=origins
+    )
     answer = handlers.answer(lambda: problem, lambda: run(problem))
-    return answer._replace(out=handlers.changed(answer.out, lambda: uniform_output(problem)))
+    out = handlers.changed(answer.out, lambda: uniform_output(problem))
+    call_stack.lineage.set_attended(out, origins)
+    return answer._replace(out=out)
 
 
 def _outside_torch_modes(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -67,7 +67,8 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any) -> None:
     if scores.is_floating_point() and bool((hidden_rows := hides_all_keys(scores)).any()):
         weights = result.masked_fill(hidden_rows, 0.0)  # softmax is uniform there
     by_head = weights_by_head(weights, module_calls[-1].module)
-    call_stack.pending_softmaxes.append(PendingSoftmax(by_head, result, module_calls, scores))
+    origin = call_stack.origin_of_scores(scores)
+    call_stack.pending_softmaxes.append(PendingSoftmax(by_head, result, module_calls, scores, origin))
 
 
 def on_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -144,7 +145,8 @@ def _product(
 
     out = by_head(result)
     grid = Grid(batch, heads, queries, keys, out.device)
-    handlers = handlers_of_call(grid, heads, out.shape[-1], pending.module_calls)
+    origins = call_stack.origins_of_product(pending.origin, _other_factor(args, kwargs, pending.tensor))
+    handlers = handlers_of_call(grid, heads, out.shape[-1], pending.module_calls, origins=origins)
     if pending.is_dropped and handlers.observations:
         with torch.no_grad():
             undropped_out = output_of(pending.weights.to(pending.tensor.dtype).reshape(pending.tensor.shape))
@@ -156,6 +158,13 @@ def _product(
     changed = handlers.changed(out, lambda: output_of(pending.uniform_weights()))
     inverse = [order.index(axis) for axis in range(result.ndim)]
     return changed.reshape(result.permute(*order).shape).permute(*inverse)
+
+
+def _other_factor(args: tuple[Any, ...], kwargs: dict[str, Any], weights: Tensor) -> Tensor:
+    """Return the tensor with which a function call multiplies `weights`."""
+    return next(
+        other for other in _flat((*args, *kwargs.values())) if isinstance(other, Tensor) and other is not weights
+    )
 
 
 def _mask_and_value(input: Tensor, mask: Tensor, value: Tensor | float) -> tuple[Tensor, Tensor | float]:  # noqa: A002

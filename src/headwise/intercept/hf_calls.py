@@ -73,7 +73,8 @@ def _intercepted_call(
     mask_origin = (implementation, mask, options.get("position_bias"), _is_causal(module, options.get("is_causal")))
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(read_problem()), mask_origin)
     grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
-    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source)
+    origins = call_stack.origins_of(q, k, v)
+    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source, origins=origins)
 
     def compute() -> Answer:
         out, *others[:] = attention(*args, **kwargs)
@@ -97,7 +98,9 @@ def _intercepted_call(
         out = handlers.answer(read_problem, compute).out
         out = as_torch(out) if handlers.observations else out
     out = handlers.changed(out, lambda: as_torch(uniform_output(read_problem())))
-    return out.transpose(1, 2).contiguous(), *others
+    out = out.transpose(1, 2).contiguous()
+    call_stack.lineage.set_attended(out, origins)
+    return out, *others
 
 
 def _without_dropout(

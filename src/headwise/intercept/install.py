@@ -72,12 +72,13 @@ class _ModuleHooks:
             self._interceptor.on_model_call()
         self._interceptor.on_module_call(self._path)
 
-    def on_end(self, module: nn.Module, *_: Any) -> None:
+    def on_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook: pop the module call from the call stack. Do nothing if `on_start` never pushed it, because
         another hook failed first.
         """
         innermost = call_stack.module_calls[-1] if call_stack.module_calls else None
         if innermost is not None and innermost.module is module and innermost.interceptor is self._interceptor:
+            call_stack.lineage.record_module(innermost.arguments.values(), output, call_stack.module_calls)
             _pop()
 
 
@@ -94,6 +95,7 @@ def _push(module_call: ModuleCall) -> None:
     torch's functions in this thread.
     """
     if not call_stack.module_calls:
+        call_stack.lineage.restart(module_call.arguments.values())
         call_stack.torch_mode = TorchCalls()
         call_stack.torch_mode.__enter__()  # type: ignore[no-untyped-call]
     call_stack.module_calls.append(module_call)
@@ -106,6 +108,7 @@ def _pop() -> None:
     """
     eager_softmax.on_module_end(call_stack.module_calls.pop())
     if not call_stack.module_calls and call_stack.torch_mode is not None:
+        call_stack.lineage.restart()
         call_stack.pending_softmaxes.clear()  # an exception may have left some
         call_stack.torch_mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         call_stack.torch_mode = None

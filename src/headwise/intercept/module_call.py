@@ -9,9 +9,6 @@ from torch import Tensor, nn
 
 from headwise.intercept.interceptor import Interceptor, SiteKey
 
-CONTEXT_ARGUMENTS = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context")
-"""Names of the arguments that make a module attend to something else than its own input."""
-
 NON_TOKEN_ARGUMENTS = ("pixel_values", "input_features", "input_values")
 """Names of the arguments of modules that read images or sound, although the model around them reads tokens."""
 
@@ -34,15 +31,6 @@ class ModuleCall:
     module: nn.Module
     arguments: dict[str, Any]
     call_counts: Counter[SiteKey] = field(default_factory=Counter)
-
-    @property
-    def is_cross_attention(self) -> bool:
-        """True if an argument such as `encoder_hidden_states` makes the module attend to something other than its own
-        input.
-        """
-        own_input = next(iter(self.arguments.values()), None)
-        contexts = map(self.arguments.get, CONTEXT_ARGUMENTS)
-        return any(context is not None and context is not own_input for context in contexts)
 
     @property
     def is_attention(self) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.intercept.additive_masks import hides_all_keys, with_infinite
+from headwise.intercept.lineage import Origin
 from headwise.intercept.module_call import ModuleCall
 from headwise.shapes import Float
 
@@ -24,6 +25,7 @@ class PendingSoftmax:
         module_calls: the running module calls at the softmax, outermost first.
         scores: argument of the softmax.
         zeroed: True where the module filled weights with zeros; None where it did not.
+        origin: sources of the scores.
         is_dropped: True if dropout was applied to `tensor`; `weights` are those before dropout.
     """
 
@@ -31,6 +33,7 @@ class PendingSoftmax:
     tensor: Tensor
     module_calls: list[ModuleCall]
     scores: Tensor
+    origin: Origin
     zeroed: Tensor | None = None
     is_dropped: bool = False
 

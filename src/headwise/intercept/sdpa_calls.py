@@ -39,7 +39,8 @@ def intercepted_sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw
     mask_origin = (options.get("attn_mask"), options.get("is_causal", False))
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(read_problem()), mask_origin)
     grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
-    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source)
+    origins = call_stack.origins_of(query, key, value)
+    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source, origins=origins)
 
     def compute() -> Answer:
         return Answer(_by_head(SDPA(query, key, value, *args, **kwargs)), None, None)
@@ -50,7 +51,9 @@ def intercepted_sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw
     out = handlers.answer(read_problem, compute).out
     out = as_torch(out) if handlers.observations else out
     out = handlers.changed(out, lambda: as_torch(uniform_output(read_problem())))
-    return out.reshape(*query.shape[:-1], value.shape[-1])
+    out = out.reshape(*query.shape[:-1], value.shape[-1])
+    call_stack.lineage.set_attended(out, origins)
+    return out
 
 
 def _by_head(tensor: Tensor) -> Float[Tensor, "batch heads length width"]:

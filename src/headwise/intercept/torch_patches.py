@@ -18,6 +18,7 @@ from headwise.intercept import eager_softmax
 from headwise.intercept.call_handlers import answer_intercepted
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.hf_calls import intercepting_dispatch
+from headwise.intercept.lineage import CallOrigins
 from headwise.intercept.sdpa_calls import SDPA, intercepted_sdpa
 
 
@@ -40,14 +41,40 @@ class TorchCalls(TorchFunctionMode):
         if not call_stack.intercepts:
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            with call_stack.torch_attention():
-                return func(*args, **kwargs)
+            return _torch_attention(*args, **kwargs)
         result = func(*args, **kwargs)
         if func is _softmax or func in eager_softmax.SOFTMAXES:
             scores, dim = (*args, *(kwargs[name] for name in ("input", "dim") if name in kwargs))[:2]
             eager_softmax.on_softmax(scores, result, dim)
-            return result
-        return eager_softmax.on_function(func, args, kwargs, result)
+        else:
+            result = eager_softmax.on_function(func, args, kwargs, result)
+        call_stack.lineage.record(func, (*args, *kwargs.values()), result, call_stack.module_calls)
+        return result
+
+
+def _torch_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim: int,
+    heads: int,
+    in_proj_weight: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Compute `F.multi_head_attention_forward` and return its result. The functions below intercept the attention in
+    it, whose queries, keys and values have the sources that are recorded here.
+    """
+    lineage, module_calls = call_stack.lineage, call_stack.module_calls
+    weight = kwargs["q_proj_weight"] if in_proj_weight is None else in_proj_weight
+    projection = lineage.origin(weight, module_calls)
+    origins = CallOrigins(
+        *(lineage.linear(lineage.origin(each, module_calls), projection) for each in (query, key, value))
+    )
+    with call_stack.torch_attention(origins):
+        result = F.multi_head_attention_forward(query, key, value, embed_dim, heads, in_proj_weight, *args, **kwargs)
+    lineage.set_attended(result[0], origins)
+    return result
 
 
 # -- functions that `F.multi_head_attention_forward` finds under their names: the mode is off inside of it ------------

@@ -1,0 +1,237 @@
+"""Self- or cross-attention, by the tensors from which queries and keys are computed, under any names."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import headwise as hw
+from tiny import TOKENS
+
+
+def split(x, heads=3):
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Attention whose queries and keys are projections of its arguments, by SDPA or by a softmax."""
+
+    def __init__(self, width=24, softmax=False):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.softmax = softmax
+
+    def forward(self, tokens, others=None, positions=0, key_positions=0, values=None):
+        others = tokens if others is None else others
+        q, k = split(self.q(tokens + positions)), split(self.k(others + key_positions))
+        v = split(self.v(others if values is None else values))
+        heads = (q @ k.mT * 0.3).softmax(-1) @ v if self.softmax else F.scaled_dot_product_attention(q, k, v)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+X, Y, P, Z = torch.randn(2, 7, 24), torch.randn(2, 5, 24), torch.randn(2, 7, 24), torch.randn(2, 7, 24)
+CALLS = {
+    "one argument": (lambda attend: attend(X), "self"),
+    "None as the second": (lambda attend: attend(X, None), "self"),
+    "the same by position": (lambda attend: attend(X, X), "self"),
+    "another by position": (lambda attend: attend(X, Y), "cross"),
+    "another of the same length": (lambda attend: attend(X, P), "cross"),
+    "another by name": (lambda attend: attend(X, others=Y), "cross"),
+    "positions of the queries": (lambda attend: attend(X, positions=P), "self"),
+    "positions of the keys": (lambda attend: attend(X, key_positions=P, values=X), "self"),
+    "two kinds of positions": (lambda attend: attend(X, positions=P, key_positions=2 * P.roll(1, 0)), "self"),
+    "shared positions": (lambda attend: attend(X, Z.exp(), positions=P, key_positions=P), "cross"),
+    "computed from one tensor": (lambda attend: attend(X * 2, X.relu()), "self"),
+}
+
+
+class Caller(nn.Module):
+    """A module that calls the attention in it as it is told."""
+
+    def __init__(self, inner, call):
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, *_):
+        return self.call(self.inner)
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+@torch.no_grad()
+def test_the_kind_follows_from_the_sources_of_queries_and_keys(name, softmax):
+    call, kind = CALLS[name]
+    model = Caller(Attention(softmax=softmax), call)
+    with hw.watch(model) as heads:
+        model(X, Y, P)
+    assert {row["kind"] for row in heads.rows()} == {kind}
+
+
+class Joint(nn.Module):
+    """Attention over two streams with projections of their own, concatenated on both sides, or only in the keys."""
+
+    def __init__(self, both):
+        super().__init__()
+        self.first, self.second, self.both = nn.Linear(24, 72), nn.Linear(24, 72), both
+
+    def forward(self, x, y):
+        (q, k, v), (q2, k2, v2) = (
+            map(split, project(z).chunk(3, -1)) for project, z in ((self.first, x), (self.second, y))
+        )
+        q = torch.cat([q, q2], 2) if self.both else q
+        return F.scaled_dot_product_attention(q, torch.cat([k, k2], 2), torch.cat([v, v2], 2))
+
+
+class JointAttention(Joint):
+    pass
+
+
+@pytest.mark.parametrize(("both", "kind"), [(True, "self"), (False, "cross")])
+@torch.no_grad()
+def test_joint_attention_of_two_streams_is_self_attention(both, kind):
+    model = JointAttention(both)
+    with hw.watch(model) as heads:
+        model(X, Y)
+    assert {row["kind"] for row in heads.rows()} == {kind}
+
+
+class Perceiver(nn.Module):
+    """Learned latents that attend to the input and to themselves, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.latents, self.norm = nn.Parameter(torch.randn(5, 24)), nn.LayerNorm(24)
+        self.layers = nn.ModuleList(Attention() for _ in range(4))
+
+    def forward(self, x):
+        latents = self.latents.expand(len(x), -1, -1)
+        for cross, own in zip(self.layers[::2], self.layers[1::2], strict=True):
+            latents = latents + cross(latents, torch.cat([self.norm(x), latents], 1))
+            latents = latents + own(latents)
+        return latents
+
+
+@torch.no_grad()
+def test_latents_that_attend_to_an_input_and_themselves_are_cross_attention():
+    model = Perceiver()
+    with hw.watch(model) as heads:
+        model(X)
+    kinds = {row["module"]: row["kind"] for row in heads.rows()}
+    assert kinds == {f"layers.{index}": kind for index, kind in enumerate(["cross", "self"] * 2)}
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+@torch.no_grad()
+def test_torchs_transformer_has_cross_attention_also_of_one_input_with_itself(is_same):
+    model = nn.Transformer(24, 3, 2, 2, 37, batch_first=True).eval()
+    with hw.watch(model) as heads:
+        model(X, X if is_same else P)
+    kinds = {row["module"]: row["kind"] for row in heads.rows()}
+    assert len(kinds) == 6
+    assert kinds == {path: "cross" if path.endswith("multihead_attn") else "self" for path in kinds}
+
+
+class DetrLayer(nn.Module):
+    """Decoder layer as in DETR: positions are added to queries and keys, and not to values."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.cross = (nn.MultiheadAttention(24, 3, batch_first=True) for _ in range(2))
+
+    def forward(self, x, memory, positions, memory_positions):
+        x = x + self.own(x + positions, x + positions, x)[0]
+        return x + self.cross(x + positions, memory + memory_positions, memory)[0]
+
+
+@torch.no_grad()
+def test_positions_added_in_front_of_torchs_layer_do_not_change_the_kind():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries = nn.Embedding(7, 24)
+            self.layers = nn.ModuleList(DetrLayer() for _ in range(2))
+
+        def forward(self, memory, positions):
+            queries = self.queries.weight[None].expand(2, -1, -1)
+            x = torch.zeros_like(queries)
+            for layer in self.layers:
+                x = layer(x, memory, queries, positions)
+            return x
+
+    model = Model()
+    with hw.watch(model) as heads:
+        model(Y, torch.randn_like(Y))
+    kinds = {row["module"]: row["kind"] for row in heads.rows()}
+    assert kinds == {f"layers.{i}.{name}": name.replace("own", "self") for i in range(2) for name in ("own", "cross")}
+
+
+@torch.no_grad()
+def test_cached_keys_stay_self_attention_and_cached_context_stays_cross_attention():
+    sizes = {"d_model": 24, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    attention = {"encoder_attention_heads": 3, "decoder_attention_heads": 3, "forced_eos_token_id": None}
+    config = transformers.BartConfig(vocab_size=97, **sizes, **attention)
+    model = transformers.BartForConditionalGeneration(config).eval()
+    with hw.watch(model) as heads:
+        model.generate(TOKENS, max_new_tokens=4, min_new_tokens=4, num_beams=1)
+    kinds = {row["module"]: row["kind"] for row in heads.rows()}
+    assert len(kinds) == 5
+    assert kinds == {path: "cross" if path.endswith("encoder_attn") else "self" for path in kinds}
+
+
+class SharedKeys(nn.Module):
+    """A second layer that uses the keys and values of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.q = nn.Linear(24, 72), nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x):
+        q, k, v = map(split, self.qkv(x).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return F.scaled_dot_product_attention(split(self.q(x)), k, v)
+
+
+@torch.no_grad()
+def test_shared_keys_stay_self_attention():
+    model = SharedKeys()
+    with hw.watch(model) as heads:
+        model(X)
+    assert {row["kind"] for row in heads.rows()} == {"self"}
+
+
+class Core(nn.Module):
+    def forward(self, a, b, c):
+        return F.scaled_dot_product_attention(a, b, c)
+
+
+@torch.no_grad()
+def test_a_module_that_gets_projected_queries_and_keys_has_the_kind_of_their_sources():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.kv, self.core, self.cross = nn.Linear(24, 24), nn.Linear(24, 48), Core(), Core()
+
+        def forward(self, x, y):
+            own, other = (map(split, self.kv(z).chunk(2, -1)) for z in (x, y))
+            return self.core(split(self.q(x)), *own) + self.cross(split(self.q(x)), *other)
+
+    model = Model()
+    with hw.watch(model) as heads:
+        model(X, Y)
+    assert {row["module"]: row["kind"] for row in heads.rows()} == {"core": "self", "cross": "cross"}
+
+
+@torch.no_grad()
+def test_a_kind_that_is_unknown_is_named():
+    class Attention(nn.Module):
+        def forward(self, _):
+            return F.scaled_dot_product_attention(*map(split, (self.queries, self.keys, self.keys)))
+
+    model = Attention()
+    model.queries, model.keys = X, Y
+    with (
+        pytest.warns(UserWarning, match="it is unknown if queries and keys of these modules come from"),
+        hw.watch(model),
+    ):
+        model(X)
