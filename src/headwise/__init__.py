@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from headwise.analysis.redundancy.redundancy import redundancy
     from headwise.analysis.redundancy.result import Redundancy
     from headwise.analysis.view import view
+    from headwise.data.models import load
     from headwise.data.random_repeats import random_repeats
     from headwise.data.texts import Texts
     from headwise.studies.budget import StudyBudget
@@ -94,6 +95,7 @@ _LAZY = {
     "compare": "headwise.analysis.compare",
     "gate": "headwise.analysis.gate",
     "importance": "headwise.analysis.importance.importance",
+    "load": "headwise.data.models",
     "load_profile": "headwise.analysis.profile",
     "logit_attribution": "headwise.analysis.attribution",
     "next_token_loss": "headwise.analysis.losses",
@@ -187,6 +189,7 @@ __all__ = [
     "fuse_projections",
     "gate",
     "importance",
+    "load",
     "load_profile",
     "logit_attribution",
     "mask_rule",

@@ -14,7 +14,9 @@ import torch
 
 import headwise as hw
 import tiny
+from command_lines import replacing
 from headwise.cli import app as cli
+from headwise.data.models import ModelSource
 from headwise.runs import checkpoint
 
 SENTENCES = [
@@ -73,7 +75,8 @@ def test_the_profile_of_minilm_has_the_known_roles(headwise, tmp_path):
 def test_the_profile_of_smollm2_finds_its_induction_heads(headwise, smollm2, tmp_path, monkeypatch):
     """On repeated random tokens they are far above the median head, and this decides their role."""
     (tmp_path / "text.txt").write_text(SENTENCES[0])
-    monkeypatch.setattr("headwise.cli.profile.load", {"smollm2": smollm2}.__getitem__)
+    monkeypatch.setattr(ModelSource, "tokenizer", lambda _source: smollm2.tokenizer)
+    monkeypatch.setattr(ModelSource, "model", lambda _source, **_options: smollm2.model)
     data = ("--data", tmp_path / "text.txt")
     status, _, err = headwise("profile", "--model", "smollm2", *data, "--out", tmp_path / "out")
     assert status == 0, err
@@ -90,8 +93,8 @@ OPTIONS = ("--model", "{folder}/model", "--data", "{folder}/data.jsonl", "--cont
 
 
 def arguments(folder, *more):
-    """Return the arguments that profile the tiny model on its texts, and `more`."""
-    return [part.format(folder=folder) for part in (*OPTIONS, *more)]
+    """Return the arguments that profile the tiny model on its texts, and `more`, which may replace some of them."""
+    return [part.format(folder=folder) for part in replacing(OPTIONS, more)]
 
 
 def test_two_checkpoints_are_compared(headwise, folder, tmp_path):
@@ -99,15 +102,18 @@ def test_two_checkpoints_are_compared(headwise, folder, tmp_path):
     tiny.tokenizer("encoder").save_pretrained(tmp_path / "other")
     assert headwise("profile", *arguments(folder), "--out", tmp_path / "a")[0] == 0
     more = ("--model", tmp_path / "other", "--out", tmp_path / "b")
-    assert headwise("profile", *arguments(folder), *more)[0] == 0
+    assert headwise("profile", *arguments(folder, *more))[0] == 0
     status, out, err = headwise("compare", tmp_path / "a", tmp_path / "b", "--statistic", "previous", "--top", "3")
     assert status == 0, err
     lines = out.splitlines()
     assert lines[0].startswith("A  model on ")
     assert lines[1].startswith("B  other on ")
     assert lines[3].split() == ["head", "statistic", "A", "B", "difference", "in", "standard", "errors", "role"]
-    assert "of 12 heads have a different role" in lines[-1]
     a, b = hw.load_profile(tmp_path / "a"), hw.load_profile(tmp_path / "b")
+    changed = [(one, two) for one, two in zip(a.heads, b.heads, strict=True) if one.role != two.role]
+    assert len(changed) == 1
+    index = lines.index("1 of 12 heads has a different role")
+    assert lines[index + 1 :] == [f"{one.name}  {one.role} → {two.role}" for one, two in changed]
     largest = hw.compare(a, b).largest(["previous"])[0]
     assert lines[4].split()[:2] == [largest.a.name, "previous"]
     assert lines[4].split()[5] == f"{largest.errors:+.1f}"
@@ -148,7 +154,10 @@ def files(tmp_path):
             "--documents cut, pack or truncate (documents=...) accepts longer ones",
         ),
         (["--context", "129"], "context: expected at most 128 tokens, the model's limit, got 129"),
-        (["--documents", "some"], "documents: expected one of whole, truncate, cut, pack, got 'some'"),
+        (
+            ["--documents", "some"],
+            "Invalid value for '--documents': expected one of whole, truncate, cut, pack, got 'some'",
+        ),
         (["--device", "abacus"], "device: expected a device that torch can use, got 'abacus'"),
         (["--out", "{here}/file"], "out: expected a folder that can be created and written, got '{here}/file'"),
         (
@@ -162,7 +171,8 @@ def test_a_mistake_is_one_sentence_and_status_2(more, sentence, headwise, folder
     files(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     more = [part.format(here=tmp_path, folder=folder) for part in more]
-    status, out, err = headwise("profile", "--out", tmp_path / "out", *arguments(folder), *more)
+    options = replacing(arguments(folder, "--out", tmp_path / "out"), more)
+    status, out, err = headwise("profile", *options)
     assert (status, out) == (2, "")
     assert err == f"headwise: {sentence.format(here=tmp_path, folder=folder)}\n"
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -12,6 +12,7 @@ import jaxtyping
 import pytest
 
 import headwise as hw
+from command_lines import replacing
 from headwise.cli import app as cli
 from headwise.studies import optuna_storage
 
@@ -113,7 +114,7 @@ def test_a_folder_with_another_study_is_refused(finished_study, texts):
     arguments = ("study", "--data", texts / "text.txt", "--out", out, *SIZES, *SHORT)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".db"}
     for name, more in {"seed": ("--seed", 1), "steps": ("--tokens", 2000), "space": ("--heads", "1,4")}.items():
-        status, printed, err = call(*arguments, *more)
+        status, printed, err = call(*replacing(arguments, more))
         expected = f"a study that was started with the same {name}"
         assert (status, printed) == (2, "")
         assert err.splitlines()[-1] == (
@@ -142,10 +143,9 @@ def test_other_commands_run_on_a_saved_model(finished_study, texts, tmp_path):
 @pytest.mark.parametrize("task", ["mlm", "classify"])
 def test_masked_language_models_and_classifiers(task, texts, tmp_path):
     data = texts / ("labels.jsonl" if task == "classify" else "text.txt")
-    status, printed, err = call(
-        *("study", "--task", task, "--data", data, "--out", tmp_path / "out", *SIZES),
-        *("--tokens", 640, "--trials", 1, "--seeds", 1, "--heads", "2", "--kv-heads", "1,2", "--baseline", "2"),
-    )
+    options = ("study", "--task", task, "--data", data, "--out", tmp_path / "out", *SIZES, "--seeds", 1)
+    more = ("--tokens", 640, "--trials", 1, "--heads", "2", "--kv-heads", "1,2", "--baseline", "2")
+    status, printed, err = call(*replacing(options, more))
     assert status == 0, err
     assert "2x8 (baseline)" in printed
     assert "undecided: one seed shows no variation; use two or more (--seeds, seeds=)" in printed
@@ -207,7 +207,7 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
         (["--budget", "3w"], f"Invalid value for '--budget': {TIME} '3w'"),
         (["--tokens", "some"], f"Invalid value for '--tokens': {AMOUNT} 'some'"),
         (["--params", "-1"], f"Invalid value for '--params': {AMOUNT} '-1'"),
-        (["--task", "foo"], "task: expected one of lm, mlm, classify, got 'foo'"),
+        (["--task", "foo"], "Invalid value for '--task': expected one of lm, mlm, classify, got 'foo'"),
         (
             ["--task", "classify"],
             "data: expected JSON lines or Parquet with a column 'label', got {texts}/text.txt",
@@ -224,7 +224,7 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
         ),
         (
             ["--tokenizer", "{texts}"],
-            "model: expected a folder with a config.json (Hugging Face format), got '{texts}'",
+            "tokenizer: expected a folder with a config.json (Hugging Face format), got '{texts}'",
         ),
         (["--device", "abacus"], "device: expected a device that torch can use, got 'abacus'"),
         (["--vocabulary", "9"], "vocabulary: expected at least 259, for bytes and special tokens, got 9"),
@@ -233,7 +233,7 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
 def test_a_mistake_is_one_sentence_and_status_2(more, sentence, texts, tmp_path):
     before = {path: path.read_bytes() for path in texts.rglob("*") if path.is_file()}
     options = ("--data", texts / "text.txt", "--out", tmp_path / "out", *SIZES, *SHORT)
-    status, out, err = call("study", *options, *(part.format(texts=texts) for part in more))
+    status, out, err = call("study", *replacing(options, (part.format(texts=texts) for part in more)))
     assert (status, out) == (2, "")
     expected = re.escape(f"headwise: {sentence.format(texts=texts)}").replace(r"\#,\#\#\#", r"\d+,\d{3}")
     assert re.fullmatch(expected.replace(r"\#", r"\d+"), err.rstrip("\n")), err

@@ -1,10 +1,13 @@
 """Models are loaded by packaged name or folder, and unusable ones are refused."""
 
 import json
+import re
 
 import pytest
+import torch
 
 import headwise as hw
+import tiny
 from headwise.data import models as models_module
 from headwise.data.models import load
 
@@ -34,7 +37,7 @@ def test_missing_weights_are_refused_instead_of_initialised(tmp_path, minilm):
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path, minilm):
     minilm.model.save_pretrained(tmp_path)
-    with pytest.raises(hw.InputError, match="^model: .* the reason: the folder has none of tokenizer.json"):
+    with pytest.raises(hw.InputError, match=r"^tokenizer: expected a tokenizer in '.*', got a folder with none of tok"):
         load(str(tmp_path))
 
 
@@ -58,9 +61,46 @@ def test_a_folder_with_a_broken_configuration_is_refused(tmp_path):
 
 
 def test_an_unknown_name_is_refused_with_the_reason(monkeypatch):
-    def offline(name):
+    def offline(name, revision):
         raise OSError("no network here")
 
     monkeypatch.setattr(models_module, "_require_on_hub", offline)
     with pytest.raises(hw.InputError, match="got 'nobody/nothing'; the reason: no network here$"):
         load("nobody/nothing")
+
+
+def test_the_public_function_returns_model_and_tokenizer(tmp_path):
+    tiny.model("decoder", top="ForCausalLM").to(torch.bfloat16).save_pretrained(tmp_path)
+    tiny.tokenizer("decoder").save_pretrained(tmp_path)
+    model, tokenizer = hw.load(str(tmp_path), "causal")
+    assert (type(model).__name__, model.dtype) == ("LlamaForCausalLM", torch.bfloat16)
+    assert tokenizer("w5 w6").input_ids == [5, 6]
+    assert hw.load(str(tmp_path), dtype=torch.float64).model.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "sentence"),
+    [
+        ((7,), {}, "model: expected the name of a model, got 7"),
+        (("",), {}, "model: expected the name of a model, got ''"),
+        (("minilm", "lm"), {}, 'lm_head: expected "causal", "masked" or None, got \'lm\''),
+        (("minilm",), {"dtype": "float16"}, "dtype: expected a floating-point dtype, such as torch.float16, got 'fl"),
+        (
+            ("minilm",),
+            {"revision": "v1"},
+            "revision: expected a model on the hub, got 'v1' of 'minilm', which is local",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("as_user")
+def test_unusable_arguments_are_refused(arguments, options, sentence):
+    with pytest.raises(hw.InputError, match=f"^{re.escape(sentence)}"):
+        hw.load(*arguments, **options)
+
+
+def test_a_revision_is_passed_to_the_hub(monkeypatch):
+    asked = []
+    monkeypatch.setattr(models_module, "_require_on_hub", lambda *arguments: asked.append(arguments))
+    source = models_module.find_model("nobody/nothing", "v2")
+    assert asked == [("nobody/nothing", "v2")]
+    assert source.options == {"revision": "v2"}

@@ -25,7 +25,7 @@ from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.survey import survey
 from headwise.runs.checkpoint import CheckpointedRun
-from headwise.runs.data_pass import PassProgress, require_same_data
+from headwise.runs.data_pass import PassProgress, prepare_texts, require_same_data
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.progress import progress_bar
 from headwise.runs.rows import MeanEstimate
@@ -80,7 +80,7 @@ def ablate(
         UserWarning: all layers were computed in each run, since reuse of their outputs would change results.
     """
     require_module(model)
-    dataset = dataset.within(model) if isinstance(dataset, Texts) else dataset
+    dataset = prepare_texts(dataset, model, out, shown=progress)
     replacement = _checked_replacement(replacement)
     settings = _settings(model, dataset, loss, replacement, units, title)
     table: type[Ablation | SetAblation] = Ablation if units == "heads" else SetAblation

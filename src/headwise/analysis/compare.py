@@ -76,14 +76,20 @@ class Comparison:
             MissingExtra: pandas is not installed.
         """
         pandas = require("pandas", purpose="a table", extra="tables")
-        rows = []
-        for entry in self.differences:
-            a, b = (head.statistics[entry.statistic] for head in (entry.a, entry.b))
-            identifiers = {name: value for name, value in entry.a.identifiers.items() if name != "role"}
-            roles = {"role_a": entry.a.role, "role_b": entry.b.role}
-            values = {"a": a.value, "b": b.value, "difference": entry.difference, "errors": entry.errors}
-            rows.append({**identifiers, **roles, "statistic": entry.statistic, **values})
-        return pandas.DataFrame(rows)
+        return pandas.DataFrame([self.record(difference) for difference in self.differences])
+
+    def record(self, difference: Difference) -> dict[str, Any]:
+        """Return one of the differences as a dictionary with the columns that `table` lists."""
+        a, b = (head.statistics[difference.statistic] for head in (difference.a, difference.b))
+        identifiers = {name: value for name, value in difference.a.identifiers.items() if name != "role"}
+        roles = {"role_a": difference.a.role, "role_b": difference.b.role}
+        values = {"a": a.value, "b": b.value, "difference": difference.difference, "errors": difference.errors}
+        return {**identifiers, **roles, "statistic": difference.statistic, **values}
+
+    def changed_roles(self) -> list[tuple[ProfiledHead, ProfiledHead]]:
+        """Return the rows, in both profiles, of every head whose role differs between them."""
+        pairs = zip(self.a.heads, self.b.heads, strict=True)
+        return [(head_a, head_b) for head_a, head_b in pairs if head_a.role != head_b.role]
 
 
 def compare(a: Profile, b: Profile) -> Comparison:

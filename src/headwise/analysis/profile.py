@@ -21,9 +21,9 @@ from headwise.errors import InputError
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch
 from headwise.runs.checkpoint import CheckpointedRun
-from headwise.runs.data_pass import SiteProgress, require_same_data, run_pass
+from headwise.runs.data_pass import SiteProgress, prepare_texts, require_same_data, run_pass
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
-from headwise.runs.fingerprint import run_settings
+from headwise.runs.fingerprint import attention_digest, run_settings
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, head_estimates
 from headwise.runs.table import HeadTable
 from headwise.shapes import Int
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 RANDOM_SUFFIX = "_random"
 """Suffix of a statistic's name where it was measured on random tokens that repeat."""
+
+ATTENTION_DIGEST = "attention_weights"
+"""Name of the hash of the attention modules' weights in the metadata of a profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +145,7 @@ def profile(
     texts = None
     if isinstance(dataset, Texts):
         model = text_model(model)
-        dataset = texts = dataset.within(model)
+        dataset = texts = prepare_texts(dataset, model, out, shown=progress)
         _require_vocabulary(model, texts)
         special = _special_ids(texts.tokenizer) if special is None else special
     special = token_ids("special", () if special is None else special)
@@ -239,7 +242,8 @@ def _finish(
             model(random_ids.to(device_of(model)))
         random_records = heads.records
     rows = tuple(_profiled_heads(registry, random_records))
-    profile = Profile(rows, {**run.settings, "measured": progress.summary})
+    weights = attention_digest(model, dict.fromkeys(row.module for row in rows))
+    profile = Profile(rows, {**run.settings, "measured": progress.summary, ATTENTION_DIGEST: weights})
     run.finish(profile)
     return profile
 

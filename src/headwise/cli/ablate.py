@@ -7,32 +7,56 @@ from typing import Annotated
 import typer
 
 from headwise.analysis.ablate import ablate as measure
+from headwise.analysis.ablation_units import UNIT_KINDS
 from headwise.analysis.profile import load_profile
+from headwise.analysis.profiled_model import require_profile_of
 from headwise.analysis.replacements import Replacement, mean, uniform, zero
-from headwise.cli.loading import load_with_loss
-from headwise.cli.options import Data, Device, Force, LossName, ModelName, Out, TextFlags, Top
+from headwise.cli.loading import find_inputs, find_loss, resumable
+from headwise.cli.options import Data, Force, LossName, ModelFlags, Out, TextFlags, Top
+from headwise.cli.output import OutputFlags
+from headwise.cli.quantities import choice, path
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.runs.distributed import LocalProcess
+from headwise.show.records import table_records
 from headwise.show.scores import print_ablation
-from headwise.show.terminal import make_console
+
+EXAMPLES = """
+headwise ablate --data sentences.jsonl --out ablation
+headwise ablate --model smollm2 --data corpus.jsonl --documents truncate --context 256 --out smollm2-ablation
+headwise ablate --data sentences.jsonl --units roles --roles profile --replacement mean --out roles
+"""
+
+REPLACEMENTS: dict[str, Callable[[Texts], Replacement]] = {
+    "zero": lambda _texts: zero(),
+    "uniform": lambda _texts: uniform(),
+    "mean": mean,
+}
+"""Objects that take the place of a removed head's output, by name."""
 
 
 def ablate(
     *,
     data: Data,
     out: Out,
-    model: ModelName = "minilm",
+    model: ModelFlags,
     loss: LossName = None,
     replacement: Annotated[
-        str, typer.Option(help="What replaces a head's output: zero, uniform (attention), or mean (over the data).")
+        str,
+        typer.Option(
+            help="What replaces a head's output: zero, uniform (attention), or mean (over the data).",
+            **choice(REPLACEMENTS),
+        ),
     ] = "zero",
-    units: Annotated[str, typer.Option(help="What is removed at a time: heads, layers, groups or roles.")] = "heads",
-    roles: Annotated[Path | None, typer.Option(help="Folder of a profile, required by --units roles.")] = None,
+    units: Annotated[str, typer.Option(help="What is removed at a time.", **choice((*UNIT_KINDS, "roles")))] = "heads",
+    roles: Annotated[
+        Path | None,
+        typer.Option(parser=path, metavar="FOLDER", help="Profile of the same model, required by --units roles."),
+    ] = None,
     texts: TextFlags,
-    device: Device = None,
     top: Top = 20,
     force: Force = False,
+    output: OutputFlags,
 ) -> None:
     """Measure the loss of a model without each head. Heads (with --units: layers, groups of heads that share keys and
     values, or all heads of a role such as previous token) are removed one at a time, by replacing their output. Prints
@@ -41,34 +65,23 @@ def ablate(
     if (units == "roles") != (roles is not None):
         expected = "the folder of a profile if, and only if, --units is roles"
         raise InputError("roles", expected=expected, got="none" if roles is None else repr(str(roles)))
-    sets = units if roles is None else load_profile(roles).roles()
-    loaded, loss_function = load_with_loss(model, loss)
-    dataset = texts.texts(data, loaded.tokenizer)
-    result = measure(
-        loaded.model.to(LocalProcess(True, 0).device(device)),
-        dataset,
-        loss_function,
-        replacement=_replacement(replacement, dataset),
-        units=sets,
-        out=out,
-        force=force,
-        progress=True,
-        title=loaded.title,
-    )
-    print_ablation(result, make_console(), top)
-    typer.echo(f"\nwrote {out}")
-
-
-def _replacement(name: str, texts: Texts) -> Replacement:
-    """Return the `Replacement` called `name`, which takes the place of a removed head's output: "zero" for zeros,
-    "uniform" for the head's output under uniform attention, "mean" for its mean output over the data in `texts`. Any
-    other name raises `InputError`.
-    """
-    replacements: dict[str, Callable[[], Replacement]] = {
-        "zero": zero,
-        "uniform": uniform,
-        "mean": lambda: mean(texts),
-    }
-    if name not in replacements:
-        raise InputError("replacement", expected=f"one of {', '.join(replacements)}", got=repr(name))
-    return replacements[name]()
+    profile = None if roles is None else load_profile(roles)
+    device = LocalProcess(True, 0).device(model.device)
+    with resumable(out):
+        source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
+        lm_head, loss_function = find_loss(source, dataset.tokenizer, loss)
+        loaded = source.model(lm_head, model.torch_dtype).to(device)
+        if profile is not None:
+            require_profile_of(profile, loaded, source.title)
+        result = measure(
+            loaded,
+            dataset,
+            loss_function,
+            replacement=REPLACEMENTS[replacement](dataset),
+            units=units if profile is None else profile.roles(),
+            out=out,
+            force=force,
+            progress=not output.quiet,
+            title=source.title,
+        )
+    output.show(lambda: table_records(result), lambda console: print_ablation(result, console, top), written=out)

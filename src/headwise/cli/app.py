@@ -1,21 +1,25 @@
 """Command-line application `headwise`: its commands, and how errors are shown."""
 
+import os
 import sys
-from typing import Annotated, Any
+import warnings
+from types import ModuleType
+from typing import Annotated, Any, TextIO
 
+import torch
 import typer
 
 from headwise import __version__
-from headwise.cli.ablate import ablate
-from headwise.cli.compare import compare
-from headwise.cli.importance import importance
+from headwise.cli import ablate, compare, importance, profile, study, view
 from headwise.cli.option_groups import expand_option_groups
-from headwise.cli.profile import profile
-from headwise.cli.study import study
-from headwise.cli.view import view
+from headwise.cli.single_use import SingleUseCommand
 from headwise.errors import HeadwiseError
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 _UsageError: Any = typer.BadParameter.__base__
 """Exception of the parser for an invalid command line; typer does not export the class."""
@@ -23,25 +27,47 @@ _UsageError: Any = typer.BadParameter.__base__
 USAGE_STATUS = 2
 """Exit status after a mistake of the user."""
 
+CLOSED_PIPE_STATUS = 141
+"""Exit status if the reader of the output has closed it: that of a process which the signal SIGPIPE (13) ended."""
+
 
 def run() -> int:
     """Run the command line in `sys.argv` and return its exit status. A mistake of the user, such as an invalid option
     or a missing file, is reported in one sentence on standard error, with status 2.
     """
+    if sys.stdout is None:  # closed by the caller, as in `headwise ... >&-`
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without arrows still shows the numbers
     try:
-        status: int = app(prog_name="headwise", standalone_mode=False) or 0
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            status: int = app(prog_name="headwise", standalone_mode=False) or 0
         sys.stdout.flush()
-    except _UsageError as error:
-        return _report(" ".join(error.format_message().split()))
-    except HeadwiseError as error:
-        return _report(str(error))
-    except BrokenPipeError:
-        raise  # the reader of the output closed it
-    except OSError as error:
-        return _report(f"{error.filename or 'output'}: {error.strerror}")
+    except (BrokenPipeError, SystemExit) as error:
+        # typer and rich end the process after a BrokenPipeError
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        return _discard_output()
+    except Exception as error:
+        message = _message(error)
+        if message is None:
+            raise
+        return _report(message)
     return status
+
+
+def _message(error: Exception) -> str | None:
+    """Return one sentence for an error that the user can mend; None for any other error."""
+    if isinstance(error, _UsageError):
+        return " ".join(error.format_message().split())
+    if isinstance(error, HeadwiseError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'output'}: {error.strerror}"
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+        return "device: expected enough memory, got less; a smaller --batch or --context needs less"
+    return None
 
 
 def _report(message: str) -> int:
@@ -50,6 +76,24 @@ def _report(message: str) -> int:
     """
     typer.echo(f"headwise: {message}", err=True)
     return USAGE_STATUS
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning to standard error in one sentence, preceded by `headwise: warning: `."""
+    typer.echo(f"headwise: warning: {' '.join(str(message).split())}", err=True)
+
+
+def _discard_output() -> int:
+    """Let nothing more be written to standard output, whose reader has closed it, and return the exit status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return CLOSED_PIPE_STATUS
 
 
 @app.callback(invoke_without_command=True)
@@ -66,5 +110,12 @@ def headwise(
         typer.echo(context.get_help())
 
 
-for _command in (view, profile, compare, ablate, importance, study):
-    app.command()(expand_option_groups(_command))
+def _epilog(module: ModuleType) -> str:
+    """Return the examples of a command for the end of its help."""
+    keep_lines = "\b"  # to typer
+    return f"{keep_lines}\nExamples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES.strip().splitlines())
+
+
+for _module in (view, profile, compare, ablate, importance, study):
+    _command = getattr(_module, _module.__name__.rpartition(".")[2])
+    app.command(cls=SingleUseCommand, epilog=_epilog(_module))(expand_option_groups(_command))

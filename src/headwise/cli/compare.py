@@ -8,21 +8,38 @@ import typer
 from headwise.analysis.compare import compare as compare_profiles
 from headwise.analysis.profile import load_profile
 from headwise.cli.options import Top
+from headwise.cli.output import OutputFlags
+from headwise.cli.quantities import path
 from headwise.show.profiles import print_comparison
-from headwise.show.terminal import make_console
+from headwise.show.records import comparison_records
+
+EXAMPLES = """
+headwise compare text-profile code-profile
+headwise compare before after --statistic entropy --statistic first --top 50
+headwise compare before after --json > differences.json
+"""
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(help="Folder of the first profile.")],
-    b: Annotated[Path, typer.Argument(help="Folder of the second profile, of a model with the same heads.")],
+    *,
+    a: Annotated[Path, typer.Argument(parser=path, metavar="A", help="Folder of the first profile.")],
+    b: Annotated[
+        Path,
+        typer.Argument(parser=path, metavar="B", help="Folder of the second profile, of a model with the same heads."),
+    ],
     statistic: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Compare only this statistic. Can be repeated.")
     ] = None,
     top: Top = 20,
+    output: OutputFlags,
 ) -> None:
     """Show the heads that differ most between two profiles. Each profile is a folder that `headwise profile` wrote,
     with the attention statistics of every head. Prints a table with one row per head and statistic; the largest
-    differences, measured in standard errors, are first.
+    differences, measured in standard errors, are first. Lists the heads whose role differs.
     """
     comparison = compare_profiles(load_profile(a), load_profile(b))
-    print_comparison(comparison, make_console(), statistic or (), top)
+    statistics = statistic or []
+    output.show(
+        lambda: comparison_records(comparison, statistics),
+        lambda console: print_comparison(comparison, console, statistics, top),
+    )

@@ -5,14 +5,22 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.analysis.importance.importance import METHODS
+from headwise.analysis.importance.importance import METHODS, create_method
 from headwise.analysis.importance.importance import importance as score
 from headwise.analysis.losses import EmbeddingDistance
-from headwise.cli.loading import load_with_loss
-from headwise.cli.options import Data, Device, Force, LossName, ModelName, Out, TextFlags, Top
+from headwise.cli.loading import find_inputs, find_loss, resumable
+from headwise.cli.options import Data, Force, LossName, ModelFlags, Out, TextFlags, Top
+from headwise.cli.output import OutputFlags
+from headwise.cli.quantities import choice
 from headwise.runs.distributed import LocalProcess
+from headwise.show.records import table_records
 from headwise.show.scores import print_importance
-from headwise.show.terminal import make_console
+
+EXAMPLES = """
+headwise importance --data sentences.jsonl --method integrated --steps 8 --out importance
+headwise importance --model smollm2 --data corpus.jsonl --documents truncate --context 256 --out smollm2-importance
+headwise importance --data sentences.jsonl --out importance --json > importance.json
+"""
 
 
 @dataclass(frozen=True)
@@ -38,41 +46,43 @@ def importance(
     *,
     data: Data,
     out: Out,
-    model: ModelName = "minilm",
+    model: ModelFlags,
     loss: LossName = None,
     method: Annotated[
         str | None,
-        typer.Option(help=f"One of {', '.join(METHODS)}. Default: gradient, or ablation with the embedding loss."),
+        typer.Option(help="Default: gradient, or ablation with the embedding loss.", **choice(METHODS)),
     ] = None,
     normalise: Annotated[
         bool, typer.Option("--normalise", help="Divide the scores of a layer by their l2 norm.")
     ] = False,
     method_options: MethodFlags,
     texts: TextFlags,
-    device: Device = None,
     top: Top = 20,
     force: Force = False,
+    output: OutputFlags,
 ) -> None:
     """Score how important each head is for the loss. Methods: gradients of the loss with respect to head gates (factors
     on head outputs), these gradients integrated over gate values from 0 to 1, removal of each head, or learned gates.
     Prints the heads with the largest scores, and saves all scores in --out.
     """
-    loaded, loss_function = load_with_loss(model, loss)
-    dataset = texts.texts(data, loaded.tokenizer)
-    if method is None:  # the gradient of a distance is 0 at the unchanged model
-        method = "ablation" if isinstance(loss_function, EmbeddingDistance) else "gradient"
+    device = LocalProcess(True, 0).device(model.device)
     of_method: dict[str, Any] = {name: value for name, value in asdict(method_options).items() if value is not None}
-    result = score(
-        loaded.model.to(LocalProcess(True, 0).device(device)),
-        dataset,
-        loss_function,
-        method,
-        normalise=normalise,
-        out=out,
-        force=force,
-        progress=True,
-        title=loaded.title,
-        **of_method,
-    )
-    print_importance(result, make_console(), top)
-    typer.echo(f"\nwrote {out}")
+    with resumable(out):
+        source, dataset = find_inputs(model, data, texts, out, shown=not output.quiet)
+        lm_head, loss_function = find_loss(source, dataset.tokenizer, loss)
+        if method is None:  # the gradient of a distance is 0 at the unchanged model
+            method = "ablation" if isinstance(loss_function, EmbeddingDistance) else "gradient"
+        create_method(method, of_method, loss_function, normalise=normalise)
+        result = score(
+            source.model(lm_head, model.torch_dtype).to(device),
+            dataset,
+            loss_function,
+            method,
+            normalise=normalise,
+            out=out,
+            force=force,
+            progress=not output.quiet,
+            title=source.title,
+            **of_method,
+        )
+    output.show(lambda: table_records(result), lambda console: print_importance(result, console, top), written=out)

@@ -1,33 +1,71 @@
-"""Loading models for a command, without messages of the libraries underneath."""
+"""Preparation of a command that runs a model over data: all checks that do not need the weights come first."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import typer
+
 from headwise.analysis.losses import LOSSES, loss_by_name
-from headwise.data.models import LoadedModel, lm_head_of, load
+from headwise.cli.options import ModelFlags, TextFlags
+from headwise.data.documents import require_first_document
+from headwise.data.models import ModelSource
+from headwise.data.texts import Texts
 from headwise.errors import InputError
+from headwise.runs.checkpoint import has_checkpoints
+from headwise.runs.data_pass import tokenize
+from headwise.runs.files import require_outside_data, require_writable
 
 
-def load_with_loss(model: str, loss: str | None) -> tuple[LoadedModel, Any]:
-    """Load a model and its tokenizer, with the output layer that the loss called `loss` needs, and return the loaded
-    model and the loss function. If `loss` is None, the saved model determines the loss: next-token for a causal
-    language model, masked-token for a masked one, otherwise embedding distance. Warnings and progress bars of
-    transformers are turned off.
-
-    Args:
-        model: name, folder or hub id.
-        loss: name of the loss; None for the one that the saved model determines.
+def find_inputs(
+    model: ModelFlags, data: Path, texts: TextFlags, out: Path, *, shown: bool
+) -> tuple[ModelSource, Texts]:
+    """Find a model and tokenize the data for it, without loading the model's weights, so that mistakes in the options
+    and in the data are reported at once. If `shown`, a progress bar is shown.
 
     Raises:
-        InputError: unknown loss, or the model cannot be loaded.
+        InputError: the output folder cannot be used, the model cannot be found, or the data cannot be read.
     """
     quiet_libraries()
-    if loss is None:
-        trained_head = lm_head_of(model)
-        loss = next(name for name, head in LOSSES.items() if head == trained_head)
-    if loss not in LOSSES:
-        raise InputError("loss", expected=f"one of {', '.join(LOSSES)}", got=repr(loss))
-    loaded = load(model, LOSSES[loss])
-    return loaded, loss_by_name(loss, loaded.tokenizer)
+    require_writable(out)
+    require_outside_data(out, data)
+    require_first_document(data, texts.column)
+    source = model.find()
+    dataset = texts.texts(data, source.tokenizer())
+    if texts.context is not None and not source.is_gguf:
+        limit = getattr(source.config(), "max_position_embeddings", None) or texts.context
+        if texts.context > limit:
+            raise InputError("context", expected=f"at most {limit} tokens, the model's limit", got=texts.context)
+    tokenize(dataset, shown=shown)
+    return source, dataset
+
+
+def find_loss(source: ModelSource, tokenizer: Any, name: str | None) -> tuple[str | None, Any]:
+    """Return the kind of language-model head that the loss called `name` needs, and the loss function. If `name` is
+    None, the saved model determines the loss: next-token for a causal language model, masked-token for a masked one,
+    otherwise embedding distance.
+
+    Raises:
+        InputError: the tokenizer has no mask token, which the loss needs.
+    """
+    if name is None:
+        trained_head = source.lm_head()
+        name = next(loss for loss, head in LOSSES.items() if head == trained_head)
+    return LOSSES[name], loss_by_name(name, tokenizer)
+
+
+@contextmanager
+def resumable(out: Path) -> Iterator[None]:
+    """If the context is left by Ctrl-C, say that the run in the folder `out` resumes when the command is repeated,
+    provided that the folder has a checkpoint.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        again = "; run the same command again to resume" if has_checkpoints(out) else ""
+        typer.echo(f"headwise: interrupted{again}", err=True)
+        raise
 
 
 def quiet_libraries() -> None:
@@ -37,6 +75,6 @@ def quiet_libraries() -> None:
     try:
         from transformers.utils import logging
     except ImportError:
-        return  # `load` reports the missing package
+        return  # `find_model` reports the missing package
     logging.set_verbosity_error()
     logging.disable_progress_bar()

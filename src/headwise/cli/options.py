@@ -4,31 +4,69 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from headwise.analysis.losses import LOSSES
+from headwise.cli.quantities import choice, path
+from headwise.data.document_modes import DOCUMENT_MODES
+from headwise.data.models import ModelSource, find_model
 from headwise.data.texts import Texts
 
-Data = Annotated[Path, typer.Option(help="File or folder with the data: text, JSON lines or Parquet.")]
-Out = Annotated[
-    Path, typer.Option(help="Folder for the results. An interrupted run resumes when you repeat the command.")
+Data = Annotated[
+    Path, typer.Option(parser=path, metavar="PATH", help="File or folder with the data: text, JSON lines or Parquet.")
 ]
-ModelName = Annotated[
-    str, typer.Option("--model", help="minilm, smollm2, a folder in Hugging Face format, or a hub id.")
+Out = Annotated[
+    Path,
+    typer.Option(
+        parser=path,
+        metavar="FOLDER",
+        help="Folder for the results. An interrupted run resumes when you repeat the command.",
+    ),
 ]
 LossName = Annotated[
     str | None,
-    typer.Option(
-        "--loss",
-        help=f"Loss: {', '.join(LOSSES)}. Default: a language model's own, otherwise embedding.",
-    ),
+    typer.Option("--loss", help="Default: a language model's own loss, otherwise embedding.", **choice(LOSSES)),
 ]
 Column = Annotated[str, typer.Option(help="Column with the text, in JSON lines and Parquet.")]
 Device = Annotated[
     str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1. Default: a GPU if there is one.")
 ]
-Top = Annotated[int, typer.Option(min=1, help="Number of rows to show, largest first.")]
+Top = Annotated[int, typer.Option(min=1, help="Number of rows to print, largest first.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing run in the output folder.")]
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Command-line options that name a model, and say how it is loaded: its name, its revision on the hub, the data
+    type of its weights, and its device.
+
+    Attributes:
+        model: name of the model.
+        revision: branch, tag or commit on the hub; None for the main branch.
+        dtype: name of the data type of the weights; None for the saved one.
+        device: name of the device; None for a GPU if there is one.
+    """
+
+    model: Annotated[str, typer.Option(help="minilm, smollm2, a folder in Hugging Face format, or a hub id.")] = (
+        "minilm"
+    )
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")] = None
+    dtype: Annotated[
+        str | None, typer.Option(help="Data type of the weights. Default: as saved.", **choice(DTYPES))
+    ] = None
+    device: Device = None
+
+    def find(self) -> ModelSource:
+        """Return the location of the model, after checking that its configuration can be reached."""
+        return find_model(self.model, self.revision)
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """Data type of the weights as torch's object; None for the saved one."""
+        return None if self.dtype is None else getattr(torch, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -50,7 +88,10 @@ class TextFlags:
     ] = None
     documents: Annotated[
         str,
-        typer.Option(help="Documents become sequences: whole (error if too long), truncate, cut (in pieces), or pack."),
+        typer.Option(
+            help="Documents become sequences: whole (error if too long), truncate, cut (in pieces), or pack.",
+            **choice(DOCUMENT_MODES),
+        ),
     ] = "whole"
     batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = 8
     limit: Annotated[int | None, typer.Option(min=1, help="Use only this many sequences.")] = None

@@ -5,41 +5,46 @@ from typing import Annotated
 import typer
 
 from headwise.analysis.profile import profile as measure
-from headwise.cli.loading import quiet_libraries
-from headwise.cli.options import Data, Device, Force, ModelName, Out, TextFlags
-from headwise.data.models import load
+from headwise.cli.loading import find_inputs, resumable
+from headwise.cli.options import Data, Force, ModelFlags, Out, TextFlags
+from headwise.cli.output import OutputFlags
 from headwise.runs.distributed import process_group
 from headwise.show.profiles import print_profile
-from headwise.show.terminal import make_console
+from headwise.show.records import table_records
+
+EXAMPLES = """
+headwise profile --data corpus.txt --documents cut --out profile
+headwise profile --model smollm2 --data corpus.jsonl --documents pack --context 1024 --out smollm2-profile
+headwise profile --data corpus.jsonl --out profile --csv > heads.csv
+"""
 
 
 def profile(
     *,
     data: Data,
     out: Out,
-    model: ModelName = "minilm",
+    model: ModelFlags,
     texts: TextFlags,
     repeats: Annotated[bool, typer.Option(help="Also measure induction on repeated random tokens.")] = True,
-    device: Device = None,
     force: Force = False,
+    output: OutputFlags,
 ) -> None:
     """Measure the attention statistics of every head on a data set. Assigns a role to each head (such as previous
     token, induction or broad), prints the heads of each role, and saves roles and statistics in --out as a profile.
     Processes started by torchrun share the work.
     """
-    with process_group() as process:
-        quiet_libraries()
-        loaded = load(model)
-        dataset = texts.texts(data, loaded.tokenizer)
+    with process_group() as process, resumable(out):
+        device = process.device(model.device)
+        shown = process.is_first and not output.quiet
+        source, dataset = find_inputs(model, data, texts, out, shown=shown)
         result = measure(
-            loaded.model.to(process.device(device)),
+            source.model(dtype=model.torch_dtype).to(device),
             dataset,
             repeats=repeats,
             out=out,
             force=force,
-            progress=process.is_first,
-            title=loaded.title,
+            progress=shown,
+            title=source.title,
         )
         if process.is_first:
-            print_profile(result, make_console())
-            typer.echo(f"\nwrote {out}")
+            output.show(lambda: table_records(result), lambda console: print_profile(result, console), written=out)

@@ -1,8 +1,33 @@
-"""Numbers on the command line: lists, amounts such as 1.5M, and durations such as 30m."""
+"""Values on the command line: paths, choices, lists of numbers, amounts such as 1.5M, and durations such as 30m."""
 
 import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import typer
+
+
+def path(text: str) -> Path:
+    """Return a path, or raise `typer.BadParameter` for an empty text, which would mean the current folder."""
+    if not text.strip():
+        raise typer.BadParameter(f"expected a path, got {text!r}")
+    return Path(text)
+
+
+def choice(names: Iterable[str]) -> dict[str, Any]:
+    """Return the arguments of `typer.Option` for an option whose value is one of `names`: its parser, its completion
+    and its placeholder in the help.
+    """
+    allowed = tuple(names)
+
+    def parse(text: str) -> str:
+        """Return the text if it is an allowed name; otherwise raise `typer.BadParameter`."""
+        if text not in allowed:
+            raise typer.BadParameter(f"expected one of {', '.join(allowed)}, got {text!r}")
+        return text
+
+    return {"parser": parse, "autocompletion": lambda: list(allowed), "metavar": "|".join(allowed)}
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -6,17 +6,24 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.loading import quiet_libraries
+from headwise.cli.loading import quiet_libraries, resumable
 from headwise.cli.options import Column, Data, Force
-from headwise.cli.quantities import amount, numbers, seconds
-from headwise.data.models import load_tokenizer
+from headwise.cli.output import OutputFlags
+from headwise.cli.quantities import amount, choice, numbers, path, seconds
+from headwise.data.models import find_model
+from headwise.show.records import study_records
 from headwise.show.studies import print_study
-from headwise.show.terminal import make_console
 from headwise.studies.budget import StudyBudget
 from headwise.studies.corpus import TASKS, TextOptions
 from headwise.studies.optuna_storage import OptunaOptions
 from headwise.studies.space import Space
 from headwise.studies.text_study import DEFAULT_TEXT, study_texts
+
+EXAMPLES = """
+headwise study --data corpus.txt --out how-many --budget 2h
+headwise study --data corpus.txt --heads 4,8,16 --kv-heads 1,2,4 --baseline 8 --out shared-heads
+headwise study --data labels.jsonl --task classify --tokens 1M --trials 4 --out classifier --json > study.json
+"""
 
 DEFAULT_SECONDS = 30 * 60.0
 """Time limit of a study if neither --budget nor --tokens is given."""
@@ -29,7 +36,12 @@ class TextStudyFlags:
     them to `hw.TextOptions`.
     """
 
-    task: Annotated[str, typer.Option(help=f"What the models learn: {', '.join(TASKS)}.")] = DEFAULT_TEXT.task
+    task: Annotated[
+        str,
+        typer.Option(
+            help="What the models learn: the next token, masked tokens, or the label of a text.", **choice(TASKS)
+        ),
+    ] = DEFAULT_TEXT.task
     context: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = DEFAULT_TEXT.context
     batch: Annotated[int, typer.Option(min=1, help="Sequences per batch.")] = DEFAULT_TEXT.batch
     vocabulary: Annotated[int, typer.Option(min=1, help="Tokens of the tokenizer that is trained on the data.")] = (
@@ -43,7 +55,7 @@ class TextStudyFlags:
         """Return these command-line options as `hw.TextOptions`. If --tokenizer names a model, that model's tokenizer
         is loaded here; otherwise the options contain no tokenizer, and the study trains one on its data later.
         """
-        tokenizer = None if self.tokenizer is None else load_tokenizer(self.tokenizer)
+        tokenizer = None if self.tokenizer is None else find_model(self.tokenizer, argument="tokenizer").tokenizer()
         sizes = (self.context, self.batch)
         return TextOptions(self.task, *sizes, tokenizer, self.vocabulary, self.column, self.label)
 
@@ -114,10 +126,15 @@ class BudgetFlags:
 
 
 def study(
+    *,
     data: Data,
     out: Annotated[
         Path,
-        typer.Option(help="Folder for table, plot, database and models. An interrupted study resumes there."),
+        typer.Option(
+            parser=path,
+            metavar="FOLDER",
+            help="Folder for table, plot, database and models. An interrupted study resumes there.",
+        ),
     ],
     text: TextStudyFlags,
     space: SpaceFlags,
@@ -130,26 +147,27 @@ def study(
     name: Annotated[str, typer.Option(help="Name of the study in the database.")] = "study",
     device: Annotated[str | None, typer.Option(help="Device, such as cpu, cuda or cuda:1. Default: cpu.")] = None,
     force: Force = False,
+    output: OutputFlags,
 ) -> None:
     """Find out how many heads suit your data. Trains small models of equal size that differ in the number, dimension
     and sharing of their heads. Prints a table that compares the models' losses, and saves the table and the models in
     --out.
     """
     quiet_libraries()
-    result = study_texts(
-        data,
-        out,
-        budget=budget.limits(),
-        text=text.options(),
-        space=space.space(),
-        baseline=space.baseline,
-        params=space.params,
-        layers=space.layers,
-        seed=seed,
-        device=device,
-        optuna=OptunaOptions(storage, name),
-        progress=True,
-        force=force,
-    )
-    print_study(result, make_console())
-    typer.echo(f"\nwrote {out}")
+    with resumable(out):
+        result = study_texts(
+            data,
+            out,
+            budget=budget.limits(),
+            text=text.options(),
+            space=space.space(),
+            baseline=space.baseline,
+            params=space.params,
+            layers=space.layers,
+            seed=seed,
+            device=device,
+            optuna=OptunaOptions(storage, name),
+            progress=not output.quiet,
+            force=force,
+        )
+    output.show(lambda: study_records(result), lambda console: print_study(result, console), written=out)

@@ -55,6 +55,16 @@ def read_documents(source: str | Path, column: str, types: ColumnTypes = (str,))
             raise _unreadable(file, error) from None
 
 
+def require_first_document(source: Path, column: str) -> None:
+    """Raise `InputError` if the first document of a file or folder cannot be read; nothing else is read. A pipe is not
+    checked, because it can be read only once.
+    """
+    if source.is_fifo():
+        return
+    if next(read_documents(source, column), None) is None:
+        raise InputError("data", expected="at least one document", got=f"no text in {source}")
+
+
 def list_files(source: str | Path) -> list[Path]:
     """Return the files of a data source: the file `source` itself, or all files below the folder `source`, sorted by
     path. Files and subfolders whose name starts with a dot are left out.
@@ -173,7 +183,8 @@ def _parse_json(line: str, location: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise InputError("data", expected=f"JSON in {location}", got=f"{error.msg} at column {error.colno}") from None
+        reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+        raise InputError("data", expected=f"JSON in {location}", got=reason) from None
     except (ValueError, RecursionError):
         raise InputError("data", expected=f"JSON in {location}", got="a number or nesting beyond the limits") from None
 

@@ -1,13 +1,16 @@
 """Loading of models by name: two from the Python package index, a local folder, or a Hugging Face hub id."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from headwise.checks import float_dtype
 from headwise.errors import InputError, MissingExtra, require
 
 
@@ -56,139 +59,213 @@ TOKENIZER_FILES = (
 """Files of tokenizers; a folder with a tokenizer has at least one of them."""
 
 
+AUTO_CLASSES = {None: "AutoModel", "causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
+"""The class of `transformers` that loads a model with each kind of language-model head, or without one."""
+
+
 @dataclass(frozen=True)
 class LoadedModel:
-    """A loaded model in evaluation mode, its tokenizer, and its title for display."""
+    """A loaded model in evaluation mode, its tokenizer, and its title for display. It can be unpacked into model and
+    tokenizer.
+    """
 
     title: str
     model: nn.Module
     tokenizer: Any
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.tokenizer))
 
-AUTO_CLASSES = {None: "AutoModel", "causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
-"""The class of `transformers` that loads a model with each kind of language-model head, or without one."""
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Location of a model's files, found by the model's name. Its methods load the configuration, the tokenizer or the
+    weights.
+
+    Attributes:
+        name: name by which the user called the model.
+        title: name of the model for display.
+        location: the folder, or the hub id.
+        options: further arguments of `from_pretrained`: the name of the GGUF file, or the revision on the hub.
+    """
+
+    name: str
+    title: str
+    location: str
+    options: dict[str, str]
+
+    @property
+    def is_gguf(self) -> bool:
+        """True if the model is stored in a GGUF file, which always contains a causal language model."""
+        return "gguf_file" in self.options
+
+    def config(self) -> Any:
+        """Return the configuration of the model. Of a GGUF file this takes seconds.
+
+        Raises:
+            InputError: the configuration cannot be loaded.
+            MissingExtra: `transformers` is not installed.
+        """
+        return self._from_pretrained("model", "AutoConfig")
+
+    def lm_head(self) -> str | None:
+        """Return the kind of the language-model head of the model, according to its configuration: "causal", "masked",
+        or None for neither.
+        """
+        architecture = "CausalLM" if self.is_gguf else "".join(self.config().architectures or ())
+        if "CausalLM" in architecture or "LMHeadModel" in architecture:
+            return "causal"
+        return "masked" if "MaskedLM" in architecture else None
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the model.
+
+        Raises:
+            InputError: the tokenizer cannot be loaded.
+            MissingExtra: `transformers` is not installed.
+        """
+        if not self.is_gguf:
+            self.config()  # a broken model is reported as one
+            folder = Path(self.location)
+            if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+                got = f"a folder with none of {', '.join(TOKENIZER_FILES)}"
+                raise InputError("tokenizer", expected=f"a tokenizer in {self.name!r}", got=got)
+        return self._from_pretrained("tokenizer", "AutoTokenizer")
+
+    def model(self, lm_head: str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+        """Return the model in evaluation mode. `lm_head` is the kind of its language-model head, "causal" or "masked",
+        or None for a model that returns hidden states. `dtype` is the data type of its weights; None for the saved one.
+
+        Raises:
+            InputError: the model cannot be loaded, or weights are missing.
+            MissingExtra: `transformers` is not installed.
+        """
+        types = {} if dtype is None else {"dtype": dtype}
+        model, report = self._from_pretrained("model", AUTO_CLASSES[lm_head], output_loading_info=True, **types)
+        missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
+        if missing:
+            got = f"none for {missing[0]} ({len(missing)} are missing)"
+            raise InputError("model", expected="all of the model's weights", got=got)
+        loaded: nn.Module = model.eval()
+        return loaded
+
+    def _from_pretrained(self, argument: str, auto_class: str, **options: Any) -> Any:
+        """Call `from_pretrained` of a class of `transformers` for this model, and return the result. Any failure raises
+        `InputError` with the first sentence of its reason; `argument` is "model" or "tokenizer".
+        """
+        transformers = require("transformers", purpose="loading a model", extra="hf")
+        load_part = getattr(transformers, auto_class).from_pretrained
+        try:
+            return load_part(self.location, trust_remote_code=False, **self.options, **options)
+        except Exception as error:  # every file of a broken folder can fail in its own way
+            if argument == "model":
+                raise _not_loadable(argument, self.name, error) from error
+            expected = f"a tokenizer in {self.name!r} that can be loaded"
+            raise InputError(argument, expected=expected, got=_first_sentence(error)) from error
 
 
-def load(name: str, lm_head: str | None = None) -> LoadedModel:
-    """Load the model and tokenizer called `name`: a key of `PACKAGED` (a model inside a Python package, such as
-    "minilm"), a Hugging Face folder, or a hub id. The model returns logits if `lm_head` is "causal" or "masked" (the
-    kind of its language-model head), and hidden states if `lm_head` is None.
+def load(
+    name: str, lm_head: str | None = None, *, dtype: torch.dtype | None = None, revision: str | None = None
+) -> LoadedModel:
+    """Load a model and its tokenizer by name: "minilm" or "smollm2" (small models in Python packages), a folder in
+    Hugging Face format, or a hub id. The result has the attributes `model`, `tokenizer` and `title`. It can be unpacked
+    into model and tokenizer.
 
     Args:
         name: the model's name.
         lm_head: "causal" or "masked" for a language model that returns logits; None for one that returns hidden states.
+        dtype: data type of the weights, such as `torch.bfloat16`; by default that of the saved weights.
+        revision: branch, tag or commit of a model on the hub.
 
     Raises:
-        InputError: nothing loadable has that name, or weights are missing.
+        InputError: an argument cannot be used, nothing loadable has that name, or weights are missing.
+        MissingExtra: `transformers` (or, for a GGUF file, `gguf` and `accelerate`) is not installed.
+
+    Example:
+        >>> model, tokenizer = headwise.load("minilm")  # doctest: +SKIP
+    """
+    if lm_head not in AUTO_CLASSES:
+        raise InputError("lm_head", expected='"causal", "masked" or None', got=repr(lm_head))
+    float_dtype("dtype", dtype)
+    source = find_model(name, revision)
+    tokenizer = source.tokenizer()
+    return LoadedModel(source.title, source.model(lm_head, dtype), tokenizer)
+
+
+def find_model(name: str, revision: str | None = None, *, argument: str = "model") -> ModelSource:
+    """Return the location of the model called `name`: a key of `PACKAGED` (a model inside a Python package, such as
+    "minilm"), a Hugging Face folder, or a hub id, of which the configuration has to be reachable. `revision` is a
+    branch, tag or commit on the hub, and `argument` is the name of the argument in error messages.
+
+    Raises:
+        InputError: nothing loadable has that name, or a revision of a model that is not loaded from the hub.
         MissingExtra: `transformers` (or, for a GGUF file, `gguf` and `accelerate`) is not installed.
     """
-    transformers = require("transformers", purpose="loading a model", extra="hf")
-    title, source, options = _source(name)
-    tokenizer = load_tokenizer(name)
+    require("transformers", purpose="loading a model", extra="hf")
+    if not isinstance(name, str) or not name:
+        raise InputError(argument, expected="the name of a model", got=repr(name))
+    packaged = PACKAGED.get(name)
+    folder = None if packaged is None else packaged.location()
+    if folder is None and not _is_folder(name):
+        hub_id = name if packaged is None else packaged.hub
+        try:
+            _require_on_hub(hub_id, revision)
+        except Exception as error:  # the type differs between versions of huggingface_hub
+            raise _not_loadable(argument, name, error) from error
+        options = {} if revision is None else {"revision": revision}
+        return ModelSource(name, name if packaged is None else hub_id.split("/")[-1], hub_id, options)
+    if revision is not None:
+        raise InputError("revision", expected="a model on the hub", got=f"{revision!r} of {name!r}, which is local")
+    if packaged is not None:
+        title = packaged.hub.split("/")[-1]
+        return ModelSource(name, title, str(folder), _gguf_options(packaged.gguf))
+    if not (Path(name) / "config.json").is_file():
+        raise InputError(argument, expected="a folder with a config.json (Hugging Face format)", got=repr(name))
+    return ModelSource(name, Path(name).resolve().name, name, {})
+
+
+def _is_folder(name: str) -> bool:
+    """Return True if a name is the path of an existing folder."""
     try:
-        auto_class = getattr(transformers, AUTO_CLASSES[lm_head])
-        model, report = auto_class.from_pretrained(source, trust_remote_code=False, output_loading_info=True, **options)
-    except Exception as error:  # every file of a broken folder can fail in its own way
-        raise _not_loadable(name, error) from error
-    missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
-    if missing:
-        raise InputError(
-            "model", expected="all of the model's weights", got=f"none for {missing[0]} ({len(missing)} are missing)"
-        )
-    return LoadedModel(title, model.eval(), tokenizer)
+        return Path(name).is_dir()
+    except (OSError, ValueError):  # too long a path, or a null character
+        return False
 
 
-def load_tokenizer(name: str) -> Any:
-    """Load the tokenizer of the model called `name`: a key of `PACKAGED` (a model inside a Python package, such as
-    "minilm"), a Hugging Face folder, or a hub id.
+def _gguf_options(file: str | None) -> dict[str, str]:
+    """Return the option of `from_pretrained` that names a model's GGUF file; no option if the model has none.
 
     Raises:
-        InputError: nothing loadable has that name.
-        MissingExtra: `transformers` (or, for a GGUF file, `gguf` and `accelerate`) is not installed.
+        MissingExtra: a package that reads GGUF files is not installed.
     """
-    transformers = require("transformers", purpose="loading a model", extra="hf")
-    _, source, options = _source(name)
-    try:
-        if not Path(source).is_dir():
-            _require_on_hub(source)
-        elif not options and not any((Path(source) / file).is_file() for file in TOKENIZER_FILES):
-            raise OSError(f"the folder has none of {', '.join(TOKENIZER_FILES)}")
-        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
-    except Exception as error:  # every file of a broken folder can fail in its own way
-        raise _not_loadable(name, error) from error
+    if file is None:
+        return {}
+    for needed in ("gguf", "accelerate"):
+        if find_spec(needed) is None:
+            raise MissingExtra(needed, extra="gguf", purpose=f"reading {file}")
+    return {"gguf_file": file}
 
 
-def lm_head_of(name: str) -> str | None:
-    """Return the kind of language-model head of the model called `name`, according to its configuration: "causal",
-    "masked", or None for neither. `name` is a key of `PACKAGED` (a model inside a Python package), a Hugging Face
-    folder, or a hub id.
-
-    A GGUF file always contains a causal language model.
-
-    Raises:
-        InputError: nothing loadable has that name.
-        MissingExtra: `transformers` is not installed.
-    """
-    transformers = require("transformers", purpose="loading a model", extra="hf")
-    _, source, options = _source(name)
-    try:
-        if not Path(source).is_dir():
-            _require_on_hub(source)
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
-    except Exception as error:
-        raise _not_loadable(name, error) from error
-    architecture = "".join(config.architectures or ()) if not options else "CausalLM"
-    if "CausalLM" in architecture or "LMHeadModel" in architecture:
-        return "causal"
-    return "masked" if "MaskedLM" in architecture else None
-
-
-def _not_loadable(name: str, error: Exception) -> InputError:
-    """Return the `InputError` for a model or tokenizer that cannot be loaded, with the original exception's reason."""
+def _not_loadable(argument: str, name: str, error: Exception) -> InputError:
+    """Return the `InputError` for a model that cannot be loaded, with the original exception's reason."""
     return InputError(
-        "model",
+        argument,
         expected=f"{', '.join(PACKAGED)}, a folder in Hugging Face format or a hub id that can be reached",
         got=repr(name),
         remedy=f"the reason: {_first_sentence(error)}",
     )
 
 
-def _source(name: str) -> tuple[str, str, dict[str, str]]:
-    """Return a model's title for display, the folder or hub id to load the model from, and further options for
-    `from_pretrained`: the name of the GGUF file if the model is stored in one, otherwise none.
-    """
-    if name in PACKAGED:
-        packaged = PACKAGED[name]
-        title, folder = packaged.hub.split("/")[-1], packaged.location()
-        if folder is None:
-            return title, packaged.hub, {}
-        if packaged.gguf is None:
-            return title, str(folder), {}
-        for needed in ("gguf", "accelerate"):
-            if find_spec(needed) is None:
-                raise MissingExtra(needed, extra="gguf", purpose=f"reading {packaged.gguf}")
-        return title, str(folder), {"gguf_file": packaged.gguf}
-    if not Path(name).is_dir():
-        return name, name, {}
-    if not (Path(name) / "config.json").is_file():
-        raise InputError("model", expected="a folder with a config.json (Hugging Face format)", got=repr(name))
-    return Path(name).resolve().name, name, {}
-
-
-def _require_on_hub(name: str) -> None:
-    """Raise an `OSError` if the `config.json` of a model is not in the local cache and cannot be reached on the Hugging
-    Face hub. `name` is the model's hub id.
+def _require_on_hub(name: str, revision: str | None) -> None:
+    """Raise an exception if the `config.json` of a model is not in the local cache and cannot be reached on the Hugging
+    Face hub. `name` is the model's hub id, and `revision` its branch, tag or commit (None for the main branch).
 
     One request is enough here, whereas `from_pretrained` would retry for a minute without a network.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
-    try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"))
-    except Exception as error:  # the type differs between versions of huggingface_hub
-        raise OSError(str(error)) from error
+    if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
 
 
 def _first_sentence(error: Exception) -> str:

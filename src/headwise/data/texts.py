@@ -1,6 +1,6 @@
 """Documents as batches of tokens, always in the same order."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
@@ -85,7 +85,10 @@ class Texts:
         """
         limit = max_input_tokens(model, self.tokenizer)
         if self.context is None:
-            return replace(self, context=min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT))
+            within = replace(self, context=min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT))
+            if within.context == self._default_context and "sequences" in vars(self):
+                vars(within)["sequences"] = self.sequences
+            return within
         if limit is not None and self.context > limit:
             raise InputError("context", expected=f"at most {limit} tokens, the model's limit", got=self.context)
         return self
@@ -118,6 +121,23 @@ class Texts:
             InputError: the data is empty, binary, not UTF-8, lacks the column, or is longer than the context.
             MissingExtra: a Parquet file, and pyarrow is not installed.
         """
+        return self._tokenize(lambda _sequences: None)
+
+    def tokenize(self, advance: Callable[[int], None]) -> None:
+        """Read and tokenize the texts now, unless that is done. `advance` is called with the number of new sequences,
+        again and again, so that a caller can show the progress.
+
+        Raises:
+            InputError: the data is empty, binary, not UTF-8, lacks the column, or is longer than the context.
+            MissingExtra: a Parquet file, and pyarrow is not installed.
+        """
+        if "sequences" not in vars(self):
+            vars(self)["sequences"] = self._tokenize(advance)  # where `cached_property` keeps it
+
+    def _tokenize(self, advance: Callable[[int], None]) -> list[Int[Tensor, " tokens"]]:
+        """Return all sequences of token ids with their special tokens, in the order of the data; call `advance(1)`
+        after each sequence.
+        """
         special_tokens = SpecialTokens.of(self.tokenizer)
         room = (self.context or self._default_context) - special_tokens.size
         if room < 1:
@@ -125,8 +145,10 @@ class Texts:
             raise InputError("context", expected=expected, got=self.context)
         end_tokens = (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id)
         separator = next((token for token in end_tokens if token is not None), None)
-        parts = islice(DOCUMENT_MODES[self.documents](self._tokenized_documents(), room, separator), self.limit)
-        sequences = [torch.tensor(special_tokens.around(part), dtype=torch.int32) for part in parts]
+        sequences = []
+        for part in islice(DOCUMENT_MODES[self.documents](self._tokenized_documents(), room, separator), self.limit):
+            sequences.append(torch.tensor(special_tokens.around(part), dtype=torch.int32))
+            advance(1)
         if not sequences:
             raise InputError("data", expected="at least one document", got=f"no text in {self.name}")
         return sequences

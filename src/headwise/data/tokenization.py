@@ -63,7 +63,7 @@ def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encode
     Raises:
         InputError: the text is empty, too long, or not valid Unicode, or the tokenizer does not fit the model.
     """
-    _check_text(text)
+    require_text(text)
     limit = max_input_tokens(model, tokenizer)
     truncates = truncate and limit is not None
     encoding = tokenizer(
@@ -135,7 +135,7 @@ def _input_embeddings(model: Any) -> Any:
         return None
 
 
-def _check_text(text: Any) -> None:
+def require_text(text: Any) -> None:
     """Raise an `InputError` for a text that is not a string, has no visible character, or is not valid Unicode."""
     if not isinstance(text, str):
         raise InputError("text", expected="a string", got=type(text).__name__)

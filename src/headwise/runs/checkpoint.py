@@ -151,8 +151,8 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
         checkpoints.
         """
         settings = self._saved_settings()
-        has_checkpoints = self.folder is not None and any(self.folder.glob("unfinished-*.pt"))
-        return not has_checkpoints and bool(settings) and _first_difference(settings, self.settings) is None
+        is_stopped = self.folder is not None and has_checkpoints(self.folder)
+        return not is_stopped and bool(settings) and _first_difference(settings, self.settings) is None
 
     def _saved_settings(self) -> dict[str, Any]:
         """Return the settings, by name, with which the table in the output folder was measured, read from the table's
@@ -193,6 +193,11 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
             got=f"another run{reason} in {str(self.folder)!r}",
             remedy=FORCE_REMEDY,
         )
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Return True if a folder contains checkpoints of a run that was stopped, or is running."""
+    return any(folder.glob("unfinished-*.pt"))
 
 
 def _first_difference(saved: Any, current: Any, name: str = "") -> str | None:

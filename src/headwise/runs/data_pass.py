@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
+
 from headwise.data.batches import count_sequences_and_tokens, digest_of, iterate_batches
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -12,6 +14,7 @@ from headwise.intercept.interceptor import SiteKey
 from headwise.intercept.sites import SiteRecord
 from headwise.runs.checkpoint import CheckpointedRun, TableT
 from headwise.runs.distributed import rank_and_world_size
+from headwise.runs.files import require_outside_data
 from headwise.runs.progress import progress_bar
 from headwise.statistics.moments import RunningMoments
 
@@ -104,6 +107,31 @@ def _record_from_dict(plain: Mapping[str, Any]) -> SiteRecord:
     """
     statistics = {name: RunningMoments(**moments) for name, moments in plain["statistics"].items()}
     return SiteRecord(**{**plain, "site": SiteKey(*plain["site"]), "statistics": statistics})
+
+
+def prepare_texts(dataset: Any, model: nn.Module, out: str | Path | None, *, shown: bool) -> Any:
+    """Return the data set of a run, ready for use. `Texts` are tokenized with the context that the model accepts, if
+    `shown` with a progress bar; other data sets are returned unchanged.
+
+    Raises:
+        InputError: the texts cannot be used with the model, or the output folder `out` is in the folder of the texts.
+        MissingExtra: a package that the data or the progress bar needs is not installed.
+    """
+    if not isinstance(dataset, Texts):
+        return dataset
+    if out is not None and isinstance(dataset.source, str | Path):
+        require_outside_data(out, dataset.source)
+    texts = dataset.within(model)
+    tokenize(texts, shown=shown and rank_and_world_size()[0] == 0)
+    return texts
+
+
+def tokenize(texts: Texts, *, shown: bool) -> None:
+    """Read and tokenize texts, unless that is done; if `shown`, show a progress bar that disappears at the end."""
+    if "sequences" in vars(texts):
+        return
+    with progress_bar("tokenizing", texts.limit, "sequences", shown=shown, transient=True) as advance:
+        texts.tokenize(lambda sequences: advance(sequences, False))
 
 
 SiteProgressT = TypeVar("SiteProgressT", bound=SiteProgress)

@@ -88,11 +88,15 @@ def usable_device(device: torch.device | str) -> torch.device:
     Raises:
         InputError: torch cannot use the device.
     """
+    expected = "a device that torch can use"
     try:
         torch.empty(0, device=device)
-        return torch.device(device)
     except (RuntimeError, AssertionError, NotImplementedError):  # torch has an error for each kind of device
-        raise InputError("device", expected="a device that torch can use", got=repr(str(device))) from None
+        raise InputError("device", expected=expected, got=repr(str(device))) from None
+    usable = torch.device(device)
+    if usable.type == "meta":
+        raise InputError("device", expected=expected, got="'meta', whose tensors have no numbers")
+    return usable
 
 
 @contextmanager

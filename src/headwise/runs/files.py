@@ -25,6 +25,37 @@ def writable_folder(folder: str | Path) -> Path:
     return path
 
 
+def require_writable(folder: str | Path) -> None:
+    """Raise `InputError` if an output folder cannot be created or written. Nothing is created.
+
+    Raises:
+        InputError: the folder, or else the nearest existing folder above it, is a file or cannot be written.
+    """
+    path = folder_path("out", folder).absolute()
+    try:
+        existing = next(candidate for candidate in (path, *path.parents) if candidate.exists())
+        is_writable = existing.is_dir() and os.access(existing, os.W_OK)
+    except (OSError, ValueError):  # too long a path, or a null character
+        is_writable = False
+    if not is_writable:
+        raise InputError("out", expected="a folder that can be created and written", got=repr(str(folder)))
+
+
+def require_outside_data(out: str | Path, source: str | Path) -> None:
+    """Raise `InputError` if the output folder `out` is the folder `source` of a data set or in it, because the next run
+    would read the results as data. A hidden folder, whose name starts with a dot, may be in it.
+    """
+    folder, data = Path(out).resolve(), Path(source).resolve()
+    if not data.is_dir() or not folder.is_relative_to(data):
+        return
+    if not any(part.startswith(".") for part in folder.relative_to(data).parts):
+        raise InputError(
+            "out",
+            expected="a folder outside of the data, which would be read as data",
+            got=f"{str(out)!r} in {str(source)!r}",
+        )
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `data` to the file `path`, which may exist. After a crash at any moment, the file has either its old
     content or the complete new one.

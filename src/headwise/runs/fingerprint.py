@@ -1,6 +1,7 @@
 """The settings that determine a run's numbers: model weights, data options, package versions and arguments."""
 
 import json
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -50,14 +51,25 @@ def _weights_digest(model: nn.Module) -> str:
     """Return a hash of a model's weights, computed from the names of all entries of its `state_dict` (parameters and
     saved buffers) and from samples of the entries' values.
     """
-    return digest_of(
-        part
-        for name, value in model.state_dict().items()
-        for part in (
-            name,
-            value.flatten()[:: max(1, value.numel() // SAMPLED_WEIGHTS)] if isinstance(value, Tensor) else None,
-        )
-    )
+    return digest_of(_sampled_state(model))
+
+
+def attention_digest(model: nn.Module, paths: Iterable[str]) -> str:
+    """Return a hash of the weights of a model's modules at the given paths, which does not depend on the paths. A path
+    without a module does not count.
+    """
+    modules = dict(model.named_modules())
+    return digest_of(part for path in paths if path in modules for part in _sampled_state(modules[path]))
+
+
+def _sampled_state(module: nn.Module) -> Iterator[Any]:
+    """Yield the name of every entry of a module's `state_dict`, each followed by about 64 of its values; None for an
+    entry that is not a tensor.
+    """
+    for name, value in module.state_dict().items():
+        yield name
+        is_tensor = isinstance(value, Tensor)
+        yield value.flatten()[:: max(1, value.numel() // SAMPLED_WEIGHTS)] if is_tensor else None
 
 
 def _text_options(texts: Texts) -> dict[str, Any]:

@@ -14,7 +14,9 @@ RATE_MINUTES = 10
 
 
 @contextmanager
-def progress_bar(title: str, total: int | None, unit: str, *, shown: bool) -> Iterator[Callable[[int, bool], None]]:
+def progress_bar(
+    title: str, total: int | None, unit: str, *, shown: bool, transient: bool = False
+) -> Iterator[Callable[[int, bool], None]]:
     """Show a progress bar while the context is open, and yield a function `advance(units, resumed)` that moves the bar
     by `units`. `resumed` is True for units that an earlier, stopped run has done; they do not count towards the
     displayed rate. If `shown` is False, there is no bar, and `advance` does nothing.
@@ -24,6 +26,7 @@ def progress_bar(title: str, total: int | None, unit: str, *, shown: bool) -> It
         total: number of units; None if it is not known.
         unit: name of a unit, in the plural.
         shown: show the bar; otherwise `advance` does nothing.
+        transient: remove the bar at the end.
 
     Raises:
         MissingExtra: `shown`, and rich is not installed.
@@ -62,7 +65,14 @@ def progress_bar(title: str, total: int | None, unit: str, *, shown: bool) -> It
         Rate(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=60 * RATE_MINUTES) as progress:
+    console = Console(stderr=True)
+    with Progress(
+        *columns,
+        console=console,
+        speed_estimate_period=60 * RATE_MINUTES,
+        transient=transient,
+        disable=transient and not console.is_terminal,  # it would print an empty line
+    ) as progress:
         task = progress.add_task(title, total=total)
 
         def advance(units: int, resumed: bool) -> None:

@@ -87,6 +87,21 @@ class Table(Generic[RowT]):
             ]
         )
 
+    def records(self) -> list[dict[str, Any]]:
+        """Return the rows of this table as dictionaries: first the columns that identify the row, then for each
+        statistic its mean, its standard error (`_sem`) and its sample size (`_n`).
+        """
+        suffixes = ("", SEM_SUFFIX, COUNT_SUFFIX)
+        return [
+            row.identifiers
+            | {
+                name + suffix: number
+                for name, estimate in row.statistics.items()
+                for suffix, number in zip(suffixes, estimate, strict=True)
+            }
+            for row in self.rows
+        ]
+
     def save(self, folder: str | Path, *, force: bool = False) -> None:
         """Write the table and its metadata to a Parquet file in a folder; the folder is created if it does not exist.
         The class attribute `NAME` determines the file's name, such as `profile.parquet` for profiles. If the file
@@ -110,10 +125,9 @@ class Table(Generic[RowT]):
         if path.exists() and not force:
             remedy = "--force (force=True) replaces it"
             raise InputError("out", expected=f"a folder without {path.name}", got=repr(str(folder)), remedy=remedy)
-        columns = {name: [row.identifiers[name] for row in self.rows] for name in self.ROW_TYPE.identifier_columns()}
-        for name in self.statistics:
-            value, sem, n = zip(*(row.statistics[name] for row in self.rows), strict=True)
-            columns |= {name: list(value), name + SEM_SUFFIX: list(sem), name + COUNT_SUFFIX: list(n)}
+        records = self.records()
+        names = records[0] if records else self.ROW_TYPE.identifier_columns()
+        columns = {name: [record[name] for record in records] for name in names}
         metadata = json.dumps({"format": FORMAT, **self.metadata}, ensure_ascii=False)
         buffer = pyarrow.BufferOutputStream()
         parquet.write_table(pyarrow.table(columns, metadata={METADATA_KEY: metadata.encode()}), buffer)

@@ -46,7 +46,7 @@ def write_page(view: View, path: Path) -> None:
     Raises:
         MissingExtra: jinja2 is not installed.
     """
-    require("jinja2", purpose="writing a page", extra="plot")
+    require_jinja()
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("headwise", "show")
@@ -54,6 +54,11 @@ def write_page(view: View, path: Path) -> None:
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
     page = environment.get_template("page.html.jinja").render(title=view.title, text=view.text, data=page_data(view))
     path.write_text(page, encoding="utf-8")
+
+
+def require_jinja() -> None:
+    """Raise `MissingExtra` if jinja2, which is needed to write a page, is not installed."""
+    require("jinja2", purpose="writing a page", extra="plot")
 
 
 def page_data(view: View) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from headwise.analysis.compare import Comparison
 from headwise.analysis.profile import Profile, ProfiledHead
 from headwise.analysis.roles import MIXED, ROLES
 from headwise.show.terminal import COLOURS
+from headwise.show.wording import counted
 
 
 def print_profile(profile: Profile, console: Console) -> None:
@@ -27,7 +28,7 @@ def print_profile(profile: Profile, console: Console) -> None:
             continue
         if role is not MIXED:
             members.sort(key=profile.role_share, reverse=True)
-        count = "1 head" if len(members) == 1 else f"{len(members)} heads"
+        count = counted(len(members), "head")
         console.print()
         console.print(Text.assemble((role.name, f"bold {COLOURS[role.name]}"), f" · {count} · {role.rule}"))
         share = {} if role is MIXED else {head.name: f" {profile.role_share(head):.2f}" for head in members}
@@ -37,7 +38,7 @@ def print_profile(profile: Profile, console: Console) -> None:
 def print_comparison(comparison: Comparison, console: Console, statistics: Collection[str], top: int) -> None:
     """Print a table of the `top` largest differences between two profiles, sorted by absolute size in standard errors,
     with one row per head and statistic. Only the statistics named in `statistics` are shown; all are shown if it is
-    empty. Then print the number of heads whose role differs.
+    empty. Then print the heads whose role differs, with both roles.
 
     Args:
         comparison: two profiles of the same heads.
@@ -52,12 +53,15 @@ def print_comparison(comparison: Comparison, console: Console, statistics: Colle
         table.add_column(column, justify="left" if column in ("statistic", "role") else "right", no_wrap=True)
     for change in comparison.largest(statistics)[:top]:
         a, b = (head.statistics[change.statistic].value for head in (change.a, change.b))
-        numbers = (f"{a:.3f}", f"{b:.3f}", f"{change.difference:+.3f}", f"{change.errors:+.1f}")
+        numbers = (f"{a:z.3f}", f"{b:z.3f}", f"{change.difference:+z.3f}", f"{change.errors:+z.1f}")
         table.add_row(change.a.name, change.statistic, *numbers, _role_text(change.a, change.b))
     console.print()
     console.print(table)
-    changed = sum(one.role != other.role for one, other in zip(comparison.a.heads, comparison.b.heads, strict=True))
-    console.print(f"\n{changed} of {len(comparison.a.heads)} heads have a different role")
+    changed = comparison.changed_roles()
+    verb = "has" if len(changed) == 1 else "have"
+    console.print(f"\n{len(changed)} of {counted(len(comparison.a.heads), 'head')} {verb} a different role")
+    for one, other in changed:
+        console.print(Text(f"{one.name}  {_role_text(one, other)}"))
 
 
 def _role_text(one: ProfiledHead, other: ProfiledHead) -> str:
@@ -71,6 +75,6 @@ def _title(profile: Profile) -> str:
     """
     metadata: Any = profile.metadata
     measured, source = metadata["measured"], (metadata["data"] or {}).get("source", "batches")
-    sequences = "1 sequence" if measured["sequences"] == 1 else f"{measured['sequences']:,} sequences"
-    size = f"{sequences}, {measured['tokens']:,} tokens, {len(profile.heads)} heads"
+    counts = {"sequence": measured["sequences"], "token": measured["tokens"], "head": len(profile.heads)}
+    size = ", ".join(counted(number, noun) for noun, number in counts.items())
     return f"{metadata['model']['name']} on {source}: {size}"

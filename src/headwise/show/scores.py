@@ -11,6 +11,7 @@ from headwise.analysis.ablation_result import Ablation, SetAblation
 from headwise.analysis.losses import EmbeddingDistance
 from headwise.runs.rows import MeanEstimate
 from headwise.runs.table import Table
+from headwise.show.wording import counted
 
 SIGNIFICANT_ERRORS = 2.0
 """Number of standard errors from which a mean counts as different from zero."""
@@ -58,7 +59,7 @@ def print_scores(table: Table[Any], console: Console, statistic: str, top: int) 
     for row in rows[:top]:
         numbers = (_with_error(row.statistics[name]) for name in table.statistics)
         ratio = errors(row.statistics[statistic])
-        shown.add_row(row.name, *numbers, "" if math.isnan(ratio) else f"{ratio:+.1f}")
+        shown.add_row(row.name, *numbers, "" if math.isnan(ratio) else f"{ratio:+z.1f}")
     console.print()
     console.print(shown)
     if len(rows) > top:
@@ -92,14 +93,14 @@ def _title(table: Table[Any]) -> str:
     """
     metadata: Any = table.metadata
     measured, source = metadata["measured"], (metadata["data"] or {}).get("source", "batches")
-    sequences = "1 sequence" if measured["sequences"] == 1 else f"{measured['sequences']:,} sequences"
-    return f"{metadata['model']['name']} on {source}: {sequences}, {measured['tokens']:,} tokens"
+    sequences, tokens = counted(measured["sequences"], "sequence"), counted(measured["tokens"], "token")
+    return f"{metadata['model']['name']} on {source}: {sequences}, {tokens}"
 
 
 def _with_error(measured: MeanEstimate) -> str:
     """Return a mean as text with four decimals, followed by ± and its standard error unless that is NaN."""
     error = "" if math.isnan(measured.sem) else f" ± {measured.sem:.2g}"
-    return f"{measured.value:.4f}{error}"
+    return f"{measured.value:z.4f}{error}"
 
 
 def _nan_last(value: float) -> float:

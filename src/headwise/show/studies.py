@@ -8,6 +8,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from headwise.runs.rows import NO_ESTIMATE, MeanEstimate
+from headwise.show.wording import counted
 from headwise.studies.study_result import SettingRow, Study
 
 FEW_TRIALS = 3
@@ -31,9 +32,8 @@ def print_study(study: Study, console: Console) -> None:
     """
     metadata = study.metadata
     seeds = max((row.statistics["loss"].n for row in study.rows), default=0)
-    title = (
-        f"{metadata['model']['name']}: {len(study.rows)} settings, {_seeds(seeds)}, {metadata['steps']:,} steps each"
-    )
+    settings, steps = counted(len(study.rows), "setting"), counted(metadata["steps"], "step")
+    title = f"{metadata['model']['name']}: {settings}, {counted(seeds, 'seed')}, {steps} each"
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print()
     console.print(_setting_table(study))
@@ -49,9 +49,8 @@ def print_study(study: Study, console: Console) -> None:
     if few := [f"{name} ({number})" for name, number in trials.items() if number < FEW_TRIALS]:
         console.print(f"fewer than {FEW_TRIALS} learning rates were tried for {', '.join(few)}")
     if incomplete := [row.name for row in study.rows if row.statistics["loss"].n < metadata["seeds"]]:
-        console.print(
-            f"the time limit ended the study: fewer than {_seeds(metadata['seeds'])} for {', '.join(incomplete)}"
-        )
+        planned = counted(metadata["seeds"], "seed")
+        console.print(f"the time limit ended the study: fewer than {planned} for {', '.join(incomplete)}")
     console.print()
     console.print(Text(study.recommendation.sentence, style="bold"), soft_wrap=True)
 
@@ -74,11 +73,6 @@ def _setting_table(study: Study) -> RichTable:
     return table
 
 
-def _seeds(number: int) -> str:
-    """Return `1 seed` or `N seeds` for a number of seeds."""
-    return "1 seed" if number == 1 else f"{number} seeds"
-
-
 def _marked_name(study: Study, row: SettingRow) -> str:
     """Return the name of a row's head setting, followed by `(baseline)` if it is the study's baseline."""
     return f"{row.name} (baseline)" if row.setting == study.baseline else row.name
@@ -91,4 +85,4 @@ def _with_error(measured: MeanEstimate, decimals: int) -> str:
     if math.isnan(measured.value):
         return ""
     error = "" if math.isnan(measured.sem) or not measured.sem else f" ± {measured.sem:,.{decimals}f}"
-    return f"{measured.value:,.{decimals}f}{error}"
+    return f"{measured.value:z,.{decimals}f}{error}"

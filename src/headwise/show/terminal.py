@@ -6,6 +6,7 @@ from rich.text import Text
 
 from headwise.analysis.roles import MIXED, ROLES, Role
 from headwise.analysis.view_result import HeadView, View
+from headwise.show.wording import counted
 
 PIPE_WIDTH = 140
 """Width of the output when it is not a terminal."""
@@ -45,7 +46,7 @@ def print_view(view: View, console: Console, *, detail: bool = False) -> None:
     """
     console.print(Text(_one_line(view.text), style="bold"))
     cut = " (the text was cut there)" if view.truncated else ""
-    console.print(Text(f"{view.title}, {view.tokens} tokens{cut}, {_heads(len(view.heads))}"))
+    console.print(Text(f"{view.title}, {counted(view.tokens, 'token')}{cut}, {counted(len(view.heads), 'head')}"))
     for role in ROLES:
         members = [head for head in view.heads if head.role is role]
         if members:
@@ -77,12 +78,9 @@ def _heading(view: View, role: Role, count: int) -> Text:
     """Return the heading printed above the heads of one role: the name of the role, the number of heads, and the rule
     by which heads get this role.
     """
-    return Text.assemble((view.role_title(role), f"bold {COLOURS[role.name]}"), f" · {_heads(count)} · {role.rule}")
-
-
-def _heads(count: int) -> str:
-    """Return `1 head` or `N heads` for a number of heads."""
-    return "1 head" if count == 1 else f"{count} heads"
+    return Text.assemble(
+        (view.role_title(role), f"bold {COLOURS[role.name]}"), f" · {counted(count, 'head')} · {role.rule}"
+    )
 
 
 def _one_line(text: str) -> str:
@@ -104,7 +102,7 @@ def _table(view: View, role: Role, members: list[HeadView]) -> Table:
     table.add_column("strongest links between words", overflow="fold")
     for head in members:
         share = "" if role is MIXED else f"{head.means[role.statistic]:.2f}"
-        numbers = (f"{head.means[name]:.2f}" for name in ("entropy", "confidence", "distance"))
+        numbers = (f"{head.means[name]:z.2f}" for name in ("entropy", "confidence", "distance"))
         table.add_row(Text(head.name, style=f"bold {COLOURS[role.name]}"), share, *numbers, Text(link_text(view, head)))
     return table
 
@@ -125,7 +123,7 @@ def _print_detail(view: View, head: HeadView, console: Console) -> None:
     table.add_column("strongest keys")
     for index, word in enumerate(view.words):
         keys = zip(head.top_keys[index].tolist(), head.top_weights[index].tolist(), strict=True)
-        strongest = "  ".join(f"{view.words[key].text} {weight:.2f}" for key, weight in list(keys)[:LINKS])
+        strongest = "  ".join(f"{view.words[key].text} {weight:z.2f}" for key, weight in list(keys)[:LINKS])
         shades = [_shade(head.picture[index].tolist())] if has_all_words else []
         table.add_row(Text(word.text), *shades, Text(strongest))
     console.print(table)

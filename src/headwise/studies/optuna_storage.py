@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import InputError, require
+from headwise.runs.secrets import without_passwords, without_passwords_of
 
 if TYPE_CHECKING:
     import optuna
@@ -53,6 +54,7 @@ def open_storage(url: str) -> Any:
     optuna = require_optuna()
     from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
+    require_database_url(url)
     is_sqlite = url.startswith("sqlite")
     engine: dict[str, Any] = {"connect_args": {"timeout": LOCK_TIMEOUT}} if is_sqlite else {"pool_pre_ping": True}
     options: Any = {"heartbeat_interval": HEARTBEAT, "grace_period": GRACE_PERIOD, "engine_kwargs": engine}
@@ -60,14 +62,46 @@ def open_storage(url: str) -> Any:
         try:
             return optuna.storages.RDBStorage(url, **options)
         except (ImportError, ArgumentError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise InputError("storage", expected="the URL of a database", got=f"{url!r}: {reason}") from None
+            raise _unusable(url, "the URL of a database", error) from None
         except (SQLAlchemyError, RuntimeError) as error:
             if attempt == ATTEMPTS - 1:
-                reason = str(getattr(error, "orig", error)).splitlines()[0]
-                raise InputError("storage", expected="a usable database", got=f"{url!r}: {reason}") from None
+                raise _unusable(url, "a usable database", getattr(error, "orig", None) or error) from None
             time.sleep(0.2 * 2**attempt)
     raise AssertionError
+
+
+def require_database_url(url: str) -> None:
+    """Raise `InputError` if a URL is not that of a database, or if the Python package that connects to such databases
+    (the driver) is not installed. No connection is made.
+
+    Raises:
+        InputError: the URL cannot be used; the message does not contain its password.
+        MissingExtra: optuna is not installed.
+    """
+    require_optuna()
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    expected = "the URL of a database"
+    if not isinstance(url, str):
+        raise InputError("storage", expected=expected, got=repr(url))
+    try:
+        dialect = make_url(url).get_dialect()
+        dialect.import_dbapi()
+    except ModuleNotFoundError as error:
+        got = f"{without_passwords(url)!r}, whose driver {error.name} is not installed"
+        raise InputError("storage", expected=expected, got=got, remedy=f"pip install {error.name}") from None
+    except (ImportError, ArgumentError, ValueError, AttributeError) as error:
+        raise _unusable(url, expected, error) from None
+
+
+def _unusable(url: str, expected: str, error: BaseException) -> InputError:
+    """Return the error for the URL of a database that cannot be used, with the first line of the reason. The password
+    in the URL is hidden, wherever it occurs.
+    """
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    got = f"{without_passwords(url)!r}: {without_passwords_of(url, reason)}"
+    return InputError("storage", expected=expected, got=got)
 
 
 def require_optuna() -> Any:

@@ -16,8 +16,8 @@ REFRESH_SECONDS = 1.0
 @contextmanager
 def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> Iterator[Callable[[], None]]:
     """Context manager that shows a progress bar of a study and yields the function that updates it. The bar counts
-    seconds if the budget has a time limit, otherwise finished trainings. If not `shown`, there is no bar and the
-    function does nothing.
+    seconds if the budget has a time limit, otherwise finished trainings. It is full at the end of a study, also if no
+    further training fits into the time limit. If not `shown`, there is no bar and the function does nothing.
     """
     limit = budget.seconds
     total = len(store.settings) * (budget.max_trials + budget.seeds) if limit is None else round(limit)
@@ -38,3 +38,4 @@ def study_progress(store: TrialStore, budget: StudyBudget, *, shown: bool) -> It
             shown_units = units
 
         yield update if shown else lambda: None
+        advance(total - shown_units, False)

@@ -16,7 +16,7 @@ from torch import nn
 
 from headwise.checks import whole_number
 from headwise.runs.distributed import usable_device
-from headwise.runs.files import writable_folder
+from headwise.runs.files import require_outside_data, require_writable, writable_folder
 from headwise.studies.budget import StudyBudget
 from headwise.studies.classification import accuracy
 from headwise.studies.corpus import Corpus, TextOptions, make_corpus
@@ -25,7 +25,7 @@ from headwise.studies.definition import Measure, StudyDefinition, TrainedCallbac
 from headwise.studies.export import require_transformers, save_model
 from headwise.studies.model import Transformer
 from headwise.studies.model_shape import ModelShape
-from headwise.studies.optuna_storage import OptunaOptions
+from headwise.studies.optuna_storage import OptunaOptions, require_database_url
 from headwise.studies.space import Setting, Space
 from headwise.studies.study import DEFAULT_OPTUNA, RunOptions, check_requirements, run_study, settings_to_compare
 from headwise.studies.study_plot import require_matplotlib
@@ -80,12 +80,17 @@ def study_texts(
         MissingExtra: transformers, optuna, scipy, pyarrow or matplotlib is not installed.
     """
     _check_text_requirements(budget, params)
+    target = usable_device(torch.get_default_device() if device is None else device)
+    require_writable(out)
+    require_outside_data(out, data)
+    if optuna.storage is not None:
+        require_database_url(optuna.storage)
     tokenizer = train_tokenizer(data, text.column, text.vocabulary) if text.tokenizer is None else text.tokenizer
     corpus = make_corpus(data, tokenizer, text)
     shape = _model_shape(params, layers, space, text, vocabulary=len(tokenizer), classes=len(corpus.labels) or None)
     space = replace(space, embed_dim=shape.embed_dim)
     setting_in_use = None if baseline is None else space.parse(baseline)
-    build_model = _model_builder(shape, space, device)
+    build_model = _model_builder(shape, space, target)
     save = _model_saver(writable_folder(out) / "models", tokenizer, text.context, corpus.labels, clear=force)
     settings, measures = settings_to_compare(space, setting_in_use), _measures(text, corpus)
     definition = StudyDefinition(
@@ -132,27 +137,24 @@ def _model_shape(
     )
 
 
-def _model_builder(
-    shape: ModelShape, space: Space, device: torch.device | str | None
-) -> Callable[[Setting], Transformer]:
+def _model_builder(shape: ModelShape, space: Space, device: torch.device) -> Callable[[Setting], Transformer]:
     """Return a function that builds the untrained transformer of a head setting on `device`. First check that each
-    setting of `space` leaves parameters for the MLP, and that the device can be used.
+    setting of `space` leaves parameters for the MLP.
 
     Args:
         shape: width, depth, vocabulary and number of parameters of the models.
         space: settings to compare.
-        device: device of the models; None for torch's default device.
+        device: device of the models.
 
     Raises:
-        InputError: a setting of the space leaves no parameters for the MLP, or the device cannot be used.
+        InputError: a setting of the space leaves no parameters for the MLP.
     """
     for setting in space.settings():
         shape.mlp_dim(setting)  # raises before anything is trained
-    target = usable_device(torch.get_default_device() if device is None else device)
 
     def build(setting: Setting) -> Transformer:
         """Return an untrained transformer with the heads of `setting`, on the chosen device."""
-        return Transformer(shape, setting).to(target)
+        return Transformer(shape, setting).to(device)
 
     return build
 

@@ -17,7 +17,7 @@ from headwise.analysis.importance.gate_gradients import (
     differentiable_gates,
     gate_dtype,
 )
-from headwise.analysis.losses import EmbeddingDistance
+from headwise.analysis.losses import EmbeddingDistance, Loss
 from headwise.checks import whole_number
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, SiteKey
@@ -65,14 +65,17 @@ class GradientMethod:
         """
         raise NotImplementedError
 
+    def require_slope(self, loss: Loss) -> None:
+        """Raise `InputError` if the derivatives of a loss are 0 wherever this method computes them."""
+        if self.only_at_one and isinstance(loss, EmbeddingDistance):
+            got, remedy = "EmbeddingDistance, which is minimal there", 'use method="ablation" or "integrated"'
+            raise InputError("loss", expected="one with a slope at the unchanged model", got=got, remedy=remedy)
+
     def measure(self, task: ImportanceTask) -> tuple[list[HeadRow], dict[str, Any]]:
         """Differentiate the loss of each example with respect to the gates (factors of outputs) of all heads. Return a
         row per head with the means of its statistics over examples, and a summary of the data: numbers of sequences and
         tokens, and a hash.
         """
-        if self.only_at_one and isinstance(task.loss, EmbeddingDistance):
-            got, remedy = "EmbeddingDistance, which is minimal there", 'use method="ablation" or "integrated"'
-            raise InputError("loss", expected="one with a slope at the unchanged model", got=got, remedy=remedy)
         before, progress = task.run.load_progress(), GradientProgress()
         with differentiable_gates(task.model) as gates:
             gates.merge(before.records)

@@ -12,14 +12,14 @@ from torch import nn
 
 from headwise.analysis.ablate import ablate
 from headwise.analysis.importance.gate_gradients import ImportanceTask
-from headwise.analysis.importance.gradients import Gradient, GradientProgress, Integrated, Square
+from headwise.analysis.importance.gradients import Gradient, GradientMethod, GradientProgress, Integrated, Square
 from headwise.analysis.importance.hard_concrete import HardConcrete
 from headwise.analysis.losses import Loss, require_loss
 from headwise.checks import flag, require_module
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.runs.checkpoint import CheckpointedRun
-from headwise.runs.data_pass import require_same_data
+from headwise.runs.data_pass import prepare_texts, require_same_data
 from headwise.runs.distributed import broadcast_from_rank0, rank_and_world_size
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.rows import HeadRow, MeanEstimate
@@ -149,9 +149,9 @@ def importance(
         MissingExtra: a package that `out`, `progress` or the data set needs is not installed.
     """
     require_module(model)
-    chosen = _create_method(method, options, normalise=flag("normalise", normalise))
     require_loss(loss)
-    dataset = dataset.within(model) if isinstance(dataset, Texts) else dataset
+    chosen = create_method(method, options, loss, normalise=flag("normalise", normalise))
+    dataset = prepare_texts(dataset, model, out, shown=progress)
     settings = _settings(model, dataset, loss, {"name": method, **asdict(chosen)}, title, normalise=normalise)
     run = CheckpointedRun(GradientProgress, Importance, out, settings, rank_and_world_size()[0])
     with ExitStack() as claim:
@@ -191,12 +191,14 @@ def _settings(
     )
 
 
-def _create_method(name: str, options: Mapping[str, Any], *, normalise: bool) -> Any:
+def create_method(name: str, options: Mapping[str, Any], loss: Loss, *, normalise: bool) -> Any:
     """Create the importance method called `name` with these options, after checking that the name and the options
-    exist. With `normalise`, check also that the statistics of the method can be normalised.
+    exist, and that the method can use the loss. With `normalise`, check also that the statistics of the method can be
+    normalised.
 
     Raises:
-        InputError: an unknown method or option; `normalise` with a method whose statistics are probabilities.
+        InputError: an unknown method or option; a loss without a slope; `normalise` with a method whose statistics are
+            probabilities.
     """
     if name not in METHODS:
         raise InputError("method", expected=f"one of {', '.join(METHODS)}", got=repr(name))
@@ -206,6 +208,8 @@ def _create_method(name: str, options: Mapping[str, Any], *, normalise: bool) ->
             expected = f"{' or '.join(known) or 'no option'} with method={name!r}"
             raise InputError(option, expected=expected, got=repr(value))
     method = METHODS[name](**options)
+    if isinstance(method, GradientMethod):
+        method.require_slope(loss)
     if normalise and isinstance(method, HardConcrete):
         raise InputError("normalise", expected="False for statistics that are probabilities", got=True)
     return method

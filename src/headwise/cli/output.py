@@ -1,0 +1,51 @@
+"""Output of a command: a text for people, or JSON or CSV for programs."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headwise.errors import InputError
+from headwise.show.records import Records, write_csv, write_json
+from headwise.show.terminal import make_console
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """Command-line options for the output: its format, and silence on standard error.
+
+    Attributes:
+        json: print the result as JSON.
+        csv: print the result as CSV.
+        quiet: show no progress, and no note of written files.
+    """
+
+    json: Annotated[bool, typer.Option("--json", help="Print all rows as JSON, and nothing else.")] = False
+    csv: Annotated[bool, typer.Option("--csv", help="Print all rows as CSV, and nothing else.")] = False
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Show no progress bar, and do not say which files were written.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.json and self.csv:
+            raise InputError("csv", expected="one of --json and --csv", got="both")
+
+    def show(
+        self, records: Callable[[], Records], print_text: Callable[[Console], None], written: Path | None = None
+    ) -> None:
+        """Print a result on standard output, as JSON or CSV from `records()`, or as text by `print_text(console)`. Then
+        say, unless `quiet`, that the file or folder `written` was written; below JSON or CSV, on standard error.
+        """
+        if self.json:
+            write_json(records(), sys.stdout)
+        elif self.csv:
+            write_csv(records(), sys.stdout)
+        else:
+            print_text(make_console())
+        if written is not None and not self.quiet:
+            is_text = not (self.json or self.csv)
+            typer.echo(f"\nwrote {written}" if is_text else f"wrote {written}", err=not is_text)

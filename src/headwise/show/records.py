@@ -1,0 +1,123 @@
+"""Results as JSON and CSV, for other programs."""
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from headwise.analysis.compare import Comparison
+from headwise.analysis.view_result import HeadView, View
+from headwise.runs.table import Table
+from headwise.studies.study_result import Study
+
+LINKS = 6
+"""Number of links of each head in a view."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """A result as rows of columns, with a description.
+
+    Attributes:
+        rows: one mapping from column names to values per row; all rows have the same columns.
+        metadata: model, data, versions and settings of the result.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    metadata: Mapping[str, Any]
+
+
+def table_records(table: Table[Any]) -> Records:
+    """Return all rows of a table in its own order, with the columns of its Parquet file: those that identify the row,
+    then the mean, standard error (`_sem`) and sample size (`_n`) of each statistic.
+    """
+    return Records(table.records(), table.metadata)
+
+
+def study_records(study: Study) -> Records:
+    """Return the rows of a study with a column `frontier`, which is True for settings on the Pareto frontier, and the
+    recommendation among the metadata.
+    """
+    frontier = study.frontier
+    rows = [
+        {**record, "frontier": row.setting in frontier} for record, row in zip(study.records(), study.rows, strict=True)
+    ]
+    chosen = study.recommendation
+    setting = None if chosen.setting is None else chosen.setting.name
+    return Records(rows, {**study.metadata, "recommendation": {"setting": setting, "sentence": chosen.sentence}})
+
+
+def comparison_records(comparison: Comparison, statistics: Sequence[str]) -> Records:
+    """Return one row per head and statistic of a comparison, largest difference first, with the metadata of both
+    profiles; only the named statistics, or all of them if none is named.
+    """
+    rows = [comparison.record(difference) for difference in comparison.largest(statistics)]
+    return Records(rows, {"a": comparison.a.metadata, "b": comparison.b.metadata})
+
+
+def view_records(view: View) -> Records:
+    """Return one row per head of a view: layer, head, role, the mean of every statistic, and the strongest links as a
+    list of objects with the words `query` and `key`, the attention weight, and the weight back or None.
+    """
+    metadata = {
+        "model": {"name": view.title},
+        "text": view.text,
+        "truncated": view.truncated,
+        "tokens": view.tokens,
+        "words": [word.text for word in view.words],
+    }
+    return Records([_view_row(view, head) for head in view.heads], metadata)
+
+
+def write_json(records: Records, stream: TextIO) -> None:
+    """Write an object with the keys `metadata` and `rows` as JSON to a stream, followed by a line break. NaN and
+    infinite numbers become null.
+    """
+    value = {"metadata": _finite(records.metadata), "rows": _finite(records.rows)}
+    json.dump(value, stream, indent=1, allow_nan=False)
+    stream.write("\n")
+
+
+def write_csv(records: Records, stream: TextIO) -> None:
+    """Write the rows as CSV to a stream, below a line with the names of the columns. Values that are not known (NaN and
+    None) become empty, and lists become JSON.
+    """
+    writer = csv.writer(stream, lineterminator="\n")
+    columns = list(records.rows[0]) if records.rows else []
+    writer.writerow(columns)
+    writer.writerows([_cell(row[column]) for column in columns] for row in records.rows)
+
+
+def _view_row(view: View, head: HeadView) -> dict[str, Any]:
+    """Return the row of one head of a view: layer, head, role, the mean of every statistic, and links."""
+    links = [
+        {
+            "query": view.words[link.query].text,
+            "key": view.words[link.key].text,
+            "weight": link.weight,
+            "back": link.back,
+        }
+        for link in view.strongest_links(head, LINKS)
+    ]
+    return {"layer": head.layer, "head": head.head, "role": head.role.name, **head.means, "links": links}
+
+
+def _finite(value: Any) -> Any:
+    """Return a JSON-compatible value with None in place of every NaN and infinite number in it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(part) for name, part in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_finite(part) for part in value]
+    return value
+
+
+def _cell(value: Any) -> Any:
+    """Return the cell of a CSV file for a value: empty for None and NaN, and JSON for a list."""
+    if isinstance(value, list):
+        return json.dumps(_finite(value))
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return "" if value is None or is_nan else value
