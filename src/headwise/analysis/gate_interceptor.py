@@ -61,7 +61,8 @@ class GateInterceptor(Interceptor):
         """Record the first attention call of each site (a module's self- or cross-attention). Return the function that
         applies the gates of the call's module to the call's head outputs; None if the module has no gates.
         """
-        self._first_calls.setdefault(call.site, call)
+        if not call.is_recomputation:
+            self._first_calls.setdefault(call.site, call)
         gates = self.gates.get(call.site.path)
         return None if not gates else lambda attended: self._apply(gates, attended, call)
 

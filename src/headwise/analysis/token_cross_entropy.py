@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headwise.data.batches import call_model
 from headwise.errors import InputError
-from headwise.intercept.install import has_foreign_hooks
+from headwise.intercept.module_hooks import has_foreign_hooks
 from headwise.intercept.swap_forward import swap_forward
 from headwise.shapes import Float, Int
 

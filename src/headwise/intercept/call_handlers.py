@@ -170,22 +170,23 @@ def handlers_of_call(
         origins: sources of the call's queries, keys and values; by default they are unknown.
     """
     module_calls = call_stack.module_calls if module_calls is None else module_calls
-    handlers = CallHandlers([], [])
+    handlers, is_recomputation = CallHandlers([], []), call_stack.is_recomputing
+    interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
     is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
     innermost: dict[int, ModuleCall] = {}  # the innermost module call of each interceptor
     for module_call in reversed(module_calls):  # within a module, the innermost context's comes first
-        if call_stack.only_interceptor in (None, module_call.interceptor):
+        if call_stack.only_interceptor in (None, module_call.interceptor) and module_call.interceptor in interceptors:
             innermost.setdefault(id(module_call.interceptor), module_call)
     for module_call in innermost.values():
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
-        if is_cross is None:
+        if is_cross is None and not is_recomputation:
             interceptor.on_left_out(module_call.path, UNKNOWN_KIND)
         site = SiteKey(module_call.path, is_cross is not False)
         index = nested[0].call_counts[site]
         nested[0].call_counts[site] += 1
         layer, inputs = layer_number_of(module_call.module), tokens_and_padding(nested)
-        call = Call(site, layer, index, grid, kv_heads, value_dim, *inputs, mask_source)
+        call = Call(site, layer, index, grid, kv_heads, value_dim, *inputs, mask_source, is_recomputation)
         observation, change = interceptor.observe(call), interceptor.change(call)
         handlers.observations.extend([] if observation is None else [observation])
         handlers.changes.extend([] if change is None else [change])

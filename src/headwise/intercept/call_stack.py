@@ -3,9 +3,11 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.lineage import CallOrigins, Lineage, Origin
@@ -13,11 +15,25 @@ from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.pending_softmax import PendingSoftmax
 
 
+@runtime_checkable
+class Interception(Protocol):
+    """Context in which the attention calls of one model are reported to one interceptor; it may be entered again."""
+
+    interceptor: Interceptor
+
+    def __enter__(self) -> object:
+        """Install the hooks and patches, unless they are installed already."""
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hooks and patches, unless another user of this context needs them."""
+
+
 class CallStack(threading.local):
     """State of interception in one thread: the running module calls of intercepted models, softmax results that the
     model has not multiplied with the values yet, and flags that pause or restrict interception.
 
     Attributes:
+        interceptions: the open interceptions of all threads, outermost first; shared by all threads.
         module_calls: the running calls, outermost first.
         pending_softmaxes: softmaxes in attention modules whose product with the values has not come yet.
         torch_mode: mode that intercepts torch's functions in this thread; None while no intercepted module runs.
@@ -26,7 +42,11 @@ class CallStack(threading.local):
         in_torch_attention: True inside `F.multi_head_attention_forward`, where torch turns modes off.
         torch_attention_origins: sources of the queries, keys and values there.
         only_interceptor: the one interceptor that calls are reported to; None for all.
+        recomputed: while activation checkpointing repeats part of a forward pass in this thread, the interceptions of
+            that forward pass, which are then the only ones; otherwise None.
     """
+
+    interceptions: ClassVar[tuple[Interception, ...]] = ()
 
     def __init__(self) -> None:
         self.module_calls: list[ModuleCall] = []
@@ -37,6 +57,7 @@ class CallStack(threading.local):
         self.in_torch_attention = False
         self.torch_attention_origins: CallOrigins | None = None
         self.only_interceptor: Interceptor | None = None
+        self.recomputed: tuple[Interception, ...] | None = None
 
     @property
     def intercepts(self) -> bool:
@@ -63,6 +84,30 @@ class CallStack(threading.local):
             return self.torch_attention_origins
         q, k = scores.factors or (scores, None)
         return CallOrigins(q, k, self.lineage.origin(values, self.module_calls))
+
+    @property
+    def current_interceptions(self) -> tuple[Interception, ...]:
+        """The interceptions that are in effect in this thread, outermost first."""
+        return self.interceptions if self.recomputed is None else self.recomputed
+
+    @property
+    def is_recomputing(self) -> bool:
+        """True in a backward pass, where module calls repeat those of a forward pass (activation checkpointing)."""
+        return self.recomputed is not None or torch._C._current_graph_task_id() != -1
+
+    def end_module_calls(self, interceptor: Interceptor | None = None) -> None:
+        """Remove the module calls of `interceptor`, by default all, from this thread's stack, without reporting their
+        end. If the stack is then empty, turn off the mode that intercepts torch's functions.
+        """
+        kept = [call for call in self.module_calls if interceptor is not None and call.interceptor is not interceptor]
+        self.module_calls[:] = kept
+        if not kept and self.torch_mode is not None:
+            self.lineage.restart()
+            self.pending_softmaxes.clear()  # an exception may have left some
+            # A module call that was left by another thread's end of the context can have left the mode below others.
+            if _get_current_function_mode() is self.torch_mode:  # type: ignore[no-untyped-call]
+                self.torch_mode.__exit__(None, None, None)
+            self.torch_mode = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:

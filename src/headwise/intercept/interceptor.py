@@ -43,6 +43,8 @@ class Call:
         tokens: token ids that the part of the model which attends was called with; None where it had none.
         padding: mask `(batch, length)` of that part's input, True or 1 at tokens that are not padding; None without.
         mask_source: the mask that this attention call received; `mask` reads it.
+        is_recomputation: True if a backward pass repeats the call (activation checkpointing). The interceptor's changes
+            must then be those of the forward pass, and nothing may be counted or stored again.
     """
 
     site: SiteKey
@@ -54,6 +56,7 @@ class Call:
     tokens: Tensor | None
     padding: Tensor | None
     mask_source: MaskSource = NO_MASK_SOURCE
+    is_recomputation: bool = False
 
     def mask(self) -> ReceivedMask | None:
         """Return the mask that this attention call received, with large negative numbers read as hidden keys; None if
@@ -81,6 +84,10 @@ class Observation(NamedTuple):
     call_context: CallContext
     on_end: Callable[[], None]
     check: Callable[[RowBlock, Float[Tensor, "batch heads rows value_dim"]], None] | None = None
+
+
+NO_EFFECT = Observation(lambda row_block: None, CallContext(), lambda: None)
+"""Observation that does nothing, for a repeated call: the call is computed in the same way as when it was observed."""
 
 
 class HeadOutput(NamedTuple):

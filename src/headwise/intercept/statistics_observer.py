@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.intercept.heads import Heads
-from headwise.intercept.interceptor import Call, Interceptor, Observation
+from headwise.intercept.interceptor import NO_EFFECT, Call, Interceptor, Observation
 from headwise.intercept.output_projection import gram_of, output_projection
 from headwise.shapes import Float
 from headwise.statistics.tally import Tally
@@ -70,6 +70,8 @@ class StatisticsObserver(Interceptor):
         of the attention weights during the call and, if a capture was requested, copies the chosen weights. The other
         adds the statistics to the result of `watch` at the end of the call, and stores the copied weights there.
         """
+        if call.is_recomputation:
+            return NO_EFFECT
         record, tally = self._heads.register(call), Tally(self._gram(call))
         captured = None if self._capture is None else CapturedWeights(self._capture, call.grid)
 

@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from headwise.attention import attend
 from headwise.intercept import eager_softmax
 from headwise.intercept.call_handlers import answer_intercepted
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
 from headwise.intercept.hf_calls import intercepting_dispatch
 from headwise.intercept.lineage import CallOrigins
 from headwise.intercept.sdpa_calls import SDPA, intercepted_sdpa
@@ -36,6 +38,8 @@ class TorchCalls(TorchFunctionMode):
         """
         kwargs = kwargs or {}
         func = eager_softmax.DROPOUT if func is _dropout else func
+        if call_stack.torch_mode is not self:
+            return func(*args, **kwargs)  # a backward pass repeats modules inside of another module
         if func is SDPA:
             return intercepted_sdpa(*args, **kwargs)
         if not call_stack.intercepts:
@@ -139,6 +143,8 @@ class _FunctionPatches:
             self._replace(F, "softmax", _softmax)
             self._replace(F, "dropout", _dropout)
             self._replace(torch, "bmm", _bmm)
+            self._replace(checkpoint, "CheckpointFunction", InterceptedCheckpointFunction)
+            self._replace(checkpoint, "_CheckpointFrame", InterceptedCheckpointFrame)
             transformers = sys.modules.get("transformers.modeling_utils")
             if transformers is not None:
                 dispatch = transformers.AttentionInterface.get_interface

@@ -1,0 +1,76 @@
+"""Interception of activation checkpointing, which repeats parts of a forward pass in the backward pass.
+
+The repeated part must be the same computation as in the forward pass: with the same changes by interceptors, also if
+their contexts have ended since. `torch.utils.checkpoint` calls the part again in two ways, which both are replaced by
+subclasses here: `CheckpointFunction` if it is reentrant, and `_CheckpointFrame` if it is not.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
+
+from headwise.intercept.call_stack import call_stack
+
+
+class InterceptedCheckpointFunction(CheckpointFunction):
+    """Reentrant checkpointing whose function is intercepted in the backward pass as in the forward pass."""
+
+    @classmethod
+    def apply(cls, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the function in the forward pass, and prepare its repetition."""
+        repeatable = _Repeatable(function, is_first_call_forward=True)
+        return CheckpointFunction.apply(repeatable, *args)  # type: ignore[no-untyped-call]
+
+
+class InterceptedCheckpointFrame(_CheckpointFrame):
+    """Data of non-reentrant checkpointing, whose function is intercepted in the backward pass as in the forward
+    pass.
+    """
+
+    def __init__(self, recompute_fn: Callable[..., Any], *args: Any) -> None:
+        super().__init__(_Repeatable(recompute_fn, is_first_call_forward=False), *args)
+
+
+class _Repeatable:
+    """Function that checkpointing calls again in the backward pass, with the interceptions that were in effect, and the
+    module calls that were running, when this object was created.
+    """
+
+    def __init__(self, function: Callable[..., Any], is_first_call_forward: bool) -> None:
+        self._function, self._is_forward = function, is_first_call_forward
+        self._interceptions = call_stack.current_interceptions
+        self._module_calls = [replace(call, call_counts=Counter(call.call_counts)) for call in call_stack.module_calls]
+        self._torch_mode, self._only_interceptor = call_stack.torch_mode, call_stack.only_interceptor
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function: in the forward pass as it is, and afterwards as a repetition."""
+        if self._is_forward:
+            self._is_forward = False
+            return self._function(*args)
+        with self._as_in_forward_pass():
+            return self._function(*args)
+
+    @contextmanager
+    def _as_in_forward_pass(self) -> Iterator[None]:
+        """Install the hooks and patches of the forward pass, if they are not installed, and let this thread's call
+        stack be that of the forward pass; restore all within the end of the context.
+        """
+        before = dict(vars(call_stack))
+        with ExitStack() as stack:
+            for interception in self._interceptions:
+                stack.enter_context(interception)
+            stack.callback(vars(call_stack).update, before)
+            call_stack.__init__()  # type: ignore[misc]
+            call_stack.recomputed, call_stack.only_interceptor = self._interceptions, self._only_interceptor
+            stack.callback(call_stack.end_module_calls)
+            if self._torch_mode is not None:
+                call_stack.torch_mode = type(self._torch_mode)()
+                call_stack.torch_mode.__enter__()  # type: ignore[no-untyped-call]
+            call_stack.module_calls = [
+                replace(call, call_counts=Counter(call.call_counts)) for call in self._module_calls
+            ]
+            yield

@@ -1,0 +1,88 @@
+"""Hooks on the modules of an intercepted model, which keep each thread's call stack."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from headwise.intercept import eager_softmax
+from headwise.intercept.call_stack import call_stack
+from headwise.intercept.interceptor import Interceptor
+from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.torch_patches import TorchCalls
+
+
+class ModuleHooks:
+    """Forward hooks of one module of an intercepted model: they push each call of the module onto the thread's call
+    stack at its start, and pop it at its end.
+    """
+
+    def __init__(self, interceptor: Interceptor, path: str, module: nn.Module) -> None:
+        self._interceptor, self._path, self._module = interceptor, path, module
+        try:
+            self._argument_names = tuple(inspect.signature(module.forward).parameters)
+        except ValueError:  # a function written in C, which has no signature
+            self._argument_names = ()
+
+    def register(self) -> list[RemovableHandle]:
+        """Register the hooks before and after other hooks of the module, and return the handles that remove them."""
+        start = self._module.register_forward_pre_hook(self.on_start, prepend=True, with_kwargs=True)
+        return [start, self._module.register_forward_hook(self.on_end, always_call=True)]
+
+    def on_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: push this call of `module` onto the thread's call stack, and report its start to the
+        interceptor. If no other module of the same model is running in this thread, first report the start of a call of
+        the model. A call that activation checkpointing repeats is not reported.
+        """
+        if all(interception.interceptor is not self._interceptor for interception in call_stack.current_interceptions):
+            return
+        is_outermost = all(call.interceptor is not self._interceptor for call in call_stack.module_calls)
+        arguments = dict(zip(self._argument_names, args, strict=False)) | kwargs
+        _push(ModuleCall(self._interceptor, self._path, module, arguments))
+        if call_stack.is_recomputing:
+            return
+        if is_outermost:
+            self._interceptor.on_model_call()
+        self._interceptor.on_module_call(self._path)
+
+    def on_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook: pop the module call from the call stack. Do nothing if `on_start` never pushed it, because
+        another hook failed first.
+        """
+        innermost = call_stack.module_calls[-1] if call_stack.module_calls else None
+        if innermost is not None and innermost.module is module and innermost.interceptor is self._interceptor:
+            call_stack.lineage.record_module(innermost.arguments.values(), output, call_stack.module_calls)
+            _pop()
+
+
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Return True if a module has forward hooks or forward pre-hooks that interception did not register; such a hook
+    may read or change the module's output.
+    """
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(not isinstance(getattr(hook, "__self__", None), ModuleHooks) for hook in hooks)
+
+
+def _push(module_call: ModuleCall) -> None:
+    """Push a module call onto this thread's call stack. If the stack was empty, also turn on the mode that intercepts
+    torch's functions in this thread.
+    """
+    interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
+    for interceptor in {call.interceptor for call in call_stack.module_calls}.difference(interceptors):
+        call_stack.end_module_calls(interceptor)  # its context was closed by another thread during the call
+    if not call_stack.module_calls:
+        call_stack.lineage.restart(module_call.arguments.values())
+        call_stack.torch_mode = TorchCalls()
+        call_stack.torch_mode.__enter__()  # type: ignore[no-untyped-call]
+    call_stack.module_calls.append(module_call)
+
+
+def _pop() -> None:
+    """Pop the innermost module call from this thread's call stack. If attention inside this module call could not be
+    read, report the module to the interceptors. If the stack is then empty, turn off the mode that intercepts torch's
+    functions.
+    """
+    eager_softmax.on_module_end(call_stack.module_calls.pop())
+    if not call_stack.module_calls:
+        call_stack.end_module_calls()
