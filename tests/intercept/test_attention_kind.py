@@ -40,8 +40,14 @@ CALLS = {
     "another by name": (lambda attend: attend(X, others=Y), "cross"),
     "positions of the queries": (lambda attend: attend(X, positions=P), "self"),
     "positions of the keys": (lambda attend: attend(X, key_positions=P, values=X), "self"),
-    "two kinds of positions": (lambda attend: attend(X, positions=P, key_positions=2 * P.roll(1, 0)), "self"),
+    "two kinds of positions": (lambda attend: attend(X, positions=P, key_positions=Z), "self"),
     "shared positions": (lambda attend: attend(X, Z.exp(), positions=P, key_positions=P), "cross"),
+    "the first tokens to all": (lambda attend: attend(X[:, :3], X), "cross"),
+    "the first tokens to the others": (lambda attend: attend(X[:, :3], X[:, 3:]), "cross"),
+    "the first tokens to themselves": (lambda attend: attend(X[:, :3], X[:, :3]), "self"),
+    "one half of the batch to the other": (lambda attend: attend(*torch.cat([X, P]).chunk(2)), "cross"),
+    "each sequence to the other": (lambda attend: attend(X, X.flip(0)), "cross"),
+    "halves of the features": (lambda attend: attend(*(x.repeat(1, 1, 2) for x in X.chunk(2, -1))), "self"),
     "computed from one tensor": (lambda attend: attend(X * 2, X.relu()), "self"),
 }
 
@@ -99,10 +105,10 @@ def test_joint_attention_of_two_streams_is_self_attention(both, kind):
 class Perceiver(nn.Module):
     """Learned latents that attend to the input and to themselves, twice."""
 
-    def __init__(self):
+    def __init__(self, softmax):
         super().__init__()
         self.latents, self.norm = nn.Parameter(torch.randn(5, 24)), nn.LayerNorm(24)
-        self.layers = nn.ModuleList(Attention() for _ in range(4))
+        self.layers = nn.ModuleList(Attention(softmax=softmax) for _ in range(4))
 
     def forward(self, x):
         latents = self.latents.expand(len(x), -1, -1)
@@ -112,9 +118,10 @@ class Perceiver(nn.Module):
         return latents
 
 
+@pytest.mark.parametrize("softmax", [False, True])
 @torch.no_grad()
-def test_latents_that_attend_to_an_input_and_themselves_are_cross_attention():
-    model = Perceiver()
+def test_latents_that_attend_to_an_input_and_themselves_are_cross_attention(softmax):
+    model = Perceiver(softmax)
     with hw.watch(model) as heads:
         model(X)
     kinds = {row["module"]: row["kind"] for row in heads.rows()}

@@ -1,6 +1,7 @@
 """Kind of an attention call, self or cross, from the sources of its queries, keys and values."""
 
-from headwise.intercept.lineage import CallOrigins, Lineage
+from headwise.intercept.lineage import Lineage
+from headwise.intercept.origin import CallOrigins
 
 UNKNOWN_KIND = (
     "it is unknown if queries and keys of these modules come from the same tokens, so they are reported as "

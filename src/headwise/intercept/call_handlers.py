@@ -17,8 +17,8 @@ from headwise.intercept.attention_kind import UNKNOWN_KIND, is_cross_attention
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, SiteKey
 from headwise.intercept.layer_index import layer_number_of
-from headwise.intercept.lineage import CallOrigins
 from headwise.intercept.module_call import ModuleCall, tokens_and_padding
+from headwise.intercept.origin import CallOrigins
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import attend_observed

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from headwise.intercept.interceptor import Interceptor
-from headwise.intercept.lineage import CallOrigins, Lineage, Origin
+from headwise.intercept.lineage import Lineage
 from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.origin import CallOrigins, Origin
 from headwise.intercept.pending_softmax import PendingSoftmax
 
 

@@ -1,27 +1,23 @@
-"""Sources of the tensors in a running model: which tensors a result depends on, followed through torch's functions.
-
-A source is a tensor that comes from outside of the followed functions, such as an input of the model, or the result of
-a mixing step: a product of two activations, as in attention, or a concatenation of different sources. Sets of sources
-are the bits of whole numbers.
-"""
+"""Sources of all tensors of a running model, followed through the torch functions that it calls."""
 
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.origin import CallOrigins, Origin, union_of
 
 INPUT_AND_WEIGHT: frozenset[Any] = frozenset(
     {
-        *(F.linear, F.embedding, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d),
+        *(F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d),
         *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
     }
 )
-"""Functions whose first two arguments are an input and the weight of a linear map, or token ids and an embedding."""
+"""Functions whose first two arguments are an input and the weight of a linear map."""
 
 PRODUCTS: frozenset[Any] = frozenset(
     {
@@ -39,39 +35,24 @@ ADDED_PRODUCTS: frozenset[Any] = frozenset(
 CONCATENATIONS: frozenset[Any] = frozenset({torch.cat, torch.concat, torch.concatenate})
 """Functions that concatenate tensors."""
 
+REORDERINGS: frozenset[Any] = frozenset({torch.flip, Tensor.flip, torch.roll, Tensor.roll})
+"""Functions that move tokens to other places."""
 
-class Origin(NamedTuple):
-    """Sources of one tensor, split by its last linear map, such as the projection of the queries.
+SELECTIONS: frozenset[Any] = REORDERINGS | {
+    *(Tensor.__getitem__, torch.chunk, Tensor.chunk, torch.split, Tensor.split, torch.tensor_split),
+    *(Tensor.tensor_split, torch.unbind, Tensor.unbind, torch.select, Tensor.select, torch.narrow, Tensor.narrow),
+    *(torch.index_select, Tensor.index_select, torch.gather, Tensor.gather, torch.take_along_dim),
+    *(Tensor.take_along_dim, torch.masked_select, Tensor.masked_select),
+}
+"""Functions that may return some of the tokens of a tensor."""
 
-    Attributes:
-        projected: sources of the input of the last linear map; 0 if there was none.
-        joined: sources that were added, multiplied or concatenated after it, such as rotary tables and cached keys.
-        maps: names of the weights of the last linear map, or of several whose results were joined.
-        factors: origins of the two factors, if the tensor follows from a product of two activations without another
-            linear map, such as queries and keys for attention scores.
-    """
-
-    projected: int = 0
-    joined: int = 0
-    maps: frozenset[Hashable] = frozenset()
-    factors: "tuple[Origin, Origin] | None" = None
-
-    @property
-    def sources(self) -> int:
-        """All sources of the tensor."""
-        return self.projected | self.joined
-
-
-class CallOrigins(NamedTuple):
-    """Origins of the queries, keys and values of one attention call; that of the keys is None if it is unknown."""
-
-    q: Origin
-    k: Origin | None
-    v: Origin
-
-
-NOTHING = Origin()
-"""Origin of constants."""
+CONSTANTS: frozenset[Any] = frozenset(
+    {
+        *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.rand_like, torch.randn_like),
+        *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
+    }
+)
+"""Functions whose result does not depend on the numbers in a tensor that is passed to them."""
 
 
 class Lineage:
@@ -96,7 +77,7 @@ class Lineage:
         self._names: dict[int, Hashable] = {}
         self.state = self.mixing = 0
         self.self_attention_keys: set[frozenset[Hashable]] = set()
-        self.given = _union(self.origin(tensor, ()) for tensor in _tensors(given)).sources
+        self.given = union_of(self.origin(tensor, ()) for tensor in _tensors(given)).sources
 
     def record(self, function: Any, arguments: Sequence[Any], result: Any, module_calls: Sequence[ModuleCall]) -> None:
         """Record the origin of the `result` of a torch function: the origins of its arguments together, except for
@@ -113,12 +94,16 @@ class Lineage:
         if not results:
             return
         tensors = list(_tensors(arguments))
-        origin = self._of_result(function, tensors, [self.origin(tensor, module_calls) for tensor in tensors])
-        for tensor in results:
-            self.set(tensor, origin)
+        origins = [self.origin(tensor, module_calls) for tensor in tensors]
+        origin = self._of_result(function, tensors, origins)
+        for index, tensor in enumerate(results):
+            if function in SELECTIONS and _selects_tokens(function, arguments, tensor):
+                self.set(tensor, self._selected(origin, origins[0], (function, index, *map(_key_of, arguments[1:]))))
+            else:
+                self.set(tensor, origin)
         if tensors and written is tensors[0] and written._base is not None:  # possibly a write to a part of a tensor
             base = written._base
-            self.set(base, _union((self.origin(base, module_calls), origin)))
+            self.set(base, union_of((self.origin(base, module_calls), origin)))
 
     def record_module(self, arguments: Iterable[Any], output: Any, module_calls: Sequence[ModuleCall]) -> None:
         """Record the origin of the `output` of a module where it is unknown, as the module computed it by other
@@ -127,7 +112,7 @@ class Lineage:
         """
         for tensor in _tensors((output,)):
             if id(tensor) not in self._origins:
-                union = _union(self.origin(argument, module_calls) for argument in _tensors(arguments))
+                union = union_of(self.origin(argument, module_calls) for argument in _tensors(arguments))
                 self.set(tensor, Origin(union.sources, maps=frozenset([id(module_calls[-1].module)])))
 
     def origin(self, tensor: Tensor, module_calls: Sequence[ModuleCall]) -> Origin:
@@ -137,11 +122,10 @@ class Lineage:
         entry = self._origins.get(id(tensor))
         if entry is not None:
             return entry[1]
-        bit = self._bit(("tensor", len(self._bits)))
+        source = "tensor", len(self._bits)
         name = _name_in(module_calls, tensor) or (id(tensor) if isinstance(tensor, nn.Parameter) else None)
-        if name is not None:
-            self.state |= bit
-            self._names[bit] = name
+        bit = self._bit(source) if name is None else self._state_bit(source)
+        self._names[bit] = name
         self.set(tensor, Origin(joined=bit))
         return Origin(joined=bit)
 
@@ -164,7 +148,7 @@ class Lineage:
             weight: origin of its weight.
             offset: first element of the weight in the memory of a larger tensor.
         """
-        names = frozenset((self._names[bit], offset) for bit in _bits_of(weight.sources & self.state))
+        names = frozenset((self._names.get(bit), offset) for bit in _bits_of(weight.sources & self.state))
         return Origin(source.sources or weight.sources, maps=names)
 
     def product(self, left: Origin, right: Origin) -> Origin:
@@ -185,21 +169,33 @@ class Lineage:
 
     def _of_result(self, function: Any, tensors: list[Tensor], origins: list[Origin]) -> Origin:
         """Return the origin of the result of a function that was called with these tensors, of these origins."""
+        if not tensors or function in CONSTANTS:
+            return Origin(joined=self._state_bit("constant"))
         if function in CONCATENATIONS:
             return self._concatenated(origins)
-        selected = slice(2) if function in INPUT_AND_WEIGHT else slice(1, 3) if function in ADDED_PRODUCTS else None
-        selected = slice(None) if function in PRODUCTS else selected
-        if selected is None or not origins[selected]:
-            return _union(origins)
-        offsets = [_offset(tensor) for tensor in tensors[selected]]
-        (result, *others), (offset, *other_offsets) = origins[selected], offsets
-        for other, other_offset in zip(others, other_offsets, strict=True):
-            if not result.sources or not other.sources:
-                result = _union((result, other))
-            elif not other.sources & ~self.state:
-                result = self.linear(result, other, other_offset)
-            elif not result.sources & ~self.state:
-                result = self.linear(other, result, offset)
+        if function in INPUT_AND_WEIGHT and not origins[1].sources & ~self.state:
+            return self.linear(origins[0], origins[1], _offset(tensors[1]))
+        if function in PRODUCTS or function in INPUT_AND_WEIGHT:
+            return self._multiplied(tensors, origins)
+        if function in ADDED_PRODUCTS:
+            return self._multiplied(tensors[1:], origins[1:])
+        return union_of(origins)
+
+    def _multiplied(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
+        """Return the origin of a product of tensors. A factor that depends on parameters and buffers alone, and is not
+        projected, is the weight of a linear map.
+        """
+        result, offset = origins[0], _offset(tensors[0])
+        for other, tensor in zip(origins[1:], tensors[1:], strict=True):
+            are_weights = [not each.projected and not each.joined & ~self.state for each in (result, other)]
+            if all(are_weights):
+                result = union_of((result, other))
+            elif any(are_weights):
+                result = (
+                    self.linear(other, result, offset)
+                    if are_weights[0]
+                    else self.linear(result, other, _offset(tensor))
+                )
             else:
                 result = self.product(result, other)
         return result
@@ -208,7 +204,7 @@ class Lineage:
         """Return the origin of concatenated tensors. If their contents have different sources, the concatenation is a
         source too: the same source for all that concatenate the same contents in the same order.
         """
-        union = _union(origins)
+        union = union_of(origins)
         of_projected = self._concatenation([origin.projected for origin in origins])
         of_all = self._concatenation([origin.projected or origin.joined for origin in origins])
         return union._replace(projected=union.projected | of_projected, joined=union.joined | of_all)
@@ -224,25 +220,26 @@ class Lineage:
         self.mixing |= bit
         return bit
 
+    def _selected(self, origin: Origin, whole: Origin, selection: Hashable) -> Origin:
+        """Return the `origin` of some tokens of a tensor with the origin `whole`, with the selection as another source:
+        the same source for all that select the same tokens of the same content.
+        """
+        content = self.content(whole)
+        if not content & ~self.state:
+            return origin
+        bit = self._bit(("selection", content, selection))
+        self.mixing |= bit
+        return origin._replace(joined=origin.joined | bit)
+
+    def _state_bit(self, source: Hashable) -> int:
+        """Return the bit of a source that is no input of the model."""
+        bit = self._bit(source)
+        self.state |= bit
+        return bit
+
     def _bit(self, source: Hashable) -> int:
         """Return the bit of a source: a new one at its first use."""
         return self._bits.setdefault(source, 1 << len(self._bits))
-
-
-def _union(origins: Iterable[Origin]) -> Origin:
-    """Return the origin of a tensor that follows, element by element, from tensors with these origins."""
-    result = NOTHING
-    for origin in origins:
-        if result is NOTHING or result == origin:
-            result = origin
-        elif origin != NOTHING:
-            maps = result.maps | origin.maps if result.maps and origin.maps else result.maps or origin.maps
-            factors = result.factors or origin.factors
-            if result.factors is not None and origin.factors is not None:
-                left, right = (_union(pair) for pair in zip(result.factors, origin.factors, strict=True))
-                factors = left, right
-            result = Origin(result.projected | origin.projected, result.joined | origin.joined, maps, factors)
-    return result
 
 
 def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
@@ -279,3 +276,22 @@ def _name_in(module_calls: Sequence[ModuleCall], tensor: Tensor) -> Hashable | N
             if own is tensor:
                 return id(module), name
     return None
+
+
+def _selects_tokens(function: Any, arguments: Sequence[Any], result: Tensor) -> bool:
+    """Return True if a function that may select tokens does so: its result is shorter in another axis than the last,
+    or the tokens are in another order.
+    """
+    before = arguments[0]
+    if not isinstance(before, Tensor):
+        return False
+    if before.numel() == result.numel():
+        return function in REORDERINGS or any(True for _ in _tensors(arguments[1:]))
+    return before.ndim != result.ndim or before.shape[:-1] != result.shape[:-1]
+
+
+def _key_of(argument: Any) -> Hashable:
+    """Return a key of an argument that selects tokens: a tensor's identity, or the text of another argument."""
+    if isinstance(argument, Tensor):
+        return id(argument)
+    return tuple(map(_key_of, argument)) if isinstance(argument, tuple | list) else repr(argument)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.intercept.additive_masks import hides_all_keys, with_infinite
-from headwise.intercept.lineage import Origin
 from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.origin import Origin
 from headwise.shapes import Float
 
 HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead", "num_heads_per_partition")

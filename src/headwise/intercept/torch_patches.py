@@ -20,7 +20,7 @@ from headwise.intercept.call_handlers import answer_intercepted
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
 from headwise.intercept.hf_calls import intercepting_dispatch
-from headwise.intercept.lineage import CallOrigins
+from headwise.intercept.origin import CallOrigins
 from headwise.intercept.sdpa_calls import SDPA, intercepted_sdpa
 
 

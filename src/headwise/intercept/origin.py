@@ -1,0 +1,55 @@
+"""Sources of one tensor of a running model: the tensors that it depends on.
+
+A source is a tensor that comes from outside, such as an input of the model, or the result of a mixing step: a product
+of two activations, as in attention, a concatenation of different sources, or a selection of some of the tokens. Sets of
+sources are the bits of whole numbers.
+"""
+
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+
+class Origin(NamedTuple):
+    """Sources of one tensor, split by its last linear map, such as the projection of the queries.
+
+    Attributes:
+        projected: sources of the input of the last linear map; 0 if there was none.
+        joined: sources that were added, multiplied or concatenated after it, such as rotary tables and cached keys.
+        maps: names of the weights of the last linear map, or of several whose results were joined.
+        factors: origins of the two factors, if the tensor follows from a product of two activations without another
+            linear map, such as queries and keys for attention scores.
+    """
+
+    projected: int = 0
+    joined: int = 0
+    maps: frozenset[Hashable] = frozenset()
+    factors: "tuple[Origin, Origin] | None" = None
+
+    @property
+    def sources(self) -> int:
+        """All sources of the tensor."""
+        return self.projected | self.joined
+
+
+class CallOrigins(NamedTuple):
+    """Origins of the queries, keys and values of one attention call; that of the keys is None if it is unknown."""
+
+    q: Origin
+    k: Origin | None
+    v: Origin
+
+
+def union_of(origins: Iterable[Origin]) -> Origin:
+    """Return the origin of a tensor that follows, element by element, from tensors with these origins."""
+    result = Origin()
+    for origin in origins:
+        if result is Origin() or result == origin:
+            result = origin
+        elif origin != Origin():
+            maps = result.maps | origin.maps if result.maps and origin.maps else result.maps or origin.maps
+            factors = result.factors or origin.factors
+            if result.factors is not None and origin.factors is not None:
+                left, right = (union_of(pair) for pair in zip(result.factors, origin.factors, strict=True))
+                factors = left, right
+            result = Origin(result.projected | origin.projected, result.joined | origin.joined, maps, factors)
+    return result
