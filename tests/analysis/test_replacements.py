@@ -302,6 +302,26 @@ def test_runs_of_a_replacement_are_not_observed_by_others():
 # -- another run ------------------------------------------------------------------------------------------------------
 
 
+def test_a_module_that_did_not_run_in_the_last_run_is_refused():
+    class Skips(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = hw.MultiHeadAttention(15, 3), hw.MultiHeadAttention(15, 3)
+
+        def forward(self, x, skips=False):
+            return self.first(x) if skips else self.second(self.first(x))
+
+    model, x = Skips(), torch.randn(2, 7, 15)
+    with hw.record_outputs(model) as run:
+        model(x)
+        model(x, skips=True)
+    with hw.gate(model, {("first", 1): hw.replacements.patch(run)}):
+        model(x)
+    expected = "run: expected the last run to include second, got run 1 of 2; record one run"
+    with pytest.raises(hw.InputError, match=expected), hw.gate(model, {("second", 1): hw.replacements.patch(run)}):
+        model(x)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_resample_and_patch_replace_by_another_run(name):

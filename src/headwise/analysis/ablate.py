@@ -256,19 +256,31 @@ class _BatchRuns:
 
         gates = UnitGates()
         with intercepted(self.model, gates):
-            baseline = self.runs.run_unchanged(compute).tolist()
+            baseline = self.runs.run_unchanged(compute)
             losses.note = self.runs.note
             if not losses.runs_done:
-                losses.baseline_losses += baseline
+                losses.baseline_losses += baseline.tolist()
                 losses.runs_done = 1
                 advance(1, False)
             for index in range(losses.runs_done - 1, len(self.units)):
                 gates.unit = self.units[index]
                 ablated = self.runs.run_gated(compute, {path for path, _ in gates.unit.gates})
+                _require_losses(ablated, baseline, self.units[index])
                 losses.ablated_losses[index] += ablated.tolist()
                 losses.runs_done += 1
                 self.checkpoint.save_progress(losses, now=losses.runs_done > len(self.units))
                 advance(1, False)
+
+
+def _require_losses(ablated: Tensor, baseline: Tensor, unit: AblationUnit) -> None:
+    """Raise `InputError` if the loss of an example is NaN without the heads of `unit`, but not in the unchanged model:
+    it would be missing in the mean.
+    """
+    if bool((ablated.isnan() & ~baseline.isnan()).any()):
+        names = unit.identifiers
+        name = names["name"] if "name" in names else f"head {names['layer']}.{names['head']}"
+        expected = "a number for each example that has one in the unchanged model"
+        raise InputError("loss", expected=expected, got=f"NaN without {name}")
 
 
 def _rows(units: Iterable[AblationUnit], losses: AblationProgress) -> Iterator[Any]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.analysis.nonfinite import nonfinite_error
 from headwise.analysis.token_cross_entropy import token_cross_entropy
 from headwise.checks import LARGEST_INTEGER, probability, token_ids, whole_number
 from headwise.data.batches import call_model, copied, count_sequences_and_tokens
@@ -42,14 +43,25 @@ def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Flo
     floating-point number per example. The loss receives a copy of the batch: a model that writes to its inputs, such as
     a cache of keys and values, then computes the same the next time.
 
+    NaN is the loss of an example without one, such as a text of one token. But if activations of the model are NaN or
+    infinite, the error names the first module with such activations.
+
     Raises:
-        InputError: the loss does not return one floating-point number per example.
+        InputError: the loss does not return one floating-point number per example; it is infinite, or NaN because
+            activations or parameters of the model are not finite.
     """
     losses, examples = loss(model, copied(batch)), count_sequences_and_tokens(batch)[0]
     if not isinstance(losses, Tensor) or losses.shape != (examples,) or not losses.is_floating_point():
         got = f"{losses.dtype} of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         expected = f"one number per example, a float tensor of shape {(examples,)}"
         raise InputError("loss", expected=expected, got=got)
+    is_finite = losses.detach().isfinite()
+    if not bool(is_finite.all()):
+        error = nonfinite_error(model, lambda: loss(model, copied(batch)), batch, ~is_finite)
+        if error is not None:
+            raise error
+        if bool(losses.isinf().any()):
+            raise InputError("loss", expected="finite numbers, or NaN for examples without a loss", got="infinity")
     return losses
 
 

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from headwise.analysis.nonfinite import nonfinite_error
 from headwise.analysis.roles import COPYING_ROLES, ROLES, role_of
 from headwise.checks import require_module, token_ids
-from headwise.data.batches import call_model, device_of, digest_of, evaluation_mode, to_device
+from headwise.data.batches import POSITIONAL, call_model, device_of, digest_of, evaluation_mode, to_device
 from headwise.data.random_repeats import repeats_for_model
 from headwise.data.special_tokens import SpecialTokens
 from headwise.data.texts import Texts
 from headwise.data.tokenization import text_model
 from headwise.errors import InputError
+from headwise.intercept.heads import Heads
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch
 from headwise.runs.checkpoint import CheckpointedRun
@@ -216,11 +218,23 @@ def _measure(
         progress.records = heads.records
 
         def process_batch(batch: dict[str, Any]) -> None:
-            call_model(model, to_device(batch, device))
+            batch = to_device(batch, device)
+            call_model(model, batch)
+            _require_finite(heads, model, batch)
             progress.records = heads.records
 
         run_pass(dataset, process_batch, run, resumed, progress, shown=shown)
     return progress
+
+
+def _require_finite(heads: Heads, model: nn.Module, batch: dict[str, Any]) -> None:
+    """Raise `InputError` if attention weights or head outputs were NaN or infinite in the last run of the model, on
+    `batch`. The error names the first module in which a number is.
+    """
+    if heads.nonfinite:
+        error = nonfinite_error(model, lambda: call_model(model, batch), batch)
+        modules = ", ".join(heads.nonfinite)
+        raise error or InputError("model", expected="finite attention", got=f"NaN or infinity in {modules}")
 
 
 def _finish(
@@ -239,7 +253,9 @@ def _finish(
     random_records: list[SiteRecord] = []
     if random_ids is not None:
         with watch(model, special=special) as heads:
-            model(random_ids.to(device_of(model)))
+            batch = {POSITIONAL: random_ids.to(device_of(model))}
+            call_model(model, batch)
+            _require_finite(heads, model, batch)
         random_records = heads.records
     rows = tuple(_profiled_heads(registry, random_records))
     weights = attention_digest(model, dict.fromkeys(row.module for row in rows))

@@ -48,6 +48,7 @@ class OutputReader(Interceptor):
 class RecordedOutputs(OutputReader):
     """Interceptor that records head outputs, before the output projection, as one tensor per attention call. For
     each site (a module's self- or cross-attention) it keeps those of the last run of the model in which the site ran.
+    A run is a call of the model, or of one of its modules from outside.
 
     Attributes:
         by_site: tensors `(batch, heads, queries, value_dim)` of each site `(module path, is cross-attention)`, in the
@@ -57,6 +58,12 @@ class RecordedOutputs(OutputReader):
     def __init__(self, modules: Collection[str] | None = None) -> None:
         super().__init__(modules)
         self.by_site: dict[SiteKey, list[Float[Tensor, "batch heads queries value_dim"]]] = {}
+        self._runs = 0
+        self._last_run: dict[SiteKey, int] = {}
+
+    def on_model_call(self) -> None:
+        """Count the runs of the model."""
+        self._runs += 1
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
         """Store the head outputs of one attention call after those of earlier calls of the same site (a module's self-
@@ -65,15 +72,20 @@ class RecordedOutputs(OutputReader):
         """
         earlier_calls = self.by_site.get(call.site, [])[: call.index]
         self.by_site[call.site] = [*earlier_calls, out.detach()]
+        self._last_run[call.site] = self._runs
 
     def output_of_call(self, site: SiteKey, index: int) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return the recorded head outputs of one attention call: the call number `index`, from 0, that `site` (a
         module's self- or cross-attention) made in the last run of the model.
 
         Raises:
-            InputError: fewer calls of the site were recorded.
+            InputError: fewer calls of the site were recorded, or none in the last run.
         """
         outputs = self.by_site.get(site, [])
+        if outputs and self._last_run[site] != self._runs:
+            remedy = "record one run of the model, in which all patched modules run"
+            got = f"run {self._last_run[site]} of {self._runs}"
+            raise InputError("run", expected=f"the last run to include {site.path}", got=got, remedy=remedy)
         if index >= len(outputs):
             raise InputError("run", expected=f"at least {index + 1} calls of {site.path} in it", got=len(outputs))
         return outputs[index]

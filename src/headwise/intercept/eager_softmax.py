@@ -150,9 +150,9 @@ def _product(
     if pending.is_dropped and handlers.observations:
         with torch.no_grad():
             undropped_out = output_of(pending.weights.to(pending.tensor.dtype).reshape(pending.tensor.shape))
-        handlers.observe_weights(pending.weights, undropped_out)
-    else:
-        handlers.observe_weights(pending.weights, out)
+        handlers.observe_weights(pending.weights_of_visible_rows(), undropped_out)
+    elif handlers.observations:
+        handlers.observe_weights(pending.weights_of_visible_rows(), out)
     if not handlers.changes:
         return result
     changed = handlers.changed(out, lambda: output_of(pending.uniform_weights()))

@@ -49,6 +49,16 @@ class PendingSoftmax:
         if not bool(value):
             self.zeroed = mask if self.zeroed is None else self.zeroed | mask
 
+    def weights_of_visible_rows(self) -> Float[Tensor, "batch heads queries keys"]:
+        """Return the weights by head, with 0 in the rows in which minus infinity hides all keys. The softmax of torch
+        returns NaN there, which is not a defect of the model: such rows have no weights.
+        """
+        assert self.weights is not None
+        if not bool(self.weights[..., 0].isnan().any()):
+            return self.weights
+        hides_all = self.scores.amax(-1) == -torch.inf
+        return self.weights.masked_fill(hides_all.reshape(*self.weights.shape[:3], 1), 0.0)
+
     def uniform_weights(self) -> Tensor:
         """Return uniform attention weights in the shape of the model's own (the attribute `tensor`): in each query row,
         equal weights with sum 1 for all visible keys, and 0 for hidden keys.

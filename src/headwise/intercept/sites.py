@@ -25,6 +25,7 @@ class SiteRecord:
         heads: number of query heads.
         kv_heads: number of key/value heads.
         statistics: moments of each statistic over the sequences, by the statistic's name.
+        nonfinite_rows: number of query rows whose attention weights or head output were NaN or infinite.
     """
 
     site: SiteKey
@@ -32,13 +33,16 @@ class SiteRecord:
     heads: int
     kv_heads: int
     statistics: dict[str, RunningMoments] = field(default_factory=dict)
+    nonfinite_rows: int = 0
 
     def add(self, tally: Tally) -> None:
         """Add the statistics of one attention call, whose sums over query rows are in `tally`, to this site's
         statistics: for each statistic and head, one value per sequence.
         """
+        has_value = tally.has_value()
         for name, values in tally.means().items():
-            self.merge({name: RunningMoments.from_values(values.double().cpu())})
+            self.merge({name: RunningMoments.from_values(values.double().cpu(), has_value[name].cpu())})
+        self.nonfinite_rows += int(tally.nonfinite_rows)
 
     def merge(self, statistics: Mapping[str, RunningMoments]) -> None:
         """Merge `statistics`, the moments (count, mean and squared deviations) of each statistic over other sequences,
@@ -93,8 +97,9 @@ class SiteRegistry(Interceptor):
         are added, and the statistics of known sites are combined.
         """
         for other in records:
-            record = self._records.setdefault(other.site, replace(other, statistics={}))
+            record = self._records.setdefault(other.site, replace(other, statistics={}, nonfinite_rows=0))
             record.merge(other.statistics)
+            record.nonfinite_rows += other.nonfinite_rows
 
     @property
     def ran(self) -> bool:
@@ -127,6 +132,17 @@ class SiteRegistry(Interceptor):
             for head in range(record.heads):
                 kv_head = head * record.kv_heads // record.heads
                 yield record, {"layer": layer, "head": head, "kv_head": kv_head, "module": path, "kind": kind}
+
+    @property
+    def nonfinite(self) -> dict[str, int]:
+        """Number of query rows, over all heads and sequences, whose attention weights or head output were NaN or
+        infinite, by the path of the module; in the order in which these modules first attended.
+        """
+        rows: dict[str, int] = {}
+        for site, record in self._records.items():
+            if record.nonfinite_rows:
+                rows[site.path] = rows.get(site.path, 0) + record.nonfinite_rows
+        return rows
 
     @property
     def unread(self) -> list[str]:
@@ -165,3 +181,12 @@ class SiteRegistry(Interceptor):
         for paths_by_reason in (self._paths_by_reason(), self._left_out):
             for reason, paths in sorted(paths_by_reason.items()):
                 warnings.warn(f"{reason}: {', '.join(sorted(paths))}", stacklevel=stacklevel)
+
+    def warn_of_nonfinite(self, stacklevel: int = 4) -> None:
+        """Issue a warning with the modules in which attention weights or head outputs were NaN or infinite, and the
+        numbers of their rows. `stacklevel` selects the calling frame that the warning names, as in `warnings.warn`.
+        """
+        if self.nonfinite:
+            modules = ", ".join(f"{path} ({rows} rows)" for path, rows in self.nonfinite.items())
+            reason = "attention weights or head outputs are NaN or infinite, so statistics of their heads are NaN"
+            warnings.warn(f"{reason}: {modules}", stacklevel=stacklevel)

@@ -35,7 +35,7 @@ def watch(model: Any, *, special: Collection[int] = (), detail: Any = None) -> I
 
     Warns:
         UserWarning: when the context ends, of modules that ran and are called attention, but whose attention was not
-            intercepted.
+            intercepted; and of modules whose attention weights or head outputs are NaN or infinite.
 
     Example:
         with hw.watch(model) as heads:
@@ -52,3 +52,4 @@ def watch(model: Any, *, special: Collection[int] = (), detail: Any = None) -> I
     if heads.ran:
         heads.require_attention()
     heads.warn_of_unread()
+    heads.warn_of_nonfinite()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headwise.shapes import Float
+from headwise.shapes import Bool, Float
 
 
 @dataclass
@@ -17,7 +17,7 @@ class RunningMoments:
 
     Attributes:
         count: number of values.
-        mean: their mean; 0 where there are none.
+        mean: their mean; 0 where there are none; NaN or infinite if a value is.
         deviations: sum of their squared deviations from the mean.
     """
 
@@ -26,13 +26,16 @@ class RunningMoments:
     deviations: Float[Tensor, " heads"]
 
     @staticmethod
-    def from_values(values: Float[Tensor, "sequences heads"]) -> "RunningMoments":
+    def from_values(
+        values: Float[Tensor, "sequences heads"], is_value: Bool[Tensor, "sequences heads"] | None = None
+    ) -> "RunningMoments":
         """Return the count, mean and sum of squared deviations of each head's values, of which there is one per
-        sequence; NaN values are left out.
+        sequence. Only values at which `is_value` is True are included, also if they are NaN; by default all that are
+        not NaN.
         """
-        is_value = ~values.isnan()
+        is_value = ~values.isnan() if is_value is None else is_value
         count = is_value.sum(0).double()
-        mean = values.nan_to_num(0.0).sum(0) / count.clamp(min=1)
+        mean = values.masked_fill(~is_value, 0.0).sum(0) / count.clamp(min=1)
         return RunningMoments(count, mean, ((values - mean).masked_fill(~is_value, 0.0) ** 2).sum(0))
 
     def merge(self, other: "RunningMoments") -> "RunningMoments":
@@ -47,8 +50,8 @@ class RunningMoments:
 
     @property
     def value(self) -> Float[Tensor, " heads"]:
-        """Mean of each head's values; NaN for a head without values."""
-        return self.mean.masked_fill(self.count == 0, math.nan)
+        """Mean of each head's values; NaN for a head without values, or with a value that is NaN or infinite."""
+        return self.mean.masked_fill((self.count == 0) | ~self.mean.isfinite(), math.nan)
 
     @property
     def standard_error(self) -> Float[Tensor, " heads"]:

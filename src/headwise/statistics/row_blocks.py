@@ -42,7 +42,7 @@ def row_blocks_of_problem(
         block_out = None if out is None else out[:, :, rows.start : rows.stop]
         if with_output:
             block_out = grouped_matmul(weights, problem.v.to(weights.dtype))
-        yield _row_block(weights, scores > -torch.inf, grid, rows, call_context or CallContext(), block_out)
+        yield _row_block(weights, scores != -torch.inf, grid, rows, call_context or CallContext(), block_out)
 
 
 def row_blocks_of_weights(
@@ -67,7 +67,7 @@ def row_blocks_of_weights(
         selected = slice(rows.start, rows.stop)
         block = weights[:, :, selected].to(torch.promote_types(weights.dtype, torch.float32))
         block_out = out[:, :, selected] if values is None else grouped_matmul(block, values.to(block.dtype))
-        yield _row_block(block, block > 0, grid, rows, call_context, block_out)
+        yield _row_block(block, block != 0, grid, rows, call_context, block_out)
 
 
 def _row_ranges(grid: Grid) -> Iterator[range]:

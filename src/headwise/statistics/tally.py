@@ -1,6 +1,6 @@
 """Sums of every statistic over the row blocks of one attention call."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.backends.blockwise.visibility import TileVisibility
-from headwise.shapes import Bool, Float
+from headwise.shapes import Bool, Float, Int
 from headwise.statistics.registry import STATISTICS
-from headwise.statistics.statistic import MeanOfRows, Statistic, Sums
+from headwise.statistics.statistic import MeanOfRows, RowValues, Statistic, Sums
 
 
 @dataclass
@@ -22,12 +22,14 @@ class Tally:
         gram: `W_h^T W_h` of each head's slice of the output projection, for `written_norm`; None if unknown.
         mean_names: names of the means of rows that have a value in this call.
         row_sums: for each of these, the sum of its values and the number of rows.
+        nonfinite_rows: number of query rows that count and whose attention weights or head output are NaN or infinite.
         other_sums: sums of each other statistic, by name.
     """
 
     gram: Float[Tensor, "heads value_dim value_dim"] | None = None
     mean_names: tuple[str, ...] = ()
     row_sums: Float[Tensor, "sum_and_count means batch heads"] | None = None
+    nonfinite_rows: Int[Tensor, ""] | int = 0
     other_sums: dict[str, Sums] = field(default_factory=dict)
 
     def add(self, row_block: RowBlock) -> None:
@@ -35,7 +37,9 @@ class Tally:
         if self.gram is not None:
             row_block = replace(row_block, gram=self.gram)
         grid, (sequences, heads) = row_block.grid, row_block.sequences_and_heads
-        names, sums = _sums_of_means(row_block)
+        measured = _measured(row_block)
+        names, sums = tuple(measured), _sums_of_means(measured, row_block.visibility)
+        self.nonfinite_rows = self.nonfinite_rows + _nonfinite_rows(measured, row_block.visibility)
         if self.row_sums is None:
             self.mean_names, self.row_sums = names, sums.new_zeros(*sums.shape[:2], grid.batch, grid.heads)
         self.row_sums[:, :, sequences, heads] += sums
@@ -55,6 +59,7 @@ class Tally:
         if other.row_sums is None:
             return
         self.mean_names = other.mean_names
+        self.nonfinite_rows = self.nonfinite_rows + other.nonfinite_rows
         self.row_sums = other.row_sums if self.row_sums is None else self.row_sums + other.row_sums
         for statistic in _other_statistics():
             name = statistic.name
@@ -66,7 +71,8 @@ class Tally:
     def means(self) -> dict[str, Float[Tensor, "batch heads"]]:
         """Return, by the name of each statistic, its value for each sequence and head. Most values are means over the
         query rows that are not padding, have a visible key, and for which the statistic is defined. The others are
-        computed from other sums over query rows. A value is NaN if there are no rows to include.
+        computed from other sums over query rows. A value is NaN if there are no rows to include, and NaN or infinite if
+        a value of an included row is.
         """
         if self.row_sums is None:
             return {}
@@ -82,25 +88,52 @@ class Tally:
         """
         return {} if self.row_sums is None else dict(zip(self.mean_names, self.row_sums[1], strict=True))
 
+    def has_value(self) -> dict[str, Bool[Tensor, "batch heads"]]:
+        """Return, by the name of each statistic, True for the sequences and heads with at least one row to include. The
+        values of the others in `means` are NaN because they are undefined.
+        """
+        counts = self.counts()
+        if not counts:
+            return {}
+        has_rows = torch.stack(list(counts.values())).amax(0) > 0
+        return {name: counts[name] > 0 if name in counts else has_rows for name in self.means()}
+
 
 def _other_statistics() -> Iterator[Statistic]:
     """Yield the definitions of all statistics that are not means over query rows."""
     return (statistic for statistic in STATISTICS.values() if isinstance(statistic, Statistic))
 
 
-def _sums_of_means(row_block: RowBlock) -> tuple[tuple[str, ...], Float[Tensor, "sum_and_count means batch heads"]]:
-    """Return two results for those statistics that are means over query rows and have values in a row block: their
-    names; and a tensor `(2, means, batch, heads)` with the sum of each one's row values, and the number of rows in this
-    sum.
+def _measured(row_block: RowBlock) -> dict[str, RowValues]:
+    """Return the values of each query row in a row block, by the name of each statistic that is a mean over query rows
+    and has values there.
+    """
+    measured = {each.name: each.measure(row_block) for each in STATISTICS.values() if isinstance(each, MeanOfRows)}
+    return {name: values for name, values in measured.items() if values is not None}
+
+
+def _sums_of_means(
+    measured: Mapping[str, RowValues], visibility: TileVisibility
+) -> Float[Tensor, "sum_and_count means batch heads"]:
+    """Return a tensor `(2, means, batch, heads)` with the sum over the counted query rows of each statistic in
+    `measured`, which contains a value for each row, and the number of rows in this sum.
 
     All means are summed at once: a few operations for each would cost as much as the attention products. Sums are in
     float64, since thousands of rows in float32 would lose the digits in which heads differ.
     """
-    measured = {each.name: each.measure(row_block) for each in STATISTICS.values() if isinstance(each, MeanOfRows)}
-    values = {name: value for name, value in measured.items() if value is not None}
-    counted = _counted_rows(row_block.visibility, tuple(values))
-    sums = torch.stack(list(values.values())).double().masked_fill_(~counted, 0.0).sum(-1)
-    return tuple(values), torch.stack([sums, counted.sum(-1).double().expand_as(sums)])
+    counted = _counted_rows(visibility, tuple(measured))
+    sums = torch.stack(list(measured.values())).double().masked_fill_(~counted, 0.0).sum(-1)
+    return torch.stack([sums, counted.sum(-1).double().expand_as(sums)])
+
+
+def _nonfinite_rows(measured: Mapping[str, RowValues], visibility: TileVisibility) -> Int[Tensor, ""]:
+    """Return the number of counted query rows, over all sequences and heads, whose attention weights or head output are
+    NaN or infinite. They are recognised by the entropy of the weights, and by the norms of the output and of its
+    projection.
+    """
+    indicators = [measured[name] for name in ("entropy", "output_norm", "written_norm") if name in measured]
+    is_finite = torch.stack(indicators).sum(0).isfinite()
+    return (~is_finite & visibility.counted_rows).sum()
 
 
 def _counted_rows(visibility: TileVisibility, names: tuple[str, ...]) -> Bool[Tensor, "means #batch #heads rows"]:
