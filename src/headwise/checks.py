@@ -49,7 +49,9 @@ def token_ids(argument: str, values: Any) -> list[int]:
     try:
         return sorted({whole_number(argument, value, least=-LARGEST_INTEGER, most=LARGEST_INTEGER) for value in values})
     except (TypeError, InputError):
-        raise InputError(argument, expected="token ids", got=repr(values)) from None
+        is_text = isinstance(values, str) or (isinstance(values, Iterable) and any(isinstance(x, str) for x in values))
+        remedy = "tokenizer.all_special_ids has the ids of special tokens" if is_text else None
+        raise InputError(argument, expected="token ids", got=repr(values), remedy=remedy) from None
 
 
 def collection_of(argument: str, values: Any, *, of: str) -> Iterable[Any]:

@@ -23,6 +23,10 @@ def _restore(error_class: type[HeadwiseError], args: tuple[Any, ...]) -> Headwis
     return error
 
 
+LONGEST_VALUE = 500
+"""Characters of an unusable value that are shown in an error message, at most."""
+
+
 class InputError(HeadwiseError, ValueError):
     """Error for an unusable argument. Its message is one sentence with the argument's name, the expected value, the
     actual value and, where there is one, a remedy.
@@ -30,8 +34,14 @@ class InputError(HeadwiseError, ValueError):
 
     def __init__(self, argument: str, *, expected: str, got: object, remedy: str | None = None):
         self.argument = argument
-        sentence = f"{argument}: expected {expected}, got {got}"
+        sentence = f"{argument}: expected {expected}, got {_shortened(str(got))}"
         super().__init__(f"{sentence}; {remedy}" if remedy else sentence)
+
+
+def _shortened(text: str) -> str:
+    """Return a text on one line, of which the middle is left out if it is long."""
+    line = " ".join(text.splitlines())
+    return line if len(line) <= LONGEST_VALUE else f"{line[: LONGEST_VALUE - 100]} … {line[-100:]}"
 
 
 class MissingExtra(HeadwiseError, ImportError):

@@ -56,7 +56,7 @@ def test_a_profile_does_not_differ_from_itself():
 
 @pytest.mark.usefixtures("as_user")
 def test_arguments_that_are_not_profiles():
-    with pytest.raises(hw.InputError, match="^a: expected a profile, got NoneType$"):
+    with pytest.raises(hw.InputError, match="^a: expected a profile, got NoneType; hw.load_profile"):
         hw.compare(None, B)
     with pytest.raises(hw.InputError, match="^b: expected a profile, got str$"):
         hw.compare(A, "B")

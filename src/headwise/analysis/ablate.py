@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ def ablate(
         UserWarning: all layers were computed in each run, since reuse of their outputs would change results.
     """
     require_module(model)
+    require_loss(loss)
     dataset = prepare_texts(dataset, model, out, shown=progress)
     replacement = _checked_replacement(replacement)
     settings = _settings(model, dataset, loss, replacement, units, title)
@@ -105,6 +107,10 @@ def _checked_replacement(replacement: Any) -> float | Replacement:
     """
     if replacement is None:
         return zero()
+    if isinstance(replacement, str | FunctionType):
+        expected = "a number, or one of hw.replacements: zero(), uniform(), mean(dataset), resample(batch)"
+        got = repr(replacement) if isinstance(replacement, str) else f"the function {replacement.__name__}, not called"
+        raise InputError("replacement", expected=expected, got=got)
     return replacement if isinstance(replacement, Replacement) else finite_number("replacement", replacement)
 
 
@@ -120,9 +126,8 @@ def _settings(
     are ablated together (`units`), the replacement of their outputs, and the loss.
 
     Raises:
-        InputError: `units` is neither "heads", "layers" or "groups" nor a mapping; the loss cannot be called.
+        InputError: `units` is neither "heads", "layers" or "groups" nor sets of heads.
     """
-    require_loss(loss)
     if not isinstance(units, Mapping) and units not in UNIT_KINDS:
         expected = f"one of {', '.join(UNIT_KINDS)}, or sets of heads by name"
         raise InputError("units", expected=expected, got=repr(units))
@@ -137,8 +142,12 @@ def _settings(
 
 
 def _names_of_heads(sets: HeadSets) -> dict[str, list[str]]:
-    """Return the heads `(layer, head)` of each named set as strings such as "3.5", by the set's name."""
+    """Return the heads `(layer, head)` of each named set as strings such as "3.5", by the set's name. Without any set,
+    raise `InputError`.
+    """
     expected, names = "heads (layer, head)", {}
+    if not sets:
+        raise InputError("units", expected="at least one set of heads", got="none")
     for name, heads in sets.items():
         pairs = [pair_of("units", head, of=expected) for head in collection_of("units", heads, of=expected)]
         names[name] = [f"{layer}.{head}" for layer, head in pairs]

@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 from headwise.analysis.profile import Profile, ProfiledHead
+from headwise.checks import collection_of
 from headwise.errors import InputError, require
 from headwise.runs.rows import MeanEstimate
 from headwise.runs.table import require_statistic
@@ -60,7 +61,7 @@ class Comparison:
             InputError: a statistic is not in both profiles.
         """
         available = dict.fromkeys(entry.statistic for entry in self.differences)
-        for name in statistics:
+        for name in collection_of("statistics", statistics, of="names of statistics"):
             require_statistic(name, available)
         chosen = [entry for entry in self.differences if not statistics or entry.statistic in statistics]
         return sorted(chosen, key=lambda entry: -1.0 if math.isnan(entry.errors) else abs(entry.errors), reverse=True)
@@ -113,7 +114,8 @@ def compare(a: Profile, b: Profile) -> Comparison:
     """
     for argument, profile in (("a", a), ("b", b)):
         if not isinstance(profile, Profile):
-            raise InputError(argument, expected="a profile", got=type(profile).__name__)
+            remedy = "hw.load_profile(folder) reads one"
+            raise InputError(argument, expected="a profile", got=type(profile).__name__, remedy=remedy)
     for head_a, head_b in zip_longest(a.heads, b.heads):
         if _description(head_a) != _description(head_b):
             raise InputError("b", expected=f"the heads of a, here {_description(head_a)}", got=_description(head_b))

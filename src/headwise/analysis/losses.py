@@ -25,9 +25,15 @@ Loss = Callable[[nn.Module, dict[str, Any]], Tensor]
 
 
 def require_loss(loss: Any) -> None:
-    """Raise `InputError` if the loss cannot be called."""
+    """Raise `InputError` if the loss cannot be called with a model and a batch; a class such as `EmbeddingDistance` is
+    not a loss, but an object of it is.
+    """
+    expected = "a function of model and batch, such as hw.next_token_loss or hw.EmbeddingDistance()"
+    if isinstance(loss, type):
+        got, remedy = f"the class {loss.__name__}", f"create an object of it: {loss.__name__}(...)"
+        raise InputError("loss", expected=expected, got=got, remedy=remedy)
     if not callable(loss):
-        raise InputError("loss", expected="a function of model and batch", got=type(loss).__name__)
+        raise InputError("loss", expected=expected, got=repr(loss))
 
 
 def prepare_loss(loss: Any, model: nn.Module, batch: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.checks import size_argument, token_ids
+from headwise.checks import LARGEST_INTEGER, size_argument, token_ids, whole_number
 from headwise.data.special_tokens import SpecialTokens
 from headwise.errors import InputError
 from headwise.shapes import Int
@@ -49,6 +49,7 @@ def random_repeats(
     for name, number in (("tokens", tokens), ("times", times), ("samples", samples)):
         size_argument(name, number)
     size_argument("vocabulary", vocabulary)
+    whole_number("seed", seed, least=0, most=LARGEST_INTEGER)
     is_allowed = torch.ones(vocabulary, dtype=torch.bool)
     is_allowed[[token for token in token_ids("avoid", avoid) if 0 <= token < vocabulary]] = False
     ids = is_allowed.nonzero()[:, 0]

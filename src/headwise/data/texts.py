@@ -63,9 +63,9 @@ class Texts:
     def __post_init__(self) -> None:
         if not callable(self.tokenizer) or not hasattr(self.tokenizer, "convert_ids_to_tokens"):
             raise InputError("tokenizer", expected="a transformers tokenizer", got=type(self.tokenizer).__name__)
-        if not isinstance(self.source, str | Path | Iterable):
-            expected = "a file, a folder, or documents: strings or mappings"
-            raise InputError("source", expected=expected, got=type(self.source).__name__)
+        if self.source == "" or not isinstance(self.source, str | Path | Iterable):
+            expected, got = "a file, a folder, or documents: strings or mappings", type(self.source).__name__
+            raise InputError("source", expected=expected, got=got if self.source else "an empty path")
         if not isinstance(self.documents, str) or self.documents not in DOCUMENT_MODES:
             raise InputError("documents", expected=f"one of {', '.join(DOCUMENT_MODES)}", got=repr(self.documents))
         if isinstance(self.source, Iterator):  # an iterator can be read only once

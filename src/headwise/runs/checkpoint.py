@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from headwise.checks import folder_path
+from headwise.checks import flag, folder_path
 from headwise.errors import InputError
 from headwise.runs.files import writable_folder, write_atomically
 from headwise.runs.lock import locked_folder
@@ -78,6 +78,7 @@ class CheckpointedRun(Generic[ProgressT, TableT]):
                 settings.
             MissingExtra: pyarrow or filelock is not installed.
         """
+        flag("force", force)
         if self.folder is None:
             yield
             return

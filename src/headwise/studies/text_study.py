@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from headwise.checks import whole_number
+from headwise.errors import InputError
 from headwise.runs.distributed import usable_device
 from headwise.runs.files import require_outside_data, require_writable, writable_folder
 from headwise.studies.budget import StudyBudget
@@ -80,6 +81,11 @@ def study_texts(
         MissingExtra: transformers, optuna, scipy, pyarrow or matplotlib is not installed.
     """
     _check_text_requirements(budget, params)
+    for name, value, kind in (("text", text, TextOptions), ("space", space, Space), ("optuna", optuna, OptunaOptions)):
+        if not isinstance(value, kind):
+            raise InputError(name, expected=f"an hw.{kind.__name__}", got=repr(value))
+    if not isinstance(data, str | Path):
+        raise InputError("data", expected="the path of a file or folder", got=repr(data))
     target = usable_device(torch.get_default_device() if device is None else device)
     require_writable(out)
     require_outside_data(out, data)

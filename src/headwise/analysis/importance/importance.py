@@ -200,7 +200,7 @@ def create_method(name: str, options: Mapping[str, Any], loss: Loss, *, normalis
         InputError: an unknown method or option; a loss without a slope; `normalise` with a method whose statistics are
             probabilities.
     """
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise InputError("method", expected=f"one of {', '.join(METHODS)}", got=repr(name))
     known = [option.name for option in fields(METHODS[name])]
     for option, value in options.items():
