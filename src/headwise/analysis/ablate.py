@@ -273,7 +273,7 @@ class _BatchRuns:
                 advance(1, False)
             for index in range(losses.runs_done - 1, len(self.units)):
                 gates.unit = self.units[index]
-                ablated = self.runs.run_gated(compute, {path for path, _ in gates.unit.gates})
+                ablated = self.runs.run_gated(compute, {site.path for site in gates.unit.gates})
                 _require_losses(ablated, baseline, self.units[index])
                 losses.ablated_losses[index] += ablated.tolist()
                 losses.runs_done += 1

@@ -53,7 +53,7 @@ class UnitGates(GateInterceptor):
         unit to the head outputs of an attention call; None if the unit has no head in the call's module.
         """
         gates = None if self.unit is None else self.unit.gates.get(call.site)
-        self.gates = {} if gates is None else {call.site.path: gates}
+        self.gates = {} if gates is None else {call.site.label: gates}
         return super().change(call)
 
 
@@ -76,7 +76,7 @@ def ablation_units(
     """
     value = replacement
     if isinstance(value, Replacement):
-        value = value.prepare(model, {record.site.path for record in registry.records})
+        value = value.prepare(model, {record.site.label for record in registry.records})
     if units == "heads":
         for record, labels in registry.head_labels():
             yield AblationUnit({record.site: [HeadGate(labels["head"], value)]}, HeadRow, labels)

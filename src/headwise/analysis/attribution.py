@@ -93,7 +93,7 @@ def logit_attribution(
             weight = _projection_weight(model, record.site.path, out.shape[1:].numel(), end)
             parts.append(((end.direction @ weight).view(out.shape) * out).sum(-1))
             written += out.flatten(1) @ weight.mT
-        without_heads = GateInterceptor({record.site.path: [HeadGate(None, zero())] for record in run.records})
+        without_heads = GateInterceptor({record.site.label: [HeadGate(None, zero())] for record in run.records})
         with intercepted(model, without_heads), norms.replayed(), stream.followed():
             call_model(model, inputs)
         remaining = stream.final_norm_call().input[torch.arange(len(written)), end.positions]

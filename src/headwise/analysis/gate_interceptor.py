@@ -63,7 +63,7 @@ class GateInterceptor(Interceptor):
         """
         if not call.is_recomputation:
             self._first_calls.setdefault(call.site, call)
-        gates = self.gates.get(call.site.path)
+        gates = self.gates.get(call.site.label)
         return None if not gates else lambda attended: self._apply(gates, attended, call)
 
     def _apply(self, gates: list[HeadGate], attended: HeadOutput, call: Call) -> Tensor:
@@ -101,7 +101,7 @@ class GateInterceptor(Interceptor):
             return 0, call.grid.heads
         if not 0 <= head < count:
             kind = "key/value group" if self._groups else "head"
-            raise InputError(kind, expected=f"one of 0 to {count - 1} in {call.site.path}", got=head)
+            raise InputError(kind, expected=f"one of 0 to {count - 1} in {call.site.label}", got=head)
         size = call.grid.heads // count
         return head * size, (head + 1) * size
 
@@ -130,7 +130,7 @@ class GateInterceptor(Interceptor):
         """Sorted paths of the gated modules in which a computation that looks like attention could not be intercepted.
         Gates do not change the result of that computation.
         """
-        return sorted(self._unreadable.intersection(self.gates))
+        return sorted(label for label in self.gates if SiteKey.path_of(label) in self._unreadable)
 
     def require_intercepted(self, model: nn.Module, path_of_layer: Mapping[int, str]) -> None:
         """Raise `InputError` if there is a gated module in which no attention was intercepted, or if the run showed
@@ -146,16 +146,16 @@ class GateInterceptor(Interceptor):
         """
         if not self._ran:
             return
-        intercepted_paths = {site.path for site in self._first_calls}
-        for path in self.gates:
-            if path not in intercepted_paths:
-                raise InputError("values", expected="modules in which attention is seen", got=f"none in {path}")
+        intercepted = {site.label for site in self._first_calls}
+        for label in self.gates:
+            if label not in intercepted:
+                raise InputError("values", expected="modules in which attention is seen", got=f"none in {label}")
         order = {path: index for index, (path, _) in enumerate(model.named_modules())}
-        sites = sorted(self._first_calls, key=lambda site: (order[site.path], site.cross))
+        sites = sorted(self._first_calls, key=lambda site: (order[site.path], *site[1:]))
         numbers = layer_numbers([self._first_calls[site].layer for site in sites])
         for number, site in zip(numbers, sites, strict=True):
-            if path_of_layer.get(number, site.path) != site.path:
-                got = f"{path_of_layer[number]}, where the model ran {site.path}"
+            if path_of_layer.get(number, site.label) != site.label:
+                got = f"{path_of_layer[number]}, where the model ran {site.label}"
                 remedy = "name modules by their paths, as watch(model) lists them"
                 raise InputError("layer", expected=f"the module of layer {number}", got=got, remedy=remedy)
 

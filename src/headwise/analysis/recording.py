@@ -30,7 +30,7 @@ class OutputReader(Interceptor):
         """Return a function that passes the head outputs of an attention call to `read` and returns them unchanged;
         None if the call is of a module whose outputs are not read, or repeats an earlier call in a backward pass.
         """
-        if call.is_recomputation or (self.modules is not None and call.site.path not in self.modules):
+        if call.is_recomputation or (self.modules is not None and call.site.label not in self.modules):
             return None
 
         def read_and_return(attended: HeadOutput) -> Tensor:

@@ -182,7 +182,8 @@ def handlers_of_call(
         nested = [other for other in module_calls if other.interceptor is interceptor]
         if is_cross is None and not is_recomputation:
             interceptor.on_left_out(module_call.path, UNKNOWN_KIND)
-        site = SiteKey(module_call.path, is_cross is not False)
+        cross = is_cross is not False
+        site = SiteKey(module_call.path, cross, module_call.parts.index(cross, origins))
         index = nested[0].call_counts[site]
         nested[0].call_counts[site] += 1
         layer, inputs = layer_number_of(module_call.module), tokens_and_padding(nested)

@@ -30,15 +30,16 @@ class Heads(SiteRegistry):
     @property
     def details(self) -> dict[str, CapturedWeights]:
         """Captured attention weights of the last call at each site (an attention module, self or cross), by module
-        path. If a module has both kinds, the key of its cross-attention is the path followed by `", cross"`. The dict
+        path. If a module computes several layers itself, the keys of the others are the path with their number, such
+        as `blocks[1]`. If a module has both kinds, the key of its cross-attention is followed by `", cross"`. The dict
         is empty if no capture was requested.
         """
         details = {}
         for record in self.records:
-            path, cross = record.site
-            has_both = SiteKey(path, not cross) in self._records
-            if record.site in self._captured:
-                details[f"{path}, cross" if has_both and cross else path] = self._captured[record.site]
+            site = record.site
+            has_both = site._replace(cross=not site.cross) in self._records
+            if site in self._captured:
+                details[f"{site.label}, cross" if has_both and site.cross else site.label] = self._captured[site]
         return details
 
     def rows(self) -> list[dict[str, Any]]:

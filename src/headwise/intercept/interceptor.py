@@ -1,5 +1,6 @@
 """Interface of interceptors: objects that observe or change the attention calls of a model."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,10 +23,24 @@ class SiteKey(NamedTuple):
     Attributes:
         path: path of the innermost module that computes the attention.
         cross: True for cross-attention, to something else than the module's own input.
+        part: number of the layer among several that the module computes itself with different weights, by first call.
     """
 
     path: str
     cross: bool
+    part: int = 0
+
+    @property
+    def label(self) -> str:
+        """Name of the place in results and gates: the module's path, followed by the number of the part in brackets,
+        such as `blocks[1]`, except for the first part.
+        """
+        return f"{self.path}[{self.part}]" if self.part else self.path
+
+    @staticmethod
+    def path_of(label: str) -> str:
+        """Return the module path in a label of a place."""
+        return re.sub(r"\[\d+\]$", "", label)
 
 
 @dataclass(frozen=True)

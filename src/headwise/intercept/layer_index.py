@@ -5,6 +5,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from torch import nn
 
 from headwise.errors import InputError
+from headwise.intercept.interceptor import SiteKey
 
 
 def layer_numbers(own_numbers: Sequence[int | None]) -> list[int]:
@@ -39,9 +40,10 @@ def innermost_attention_modules(modules: Mapping[str, nn.Module], paths: Collect
 
 
 def module_path_of_layer(model: nn.Module, layer: int | str) -> str:
-    """Return the path of the attention module of a layer. If `layer` is a string, it is already a module path, and is
-    returned if the model has a module there. If `layer` is a number, it is one of the layer numbers stored in the
-    attention modules. If some of these numbers are missing or equal, `layer` counts the attention modules from 0.
+    """Return the path of the attention module of a layer. If `layer` is a string, it is already a module path, possibly
+    with the number of one of the module's layers, such as `blocks[1]`. It is returned if the model has a module there.
+    If `layer` is a number, it is one of the layer numbers stored in the attention modules. If some of these numbers are
+    missing or equal, `layer` counts the attention modules from 0.
 
     Args:
         model: the model.
@@ -52,7 +54,7 @@ def module_path_of_layer(model: nn.Module, layer: int | str) -> str:
     """
     modules = dict(model.named_modules())
     if isinstance(layer, str):
-        if layer not in modules:
+        if SiteKey.path_of(layer) not in modules:
             raise InputError("layer", expected="the path of a module, as watch(model) shows it", got=repr(layer))
         return layer
     paths = innermost_attention_modules(modules, modules)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.intercept.interceptor import Interceptor, SiteKey
+from headwise.intercept.site_parts import SiteParts
 
 NON_TOKEN_ARGUMENTS = ("pixel_values", "input_features", "input_values")
 """Names of the arguments of modules that read images or sound, although the model around them reads tokens."""
@@ -23,6 +24,7 @@ class ModuleCall:
         path: path of the module in the model.
         module: the module.
         arguments: arguments of the call, by name.
+        parts: attention layers that the module computes itself, in all its calls.
         call_counts: number of attention calls so far inside this call, by site.
     """
 
@@ -30,6 +32,7 @@ class ModuleCall:
     path: str
     module: nn.Module
     arguments: dict[str, Any]
+    parts: SiteParts = field(default_factory=SiteParts)
     call_counts: Counter[SiteKey] = field(default_factory=Counter)
 
     @property

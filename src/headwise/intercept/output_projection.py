@@ -26,7 +26,9 @@ def output_projection(model: nn.Module, path: str, width: int) -> nn.Module | No
     for owner in (module, getattr(parent, "output", None), parent):
         for name in PROJECTION_NAMES:
             child = getattr(owner, name, None)
-            child = child[0] if isinstance(child, nn.Sequential | nn.ModuleList) and len(child) else child
+            if isinstance(child, nn.Sequential | nn.ModuleList):  # of several layers, or of a projection and dropout
+                fitting = [element for element in child if weight_of(element, width) is not None]
+                child = fitting[0] if len(fitting) == 1 else None
             if isinstance(child, nn.Module) and weight_of(child, width) is not None:
                 return child
     return None

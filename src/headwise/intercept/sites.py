@@ -112,7 +112,7 @@ class SiteRegistry(Interceptor):
         modules.
         """
         order = {path: index for index, path in enumerate(self._modules)}
-        return sorted(self._records.values(), key=lambda record: (order[record.site.path], record.site.cross))
+        return sorted(self._records.values(), key=lambda record: (order[record.site.path], *record.site[1:]))
 
     @property
     def layers(self) -> list[int]:
@@ -127,11 +127,10 @@ class SiteRegistry(Interceptor):
         "cross").
         """
         for layer, record in zip(self.layers, self.records, strict=True):
-            path, cross = record.site
-            kind = "cross" if cross else "self"
+            module, kind = record.site.label, "cross" if record.site.cross else "self"
             for head in range(record.heads):
                 kv_head = head * record.kv_heads // record.heads
-                yield record, {"layer": layer, "head": head, "kv_head": kv_head, "module": path, "kind": kind}
+                yield record, {"layer": layer, "head": head, "kv_head": kv_head, "module": module, "kind": kind}
 
     @property
     def nonfinite(self) -> dict[str, int]:

@@ -90,10 +90,11 @@ class StatisticsObserver(Interceptor):
 
     def _gram(self, call: Call) -> Float[Tensor, "heads value_dim value_dim"] | None:
         """Return `W_h^T W_h` for each head's slice `W_h` of the output projection of the module that `call` runs in.
-        Return None if that projection is not found, or if the call's value_dim is unknown.
+        Return None if that projection is not found, or if the call's value_dim is unknown. It is not found for further
+        layers that one module computes.
         """
         heads, value_dim, path = call.grid.heads, call.value_dim, call.site.path
-        if value_dim is None:
+        if value_dim is None or call.site.part:
             return None
         if path not in self._projections:
             self._projections[path] = output_projection(self._model, path, heads * value_dim)

@@ -1,0 +1,94 @@
+"""Attention layers that a module computes in a loop, without modules of their own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import headwise as hw
+from oracles import statistics_of
+
+
+class Loop(nn.Module):
+    """Three layers of 3 heads, computed in one `forward` from stacked or listed weights, in two chunks of queries."""
+
+    def __init__(self, stacked):
+        super().__init__()
+        weights, out = torch.randn(3, 72, 24) * 0.3, torch.randn(3, 24, 24) * 0.3
+        self.weights = nn.Parameter(weights) if stacked else nn.ParameterList(weights.unbind())
+        self.out = nn.Parameter(out) if stacked else nn.ParameterList(out.unbind())
+
+    def forward(self, x):
+        self.kept = []
+        for index in range(3):
+            q, k, v = (
+                part.unflatten(-1, (3, 8)).transpose(1, 2) for part in F.linear(x, self.weights[index]).chunk(3, -1)
+            )
+            heads = torch.cat([F.scaled_dot_product_attention(chunk, k, v) for chunk in q.chunk(2, 2)], 2)
+            self.kept.append((q @ k.mT * 8**-0.5).softmax(-1).detach())
+            x = x + F.linear(heads.transpose(1, 2).flatten(2), self.out[index])
+        return x
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@torch.no_grad()
+def test_layers_of_one_module_have_rows_of_their_own(stacked):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"blocks": Loop(stacked)})
+    model.forward = model["blocks"].__call__
+    with hw.watch(model, detail=hw.WeightCapture(rows=[0])) as heads:
+        for _ in range(2):
+            model(torch.randn(2, 14, 24))
+    rows = heads.rows()
+    assert [row["module"] for row in rows[::3]] == ["blocks", "blocks[1]", "blocks[2]"]
+    assert [row["layer"] for row in rows[::3]] == [0, 1, 2]
+    assert list(heads.details) == ["blocks", "blocks[1]", "blocks[2]"]
+
+
+@torch.no_grad()
+def test_statistics_of_layers_of_one_module_are_not_merged():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Loop(True)), torch.randn(2, 14, 24)
+    with hw.watch(model) as heads:
+        model(x)
+    for row in heads.rows():
+        weights = model[0].kept[row["layer"]][:, row["head"]]
+        entropy = sum(statistics_of(each)["entropy"] for each in weights) / 2
+        assert row["entropy"] == pytest.approx(entropy, rel=1e-5)
+
+
+@torch.no_grad()
+def test_a_gate_changes_one_layer_of_a_module():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Loop(True)), torch.randn(2, 14, 24)
+    with hw.gate(model, {("0[1]", 2): 0.0}):
+        gated = model(x)
+    model[0].out[1, :, 16:] = 0.0
+    torch.testing.assert_close(gated, model(x))
+
+
+@torch.no_grad()
+def test_a_gate_of_a_layer_that_did_not_run_is_refused():
+    model = nn.Sequential(Loop(True))
+    sentence = r"expected modules in which attention is seen, got none in 0\[3\]"
+    with pytest.raises(hw.InputError, match=sentence), hw.gate(model, {("0[3]", 0): 0.0}):
+        model(torch.randn(2, 14, 24))
+
+
+@torch.no_grad()
+def test_a_module_that_is_called_again_stays_one_layer():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.MultiheadAttention(24, 3, batch_first=True)
+
+        def forward(self, x):
+            for _ in range(2):
+                x = x + self.layer(x, x, x)[0]
+            return x
+
+    model = Twice()
+    with hw.watch(model) as heads:
+        model(torch.randn(2, 5, 24))
+    assert [record.site.label for record in heads.records] == ["layer"]
+    assert len(heads.rows()) == 3
