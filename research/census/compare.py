@@ -231,7 +231,7 @@ class Comparison:
 def compare(records: Iterable[Any], reference: dict[tuple[str, bool], SiteStatistics]) -> Comparison:
     """Compare every statistic of every head in the watched records with the reference statistics of its site."""
     comparison = Comparison()
-    sites = _joined({record.site: record for record in records}, reference)
+    sites = _joined({(record.site.label, record.site.cross): record for record in records}, reference)
     comparison.missed = [f"{path}{' (cross)' * cross}" for path, cross in reference if (path, cross) not in sites]
     comparison.beyond = [f"{path}{' (cross)' * cross}" for path, cross in sites if (path, cross) not in reference]
     for key, expected_site in reference.items():

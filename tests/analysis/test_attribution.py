@@ -128,8 +128,8 @@ def test_part_of_a_head_in_the_last_layer_is_its_effect_on_the_logit(name):
     found = logit_attribution(model, CLEAN[:1], answer=7)
     with torch.no_grad(), hw.record_outputs(model) as run:
         hidden = model.base_model(CLEAN[:1]).last_hidden_state[0, -1]
-    ((path, _), (out,)) = list(run.by_site.items())[-1]
-    module = model.get_submodule(path)
+    (site, (out,)) = list(run.by_site.items())[-1]
+    module = model.get_submodule(site.path)
     width = out.shape[1] * out.shape[3]
     projection = [part for part in module.children() if getattr(part, "in_features", 0) == width][-1]
     slices = projection.weight.detach().unflatten(1, (out.shape[1], -1))
