@@ -15,6 +15,7 @@ from headwise.attention.problem import Answer, Problem
 from headwise.attention.uniform_attention import uniform_output
 from headwise.intercept.attention_kind import UNKNOWN_KIND, is_cross_attention
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, SiteKey
 from headwise.intercept.layer_index import layer_number_of
 from headwise.intercept.module_call import ModuleCall, tokens_and_padding
@@ -38,17 +39,21 @@ class CallHandlers(NamedTuple):
     observations: list[Observation]
     changes: list[Change]
 
-    def answer(self, read_problem: Callable[[], Problem], compute: Callable[[], Answer]) -> Answer:
+    def answer(
+        self, read_problem: Callable[[], Problem], compute: Callable[[], Answer], keeps_output: bool = False
+    ) -> Answer:
         """Return the answer of one attention call, without the changes that interceptors requested. Without observers,
         call `compute`, the model's own function. With observers, pass them all attention weights of the problem that
         `read_problem` returns, in row blocks (some query rows at a time), and notify them when the call has ended. In
         this case, headwise's own blockwise attention may compute the answer in place of `compute`, unless an observer
-        has a check that compares outputs with the model's, or the call has dropout. With dropout, `compute` answers,
-        so that it draws the same random numbers as without observers, and the weights before dropout are observed.
+        has a check that compares outputs with the model's, the call has dropout, or `keeps_output` is True. With
+        dropout, `compute` draws the same random numbers as without observers, and the weights before dropout are
+        observed.
 
         Args:
             read_problem: function that states the call as a `Problem`; called only if there are observers.
             compute: the model's own function, which answers where there is no observer or one with a check.
+            keeps_output: let `compute` answer with observers, too, and compute the weights in addition.
         """
         with call_stack.paused():
             if not self.observations:
@@ -59,7 +64,7 @@ class CallHandlers(NamedTuple):
                     answer = compute()
                     with torch.no_grad(), without_autocast(problem.q.device):
                         self._observe_checked(row_blocks_of_problem(problem, self._call_context, True), answer.out)
-                elif problem.dropout > 0:
+                elif problem.dropout > 0 or keeps_output:
                     answer = compute()
                     with torch.no_grad():
                         attend_observed(problem.without_dropout(), self._observe, self._call_context)
@@ -206,7 +211,7 @@ def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> An
     handlers = handlers_of_call(
         problem.grid, problem.k.shape[1], problem.v.shape[-1], mask_source=mask_source, origins=origins
     )
-    answer = handlers.answer(lambda: problem, lambda: run(problem))
+    answer = handlers.answer(lambda: problem, lambda: run(problem), is_sdpa_foreign())
     out = handlers.changed(answer.out, lambda: uniform_output(problem))
     call_stack.lineage.set_attended(out, origins)
     return answer._replace(out=out)

@@ -5,6 +5,7 @@ a model is intercepted that method returns the same function, wrapped. The model
 some models read.
 """
 
+import sys
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
@@ -21,6 +22,8 @@ from headwise.errors import InputError
 from headwise.intercept.additive_masks import fill_hidden_rows_as_torch, hides_all_keys, with_infinite
 from headwise.intercept.call_handlers import handlers_of_call
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.foreign_answer import is_attention
+from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
 from headwise.intercept.undropped import call_without_dropout, random_state
@@ -74,15 +77,22 @@ def _intercepted_call(
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(read_problem()), mask_origin)
     grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
     origins = call_stack.origins_of(q, k, v)
-    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source, origins=origins)
 
+    @cache
     def compute() -> Answer:
         out, *others[:] = attention(*args, **kwargs)
         return Answer(out.transpose(1, 2), None, None)
 
+    def compute_without_dropout() -> Answer:
+        return Answer(attention(*args, **{**kwargs, "dropout": 0.0})[0].transpose(1, 2), None, None)
+
     def as_torch(out: Tensor) -> Tensor:
         return fill_hidden_rows_as_torch(out, v, mask)
 
+    is_replaced = implementation == "sdpa" and (is_sdpa_foreign() or not _is_own_sdpa(attention))
+    if is_replaced and not is_attention(read_problem, compute, compute_without_dropout):
+        return compute().out.transpose(1, 2), *others
+    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source, origins=origins)
     if handlers.observations and implementation == "eager":
         with call_stack.paused():
             state = random_state(q.device)
@@ -95,12 +105,19 @@ def _intercepted_call(
         else:
             handlers.answer(read_problem, lambda: Answer(undropped_out, None, None))
     else:
-        out = handlers.answer(read_problem, compute).out
-        out = as_torch(out) if handlers.observations else out
+        out = handlers.answer(read_problem, compute, is_replaced).out
+        if handlers.observations and not is_replaced and not options.get("dropout"):
+            out = as_torch(out)
     out = handlers.changed(out, lambda: as_torch(uniform_output(read_problem())))
     out = out.transpose(1, 2).contiguous()
     call_stack.lineage.set_attended(out, origins)
     return out, *others
+
+
+def _is_own_sdpa(attention: Callable[..., Any]) -> bool:
+    """Return True if `attention` is the function of `transformers` that calls torch's SDPA."""
+    library = sys.modules.get("transformers.integrations.sdpa_attention")
+    return attention is getattr(library, "sdpa_attention_forward", None)
 
 
 def _without_dropout(

@@ -1,10 +1,10 @@
 """Interception of calls of torch's `scaled_dot_product_attention`."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.attention.autocast import autocast_dtype
@@ -16,19 +16,21 @@ from headwise.attention.uniform_attention import uniform_output
 from headwise.intercept.additive_masks import fill_hidden_rows_as_torch, with_infinite
 from headwise.intercept.call_handlers import handlers_of_call
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.foreign_answer import is_attention
+from headwise.intercept.foreign_functions import SDPA, is_foreign
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.shapes import Float
 
-SDPA = F.scaled_dot_product_attention
-"""Torch's own function, also while another one replaces it."""
 
-
-def intercepted_sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute torch's `scaled_dot_product_attention` and return its output. Inside an intercepted model, the
-    interceptors observe the attention weights and may change the output.
+def intercepted_sdpa(
+    previous: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Compute `previous`, torch's `scaled_dot_product_attention` or what another library has put in its place, and
+    return its output. Inside an intercepted model, the interceptors observe the attention weights and may change the
+    output.
     """
     if not call_stack.intercepts:
-        return SDPA(query, key, value, *args, **kwargs)
+        return previous(query, key, value, *args, **kwargs)
     q, k, v = map(_by_head, (query, key, value))
     options = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
 
@@ -40,16 +42,24 @@ def intercepted_sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(read_problem()), mask_origin)
     grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
     origins = call_stack.origins_of(query, key, value)
-    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source, origins=origins)
 
+    @cache
     def compute() -> Answer:
-        return Answer(_by_head(SDPA(query, key, value, *args, **kwargs)), None, None)
+        return Answer(_by_head(previous(query, key, value, *args, **kwargs)), None, None)
+
+    def compute_without_dropout() -> Answer:
+        return Answer(_by_head(previous(query, key, value, **{**options, "dropout_p": 0.0})), None, None)
 
     def as_torch(out: Tensor) -> Tensor:
         return fill_hidden_rows_as_torch(out, v, options.get("attn_mask")) if query.ndim == 4 else out
 
-    out = handlers.answer(read_problem, compute).out
-    out = as_torch(out) if handlers.observations else out
+    is_replaced = is_foreign(previous, SDPA)
+    if is_replaced and not is_attention(read_problem, compute, compute_without_dropout):
+        return compute().out.reshape(*query.shape[:-1], value.shape[-1])
+    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source, origins=origins)
+    out = handlers.answer(read_problem, compute, is_replaced).out
+    if handlers.observations and not is_replaced and not options.get("dropout_p"):
+        out = as_torch(out)
     out = handlers.changed(out, lambda: as_torch(uniform_output(read_problem())))
     out = out.reshape(*query.shape[:-1], value.shape[-1])
     call_stack.lineage.set_attended(out, origins)

@@ -19,9 +19,13 @@ from headwise.intercept import eager_softmax
 from headwise.intercept.call_handlers import answer_intercepted
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
+from headwise.intercept.foreign_functions import SDPA, InterceptedFunction, torchs_own
 from headwise.intercept.hf_calls import intercepting_dispatch
 from headwise.intercept.origin import CallOrigins
-from headwise.intercept.sdpa_calls import SDPA, intercepted_sdpa
+from headwise.intercept.sdpa_calls import intercepted_sdpa
+
+TORCH_ATTENTION = F.multi_head_attention_forward
+"""Torch's own function, also while another one replaces it."""
 
 
 class TorchCalls(TorchFunctionMode):
@@ -37,17 +41,17 @@ class TorchCalls(TorchFunctionMode):
         attention are reported to the interceptors, which may change the result.
         """
         kwargs = kwargs or {}
-        func = eager_softmax.DROPOUT if func is _dropout else func
+        func = torchs_own(func)
         if call_stack.torch_mode is not self:
             return func(*args, **kwargs)  # a backward pass repeats modules inside of another module
         if func is SDPA:
-            return intercepted_sdpa(*args, **kwargs)
+            return intercepted_sdpa(SDPA, *args, **kwargs)
         if not call_stack.intercepts:
             return func(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
+        if func is TORCH_ATTENTION:
             return _torch_attention(*args, **kwargs)
         result = func(*args, **kwargs)
-        if func is _softmax or func in eager_softmax.SOFTMAXES:
+        if func in eager_softmax.SOFTMAXES:
             scores, dim = (*args, *(kwargs[name] for name in ("input", "dim") if name in kwargs))[:2]
             eager_softmax.on_softmax(scores, result, dim)
         else:
@@ -76,7 +80,7 @@ def _torch_attention(
         *(lineage.linear(lineage.origin(each, module_calls), projection) for each in (query, key, value))
     )
     with call_stack.torch_attention(origins):
-        result = F.multi_head_attention_forward(query, key, value, embed_dim, heads, in_proj_weight, *args, **kwargs)
+        result = TORCH_ATTENTION(query, key, value, embed_dim, heads, in_proj_weight, *args, **kwargs)
     lineage.set_attended(result[0], origins)
     return result
 
@@ -84,40 +88,36 @@ def _torch_attention(
 # -- functions that `F.multi_head_attention_forward` finds under their names: the mode is off inside of it ------------
 
 
-def _softmax(input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-    """Compute softmax as torch does. Inside `F.multi_head_attention_forward` of an intercepted model, also record the
+def _softmax(
+    previous: Callable[..., Tensor],
+    input: Tensor,  # noqa: A002
+    dim: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute softmax by `previous`. Inside `F.multi_head_attention_forward` of an intercepted model, also record the
     result as attention weights, which are tracked until they are multiplied with the values.
     """
-    result = eager_softmax.SOFTMAX(input, dim, *args, **kwargs)
+    result = previous(input, dim, *args, **kwargs)
     if call_stack.in_torch_attention and call_stack.intercepts:
         eager_softmax.on_softmax(input, result, dim)
     return result
 
 
-def _dropout(*args: Any, **kwargs: Any) -> Any:
-    """Compute dropout as torch does. If its input is the recorded attention weights, inside
-    `F.multi_head_attention_forward` of an intercepted model, continue to track the result as the attention weights.
+def _following(own: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return a function that calls the function that it receives first: torch's function `own`, or a replacement of it.
+    Inside `F.multi_head_attention_forward` of an intercepted model, it also checks if an argument is recorded attention
+    weights. If so, the weights are tracked in the result of dropout, and a product of the weights with the values is
+    reported as an attention call to the interceptors, which may change the product.
     """
-    return _followed(eager_softmax.DROPOUT, args, kwargs)
 
+    def call_and_follow(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+        result = previous(*args, **kwargs)
+        if call_stack.in_torch_attention and call_stack.intercepts:
+            return eager_softmax.on_function(own, args, kwargs, result)
+        return result
 
-def _bmm(*args: Any, **kwargs: Any) -> Any:
-    """Compute a batched matrix product as torch does. Inside `F.multi_head_attention_forward` of an intercepted model,
-    a product of attention weights and values is also reported as an attention call to the interceptors, which may
-    change the product.
-    """
-    return _followed(eager_softmax.BMM, args, kwargs)
-
-
-def _followed(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function and return its result. Inside `F.multi_head_attention_forward` of an intercepted model,
-    check if an argument is recorded attention weights. If so, continue to track the weights in the result; if the
-    result is their product with the values, report the attention call to the interceptors, which may change the result.
-    """
-    result = function(*args, **kwargs)
-    if call_stack.in_torch_attention and call_stack.intercepts:
-        return eager_softmax.on_function(function, args, kwargs, result)
-    return result
+    return call_and_follow
 
 
 # -- replacing and restoring ------------------------------------------------------------------------------------------
@@ -139,10 +139,10 @@ class _FunctionPatches:
             if self._depth > 1:
                 return
             self._replace(attend, "interception_hook", answer_intercepted)
-            self._replace(F, "scaled_dot_product_attention", intercepted_sdpa)
-            self._replace(F, "softmax", _softmax)
-            self._replace(F, "dropout", _dropout)
-            self._replace(torch, "bmm", _bmm)
+            self._intercept(F, "scaled_dot_product_attention", intercepted_sdpa)
+            self._intercept(F, "softmax", _softmax)
+            self._intercept(F, "dropout", _following(eager_softmax.DROPOUT))
+            self._intercept(torch, "bmm", _following(eager_softmax.BMM))
             self._replace(checkpoint, "CheckpointFunction", InterceptedCheckpointFunction)
             self._replace(checkpoint, "_CheckpointFrame", InterceptedCheckpointFrame)
             transformers = sys.modules.get("transformers.modeling_utils")
@@ -156,10 +156,23 @@ class _FunctionPatches:
             while not self._depth and self._restore:
                 self._restore.pop()()
 
-    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Replace the attribute `name` of `owner` by `function`, and store a function that undoes this."""
+    def _intercept(self, owner: Any, name: str, intercept: Callable[..., Any]) -> None:
+        """Replace the function `name` of `owner` by one that calls `intercept` with the replaced function and the
+        arguments.
+        """
+        self._replace(owner, name, InterceptedFunction(intercept, getattr(owner, name)))
+
+    def _replace(self, owner: Any, name: str, function: Any) -> None:
+        """Replace the attribute `name` of `owner` by `function`, and store a function that undoes this. What another
+        library has put there in the meantime stays.
+        """
         before = getattr(owner, name)
-        self._restore.append(lambda: setattr(owner, name, before))
+
+        def restore() -> None:
+            if getattr(owner, name) is function:
+                setattr(owner, name, before)
+
+        self._restore.append(restore)
         setattr(owner, name, function)
 
 

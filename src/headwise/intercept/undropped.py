@@ -53,7 +53,7 @@ def call_without_dropout(
         InputError: the function drew random numbers in another way than by torch's dropout.
     """
     state = random_state(device)
-    with _random_state_kept(device), torch.no_grad(), _DropoutOff():
+    with random_state_kept(device), torch.no_grad(), _DropoutOff():
         result = attention(*args, **kwargs)
         is_random = not torch.equal(state, random_state(device))
     if is_random:
@@ -62,7 +62,7 @@ def call_without_dropout(
     return result
 
 
-def _random_state_kept(device: torch.device) -> AbstractContextManager[Any]:
+def random_state_kept(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context that restores the state of torch's random number generators for the CPU and `device`."""
     if device.type in ("cpu", "meta"):
         return torch.random.fork_rng(devices=[])

@@ -1,0 +1,62 @@
+"""Functions that other libraries put in the place of torch's: they are called while a model is intercepted, too."""
+
+from collections.abc import Callable
+from functools import update_wrapper
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SDPA: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
+"""Torch's own `scaled_dot_product_attention`, also while other functions replace it."""
+
+_OWN_FUNCTIONS = {
+    owner: {name: function for name, function in vars(owner).items() if isinstance(function, FunctionType)}
+    for owner in (F, torch.functional, Tensor)
+}
+_ALL_OWN_FUNCTIONS = frozenset(function for functions in _OWN_FUNCTIONS.values() for function in functions.values())
+
+
+class InterceptedFunction:
+    """Function that takes the place of another one and intercepts its calls.
+
+    Attributes:
+        previous: the other function: torch's own, or that of another library.
+    """
+
+    def __init__(self, intercept: Callable[..., Any], previous: Callable[..., Any]) -> None:
+        update_wrapper(self, previous)
+        self._intercept, self.previous = intercept, previous
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the intercepting function with the other function as its first argument."""
+        return self._intercept(self.previous, *args, **kwargs)
+
+
+def is_foreign(function: Callable[..., Any], own: Callable[..., Any]) -> bool:
+    """Return True if `function` is neither `own`, a function of torch, nor an intercepted form of it."""
+    while isinstance(function, InterceptedFunction):
+        function = function.previous
+    return function is not own
+
+
+def is_sdpa_foreign() -> bool:
+    """Return True if another library has replaced torch's `scaled_dot_product_attention` by a function of its own."""
+    return is_foreign(F.scaled_dot_product_attention, SDPA)
+
+
+def torchs_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of torch that `function` has replaced; `function` itself if it has replaced none.
+
+    Functions of torch that are written in Python pass to a torch function mode what is found under their own name, in
+    place of themselves. The mode must not call a replacement again, from which they were called.
+    """
+    if not isinstance(function, FunctionType | InterceptedFunction) or function in _ALL_OWN_FUNCTIONS:
+        return function
+    for owner, functions in _OWN_FUNCTIONS.items():
+        for name, own in functions.items():
+            if vars(owner).get(name) is function:
+                return own
+    return function
