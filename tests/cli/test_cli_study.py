@@ -217,6 +217,24 @@ BASELINE = "baseline: expected heads as in 8, 8x64, 8x64/2 or 8/2, got"
             ["--storage", "foo://x"],
             "storage: expected the URL of a database, got 'foo://x': Can't load plugin: sqlalchemy.dialects:foo",
         ),
+        (
+            ["--storage", "postgresql+psycopg2://me:se@cret@host/db"],
+            "storage: expected the URL of a database, got 'postgresql+psycopg2://me:***@host/db', "
+            "whose driver psycopg2 is not installed; pip install psycopg2",
+        ),
+        (
+            ["--storage", "postgresql://me:secret@host:secret/db"],
+            "storage: expected the URL of a database, got 'postgresql://me:***@host:secret/db': "
+            "invalid literal for int() with base 10: '***'",
+        ),
+        (
+            ["--device", "meta"],
+            "device: expected a device that torch can use, got 'meta', whose tensors have no numbers",
+        ),
+        (
+            ["--data", "{texts}", "--out", "{texts}/out"],
+            "out: expected a folder outside of the data, which would be read as data, got '{texts}/out' in '{texts}'",
+        ),
         (["--baseline", "3x"], f"{BASELINE} '3x'"),
         (
             ["--baseline", "3"],

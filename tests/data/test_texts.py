@@ -112,6 +112,10 @@ BAD = {
         b'{"text": "w5"}\n{"text": \n',
         "data: expected JSON in line 2 of {file}, got Expecting value at column 1",
     ),
+    "cut.jsonl": (
+        b'{"text": "w5 w6',
+        "data: expected JSON in line 1 of {file}, got Unterminated string starting at column 10",
+    ),
     "list.jsonl": (b'["w5"]\n', "data: expected an object with a column 'text' in line 1 of {file}, got list"),
     "column.jsonl": (
         b'{"text": "w5"}\n{"body": "w6", "id": 1}\n',

@@ -8,11 +8,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from headwise.analysis.ablation_result import Ablation
 from headwise.analysis.view import view
-from headwise.runs.rows import MeanEstimate
+from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.show.head_lines import plot_heads
 from headwise.show.html import write_page
-from headwise.show.scores import errors
+from headwise.show.scores import errors, print_scores
 from headwise.show.terminal import _one_line, print_view
 
 
@@ -66,6 +67,20 @@ def test_distances_from_zero_in_standard_errors():
     pairs = [(3.0, 1.5), (-2.0, 0.0), (0.0, 0.0), (nan, 0.0), (1.0, nan)]
     found = [errors(MeanEstimate(value, sem, 7)) for value, sem in pairs]
     assert str(found) == str([2.0, -inf, 0.0, nan, nan])
+
+
+def test_a_number_that_rounds_to_zero_has_no_sign():
+    rows = tuple(
+        HeadRow(layer=0, head=n, kv_head=n, module="m", kind="self", statistics={"cost": MeanEstimate(value, 1e-5, 7)})
+        for n, value in enumerate((-1e-9, -0.125, 1e-9))
+    )
+    stream = io.StringIO()
+    print_scores(Ablation(rows, {}), Console(file=stream, width=140, highlight=False), "cost", 3)
+    assert [line.split() for line in stream.getvalue().splitlines()[2:]] == [
+        ["0.2", "0.0000", "±", "1e-05", "+0.0"],
+        ["0.0", "0.0000", "±", "1e-05", "+0.0"],
+        ["0.1", "-0.1250", "±", "1e-05", "-12500.0"],
+    ]
 
 
 def test_the_detail_of_a_head_lists_the_words_each_word_attends_to(coffee):

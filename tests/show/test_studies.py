@@ -40,3 +40,9 @@ def test_each_setting_with_fewer_than_3_learning_rates_is_named_with_their_numbe
     print_study(study_with(trials), Console(file=stream, width=140, highlight=False))
     lines = [line for line in stream.getvalue().splitlines() if "learning rates" in line]
     assert lines == [f"fewer than 3 learning rates were tried for {settings}" for settings in warnings]
+
+
+def test_one_setting_is_singular():
+    stream = io.StringIO()
+    print_study(study_with({TWO: 3}), Console(file=stream, width=140, highlight=False))
+    assert stream.getvalue().startswith("text: 1 setting, 2 seeds, 20 steps each\n")
