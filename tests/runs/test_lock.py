@@ -13,7 +13,7 @@ import pytest
 import headwise as hw
 import tiny
 from headwise.runs.lock import LOCK_FILE, locked_folder
-from headwise.runs.secrets import without_passwords
+from headwise.runs.secrets import without_passwords, without_passwords_of
 from profile_runs import contents, run, texts
 
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -96,3 +96,10 @@ def test_the_description_has_no_password(tmp_path, monkeypatch):
 )
 def test_passwords_are_hidden(text, shown):
     assert without_passwords(text) == shown
+
+
+def test_passwords_in_the_reason_of_an_error_are_hidden():
+    reason = "could not connect to me at cret@host with password se@cret"
+    assert without_passwords_of("x://me:se@cret@host/db", reason) == (
+        "could not connect to me at ***@host with password ***"
+    )

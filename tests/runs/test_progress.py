@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -74,7 +75,7 @@ def test_the_bar_of_a_finished_study_is_full(budget, capsys):
         update()
     expected = "60/60 s" if budget.seconds else "45/45 trainings"
     assert expected in capsys.readouterr().err
-    with pytest.raises(KeyboardInterrupt), study_progress(store, budget, shown=True) as update:
+    with suppress(KeyboardInterrupt), study_progress(store, budget, shown=True) as update:
         update()
         raise KeyboardInterrupt
     assert expected not in capsys.readouterr().err
