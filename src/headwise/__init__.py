@@ -32,6 +32,7 @@ from headwise.convert.linear import from_heads, from_projections, to_heads, to_p
 from headwise.convert.torch import from_torch, to_torch
 from headwise.convert.transformers import from_transformers, to_transformers
 from headwise.errors import HeadwiseError, InputError, MissingExtra
+from headwise.intercept.site import Site
 from headwise.intercept.watch import watch
 from headwise.nn.differential import DifferentialAttention
 from headwise.nn.latent import LatentAttention
@@ -164,6 +165,7 @@ __all__ = [
     "Scores",
     "SetAblation",
     "Setting",
+    "Site",
     "SlidingCache",
     "Space",
     "StaticCache",

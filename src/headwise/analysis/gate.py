@@ -31,6 +31,7 @@ def gate(
     *,
     groups: bool = False,
     positions: Iterable[int] | Tensor | None = None,
+    sites: Iterable[Any] = (),
 ) -> Iterator[None]:
     """Multiply the outputs of heads by factors, or replace them, before the output projection, while the context is
     active. `values` maps `(layer, head)`, or a layer, to a factor or replacement; `positions` selects queries to gate.
@@ -64,6 +65,7 @@ def gate(
             one number per group. In a model that repeats keys and values itself, each head is a group.
         positions: gate only these queries of each call: indices, negative ones from the end, or a boolean tensor
             `(queries,)` or `(batch, queries)`. All queries by default.
+        sites: `Site` objects, which state what cannot be derived about the attention of a module, as in `watch`.
 
     Raises:
         InputError: a layer, head or position does not exist; a value has another type or shape; `model` is not a
@@ -79,7 +81,7 @@ def gate(
     gated_positions = _positions_tensor(positions)
     gates = _prepared(gates, model)
     interceptor = GateInterceptor(gates, groups=flag("groups", groups), positions=gated_positions)
-    with intercepted(model, interceptor):
+    with intercepted(model, interceptor, sites):
         yield
     interceptor.require_intercepted(model, path_of_layer)
     if interceptor.partly_gated:

@@ -185,10 +185,7 @@ def handlers_of_call(
     for module_call in innermost.values():
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
-        if is_cross is None and not is_recomputation:
-            interceptor.on_left_out(module_call.path, UNKNOWN_KIND)
-        cross = is_cross is not False
-        site = SiteKey(module_call.path, cross, module_call.parts.index(cross, origins))
+        site = _site_of_call(module_call, grid, origins, is_cross)
         index = nested[0].call_counts[site]
         nested[0].call_counts[site] += 1
         layer, inputs = layer_number_of(module_call.module), tokens_and_padding(nested)
@@ -197,6 +194,22 @@ def handlers_of_call(
         handlers.observations.extend([] if observation is None else [observation])
         handlers.changes.extend([] if change is None else [change])
     return handlers
+
+
+def _site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | None, is_cross: bool | None) -> SiteKey:
+    """Return the site of an attention call in `module_call`. If its kind is neither derived, as `is_cross`, nor stated
+    by the user, it counts as cross-attention, and the module is named to the interceptor.
+
+    Raises:
+        InputError: the user stated another kind or number of heads.
+    """
+    if module_call.stated is not None:
+        module_call.stated.require_heads(grid.heads)
+        is_cross = module_call.stated.resolved_cross(is_cross)
+    if is_cross is None and not call_stack.is_recomputing:
+        module_call.interceptor.on_left_out(module_call.path, UNKNOWN_KIND)
+    cross = is_cross is not False
+    return SiteKey(module_call.path, cross, module_call.parts.index(cross, origins))
 
 
 def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:

@@ -4,8 +4,9 @@ Nothing changes at import. Nothing is intercepted outside of the modules of an i
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,21 +15,28 @@ from headwise.errors import InputError
 from headwise.intercept.call_stack import CallStack, call_stack
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_hooks import ModuleHooks
+from headwise.intercept.site import Site, sites_by_path
 from headwise.intercept.torch_patches import function_patches
 
 _lock = threading.Lock()
 
 
 @contextmanager
-def intercepted(model: nn.Module, interceptor: Interceptor) -> Iterator[None]:
+def intercepted(model: nn.Module, interceptor: Interceptor, sites: Iterable[Any] = ()) -> Iterator[None]:
     """Report every attention call of `model` within the context, in any thread, to `interceptor`.
 
     Hooks and patches are removed when the context ends, also after an exception. Contexts may be nested, for one model
     or several. What activation checkpointing repeats in a backward pass, also after the context, is changed by
     `interceptor` in the same way as the forward pass was, and not reported again.
 
+    Args:
+        model: the model.
+        interceptor: object that observes or changes the attention calls.
+        sites: statements of the user about the attention of modules, as `headwise.Site` objects.
+
     Raises:
-        InputError: the model is compiled or scripted, so its calls do not pass through Python.
+        InputError: the model is compiled or scripted, so its calls do not pass through Python; a statement is not
+            about a module of the model, or contradicts what is derived.
     """
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -36,7 +44,7 @@ def intercepted(model: nn.Module, interceptor: Interceptor) -> Iterator[None]:
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             remedy = "give the module before it is compiled, model._orig_mod"
             raise InputError("model", expected="modules that run in Python", got="a compiled one", remedy=remedy)
-    interception = HooksAndPatches(model, interceptor)
+    interception = HooksAndPatches(model, interceptor, sites_by_path(model, sites))
     with interception:
         with _lock:
             CallStack.interceptions = (*CallStack.interceptions, interception)
@@ -58,9 +66,11 @@ class HooksAndPatches:
         interceptor: the interceptor.
     """
 
-    def __init__(self, model: nn.Module, interceptor: Interceptor) -> None:
+    def __init__(self, model: nn.Module, interceptor: Interceptor, sites: Mapping[str, Site]) -> None:
         self.interceptor = interceptor
-        self._hooks = [ModuleHooks(interceptor, path, module) for path, module in model.named_modules()]
+        self._hooks = [
+            ModuleHooks(interceptor, path, module, sites.get(path)) for path, module in model.named_modules()
+        ]
         self._lock, self._depth, self._installed = threading.Lock(), 0, ExitStack()
 
     def __enter__(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.intercept.interceptor import Interceptor, SiteKey
+from headwise.intercept.site import Site
 from headwise.intercept.site_parts import SiteParts
 
 NON_TOKEN_ARGUMENTS = ("pixel_values", "input_features", "input_values")
@@ -24,6 +25,7 @@ class ModuleCall:
         path: path of the module in the model.
         module: the module.
         arguments: arguments of the call, by name.
+        stated: what the user states about the attention of the module; None for nothing.
         parts: attention layers that the module computes itself, in all its calls.
         call_counts: number of attention calls so far inside this call, by site.
     """
@@ -32,6 +34,7 @@ class ModuleCall:
     path: str
     module: nn.Module
     arguments: dict[str, Any]
+    stated: Site | None = None
     parts: SiteParts = field(default_factory=SiteParts)
     call_counts: Counter[SiteKey] = field(default_factory=Counter)
 

@@ -10,6 +10,7 @@ from headwise.intercept import eager_softmax
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.site import Site
 from headwise.intercept.site_parts import SiteParts
 from headwise.intercept.torch_patches import TorchCalls
 
@@ -19,9 +20,9 @@ class ModuleHooks:
     stack at its start, and pop it at its end.
     """
 
-    def __init__(self, interceptor: Interceptor, path: str, module: nn.Module) -> None:
+    def __init__(self, interceptor: Interceptor, path: str, module: nn.Module, stated: Site | None = None) -> None:
         self._interceptor, self._path, self._module = interceptor, path, module
-        self._parts = SiteParts()
+        self._stated, self._parts = stated, SiteParts()
         try:
             self._argument_names = tuple(inspect.signature(module.forward).parameters)
         except ValueError:  # a function written in C, which has no signature
@@ -41,7 +42,7 @@ class ModuleHooks:
             return
         is_outermost = all(call.interceptor is not self._interceptor for call in call_stack.module_calls)
         arguments = dict(zip(self._argument_names, args, strict=False)) | kwargs
-        _push(ModuleCall(self._interceptor, self._path, module, arguments, self._parts))
+        _push(ModuleCall(self._interceptor, self._path, module, arguments, self._stated, self._parts))
         if call_stack.is_recomputing:
             return
         if is_outermost:

@@ -1,6 +1,6 @@
 """`watch`: statistics of every head of any model while it runs."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,12 @@ from headwise.statistics.weight_capture import WeightCapture
 
 
 @contextmanager
-def watch(model: Any, *, special: Collection[int] = (), detail: Any = None) -> Iterator[Heads]:
+def watch(
+    model: Any, *, special: Collection[int] = (), detail: Any = None, sites: Iterable[Any] = ()
+) -> Iterator[Heads]:
     """Collect statistics of every attention head, from all attention calls of `model` within the context, and yield the
     `Heads` object that contains them. `special` contains the ids of special tokens, such as [CLS]; `detail` selects
-    attention weights to store in addition.
+    attention weights to store in addition; `sites` states what cannot be derived about the attention of a module.
 
     The model computes the same output, up to rounding.
 
@@ -25,13 +27,15 @@ def watch(model: Any, *, special: Collection[int] = (), detail: Any = None) -> I
         special: ids of the tokens that count as special, such as `tokenizer.all_special_ids`.
         detail: a `WeightCapture` that says which weights to keep of the last call of each module, for `Heads.details`.
 
+        sites: `Site` objects, which state what cannot be derived about the attention of a module.
+
     Yields:
         the `Heads`, which are complete when the context ends.
 
     Raises:
         InputError: the model is not a torch module, is compiled, or uses an attention implementation of
-            `transformers` whose masks cannot be read. When the context ends: the model ran, and no
-            attention was intercepted.
+            `transformers` whose masks cannot be read; a statement in `sites` is wrong. When the context ends: the model
+            ran, and no attention was intercepted.
 
     Warns:
         UserWarning: when the context ends, of modules that ran and are called attention, but whose attention was not
@@ -47,7 +51,7 @@ def watch(model: Any, *, special: Collection[int] = (), detail: Any = None) -> I
     if detail is not None and not isinstance(detail, WeightCapture):
         raise InputError("detail", expected="a headwise.WeightCapture or None", got=type(detail).__name__)
     heads = Heads(model)
-    with intercepted(model, StatisticsObserver(model, heads, special, detail)):
+    with intercepted(model, StatisticsObserver(model, heads, special, detail), sites):
         yield heads
     if heads.ran:
         heads.require_attention()
