@@ -14,6 +14,8 @@ SECONDS, TYPES_EACH = 40.0, 40
 """Time limit in seconds for one model type, and number of model types for one worker; a worker's imports stay in
 memory.
 """
+JUDGE = "research.census.worker"
+"""Module that a worker process runs by default."""
 
 
 class Worker:
@@ -25,8 +27,8 @@ class Worker:
         done: number of model types sent to it.
     """
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-W", "ignore", "-m", "research.census.worker"]
+    def __init__(self, module: str = JUDGE) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", module]
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -68,9 +70,14 @@ class Worker:
         self.process.wait()
 
 
-def judged(model_types: Sequence[str], on_verdict: Callable[[dict[str, Any]], None], seconds: float = SECONDS) -> None:
-    """Judge the model types in order, in worker processes, and call `on_verdict` with each verdict. A crash or a
-    timeout gives the outcome "not built".
+def judged(
+    model_types: Sequence[str],
+    on_verdict: Callable[[dict[str, Any]], None],
+    seconds: float = SECONDS,
+    module: str = JUDGE,
+) -> None:
+    """Judge the model types in order, in worker processes that run `module`, and call `on_verdict` with each verdict.
+    A crash or a timeout gives the outcome "not built".
     """
     worker: Worker | None = None
     try:
@@ -78,7 +85,7 @@ def judged(model_types: Sequence[str], on_verdict: Callable[[dict[str, Any]], No
             if worker is None or worker.done >= TYPES_EACH:
                 if worker is not None:
                     worker.end()
-                worker = Worker()
+                worker = Worker(module)
             reason = "the process ended"
             try:
                 verdict = worker.ask(model_type, seconds)

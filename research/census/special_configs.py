@@ -78,6 +78,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "detr": ({}, ONE_STAGE),
     "table-transformer": ({}, ONE_STAGE),
     "deformable_detr": ({}, TIMM_FREE),
+    "led": ({}, {"attention_window": 8}),
+    "longformer": ({}, {"attention_window": 8}),
     "cohere_compass_text": (
         {},
         {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},

@@ -11,26 +11,42 @@ LOOKUPS = ("embedding",)
 """Operators whose results are no parameters, although all of their floating arguments are."""
 
 
+COPIES = ("clone", "_to_copy", "cat", "stack", "index", "index_select", "copy", "constant_pad_nd", "roll")
+"""Operators whose results consist of elements of their arguments."""
+
+
 @dataclass(frozen=True)
 class Scores:
     """Origin of the scores of a softmax.
 
     Attributes:
         is_product: the scores come from a product of two tensors, neither of which is a parameter.
-        query_sources: storages of the inputs of the linear layers that gave the first factor.
+        query_sources: storages of the inputs of the linear layers that gave the first factor, and of the tensors that
+            these inputs were copied from.
         key_sources: the same for the second factor.
+        deep_query_sources: the same, and the inputs of the linear layers before these.
+        deep_key_sources: the same for the second factor.
     """
 
     is_product: bool
     query_sources: frozenset[int] = frozenset()
     key_sources: frozenset[int] = frozenset()
+    deep_query_sources: frozenset[int] = frozenset()
+    deep_key_sources: frozenset[int] = frozenset()
 
     @property
     def is_self(self) -> bool | None:
-        """Whether queries and keys come from the same tensors; None if one of them has no linear layer."""
+        """Whether queries and keys come from the same tensors; None if only some of their sources are the same, or if
+        one of them has no linear layer.
+
+        Without a common source directly before the last linear layers, one layer more decides. Keys of latent attention
+        and of spatial reduction pass two linear layers.
+        """
         if not self.query_sources or not self.key_sources:
             return None
-        return bool(self.query_sources & self.key_sources)
+        if self.query_sources & self.key_sources:
+            return True if self.query_sources == self.key_sources else None
+        return bool(self.deep_query_sources & self.deep_key_sources)
 
 
 class OperatorGraph:
@@ -71,8 +87,9 @@ class OperatorGraph:
         """Return the origin of the scores of a softmax: the last products of two activations before it."""
         products = self._products_before(tensor.untyped_storage()._cdata)
         products = [factors for factors in products if not self._state_in(factors)]
-        queries, keys = ([self._sources(factors[side]) for factors in products] for side in (0, 1))
-        return Scores(bool(products), frozenset().union(*queries), frozenset().union(*keys))
+        sides = [frozenset().union(*(self._sources(factors[side]) for factors in products)) for side in (0, 1)]
+        deep = [side.union(*(self._sources(source) for source in side)) for side in sides]
+        return Scores(bool(products), *sides, *deep)
 
     def _products_before(self, start: int) -> list[tuple[int, int]]:
         """Return the factors of the products whose results reach a storage without another product between."""
@@ -95,5 +112,13 @@ class OperatorGraph:
         sources: set[int] = set()
         for factors in self._products_before(start):
             if self._state_in(factors):
-                sources.update([factor for factor in factors if not self.is_state(factor)] or factors[:1])
+                for factor in [factor for factor in factors if not self.is_state(factor)] or factors[:1]:
+                    sources |= self._originals(factor)
         return frozenset(sources)
+
+    def _originals(self, key: int, depth: int = 8) -> set[int]:
+        """Return the storages from which a storage was copied; itself if it was computed."""
+        writers = [(name, inputs) for name, inputs in self._writers.get(key, ()) if inputs]
+        if not depth or not writers or any(name not in COPIES for name, _ in writers):
+            return {key}
+        return {original for _, inputs in writers for other in inputs for original in self._originals(other, depth - 1)}

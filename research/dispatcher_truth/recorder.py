@@ -36,7 +36,7 @@ class TruthCall:
 
     Attributes:
         path: innermost module that was running at the softmax.
-        weights: `(sequences, heads, queries, keys)`, float64, before dropout; 0 for keys without values.
+        weights: `(sequences, heads, queries, keys)`, float64, before dropout, without keys that have no values.
         outputs: weights times values before dropout, `(sequences, heads, queries, value_dim)`, float64.
         rows: row of the output projection's input for each query, `(sequences, heads, queries)`. For an input
             `(batch, length, width)` it is `batch * length + position`.
@@ -214,7 +214,7 @@ class Recorder(TorchDispatchMode):
             for call in from_weights:
                 self._on_weights("bmm", call, tags, weights, values, product)
             if from_lines and not from_weights and not self._has_weights(values):
-                self._on_lines(name, from_lines, tags, values, product)
+                self._on_lines(name, from_lines, tags, weights, values, product)
 
     def _has_weights(self, tensor: Tensor) -> bool:
         tags = self._tags.of(tensor)
@@ -232,7 +232,9 @@ class Recorder(TorchDispatchMode):
         marks = torch.where(lines >= 0, lines + call.line_start, 0)[..., None].double()
         self._tags.set(product, marks.expand(product.shape))
 
-    def _on_lines(self, name: str, calls: list[SoftmaxCall], tags: Tensor, operand: Tensor, product: Tensor) -> None:
+    def _on_lines(
+        self, name: str, calls: list[SoftmaxCall], tags: Tensor, inputs: Tensor, operand: Tensor, product: Tensor
+    ) -> None:
         """Handle a product `(groups, rows, columns)` in which outputs of heads are contracted over their columns: the
         output projection if a row has several heads, otherwise a map of each head.
         """
@@ -240,7 +242,7 @@ class Recorder(TorchDispatchMode):
         tagged = rows > 0
         low = torch.where(tagged, rows, torch.inf).amin(-1)
         high = torch.where(tagged, rows, -torch.inf).amax(-1)
-        projection = Projection(self._path, rows.clone(), operand, name)
+        projection = Projection(self._path, rows.clone(), operand, name, inputs.detach().reshape(rows.shape).clone())
         if bool((low == high)[tagged.any(-1)].all()):
             running = set(self._stack.running)
             for call in calls:
@@ -271,7 +273,8 @@ class Recorder(TorchDispatchMode):
             return
         columns = tags.movedim(1, -1).reshape(1, -1, tags.shape[1])
         shape = (1, columns.shape[1], result.shape[1])
-        self._on_lines("convolution", lines, columns, args[1], torch.empty(shape))
+        inputs = args[0].movedim(1, -1).reshape(columns.shape)
+        self._on_lines("convolution", lines, columns, inputs, args[1], torch.empty(shape))
 
     # -- sums ---------------------------------------------------------------------------------------------------------
 
@@ -342,7 +345,7 @@ def _truth_of(call: SoftmaxCall) -> TruthCall:
     assert projection is not None
     assert call.outputs is not None
     plain = torch.where(call.used, call.result.reshape(call.lines, call.keys), 0.0)
-    if not torch.allclose(plain, call.applied, rtol=1e-6, atol=1e-9):
+    if not torch.allclose(plain, call.applied, rtol=1e-6, atol=1e-9, equal_nan=True):
         call.note("weights were changed between softmax and the product")
     columns = []
     for head in range(layout.lines.shape[1]):
@@ -351,7 +354,7 @@ def _truth_of(call: SoftmaxCall) -> TruthCall:
     form = "bmm" if "bmm" in call.forms else "sum"
     how = "blocks of columns" if call.projection is not None else "one head"
     derived = f"softmax, {' and '.join(call.forms)}, {how} of {projection.operator} in {projection.path!r}"
-    weights, outputs = plain[layout.lines], call.outputs[layout.lines]
+    weights, outputs = plain[layout.lines][..., layout.keys], call.outputs[layout.lines]
     return TruthCall(call.path, weights, outputs, layout.rows, columns, projection, derived, call.notes, form, call)
 
 

@@ -22,12 +22,24 @@ class Projection:
         rows: tags of its input, `(rows, columns)`; the columns are the contracted axis.
         operand: the other factor, or weight.
         operator: name of the operator.
+        inputs: its input, of the shape of `rows`.
     """
 
     path: str
     rows: Tensor
     operand: Tensor
     operator: str
+    inputs: Tensor
+
+    @property
+    def matrix(self) -> Tensor | None:
+        """The other factor as a matrix `(columns, width)`, a view of it; None if it is no single matrix."""
+        operand = self.operand
+        if self.operator == "convolution":
+            operand = operand.flatten(1).T if operand[0, 0].numel() == 1 else operand
+        elif operand.dim() == 3 and operand.shape[0] == 1:
+            operand = operand[0]
+        return operand if operand.dim() == 2 and operand.shape[0] == self.rows.shape[1] else None
 
 
 @dataclass
@@ -173,17 +185,14 @@ class SoftmaxCall:
         group, present = self.group_of_line, (head >= 0)
         if not bool(present.any()):
             raise Unresolved("its output does not reach the output projection")
-        order = sorted(present.nonzero()[:, 0].tolist(), key=lambda line: (int(head[line]), int(group[line]), line))
-        by_block: dict[tuple[int, int], list[int]] = {}
-        for line in order:
-            by_block.setdefault((int(head[line]), int(group[line])), []).append(line)
-        by_head: list[list[list[int]]] = [[] for _ in range(heads)]
-        for (number, _), block in by_block.items():
-            by_head[number].append(block)
-        try:
-            grid = torch.tensor(by_head).transpose(0, 1)  # (sequences, heads, queries)
-        except (ValueError, TypeError) as error:
-            raise Unresolved("its lines do not form a grid of sequences, heads and queries") from error
+        lines = present.nonzero()[:, 0]
+        block = head[lines] * (int(group.max()) + 1) + group[lines]
+        order = (block * self.lines + lines).argsort()
+        queries = block.unique(return_counts=True)[1]
+        blocks = head[lines][order][:: int(queries[0])].bincount(minlength=heads)
+        if bool((queries != queries[0]).any()) or bool((blocks != blocks[0]).any()):
+            raise Unresolved("its lines do not form a grid of sequences, heads and queries")
+        grid = lines[order].view(heads, -1, int(queries[0])).transpose(0, 1)  # (sequences, heads, queries)
         return Layout(grid, row[grid], self.used.any(0))
 
 

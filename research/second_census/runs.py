@@ -1,0 +1,294 @@
+"""All runs of one model under `hw.watch` and `hw.gate`, each with its verdict."""
+
+import copy
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from research.dispatcher_truth.recorder import Record, dispatcher_truth
+from research.second_census import batches, gates, steps, training
+from research.second_census.batches import Batch
+from research.second_census.compare import TOLERANCE, Findings, compare, is_named
+from research.second_census.expected import Sites, agree, merged, sites_of
+from research.second_census.watched import Watched, watch
+
+SINGLE_TOLERANCE = 2e-4
+"""Tolerance for models that run in float32 only: the truth is then in float32, too."""
+
+
+@dataclass
+class Run:
+    """Verdict on one run.
+
+    Attributes:
+        name: name of the run.
+        outcome: "wrong", "crash" (another error than `InputError` under headwise), "silent", "right", "partly",
+            "refused", "no attention", or "skipped".
+        problems: what is wrong, silent, refused or skipped, in words.
+        named: modules or statistics that a warning names.
+        left_out: statistics that are missing and not named.
+        unverified: what was reported, but the truth does not know.
+        checked: number of values that agree.
+        confirmed: every sequence alone gave the same statistics; None if that was not tried.
+    """
+
+    name: str
+    outcome: str
+    problems: list[str] = field(default_factory=list)
+    named: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    unverified: list[str] = field(default_factory=list)
+    checked: int = 0
+    confirmed: bool | None = None
+
+
+@dataclass
+class Subject:
+    """A model that runs, with the inputs that it accepts, and the attention of that run.
+
+    Attributes:
+        generator: model of the same type that generates text; None if there is none.
+    """
+
+    model: nn.Module
+    batch: Batch
+    record: Record
+    dtype: torch.dtype
+    special: set[int]
+    generator: nn.Module | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference that is rounding."""
+        return TOLERANCE if self.dtype == torch.float64 else SINGLE_TOLERANCE
+
+
+def call(model: nn.Module, batch: Batch) -> Any:
+    """Run a model, always with the same random numbers."""
+    torch.manual_seed(0)
+    return model(**batch.inputs)
+
+
+def recorded(model: nn.Module, batch: Batch) -> Record:
+    """Return the attention of a run, recorded at the dispatcher."""
+    with dispatcher_truth(model) as record:
+        call(model, batch)
+    return record
+
+
+def all_runs(subject: Subject) -> Iterator[Run]:
+    """Yield the verdicts on all runs of a model."""
+    state = library_state(subject.model)
+    padded = list(batches.padded(subject.batch, subject.model))
+    eager = _eager(subject.model) if padded else None
+    yield _guarded("unpadded", lambda: _batched(subject, subject.model, subject.batch))
+    for batch in padded:
+        yield _guarded(batch.name, lambda batch=batch: _batched(subject, subject.model, batch))  # type: ignore[misc]
+        if eager is not None:
+            yield _guarded(f"{batch.name}, eager", lambda batch=batch: _batched(subject, eager, batch))  # type: ignore[misc]
+    yield from _stepwise(subject, steps.cached, subject.model)
+    if subject.generator is not None:
+        yield from _stepwise(subject, steps.generated, subject.generator)
+    if subject.record.calls:
+        yield _guarded("training", lambda: _training(subject))
+        for dtype in (torch.float32, torch.bfloat16):
+            name = str(dtype).removeprefix("torch.")
+            yield _guarded(name, lambda dtype=dtype: _in_dtype(subject, dtype))  # type: ignore[misc]
+        yield _guarded("gates", lambda: _gates(subject))
+    after = library_state(subject.model)
+    changed = [name for name, value in state.items() if after[name] != value]
+    yield Run("restored", "wrong" if changed else "right", [f"changed: {name}" for name in changed])
+
+
+def library_state(model: nn.Module) -> dict[str, object]:
+    """Return what watching may replace: functions of torch, hooks and attributes of modules."""
+    functional = torch.nn.functional
+    state: dict[str, object] = {}
+    for name in ("scaled_dot_product_attention", "softmax", "multi_head_attention_forward", "dropout"):
+        state[name] = id(getattr(functional, name))
+    state |= {"torch.softmax": id(torch.softmax), "Tensor.softmax": id(Tensor.softmax)}
+    state["fast path"] = torch.backends.mha.get_fastpath_enabled()
+    for path, module in model.named_modules():
+        hooks = (len(module._forward_hooks), len(module._forward_pre_hooks))
+        state[path] = (hooks, tuple(vars(module)), type(module))
+    return state
+
+
+def _guarded(name: str, run: Callable[[], Run]) -> Run:
+    """Return the verdict on a run. An unexpected error is a crash if it passed through headwise."""
+    try:
+        verdict = run()
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [frame for frame in frames if "/src/headwise/" in frame.filename]
+        where = f" ({places[-1].filename.rsplit('/', 1)[-1]}:{places[-1].lineno})" if places else ""
+        text = f"{type(error).__name__}: {str(error)[:200]}{where}"
+        verdict = Run(name, "crash" if places else "skipped", [text])
+    verdict.name = name
+    return verdict
+
+
+# -- single calls -----------------------------------------------------------------------------------------------------
+
+
+def _batched(subject: Subject, model: nn.Module, batch: Batch) -> Run:
+    """Compare a run with the truth of the same batch, and this truth with that of every sequence alone."""
+    tolerance = subject.tolerance
+    try:
+        record = recorded(model, batch)
+        sites = sites_of(record, batch, subject.special)
+        is_finite = not any("not finite" in site.uncertain for site in sites.values())
+    except RuntimeError:
+        is_finite = False
+    if not is_finite:  # masks of some models are not made for float64
+        model, tolerance = copy.deepcopy(model).float(), SINGLE_TOLERANCE
+        batch = replace(batch, inputs=batches.in_dtype(batch.inputs, torch.float32))
+        record = recorded(model, batch)
+        sites = sites_of(record, batch, subject.special)
+    alone = batches.alone(batch) if batch.name != "unpadded" else None
+    confirmed = None
+    if alone is not None:
+        try:
+            runs = [sites_of(recorded(model, one), one, subject.special) for one in alone]
+        except Exception:
+            runs = []  # some models need two sequences
+        confirmed = agree(sites, merged(runs)) if runs else None
+    result = watch(model, lambda: call(model, batch), subject.special)
+    verdict = _compared(result, sites, record, tolerance)
+    verdict.confirmed = confirmed
+    return verdict
+
+
+def _eager(model: nn.Module) -> nn.Module | None:
+    """Return a copy with eager attention; None if that is what it has, or it cannot change."""
+    if getattr(model.config, "_attn_implementation", "eager") == "eager":
+        return None
+    try:
+        eager: Any = copy.deepcopy(model)
+        eager.set_attn_implementation("eager")
+    except Exception:
+        return None
+    return eager
+
+
+def _in_dtype(subject: Subject, dtype: torch.dtype) -> Run:
+    """Compare statistics in a dtype with those in float64. The error may be twice that of the plain model's weights."""
+    model = copy.deepcopy(subject.model).to(dtype)
+    inputs = batches.in_dtype(subject.batch.inputs, dtype)
+    batch = Batch("", inputs, subject.batch.real, subject.batch.tokens)
+    try:
+        record = recorded(model, batch)
+    except Exception as error:
+        return Run("", "skipped", [f"the model does not run so: {type(error).__name__}: {str(error)[:150]}"])
+    truth, plain = sites_of(subject.record, subject.batch, subject.special), sites_of(record, batch, subject.special)
+    if truth.keys() != plain.keys():
+        return Run("", "skipped", ["the model computes something else in this dtype"])
+    budget = 1e-3 if dtype == torch.bfloat16 else 1e-5
+    for key, site in truth.items():
+        means, rounded = site.means(), plain[key].means()
+        for name in means.keys() & rounded.keys():
+            off = (means[name] - rounded[name]).abs() / means[name].abs().clamp(min=1.0)
+            budget = max(budget, 2 * float(off.nan_to_num().max()))
+    return _compared(watch(model, lambda: call(model, batch), subject.special), truth, record, budget)
+
+
+def _compared(result: Watched, sites: Sites, record: Record, tolerance: float) -> Run:
+    """Return the verdict on a watched run."""
+    if result.refused:
+        return _of_refusal(result.refused, sites)
+    maybe = {softmax.path for softmax, _ in record.unresolved} | {path for path, _ in record.fused}
+    return _of_findings(compare(result.rows, sites, result.warned, maybe, tolerance))
+
+
+def _of_findings(findings: Findings) -> Run:
+    outcome = "wrong" if findings.wrong else "silent" if findings.silent else "partly" if findings.named else "right"
+    if outcome == "right" and not findings.checked:
+        outcome = "skipped" if findings.unverified else "no attention"
+    problems = findings.wrong + [f"not reported and not named: {path}" for path in findings.silent]
+    named = sorted(set(findings.named))
+    return Run("", outcome, problems, named, findings.left_out, findings.unverified, findings.checked)
+
+
+def _of_refusal(message: str, sites: Sites) -> Run:
+    """Return the verdict on a refusal: without attention there is nothing to refuse; otherwise it names a module."""
+    if not sites:
+        return Run("", "no attention", [message])
+    named = any(is_named(site.path, message) for site in sites.values())
+    return Run("", "refused", [message, *([] if named else ["the message names no attention module"])])
+
+
+# -- steps, training, gates -------------------------------------------------------------------------------------------
+
+
+def _stepwise(
+    subject: Subject, make: Callable[[nn.Module, Batch], Iterator[steps.Steps]], model: nn.Module
+) -> Iterator[Run]:
+    """Yield the verdicts on runs in steps."""
+    try:
+        runs = list(make(model, subject.batch))
+    except Exception as error:
+        yield Run("steps", "skipped", [f"{type(error).__name__}: {str(error)[:200]}"])
+        return
+    for one in runs:
+        yield _guarded(one.name, lambda one=one: _steps(subject, one, model))  # type: ignore[misc]
+
+
+def _steps(subject: Subject, one: steps.Steps, model: nn.Module) -> Run:
+    """Compare a run in steps with the single call over the same tokens, if the model computes the same in both."""
+    with dispatcher_truth(model) as record:
+        whole = one.read(call(model, one.whole))
+    try:
+        with torch.no_grad():
+            plain = one.run()
+    except Exception as error:
+        return Run("", "skipped", [f"the model does not run so: {type(error).__name__}: {str(error)[:150]}"])
+    if plain.shape != whole.shape or not torch.allclose(plain.double(), whole.double(), atol=1e-4, rtol=1e-4):
+        return Run("", "skipped", ["the model itself computes something else in steps"])
+    sites = sites_of(record, one.whole, subject.special)
+    return _compared(watch(model, one.run, subject.special), sites, record, subject.tolerance)
+
+
+def _training(subject: Subject) -> Run:
+    """Compare a training step under `watch` with one without, and its statistics with the truth before dropout."""
+    model, batch, tolerance = training.with_dropout(subject.model), subject.batch, subject.tolerance
+    try:
+        plain = training.step(model, batch.inputs)
+        again = training.step(model, batch.inputs)
+    except Exception as error:
+        return Run("", "skipped", [f"the model does not train: {type(error).__name__}: {str(error)[:150]}"])
+    if plain.difference(again, 0.0):
+        return Run("", "skipped", ["two steps of the model differ"])
+    watched = training.watched_step(model, batch.inputs, subject.special)
+    difference = watched.difference(plain, tolerance)
+    if difference:
+        return Run("", "wrong", [f"the training step changes under watch: {difference}"])
+    trained = copy.deepcopy(model)
+    with dispatcher_truth(trained) as record:
+        torch.manual_seed(training.SEED)
+        outputs = training.floating(trained(**batch.inputs))
+    if not all(training.is_close(one, other, tolerance) for one, other in zip(outputs, plain.outputs, strict=True)):
+        return Run("", "right", unverified=["statistics: dropout of the truth is another"])
+    sites = sites_of(record, batch, subject.special)
+    for site in sites.values():
+        site.uncertain.discard("changed")  # by dropout
+    maybe = {softmax.path for softmax, _ in record.unresolved}
+    return _of_findings(compare(watched.rows, sites, watched.text, maybe, tolerance))
+
+
+def _gates(subject: Subject) -> Run:
+    """Compare gated runs with runs in which the head's columns of the output projection are zero."""
+    result = watch(subject.model, lambda: call(subject.model, subject.batch))
+    if result.refused or not result.rows:
+        return Run("", "skipped", ["nothing is reported"])
+    record = recorded(subject.model, subject.batch)
+    problems = gates.check(subject.model, subject.batch, record, result.rows, subject.tolerance)
+    unverified = [problem for problem in problems if problem.startswith("unverified")]
+    refused = [problem for problem in problems if problem.startswith("refused")]
+    wrong = [problem for problem in problems if problem not in unverified and problem not in refused]
+    outcome = "wrong" if wrong else "refused" if refused else "right"
+    checked = len(gates.sample(result.rows)) - len(problems)
+    return Run("", outcome, wrong + refused, unverified=unverified, checked=checked)
