@@ -7,7 +7,7 @@ BENCH := $(VENV)/.installed-bench
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=15
 RESEARCH_TESTS := tests/research tests/benchmarks
 
-.PHONY: demo test test-slow test-research coverage lint pictures tables census findings claims bench bench-quick clean
+.PHONY: demo test test-slow test-research coverage lint pictures tables census census2 findings claims bench bench-quick clean
 
 demo: $(INSTALLED)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
@@ -40,6 +40,10 @@ tables: $(INSTALLED)  ## write the tables in docs/ that come from running headwi
 census: $(INSTALLED)  ## watch a tiny model of every type of transformers and write docs/reports/census.md
 	$(BIN)/python -m research.census
 	$(BIN)/python -m research.census.report
+
+census2: $(INSTALLED)  ## compare watch and gate with torch's dispatcher and write docs/reports/second_census.md (20 minutes)
+	$(BIN)/python -m research.second_census
+	$(BIN)/python -m research.second_census.report
 
 findings: $(INSTALLED)  ## measure the importance of heads of two real models and write docs/reports/findings.md (an hour)
 	$(BIN)/python -m research.findings

@@ -113,9 +113,11 @@ def test_ignored_padding_is_found(monkeypatch, llama):
 def test_gate_of_another_head_is_found(monkeypatch, llama):
     gate = hw.gate
     assert runs._gates(llama).outcome == "right"
-    monkeypatch.setattr(
-        hw, "gate", lambda model, values: gate(model, {(l, (h + 1) % 6): g for (l, h), g in values.items()})
-    )
+
+    def next_head(model, values):
+        return gate(model, {(layer, (head + 1) % 6): factor for (layer, head), factor in values.items()})
+
+    monkeypatch.setattr(hw, "gate", next_head)
     run = runs._gates(llama)
     assert run.outcome == "wrong"
     assert "differs" in run.problems[0]
