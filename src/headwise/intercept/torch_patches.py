@@ -20,6 +20,7 @@ from headwise.intercept.call_handlers import answer_intercepted
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
 from headwise.intercept.foreign_functions import SDPA, InterceptedFunction, torchs_own
+from headwise.intercept.fused_functions import report_fused
 from headwise.intercept.hf_calls import intercepting_dispatch
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.sdpa_calls import intercepted_sdpa
@@ -42,6 +43,8 @@ class TorchCalls(TorchFunctionMode):
         """
         kwargs = kwargs or {}
         func = torchs_own(func)
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **kwargs)  # a compiler reads the function; its calls are intercepted when they run
         if call_stack.torch_mode is not self:
             return func(*args, **kwargs)  # a backward pass repeats modules inside of another module
         if func is SDPA:
@@ -56,7 +59,9 @@ class TorchCalls(TorchFunctionMode):
             eager_softmax.on_softmax(scores, result, dim)
         else:
             result = eager_softmax.on_function(func, args, kwargs, result)
-        call_stack.lineage.record(func, (*args, *kwargs.values()), result, call_stack.module_calls)
+        arguments = (*args, *kwargs.values())
+        report_fused(func, arguments, call_stack.module_calls)
+        call_stack.lineage.record(func, arguments, result, call_stack.module_calls)
         return result
 
 

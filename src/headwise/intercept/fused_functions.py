@@ -1,0 +1,37 @@
+"""Fused attention functions other than `scaled_dot_product_attention`, whose weights cannot be read."""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from headwise.intercept.module_call import ModuleCall
+
+NAME_PARTS = ("attention", "attn", "transformer_encoder_layer_fwd")
+"""Parts of the names of fused attention functions of torch and of other libraries."""
+
+
+def report_fused(function: Any, arguments: Iterable[Any], module_calls: list[ModuleCall]) -> None:
+    """If a function that a model called is a fused attention function, name the module that called it to the
+    interceptors. It is one if its name says so, and three of its arguments can be queries, keys and values.
+    """
+    name = _attention_name(function)
+    if name is None or sum(_may_be_heads(argument) for argument in arguments) < 3:
+        return
+    reason = f"attention of these modules by {name} cannot be read; call scaled_dot_product_attention"
+    for innermost in {id(module_call.interceptor): module_call for module_call in module_calls}.values():
+        innermost.interceptor.on_unreadable(innermost.path, reason)
+
+
+@cache
+def _attention_name(function: Any) -> str | None:
+    """Return the name of a function if it is called attention; None for other functions."""
+    name = getattr(function, "__name__", "").removesuffix(".default")
+    name = name if isinstance(name, str) else str(function)
+    return name if any(part in name.lower() for part in NAME_PARTS) else None
+
+
+def _may_be_heads(argument: Any) -> bool:
+    """Return True for a floating-point tensor of at least two axes, as queries, keys and values are."""
+    return isinstance(argument, Tensor) and argument.ndim >= 2 and argument.is_floating_point()
