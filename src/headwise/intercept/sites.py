@@ -167,8 +167,14 @@ class SiteRegistry(Interceptor):
         if not self.ran:
             raise InputError("model", expected="a model that ran while it was watched", got="none", remedy="call it")
         if not self._records:
-            names = ", ".join(self.unread) or type(self._modules[""]).__name__
+            names = self._names(self.unread) or self._names([""])
             raise InputError("model", expected="attention in a way that can be seen", got=f"none in {names}")
+
+    def _names(self, paths: Iterable[str]) -> str:
+        """Return the sorted paths of modules as a list for messages. The model itself, whose path is empty, is named by
+        its class.
+        """
+        return ", ".join(path or type(self._modules[""]).__name__ for path in sorted(paths))
 
     def warn_of_unread(self, stacklevel: int = 4) -> None:
         """Issue one warning for each reason why modules are not in the result, or not with all statistics. It names the
@@ -179,13 +185,13 @@ class SiteRegistry(Interceptor):
         """
         for paths_by_reason in (self._paths_by_reason(), self._left_out):
             for reason, paths in sorted(paths_by_reason.items()):
-                warnings.warn(f"{reason}: {', '.join(sorted(paths))}", stacklevel=stacklevel)
+                warnings.warn(f"{reason}: {self._names(paths)}", stacklevel=stacklevel)
 
     def warn_of_nonfinite(self, stacklevel: int = 4) -> None:
         """Issue a warning with the modules in which attention weights or head outputs were NaN or infinite, and the
         numbers of their rows. `stacklevel` selects the calling frame that the warning names, as in `warnings.warn`.
         """
         if self.nonfinite:
-            modules = ", ".join(f"{path} ({rows} rows)" for path, rows in self.nonfinite.items())
+            modules = ", ".join(f"{self._names([path])} ({rows} rows)" for path, rows in self.nonfinite.items())
             reason = "attention weights or head outputs are NaN or infinite, so statistics of their heads are NaN"
             warnings.warn(f"{reason}: {modules}", stacklevel=stacklevel)
