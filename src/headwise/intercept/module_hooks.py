@@ -1,6 +1,7 @@
 """Hooks on the modules of an intercepted model, which keep each thread's call stack."""
 
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -13,9 +14,10 @@ from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.site import Site
 from headwise.intercept.site_parts import SiteParts
 from headwise.intercept.torch_patches import TorchCalls
+from headwise.intercept.uncopied_hooks import UncopiedHooks
 
 
-class ModuleHooks:
+class ModuleHooks(UncopiedHooks):
     """Forward hooks of one module of an intercepted model: they push each call of the module onto the thread's call
     stack at its start, and pop it at its end.
     """
@@ -23,25 +25,24 @@ class ModuleHooks:
     def __init__(self, interceptor: Interceptor, path: str, module: nn.Module, stated: Site | None = None) -> None:
         self._interceptor, self._path, self._module = interceptor, path, module
         self._stated, self._parts = stated, SiteParts()
-        try:
-            self._argument_names = tuple(inspect.signature(module.forward).parameters)
-        except ValueError:  # a function written in C, which has no signature
-            self._argument_names = ()
+        self._argument_names = _argument_names(module.forward)
 
-    def register(self) -> list[RemovableHandle]:
-        """Register the hooks before and after other hooks of the module, and return the handles that remove them."""
-        start = self._module.register_forward_pre_hook(self.on_start, prepend=True, with_kwargs=True)
-        return [start, self._module.register_forward_hook(self.on_end, always_call=True)]
+    def register(self) -> Iterator[RemovableHandle]:
+        """Register the hooks before and after other hooks of the module, and yield the handle that removes each."""
+        yield self._module.register_forward_pre_hook(self.on_start, prepend=True, with_kwargs=True)
+        yield self._module.register_forward_hook(self.on_end, always_call=True)
 
     def on_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: push this call of `module` onto the thread's call stack, and report its start to the
         interceptor. If no other module of the same model is running in this thread, first report the start of a call of
         the model. A call that activation checkpointing repeats is not reported.
         """
-        if all(interception.interceptor is not self._interceptor for interception in call_stack.current_interceptions):
+        interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
+        if self.is_copy or self._interceptor not in interceptors:
             return
         is_outermost = all(call.interceptor is not self._interceptor for call in call_stack.module_calls)
-        arguments = dict(zip(self._argument_names, args, strict=False)) | kwargs
+        names = (*self._argument_names, *map(str, range(len(self._argument_names), len(args))))
+        arguments = dict(zip(names, args, strict=False)) | kwargs
         _push(ModuleCall(self._interceptor, self._path, module, arguments, self._stated, self._parts))
         if call_stack.is_recomputing:
             return
@@ -53,10 +54,22 @@ class ModuleHooks:
         """Forward hook: pop the module call from the call stack. Do nothing if `on_start` never pushed it, because
         another hook failed first.
         """
-        innermost = call_stack.module_calls[-1] if call_stack.module_calls else None
+        innermost = call_stack.module_calls[-1] if call_stack.module_calls and not self.is_copy else None
         if innermost is not None and innermost.module is module and innermost.interceptor is self._interceptor:
             call_stack.lineage.record_module(innermost.arguments.values(), output, call_stack.module_calls)
             _pop()
+
+
+def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the arguments of a function that may be passed by position; none if it has no signature, as
+    functions written in C.
+    """
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except ValueError:
+        return ()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(parameter.name for parameter in parameters if parameter.kind in positional)
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:

@@ -9,13 +9,17 @@ from torch import nn
 
 @contextmanager
 def swap_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the `forward` of one module object within the context, and restore the previous one afterwards."""
-    instance_forward = vars(module).get("forward")  # None where the class has the only one
-    module.forward = forward
+    """Replace the `forward` of one module object within the context, and restore the previous one afterwards, unless
+    other code has replaced it in the meantime.
+    """
+    attributes = vars(module)  # written directly, since modules may define what it means to set an attribute
+    has_own, before = "forward" in attributes, attributes.get("forward")
+    attributes["forward"] = forward
     try:
         yield
     finally:
-        if instance_forward is None:
-            del module.forward
-        else:
-            module.forward = instance_forward
+        if attributes.get("forward") is forward:
+            if has_own:
+                attributes["forward"] = before
+            else:
+                del attributes["forward"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
@@ -24,6 +24,7 @@ from headwise.intercept.fused_functions import report_fused
 from headwise.intercept.hf_calls import intercepting_dispatch
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.sdpa_calls import intercepted_sdpa
+from headwise.intercept.uncopied_hooks import getstate_without_hooks
 
 TORCH_ATTENTION = F.multi_head_attention_forward
 """Torch's own function, also while another one replaces it."""
@@ -148,6 +149,7 @@ class _FunctionPatches:
             self._intercept(F, "softmax", _softmax)
             self._intercept(F, "dropout", _following(eager_softmax.DROPOUT))
             self._intercept(torch, "bmm", _following(eager_softmax.BMM))
+            self._replace(nn.Module, "__getstate__", getstate_without_hooks(nn.Module.__getstate__))
             self._replace(checkpoint, "CheckpointFunction", InterceptedCheckpointFunction)
             self._replace(checkpoint, "_CheckpointFrame", InterceptedCheckpointFrame)
             transformers = sys.modules.get("transformers.modeling_utils")
@@ -171,10 +173,14 @@ class _FunctionPatches:
         """Replace the attribute `name` of `owner` by `function`, and store a function that undoes this. What another
         library has put there in the meantime stays.
         """
-        before = getattr(owner, name)
+        is_inherited, before = name not in vars(owner), vars(owner).get(name)
 
         def restore() -> None:
-            if getattr(owner, name) is function:
+            if vars(owner).get(name) is not function:
+                return
+            if is_inherited:
+                delattr(owner, name)
+            else:
                 setattr(owner, name, before)
 
         self._restore.append(restore)

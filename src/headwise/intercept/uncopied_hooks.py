@@ -1,0 +1,54 @@
+"""Hooks that belong to one model only: copies and pickles of the model are without them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+HOOK_DICTS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
+"""Attributes in which a module keeps its forward hooks, or options of them, by the hooks' ids."""
+
+
+class UncopiedHooks:
+    """Base class of objects with methods that are hooks of a module. A copy of the object, such as in a copy of the
+    module by a class that copies its hooks itself, has the attribute `is_copy`, and its hooks must do nothing.
+    """
+
+    is_copy = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "UncopiedHooks":
+        return _copy_of(type(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copy_of, (type(self),)
+
+
+def _copy_of(kind: type[UncopiedHooks]) -> UncopiedHooks:
+    """Return an object without attributes except that it is a copy."""
+    hooks = kind.__new__(kind)
+    hooks.is_copy = True
+    return hooks
+
+
+def getstate_without_hooks(getstate: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    """Return a replacement for `getstate`, the method `__getstate__` of torch modules, by which modules are copied and
+    pickled. The state that the replacement returns is without uncopied hooks.
+    """
+
+    def __getstate__(module: nn.Module) -> Any:  # noqa: N807
+        state = getstate(module)
+        attributes = state[0] if isinstance(state, tuple) else state
+        hooks = {**attributes.get("_forward_pre_hooks", {}), **attributes.get("_forward_hooks", {})}
+        uncopied = {key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), UncopiedHooks)}
+        if not uncopied:
+            return state
+        attributes = dict(attributes)
+        for name in HOOK_DICTS:
+            by_id = attributes[name]
+            attributes[name] = type(by_id)((key, hook) for key, hook in by_id.items() if key not in uncopied)
+        return (attributes, *state[1:]) if isinstance(state, tuple) else attributes
+
+    return __getstate__

@@ -1,0 +1,233 @@
+"""State of models, torch and threads after `watch` and `gate`, and copies of models made inside."""
+
+import copy
+import functools
+import gc
+import io
+import pickle
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import checkpoint
+
+import headwise as hw
+from headwise.attention import attend
+from headwise.intercept.call_stack import CallStack, call_stack
+from tiny import TOKENS, family
+
+WIDTH, HEADS, LENGTH, BATCH = 33, 3, 7, 2
+
+
+class Attention(nn.Module):
+    """Self-attention by SDPA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out_proj, self.fails = nn.Linear(WIDTH, 99), nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v)
+        if self.fails is not None:
+            raise self.fails
+        return x + self.out_proj(out.transpose(1, 2).flatten(2))
+
+
+def a_model() -> nn.Module:
+    """Return a model with hooks of its own, a forward in an instance, and a buffer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(), nn.BatchNorm1d(LENGTH), Attention())
+    model[0].register_forward_hook(lambda *_: None)
+    model[1].register_forward_pre_hook(lambda *_: None, with_kwargs=False)
+    model[2].forward = model[2].forward
+    return model.eval()
+
+
+X = torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(4))
+
+
+def state_of(model: nn.Module) -> list:
+    """Return all that interception may change: functions, hooks, attributes, random numbers and the call stack."""
+    owners = [torch, F, checkpoint, attend, torch.Tensor, nn.Module, transformers.modeling_utils.AttentionInterface]
+    functions = [dict(vars(owner)) for owner in owners]
+    attributes = [
+        {name: dict(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+        for module in model.modules()
+    ]
+    numbers = [parameter.detach().clone().tolist() for parameter in (*model.parameters(), *model.buffers())]
+    random_state = torch.get_rng_state().tolist()
+    stack = (call_stack.module_calls[:], call_stack.torch_mode, call_stack.is_paused, CallStack.interceptions)
+    modules = set(sys.modules)
+    return [functions, attributes, numbers, random_state, stack, list(_get_current_function_mode_stack()), modules]
+
+
+def run_normally(model):
+    with hw.watch(model), hw.gate(model, {0: 0.5}):
+        model(X)
+
+
+def run_with_an_error_in_the_body(model):
+    def fail():
+        model(X)
+        raise ZeroDivisionError("division")
+
+    with pytest.raises(ZeroDivisionError, match="division"), hw.watch(model), hw.gate(model, {0: 0.5}):
+        fail()
+
+
+def run_with(error: BaseException):
+    def run(model):
+        model[2].fails = error
+        with pytest.raises(type(error), match="stop"), hw.watch(model), hw.gate(model, {0: 0.5}):
+            model(X)
+        model[2].fails = None
+
+    return run
+
+
+def run_nested_and_closed_in_another_order(model):
+    first, second = hw.watch(model), hw.gate(model, {0: 0.5})
+    first.__enter__()
+    second.__enter__()
+    model(X)
+    first.__exit__(None, None, None)
+    model(X)
+    second.__exit__(None, None, None)
+
+
+def run_in_an_abandoned_generator(model):
+    def outputs():
+        with hw.watch(model), hw.gate(model, {0: 0.5}):
+            yield model(X)
+
+    next(outputs())
+    gc.collect()
+
+
+def run_in_threads(model):
+    with hw.watch(model), hw.gate(model, {0: 0.5}):
+        threads = [threading.Thread(target=model, args=(X,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def run_while_a_module_runs(model):
+    """End the context while modules of the model run."""
+    context = hw.watch(model)
+    handle = model[1].register_forward_hook(lambda *_: context.__exit__(None, None, None) or None)
+    context.__enter__()
+    model(X)
+    handle.remove()
+
+
+RUNS = {
+    "normally": run_normally,
+    "error in the body": run_with_an_error_in_the_body,
+    "error in the model": run_with(ValueError("stop")),
+    "keyboard interrupt": run_with(KeyboardInterrupt("stop")),
+    "generator exit": run_with(GeneratorExit("stop")),
+    "another order": run_nested_and_closed_in_another_order,
+    "abandoned generator": run_in_an_abandoned_generator,
+    "threads": run_in_threads,
+    "end within a module": run_while_a_module_runs,
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+@torch.no_grad()
+def test_everything_is_as_before_after_the_context(name):
+    model = a_model()
+    RUNS["normally"](model)  # imports are not undone
+    before, plain = state_of(model), model(X)
+    RUNS[name](model)
+    after = state_of(model)
+    for part, other in zip(before, after, strict=True):
+        assert part == other
+    assert torch.equal(model(X), plain)
+
+
+def test_hooks_are_removed_if_one_of_them_cannot_be_registered():
+    class Refuses(nn.Module):
+        def register_forward_hook(self, *_, **__):
+            raise RuntimeError("no hooks here")
+
+        def forward(self, x):
+            return x
+
+    model = nn.Sequential(Attention(), Refuses())
+    before = state_of(model)
+    for context in (hw.watch(model), hw.gate(model, {"0": 0.0})):
+        with pytest.raises(RuntimeError, match="no hooks here"), context:
+            pass
+        assert state_of(model) == before
+
+
+class OwnState(nn.Module):
+    """Module that copies and pickles its attributes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def __getstate__(self):
+        return vars(self).copy()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickled, saved])
+@pytest.mark.parametrize("kind", [Attention, OwnState, lambda: family("llama", "sdpa")])
+@torch.no_grad()
+def test_a_copy_made_inside_the_context_is_of_the_plain_model(copied, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(kind()) if kind in (Attention, OwnState) else kind()
+    x = X if isinstance(model, nn.Sequential) else TOKENS
+    plain = model(x)[0]
+    with hw.watch(model) as heads, hw.gate(model, {0: 0.0}):
+        again = copied(model)
+        assert not torch.equal(model(x)[0], plain)
+        if copied is not copy.copy:  # which shares the parts of the model
+            assert torch.equal(again(x)[0], plain)
+    assert torch.equal(copied(model)(x)[0], plain)
+    assert torch.equal(again(x)[0], plain)
+    if kind is not OwnState:
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in again.modules())
+    assert heads.records[0].statistics["entropy"].count.tolist() == [2.0] * heads.records[0].heads
+    with hw.watch(again) as of_copy:
+        again(x)
+    assert [row["entropy"] for row in of_copy.rows()[:HEADS]] == pytest.approx(
+        [row["entropy"] for row in heads.rows()[:HEADS]], rel=1e-5
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forward", [torch.relu, functools.partial(F.gelu, approximate="tanh"), torch.ops.aten.relu])
+def test_a_module_whose_forward_is_no_python_function_is_watched(forward):
+    model = nn.Sequential(Attention(), nn.Identity())
+    model[1].forward = forward
+    plain = model(X)
+    with hw.watch(model) as heads:
+        assert torch.allclose(model(X), plain, atol=1e-6)
+    assert len(heads.rows()) == HEADS
+    assert not model[1]._forward_hooks
+    assert model[1].forward is forward
