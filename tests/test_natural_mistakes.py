@@ -51,6 +51,14 @@ MISTAKES = {
         lambda: ablate(hw.next_token_loss, replacement=hw.replacements.zero),
         f"{REPLACEMENT}the function zero, not called",
     ),
+    "sequences of one token": (
+        lambda: hw.ablate(MODEL, hw.Texts(["w5", "w6"], TEXTS.tokenizer), hw.next_token_loss),
+        "loss: expected a number for at least one example, got NaN for all of them",
+    ),
+    "sequences of one token, for importance": (
+        lambda: hw.importance(MODEL, hw.Texts(["w5", "w6"], TEXTS.tokenizer), hw.next_token_loss),
+        "loss: expected a number for at least one example, got NaN for all of them",
+    ),
     "no sets of heads": (
         lambda: ablate(hw.next_token_loss, units={}),
         "units: expected at least one set of heads, got none",

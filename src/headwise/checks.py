@@ -74,8 +74,10 @@ def pair_of(argument: str, values: Any, *, of: str) -> tuple[Any, Any]:
 
 
 def folder_path(argument: str, folder: Any) -> Path:
-    """Return a folder as a `Path`; raise `InputError` if it is neither a string nor a path, or an empty string."""
-    if not isinstance(folder, str | os.PathLike) or not str(folder):
+    """Return a folder as a `Path`; raise `InputError` if it is neither a string nor a path, is empty, or contains a
+    null character.
+    """
+    if not isinstance(folder, str | os.PathLike) or not str(folder) or "\0" in str(folder):
         raise InputError(argument, expected="the path of a folder", got=repr(folder))
     return Path(folder)
 

@@ -319,6 +319,19 @@ def test_roles_of_another_model_are_refused(headwise, folder, tmp_path):
     }
 
 
+@pytest.mark.parametrize("name", ["~nobody", "caf\udce9", "ünï 😀"])
+def test_unusual_names_of_folders_are_names(name, headwise, folder, tmp_path, monkeypatch):
+    """`~` is not expanded, as the shell does that; the second name is not UTF-8."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    shutil.copy(folder / "data.jsonl", tmp_path / name)
+    options = ("--model", folder / "model", "--data", f"{name}/data.jsonl", "--no-repeats", "--quiet", "--json")
+    status, out, err = headwise("profile", *options, "--out", f"{name}/out")
+    assert (status, err) == (0, "")
+    assert headwise("profile", *options, "--out", f"{name}/out") == (0, out, "")
+    assert headwise("compare", f"{name}/out", f"{name}/out", "--json")[0] == 0
+
+
 def test_memory_that_runs_out_is_one_sentence(headwise, folder, tmp_path, monkeypatch):
     def out_of_memory(*_arguments, **_options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB")

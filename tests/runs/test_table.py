@@ -72,7 +72,7 @@ def test_a_saved_table_is_loaded_unchanged(profile, tmp_path):
     assert schema.names[:6] == ["layer", "head", "kv_head", "module", "kind", "role"]
     assert schema.names[6:9] == ["entropy", "entropy_sem", "entropy_n"]
     metadata = json.loads(schema.metadata[b"headwise"])
-    assert set(metadata) == {"format", "model", "data", "versions", "settings", "measured"}
+    assert set(metadata) == {"format", "model", "data", "versions", "settings", "measured", "attention_weights"}
     assert metadata["versions"]["torch"] == torch.__version__
     with pytest.raises(hw.InputError, match="^out: expected a folder without profile.parquet, got .*; --force .force"):
         profile.save(folder)

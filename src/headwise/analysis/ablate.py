@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.ablation_result import Ablation, SetAblation
 from headwise.analysis.ablation_units import UNIT_KINDS, AblationUnit, HeadSets, UnitGates, ablation_units
-from headwise.analysis.losses import Loss, loss_per_example, prepare_loss, require_loss
+from headwise.analysis.losses import Loss, loss_per_example, prepare_loss, require_loss, require_some_loss
 from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
 from headwise.analysis.replacements import Replacement, zero
 from headwise.checks import collection_of, finite_number, pair_of, require_module
@@ -95,7 +95,9 @@ def ablate(
         ablated, losses = _measure_losses(model, dataset, loss, replacement, units, run, show_progress=progress)
         if losses.note is not None:
             warnings.warn(losses.note, stacklevel=2)
-        measured = {"baseline": MeanEstimate.of(losses.baseline_losses)._asdict(), "measured": losses.summary}
+        baseline = MeanEstimate.of(losses.baseline_losses)
+        require_some_loss(baseline.n)
+        measured = {"baseline": baseline._asdict(), "measured": losses.summary}
         result = table(tuple(_rows(ablated, losses)), {**settings, **measured})
         run.finish(result)
         return result

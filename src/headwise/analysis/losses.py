@@ -71,6 +71,14 @@ def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Flo
     return losses
 
 
+def require_some_loss(examples: int) -> None:
+    """Raise `InputError` if the number of examples whose loss is not NaN is 0, as for the next-token loss of sequences
+    of one token.
+    """
+    if not examples:
+        raise InputError("loss", expected="a number for at least one example", got="NaN for all of them")
+
+
 def next_token_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
     """Return each sequence's mean of -ln p(token | earlier tokens), in nats, for a causal model. The mean is over all
     tokens after the first; padding does not count.

@@ -9,8 +9,10 @@ import typer
 
 
 def path(text: str) -> Path:
-    """Return a path, or raise `typer.BadParameter` for an empty text, which would mean the current folder."""
-    if not text.strip():
+    """Return a path; raise `typer.BadParameter` for an empty text, which would mean the current folder, and for a null
+    character.
+    """
+    if not text.strip() or "\0" in text:
         raise typer.BadParameter(f"expected a path, got {text!r}")
     return Path(text)
 

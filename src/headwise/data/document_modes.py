@@ -21,9 +21,10 @@ def whole(documents: Iterable[TokenizedDocument], room: int, separator: int | No
     """
     for ids, location in documents:
         if len(ids) > room:
+            limit = "1 token" if room == 1 else f"{room} tokens"
             raise InputError(
                 "data",
-                expected=f"documents of at most {room} tokens, the context without special tokens",
+                expected=f"documents of at most {limit}, the context without special tokens",
                 got=f"{len(ids)} in {location}",
                 remedy="--documents cut, pack or truncate (documents=...) accepts longer ones",
             )

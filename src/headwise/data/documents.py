@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,8 +60,9 @@ def require_first_document(source: Path, column: str) -> None:
     """Raise `InputError` if the first document of a file or folder cannot be read; nothing else is read. A pipe is not
     checked, because it can be read only once.
     """
-    if source.is_fifo():
-        return
+    with suppress(OSError):  # too long a path, which is reported when it is read
+        if source.is_fifo():
+            return
     if next(read_documents(source, column), None) is None:
         raise InputError("data", expected="at least one document", got=f"no text in {source}")
 
@@ -139,21 +141,22 @@ def _read_parquet(file: Path, column: str, types: ColumnTypes) -> Iterator[Docum
     """
     pyarrow = require("pyarrow", purpose="reading parquet", extra="tables")
     parquet = require("pyarrow.parquet", purpose="reading parquet", extra="tables")
-    try:
-        table = parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid:
-        raise InputError("data", expected=f"a parquet file in {file}", got="another format") from None
-    names = table.schema_arrow.names
-    if column not in names:
-        raise InputError("column", expected=f"one of {file}, which has {', '.join(names)}", got=repr(column))
-    number = 0
-    try:
-        for rows in table.iter_batches(columns=[column]):
-            for value in rows.column(0).to_pylist():
-                number += 1
-                yield _document_of_row({column: value}, column, f"row {number} of {file}", types)
-    except pyarrow.ArrowException as error:
-        raise _unreadable(file, error) from None
+    with file.open("rb") as stream:  # pyarrow cannot open some names
+        try:
+            table = parquet.ParquetFile(stream)
+        except pyarrow.ArrowInvalid:
+            raise InputError("data", expected=f"a parquet file in {file}", got="another format") from None
+        names = table.schema_arrow.names
+        if column not in names:
+            raise InputError("column", expected=f"one of {file}, which has {', '.join(names)}", got=repr(column))
+        number = 0
+        try:
+            for rows in table.iter_batches(columns=[column]):
+                for value in rows.column(0).to_pylist():
+                    number += 1
+                    yield _document_of_row({column: value}, column, f"row {number} of {file}", types)
+        except pyarrow.ArrowException as error:
+            raise _unreadable(file, error) from None
 
 
 def _decode(data: bytes, file: Path, offset: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.checks import LARGEST_INTEGER, whole_number
 from headwise.data.document_modes import DOCUMENT_MODES, TokenizedDocument
 from headwise.data.documents import Document, documents_in_memory, read_documents, require_unicode
 from headwise.data.special_tokens import SpecialTokens
@@ -64,16 +65,16 @@ class Texts:
         if not callable(self.tokenizer) or not hasattr(self.tokenizer, "convert_ids_to_tokens"):
             raise InputError("tokenizer", expected="a transformers tokenizer", got=type(self.tokenizer).__name__)
         if self.source == "" or not isinstance(self.source, str | Path | Iterable):
-            expected, got = "a file, a folder, or documents: strings or mappings", type(self.source).__name__
-            raise InputError("source", expected=expected, got=got if self.source else "an empty path")
+            got = "an empty path" if self.source == "" else type(self.source).__name__
+            raise InputError("source", expected="a file, a folder, or documents: strings or mappings", got=got)
         if not isinstance(self.documents, str) or self.documents not in DOCUMENT_MODES:
             raise InputError("documents", expected=f"one of {', '.join(DOCUMENT_MODES)}", got=repr(self.documents))
         if isinstance(self.source, Iterator):  # an iterator can be read only once
             object.__setattr__(self, "source", list(self.source))
         for name in ("context", "batch", "limit"):
             number = getattr(self, name)
-            if number is not None and not (isinstance(number, int) and number >= 1):
-                raise InputError(name, expected="a number of at least 1", got=number)
+            if number is not None:
+                whole_number(name, number, least=1, most=LARGEST_INTEGER)
 
     def within(self, model: nn.Module) -> "Texts":
         """Return these texts with `context`, the largest number of tokens per sequence, set or checked for a model. If

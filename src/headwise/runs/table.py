@@ -128,7 +128,7 @@ class Table(Generic[RowT]):
         records = self.records()
         names = records[0] if records else self.ROW_TYPE.identifier_columns()
         columns = {name: [record[name] for record in records] for name in names}
-        metadata = json.dumps({"format": FORMAT, **self.metadata}, ensure_ascii=False)
+        metadata = json.dumps({"format": FORMAT, **self.metadata})
         buffer = pyarrow.BufferOutputStream()
         parquet.write_table(pyarrow.table(columns, metadata={METADATA_KEY: metadata.encode()}), buffer)
         write_atomically(path, buffer.getvalue().to_pybytes())
@@ -148,7 +148,8 @@ class Table(Generic[RowT]):
         path = table_path(folder_path(cls.NAME, folder), cls.NAME)
         metadata = cls.load_metadata(folder)
         try:
-            columns = parquet.read_table(path).to_pydict()
+            with path.open("rb") as file:  # pyarrow would expand a path, and cannot open some names
+                columns = parquet.read_table(file).to_pydict()
             names = [name.removesuffix(SEM_SUFFIX) for name in columns if name.endswith(SEM_SUFFIX)]
             rows = [
                 cls.ROW_TYPE(

@@ -570,7 +570,7 @@ class Towers(nn.Module):
         ("^seeds: expected a whole number of 0 or more, got 'a'", {"method": "hard_concrete", "seeds": "a"}),
         ("^normalise: expected True or False, got 1", {"normalise": 1}),
         ("^normalise: expected False for statistics that are prob", {"method": "hard_concrete", "normalise": True}),
-        ("^loss: expected a function of model and batch, got str", {"loss": "nll"}),
+        ("^loss: expected a function of model and batch, such as .*, got 'nll'", {"loss": "nll"}),
         (
             r"^loss: expected one number per example, .* shape \(5,\), got torch.float\d+ of shape \(\)",
             {"loss": one},

@@ -17,7 +17,7 @@ from headwise.analysis.importance.gate_gradients import (
     differentiable_gates,
     gate_dtype,
 )
-from headwise.analysis.losses import EmbeddingDistance, Loss
+from headwise.analysis.losses import EmbeddingDistance, Loss, require_some_loss
 from headwise.checks import whole_number
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, SiteKey
@@ -129,6 +129,7 @@ class GradientMethod:
         for records, of_rank in gather_from_ranks((progress.records, progress.counted)):
             registry.merge(records)
             counted += of_rank
+        require_some_loss(counted)
         estimates = {}
         for record in registry.records:
             zeros = torch.zeros(1, record.heads, dtype=torch.float64)
