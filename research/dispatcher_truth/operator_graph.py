@@ -36,7 +36,7 @@ class Scores:
 
     @property
     def is_self(self) -> bool | None:
-        """Whether queries and keys come from the same tensors; None if only some of their sources are the same, or if
+        """True if queries and keys come from the same tensors; None if only some of their sources are the same, or if
         one of them has no linear layer.
 
         Without a common source directly before the last linear layers, one layer more decides. Keys of latent attention

@@ -15,7 +15,7 @@ LABELS = ("layer", "head", "kv_head", "module", "kind")
 
 @dataclass
 class Findings:
-    """What differs between the result of `watch` and the truth.
+    """Differences between the result of `watch` and the truth.
 
     Attributes:
         wrong: statistics, heads or kinds that differ, in words.
