@@ -17,36 +17,55 @@ COPIES = ("clone", "_to_copy", "cat", "stack", "index", "index_select", "copy", 
 
 @dataclass(frozen=True)
 class Scores:
-    """Origin of the scores of a softmax.
+    """Origin of the scores of a softmax: the products of two activations that were added up.
 
     Attributes:
-        is_product: the scores come from a product of two tensors, neither of which is a parameter.
-        query_sources: storages of the inputs of the linear layers that gave the first factor, and of the tensors that
-            these inputs were copied from.
-        key_sources: the same for the second factor.
-        deep_query_sources: the same, and the inputs of the linear layers before these.
-        deep_key_sources: the same for the second factor.
+        factors: sources of the two factors of each product.
     """
 
-    is_product: bool
-    query_sources: frozenset[int] = frozenset()
-    key_sources: frozenset[int] = frozenset()
-    deep_query_sources: frozenset[int] = frozenset()
-    deep_key_sources: frozenset[int] = frozenset()
+    factors: tuple[tuple["Sources", "Sources"], ...] = ()
+
+    @property
+    def is_product(self) -> bool:
+        """True if the scores come from a product of two tensors, neither of which is a parameter."""
+        return bool(self.factors)
+
+    @property
+    def is_direct(self) -> bool:
+        """True if the factors of a product have a common source directly before their last linear layers."""
+        return any(first.near & second.near for first, second in self.factors)
 
     @property
     def is_self(self) -> bool | None:
-        """True if queries and keys come from the same tensors; None if only some of their sources are the same, or if
-        one of them has no linear layer.
+        """True if queries and keys of a product come from the same tensors; None if only some of their sources are the
+        same, or if one of them has no linear layer. Other products are scores of relative positions.
 
         Without a common source directly before the last linear layers, one layer more decides. Keys of latent attention
         and of spatial reduction pass two linear layers.
         """
-        if not self.query_sources or not self.key_sources:
-            return None
-        if self.query_sources & self.key_sources:
-            return True if self.query_sources == self.key_sources else None
-        return bool(self.deep_query_sources & self.deep_key_sources)
+        kinds = [_is_same(first, second) for first, second in self.factors]
+        return True if True in kinds else None if None in kinds or not kinds else False
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Tensors from which a factor was computed, as numbers of their storages.
+
+    Attributes:
+        near: inputs of the last linear layers before the factor, or the tensors that these inputs were copied from.
+        far: the same, and the inputs of the linear layers before these.
+    """
+
+    near: frozenset[int]
+    far: frozenset[int]
+
+
+def _is_same(first: Sources, second: Sources) -> bool | None:
+    if not first.near or not second.near:
+        return None
+    if first.near & second.near:
+        return True if first.near == second.near else None
+    return bool(first.far & second.far)
 
 
 class OperatorGraph:
@@ -87,9 +106,11 @@ class OperatorGraph:
         """Return the origin of the scores of a softmax: the last products of two activations before it."""
         products = self._products_before(tensor.untyped_storage()._cdata)
         products = [factors for factors in products if not self._state_in(factors)]
-        sides = [frozenset().union(*(self._sources(factors[side]) for factors in products)) for side in (0, 1)]
-        deep = [side.union(*(self._sources(source) for source in side)) for side in sides]
-        return Scores(bool(products), *sides, *deep)
+        return Scores(tuple((self._both(first), self._both(second)) for first, second in products))
+
+    def _both(self, factor: int) -> Sources:
+        near = self._sources(factor)
+        return Sources(near, near.union(*(self._sources(source) for source in near)))
 
     def _products_before(self, start: int) -> list[tuple[int, int]]:
         """Return the factors of the products whose results reach a storage without another product between."""

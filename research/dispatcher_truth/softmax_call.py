@@ -74,7 +74,7 @@ class SoftmaxCall:
     outputs: Tensor | None = None
     projection: Projection | None = None
     single: Projection | None = None
-    scores: Scores = field(default_factory=lambda: Scores(False))
+    scores: Scores = field(default_factory=Scores)
 
     def __post_init__(self) -> None:
         self.keys = self.result.shape[-1]

@@ -136,8 +136,7 @@ def _sorted_rows(weights: list[Tensor], longest: int) -> list[Tensor]:
 def _kind(call: TruthCall) -> bool | None:
     """Return whether a call is self-attention; None where a reduction of the keys leaves that open."""
     is_self = call.scores.is_self
-    is_direct = bool(call.scores.query_sources & call.scores.key_sources)
-    return None if is_self and not is_direct and call.weights.shape[2] != call.weights.shape[3] else is_self
+    return None if is_self and not call.scores.is_direct and call.weights.shape[2] != call.weights.shape[3] else is_self
 
 
 def _add_call(site: Expected, call: TruthCall, batch: Batch, special: set[int]) -> None:
