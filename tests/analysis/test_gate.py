@@ -698,13 +698,17 @@ def test_layers_are_numbered_in_the_order_of_modules():
         assert torch.equal(model(x), found)
 
 
-def test_partly_gated_modules_are_named_in_a_warning():
+def test_a_module_in_which_not_all_attention_can_be_gated_is_an_error():
     class Attention(nn.Module):
+        num_heads = 3
+
         def forward(self, x):
-            local = (x @ x.mT)[..., None, :].softmax(-1)  # of five axes
-            return (local @ x[:, :, None])[..., 0, :] + (x @ x.mT).softmax(-1) @ x
+            points = ((x @ x.mT).softmax(-1)[..., None] * x[:, :, None]).sum(-2)  # not a product of matrices
+            return points + (x @ x.mT).softmax(-1) @ x
 
     model = nn.Sequential(Attention())
-    sentence = "^not all attention of these modules was changed: 0$"
-    with pytest.warns(UserWarning, match=sentence), hw.gate(model, {("0", 1): 0.0}):
+    sentence = (
+        "^values: expected modules whose attention can be changed, got attention of these modules was not seen: 0"
+    )
+    with pytest.raises(hw.InputError, match=sentence), hw.gate(model, {("0", 1): 0.0}):
         model(torch.randn(2, 3, 5, 7))

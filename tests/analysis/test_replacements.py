@@ -158,6 +158,8 @@ def test_uniform_with_a_mask_of_large_negative_numbers(least):
     """The model writes its softmax out, and may fill hidden weights with zeros afterwards."""
 
     class Attention(nn.Module):
+        num_heads = 3
+
         def forward(self, x, hides, fill):
             weights = (x @ x.mT).masked_fill(hides, least).softmax(-1)
             return torch.matmul(weights.masked_fill(hides, 0.0) if fill else weights, other=x)

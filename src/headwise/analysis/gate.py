@@ -5,7 +5,6 @@ keeps its own attention kernels; attention weights are not needed.
 """
 
 import operator
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
@@ -69,12 +68,9 @@ def gate(
 
     Raises:
         InputError: a layer, head or position does not exist; a value has another type or shape; `model` is not a
-            module, or is compiled. At the end of the context, if the model ran: no attention was intercepted in a gated
+            module, or is compiled. While the model runs: a gated module computes something like attention that cannot
+            be changed. At the end of the context, if the model ran: no attention was intercepted in a gated
             module, or the run showed that a layer's number is another module's.
-
-    Warns:
-        UserWarning: at the end of the context, a gated module also computed something like attention that could not be
-            changed.
     """
     require_module(model)
     gates, path_of_layer = _gates_by_module(model, values)
@@ -84,9 +80,6 @@ def gate(
     with intercepted(model, interceptor, sites):
         yield
     interceptor.require_intercepted(model, path_of_layer)
-    if interceptor.partly_gated:
-        names = ", ".join(interceptor.partly_gated)
-        warnings.warn(f"not all attention of these modules was changed: {names}", stacklevel=3)
 
 
 def _gates_by_module(

@@ -43,7 +43,6 @@ class GateInterceptor(Interceptor):
         self.gates, self._groups, self._positions = gates, groups, positions
         self._ran = False
         self._first_calls: dict[SiteKey, Call] = {}
-        self._unreadable: set[str] = set()
 
     def on_module_call(self, path: str) -> None:
         """Record, when any module of the model is called, that the model ran. If the model did not run,
@@ -52,10 +51,11 @@ class GateInterceptor(Interceptor):
         self._ran = True
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Record the path of a module that computed something that looks like attention but could not be intercepted.
-        Gates do not change the result of that computation.
+        """Raise `InputError` for a gated module that computed something like attention that is not changed, for
+        `reason`. So heads are never gated in part.
         """
-        self._unreadable.add(path)
+        if any(SiteKey.path_of(label) == path for label in self.gates):
+            raise InputError("values", expected="modules whose attention can be changed", got=f"{reason}: {path}")
 
     def change(self, call: Call) -> Change | None:
         """Record the first attention call of each site (a module's self- or cross-attention). Return the function that
@@ -124,13 +124,6 @@ class GateInterceptor(Interceptor):
         factors = factors.repeat_interleave((stop - start) // factors.shape[1], 1)
         ones = factors.new_ones(len(factors), call.grid.heads, factors.shape[2])
         return ones.slice_scatter(factors, 1, start, stop)[..., None]
-
-    @property
-    def partly_gated(self) -> list[str]:
-        """Sorted paths of the gated modules in which a computation that looks like attention could not be intercepted.
-        Gates do not change the result of that computation.
-        """
-        return sorted(label for label in self.gates if SiteKey.path_of(label) in self._unreadable)
 
     def require_intercepted(self, model: nn.Module, path_of_layer: Mapping[int, str]) -> None:
         """Raise `InputError` if there is a gated module in which no attention was intercepted, or if the run showed

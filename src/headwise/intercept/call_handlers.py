@@ -76,7 +76,7 @@ class CallHandlers(NamedTuple):
     def observe_weights(
         self,
         weights: Float[Tensor, "batch heads queries keys"],
-        out: Float[Tensor, "batch heads queries value_dim"],
+        out: Float[Tensor, "batch heads queries value_dim"] | None,
         values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
     ) -> None:
         """Pass attention `weights` that the model itself has computed to the observers, in row blocks (some query rows
@@ -86,18 +86,38 @@ class CallHandlers(NamedTuple):
 
         Args:
             weights: the weights.
-            out: output that the model computed.
+            out: output that the model computed; None if the weights have several products.
             values: the values, for observers with a check; None if `out` is known to be the product of both.
         """
         if not self.observations:
             return
-        weights, out = weights.detach(), out.detach()
+        weights, out = weights.detach(), None if out is None else out.detach()
         with call_stack.paused(), torch.no_grad(), _outside_torch_modes(weights):
-            if self._has_check and values is not None:
+            if self._has_check and values is not None and out is not None:
                 self._observe_checked(row_blocks_of_weights(weights, out, self._call_context, values.detach()), out)
             else:
                 for row_block in row_blocks_of_weights(weights, out, self._call_context):
                     self._observe(row_block)
+        self._end()
+
+    def observe_problem(self, problem: Problem, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
+        """Pass the attention weights of a `problem` that the model itself has solved to the observers, in row blocks
+        (some query rows at a time), then notify the observers that the call has ended. The weights are computed again,
+        without dropout. Without observers, do nothing.
+
+        Args:
+            problem: the attention call.
+            out: output that the model computed.
+        """
+        if not self.observations:
+            return
+        with call_stack.paused(), torch.no_grad(), _outside_torch_modes(problem.q):
+            if self._has_check:
+                with without_autocast(problem.q.device):
+                    self._observe_checked(row_blocks_of_problem(problem, self._call_context, True), out)
+            else:
+                undropped, answer = problem.without_dropout(), Answer(out, None, None)
+                attend_observed(undropped, self._observe, self._call_context, lambda _: answer)
         self._end()
 
     def changed(
@@ -160,6 +180,8 @@ def handlers_of_call(
     module_calls: Sequence[ModuleCall] | None = None,
     mask_source: MaskSource = NO_MASK_SOURCE,
     origins: CallOrigins | None = None,
+    *,
+    is_observed: bool = True,
 ) -> CallHandlers:
     """Report an attention call to every interceptor (observer or changer of attention) of a model with a module among
     `module_calls`, by default the module calls running in this thread. If one interceptor was chosen by `exclusive_to`,
@@ -173,6 +195,7 @@ def handlers_of_call(
         module_calls: the module calls in which the call happened; by default those running in this thread.
         mask_source: the mask that the call received; by default it is unknown.
         origins: sources of the call's queries, keys and values; by default they are unknown.
+        is_observed: False if its weights were observed in another call.
     """
     module_calls = call_stack.module_calls if module_calls is None else module_calls
     handlers, is_recomputation = CallHandlers([], []), call_stack.is_recomputing
@@ -190,7 +213,8 @@ def handlers_of_call(
         nested[0].call_counts[site] += 1
         layer, inputs = layer_number_of(module_call.module), tokens_and_padding(nested)
         call = Call(site, layer, index, grid, kv_heads, value_dim, *inputs, mask_source, is_recomputation)
-        observation, change = interceptor.observe(call), interceptor.change(call)
+        observation = interceptor.observe(call) if is_observed else None
+        change = interceptor.change(call)
         handlers.observations.extend([] if observation is None else [observation])
         handlers.changes.extend([] if change is None else [change])
     return handlers

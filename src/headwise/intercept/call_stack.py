@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from headwise.intercept.followed_attention import FollowedAttention
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.lineage import Lineage
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins, Origin
-from headwise.intercept.pending_softmax import PendingSoftmax
 
 
 @runtime_checkable
@@ -30,18 +30,19 @@ class Interception(Protocol):
 
 
 class CallStack(threading.local):
-    """State of interception in one thread: the running module calls of intercepted models, softmax results that the
-    model has not multiplied with the values yet, and flags that pause or restrict interception.
+    """State of interception in one thread: the running module calls of intercepted models, and flags that pause or
+    restrict interception.
 
     Attributes:
         interceptions: the open interceptions of all threads, outermost first; shared by all threads.
         module_calls: the running calls, outermost first.
-        pending_softmaxes: softmaxes in attention modules whose product with the values has not come yet.
         torch_mode: mode that intercepts torch's functions in this thread; None while no intercepted module runs.
         is_paused: True while an attention call is being answered, so that calls made for that are not intercepted.
         lineage: sources of the tensors that the running modules computed.
-        in_torch_attention: True inside `F.multi_head_attention_forward`, where torch turns modes off.
+        torch_attention_heads: number of heads inside `F.multi_head_attention_forward`, where torch turns modes off;
+            None elsewhere.
         torch_attention_origins: sources of the queries, keys and values there.
+        attention: scores, weights and outputs of attention, from their computation to their use.
         only_interceptor: the one interceptor that calls are reported to; None for all.
         recomputed: while activation checkpointing repeats part of a forward pass in this thread, the interceptions of
             that forward pass, which are then the only ones; otherwise None.
@@ -51,12 +52,12 @@ class CallStack(threading.local):
 
     def __init__(self) -> None:
         self.module_calls: list[ModuleCall] = []
-        self.pending_softmaxes: list[PendingSoftmax] = []
         self.torch_mode: TorchFunctionMode | None = None
         self.is_paused = False
         self.lineage = Lineage()
-        self.in_torch_attention = False
+        self.torch_attention_heads: int | None = None
         self.torch_attention_origins: CallOrigins | None = None
+        self.attention = FollowedAttention()
         self.only_interceptor: Interceptor | None = None
         self.recomputed: tuple[Interception, ...] | None = None
 
@@ -69,19 +70,19 @@ class CallStack(threading.local):
 
     def origins_of(self, q: Tensor, k: Tensor, v: Tensor) -> CallOrigins:
         """Return the sources of the queries, keys and values of an attention call."""
-        if self.in_torch_attention and self.torch_attention_origins is not None:
+        if self.torch_attention_origins is not None:
             return self.torch_attention_origins
         return CallOrigins(*(self.lineage.origin(tensor, self.module_calls) for tensor in (q, k, v)))
 
     def origin_of_scores(self, scores: Tensor) -> Origin:
         """Return the origin of attention scores, whose factors are the queries and the keys."""
-        if self.in_torch_attention and self.torch_attention_origins is not None:
+        if self.torch_attention_origins is not None:
             return self.torch_attention_origins.q  # not used: `origins_of_product` returns all three
         return self.lineage.origin(scores, self.module_calls)
 
     def origins_of_product(self, scores: Origin, values: Tensor) -> CallOrigins:
         """Return the sources of queries, keys and values of a call whose scores have the origin `scores`."""
-        if self.in_torch_attention and self.torch_attention_origins is not None:
+        if self.torch_attention_origins is not None:
             return self.torch_attention_origins
         q, k = scores.factors or (scores, None)
         return CallOrigins(q, k, self.lineage.origin(values, self.module_calls))
@@ -104,7 +105,7 @@ class CallStack(threading.local):
         self.module_calls[:] = kept
         if not kept and self.torch_mode is not None:
             self.lineage.restart()
-            self.pending_softmaxes.clear()  # an exception may have left some
+            self.attention = FollowedAttention()  # an exception may have left some
             # A module call that was left by another thread's end of the context can have left the mode below others.
             if _get_current_function_mode() is self.torch_mode:  # type: ignore[no-untyped-call]
                 self.torch_mode.__exit__(None, None, None)
@@ -120,15 +121,15 @@ class CallStack(threading.local):
             self.is_paused = before
 
     @contextmanager
-    def torch_attention(self, origins: CallOrigins) -> Iterator[None]:
-        """Mark the code within the context as running inside `F.multi_head_attention_forward`: `in_torch_attention` is
-        True there, and False afterwards. `origins` are the sources of the queries, keys and values there.
+    def torch_attention(self, heads: int, origins: CallOrigins) -> Iterator[None]:
+        """Mark the code within the context as running inside `F.multi_head_attention_forward` with this number of
+        heads. `origins` are the sources of the queries, keys and values there.
         """
-        self.in_torch_attention, self.torch_attention_origins = True, origins
+        self.torch_attention_heads, self.torch_attention_origins = heads, origins
         try:
             yield
         finally:
-            self.in_torch_attention = False
+            self.torch_attention_heads = self.torch_attention_origins = None
 
     @contextmanager
     def exclusive_to(self, interceptor: Interceptor) -> Iterator[None]:

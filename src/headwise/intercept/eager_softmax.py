@@ -1,11 +1,11 @@
 """Interception of attention that a module computes itself: softmax returns its weights, a product its output.
 
-The weights are followed from the softmax to the product by the identity of tensors: functions such as a cast or
-dropout in evaluation mode return the same weights, perhaps in another tensor, which is followed instead. A softmax
-without such a product is no attention over keys; it mixes levels, points or streams.
+The scores are followed to the softmax (`score_products`), the weights from there to their product with the values
+(`softmax_weights`), and the product to the output projection (`output_tracking`).
 """
 
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -14,210 +14,229 @@ from torch import Tensor, nn
 
 from headwise.attention.masks.grid import Grid
 from headwise.intercept.additive_masks import hides_all_keys
-from headwise.intercept.call_handlers import handlers_of_call
+from headwise.intercept.attention_output import (
+    NOT_OVER_KEYS,
+    AttentionOutput,
+    AttentionSource,
+    OutputAxes,
+    innermost_calls,
+    report_unreadable,
+)
+from headwise.intercept.axes import axes_of
+from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.contractions import PRODUCTS, Contraction, Label, contraction_of
+from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.interceptor import NOT_SEEN
 from headwise.intercept.module_call import ModuleCall
-from headwise.intercept.pending_softmax import PendingSoftmax, weights_by_head
+from headwise.intercept.origin import CallOrigins
+from headwise.intercept.output_tracking import hold, report_established
+from headwise.intercept.score_products import compares_activations
+from headwise.intercept.softmax_weights import (
+    Softmax,
+    Weights,
+    follow_weights,
+    record_weights,
+    uniform_weights,
+    weights_among,
+    weights_of,
+)
+from headwise.shapes import Float
 
-SOFTMAX, DROPOUT, BMM = F.softmax, F.dropout, torch.bmm
-"""Torch's own functions, also while others replace them."""
+SOFTMAX = F.softmax
+"""Torch's own function, also while another one replaces it."""
 
-SOFTMAXES: frozenset[Callable[..., Any]] = frozenset({SOFTMAX, torch.softmax, Tensor.softmax})
+SOFTMAXES = frozenset({SOFTMAX, torch.softmax, Tensor.softmax, torch.special.softmax})
 """Softmax under all its names."""
 
-PASS_THROUGH: frozenset[Callable[..., Any]] = frozenset(
-    {
-        *(DROPOUT, torch.dropout, Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half),
-        *(Tensor.bfloat16, Tensor.contiguous, Tensor.view, Tensor.reshape, torch.reshape),
-        *(Tensor.double, Tensor.clone, torch.clone, Tensor.flatten, torch.flatten),
-    }
-)
-"""Functions that return the same weights, in another shape, dtype or tensor."""
-
-DROPOUTS: frozenset[Callable[..., Any]] = frozenset({DROPOUT, torch.dropout})
-"""Those that set some weights to 0 at random during training."""
-
-FILLS: frozenset[Callable[..., Any]] = frozenset({torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_})
-"""Functions that overwrite some of the weights."""
-
-PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
-    {torch.matmul, Tensor.matmul, Tensor.__matmul__, BMM, Tensor.bmm, torch.einsum}
-)
-"""Functions that may multiply the weights with the values."""
+WEIGHTS_USED_TWICE = "weights of these modules are multiplied with several tensors, so norms of outputs are left out"
+"""Reason for statistics that are left out where one softmax has several products."""
 
 
-def on_softmax(scores: Tensor, result: Tensor, dim: Any) -> None:
-    """Record the `result` of a softmax as possible attention weights, which are then tracked until the model multiplies
-    them with the values. In rows that hide every key, record zeros as the weights. Ignore a softmax outside of an
-    attention module, over another axis than the last, or with fewer than 3 axes.
+def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool = False) -> None:
+    """Record the `result` of a softmax as possible attention weights, which are then followed until the model
+    multiplies them with the values. Ignore a softmax that neither compares two activations nor is in a module called
+    attention.
 
     Args:
         scores: argument of the softmax.
         result: its result.
         dim: axis of the softmax.
+        is_attention: True if the scores are known to be products of queries and keys.
     """
     module_calls = call_stack.module_calls[:]
     if isinstance(module_calls[-1].module, nn.Softmax):  # the module around it attends
         module_calls.pop()
-    is_last_axis = dim in (-1, result.ndim - 1)
-    if not module_calls or not is_last_axis or result.ndim < 3 or not module_calls[-1].is_attention:
+    if not isinstance(dim, int) or not module_calls or result.ndim < 2:
         return
-    weights = result
-    if scores.is_floating_point() and bool((hidden_rows := hides_all_keys(scores)).any()):
-        weights = result.masked_fill(hidden_rows, 0.0)  # softmax is uniform there
-    by_head = weights_by_head(weights, module_calls[-1].module)
+    dim %= result.ndim
+    is_comparison = is_attention or compares_activations(scores, dim)
+    if not is_comparison and not module_calls[-1].is_attention:
+        return
+    report_established()
     origin = call_stack.origin_of_scores(scores)
-    call_stack.pending_softmaxes.append(PendingSoftmax(by_head, result, module_calls, scores, origin))
+    softmax = Softmax(dim, result.shape[dim], module_calls, origin, is_comparison)
+    call_stack.attention.softmaxes.append(softmax)
+    detached = scores.detach()
+    record_weights(result, Weights(softmax, axes_of(result.shape), lambda: detached))
 
 
-def on_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return the `result` of a torch function that a model called. If an argument is a recorded softmax result
-    (possible attention weights), first update the record, since the function may cast, reshape or partly overwrite the
-    weights. If the function multiplies the weights with the values, report the attention call to the interceptors, and
-    return the product as changed by them.
+def on_function(call: FunctionCall, result: Any) -> Any:
+    """Return the `result` of a function call. If an argument is known to be attention weights, follow them if the
+    function rearranges or modifies them. If it multiplies them with the values, record the attention call.
     """
-    for pending in call_stack.pending_softmaxes:
-        if any(argument is pending.tensor for argument in _flat((*args, *kwargs.values()))):
-            return _follow(pending, function, args, kwargs, result)
+    for tensor in weights_among(call):
+        if call.function in PRODUCTS:
+            return _on_product(call, tensor, result)
+        follow_weights(call, tensor, result)
     return result
 
 
 def on_module_end(module_call: ModuleCall) -> None:
-    """Handle the end of a module call. If softmax results recorded in it were never multiplied with values, discard
-    them and report the module to its interceptors as one whose attention cannot be read.
+    """Handle the end of a module call: report the module to its interceptors as one whose attention cannot be read if
+    the weights of a softmax were not multiplied with values there.
     """
-    for pending in [each for each in call_stack.pending_softmaxes if each.module_calls[-1] is module_call]:
-        call_stack.pending_softmaxes.remove(pending)
-        for innermost in {id(each.interceptor): each for each in pending.module_calls}.values():
-            innermost.interceptor.on_unreadable(innermost.path, NOT_SEEN)
+    for softmax in [each for each in call_stack.attention.softmaxes if each.module_calls[-1] is module_call]:
+        call_stack.attention.softmaxes.remove(softmax)
+        softmax.has_ended = True
+        if not softmax.products and (softmax.is_used or module_call.is_attention):
+            report_unreadable(softmax.module_calls, NOT_SEEN)
 
 
-def _follow(
-    pending: PendingSoftmax,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    result: Any,
-) -> Any:
-    """Update `pending`, a record of attention weights, after `function` was called with these weights and returned
-    `result`: a cast or reshape replaces the tracked tensor, and a fill overwrites weights. If `result` is the product
-    of the weights and the values, return it as changed by the interceptors; otherwise return it unchanged.
+def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
+    """Return the `result` of a product of attention weights, the argument `tensor` of a function call. If it sums over
+    the keys, record it as an attention output.
     """
-    if function in DROPOUTS:
-        pending.is_dropped |= result is not pending.tensor
-        if _overwrites(*args, **kwargs):
-            pending.weights = None  # those before dropout are lost
-    if function in PASS_THROUGH:
-        pending.tensor = result
-    elif function in FILLS:
-        pending.fill(result, *_mask_and_value(*args, **kwargs))
-    elif function in PRODUCTS and pending.weights is not None:
-        return _product(pending, function, args, kwargs, result)
-    return result
-
-
-def _product(
-    pending: PendingSoftmax,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    result: Tensor,
-) -> Tensor:
-    """Handle `result`, a product of recorded softmax weights with another tensor. If `result` has the shape of head
-    outputs, the other tensor is the values: stop tracking the weights, pass them to the observers, and return `result`
-    as changed by the interceptors. Otherwise return `result` unchanged.
-    """
-    assert pending.weights is not None
-    batch, heads, queries, keys = pending.weights.shape
-    order = list(range(result.ndim)) if function is not torch.einsum else _einsum_order(args, pending.tensor)
-    if order is None or result.permute(*order).shape[:-1] not in ((batch, heads, queries), (batch * heads, queries)):
+    weights = weights_of(tensor)
+    contraction = contraction_of(call.function, call.args, call.kwargs)
+    if weights is None:
         return result
-    call_stack.pending_softmaxes.remove(pending)
+    softmax, product = weights.softmax, None
+    if contraction is not None and len(contraction.operands) == 2:
+        product = _Product.of(call, tensor, weights, contraction, result)
+    if product is None:
+        softmax.is_used = True
+        return result
+    softmax.products += not softmax.has_ended
+    if not softmax.compares_activations:
+        report_unreadable(softmax.module_calls, NOT_OVER_KEYS)
+        return result
+    return hold(AttentionOutput(product, result, product.axes, product.module_calls), result)
 
-    def by_head(product: Tensor) -> Tensor:
-        return product.permute(*order).reshape(batch, heads, queries, -1)
 
-    def output_of(weights: Tensor) -> Tensor:
-        return by_head(
-            function(*_replaced(args, pending.tensor, weights), **_replaced(kwargs, pending.tensor, weights))
+@dataclass(eq=False)
+class _Product(AttentionSource):
+    """Product of attention weights with values.
+
+    Attributes:
+        call: the function call that computed it.
+        tensor: the argument of the call that is the weights.
+        weights: what is known of these.
+        order: for each axis of the result but that of the values, the axis of `tensor` that it is; None if it is an
+            axis of the values only.
+        key_axes: axes of `tensor` that are the keys.
+        axes: roles of the axes of the result.
+        shape: shape of the result.
+        module_calls: the running module calls, outermost first.
+        origins: sources of the queries, keys and values.
+        is_observed: False if the same weights were observed in an earlier product.
+    """
+
+    call: FunctionCall
+    tensor: Tensor
+    weights: Weights
+    order: list[int | None]
+    key_axes: list[int]
+    axes: OutputAxes
+    shape: torch.Size
+    module_calls: list[ModuleCall]
+    origins: CallOrigins
+    is_observed: bool
+
+    @staticmethod
+    def of(
+        call: FunctionCall, tensor: Tensor, weights: Weights, contraction: Contraction, result: Tensor
+    ) -> "_Product | None":
+        """Return the product if it sums over the axis of the softmax and no other; otherwise None."""
+        labels = contraction.labels_of(tensor)
+        of_values: set[Label | None] = set().union(*contraction.labels) - set(labels)
+        value_labels = [label for label in contraction.result if label in of_values]
+        key_axes = [axis for axis, label in enumerate(labels) if label in contraction.summed]
+        summed = {factor.axis for axis in key_axes for factor in weights.axes[axis]}
+        kept = {factor.axis for axis in range(tensor.ndim) if axis not in key_axes for factor in weights.axes[axis]}
+        dim = weights.softmax.dim
+        if not value_labels or not key_axes or not summed <= {dim} or dim in kept:
+            return None
+        other = 0 if contraction.operands[1] is tensor else 1
+        values = contraction.labels[other]
+        origins = call_stack.origins_of_product(weights.softmax.origin, contraction.operands[other])
+        value_axis = contraction.result.index(value_labels[-1])
+        queries = tuple(
+            axis for axis, label in enumerate(contraction.result) if label in labels and label not in values
+        )
+        order = [
+            labels.index(label) if label in labels else None
+            for axis, label in enumerate(contraction.result)
+            if axis != value_axis
+        ]
+        softmax, running = weights.softmax, call_stack.module_calls[:]
+        if not softmax.has_ended:  # otherwise another module reuses the weights, in an attention call of its own
+            running = [each for each in softmax.module_calls if any(each is other for other in running)]
+        is_observed = softmax.has_ended or not softmax.products
+        axes = OutputAxes(value_axis, queries)
+        return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, origins, is_observed)
+
+    def handlers(self, layout: HeadLayout) -> CallHandlers:
+        """Report the attention call to the interceptors of the model, and return their functions."""
+        batch, heads, queries = layout.sizes
+        keys = prod(self.tensor.shape[axis] for axis in self.key_axes)
+        grid = Grid(batch, heads, queries, keys, self.tensor.device)
+        value_dim = self.shape[self.axes.value]
+        return handlers_of_call(
+            grid, heads, value_dim, self.module_calls, origins=self.origins, is_observed=self.is_observed
         )
 
-    out = by_head(result)
-    grid = Grid(batch, heads, queries, keys, out.device)
-    origins = call_stack.origins_of_product(pending.origin, _other_factor(args, kwargs, pending.tensor))
-    handlers = handlers_of_call(grid, heads, out.shape[-1], pending.module_calls, origins=origins)
-    if pending.is_dropped and handlers.observations:
-        with torch.no_grad():
-            undropped_out = output_of(pending.weights.to(pending.tensor.dtype).reshape(pending.tensor.shape))
-        handlers.observe_weights(pending.weights_of_visible_rows(), undropped_out)
-    elif handlers.observations:
-        handlers.observe_weights(pending.weights_of_visible_rows(), out)
-    if not handlers.changes:
-        return result
-    changed = handlers.changed(out, lambda: output_of(pending.uniform_weights()))
-    inverse = [order.index(axis) for axis in range(result.ndim)]
-    return changed.reshape(result.permute(*order).shape).permute(*inverse)
+    def observe(
+        self, handlers: CallHandlers, layout: HeadLayout, out: Float[Tensor, "batch heads queries value_dim"]
+    ) -> None:
+        """Pass the attention weights before dropout, and their product with the values, to the observers."""
+        if not handlers.observations:
+            return
+        undropped = self.weights.undropped
+        if undropped is not None:
+            with torch.no_grad():
+                out = layout.by_head(self.call.replaced(self.tensor, undropped.to(self.tensor.dtype)).run())
+        weights = self._arranged(self.tensor if undropped is None else undropped).detach()
+        scores = self._arranged(self.weights.scores())
+        if scores.is_floating_point() and bool((hidden_rows := hides_all_keys(scores)).any()):
+            weights = weights.masked_fill(hidden_rows, 0.0)  # softmax is uniform there
+        if self.weights.softmax.products > 1:
+            for innermost in innermost_calls(self.module_calls):
+                innermost.interceptor.on_left_out(innermost.path, WEIGHTS_USED_TWICE)
+        handlers.observe_weights(layout.by_head(weights), None if self.weights.softmax.products > 1 else out)
 
+    def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
+        """Return the output of each head under uniform attention to the visible keys."""
+        zeroed = self.weights.zeroed
+        scores = self.weights.scores()
+        key = self.key_axes[0]
+        uniform = uniform_weights(
+            scores.movedim(key, -1), None if zeroed is None else zeroed.expand(scores.shape).movedim(key, -1)
+        ).movedim(-1, key)
+        return layout.by_head(self.call.replaced(self.tensor, uniform.to(self.tensor.dtype)).run())
 
-def _other_factor(args: tuple[Any, ...], kwargs: dict[str, Any], weights: Tensor) -> Tensor:
-    """Return the tensor with which a function call multiplies `weights`."""
-    return next(
-        other for other in _flat((*args, *kwargs.values())) if isinstance(other, Tensor) and other is not weights
-    )
-
-
-def _mask_and_value(input: Tensor, mask: Tensor, value: Tensor | float) -> tuple[Tensor, Tensor | float]:  # noqa: A002
-    """Return the arguments `mask` and `value` of a call of `masked_fill`, in which they may be passed by position or by
-    name.
-    """
-    return mask, value
-
-
-def _overwrites(
-    input: Tensor,  # noqa: A002
-    p: Any = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-    *,
-    train: bool = True,
-) -> bool:
-    """Return True if a call of `F.dropout` or `torch.dropout` with these arguments overwrites its input."""
-    return inplace and training and train and bool(p)
-
-
-def _replaced(argument: Any, before: Tensor, after: Tensor) -> Any:
-    """Return `argument` with the tensor `before` replaced by `after` wherever it occurs, also inside nested lists,
-    tuples and dicts. Lists and tuples are returned as lists.
-    """
-    if isinstance(argument, list | tuple):
-        return [_replaced(element, before, after) for element in argument]
-    if isinstance(argument, dict):
-        return {name: _replaced(element, before, after) for name, element in argument.items()}
-    return after if argument is before else argument
-
-
-def _flat(arguments: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the arguments one by one; in place of an argument that is a list or tuple, yield its elements (one level
-    deep).
-    """
-    for argument in arguments:
-        if isinstance(argument, list | tuple):
-            yield from argument
-        else:
-            yield argument
-
-
-def _einsum_order(arguments: tuple[Any, ...], weights: Tensor) -> list[int] | None:
-    """Return the order of axes, for `permute`, in which to rearrange an einsum's result. The einsum was called with
-    `arguments`, one of which is the attention `weights`. Axes that the result shares with the weights come first, in
-    the order of the weights; all other axes follow. Return None if the equation is not a string, has no "->" or
-    contains an ellipsis.
-    """
-    equation, *operands = _flat(arguments)
-    if not isinstance(equation, str) or "->" not in equation or "." in equation:
-        return None
-    inputs, result = equation.replace(" ", "").split("->")
-    weight_axes = next(axes for axes, operand in zip(inputs.split(","), operands, strict=False) if operand is weights)
-    order = [axis for axis in weight_axes if axis in result] + [axis for axis in result if axis not in weight_axes]
-    return [result.index(axis) for axis in order]
+    def _arranged(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with the axes of the weights in the order of the axes of the output, with the keys in place
+        of the values.
+        """
+        order = [axis for axis in self.order if axis is not None]
+        squeezed = [axis for axis in range(tensor.ndim) if axis not in order and axis not in self.key_axes]
+        arranged = tensor.permute(*squeezed, *order, *self.key_axes).flatten(-len(self.key_axes))
+        arranged = arranged[(0,) * len(squeezed)]
+        for position, axis in enumerate(self.order):
+            arranged = arranged.unsqueeze(position) if axis is None else arranged
+        arranged = arranged.movedim(-1, self.axes.value)
+        shape = list(self.shape)
+        shape[self.axes.value] = arranged.shape[self.axes.value]
+        return arranged.expand(shape)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headwise.intercept import eager_softmax
+from headwise.intercept import eager_softmax, output_tracking
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall
@@ -32,32 +32,41 @@ class ModuleHooks(UncopiedHooks):
         yield self._module.register_forward_pre_hook(self.on_start, prepend=True, with_kwargs=True)
         yield self._module.register_forward_hook(self.on_end, always_call=True)
 
-    def on_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_start(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Forward pre-hook: push this call of `module` onto the thread's call stack, and report its start to the
         interceptor. If no other module of the same model is running in this thread, first report the start of a call of
-        the model. A call that activation checkpointing repeats is not reported.
+        the model. A call that activation checkpointing repeats is not reported. Return the arguments as changed by the
+        interceptors if they contain attention outputs; None if they do not change them.
         """
         interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
         if self.is_copy or self._interceptor not in interceptors:
-            return
+            return None
+        with call_stack.paused():
+            changed: tuple[tuple[Any, ...], dict[str, Any]] | None = output_tracking.with_changes((args, kwargs))
+        args, kwargs = changed or (args, kwargs)
         is_outermost = all(call.interceptor is not self._interceptor for call in call_stack.module_calls)
         names = (*self._argument_names, *map(str, range(len(self._argument_names), len(args))))
         arguments = dict(zip(names, args, strict=False)) | kwargs
         _push(ModuleCall(self._interceptor, self._path, module, arguments, self._stated, self._parts))
         if call_stack.is_recomputing:
-            return
+            return changed
         if is_outermost:
             self._interceptor.on_model_call()
         self._interceptor.on_module_call(self._path)
+        return changed
 
-    def on_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: pop the module call from the call stack. Do nothing if `on_start` never pushed it, because
-        another hook failed first.
+    def on_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Forward hook: pop the module call from the call stack, and return the module's `output` as changed by the
+        interceptors; None if they do not change it. Do nothing if `on_start` never pushed the call, because another
+        hook failed first.
         """
         innermost = call_stack.module_calls[-1] if call_stack.module_calls and not self.is_copy else None
         if innermost is not None and innermost.module is module and innermost.interceptor is self._interceptor:
             call_stack.lineage.record_module(innermost.arguments.values(), output, call_stack.module_calls)
-            _pop()
+            return _pop(output)
+        return None
 
 
 def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
@@ -94,11 +103,15 @@ def _push(module_call: ModuleCall) -> None:
     call_stack.module_calls.append(module_call)
 
 
-def _pop() -> None:
-    """Pop the innermost module call from this thread's call stack. If attention inside this module call could not be
-    read, report the module to the interceptors. If the stack is then empty, turn off the mode that intercepts torch's
-    functions.
+def _pop(output: Any) -> Any:
+    """Pop the innermost module call, which returns `output`, from this thread's call stack. Report attention inside of
+    it to the interceptors, or that it cannot be read. Return the output as changed by the interceptors; None if they do
+    not change it. If the stack is then empty, turn off the mode that intercepts torch's functions.
     """
-    eager_softmax.on_module_end(call_stack.module_calls.pop())
+    module_call = call_stack.module_calls.pop()
+    with call_stack.paused():
+        eager_softmax.on_module_end(module_call)
+        changed = output_tracking.on_module_end(output)
     if not call_stack.module_calls:
         call_stack.end_module_calls()
+    return changed

@@ -1,7 +1,8 @@
 """Interception of calls of torch's `scaled_dot_product_attention`."""
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -14,10 +15,16 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem, mask_and_bias
 from headwise.attention.uniform_attention import uniform_output
 from headwise.intercept.additive_masks import fill_hidden_rows_as_torch, with_infinite
-from headwise.intercept.call_handlers import handlers_of_call
+from headwise.intercept.attention_output import AttentionOutput, AttentionSource, OutputAxes
+from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_answer import is_attention
 from headwise.intercept.foreign_functions import SDPA, is_foreign
+from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.head_layout import HeadLayout
+from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.origin import CallOrigins
+from headwise.intercept.output_tracking import before_function, hold
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.shapes import Float
 
@@ -26,52 +33,112 @@ def intercepted_sdpa(
     previous: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Compute `previous`, torch's `scaled_dot_product_attention` or what another library has put in its place, and
-    return its output. Inside an intercepted model, the interceptors observe the attention weights and may change the
-    output.
+    return its output. Inside an intercepted model, record the output, from which the layout of the heads is derived.
+    The interceptors then observe the attention weights and may change the output.
     """
     if not call_stack.intercepts:
         return previous(query, key, value, *args, **kwargs)
-    q, k, v = map(_by_head, (query, key, value))
-    options = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-
-    @cache
-    def read_problem() -> Problem:
-        return _problem_of(query, key, value, **options)
-
-    mask_origin = (options.get("attn_mask"), options.get("is_causal", False))
-    mask_source = MaskSource(lambda: ReceivedMask.of_problem(read_problem()), mask_origin)
-    grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
     origins = call_stack.origins_of(query, key, value)
-
-    @cache
-    def compute() -> Answer:
-        return Answer(_by_head(previous(query, key, value, *args, **kwargs)), None, None)
-
-    def compute_without_dropout() -> Answer:
-        return Answer(_by_head(previous(query, key, value, **{**options, "dropout_p": 0.0})), None, None)
-
-    def as_torch(out: Tensor) -> Tensor:
-        return fill_hidden_rows_as_torch(out, v, options.get("attn_mask")) if query.ndim == 4 else out
-
-    is_replaced = is_foreign(previous, SDPA)
-    if is_replaced and not is_attention(read_problem, compute, compute_without_dropout):
-        return compute().out.reshape(*query.shape[:-1], value.shape[-1])
-    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source, origins=origins)
-    out = handlers.answer(read_problem, compute, is_replaced).out
-    if handlers.observations and not is_replaced and not options.get("dropout_p"):
-        out = as_torch(out)
-    out = handlers.changed(out, lambda: as_torch(uniform_output(read_problem())))
-    out = out.reshape(*query.shape[:-1], value.shape[-1])
+    options = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+    call = before_function(FunctionCall(previous, (query, key, value), options))
+    query, key, value = call.args
+    with call_stack.paused():
+        out = previous(query, key, value, **options)
     call_stack.lineage.set_attended(out, origins)
-    return out
+    module_calls, axes = call_stack.module_calls[:], OutputAxes(out.ndim - 1, (out.ndim - 2,))
+    q, k, v = (tensor.detach() for tensor in widest_dtype_under_autocast(query, key, value))
+    source = _SDPACall(q, k, v, options, out.shape, module_calls, origins)
+    if is_foreign(previous, SDPA):
+        layout = HeadLayout(tuple(out.shape), axes.value, axes.queries, ())
+
+        def compute_without_dropout() -> Answer:
+            return Answer(layout.by_head(previous(query, key, value, **{**options, "dropout_p": 0.0})), None, None)
+
+        answer = Answer(layout.by_head(out), None, None)
+        if not is_attention(lambda: source.problem(layout), lambda: answer, compute_without_dropout):
+            return out
+    return hold(AttentionOutput(source, out, axes, module_calls), out)
 
 
-def _by_head(tensor: Tensor) -> Float[Tensor, "batch heads length width"]:
-    """Return `tensor`, the query, key, value or output of a call of SDPA, with axes `(batch, heads, length, width)`. If
-    `tensor` has three axes, an axis of one head is inserted; if it has more than four, all axes before the heads become
-    one batch axis.
+@dataclass(frozen=True, eq=False)
+class _SDPACall(AttentionSource):
+    """One call of SDPA, with the tensors as the model passed them.
+
+    Attributes:
+        query: the queries.
+        key: the keys.
+        value: the values.
+        options: other arguments, by name.
+        shape: shape of the output.
+        module_calls: the running module calls, outermost first.
+        origins: sources of the queries, keys and values.
+        problems: the call as a `Problem`, by layout.
     """
-    return tensor[:, None] if tensor.ndim == 3 else tensor.reshape(-1, *tensor.shape[-3:])
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    options: dict[str, Any]
+    shape: torch.Size
+    module_calls: list[ModuleCall]
+    origins: CallOrigins
+    has_usual_axes = True
+    problems: dict[HeadLayout, Problem] = field(default_factory=dict)
+
+    def handlers(self, layout: HeadLayout) -> CallHandlers:
+        """Report the attention call to the interceptors of the model, and return their functions."""
+        batch, heads, queries = layout.sizes
+        grid = Grid(batch, heads, queries, self.key.shape[-2], self.query.device)
+        origin = (self.options.get("attn_mask"), self.options.get("is_causal", False), layout)
+        mask_source = MaskSource(lambda: ReceivedMask.of_problem(self.problem(layout)), origin)
+        kv_heads = self._keys_and_values(layout)[0].shape[1]
+        return handlers_of_call(
+            grid, kv_heads, self.value.shape[-1], self.module_calls, mask_source, origins=self.origins
+        )
+
+    def observe(
+        self, handlers: CallHandlers, layout: HeadLayout, out: Float[Tensor, "batch heads queries value_dim"]
+    ) -> None:
+        """Pass the attention weights, computed once more, to the observers."""
+        if handlers.observations:
+            handlers.observe_problem(self.problem(layout), out)
+
+    def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
+        """Return the output of each head under uniform attention to the visible keys."""
+        problem, mask = self.problem(layout), self._mask(layout)
+        return fill_hidden_rows_as_torch(uniform_output(problem), problem.v, mask)
+
+    def problem(self, layout: HeadLayout) -> Problem:
+        """Return the call as a `Problem`, with heads in the given layout."""
+        if layout not in self.problems:
+            query = layout.by_head(self.query.expand(*self.shape[:-2], *self.query.shape[-2:]))
+            options = self.options | {"attn_mask": self._mask(layout)}
+            self.problems[layout] = _problem_of(query, *self._keys_and_values(layout), **options)
+        return self.problems[layout]
+
+    def _keys_and_values(self, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+        """Return keys and values with axes of sequences, heads, keys and values. Heads that have the same keys and
+        values by the option `enable_gqa`, or are merged with the queries, share them.
+        """
+        if layout.is_usual and self.options.get("enable_gqa"):
+            return self.key, self.value
+        of_keys = tuple(head for head in layout.heads if head.axis not in layout.query_axes)
+        tensors: list[Tensor] = []
+        for tensor in (self.key, self.value):
+            groups = self.shape[-3] // tensor.shape[-3] if self.options.get("enable_gqa") else 1
+            repeated = tensor.repeat_interleave(groups, -3) if groups > 1 else tensor
+            shape = (*self.shape[:-2], *tensor.shape[-2:])
+            tensors.append(replace(layout, shape=shape, heads=of_keys).by_head(repeated.expand(shape)))
+        return tensors[0], tensors[1]
+
+    def _mask(self, layout: HeadLayout) -> Tensor | None:
+        """Return the mask with axes of sequences, heads, queries and keys; None without one."""
+        mask: Tensor | None = self.options.get("attn_mask")
+        if mask is None or prod(mask.shape[:-2]) == 1:
+            return None if mask is None else mask.reshape(1, 1, *mask.shape[-2:])
+        if layout.is_usual:
+            return mask[(None,) * (4 - mask.ndim)]
+        return layout.by_head(mask.expand(*self.shape[:-1], self.key.shape[-2]))
 
 
 def _problem_of(
@@ -88,13 +155,9 @@ def _problem_of(
     """Return a call of torch's `scaled_dot_product_attention` with these arguments as a `Problem`, headwise's form of
     the tensors and options of one attention call.
     """
-    q, k, v = widest_dtype_under_autocast(_by_head(query), _by_head(key), _by_head(value))
-    mask: Mask | Tensor | None = attn_mask
-    if attn_mask is not None and query.ndim == 3 and attn_mask.ndim == 3:
-        mask = attn_mask[:, None]
-    elif attn_mask is not None and attn_mask.ndim > 4:
-        mask = attn_mask.expand(*query.shape[:-3], *attn_mask.shape[-3:]).reshape(-1, *attn_mask.shape[-3:])
-    mask, bias = mask_and_bias(mask, None)
+    q, k, v = query, key, value
+    mask: Mask | Tensor | None
+    mask, bias = mask_and_bias(attn_mask, None)
     bias = None if bias is None else with_infinite(bias)
     positions: dict[str, Any] = {}
     if is_causal:

@@ -19,11 +19,16 @@ from headwise.intercept import eager_softmax
 from headwise.intercept.call_handlers import answer_intercepted
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
+from headwise.intercept.contractions import BMM
 from headwise.intercept.foreign_functions import SDPA, InterceptedFunction, torchs_own
+from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.fused_functions import report_fused
 from headwise.intercept.hf_calls import intercepting_dispatch
 from headwise.intercept.origin import CallOrigins
+from headwise.intercept.output_tracking import after_function, before_function
+from headwise.intercept.score_products import follow_scores
 from headwise.intercept.sdpa_calls import intercepted_sdpa
+from headwise.intercept.softmax_weights import DROPOUT
 from headwise.intercept.uncopied_hooks import getstate_without_hooks
 
 TORCH_ATTENTION = F.multi_head_attention_forward
@@ -32,15 +37,15 @@ TORCH_ATTENTION = F.multi_head_attention_forward
 
 class TorchCalls(TorchFunctionMode):
     """Torch function mode that intercepts attention in the thread that enters it. It intercepts
-    `scaled_dot_product_attention`, softmax, and torch functions that are called with a softmax result, both as
-    functions of torch and as tensor methods.
+    `scaled_dot_product_attention`, softmax, and torch functions that lead to it or use its result, both as functions
+    of torch and as tensor methods.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a torch function and return its result. Inside an intercepted model, functions that are part of
-        attention are reported to the interceptors, which may change the result.
+        attention are recorded, and their arguments may be changed by the interceptors.
         """
         kwargs = kwargs or {}
         func = torchs_own(func)
@@ -52,18 +57,28 @@ class TorchCalls(TorchFunctionMode):
             return intercepted_sdpa(SDPA, *args, **kwargs)
         if not call_stack.intercepts:
             return func(*args, **kwargs)
+        call = before_function(FunctionCall(func, args, kwargs))
         if func is TORCH_ATTENTION:
-            return _torch_attention(*args, **kwargs)
-        result = func(*args, **kwargs)
-        if func in eager_softmax.SOFTMAXES:
-            scores, dim = (*args, *(kwargs[name] for name in ("input", "dim") if name in kwargs))[:2]
-            eager_softmax.on_softmax(scores, result, dim)
-        else:
-            result = eager_softmax.on_function(func, args, kwargs, result)
+            return _torch_attention(*call.args, **call.kwargs)
+        result = _recorded(call, call.run())
         arguments = (*args, *kwargs.values())
         report_fused(func, arguments, call_stack.module_calls)
         call_stack.lineage.record(func, arguments, result, call_stack.module_calls)
         return result
+
+
+def _recorded(call: FunctionCall, result: Any) -> Any:
+    """Return the `result` of a function call of an intercepted model. Follow it if it is attention scores, weights or
+    outputs.
+    """
+    if call.function in eager_softmax.SOFTMAXES:
+        arguments = (*call.args, *(call.kwargs[name] for name in ("input", "dim") if name in call.kwargs), None)
+        eager_softmax.on_softmax(arguments[0], result, arguments[1])
+        return result
+    after_function(call, result)
+    result = eager_softmax.on_function(call, result)
+    follow_scores(call, result)
+    return result
 
 
 def _torch_attention(
@@ -85,7 +100,7 @@ def _torch_attention(
     origins = CallOrigins(
         *(lineage.linear(lineage.origin(each, module_calls), projection) for each in (query, key, value))
     )
-    with call_stack.torch_attention(origins):
+    with call_stack.torch_attention(heads, origins):
         result = TORCH_ATTENTION(query, key, value, embed_dim, heads, in_proj_weight, *args, **kwargs)
     lineage.set_attended(result[0], origins)
     return result
@@ -102,28 +117,33 @@ def _softmax(
     **kwargs: Any,
 ) -> Tensor:
     """Compute softmax by `previous`. Inside `F.multi_head_attention_forward` of an intercepted model, also record the
-    result as attention weights, which are tracked until they are multiplied with the values.
+    result as attention weights, which are followed until they are multiplied with the values.
     """
     result = previous(input, dim, *args, **kwargs)
-    if call_stack.in_torch_attention and call_stack.intercepts:
-        eager_softmax.on_softmax(input, result, dim)
+    if _is_in_torch_attention():
+        eager_softmax.on_softmax(input, result, dim, is_attention=True)
     return result
 
 
 def _following(own: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return a function that calls the function that it receives first: torch's function `own`, or a replacement of it.
     Inside `F.multi_head_attention_forward` of an intercepted model, it also checks if an argument is recorded attention
-    weights. If so, the weights are tracked in the result of dropout, and a product of the weights with the values is
+    weights. If so, the weights are followed in the result of dropout, and a product of the weights with the values is
     reported as an attention call to the interceptors, which may change the product.
     """
 
     def call_and_follow(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
         result = previous(*args, **kwargs)
-        if call_stack.in_torch_attention and call_stack.intercepts:
-            return eager_softmax.on_function(own, args, kwargs, result)
+        if _is_in_torch_attention():
+            return eager_softmax.on_function(FunctionCall(own, args, kwargs), result)
         return result
 
     return call_and_follow
+
+
+def _is_in_torch_attention() -> bool:
+    """Return True inside `F.multi_head_attention_forward` of an intercepted model."""
+    return call_stack.torch_attention_heads is not None and call_stack.intercepts
 
 
 # -- replacing and restoring ------------------------------------------------------------------------------------------
@@ -147,8 +167,8 @@ class _FunctionPatches:
             self._replace(attend, "interception_hook", answer_intercepted)
             self._intercept(F, "scaled_dot_product_attention", intercepted_sdpa)
             self._intercept(F, "softmax", _softmax)
-            self._intercept(F, "dropout", _following(eager_softmax.DROPOUT))
-            self._intercept(torch, "bmm", _following(eager_softmax.BMM))
+            self._intercept(F, "dropout", _following(DROPOUT))
+            self._intercept(torch, "bmm", _following(BMM))
             self._replace(nn.Module, "__getstate__", getstate_without_hooks(nn.Module.__getstate__))
             self._replace(checkpoint, "CheckpointFunction", InterceptedCheckpointFunction)
             self._replace(checkpoint, "_CheckpointFrame", InterceptedCheckpointFrame)

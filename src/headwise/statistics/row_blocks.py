@@ -47,7 +47,7 @@ def row_blocks_of_problem(
 
 def row_blocks_of_weights(
     weights: Float[Tensor, "batch heads queries keys"],
-    out: Float[Tensor, "batch heads queries value_dim"],
+    out: Float[Tensor, "batch heads queries value_dim"] | None,
     call_context: CallContext,
     values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
 ) -> Iterator[RowBlock]:
@@ -57,7 +57,7 @@ def row_blocks_of_weights(
 
     Args:
         weights: the weights.
-        out: output of each row.
+        out: output of each row; None if unknown.
         call_context: tokens and padding of the call.
         values: the values, with which each row's output is computed instead of taken from `out`.
     """
@@ -66,7 +66,9 @@ def row_blocks_of_weights(
     for rows in _row_ranges(grid):
         selected = slice(rows.start, rows.stop)
         block = weights[:, :, selected].to(torch.promote_types(weights.dtype, torch.float32))
-        block_out = out[:, :, selected] if values is None else grouped_matmul(block, values.to(block.dtype))
+        block_out = None if out is None else out[:, :, selected]
+        if values is not None:
+            block_out = grouped_matmul(block, values.to(block.dtype))
         yield _row_block(block, block != 0, grid, rows, call_context, block_out)
 
 

@@ -1,0 +1,247 @@
+"""Output of one attention call, held until the model shows which axis is the heads.
+
+weights @ values, or SDPA --> AttentionOutput: its axes are followed through the functions that the model calls
+reshape, permute, ...     --> the axis of the values is merged with the heads
+linear map, or another use--> the layout is established: interceptors receive the call, gates change the output
+end of the module         --> the weights are passed to the observers
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from headwise.errors import InputError
+from headwise.intercept.axes import Factor
+from headwise.intercept.call_handlers import CallHandlers
+from headwise.intercept.call_stack import call_stack
+from headwise.intercept.head_layout import HeadLayout
+from headwise.intercept.interceptor import Interceptor
+from headwise.intercept.module_call import ModuleCall
+from headwise.shapes import Float
+
+HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead", "num_heads_per_partition")
+"""Names under which modules store their number of heads."""
+
+HEADS_UNKNOWN = "attention of these modules is left out, since it is not established which axis is the heads"
+"""Reason for attention whose output cannot be followed to where it becomes the features of all heads."""
+
+HEADS_CONTRADICT = "attention of these modules is left out, since it has not the number of heads that the module stores"
+"""Reason for attention whose derived number of heads is not the module's own."""
+
+NOT_OVER_KEYS = "these modules compute a softmax that averages no values over keys, which is not read as attention"
+"""Reason for what looks like attention, but mixes features, channels or heads."""
+
+
+class OutputAxes(NamedTuple):
+    """Roles of axes of an attention output, as the model computes it.
+
+    Attributes:
+        value: the axis of the values.
+        queries: the axes of the queries; heads may be merged with them.
+    """
+
+    value: int
+    queries: tuple[int, ...]
+
+
+class AttentionSource(ABC):
+    """One attention call of a model before it is known which axis is the heads: what its output was computed from.
+
+    Attributes:
+        has_usual_axes: True if the function that computes the output defines its axes as `(batch, heads, queries,
+            value_dim)`, if there are four.
+    """
+
+    has_usual_axes = False
+
+    @abstractmethod
+    def handlers(self, layout: HeadLayout) -> CallHandlers:
+        """Report the call to the interceptors of the model, and return their functions."""
+
+    @abstractmethod
+    def observe(
+        self, handlers: CallHandlers, layout: HeadLayout, out: Float[Tensor, "batch heads queries value_dim"]
+    ) -> None:
+        """Pass the attention weights, and the output `out` that the model computed, to the observers."""
+
+    @abstractmethod
+    def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
+        """Return the output of each head under uniform attention to the visible keys."""
+
+
+class AttentionOutput:
+    """Output of one attention call of a model, from the call until its heads are established.
+
+    Args:
+        source: the attention call.
+        tensor: output, as the model computed it.
+        axes: roles of its axes.
+        module_calls: the running module calls, outermost first.
+
+    Attributes:
+        shape: shape of the output.
+        axes: roles of its axes.
+        module_calls: the running module calls, outermost first.
+        merged: layout according to the last function that merged the values with another axis; None before.
+        refusal: reason why the call is not reported; None if there is none.
+        may_change: True if an interceptor may change the output.
+        is_established: True if the layout of the heads is established.
+        is_reported: True if the call was reported to the interceptors, or its module was named to them.
+    """
+
+    def __init__(
+        self, source: AttentionSource, tensor: Tensor, axes: OutputAxes, module_calls: list[ModuleCall]
+    ) -> None:
+        self.shape, self.axes, self.module_calls = tensor.shape, axes, module_calls
+        self.merged: HeadLayout | None = None
+        self.refusal: str | None = None
+        interceptors = {id(call.interceptor): call.interceptor for call in module_calls}.values()
+        self._interceptors = [each for each in interceptors if call_stack.only_interceptor in (None, each)]
+        self.may_change = any(type(each).change is not Interceptor.change for each in self._interceptors)
+        self.is_established = self.is_reported = False
+        self._source: AttentionSource | None = source
+        self._tensor: Tensor | None = tensor
+        self._layout: HeadLayout | None = None
+        self._handlers: CallHandlers | None = None
+        self._changed: Tensor | None = None
+
+    def establish(self, layout: HeadLayout | None, *, may_hide_heads: bool = False) -> None:
+        """Set the layout of the heads, as the model shows it by a linear map of their outputs. With None, the linear
+        map is not over the values of whole heads, so the call is not attention over keys.
+
+        Args:
+            layout: the layout.
+            may_hide_heads: True if another axis may be heads that the model merges with the values later.
+
+        Raises:
+            InputError: heads of another layout were changed already.
+        """
+        if layout is None:
+            self._refuse(NOT_OVER_KEYS)
+        elif layout.head_count == 1 and may_hide_heads and 1 not in head_counts(self.module_calls[-1:]):
+            self._refuse(HEADS_UNKNOWN)
+        elif self._layout not in (None, layout) or self._contradicts_module(layout):
+            self._refuse(HEADS_CONTRADICT)
+        else:
+            self._layout, self.is_established = layout, True
+
+    def changed(self) -> Tensor | None:
+        """Return the output as changed by the interceptors, with the axes that the model computes it with. Return None
+        if no interceptor changes it, or if its heads cannot be established.
+        """
+        layout = self._layout or self.merged or self._predicted_layout(is_verified_later=True)
+        if self.refusal is not None or not self.may_change:
+            return None
+        if layout is None:
+            self._refuse(HEADS_UNKNOWN)
+            return None
+        handlers, source, tensor = self._handlers_with(layout), self._source, self._tensor
+        if self._changed is None and source is not None and tensor is not None:
+            self.may_change = bool(handlers.changes)
+            if self.may_change:
+                out = handlers.changed(layout.by_head(tensor), lambda: source.uniform_output(layout))
+                self._changed = layout.from_heads(out)
+        return self._changed
+
+    def finish(self, *, is_last: bool = False) -> bool:
+        """Pass the attention weights to the observers if the heads are established, or name the module to the
+        interceptors if there is a reason not to. Return False if it is too early for either. Nothing happens in a
+        second call.
+
+        Args:
+            is_last: True at the end of the model, after which nothing more can be learnt about the call.
+        """
+        if self.is_reported:
+            return True
+        if self.refusal is None and not self.is_established:
+            layout = self.merged or (self._predicted_layout(is_verified_later=False) if is_last else None)
+            if layout is not None:
+                self.establish(layout)
+            elif is_last:
+                self._refuse(HEADS_UNKNOWN)
+            else:
+                return False
+        self.is_reported = True
+        if self.refusal is not None:
+            report_unreadable(self.module_calls, self.refusal)
+        elif self._layout is not None and self._source is not None and self._tensor is not None:
+            handlers = self._handlers_with(self._layout)
+            self._source.observe(handlers, self._layout, self._layout.by_head(self._tensor.detach()))
+            self.may_change = bool(handlers.changes)
+        if not self.may_change:
+            self._source = self._tensor = None
+        return True
+
+    def _handlers_with(self, layout: HeadLayout) -> CallHandlers:
+        """Return the functions of the interceptors. At the first call, report the call of attention with this layout to
+        them.
+        """
+        if self._handlers is None:
+            assert self._source is not None
+            self._layout, self._handlers = layout, self._source.handlers(layout)
+        return self._handlers
+
+    def _refuse(self, reason: str) -> None:
+        """Record why the call is not reported.
+
+        Raises:
+            InputError: the output was changed already.
+        """
+        self.refusal = reason
+        if self._changed is not None:
+            path = self.module_calls[-1].path
+            raise InputError("model", expected="heads that can be gated", got=f"attention in {path} of unclear layout")
+        if self.may_change:
+            report_unreadable(self.module_calls, reason)
+
+    def _contradicts_module(self, layout: HeadLayout) -> bool:
+        """Return True if the module stores its number of heads, and the layout has another one."""
+        counts = head_counts(self.module_calls[-1:])
+        return bool(counts) and layout.head_count not in counts
+
+    def _predicted_layout(self, *, is_verified_later: bool) -> HeadLayout | None:
+        """Return the layout that the shape of the output and the number of heads that modules store suggest; None if
+        they suggest none.
+
+        Args:
+            is_verified_later: accept the usual layout `(batch, heads, queries, value_dim)` without a stored number.
+        """
+        counts = head_counts(self.module_calls)
+        if counts == [1]:
+            return HeadLayout(tuple(self.shape), self.axes.value, self.axes.queries, ())
+        *others, queries, value = range(len(self.shape))
+        if (value, (queries,)) != (self.axes.value, self.axes.queries) or len(others) not in (1, 2):
+            return None
+        axis = others[-1]
+        size = self.shape[axis]
+        is_expected = is_verified_later or (self._source is not None and self._source.has_usual_axes)
+        is_usual = len(others) == 2 and (size == 1 or (is_expected and not counts))
+        if not is_usual and size not in counts:
+            return None
+        heads = (Factor(axis, 1, size),) if size > 1 else ()
+        return HeadLayout(tuple(self.shape), value, (queries,), heads)
+
+
+def head_counts(module_calls: Iterable[ModuleCall]) -> list[int]:
+    """Return the numbers of heads that the user states for the innermost of these modules, or that it stores."""
+    for module_call in reversed(list(module_calls)):
+        if module_call.stated is not None and module_call.stated.heads is not None:
+            return [module_call.stated.heads]
+        counts = [getattr(module_call.module, name, None) for name in HEAD_COUNTS]
+        known = [count for count in counts if isinstance(count, int) and count > 0]
+        if known:
+            return known
+    return []
+
+
+def innermost_calls(module_calls: Iterable[ModuleCall]) -> Iterable[ModuleCall]:
+    """Return the innermost of these module calls for each interceptor."""
+    return {id(each.interceptor): each for each in module_calls}.values()
+
+
+def report_unreadable(module_calls: Iterable[ModuleCall], reason: str) -> None:
+    """Name the innermost module to each interceptor, with the reason why its attention is not reported."""
+    for innermost in innermost_calls(module_calls):
+        innermost.interceptor.on_unreadable(innermost.path, reason)

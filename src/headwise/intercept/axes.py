@@ -1,0 +1,137 @@
+"""Axes of a tensor that a model reshapes: which axes of the original tensor each of them consists of.
+
+The tensor is not read. A function that returns a view is applied to an empty tensor of the same shape, and the strides
+of the result show how it rearranged the axes.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.intercept.function_call import FunctionCall
+
+OTHER = -1
+"""Number in place of an axis, for elements that are not one-to-one those of an axis of the original tensor."""
+
+_VIEW_NAMES = (
+    *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "unsqueeze", "squeeze"),
+    *("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "adjoint", "expand", "expand_as"),
+    *("broadcast_to", "narrow", "select", "unbind", "chunk", "split", "tensor_split", "unfold", "__getitem__"),
+)
+
+VIEWS: frozenset[Callable[..., Any]] = frozenset(
+    [getattr(owner, name) for owner in (torch, Tensor) for name in _VIEW_NAMES if hasattr(owner, name)]
+    + [getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")]
+)
+"""Functions that only rearrange or select the elements of a tensor."""
+
+
+class Factor(NamedTuple):
+    """Part of an axis of the original tensor: the index along that axis, divided by `stride`, modulo `size`.
+
+    Attributes:
+        axis: number of the axis in the original tensor; `OTHER` if the elements are not those of one axis.
+        stride: distance of neighbours along the axis.
+        size: number of elements; at least 2.
+    """
+
+    axis: int
+    stride: int
+    size: int
+
+
+Axes = tuple[tuple[Factor, ...], ...]
+"""Factors of each axis of a tensor, those that change slowest first; an axis of size 1 has none."""
+
+
+def axes_of(shape: torch.Size) -> Axes:
+    """Return the axes of an original tensor of this shape: each consists of itself."""
+    return tuple((Factor(axis, 1, size),) if size > 1 else () for axis, size in enumerate(shape))
+
+
+def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
+    """Return the tensors in the `result` of a function call that contain the elements of its argument `before`, each
+    with its axes. The list is empty if it is unknown what the function does to axes.
+
+    Args:
+        call: the call.
+        axes: axes of `before`.
+        before: tensor that the function was called with.
+        result: what the function returned.
+    """
+    if not before.numel():
+        return []
+    results = result if isinstance(result, list | tuple) else [result]
+    if call.function in VIEWS and not _selects_by_tensor(call):
+        views = call.as_function_of(before)(torch.empty(before.shape, device="meta"))
+        views = views if isinstance(views, list | tuple) else [views]
+        all_axes = [axes_of_view(axes, view) for view in views]
+    else:
+        all_axes = [_aligned(axes, before, each) if isinstance(each, Tensor) else None for each in results]
+    return [(tensor, known) for tensor, known in zip(results, all_axes, strict=True) if known is not None]
+
+
+def _selects_by_tensor(call: FunctionCall) -> bool:
+    """Return True for an index that contains tensors or lists, whose result is not a view."""
+    indices = call.args[1] if call.function is Tensor.__getitem__ else ()
+    return any(isinstance(each, Tensor | list) for each in (indices if isinstance(indices, tuple) else (indices,)))
+
+
+def _aligned(axes: Axes, before: Tensor, after: Tensor) -> Axes | None:
+    """Return the axes of `after`, which was computed from the tensor `before` with these `axes`. Axes are aligned from
+    the last one; those of unchanged size stay the same. Return None if `after` has fewer axes than `before`.
+    """
+    if after.ndim < before.ndim:
+        return None
+    missing = after.ndim - before.ndim
+    return tuple(
+        axes[axis - missing] if axis >= missing and before.shape[axis - missing] == size else other_axis(size)
+        for axis, size in enumerate(after.shape)
+    )
+
+
+def axes_of_view(axes: Axes, view: Tensor) -> Axes | None:
+    """Return the axes of `view`, a view of a contiguous tensor with these `axes`; None if an axis of the view steps
+    through the tensor in a way that factors cannot describe.
+    """
+    places: list[tuple[int, Factor]] = []  # distance in memory between neighbours of each factor, fastest first
+    place = 1
+    for factor in reversed([factor for axis in axes for factor in axis]):
+        places.append((place, factor))
+        place *= factor.size
+    result = [_factors_between(places, size, stride) for size, stride in zip(view.shape, view.stride(), strict=True)]
+    return None if None in result else tuple(factors for factors in result if factors is not None)
+
+
+def _factors_between(places: list[tuple[int, Factor]], size: int, stride: int) -> tuple[Factor, ...] | None:
+    """Return the factors of an axis of a view of a contiguous tensor; None if there are none that describe it.
+
+    Args:
+        places: each factor of the tensor after the distance of its neighbours in memory, fastest first.
+        size: elements of the axis.
+        stride: distance of its neighbours in memory.
+    """
+    if size == 1 or not stride:  # an axis of stride 0 was expanded
+        return other_axis(size)
+    factors: list[Factor] = []
+    for place, factor in places:
+        skipped = max(1, stride // place)
+        if size == 1 or skipped >= factor.size:
+            continue
+        if factor.size % skipped or (stride > place and stride % place):
+            return None
+        available = factor.size // skipped
+        taken = min(available, size)
+        if size % taken:
+            return None
+        factors.append(Factor(factor.axis, factor.stride * skipped, taken))
+        size //= taken
+        stride = place * factor.size
+    return None if size > 1 else tuple(reversed(factors))
+
+
+def other_axis(size: int) -> tuple[Factor, ...]:
+    """Return the factors of an axis of this size that corresponds to no axis of the original tensor."""
+    return (Factor(OTHER, 1, size),) if size > 1 else ()

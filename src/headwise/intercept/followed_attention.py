@@ -1,0 +1,24 @@
+"""Tensors of attention in a running model: scores, weights and outputs, from their computation to their use."""
+
+from typing import Any
+
+from headwise.intercept.tensor_map import TensorMap
+
+
+class FollowedAttention:
+    """Records of attention in one thread. What a record contains is defined where it is made.
+
+    Attributes:
+        scores: products of queries and keys, and what was computed from them (`score_products`).
+        weights: results of softmax, and what was computed from them (`softmax_weights`).
+        softmaxes: softmaxes whose innermost module still runs (`eager_softmax`).
+        outputs: attention outputs, and what was computed from them (`output_tracking`).
+        pending: attention outputs whose calls were not reported to the interceptors yet (`output_tracking`).
+    """
+
+    def __init__(self) -> None:
+        self.scores: TensorMap[Any] = TensorMap()
+        self.weights: TensorMap[Any] = TensorMap()
+        self.softmaxes: list[Any] = []
+        self.outputs: TensorMap[Any] = TensorMap()
+        self.pending: list[Any] = []

@@ -1,0 +1,82 @@
+"""Calls of torch functions as a model makes them, to be repeated with other tensors."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+_QUERY_NAMES = (
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "storage_offset",
+    "is_contiguous",
+    "__len__",
+)
+_OTHER_QUERY_NAMES = ("is_floating_point", "is_complex", "element_size", "get_device", "data_ptr", "__hash__")
+
+QUERIES: frozenset[Callable[..., Any]] = frozenset(
+    getattr(Tensor, name) for name in (*_QUERY_NAMES, *_OTHER_QUERY_NAMES)
+)
+"""Methods that return what is known of a tensor without its elements."""
+
+
+VIEWING_GETTERS: frozenset[Callable[..., Any]] = frozenset(
+    getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")
+)
+"""Properties of a tensor that are tensors with its elements."""
+
+
+class FunctionCall(NamedTuple):
+    """A call of a torch function with its arguments."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def is_query(self) -> bool:
+        """True for a call that returns what is known of a tensor without its elements, such as its shape."""
+        is_getter = getattr(self.function, "__name__", "") == "__get__"
+        return self.function in QUERIES or (is_getter and self.function not in VIEWING_GETTERS)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors among the arguments, also those in a list or tuple that is an argument."""
+        for argument in (*self.args, *self.kwargs.values()):
+            if isinstance(argument, Tensor):
+                yield argument
+            elif isinstance(argument, list | tuple):
+                yield from (element for element in argument if isinstance(element, Tensor))
+
+    def replaced(self, before: Any, after: Any) -> "FunctionCall":
+        """Return the call with the object `before` replaced by `after` wherever it is an argument."""
+        args: list[Any] = _replaced(self.args, before, after)
+        return FunctionCall(self.function, tuple(args), _replaced(self.kwargs, before, after))
+
+    def run(self) -> Any:
+        """Call the function and return its result."""
+        return self.function(*self.args, **self.kwargs)
+
+    def as_function_of(self, tensor: Tensor) -> Callable[[Tensor], Any]:
+        """Return a function that repeats the call with another tensor in place of the argument `tensor`. It does not
+        keep `tensor` in memory.
+        """
+        placeholder = object()
+        template = self.replaced(tensor, placeholder)
+        return lambda other: template.replaced(placeholder, other).run()
+
+
+def _replaced(argument: Any, before: Any, after: Any) -> Any:
+    """Return `argument` with the object `before` replaced by `after` wherever it occurs, also inside nested lists,
+    tuples and dicts. Lists and tuples are returned as lists, unless nothing in them is replaced.
+    """
+    if isinstance(argument, list | tuple):
+        elements = [_replaced(element, before, after) for element in argument]
+        is_unchanged = all(new is old for new, old in zip(elements, argument, strict=True))
+        return argument if is_unchanged else elements
+    if isinstance(argument, dict):
+        return {name: _replaced(element, before, after) for name, element in argument.items()}
+    return after if argument is before else argument

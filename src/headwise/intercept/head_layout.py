@@ -1,0 +1,134 @@
+"""Layout of the heads in an attention output, derived from how the model reshapes it for the output projection.
+
+The features of the output projection's input are the values of all heads. So the axes that a model merges with the axis
+of the values are the heads; all other axes, such as sequences, windows or queries, are not.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+
+import torch
+from torch import Tensor
+
+from headwise.intercept.axes import OTHER, Axes, Factor
+from headwise.shapes import Float
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Roles of the axes in which a model computes the outputs of heads, as factors of these axes.
+
+    Attributes:
+        shape: shape of the tensor of outputs.
+        value_axis: the axis of the values of a head.
+        query_axes: the axes of the queries; they may also contain heads.
+        heads: factors that are the heads, those that change slowest first.
+    """
+
+    shape: tuple[int, ...]
+    value_axis: int
+    query_axes: tuple[int, ...]
+    heads: tuple[Factor, ...]
+
+    @property
+    def head_count(self) -> int:
+        """Number of heads."""
+        return prod(factor.size for factor in self.heads)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Numbers of sequences, heads and queries."""
+        sizes, _, (batch, heads, queries) = self._split(1)
+        by_role = [prod(sizes[axis] for axis in axes) for axes in (batch, heads, queries)]
+        return by_role[0], by_role[1], by_role[2]
+
+    @property
+    def is_usual(self) -> bool:
+        """True for the axes `(batch, heads, queries, values)`."""
+        heads = (Factor(1, 1, self.shape[1]),) if self.shape[1] > 1 else ()
+        return len(self.shape) == 4 and (self.value_axis, self.query_axes, self.heads) == (3, (2,), heads)
+
+    def by_head(self, tensor: Tensor) -> Float[Tensor, "batch heads queries width"]:
+        """Return a tensor in the layout of the model, with axes of sequences, heads, queries and values. In place of
+        the values there may be something else, such as keys.
+        """
+        sizes, order, (batch, heads, queries) = self._split(tensor.shape[self.value_axis])
+        shape = [prod(sizes[axis] for axis in axes) for axes in (batch, heads, queries)]
+        return tensor.reshape(sizes).permute(order).reshape(*shape, tensor.shape[self.value_axis])
+
+    def from_heads(self, tensor: Float[Tensor, "batch heads queries width"]) -> Tensor:
+        """Return a tensor with axes of sequences, heads, queries and values in the layout of the model; the inverse of
+        `by_head`.
+        """
+        sizes, order, _ = self._split(tensor.shape[-1])
+        inverse = [order.index(axis) for axis in range(len(order))]
+        shape = list(self.shape)
+        shape[self.value_axis] = tensor.shape[-1]
+        return tensor.reshape([sizes[axis] for axis in order]).permute(inverse).reshape(shape)
+
+    def _split(self, width: int) -> tuple[list[int], list[int], tuple[list[int], list[int], list[int]]]:
+        """Return the sizes of all axes after those that contain heads are split, the order of these axes by role, and
+        the axes of the sequences, the heads and the queries. `width` is the size of the axis of values.
+        """
+        sizes: list[int] = []
+        batch: list[int] = []
+        queries: list[int] = []
+        head_axes: dict[Factor, int] = {}
+        for axis, size in enumerate(self.shape):
+            others = queries if axis in self.query_axes else batch
+            remaining = size
+            for factor in sorted((head for head in self.heads if head.axis == axis), key=lambda each: -each.stride):
+                others.append(len(sizes))
+                sizes.append(remaining // (factor.size * factor.stride))
+                head_axes[factor] = len(sizes)
+                sizes.append(factor.size)
+                remaining = factor.stride
+            if axis == self.value_axis:
+                value_axis = len(sizes)
+                sizes.append(width)
+            else:
+                others.append(len(sizes))
+                sizes.append(remaining)
+        heads = [head_axes[factor] for factor in self.heads]
+        return sizes, [*batch, *heads, *queries, value_axis], (batch, heads, queries)
+
+
+def merged_layout(
+    axes: Axes, features: Collection[int], shape: torch.Size, value_axis: int, query_axes: tuple[int, ...]
+) -> HeadLayout | None:
+    """Return the layout of an attention output whose values have become features, possibly with the heads; None if the
+    features are not the values of whole heads.
+
+    Args:
+        axes: axes of the tensor that the output has become.
+        features: those of its axes that are features.
+        shape: shape of the output.
+        value_axis: axis of the values in the output.
+        query_axes: axes of the queries in the output.
+    """
+    factors = list(chain.from_iterable(axes[axis] for axis in features))
+    everything = list(chain.from_iterable(axes))
+    heads = tuple(factor for factor in factors if factor.axis != value_axis)
+
+    def size_along(axis: int, counted: Iterable[Factor]) -> int:
+        return prod(factor.size for factor in counted if factor.axis == axis)
+
+    if size_along(value_axis, factors) != shape[value_axis]:
+        return None
+    if any(head.axis == OTHER or size_along(head.axis, everything) != shape[head.axis] for head in heads):
+        return None
+    if any(size_along(axis, heads) == shape[axis] > 1 for axis in query_axes):  # attention between heads or channels
+        return None
+    return HeadLayout(tuple(shape), value_axis, query_axes, heads)
+
+
+def merged_axis(axes: Axes, value_axis: int) -> int | None:
+    """Return the axis of a tensor in which the values of an attention output are merged with another axis; None if
+    there is none.
+    """
+    for axis, factors in enumerate(axes):
+        if {factor.axis for factor in factors} > {value_axis}:
+            return axis
+    return None

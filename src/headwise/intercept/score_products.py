@@ -1,0 +1,79 @@
+"""Attention scores: products of queries and keys, followed from the product to the softmax.
+
+A softmax is attention only if its scores compare two activations. A softmax of a projection, over features, experts or
+classes, is not.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.intercept.axes import Axes, axes_after, axes_of, other_axis
+from headwise.intercept.call_stack import call_stack
+from headwise.intercept.contractions import PRODUCTS, contraction_of, is_parameter
+from headwise.intercept.function_call import FunctionCall
+
+CONCATENATIONS: frozenset[Callable[..., Any]] = frozenset({torch.cat, torch.concat, torch.concatenate})
+
+
+class _Scores(NamedTuple):
+    """A tensor computed from a product of two activations.
+
+    Attributes:
+        axes: its axes, as factors of the axes of the product.
+        compared: axes of the product that only one of the activations has: its queries and its keys.
+    """
+
+    axes: Axes
+    compared: frozenset[int]
+
+
+def follow_scores(call: FunctionCall, result: Any) -> None:
+    """Record the `result` of a function call if the function multiplies two activations, or if an argument is recorded
+    and the function adds to it, scales, masks or reshapes it, or mixes heads.
+    """
+    is_product = call.function in PRODUCTS
+    if is_product and isinstance(result, Tensor):
+        contraction = contraction_of(call.function, call.args, call.kwargs)
+        if contraction is not None and not any(map(is_parameter, contraction.operands)):
+            compared = frozenset(
+                axis
+                for axis, label in enumerate(contraction.result)
+                if sum(label in labels for labels in contraction.labels) == 1
+            )
+            call_stack.attention.scores.set(result, _Scores(axes_of(result.shape), compared))
+            return
+    for tensor in call.tensors() if call_stack.attention.scores else ():
+        scores: _Scores | None = call_stack.attention.scores.get(tensor)
+        if scores is None:
+            continue
+        for other, axes in _axes_after(call, scores.axes, tensor, result):
+            call_stack.attention.scores.set(other, _Scores(axes, scores.compared))
+        return
+
+
+def compares_activations(scores: Tensor, dim: int) -> bool:
+    """Return True if `scores` come from a product of two activations, one of which has the axis `dim`, and the other
+    does not.
+    """
+    followed: _Scores | None = call_stack.attention.scores.get(scores)
+    return followed is not None and {factor.axis for factor in followed.axes[dim]} <= followed.compared
+
+
+def _axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
+    """Return the tensors in the `result` of a function call with recorded scores `before`, with their axes."""
+    if call.function in PRODUCTS:  # with a parameter
+        contraction = contraction_of(call.function, call.args, call.kwargs)
+        if contraction is None or not any(operand is before for operand in contraction.operands):
+            return []
+        factors = dict(zip(contraction.labels_of(before), axes, strict=True))
+        known = tuple(
+            factors[label] if label in factors else other_axis(size)
+            for label, size in zip(contraction.result, result.shape, strict=True)
+        )
+        return [(result, known)]
+    if call.function in CONCATENATIONS and result.ndim == before.ndim:  # keys are added
+        return [(result, axes)]
+    return axes_after(call, axes, before, result)

@@ -1,0 +1,209 @@
+"""Attention weights that a model computes by softmax, followed from the softmax to their product with the values."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.intercept.additive_masks import hides_all_keys, with_infinite
+from headwise.intercept.axes import VIEWS, Axes, axes_after
+from headwise.intercept.call_stack import call_stack
+from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.origin import Origin
+from headwise.shapes import Bool, Float
+
+DROPOUT = F.dropout
+"""Torch's own function, also while another one replaces it."""
+
+DATA: Callable[..., Any] = vars(torch._C.TensorBase)["data"].__get__
+"""Getter of `Tensor.data`."""
+
+DROPOUTS: frozenset[Callable[..., Any]] = frozenset({DROPOUT, torch.dropout})
+"""Functions that set some weights to 0 at random during training."""
+
+FILLS: frozenset[Callable[..., Any]] = frozenset({torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_})
+"""Functions that overwrite some of the weights."""
+
+COPIES: frozenset[Callable[..., Any]] = frozenset(
+    {
+        *(Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double),
+        *(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach, DATA),
+    }
+)
+"""Functions that return the same numbers in the same shape."""
+
+_MODIFICATION_NAMES = ("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "div", "div_", "__truediv__")
+_OTHER_NAMES = ("__itruediv__", "divide", "where", "nan_to_num", "nan_to_num_", "tril", "triu", "clamp", "clamp_min")
+MODIFICATIONS: frozenset[Callable[..., Any]] = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in (*_MODIFICATION_NAMES, *_OTHER_NAMES)
+    if hasattr(owner, name)
+)
+"""Functions that change single weights, such as a mask by multiplication."""
+
+
+@dataclass(eq=False)
+class Softmax:
+    """One softmax whose result may be attention weights.
+
+    Attributes:
+        dim: axis of the softmax.
+        size: number of elements along this axis.
+        module_calls: the running module calls, outermost first.
+        origin: sources of the scores.
+        compares_activations: True if the scores are known to come from a product of two activations.
+        products: number of products of its weights with values.
+        is_used: True if a function used the weights in a way that is not followed.
+        has_ended: True when the innermost module that computed it has ended.
+    """
+
+    dim: int
+    size: int
+    module_calls: list[ModuleCall]
+    origin: Origin
+    compares_activations: bool
+    products: int = 0
+    is_used: bool = False
+    has_ended: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """A tensor of attention weights that a model works with: the result of a softmax, or what was computed from it.
+
+    Attributes:
+        softmax: the softmax.
+        axes: axes of the tensor, as factors of the axes of the softmax's result.
+        scores: function that returns the scores with the axes of the tensor.
+        undropped: the weights before dropout; None if the tensor has no dropout.
+        zeroed: True where the model filled weights with zeros; None where it did not.
+    """
+
+    softmax: Softmax
+    axes: Axes
+    scores: Callable[[], Tensor]
+    undropped: Tensor | None = None
+    zeroed: Tensor | None = None
+
+
+def uniform_weights(
+    scores: Float[Tensor, "*rows keys"], zeroed: Bool[Tensor, "*rows keys"] | None
+) -> Float[Tensor, "*rows keys"]:
+    """Return uniform attention weights: in each query row, equal weights with sum 1 for all visible keys, and 0 for
+    hidden keys.
+
+    Keys where `zeroed` is True are not visible. A row whose scores are all hidden by a finite number sees all keys, as
+    in torch's softmax.
+    """
+    hidden = with_infinite(scores) == -torch.inf
+    hidden = hidden & ~(hides_all_keys(scores) & (scores.amax(-1, keepdim=True) > -torch.inf))
+    visible = (hidden if zeroed is None else hidden | zeroed).logical_not().to(scores.dtype)
+    return visible / visible.sum(-1, keepdim=True).clamp(min=1)
+
+
+def record_weights(tensor: Tensor, weights: Weights) -> None:
+    """Record that a tensor contains attention weights."""
+    call_stack.attention.weights.set(tensor, weights)
+
+
+def weights_of(tensor: Tensor) -> Weights | None:
+    """Return what is known of a tensor of attention weights; None if it is not known to be one."""
+    weights: Weights | None = call_stack.attention.weights.get(tensor)
+    return weights
+
+
+def weights_among(call: FunctionCall) -> list[Tensor]:
+    """Return the arguments of a function call that are known to be attention weights."""
+    if not call_stack.attention.weights:
+        return []
+    return [tensor for tensor in call.tensors() if call_stack.attention.weights.get(tensor) is not None]
+
+
+def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
+    """Record the `result` of a function that was called with attention weights, its argument `tensor`, if the function
+    casts, drops, masks or rearranges them.
+    """
+    weights = weights_of(tensor)
+    assert weights is not None
+    function = call.function
+    is_modification = function in MODIFICATIONS and isinstance(result, Tensor) and result.shape == tensor.shape
+    if function in DROPOUTS:
+        if result is not tensor and _drops(*call.args, **call.kwargs):
+            before = tensor if weights.undropped is None else weights.undropped
+            weights = replace(weights, undropped=before.detach())
+        elif _drops(*call.args, **call.kwargs):  # the weights before dropout are lost
+            call_stack.attention.weights.discard(tensor)
+            return
+        record_weights(result, weights)
+    elif function in COPIES or function in FILLS or is_modification:
+        undropped = _undropped_after(call, tensor, weights)
+        zeroed = weights.zeroed
+        if function in FILLS and not bool((mask_and_value := _mask_and_value(*call.args, **call.kwargs))[1]):
+            zeroed = mask_and_value[0] if zeroed is None else mask_and_value[0] | zeroed
+        record_weights(result, replace(weights, undropped=undropped, zeroed=zeroed))
+    elif function in VIEWS:
+        is_sequence = isinstance(result, list | tuple)
+        for index, (view, axes) in enumerate(axes_after(call, weights.axes, tensor, result)):
+            record_weights(view, _view(call, tensor, weights, axes, index if is_sequence else None))
+    else:
+        weights.softmax.is_used = True
+
+
+def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, index: int | None) -> Weights:
+    """Return what is known of a view of attention weights.
+
+    Args:
+        call: call of the function that returns the view.
+        tensor: tensor of weights that it was called with.
+        weights: what is known of that tensor.
+        axes: axes of the view.
+        index: number of the view among the results; None if the function returns one tensor.
+    """
+    repeat = call.as_function_of(tensor)
+
+    def view_of(other: Tensor) -> Tensor:
+        result = repeat(other)
+        view: Tensor = result if index is None else result[index]
+        return view
+
+    before, shape = weights.scores, tensor.shape
+    return Weights(
+        weights.softmax,
+        axes,
+        lambda: view_of(before()),
+        None if weights.undropped is None else view_of(weights.undropped),
+        None if weights.zeroed is None else view_of(weights.zeroed.expand(shape)),
+    )
+
+
+def _undropped_after(call: FunctionCall, tensor: Tensor, weights: Weights) -> Tensor | None:
+    """Return the weights before dropout after a function call with the dropped weights; None without dropout."""
+    if weights.undropped is None:
+        return None
+    with torch.no_grad():
+        undropped: Tensor = call.as_function_of(tensor)(weights.undropped.clone())
+    return undropped
+
+
+def _drops(
+    input: Tensor,  # noqa: A002
+    p: Any = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    train: bool = True,
+) -> bool:
+    """Return True if a call of `F.dropout` or `torch.dropout` with these arguments changes weights."""
+    return training and train and bool(p)
+
+
+def _mask_and_value(input: Tensor, mask: Tensor, value: Tensor | float) -> tuple[Tensor, Tensor | float]:  # noqa: A002
+    """Return the arguments `mask` and `value` of a call of `masked_fill`, in which they may be passed by position or by
+    name.
+    """
+    return mask, value
