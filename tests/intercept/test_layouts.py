@@ -105,7 +105,7 @@ def test_heads_are_found_in_any_layout(layout, route):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("layout", "route"), itertools.product(LAYOUTS, ["softmax", "sdpa"]))
+@pytest.mark.parametrize(("layout", "route"), list(itertools.product(LAYOUTS, ["softmax", "sdpa"])))
 def test_equal_sizes_of_axes_are_not_confused(layout, route):
     """One sequence; as many heads as windows and sequences; as many heads as queries."""
     require_right(Attention(layout, route, batch=1), batch=1)
