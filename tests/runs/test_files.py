@@ -38,6 +38,7 @@ def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path):
         hw.InputError, match=r"^out: expected a file '.*table' that can be written, got Is a directory$"
     ):
         write_atomically(tmp_path / "table", b"new")
+    assert [file.name for file in tmp_path.iterdir()] == ["table"]
 
 
 @pytest.mark.usefixtures("as_user")

@@ -1,5 +1,6 @@
 """An output folder belongs to one run at a time, and the message says who has it."""
 
+import errno
 import multiprocessing
 import os
 import re
@@ -77,11 +78,21 @@ def test_an_unreadable_description_is_another_process(tmp_path):
             pass
 
 
+def test_a_full_disk_is_one_sentence_and_leaves_no_lock(tmp_path, monkeypatch):
+    def full(*_arguments, **_options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    with pytest.raises(hw.InputError, match=r"^out: .* written, got No space left on device in '.*'$"):
+        run(tiny.model("decoder"), tmp_path)
+    assert contents(tmp_path) == {}
+
+
 def test_the_description_has_no_password(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["headwise", "study", "--storage", "postgresql://me:se@cret@host/db"])
+    monkeypatch.setattr(sys, "argv", ["/bin/headwise", "study", "--storage", "postgresql://me:se@cret@host/db"])
     with locked_folder(tmp_path), pytest.raises(hw.InputError) as caught, locked_folder(tmp_path):
         pass
-    assert "headwise study --storage postgresql://me:***@host/db; wait" in str(caught.value)
+    assert ": headwise study --storage postgresql://me:***@host/db; wait" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Output folders, and files that are replaced atomically."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from headwise.checks import folder_path
@@ -75,6 +76,8 @@ def write_atomically(path: Path, data: bytes) -> None:
         if os.name == "posix":
             _sync_folder(path.parent)
     except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
         reason = error.strerror or str(error)
         raise InputError("out", expected=f"a file {str(path)!r} that can be written", got=reason) from error
 

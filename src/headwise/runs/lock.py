@@ -32,14 +32,15 @@ def locked_folder(folder: Path) -> Iterator[None]:
     lock, holder = filelock.FileLock(folder / LOCK_FILE), folder / HOLDER_FILE
     try:
         lock.acquire(timeout=0)
-        holder.write_text(json.dumps(_this_process()), encoding="utf-8")
     except filelock.Timeout:
         raise _locked_error(folder) from None
     except OSError as error:
-        lock.release()
-        got = f"{error.strerror} in {str(folder)!r}"
-        raise InputError("out", expected="a folder that can be created and written", got=got) from None
+        raise _unwritable_error(folder, error) from None
     try:
+        try:
+            holder.write_text(json.dumps(_this_process()), encoding="utf-8")
+        except OSError as error:
+            raise _unwritable_error(folder, error) from None
         yield
     finally:
         for path in (holder, folder / LOCK_FILE):
@@ -54,8 +55,20 @@ def _this_process() -> dict[str, str]:
         "process": str(os.getpid()),
         "host": socket.gethostname(),
         "since": datetime.now().astimezone().isoformat(" ", "seconds"),
-        "command": without_passwords(shlex.join(sys.argv)),
+        "command": without_passwords(shlex.join([_program(), *sys.argv[1:]])),
     }
+
+
+def _program() -> str:
+    """Return the name of the running program: that of its script, or of the package that `python -m` runs."""
+    script = Path(sys.argv[0])
+    return script.parent.name if script.name == "__main__.py" else script.name
+
+
+def _unwritable_error(folder: Path, error: OSError) -> InputError:
+    """Return the error for an output folder in which no file can be written."""
+    got = f"{error.strerror} in {str(folder)!r}"
+    return InputError("out", expected="a folder that can be created and written", got=got)
 
 
 def _locked_error(folder: Path) -> InputError:
