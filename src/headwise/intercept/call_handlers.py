@@ -34,10 +34,12 @@ class CallHandlers(NamedTuple):
     Attributes:
         observations: how the call is observed.
         changes: functions that change its output, that of the innermost context last.
+        mask_source: the mask that the call received.
     """
 
     observations: list[Observation]
     changes: list[Change]
+    mask_source: MaskSource = NO_MASK_SOURCE
 
     def answer(
         self, read_problem: Callable[[], Problem], compute: Callable[[], Answer], keeps_output: bool = False
@@ -93,10 +95,13 @@ class CallHandlers(NamedTuple):
             return
         weights, out = weights.detach(), None if out is None else out.detach()
         with call_stack.paused(), torch.no_grad(), _outside_torch_modes(weights):
+            received = self.mask_source.read()
+            visible = None if received is None else received.block
             if self._has_check and values is not None and out is not None:
-                self._observe_checked(row_blocks_of_weights(weights, out, self._call_context, values.detach()), out)
+                row_blocks = row_blocks_of_weights(weights, out, self._call_context, values.detach(), visible)
+                self._observe_checked(row_blocks, out)
             else:
-                for row_block in row_blocks_of_weights(weights, out, self._call_context):
+                for row_block in row_blocks_of_weights(weights, out, self._call_context, visible=visible):
                     self._observe(row_block)
         self._end()
 
@@ -198,7 +203,7 @@ def handlers_of_call(
         is_observed: False if its weights were observed in another call.
     """
     module_calls = call_stack.module_calls if module_calls is None else module_calls
-    handlers, is_recomputation = CallHandlers([], []), call_stack.is_recomputing
+    handlers, is_recomputation = CallHandlers([], [], mask_source), call_stack.is_recomputing
     interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
     is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
     innermost: dict[int, ModuleCall] = {}  # the innermost module call of each interceptor
