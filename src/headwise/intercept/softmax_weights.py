@@ -145,6 +145,9 @@ def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
         zeroed = weights.zeroed
         if function in FILLS and not bool((mask_and_value := _mask_and_value(*call.args, **call.kwargs))[1]):
             zeroed = mask_and_value[0] if zeroed is None else mask_and_value[0] | zeroed
+        elif is_modification and not isinstance(call.args[-1], int | float):
+            new_zeros = (result == 0) if result is tensor else (result == 0) & (tensor != 0)
+            zeroed = new_zeros if zeroed is None else new_zeros | zeroed
         record_weights(result, replace(weights, undropped=undropped, zeroed=zeroed))
     elif function in VIEWS:
         is_sequence = isinstance(result, list | tuple)
