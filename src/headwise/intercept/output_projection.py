@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from headwise.intercept.unreadable_tensors import has_usual_values
 from headwise.shapes import Float
 
 PROJECTION_NAMES = ("o_proj", "out_proj", "out", "c_proj", "o", "dense", "out_lin", "wo", "to_out", "proj", "output")
@@ -36,11 +37,11 @@ def output_projection(model: nn.Module, path: str, width: int) -> nn.Module | No
 
 def weight_of(projection: nn.Module, width: int) -> Float[Tensor, "out width"] | None:
     """Return the weight of a linear layer with axes `(out, width)`; the weight of a `Conv1D`, which is stored as
-    `(width, out)`, is transposed. Return None if the module has no floating-point weight matrix, or if its number of
-    input features is not `width`.
+    `(width, out)`, is transposed. Return None if the module has no weight matrix of a usual dtype on its device, or if
+    its number of input features is not `width`.
     """
     weight = getattr(projection, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not has_usual_values(weight):
         return None
     if type(projection).__name__ == "Conv1D":  # of transformers, whose weight has input features first
         weight = weight.mT
