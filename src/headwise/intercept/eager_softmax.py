@@ -193,6 +193,11 @@ class _Product(AttentionSource):
         axes = OutputAxes(value_axis, queries)
         return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, origins, is_observed)
 
+    def refusal(self) -> str | None:
+        """Return the reason why the product is not attention: the model made weights negative. Otherwise None."""
+        is_average = not self.weights.is_modified or bool(self.tensor.detach().amin() >= 0)
+        return None if is_average else NOT_OVER_KEYS
+
     def handlers(self, layout: HeadLayout) -> CallHandlers:
         """Report the attention call to the interceptors of the model, and return their functions."""
         batch, heads, queries = layout.sizes

@@ -119,8 +119,8 @@ def merged_layout(
         return None
     if any(head.axis == OTHER or size_along(head.axis, everything) != shape[head.axis] for head in heads):
         return None
-    if any(size_along(axis, heads) == shape[axis] > 1 for axis in query_axes):  # attention between heads or channels
-        return None
+    if query_axes and all(size_along(axis, heads) == shape[axis] > 1 for axis in query_axes):
+        return None  # the output has no queries: attention between heads or channels
     return HeadLayout(tuple(shape), value_axis, query_axes, heads)
 
 

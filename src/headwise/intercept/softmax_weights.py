@@ -81,6 +81,7 @@ class Weights:
         axes: axes of the tensor, as factors of the axes of the softmax's result.
         scores: function that returns the scores with the axes of the tensor.
         undropped: the weights before dropout; None if the tensor has no dropout.
+        is_modified: True if the model changed weights, other than by a fill.
         zeroed: True where the model filled weights with zeros; None where it did not.
     """
 
@@ -88,6 +89,7 @@ class Weights:
     axes: Axes
     scores: Callable[[], Tensor]
     undropped: Tensor | None = None
+    is_modified: bool = False
     zeroed: Tensor | None = None
 
 
@@ -148,7 +150,8 @@ def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
         elif is_modification and not isinstance(call.args[-1], int | float):
             new_zeros = (result == 0) if result is tensor else (result == 0) & (tensor != 0)
             zeroed = new_zeros if zeroed is None else new_zeros | zeroed
-        record_weights(result, replace(weights, undropped=undropped, zeroed=zeroed))
+        is_modified = weights.is_modified or is_modification
+        record_weights(result, replace(weights, undropped=undropped, is_modified=is_modified, zeroed=zeroed))
     elif function in VIEWS:
         is_sequence = isinstance(result, list | tuple)
         for index, (view, axes) in enumerate(axes_after(call, weights.axes, tensor, result)):
@@ -180,6 +183,7 @@ def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, inde
         axes,
         lambda: view_of(before()),
         None if weights.undropped is None else view_of(weights.undropped),
+        weights.is_modified,
         None if weights.zeroed is None else view_of(weights.zeroed.expand(shape)),
     )
 
