@@ -54,10 +54,12 @@ class Sources:
     Attributes:
         near: inputs of the last linear layers before the factor, or the tensors that these inputs were copied from.
         far: the same, and the inputs of the linear layers before these.
+        passed: the same, and all tensors from which these were computed without another product.
     """
 
     near: frozenset[int]
     far: frozenset[int]
+    passed: frozenset[int]
 
 
 def _is_same(first: Sources, second: Sources) -> bool | None:
@@ -65,7 +67,9 @@ def _is_same(first: Sources, second: Sources) -> bool | None:
         return None
     if first.near & second.near:
         return True if first.near == second.near else None
-    return bool(first.far & second.far)
+    if first.far & second.far:
+        return True
+    return None if first.passed & second.passed else False
 
 
 class OperatorGraph:
@@ -110,7 +114,18 @@ class OperatorGraph:
 
     def _both(self, factor: int) -> Sources:
         near = self._sources(factor)
-        return Sources(near, near.union(*(self._sources(source) for source in near)))
+        far = near.union(*(self._sources(source) for source in near))
+        return Sources(near, far, far.union(*(self._passed(source) for source in far)))
+
+    def _passed(self, start: int) -> frozenset[int]:
+        """Return the activations from which a storage was computed without a product."""
+        seen, todo = {start}, [start]
+        while todo:
+            for name, inputs in self._writers.get(todo.pop(), ()):
+                new = [other for other in inputs if other not in seen and not self.is_state(other)]
+                seen.update(new if name not in PRODUCTS else ())
+                todo.extend(new if name not in PRODUCTS else ())
+        return frozenset(seen)
 
     def _products_before(self, start: int) -> list[tuple[int, int]]:
         """Return the factors of the products whose results reach a storage without another product between."""

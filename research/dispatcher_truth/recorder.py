@@ -64,6 +64,16 @@ class TruthCall:
         return self.softmax.scores
 
     @property
+    def is_direct(self) -> bool:
+        """True if the output projection's input is the heads' outputs themselves, without a norm or factor between."""
+        for head, columns in enumerate(self.columns):
+            entered = self.projection.inputs[self.rows[:, head]][..., columns].double()
+            outputs = self.outputs[:, head]
+            if entered.shape != outputs.shape or not torch.allclose(entered, outputs, atol=1e-6):
+                return False
+        return True
+
+    @property
     def heads(self) -> int:
         """Number of heads."""
         return self.weights.shape[1]

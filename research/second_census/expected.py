@@ -23,8 +23,9 @@ class Expected:
         is_self: queries and keys come from the same tensors; None if unknown.
         heads: number of heads.
         by_shape: values of the statistics, by the numbers of queries and keys of a call.
-        uncertain: what is not known about the module: "padding", "visible" keys, "positions", whether weights were
-            "changed" between softmax and values, or why real tokens attend to padding ("unmasked").
+        uncertain: what is not known about the module: "padding", "visible" keys, "positions", or more. Weights were
+            "changed" between softmax and values, outputs "rescaled" before the projection, real tokens attend to
+            padding ("unmasked"), or weights are "not finite".
         weights: `(sequences, heads, queries, keys)` of every call.
         form: "bmm", or "sum" for weights whose values are not shared by queries.
     """
@@ -149,6 +150,8 @@ def _add_call(site: Expected, call: TruthCall, batch: Batch, special: set[int]) 
     real_rows, real_keys = (
         batch.real.get(length) if sequences == batch.sequences else None for length in (queries, keys)
     )
+    if not call.is_direct:
+        site.uncertain.add("rescaled")
     if _may_be_padded(batch, sequences, queries) or _may_be_padded(batch, sequences, keys):
         site.uncertain.add("padding")
     site.weights.append(call.weights)

@@ -14,7 +14,7 @@ from research.second_census import batches, steps
 from research.second_census.batches import Batch
 from research.second_census.runs import Run, Subject, all_runs, recorded
 
-OUTCOMES = ("wrong", "crash", "silent", "right", "partly", "refused", "no attention", "not built")
+OUTCOMES = ("wrong", "crash", "silent", "right", "partly", "refused", "unverified", "no attention", "not built")
 """Outcomes of a model type."""
 
 
@@ -104,10 +104,10 @@ def summary(runs: list[Run]) -> tuple[str, str]:
     or incomplete, and "partly" if some were.
     """
     by_outcome = {run.outcome: run for run in reversed(runs) if run.name != "restored" or run.outcome == "wrong"}
-    for outcome in ("wrong", "crash", "silent", "refused", "partly", "right", "no attention"):
+    for outcome in ("wrong", "crash", "silent", "refused", "partly", "right", "unverified", "no attention"):
         if outcome in by_outcome:
             run = by_outcome[outcome]
-            details = run.problems or run.named
+            details = run.problems or run.named or run.unverified
             is_part = outcome == "refused" and "right" in by_outcome
             return "partly" if is_part else outcome, f"{run.name}: {details[0]}" if details else ""
     return "not built", "no run succeeded"

@@ -14,6 +14,7 @@ MEANINGS = {
     "silent": "a module attended, and was neither reported nor named",
     "wrong": "a statistic, a number of heads, a gate or a training step differs from the truth",
     "crash": "another error than `InputError` is raised in headwise",
+    "unverified": "the census could not derive the heads of what is reported",
     "no attention": "no module of the model computes attention",
     "not built": "a tiny random model could not be built or run; the reason is below",
 }
@@ -50,7 +51,7 @@ def document(results: dict) -> str:
     lines += ["| outcome | types | |", "| --- | --- | --- |"]
     lines += [f"| {outcome} | {counts[outcome]} | {meaning} |" for outcome, meaning in MEANINGS.items()]
     lines += ["", "## Runs", "", *_runs(verdicts), "", "## Reasons", ""]
-    for outcome in ("wrong", "crash", "silent", "refused", "partly", "not built"):
+    for outcome in ("wrong", "crash", "silent", "refused", "partly", "unverified", "not built"):
         of_outcome = [verdict for verdict in verdicts if verdict["outcome"] == outcome]
         if of_outcome:
             lines += [f"### {outcome.capitalize()}", ""]
@@ -68,7 +69,7 @@ def _runs(verdicts: list[dict]) -> list[str]:
             counts.setdefault(run["name"], Counter())[run["outcome"]] += 1
             counts[run["name"]]["values"] += run["checked"]
             counts[run["name"]]["confirmed"] += bool(run["confirmed"])
-    outcomes = ("right", "partly", "refused", "wrong", "crash", "silent", "no attention", "skipped")
+    outcomes = ("right", "partly", "refused", "wrong", "crash", "silent", "unverified", "no attention", "skipped")
     head = ("run", *outcomes, "values that agree", "confirmed by sequences alone")
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for name, count in counts.items():
@@ -78,7 +79,7 @@ def _runs(verdicts: list[dict]) -> list[str]:
 
 
 def _row(verdict: dict) -> str:
-    runs = [run for run in verdict["runs"] if run["outcome"] not in ("skipped", "no attention")]
+    runs = [run for run in verdict["runs"] if run["outcome"] not in ("skipped", "unverified", "no attention")]
     right = sum(run["outcome"] == "right" for run in runs)
     values = sum(run["checked"] for run in runs)
     cells = (verdict["model_type"], verdict["model"], verdict["outcome"], verdict["modules"], values)
