@@ -205,7 +205,14 @@ class AttentionOutput:
             report_unreadable(self.module_calls, reason)
 
     def _contradicts_module(self, layout: HeadLayout) -> bool:
-        """Return True if the module stores its number of heads, and the layout has another one."""
+        """Return True if the module stores its number of heads, and the layout has another one.
+
+        Raises:
+            InputError: the user stated another number.
+        """
+        for module_call in innermost_calls(self.module_calls):
+            if module_call.stated is not None:
+                module_call.stated.require_heads(layout.head_count)
         counts = head_counts(self.module_calls[-1:])
         return bool(counts) and layout.head_count not in counts
 

@@ -1,6 +1,5 @@
 """Sources of all tensors of a running model, followed through the torch functions that it calls."""
 
-import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins, Origin, union_of
+from headwise.intercept.tensor_map import TensorMap
 
 INPUT_AND_WEIGHT: frozenset[Any] = frozenset(
     {
@@ -72,7 +72,7 @@ class Lineage:
         """Forget all tensors and sources. The tensors among `given`, the arguments of a module call that starts, are
         the first new sources.
         """
-        self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
+        self._origins: TensorMap[Origin] = TensorMap()
         self._bits: dict[Hashable, int] = {}
         self._names: dict[int, Hashable] = {}
         self.state = self.mixing = 0
@@ -90,10 +90,10 @@ class Lineage:
             module_calls: the running modules, to which parameters and buffers may belong, the innermost last.
         """
         written = arguments[0] if function is Tensor.__setitem__ else result
-        results = [written] if isinstance(written, Tensor) else list(_tensors((written,)))
+        results = [written] if isinstance(written, Tensor) else _tensors((written,))
         if not results:
             return
-        tensors = list(_tensors(arguments))
+        tensors = _tensors(arguments)
         origins = [self.origin(tensor, module_calls) for tensor in tensors]
         origin = self._of_result(function, tensors, origins)
         for index, tensor in enumerate(results):
@@ -111,7 +111,7 @@ class Lineage:
         running modules is the module.
         """
         for tensor in _tensors((output,)):
-            if id(tensor) not in self._origins:
+            if self._origins.get(tensor) is None:
                 union = union_of(self.origin(argument, module_calls) for argument in _tensors(arguments))
                 self.set(tensor, Origin(union.sources, maps=frozenset([id(module_calls[-1].module)])))
 
@@ -119,9 +119,9 @@ class Lineage:
         """Return the origin of a tensor. If it is not the result of a recorded function, it is a new source: a
         parameter or buffer of one of the running modules, or a tensor from outside.
         """
-        entry = self._origins.get(id(tensor))
-        if entry is not None:
-            return entry[1]
+        known = self._origins.get(tensor)
+        if known is not None:
+            return known
         source = "tensor", len(self._bits)
         name = _name_in(module_calls, tensor) or (id(tensor) if isinstance(tensor, nn.Parameter) else None)
         bit = self._bit(source) if name is None else self._state_bit(source)
@@ -131,10 +131,7 @@ class Lineage:
 
     def set(self, tensor: Tensor, origin: Origin) -> None:
         """Store the origin of a tensor for as long as the tensor exists."""
-        key, origins = id(tensor), self._origins
-        entry = origins.get(key)
-        reference = weakref.ref(tensor, lambda _: origins.pop(key, None)) if entry is None else entry[0]
-        origins[key] = reference, origin
+        self._origins.set(tensor, origin)
 
     def set_attended(self, out: Tensor, origins: CallOrigins) -> None:
         """Store the origin of the head outputs `out` of an attention call."""
@@ -242,15 +239,17 @@ class Lineage:
         return self._bits.setdefault(source, 1 << len(self._bits))
 
 
-def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among arguments, and those in lists, tuples and dicts among them."""
+def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among arguments, and those in lists, tuples and dicts among them."""
+    tensors: list[Tensor] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, tuple | list):
-            yield from _tensors(argument)
+            tensors.append(argument)
+        elif isinstance(argument, tuple | list) and not isinstance(argument, torch.Size):
+            tensors += _tensors(argument)
         elif isinstance(argument, dict):
-            yield from _tensors(argument.values())
+            tensors += _tensors(argument.values())
+    return tensors
 
 
 def _offset(tensor: Tensor) -> int:
@@ -286,7 +285,7 @@ def _selects_tokens(function: Any, arguments: Sequence[Any], result: Tensor) -> 
     if not isinstance(before, Tensor):
         return False
     if before.numel() == result.numel():
-        return function in REORDERINGS or any(True for _ in _tensors(arguments[1:]))
+        return function in REORDERINGS or bool(_tensors(arguments[1:]))
     return before.ndim != result.ndim or before.shape[:-1] != result.shape[:-1]
 
 
