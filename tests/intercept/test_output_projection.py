@@ -1,4 +1,7 @@
-"""The output projection that is found for a module, against the inputs of the model's own."""
+"""The output projection of a module, and the norms of what its heads write through it.
+
+Truth is the output of the model's own projection module for the output of one head alone, minus that for none.
+"""
 
 import pytest
 import torch
@@ -42,9 +45,11 @@ def test_written_norm_is_the_norm_after_the_output_projection(name):
 
 def test_a_projection_is_found_by_its_width():
     model = nn.ModuleDict({"attn": nn.ModuleDict({"proj": nn.Linear(24, 7), "out": nn.Linear(20, 24)})})
-    assert output_projection(model, "attn", 24) is model["attn"]["proj"]
+    found = output_projection(model, "attn", 24)
+    assert found.path == "attn.proj"
+    assert found.map.weight is model["attn"]["proj"].weight
     assert output_projection(model, "attn", 21) is None
-    gram = gram_of(model["attn"]["proj"], 3, 8)
+    gram = gram_of(found.map.weight, 3, 8)
     slices = model["attn"]["proj"].weight.view(7, 3, 8)
     torch.testing.assert_close(gram[1], slices[:, 1].mT @ slices[:, 1])
 
@@ -59,3 +64,193 @@ def test_written_norm_is_absent_without_a_projection():
         model(torch.randn(2, 3, 5, 8))
     assert "output_norm" in heads.rows()[0]
     assert "written_norm" not in heads.rows()[0]
+
+
+# -- projections of all kinds -----------------------------------------------------------------------------------------
+
+WIDTH = 15
+
+
+class Adapted(nn.Module):
+    """Linear layer with a low-rank adapter."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH)
+        self.dropout = nn.Dropout(0.5)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    def forward(self, x):
+        return self.base(x) + 2.0 * self.up(self.down(self.dropout(x)))
+
+
+class RectifiedAdapter(Adapted):
+    """Linear layer with an adapter that is not linear."""
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x).relu())
+
+
+class Quantised(nn.Module):
+    """Linear layer whose weight is stored in 8 bits."""
+
+    def __init__(self):
+        super().__init__()
+        weight = torch.randn(WIDTH, WIDTH)
+        self.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 127)
+        self.weight = nn.Parameter((weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))
+
+
+class Convolution(nn.Conv1d):
+    """Convolution of width 1 over tokens, which it moves to the last axis."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH, 1)
+
+
+def with_hook():
+    linear = nn.Linear(WIDTH, WIDTH)
+    linear.register_forward_hook(lambda module, args, output: output * 2.0)
+    return linear
+
+
+def with_other_forward():
+    linear = nn.Linear(WIDTH, WIDTH)
+    linear.forward = lambda x: nn.functional.linear(x, linear.weight * 3.0)
+    return linear
+
+
+LINEAR = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "adapter": Adapted,
+    "adapter around another": lambda: nn.Sequential(Adapted(), nn.Identity()),
+    "quantised": Quantised,
+    "with dropout": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)),
+    "two": lambda: nn.Sequential(nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "older weight norm": lambda: nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "another forward": with_other_forward,
+    "convolution": Convolution,
+}
+NOT_LINEAR = {
+    "hook": with_hook,
+    "norm": lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)),
+    "rectifier": lambda: nn.Sequential(nn.ReLU(), nn.Linear(WIDTH, WIDTH)),
+    "adapter with a rectifier": RectifiedAdapter,
+}
+
+
+class Attention(nn.Module):
+    """Attention with a projection module of a given kind; `before` is applied to the heads' outputs."""
+
+    def __init__(self, projection, before=lambda x: x):
+        super().__init__()
+        self.qkv, self.out_proj, self.before = nn.Linear(WIDTH, 3 * WIDTH), projection, before
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (3, 5)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        self.heads = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.project(self.before(self.heads.transpose(1, 2).flatten(2)))
+
+    def project(self, x):
+        return self.out_proj(x.mT).mT if isinstance(self.out_proj, nn.Conv1d) else self.out_proj(x)
+
+
+def written(module):
+    """Return the mean norm of what each head writes."""
+    alone = [module.heads * (torch.arange(3)[:, None, None] == head) for head in (0, 1, 2)]
+    none = module.project(torch.zeros(2, 7, WIDTH))
+    parts = [module.project(out.transpose(1, 2).flatten(2)) - none for out in alone]
+    return [part.norm(dim=-1).mean().item() for part in parts]
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+@torch.no_grad()
+def test_the_map_that_the_projection_computes_is_used(kind):
+    model, x = nn.Sequential(Attention(LINEAR[kind]())).eval(), torch.randn(2, 7, WIDTH)
+    before = torch.get_rng_state()
+    ran = []
+    model[0].out_proj.register_forward_hook(lambda *_: ran.append(None))
+    with hw.watch(model) as heads:
+        output = model(x)
+    assert len(ran) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.testing.assert_close(output, model(x))
+    assert [row["written_norm"] for row in heads.rows()] == pytest.approx(written(model[0]), rel=1e-4)
+
+
+def require_left_out(model, x):
+    expected = "the output projection was not seen to map the outputs of the heads .*, so written_norm is left out: 0$"
+    with pytest.warns(UserWarning, match=expected), hw.watch(model) as heads:
+        [model(x) for _ in range(2)]
+    assert all("written_norm" not in row and "output_norm" in row for row in heads.rows())
+
+
+@pytest.mark.parametrize("kind", NOT_LINEAR)
+@torch.no_grad()
+def test_a_projection_that_is_not_a_linear_map_is_left_out(kind):
+    require_left_out(nn.Sequential(Attention(NOT_LINEAR[kind]())).eval(), torch.randn(2, 7, WIDTH))
+
+
+BEFORE = {
+    "norm of all": lambda x: nn.functional.layer_norm(x, x.shape[-1:], torch.rand(WIDTH)),
+    "factor by feature": lambda x: x * torch.rand(x.shape[1:]).sigmoid(),
+    "factor by head": lambda x: x * torch.tensor([1.0, 0.9, 1.1]).repeat_interleave(5),
+    "factor by token": lambda x: x * torch.linspace(0.5, 0.9, 7)[:, None],
+    "shift": lambda x: x.roll(1, -1),
+}
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@torch.no_grad()
+def test_a_projection_of_something_else_than_the_heads_is_left_out(before):
+    model = nn.Sequential(Attention(nn.Linear(WIDTH, WIDTH), BEFORE[before])).eval()
+    require_left_out(model, torch.randn(2, 7, WIDTH))
+
+
+@torch.no_grad()
+def test_a_projection_that_is_found_by_a_wrong_name_is_left_out():
+    class Misnamed(Attention):
+        def __init__(self):
+            super().__init__(nn.Linear(WIDTH, WIDTH))
+            self.mixes = nn.Linear(WIDTH, WIDTH)
+
+        def project(self, x):
+            return self.mixes(x)
+
+        def forward(self, x):
+            return super().forward(self.out_proj(x))
+
+    require_left_out(nn.Sequential(Misnamed()).eval(), torch.randn(2, 7, WIDTH))
+
+
+@torch.no_grad()
+def test_a_projection_is_confirmed_under_gates_and_after_changes_of_its_weight():
+    model, x = nn.Sequential(Attention(nn.Linear(WIDTH, WIDTH))).eval(), torch.randn(2, 7, WIDTH)
+    model(x)
+    expected = written(model[0])
+    with hw.watch(model) as heads, hw.gate(model, {("0", 1): 0.0, ("0", 2): -0.5}):
+        model(x)
+    assert [row["written_norm"] for row in heads.rows()] == pytest.approx(expected, rel=1e-4)
+    with hw.watch(model) as heads:
+        model(x)
+        first = written(model[0])
+        model[0].out_proj.weight *= 3.0
+        model(x)
+    assert [row["written_norm"] for row in heads.rows()] == pytest.approx([2.0 * each for each in first], rel=1e-4)
+
+
+def test_dropout_after_the_projection_does_not_count_in_training():
+    model, x = nn.Sequential(Attention(LINEAR["with dropout"]())), torch.randn(2, 7, WIDTH)
+    with torch.no_grad(), hw.watch(model) as heads:
+        model(x)
+        model.eval()
+        model(x)
+        assert [row["written_norm"] for row in heads.rows()] == pytest.approx(written(model[0]), rel=1e-4)

@@ -20,7 +20,7 @@ from headwise.checks import require_module
 from headwise.data.batches import call_model, evaluation_mode
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.output_projection import output_projection, weight_of
+from headwise.intercept.output_projection import output_projection
 from headwise.runs.fingerprint import run_settings
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.table import HeadTable
@@ -153,10 +153,9 @@ def _projection_weight(model: nn.Module, path: str, width: int, end: StreamEnd) 
         InputError: no projection from `width` features to the stream is found.
     """
     projection = output_projection(model, path, width)
-    weight = None if projection is None else weight_of(projection, width)
-    if weight is None or len(weight) != end.before_norm.shape[-1]:
+    if projection is None or len(projection.map.weight) != end.before_norm.shape[-1]:
         raise InputError("model", expected=f"an output projection of the heads of {path}", got="none", remedy=REMEDY)
-    return weight.to(end.before_norm.dtype)
+    return projection.map.weight.to(end.before_norm.dtype)
 
 
 def _require_direct(

@@ -42,7 +42,6 @@ class GateInterceptor(Interceptor):
     ) -> None:
         self.gates, self._groups, self._positions = gates, groups, positions
         self._ran = False
-        self._unreadable: set[str] = set()
         self._first_calls: dict[SiteKey, Call] = {}
 
     def on_module_call(self, path: str) -> None:
@@ -53,11 +52,9 @@ class GateInterceptor(Interceptor):
 
     def on_unreadable(self, path: str, reason: str) -> None:
         """Raise `InputError` for a gated module that computed something like attention that is not changed, for
-        `reason`. So heads are never gated in part. The error is raised once for each module.
+        `reason`. So heads are never gated in part.
         """
-        is_first = path not in self._unreadable
-        self._unreadable.add(path)
-        if is_first and any(SiteKey.path_of(label) == path for label in self.gates):
+        if any(SiteKey.path_of(label) == path for label in self.gates):
             raise InputError("values", expected="modules whose attention can be changed", got=f"{reason}: {path}")
 
     def change(self, call: Call) -> Change | None:

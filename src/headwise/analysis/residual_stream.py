@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.prompts import AnswerTokens, output_embedding
 from headwise.errors import InputError
-from headwise.intercept.output_projection import weight_of
+from headwise.intercept.linear_map import linear_map
 from headwise.shapes import Float, Int
 
 TOLERANCE = 0.02
@@ -138,11 +138,11 @@ class ResidualStream:
         prompts = torch.arange(len(positions), device=positions.device)
         dtype = torch.promote_types(after.dtype, torch.float32)
         before, after = (stream[prompts, positions].to(dtype) for stream in (before, after))
-        embedding = weight_of(self._embedding, like.shape[-1])
-        if embedding is None:
+        logits = None if self._embedding is None else linear_map(self._embedding, like.shape[-1])
+        if logits is None:
             raise not_direct_error(self._model)
+        embedding, bias = logits
         answer, wrong = tokens.ids_per_prompt(positions, len(embedding))
-        bias = getattr(self._embedding, "bias", None)
         bias = embedding.new_zeros(len(embedding)) if bias is None else bias
         unembedding, answer_bias = embedding[answer].to(dtype), bias[answer].to(dtype)
         if wrong is not None:

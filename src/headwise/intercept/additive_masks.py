@@ -5,15 +5,13 @@ from torch import Tensor
 
 from headwise.shapes import Bool, Float
 
-HIDING_DIFFERENCE = 5e3
-"""A key is hidden if the mask adds this much less to its score than to another key's: no score makes up for it. Masks
-of 0 and -10,000 are common, and bfloat16 rounds the latter to -9,984.
-"""
+HIDING_DIFFERENCE = 1e4
+"""A key is hidden if the mask adds this much less to its score than to another key's: no score makes up for it."""
 
 
 def with_infinite(added: Float[Tensor, "*batch keys"]) -> Float[Tensor, "*batch keys"]:
     """Return a copy of `added`, a mask whose numbers are added to the scores, with -inf at every hidden key. A key is
-    hidden if its number is at least 5,000 less than the largest number in the same query row. All keys of a row are
+    hidden if its number is at least 1e4 less than the largest number in the same query row. All keys of a row are
     hidden if all numbers of the row are at most half the dtype's most negative finite number.
     """
     hidden = (added <= added.amax(-1, keepdim=True) - HIDING_DIFFERENCE) | hides_all_keys(added)
@@ -27,15 +25,6 @@ def hides_all_keys(added: Float[Tensor, "*batch keys"]) -> Bool[Tensor, "*batch 
     Libraries write the smallest number of a dtype to hide a key, possibly added to another mask.
     """
     return added.amax(-1, keepdim=True) <= torch.finfo(added.dtype).min / 2
-
-
-def visible_keys(scores: Float[Tensor, "*batch keys"]) -> Bool[Tensor, "*batch keys"]:
-    """Return a boolean tensor that is True where a row of attention scores, to which masks were added, does not hide a
-    key. A key is hidden if its score is 5,000 less than the largest score of the row, so that its weight is 0 in any
-    dtype, or if all scores of the row are less than -5,000.
-    """
-    largest = scores.amax(-1, keepdim=True)
-    return ((scores < largest - HIDING_DIFFERENCE) | (largest < -HIDING_DIFFERENCE)).logical_not()
 
 
 def fill_hidden_rows_as_torch(

@@ -56,10 +56,6 @@ class AttentionSource(ABC):
 
     has_usual_axes = False
 
-    def refusal(self) -> str | None:
-        """Return the reason why the call is not attention after all; None if there is none."""
-        return None
-
     @abstractmethod
     def handlers(self, layout: HeadLayout) -> CallHandlers:
         """Report the call to the interceptors of the model, and return their functions."""
@@ -123,11 +119,11 @@ class AttentionOutput:
             InputError: heads of another layout were changed already.
         """
         if layout is None:
-            self.refuse(NOT_OVER_KEYS)
+            self._refuse(NOT_OVER_KEYS)
         elif layout.head_count == 1 and may_hide_heads and 1 not in head_counts(self.module_calls[-1:]):
-            self.refuse(HEADS_UNKNOWN)
+            self._refuse(HEADS_UNKNOWN)
         elif self._layout not in (None, layout) or self._contradicts_module(layout):
-            self.refuse(HEADS_CONTRADICT)
+            self._refuse(HEADS_CONTRADICT)
         else:
             self._layout, self.is_established = layout, True
 
@@ -138,9 +134,8 @@ class AttentionOutput:
         layout = self._layout or self.merged or self._predicted_layout(is_verified_later=True)
         if self.refusal is not None or not self.may_change:
             return None
-        refusal = self._source.refusal() if self._source is not None and self._handlers is None else None
-        if layout is None or refusal is not None:
-            self.refuse(refusal or HEADS_UNKNOWN)
+        if layout is None:
+            self._refuse(HEADS_UNKNOWN)
             return None
         handlers, source, tensor = self._handlers_with(layout), self._source, self._tensor
         if self._changed is None and source is not None and tensor is not None:
@@ -165,12 +160,10 @@ class AttentionOutput:
             if layout is not None:
                 self.establish(layout)
             elif is_last:
-                self.refuse(HEADS_UNKNOWN)
+                self._refuse(HEADS_UNKNOWN)
             else:
                 return False
         self.is_reported = True
-        if self._handlers is None and self._source is not None:
-            self.refusal = self.refusal or self._source.refusal()
         if self.refusal is not None:
             report_unreadable(self.module_calls, self.refusal)
         elif self._layout is not None and self._source is not None and self._tensor is not None:
@@ -190,15 +183,14 @@ class AttentionOutput:
             self._layout, self._handlers = layout, self._source.handlers(layout)
         return self._handlers
 
-    def refuse(self, reason: str) -> None:
-        """Record the reason why the call is not reported.
+    def _refuse(self, reason: str) -> None:
+        """Record why the call is not reported.
 
         Raises:
             InputError: the output was changed already.
         """
         self.refusal = reason
         if self._changed is not None:
-            self.is_reported = True
             path = self.module_calls[-1].path
             raise InputError("model", expected="heads that can be gated", got=f"attention in {path} of unclear layout")
         if self.may_change:

@@ -16,12 +16,11 @@ from headwise.attention.uniform_attention import uniform_output
 from headwise.intercept.attention_kind import UNKNOWN_KIND, is_cross_attention
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_functions import is_sdpa_foreign
-from headwise.intercept.interceptor import Call, Change, HeadOutput, Interceptor, Observation, SiteKey
+from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, SiteKey
 from headwise.intercept.layer_index import layer_number_of
 from headwise.intercept.module_call import ModuleCall, tokens_and_padding
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
-from headwise.intercept.unreadable_tensors import why_not_observed
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import attend_observed
 from headwise.statistics.row_blocks import row_blocks_of_problem, row_blocks_of_weights
@@ -35,12 +34,10 @@ class CallHandlers(NamedTuple):
     Attributes:
         observations: how the call is observed.
         changes: functions that change its output, that of the innermost context last.
-        mask_source: the mask that the call received.
     """
 
     observations: list[Observation]
     changes: list[Change]
-    mask_source: MaskSource = NO_MASK_SOURCE
 
     def answer(
         self, read_problem: Callable[[], Problem], compute: Callable[[], Answer], keeps_output: bool = False
@@ -96,13 +93,10 @@ class CallHandlers(NamedTuple):
             return
         weights, out = weights.detach(), None if out is None else out.detach()
         with call_stack.paused(), torch.no_grad(), _outside_torch_modes(weights):
-            received = self.mask_source.read()
-            visible = None if received is None else received.block
             if self._has_check and values is not None and out is not None:
-                row_blocks = row_blocks_of_weights(weights, out, self._call_context, values.detach(), visible)
-                self._observe_checked(row_blocks, out)
+                self._observe_checked(row_blocks_of_weights(weights, out, self._call_context, values.detach()), out)
             else:
-                for row_block in row_blocks_of_weights(weights, out, self._call_context, visible=visible):
+                for row_block in row_blocks_of_weights(weights, out, self._call_context):
                     self._observe(row_block)
         self._end()
 
@@ -204,10 +198,9 @@ def handlers_of_call(
         is_observed: False if its weights were observed in another call.
     """
     module_calls = call_stack.module_calls if module_calls is None else module_calls
-    handlers, is_recomputation = CallHandlers([], [], mask_source), call_stack.is_recomputing
+    handlers, is_recomputation = CallHandlers([], []), call_stack.is_recomputing
     interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
     is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
-    unobserved = why_not_observed(grid.device)
     innermost: dict[int, ModuleCall] = {}  # the innermost module call of each interceptor
     for module_call in reversed(module_calls):  # within a module, the innermost context's comes first
         if call_stack.only_interceptor in (None, module_call.interceptor) and module_call.interceptor in interceptors:
@@ -220,9 +213,7 @@ def handlers_of_call(
         nested[0].call_counts[site] += 1
         layer, inputs = layer_number_of(module_call.module), tokens_and_padding(nested)
         call = Call(site, layer, index, grid, kv_heads, value_dim, *inputs, mask_source, is_recomputation)
-        observation = interceptor.observe(call) if is_observed and unobserved is None else None
-        if unobserved is not None and type(interceptor).observe is not Interceptor.observe:
-            interceptor.on_unreadable(module_call.path, unobserved)
+        observation = interceptor.observe(call) if is_observed else None
         change = interceptor.change(call)
         handlers.observations.extend([] if observation is None else [observation])
         handlers.changes.extend([] if change is None else [change])

@@ -5,7 +5,6 @@ The scores are followed to the softmax (`score_products`), the weights from ther
 """
 
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.grid import Grid
-from headwise.intercept.additive_masks import visible_keys
+from headwise.intercept.additive_masks import hides_all_keys
 from headwise.intercept.attention_output import (
     NOT_OVER_KEYS,
     AttentionOutput,
@@ -34,7 +32,6 @@ from headwise.intercept.interceptor import NOT_SEEN
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import hold, report_established
-from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.score_products import compares_activations
 from headwise.intercept.softmax_weights import (
     Softmax,
@@ -45,8 +42,7 @@ from headwise.intercept.softmax_weights import (
     weights_among,
     weights_of,
 )
-from headwise.intercept.unreadable_tensors import reports_unreadable
-from headwise.shapes import Bool, Float
+from headwise.shapes import Float
 
 SOFTMAX = F.softmax
 """Torch's own function, also while another one replaces it."""
@@ -77,8 +73,6 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool =
     dim %= result.ndim
     is_comparison = is_attention or compares_activations(scores, dim)
     if not is_comparison and not module_calls[-1].is_attention:
-        return
-    if reports_unreadable(scores):
         return
     report_established()
     origin = call_stack.origin_of_scores(scores)
@@ -193,20 +187,14 @@ class _Product(AttentionSource):
         axes = OutputAxes(value_axis, queries)
         return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, origins, is_observed)
 
-    def refusal(self) -> str | None:
-        """Return the reason why the product is not attention: the model made weights negative. Otherwise None."""
-        is_average = not self.weights.is_modified or bool(self.tensor.detach().amin() >= 0)
-        return None if is_average else NOT_OVER_KEYS
-
     def handlers(self, layout: HeadLayout) -> CallHandlers:
         """Report the attention call to the interceptors of the model, and return their functions."""
         batch, heads, queries = layout.sizes
         keys = prod(self.tensor.shape[axis] for axis in self.key_axes)
         grid = Grid(batch, heads, queries, keys, self.tensor.device)
         value_dim = self.shape[self.axes.value]
-        mask_source = MaskSource(cache(lambda: ReceivedMask(Dense(self._visible(layout)), grid)))
         return handlers_of_call(
-            grid, heads, value_dim, self.module_calls, mask_source, self.origins, is_observed=self.is_observed
+            grid, heads, value_dim, self.module_calls, origins=self.origins, is_observed=self.is_observed
         )
 
     def observe(
@@ -219,22 +207,14 @@ class _Product(AttentionSource):
         if undropped is not None:
             with torch.no_grad():
                 out = layout.by_head(self.call.replaced(self.tensor, undropped.to(self.tensor.dtype)).run())
-        weights = layout.by_head(self._arranged(self.tensor if undropped is None else undropped).detach())
-        received = handlers.mask_source.read()
-        if received is not None:
-            sees_keys = received.block(range(weights.shape[2])).any(-1, keepdim=True)
-            weights = weights.masked_fill(~sees_keys, 0.0)  # softmax attends to all keys there
+        weights = self._arranged(self.tensor if undropped is None else undropped).detach()
+        scores = self._arranged(self.weights.scores())
+        if scores.is_floating_point() and bool((hidden_rows := hides_all_keys(scores)).any()):
+            weights = weights.masked_fill(hidden_rows, 0.0)  # softmax is uniform there
         if self.weights.softmax.products > 1:
             for innermost in innermost_calls(self.module_calls):
                 innermost.interceptor.on_left_out(innermost.path, WEIGHTS_USED_TWICE)
-        handlers.observe_weights(weights, None if self.weights.softmax.products > 1 else out)
-
-    @torch.no_grad()
-    def _visible(self, layout: HeadLayout) -> Bool[Tensor, "batch heads queries keys"]:
-        """Return a boolean tensor that is True at keys that the model hides neither from the softmax nor afterwards."""
-        scores, zeroed = self.weights.scores(), self.weights.zeroed
-        scores = scores if zeroed is None else scores.masked_fill(zeroed, -torch.inf)
-        return visible_keys(layout.by_head(self._arranged(scores)))
+        handlers.observe_weights(layout.by_head(weights), None if self.weights.softmax.products > 1 else out)
 
     def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return the output of each head under uniform attention to the visible keys."""

@@ -50,7 +50,7 @@ class HeadLayout:
         heads = (Factor(1, 1, self.shape[1]),) if self.shape[1] > 1 else ()
         return len(self.shape) == 4 and (self.value_axis, self.query_axes, self.heads) == (3, (2,), heads)
 
-    def by_head(self, tensor: Tensor) -> Tensor:
+    def by_head(self, tensor: Tensor) -> Float[Tensor, "batch heads queries width"]:
         """Return a tensor in the layout of the model, with axes of sequences, heads, queries and values. In place of
         the values there may be something else, such as keys.
         """
@@ -119,8 +119,8 @@ def merged_layout(
         return None
     if any(head.axis == OTHER or size_along(head.axis, everything) != shape[head.axis] for head in heads):
         return None
-    if query_axes and all(size_along(axis, heads) == shape[axis] > 1 for axis in query_axes):
-        return None  # the output has no queries: attention between heads or channels
+    if any(size_along(axis, heads) == shape[axis] > 1 for axis in query_axes):  # attention between heads or channels
+        return None
     return HeadLayout(tuple(shape), value_axis, query_axes, heads)
 
 

@@ -1,9 +1,9 @@
 """Interface of interceptors: objects that observe or change the attention calls of a model."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -133,6 +133,11 @@ class Interceptor:
     def on_module_call(self, path: str) -> None:
         """Handle the start of a call of the module at `path` in the intercepted model; by default do nothing. `path` is
         empty if the module is the model itself.
+        """
+
+    def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:
+        """Handle the end of a call of the module at `path`, with its arguments by name and its output; by default do
+        nothing. The output is None if the call raised an exception.
         """
 
     def on_unreadable(self, path: str, reason: str) -> None:

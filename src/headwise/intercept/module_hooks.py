@@ -65,6 +65,8 @@ class ModuleHooks(UncopiedHooks):
         innermost = call_stack.module_calls[-1] if call_stack.module_calls and not self.is_copy else None
         if innermost is not None and innermost.module is module and innermost.interceptor is self._interceptor:
             call_stack.lineage.record_module(innermost.arguments.values(), output, call_stack.module_calls)
+            if not call_stack.is_recomputing:
+                self._interceptor.on_module_end(self._path, innermost.arguments, output)
             return _pop(output)
         return None
 

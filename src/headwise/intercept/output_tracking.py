@@ -4,12 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from headwise.intercept.attention_output import HEADS_UNKNOWN, AttentionOutput
+from headwise.intercept.attention_output import AttentionOutput
 from headwise.intercept.axes import VIEWS, Axes, Factor, axes_after, axes_of, other_axis
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import CONVOLUTIONS, PRODUCTS, contraction_of, is_parameter
@@ -17,9 +16,6 @@ from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout, merged_axis, merged_layout
 from headwise.intercept.score_products import CONCATENATIONS
 from headwise.intercept.softmax_weights import COPIES
-
-STACKS: frozenset[Callable[..., Any]] = frozenset({torch.stack, torch.hstack, torch.dstack, torch.column_stack})
-"""Functions that join tensors along a new axis, or one that depends on their number of axes."""
 
 REARRANGEMENTS = VIEWS | COPIES
 """Functions after which a change of the output can still be made, by repeating them with the changed output."""
@@ -67,7 +63,6 @@ def before_function(call: FunctionCall) -> FunctionCall:
     """
     if not call_stack.attention.outputs or call.function in REARRANGEMENTS or call.is_query:
         return call
-    _refuse_heads_one_by_one(call)
     for tensor in list(call.tensors()):
         for followed in call_stack.attention.outputs.get(tensor) or ():
             features = _features(call, tensor, followed)
@@ -79,22 +74,6 @@ def before_function(call: FunctionCall) -> FunctionCall:
                 _follow_changed(changed, tensor, followed)
                 call = call.replaced(tensor, changed)
     return call
-
-
-def _refuse_heads_one_by_one(call: FunctionCall) -> None:
-    """Refuse attention outputs of one module that a function call joins as features, or along a new axis: the module
-    computes its heads one by one, in calls of their own.
-    """
-    if call.function not in CONCATENATIONS and call.function not in STACKS:
-        return
-    by_module: dict[int, list[AttentionOutput]] = {}
-    for tensor in call.tensors():
-        for followed in call_stack.attention.outputs.get(tensor) or ():
-            if call.function in STACKS or _features(call, tensor, followed) is not None:
-                by_module.setdefault(id(followed.output.module_calls[-1]), []).append(followed.output)
-    for outputs in by_module.values():
-        for output in outputs if len(outputs) > 1 else ():
-            output.refuse(HEADS_UNKNOWN)
 
 
 def after_function(call: FunctionCall, result: Any) -> None:
@@ -233,8 +212,6 @@ def _axes_after(call: FunctionCall, followed: _Followed, argument: Tensor, resul
     """Return the tensors in the `result` of a function call that contain the values of an attention output, which is an
     `argument` of the call, each with its axes.
     """
-    if call.function in STACKS:
-        return []
     if call.function not in PRODUCTS:
         return axes_after(call, followed.axes, argument, result)
     contraction = contraction_of(call.function, call.args, call.kwargs)

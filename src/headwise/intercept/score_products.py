@@ -5,13 +5,12 @@ classes, is not.
 """
 
 from collections.abc import Callable
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.intercept.axes import Axes, Factor, axes_after, axes_of, other_axis
+from headwise.intercept.axes import Axes, axes_after, axes_of, other_axis
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import PRODUCTS, contraction_of, is_parameter
 from headwise.intercept.function_call import FunctionCall
@@ -50,7 +49,7 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
         scores: _Scores | None = call_stack.attention.scores.get(tensor)
         if scores is None:
             continue
-        for other, axes in _axes_after(call, scores, tensor, result):
+        for other, axes in _axes_after(call, scores.axes, tensor, result):
             call_stack.attention.scores.set(other, _Scores(axes, scores.compared))
         return
 
@@ -63,37 +62,18 @@ def compares_activations(scores: Tensor, dim: int) -> bool:
     return followed is not None and {factor.axis for factor in followed.axes[dim]} <= followed.compared
 
 
-def _axes_after(call: FunctionCall, scores: _Scores, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
-    """Return the tensors in the `result` of a function call with recorded `scores`, its argument `before`, with
-    their axes. There are none if a linear map sums over queries, keys or features: its result compares nothing.
-    """
-    axes, compared = scores
+def _axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
+    """Return the tensors in the `result` of a function call with recorded scores `before`, with their axes."""
     if call.function in PRODUCTS:  # with a parameter
         contraction = contraction_of(call.function, call.args, call.kwargs)
         if contraction is None or not any(operand is before for operand in contraction.operands):
             return []
-        labels = contraction.labels_of(before)
-        summed = {
-            factor.axis
-            for label, axis in zip(labels, axes, strict=True)
-            if label in contraction.summed
-            for factor in axis
-        }
-        if summed & compared:  # a projection of what was compared
-            return []
-        factors = dict(zip(labels, axes, strict=True))
+        factors = dict(zip(contraction.labels_of(before), axes, strict=True))
         known = tuple(
             factors[label] if label in factors else other_axis(size)
             for label, size in zip(contraction.result, result.shape, strict=True)
         )
         return [(result, known)]
     if call.function in CONCATENATIONS and result.ndim == before.ndim:  # keys are added
-        return [(result, tuple(map(_resized, axes, result.shape)))]
+        return [(result, axes)]
     return axes_after(call, axes, before, result)
-
-
-def _resized(factors: tuple[Factor, ...], size: int) -> tuple[Factor, ...]:
-    """Return the factors of an axis after elements were added to it, so that it has this size."""
-    if prod(factor.size for factor in factors) == size:
-        return factors
-    return (factors[0]._replace(size=size),) if len(factors) == 1 else other_axis(size)

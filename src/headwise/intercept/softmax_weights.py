@@ -81,7 +81,6 @@ class Weights:
         axes: axes of the tensor, as factors of the axes of the softmax's result.
         scores: function that returns the scores with the axes of the tensor.
         undropped: the weights before dropout; None if the tensor has no dropout.
-        is_modified: True if the model changed weights, other than by a fill.
         zeroed: True where the model filled weights with zeros; None where it did not.
     """
 
@@ -89,7 +88,6 @@ class Weights:
     axes: Axes
     scores: Callable[[], Tensor]
     undropped: Tensor | None = None
-    is_modified: bool = False
     zeroed: Tensor | None = None
 
 
@@ -147,11 +145,7 @@ def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
         zeroed = weights.zeroed
         if function in FILLS and not bool((mask_and_value := _mask_and_value(*call.args, **call.kwargs))[1]):
             zeroed = mask_and_value[0] if zeroed is None else mask_and_value[0] | zeroed
-        elif is_modification and not isinstance(call.args[-1], int | float):
-            new_zeros = (result == 0) if result is tensor else (result == 0) & (tensor != 0)
-            zeroed = new_zeros if zeroed is None else new_zeros | zeroed
-        is_modified = weights.is_modified or is_modification
-        record_weights(result, replace(weights, undropped=undropped, is_modified=is_modified, zeroed=zeroed))
+        record_weights(result, replace(weights, undropped=undropped, zeroed=zeroed))
     elif function in VIEWS:
         is_sequence = isinstance(result, list | tuple)
         for index, (view, axes) in enumerate(axes_after(call, weights.axes, tensor, result)):
@@ -183,7 +177,6 @@ def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, inde
         axes,
         lambda: view_of(before()),
         None if weights.undropped is None else view_of(weights.undropped),
-        weights.is_modified,
         None if weights.zeroed is None else view_of(weights.zeroed.expand(shape)),
     )
 

@@ -1,16 +1,18 @@
 """The interceptor of `watch`: it adds the statistics of every attention call to the heads' results."""
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.intercept.call_stack import call_stack
 from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import NO_EFFECT, Call, Interceptor, Observation
-from headwise.intercept.output_projection import gram_of, output_projection
+from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
 from headwise.shapes import Float
 from headwise.statistics.tally import Tally
 from headwise.statistics.weight_capture import CapturedWeights, WeightCapture
@@ -29,6 +31,26 @@ class _ThreadContexts(threading.local):
         self.by_inputs: dict[tuple[int, int], tuple[CallContext, object]] = {}
 
 
+class _HeadOutputs:
+    """Head outputs of one attention call, collected from row blocks.
+
+    Attributes:
+        out: the outputs; None if no row block contains any.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.out: Float[Tensor, "batch heads queries value_dim"] | None = None
+        self._grid = call.grid
+
+    def add(self, row_block: RowBlock) -> None:
+        """Copy the head outputs of some rows, if `row_block` contains them."""
+        if row_block.out is not None:
+            out, grid = row_block.tile.by_head(row_block.out.detach()), self._grid
+            if self.out is None:
+                self.out = out.new_zeros(grid.batch, grid.heads, grid.queries, out.shape[-1])
+            self.out[row_block.tile.row_slices] = out
+
+
 class StatisticsObserver(Interceptor):
     """Interceptor that computes the statistics of every attention call of a model and adds them to `heads`, the result
     of `watch`. If `capture`, a choice of attention weights, is not None, it also stores these weights of the last call
@@ -44,16 +66,21 @@ class StatisticsObserver(Interceptor):
     def __init__(self, model: nn.Module, heads: Heads, special: Collection[int], capture: WeightCapture | None) -> None:
         self._model, self._heads, self._capture = model, heads, capture
         self._special = torch.tensor(sorted(special), dtype=torch.int64)
-        self._projections: dict[str, nn.Module | None] = {}
+        self._written_norms = WrittenNorms(model, self._leave_out_written_norm)
         self._contexts, self._lock = _ThreadContexts(), threading.Lock()
 
     def on_model_call(self) -> None:
         """Discard the cached call contexts (tokens and padding) of the previous call of the model in this thread."""
         self._contexts.by_inputs = {}
+        self._written_norms.on_model_call()
 
     def on_module_call(self, path: str) -> None:
         """Record in the result of `watch` that the module at `path` ran."""
         self._heads.on_module_call(path)
+
+    def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:
+        """Compare the input and output of the module at `path` with head outputs, if it may be an output projection."""
+        self._written_norms.on_module_end(path, arguments, output)
 
     def on_unreadable(self, path: str, reason: str) -> None:
         """Record in the result of `watch` that the module at `path` computed something like attention, but that it is
@@ -72,34 +99,45 @@ class StatisticsObserver(Interceptor):
         """
         if call.is_recomputation:
             return NO_EFFECT
-        record, tally = self._heads.register(call), Tally(self._gram(call))
-        captured = None if self._capture is None else CapturedWeights(self._capture, call.grid)
+        path, grid = call.site.path, call.grid
+        record = self._heads.register(call)
+        # Further layers that one module computes have projections that it is not known for.
+        value_dim = None if call.site.part else call.value_dim
+        tally = Tally(self._written_norms.gram(path, grid.heads, value_dim))
+        is_compared = tally.gram is not None and self._written_norms.needs_outputs(path)
+        head_outputs = _HeadOutputs(call) if is_compared else None
+        captured = None if self._capture is None else CapturedWeights(self._capture, grid)
+
+        interceptors = [module_call.interceptor for module_call in call_stack.module_calls]
+        may_be_gated = any(type(each).change is not Interceptor.change for each in interceptors)
 
         def observer(row_block: RowBlock) -> None:
             tally.add(row_block)
+            if head_outputs is not None:
+                head_outputs.add(row_block)
             if captured is not None:
                 captured.add(row_block)
 
         def on_end() -> None:
             with self._lock:
                 record.add(tally)
+                if head_outputs is not None and head_outputs.out is not None:
+                    self._written_norms.on_head_outputs(path, head_outputs.out, may_be_gated=may_be_gated)
                 if captured is not None:
                     self._heads.set_captured(call.site, captured)
 
         return Observation(observer, self._call_context(call), on_end)
 
-    def _gram(self, call: Call) -> Float[Tensor, "heads value_dim value_dim"] | None:
-        """Return `W_h^T W_h` for each head's slice `W_h` of the output projection of the module that `call` runs in.
-        Return None if that projection is not found, or if the call's value_dim is unknown. It is not found for further
-        layers that one module computes.
-        """
-        heads, value_dim, path = call.grid.heads, call.value_dim, call.site.path
-        if value_dim is None or call.site.part:
-            return None
-        if path not in self._projections:
-            self._projections[path] = output_projection(self._model, path, heads * value_dim)
-        projection = self._projections[path]
-        return None if projection is None else gram_of(projection, heads, value_dim)
+    def finish(self) -> None:
+        """End the observation: leave out the statistics that no call of the model has confirmed."""
+        self._written_norms.finish()
+
+    def _leave_out_written_norm(self, path: str) -> None:
+        """Remove `written_norm` from the results of the attention module at `path`, and name the module."""
+        for record in self._heads.records:
+            if record.site.path == path:
+                record.statistics.pop("written_norm", None)
+        self._heads.on_left_out(path, NOT_CONFIRMED)
 
     def _call_context(self, call: Call) -> CallContext:
         """Return the token ids, special tokens and padding of a call as a `CallContext`: the same object for all layers

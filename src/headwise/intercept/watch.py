@@ -51,8 +51,10 @@ def watch(
     if detail is not None and not isinstance(detail, WeightCapture):
         raise InputError("detail", expected="a headwise.WeightCapture or None", got=type(detail).__name__)
     heads = Heads(model)
-    with intercepted(model, StatisticsObserver(model, heads, special, detail), sites):
+    observer = StatisticsObserver(model, heads, special, detail)
+    with intercepted(model, observer, sites):
         yield heads
+    observer.finish()
     if heads.ran:
         heads.require_attention()
     heads.warn_of_unread()

@@ -1,9 +1,9 @@
 """Row blocks of whole rows: of a problem, computed from its scores, or of weights that exist already."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
@@ -50,18 +50,16 @@ def row_blocks_of_weights(
     out: Float[Tensor, "batch heads queries value_dim"] | None,
     call_context: CallContext,
     values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
-    visible: Callable[[range], Bool[Tensor, "#batch #heads rows keys"]] | None = None,
 ) -> Iterator[RowBlock]:
     """Split existing attention weights into row blocks, each with some of the query rows for all heads and all keys,
     and yield these. Each row block also contains the head outputs of its rows: taken from `out`, or computed from
-    `values` if these are passed. Keys of weight 0 count as hidden by the mask, unless `visible` returns the mask.
+    `values` if these are passed. Keys of weight 0 count as hidden by the mask.
 
     Args:
         weights: the weights.
         out: output of each row; None if unknown.
         call_context: tokens and padding of the call.
         values: the values, with which each row's output is computed instead of taken from `out`.
-        visible: function that returns the keys that some query rows may attend to. Further keys are hidden.
     """
     batch, heads, queries, keys = weights.shape
     grid = Grid(batch, heads, queries, keys, weights.device)
@@ -71,16 +69,7 @@ def row_blocks_of_weights(
         block_out = None if out is None else out[:, :, selected]
         if values is not None:
             block_out = grouped_matmul(block, values.to(block.dtype))
-        is_visible = block != 0 if visible is None else _padded(visible(rows), keys)
-        yield _row_block(block, is_visible, grid, rows, call_context, block_out)
-
-
-def _padded(
-    is_visible: Bool[Tensor, "#batch #heads rows some_keys"], keys: int
-) -> Bool[Tensor, "#batch #heads rows keys"]:
-    """Return a mask extended to `keys` keys, of which those that are added are hidden."""
-    added = keys - is_visible.shape[-1]
-    return nn.functional.pad(is_visible, (0, added)) if added else is_visible
+        yield _row_block(block, block != 0, grid, rows, call_context, block_out)
 
 
 def _row_ranges(grid: Grid) -> Iterator[range]:

@@ -11,7 +11,7 @@ from headwise.analysis.redundancy.output_products import OutputProducts, TokenOu
 from headwise.analysis.redundancy.weight_distance import WeightDistances
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, SiteKey
-from headwise.intercept.output_projection import output_projection, weight_of
+from headwise.intercept.output_projection import output_projection
 from headwise.intercept.sites import SiteRegistry
 from headwise.shapes import Bool, Float
 
@@ -125,8 +125,8 @@ class HeadComparison(SiteRegistry):
         heads, value_dim = out.shape[1:]
         if call.site not in self._projection_slices:
             projection = output_projection(self._modules[""], call.site.path, heads * value_dim)
-            weight = None if projection is None else weight_of(projection, heads * value_dim)
-            slices = None if weight is None else weight.detach().view(-1, heads, value_dim).permute(1, 2, 0)
+            weight = None if projection is None else projection.map.weight.detach()
+            slices = None if weight is None else weight.reshape(-1, heads, value_dim).permute(1, 2, 0)
             self._projection_slices[call.site] = slices
         slices, written = self._projection_slices[call.site], out.transpose(0, 1)
         written = written if slices is None else written @ slices.to(out.dtype)

@@ -1,0 +1,233 @@
+"""Maps from the heads' outputs to what an attention module writes, confirmed while the model runs.
+
+The output projection of a module is found by its name. The first call of the module confirms that the model applies it
+to the heads' outputs: the input of the projection consists of these, and its output is the map of its input. Otherwise
+`written_norm` is left out. While gates are active, each head's part of the input may be its output times a factor. In
+training mode, in which dropout changes both, a difference shows nothing; the next call in evaluation mode decides.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headwise.intercept.linear_map import LinearMap, has_convolution, linear_map, may_fit
+from headwise.intercept.output_projection import PROJECTION_NAMES, gram_of, output_projection
+from headwise.shapes import Bool, Float
+
+NOT_CONFIRMED = (
+    "the output projection was not seen to map the outputs of the heads of these modules, so written_norm is left out"
+)
+"""Reason for modules whose projection has another input, or another output than its map."""
+
+LARGEST_DIFFERENCE = 1e-3
+"""Largest difference between two vectors, relative to the norm of the second, that counts as rounding in float32. In
+other dtypes, four times the distance between 1 and the next number may be more.
+"""
+
+
+class _ProjectionCall(NamedTuple):
+    """Three rows of the input and output of one call of a module.
+
+    Attributes:
+        inputs: rows of the input.
+        outputs: the same rows of the output.
+        is_training: True if the module was in training mode, in which dropout may change the output.
+    """
+
+    inputs: Float[Tensor, "rows width"]
+    outputs: Tensor
+    is_training: bool
+
+
+class _HeadOutputs(NamedTuple):
+    """Outputs of all heads in one attention call.
+
+    Attributes:
+        by_token: the outputs.
+        may_be_gated: True if an interceptor may change the outputs before they are projected.
+    """
+
+    by_token: Float[Tensor, "tokens heads value_dim"]
+    may_be_gated: bool
+
+
+class WrittenNorms:
+    """Matrices with which `written_norm` is computed from head outputs, for the attention modules of a model. The first
+    call of each module confirms that the output projection which was found maps the head outputs.
+
+    Args:
+        model: the model.
+        leave_out: function that removes `written_norm` from the results of the module at a path.
+    """
+
+    def __init__(self, model: nn.Module, leave_out: Callable[[str], None]) -> None:
+        self._model, self._leave_out = model, leave_out
+        self._modules = dict(model.named_modules())
+        self._projection_paths: dict[str, str | None] = {}
+        self._grams: dict[str, tuple[Any, LinearMap, Tensor]] = {}
+        self._head_outputs: dict[str, _HeadOutputs] = {}
+        self._projection_calls: dict[str, _ProjectionCall] = {}
+        self._settled: set[str] = set()  # paths of attention modules that are confirmed or left out
+        self._left_out: set[str] = set()
+
+    def gram(self, path: str, heads: int, value_dim: int | None) -> Float[Tensor, "heads value_dim value_dim"] | None:
+        """Return `W_h^T W_h` for each head's slice `W_h` of the output projection of the attention module at `path`.
+        Return None if no projection is found, if the first call did not confirm it, or if `value_dim` is unknown.
+        """
+        if value_dim is None or path in self._left_out:
+            return None
+        width = heads * value_dim
+        if path not in self._projection_paths:
+            projection = output_projection(self._model, path, width)
+            self._projection_paths[path] = None if projection is None else projection.path
+            if projection is None:
+                self._settle(path, is_confirmed=not self._has_other_projection(path, width))
+        projection_path = self._projection_paths[path]
+        if projection_path is None:
+            return None
+        versions = _versions(self._modules[projection_path])
+        if path not in self._grams or versions is None or self._grams[path][0] != versions:
+            found = self._map(path, projection_path, width)
+            if found is None:
+                self._settle(path, is_confirmed=False)
+                return None
+            self._grams[path] = versions, found, gram_of(found.weight, heads, value_dim)
+        return self._grams[path][2]
+
+    def _has_other_projection(self, path: str, width: int) -> bool:
+        """Return True if the attention module at `path` contains a module that has the name and the size of an output
+        projection of `width` features, although it computes no linear map of them.
+        """
+        children = self._modules[path].named_children()
+        return any(name in PROJECTION_NAMES and may_fit(child, width) for name, child in children)
+
+    def _map(self, path: str, projection_path: str, width: int) -> LinearMap | None:
+        """Return the map that the module at `projection_path` computes; None if it is not linear. Torch's own layer
+        reads the weight of its projection, without a call.
+        """
+        attention = self._modules[path]
+        if type(attention).forward is nn.MultiheadAttention.forward:
+            self._settled.add(path)
+            return LinearMap(attention.out_proj.weight, attention.out_proj.bias)
+        return linear_map(self._modules[projection_path], width)
+
+    def needs_outputs(self, path: str) -> bool:
+        """Return True if head outputs of the attention module at `path` are needed to confirm its projection."""
+        return path not in self._settled
+
+    def on_model_call(self) -> None:
+        """Leave out modules whose projection did not run after their attention in the last call of the model."""
+        for path in list(self._head_outputs):
+            self._settle(path, is_confirmed=False)
+        self._projection_calls = {}
+
+    def on_head_outputs(
+        self, path: str, out: Float[Tensor, "batch heads queries value_dim"], *, may_be_gated: bool
+    ) -> None:
+        """Compare the head outputs of the first call of the attention module at `path` with the input of its
+        projection, now or when the projection has run. With `may_be_gated`, an interceptor may change them before.
+        """
+        self._head_outputs[path] = _HeadOutputs(out.transpose(1, 2).flatten(0, 1), may_be_gated)
+        call = self._projection_calls.get(self._projection_paths[path] or "")
+        if call is not None:
+            self._check(path, call)
+
+    def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:
+        """Compare the input and output of a module call with head outputs, if the module is the projection of attention
+        that was called before. Otherwise keep some rows of them, if the module may be the projection of attention that
+        is observed later.
+        """
+        waiting = [each for each in self._head_outputs if self._projection_paths[each] == path]
+        if waiting or _is_named_projection(path):
+            call = _projection_call(self._modules[path], arguments.values(), output)
+            if call is not None:
+                self._projection_calls[path] = call
+                for attention_path in waiting:
+                    self._check(attention_path, call)
+
+    def finish(self) -> None:
+        """Leave out the modules whose projection was not confirmed, at the end of the observation."""
+        self.on_model_call()
+
+    def _check(self, path: str, call: _ProjectionCall) -> None:
+        """Decide if `call`, of the projection found for the attention module at `path`, maps its head outputs."""
+        head_outputs, projection = self._head_outputs.pop(path), self._grams[path][1]
+        is_off = not bool(call.inputs.any()) and (head_outputs.may_be_gated or not bool(head_outputs.by_token.any()))
+        if is_off or not bool(call.inputs.isfinite().all()):
+            return  # zeros of closed gates, and NaN, show nothing: the next call decides
+        is_confirmed = _consists_of(call.inputs, head_outputs) and _maps(projection, call)
+        if is_confirmed or not call.is_training:  # dropout changes inputs and outputs
+            self._settle(path, is_confirmed=is_confirmed)
+
+    def _settle(self, path: str, *, is_confirmed: bool) -> None:
+        """Record that the projection of the attention module at `path` is confirmed; or leave out `written_norm`."""
+        self._head_outputs.pop(path, None)
+        self._settled.add(path)
+        if not is_confirmed:
+            self._left_out.add(path)
+            self._leave_out(path)
+
+
+def _is_named_projection(path: str) -> bool:
+    """Return True if a module at `path`, or the sequence that it belongs to, has a usual name of output projections."""
+    names = path.split(".")
+    return any(name in PROJECTION_NAMES for name in (names[-2:] if names[-1].isdigit() else names[-1:]))
+
+
+def _projection_call(module: nn.Module, arguments: Iterable[Any], output: Any) -> _ProjectionCall | None:
+    """Return three rows of the input and output of a module call: the first, the middle and the last one. Return None
+    if they are not tensors with the same number of rows.
+    """
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    if not tensors or not isinstance(output, Tensor) or not output.is_floating_point():
+        return None
+    axis = 1 if has_convolution(module) else -1
+    inputs, outputs = (tensor.detach().movedim(axis, -1).flatten(0, -2) for tensor in (tensors[0], output))
+    if len(inputs) != len(outputs) or not len(inputs):
+        return None
+    rows = [0, len(inputs) // 2, -1]
+    return _ProjectionCall(inputs[rows], outputs[rows], module.training)
+
+
+def _consists_of(inputs: Float[Tensor, "rows width"], outputs: _HeadOutputs) -> bool:
+    """Return True if one of the `inputs` of a projection consists of the outputs of all heads for one token. If these
+    may be gated, the part of each head may be its output times a factor, but not all factors 0.
+    """
+    by_token = outputs.by_token
+    if inputs.shape[1] != by_token[0].numel():
+        return False
+    heads = inputs.to(by_token.dtype).view(-1, 1, *by_token.shape[1:]).expand(-1, len(by_token), -1, -1)
+    by_token = by_token.expand_as(heads)
+    if outputs.may_be_gated:
+        squares = by_token.square().sum(-1, keepdim=True)
+        by_token = by_token * ((heads * by_token).sum(-1, keepdim=True) / squares).nan_to_num()
+    is_same = _is_close(heads, by_token, inputs.dtype).all(-1)
+    return bool((is_same & heads.flatten(2).any(-1)).any())
+
+
+def _maps(projection: LinearMap, call: _ProjectionCall) -> bool:
+    """Return True if the outputs of a call of a projection are the linear map of its inputs, up to rounding."""
+    dtype = torch.promote_types(call.inputs.dtype, torch.float32)
+    mapped = call.inputs.to(dtype) @ projection.weight.detach().to(dtype).mT
+    mapped = mapped if projection.bias is None else mapped + projection.bias.detach().to(dtype)
+    is_shape = mapped.shape == call.outputs.shape
+    return is_shape and bool(_is_close(call.outputs.to(dtype), mapped, call.outputs.dtype).all())
+
+
+def _is_close(
+    vectors: Float[Tensor, "*axes width"], expected: Float[Tensor, "*axes width"], dtype: torch.dtype
+) -> Bool[Tensor, "*axes"]:
+    """Return True for the vectors that differ from `expected` by no more than rounding in `dtype`."""
+    tolerance = max(LARGEST_DIFFERENCE, 4 * torch.finfo(dtype).eps)
+    is_close: Tensor = (vectors - expected).norm(dim=-1) <= tolerance * expected.norm(dim=-1)
+    return is_close
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]] | None:
+    """Return a list that changes when a parameter or buffer of a module is written to or replaced; None if a tensor
+    does not count its changes, as under `torch.inference_mode`.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    return None if any(tensor.is_inference() for tensor in tensors) else [(id(each), each._version) for each in tensors]
