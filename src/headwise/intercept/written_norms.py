@@ -155,7 +155,8 @@ class WrittenNorms:
         """Decide if `call`, of the projection found for the attention module at `path`, maps its head outputs."""
         head_outputs, projection = self._head_outputs.pop(path), self._grams[path][1]
         is_off = not bool(call.inputs.any()) and (head_outputs.may_be_gated or not bool(head_outputs.by_token.any()))
-        if is_off or not bool(call.inputs.isfinite().all()):
+        is_finite = bool(call.inputs.isfinite().all() & head_outputs.by_token.isfinite().all())
+        if is_off or not is_finite:
             return  # zeros of closed gates, and NaN, show nothing: the next call decides
         is_confirmed = _consists_of(call.inputs, head_outputs) and _maps(projection, call)
         if is_confirmed or not call.is_training:  # dropout changes inputs and outputs
