@@ -85,13 +85,13 @@ def require_equal(tally: Tally, attention_problem: Problem, context: CallContext
     gram = [None] * HEADS if tally.gram is None else [torch.linalg.cholesky(matrix) for matrix in tally.gram.double()]
     for b in range(BATCH):
         weights = oracle.weights[b].clone()
-        if context.is_real is not None:
-            weights[:, ~context.is_real[b]] = 0.0  # the oracle leaves out a row without weights
+        if context.real_queries is not None:
+            weights[:, ~context.real_queries[b]] = 0.0  # the oracle leaves out a row without weights
         tokens, special = (
             None if values is None else values[b].tolist() for values in (context.token_ids, context.is_special)
         )
-        is_of_keys = context.is_real is not None and attention_problem.grid.queries == KEYS
-        real = context.is_real[b].tolist() if is_of_keys else None
+        is_of_keys = context.real_keys is not None
+        real = context.real_keys[b].tolist() if is_of_keys else None
         for h in range(HEADS):
             out = oracle.out[b, h] if "output_norm" in means else None
             projection = None if out is None else gram[h]
@@ -211,12 +211,13 @@ def test_a_statistic_can_be_added_to_the_registry(way, monkeypatch):
 @WAYS
 def test_padding_queries_do_not_count(way):
     attention_problem = problem(MASKS["right padding"])
-    context = CallContext(TOKENS, is_real=torch.arange(QUERIES) < torch.tensor([[7], [17]]))
+    context = CallContext(TOKENS, real_queries=torch.arange(QUERIES) < torch.tensor([[7], [17]]))
     require_equal(way(attention_problem, context), attention_problem, context)
 
 
 @WAYS
 def test_the_first_token_is_the_first_after_the_padding(way):
     attention_problem = problem(hw.causal() & hw.padding([5, 19], side="left"), queries=KEYS)
-    context = CallContext(TOKENS, is_real=torch.arange(KEYS) >= torch.tensor([[14], [0]]))
+    real = torch.arange(KEYS) >= torch.tensor([[14], [0]])
+    context = CallContext(TOKENS, real_queries=real, real_keys=real)
     require_equal(way(attention_problem, context), attention_problem, context, first=(14, 0))

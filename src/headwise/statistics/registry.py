@@ -113,14 +113,14 @@ STATISTICS: dict[str, Statistic | MeanOfRows] = {
         _weight_at_lag("previous", 1),
         _weight_at_lag("next", -1),
         # on the first token, the attention sink of most decoders (Xiao et al. 2023)
-        MeanOfRows("first", "share", lambda row_block: row_block.feature_sums["first"]),
+        MeanOfRows("first", "share", lambda row_block: row_block.weight_on_first),
         # on special tokens (Clark et al. 2019, section 3.2)
         MeanOfRows("special", "share", _special),
         # on earlier copies of the query's token, and on the tokens after them (Olsson et al. 2022)
         _weight_after_copies("duplicate", 0),
         _weight_after_copies("induction", 1),
         # max_j mean_i A_ij (Gu et al. 2024, equation 7)
-        Statistic("received", "share", _received_sums, _largest_received),
+        Statistic("received", "share", _received_sums, _largest_received, is_per_key=True),
         # |A_i V|, and |A_i V W|, W the head's slice of the output projection
         MeanOfRows("output_norm", "norm", _output_norm),
         MeanOfRows("written_norm", "norm", _written_norm),

@@ -29,6 +29,7 @@ class Statistic:
         value: function that returns each head's value `(batch, heads)` from the merged sums; NaN without any row.
         merge: function that merges two sums into one.
         start: number that does not change a sum that it is merged with.
+        is_per_key: True if the last axis of the sums is the keys of the call.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Statistic:
     value: Callable[..., Float[Tensor, "batch heads"]]
     merge: Callable[[Tensor, Tensor], Tensor] = torch.add
     start: float = 0.0
+    is_per_key: bool = False
 
 
 @dataclass(frozen=True)

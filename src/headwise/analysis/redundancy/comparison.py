@@ -58,7 +58,7 @@ class HeadComparison(SiteRegistry):
         # Calls with the same padding share a context, which caches the keys that are visible. The padding is kept with
         # it, so that its id is not reused.
         call_context, _ = self._call_contexts.setdefault(
-            id(call.padding) if is_real is not None else 0, (CallContext(is_real=is_real), call.padding)
+            id(call.padding) if is_real is not None else 0, (CallContext(real_queries=is_real), call.padding)
         )
         return Observation(distances.add, call_context, distances.finish_call)
 

@@ -1,4 +1,4 @@
-"""Data about one attention call in addition to its tensors: tokens, special tokens and padding.
+"""Data about one attention call in addition to its tensors: tokens, special tokens, padding and positions.
 
 All layers of a model see the same tokens and the same mask, so one `CallContext` serves all of them and caches what
 follows from these.
@@ -24,20 +24,29 @@ CACHED_CELLS = 2**22
 
 @dataclass(frozen=True, eq=False)
 class CallContext:
-    """Token ids, special tokens and padding of one attention call. All layers of a model share one such object. It
-    caches data that follow from the tokens and the mask, such as the visible keys, so that they are computed once for
-    all layers.
+    """Token ids, special tokens, padding and positions of one attention call. All layers of a model share one such
+    object. It caches data that follow from the tokens and the mask, such as the visible keys, so that they are computed
+    once for all layers.
 
     Attributes:
         token_ids: token ids of the keys; None if unknown.
         is_special: True at keys that are special tokens; None if unknown.
-        is_real: True at query rows that are not padding; only these count in statistics. In self-attention the first
-            of them is the first token of its sequence. None if nothing is padded.
+        real_queries: True at query rows that are not padding; only these count in statistics. None if none is padded.
+        real_keys: True at keys that are not padding. None if none is padded.
+        positions: grid whose positions of queries and keys the statistics use. It may have fewer keys than the call:
+            further keys have no position. None for the positions of the call's own grid.
+        first_keys: key of the first token of each sequence, `(batch, 1)`, or of each query row, `(batch, queries)`; -1
+            where it is not among the keys. None for the first key that is not padding.
+        left_out: names of the statistics that are not defined for this call.
     """
 
     token_ids: Int[Tensor, "batch keys"] | None = None
     is_special: Bool[Tensor, "batch keys"] | None = None
-    is_real: Bool[Tensor, "batch queries"] | None = None
+    real_queries: Bool[Tensor, "batch queries"] | None = None
+    real_keys: Bool[Tensor, "batch keys"] | None = None
+    positions: Grid | None = None
+    first_keys: Int[Tensor, "batch #queries"] | None = None
+    left_out: frozenset[str] = frozenset()
 
     @cached_property
     def is_repeat(self) -> Bool[Tensor, "batch keys"] | None:
@@ -59,7 +68,12 @@ class CallContext:
         if tile.pattern is not None and key in self._visibilities:
             return self._visibilities[key]
         visibility = TileVisibility(
-            tile, grid, _select(tile, self.is_real), _select(tile, self.is_special), _select(tile, self.is_repeat)
+            tile,
+            grid if self.positions is None else self.positions,
+            *(
+                _select(tile, tensor)
+                for tensor in (self.real_queries, self.real_keys, self.is_special, self.is_repeat, self.first_keys)
+            ),
         )
         if tile.pattern is not None:
             visibility = self._visibilities[key] = visibility.without_mask()
@@ -113,7 +127,7 @@ class CallContext:
         return {}
 
 
-def _select(tile: Tile, tensor: Bool[Tensor, "batch length"] | None) -> Bool[Tensor, "sequences length"] | None:
+def _select(tile: Tile, tensor: Tensor | None) -> Tensor | None:
     """Return the rows of a tensor `(batch, length)` for the sequences in a tile (a rectangle of the score matrix for
     some sequences and heads); None if the tensor is None.
     """

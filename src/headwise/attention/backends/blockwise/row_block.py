@@ -126,22 +126,31 @@ class RowBlock:
         """Return each row's attention weight on the key `lag` positions before the query, or 0 if there is no such key.
         Lag 0 is the query's own token, lag 1 the previous one, and lag -1 the next one.
         """
-        if not self.grid.uses_default_positions:
+        if not self.visibility.grid.uses_default_positions:
             return (self.weights * (self.visibility.lags == lag)[:, None]).sum(-1)
         powers = torch.zeros_like(self.weight_per_power)
-        first = self.rows.start + self.grid.offset - lag  # the key of the first row
+        first = self.rows.start + self.visibility.grid.offset - lag  # the key of the first row
         for keys, span in self.tile.spans(self.tile.by_head(self.powers)):
             diagonal = span.diagonal(first - keys.start, -2, -1)
             start = max(keys.start - first, 0)
             powers[..., start : start + diagonal.shape[-1]] += diagonal
         return powers * self.weight_per_power
 
+    @property
+    def weight_on_first(self) -> Float[Tensor, "batch heads rows"]:
+        """Each row's attention weight on the key of the first token of its sequence."""
+        if "first" in self.visibility.key_features:
+            return self.feature_sums["first"]
+        is_first = self.visibility.key_indices == self.visibility.first_key[..., None]
+        return (self.weights * is_first[:, None]).sum(-1)
+
     def weight_after_copies(self, shift: int) -> Float[Tensor, "batch heads rows"]:
         """Return for each query row the sum of its attention weights on keys that are `shift` tokens after an earlier
         occurrence of the query's token.
         """
         powers, sums = self.tile.by_head(self.powers), torch.zeros_like(self.weight_per_power)
-        positions = range(self.rows.start + self.grid.offset, self.rows.stop + self.grid.offset)
+        offset = self.visibility.grid.offset
+        positions = range(self.rows.start + offset, self.rows.stop + offset)
         for number, sequence in enumerate(range(self.tile.sequences.start, self.tile.sequences.stop)):
             cells, ends = self.call_context.copy_cells(sequence, positions, self.tile.block, shift)
             on_copies = powers[number].flatten(1).index_select(1, cells)
@@ -153,7 +162,7 @@ class RowBlock:
     @cached_property
     def distance(self) -> Float[Tensor, "batch heads rows"]:
         """Sum over keys of attention weight times distance |query position - key position|, for each row, in tokens."""
-        if not self.grid.uses_default_positions:
+        if not self.visibility.grid.uses_default_positions:
             return (self.weights * self.visibility.lags.abs()[:, None]).sum(-1)
         position, sums = self.visibility.centred_positions, self.feature_sums
         if "position" in sums:

@@ -28,17 +28,21 @@ class TileVisibility:
 
     Attributes:
         tile: the tile: its rows, sequences, heads and keys.
-        grid: the score grid of the whole call.
-        is_real: True at queries that are not padding, for the tile's sequences; None if all are real.
+        grid: grid with the positions of all queries and keys of the call. Further keys of the call have no position.
+        real_queries: True at queries that are not padding, for the tile's sequences; None if none is padded.
+        real_keys: True at keys that are not padding, for the tile's sequences; None if none is padded.
         is_special: True at keys that are special tokens, for the tile's sequences; None if unknown.
         is_repeat: True at keys whose token occurs earlier in the sequence; None if the tokens are unknown.
+        first_keys: key of the first token of each sequence or row; None for the first key that is not padding.
     """
 
     tile: Tile
     grid: Grid
-    is_real: Bool[Tensor, "sequences queries"] | None
+    real_queries: Bool[Tensor, "sequences queries"] | None
+    real_keys: Bool[Tensor, "sequences keys"] | None
     is_special: Bool[Tensor, "sequences keys"] | None
     is_repeat: Bool[Tensor, "sequences keys"] | None
+    first_keys: Int[Tensor, "sequences #queries"] | None
     _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def cached(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
@@ -79,7 +83,7 @@ class TileVisibility:
     def counted_rows(self) -> Bool[Tensor, "#batch #heads rows"]:
         """True at query rows that statistics include: those that are not padding and have at least one visible key."""
         rows, has_key = self.tile.block.rows, self.visible_keys > 0
-        return has_key if self.is_real is None else has_key & self.is_real[:, None, rows.start : rows.stop]
+        return has_key if self.real_queries is None else has_key & self.real_queries[:, None, rows.start : rows.stop]
 
     @cached_property
     def rows_per_key(self) -> Float[Tensor, "#batch #heads columns"]:
@@ -145,14 +149,19 @@ class TileVisibility:
         return self.query_positions[..., None] - self.key_positions[:, None]
 
     def has_key_at_lag(self, lag: int) -> Bool[Tensor, "#batch 1 rows"]:
-        """Return True at query rows for which the position `lag` before the query (after it if `lag` is negative) is
-        between 0 and the last key's position, and is not padding. Padding is checked only in self-attention with
-        default positions.
+        """Return True at query rows for which a key is `lag` positions before the query (after it if `lag` is
+        negative), and is not padding.
         """
-        key = self.query_positions - lag
-        exists = (key >= 0) & (key <= self.last_position)
-        if self.is_real is not None and self.grid.uses_default_positions and self.grid.queries == self.grid.keys:
-            exists = exists & self.is_real[:, key[0].clamp(0, self.grid.keys - 1)]
+        wanted = self.query_positions - lag
+        if not self.grid.uses_default_positions:
+            ordered = self._all_key_positions.sort(-1).values
+            batch = max(len(ordered), len(wanted))
+            ordered, wanted = (tensor.expand(batch, -1).contiguous() for tensor in (ordered, wanted))
+            nearest = torch.searchsorted(ordered, wanted).clamp(max=ordered.shape[-1] - 1)
+            return ((ordered.gather(-1, nearest) == wanted) & (wanted >= 0))[:, None]
+        exists = (wanted >= 0) & (wanted < self.grid.keys)
+        if self.real_keys is not None:
+            exists = exists & self.real_keys[:, wanted[0].clamp(0, self.grid.keys - 1)]
         return exists[:, None]
 
     @cached_property
@@ -166,21 +175,19 @@ class TileVisibility:
         return (self.is_repeat[:, position.clamp(min=0)] & (position >= 0))[:, None]
 
     @cached_property
-    def first_key(self) -> Int[Tensor, "#batch"]:
-        """Index, for each sequence, of the key of its first token. With explicit positions, that is the key at position
-        0. Otherwise it is the first key that is not padding, or key 0 if padding is unknown or the call is not
-        self-attention.
+    def first_key(self) -> Int[Tensor, "#batch #rows"]:
+        """Index of the key of the first token, for each sequence or for each row; -1 where that token is not among the
+        keys. By default it is the key at position 0 or, with default positions, the first key that is not padding.
         """
+        if self.first_keys is not None:
+            rows = self.tile.block.rows
+            return self.first_keys if self.first_keys.shape[1] == 1 else self.first_keys[:, rows.start : rows.stop]
         if not self.grid.uses_default_positions:
-            return (self._all_key_positions == 0).int().argmax(-1)
-        if self.is_real is None or self.grid.queries != self.grid.keys:
-            return torch.zeros(1, dtype=torch.int64, device=self.grid.device)
-        return self.is_real.int().argmax(-1)
-
-    @cached_property
-    def last_position(self) -> Int[Tensor, "#batch 1"]:
-        """Largest position of a key in each sequence, over all keys of the call."""
-        return self._all_key_positions.amax(-1, keepdim=True)
+            is_first = self._all_key_positions == 0
+            return is_first.int().argmax(-1, keepdim=True).masked_fill(~is_first.any(-1, keepdim=True), -1)
+        if self.real_keys is None:
+            return torch.zeros(1, 1, dtype=torch.int64, device=self.grid.device)
+        return self.real_keys.int().argmax(-1, keepdim=True)
 
     @property
     def _all_key_positions(self) -> Int[Tensor, "#batch keys"]:
@@ -215,7 +222,7 @@ class TileVisibility:
         own, and the distances of the keys between are summed one by one.
         """
         columns = self.key_indices
-        features = {"first": columns == self.first_key[:, None]}
+        features = {"first": columns == self.first_key} if self.first_key.shape[1] == 1 else {}
         if self.is_special is not None:
             features["special"] = self.is_special[:, columns]
         if self.grid.uses_default_positions:
@@ -223,7 +230,8 @@ class TileVisibility:
             if self.is_backward_only:
                 features["position"] = centred
             else:
-                for name, side in (("before", columns < position[0]), ("after", columns > position[-1])):
+                after = (columns > position[-1]) & (columns < self.grid.keys)
+                for name, side in (("before", columns < position[0]), ("after", after)):
                     features |= {name: side[None], f"{name}, position": side * centred}
         return {name: feature.float() for name, feature in features.items()}
 
@@ -232,6 +240,8 @@ class TileVisibility:
         """All `key_features` as columns of one tensor. If the number of features is odd, a column of zeros is added at
         the end.
         """
+        if not self.key_features:
+            return torch.zeros(1, self.tile.block.width, 2, device=self.grid.device)
         batch = max(map(len, self.key_features.values()))
         features = [feature.expand(batch, -1) for feature in self.key_features.values()]
         if len(features) % 2:
