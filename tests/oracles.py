@@ -390,10 +390,11 @@ def statistics_of(
         if special is not None:
             record("special", sum(a for j, a in enumerate(row) if special[j]))
         if tokens is not None and position >= 0:
-            copies = [j for j in range(position) if tokens[j] == tokens[position]]
+            is_token = [True] * keys if real is None else real
+            copies = [j for j in range(position) if tokens[j] == tokens[position] and is_token[j]]
             if copies:
                 record("duplicate", sum(row[j] for j in copies))
-            after = [j for j in range(1, position + 1) if tokens[j - 1] == tokens[position]]
+            after = [j + 1 for j in copies]
             if after:
                 record("induction", sum(row[j] for j in after))
         if out is not None:

@@ -102,6 +102,7 @@ FORMS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:positions of queries among the keys")
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_every_argument_of_sdpa_is_read_as_torch_reads_it(form):
@@ -114,6 +115,7 @@ def test_every_argument_of_sdpa_is_read_as_torch_reads_it(form):
     assert [row["output_norm"] for row in heads.rows()] == pytest.approx(norm.tolist(), rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:positions of queries among the keys")
 @torch.no_grad()
 def test_statistics_under_autocast_are_computed_in_float32():
     model = Attends()

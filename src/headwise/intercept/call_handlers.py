@@ -182,6 +182,9 @@ def handlers_of_call(
     origins: CallOrigins | None = None,
     *,
     is_observed: bool = True,
+    keys: Tensor | None = None,
+    appended_keys: int = 0,
+    is_aligned: bool = False,
 ) -> CallHandlers:
     """Report an attention call to every interceptor (observer or changer of attention) of a model with a module among
     `module_calls`, by default the module calls running in this thread. If one interceptor was chosen by `exclusive_to`,
@@ -196,6 +199,9 @@ def handlers_of_call(
         mask_source: the mask that the call received; by default it is unknown.
         origins: sources of the call's queries, keys and values; by default they are unknown.
         is_observed: False if its weights were observed in another call.
+        keys: the keys `(batch, kv_heads, keys, head_dim)`, if they are known.
+        appended_keys: number of keys at the end that stand for no token.
+        is_aligned: True if the call itself states the positions of its queries and keys.
     """
     module_calls = call_stack.module_calls if module_calls is None else module_calls
     handlers, is_recomputation = CallHandlers([], []), call_stack.is_recomputing
@@ -211,10 +217,26 @@ def handlers_of_call(
         site = _site_of_call(module_call, grid, origins, is_cross)
         index = nested[0].call_counts[site]
         nested[0].call_counts[site] += 1
-        layer, inputs = layer_number_of(module_call.module), tokens_and_padding(nested)
-        call = Call(site, layer, index, grid, kv_heads, value_dim, *inputs, mask_source, is_recomputation)
-        observation = interceptor.observe(call) if is_observed else None
-        change = interceptor.change(call)
+        tokens, padding = tokens_and_padding(nested)
+        call = Call(
+            site=site,
+            layer=layer_number_of(module_call.module),
+            index=index,
+            grid=grid,
+            kv_heads=kv_heads,
+            value_dim=value_dim,
+            tokens=tokens,
+            padding=padding,
+            mask_source=mask_source,
+            is_recomputation=is_recomputation,
+            keys=keys,
+            appended_keys=appended_keys,
+            is_aligned=is_aligned,
+            module_arguments=tuple(outer.arguments for outer in reversed(nested)),
+        )
+        with call_stack.paused():
+            observation = interceptor.observe(call) if is_observed else None
+            change = interceptor.change(call)
         handlers.observations.extend([] if observation is None else [observation])
         handlers.changes.extend([] if change is None else [change])
     return handlers
@@ -246,7 +268,13 @@ def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> An
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(problem))
     origins = call_stack.origins_of(problem.q, problem.k, problem.v)
     handlers = handlers_of_call(
-        problem.grid, problem.k.shape[1], problem.v.shape[-1], mask_source=mask_source, origins=origins
+        problem.grid,
+        problem.k.shape[1],
+        problem.v.shape[-1],
+        mask_source=mask_source,
+        origins=origins,
+        keys=problem.k,
+        is_aligned=True,
     )
     answer = handlers.answer(lambda: problem, lambda: run(problem), is_sdpa_foreign())
     out = handlers.changed(answer.out, lambda: uniform_output(problem))

@@ -43,6 +43,7 @@ class CallStack(threading.local):
             None elsewhere.
         torch_attention_origins: sources of the queries, keys and values there.
         attention: scores, weights and outputs of attention, from their computation to their use.
+        appended_keys: number of keys without a token that it appends to its keys.
         only_interceptor: the one interceptor that calls are reported to; None for all.
         recomputed: while activation checkpointing repeats part of a forward pass in this thread, the interceptions of
             that forward pass, which are then the only ones; otherwise None.
@@ -58,6 +59,7 @@ class CallStack(threading.local):
         self.torch_attention_heads: int | None = None
         self.torch_attention_origins: CallOrigins | None = None
         self.attention = FollowedAttention()
+        self.appended_keys = 0
         self.only_interceptor: Interceptor | None = None
         self.recomputed: tuple[Interception, ...] | None = None
 
@@ -121,15 +123,18 @@ class CallStack(threading.local):
             self.is_paused = before
 
     @contextmanager
-    def torch_attention(self, heads: int, origins: CallOrigins) -> Iterator[None]:
+    def torch_attention(self, heads: int, origins: CallOrigins, appended_keys: int) -> Iterator[None]:
         """Mark the code within the context as running inside `F.multi_head_attention_forward` with this number of
         heads. `origins` are the sources of the queries, keys and values there.
+        `appended_keys` is the number of keys without a token that it appends.
         """
         self.torch_attention_heads, self.torch_attention_origins = heads, origins
+        self.appended_keys = appended_keys
         try:
             yield
         finally:
             self.torch_attention_heads = self.torch_attention_origins = None
+            self.appended_keys = 0
 
     @contextmanager
     def exclusive_to(self, interceptor: Interceptor) -> Iterator[None]:

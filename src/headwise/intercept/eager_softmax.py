@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.grid import Grid
-from headwise.intercept.additive_masks import hides_all_keys
+from headwise.intercept.additive_masks import hides_all_keys, with_infinite
 from headwise.intercept.attention_output import (
     NOT_OVER_KEYS,
     AttentionOutput,
@@ -32,6 +33,7 @@ from headwise.intercept.interceptor import NOT_SEEN
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import hold, report_established
+from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.score_products import compares_activations
 from headwise.intercept.softmax_weights import (
     Softmax,
@@ -42,7 +44,7 @@ from headwise.intercept.softmax_weights import (
     weights_among,
     weights_of,
 )
-from headwise.shapes import Float
+from headwise.shapes import Bool, Float
 
 SOFTMAX = F.softmax
 """Torch's own function, also while another one replaces it."""
@@ -194,8 +196,22 @@ class _Product(AttentionSource):
         grid = Grid(batch, heads, queries, keys, self.tensor.device)
         value_dim = self.shape[self.axes.value]
         return handlers_of_call(
-            grid, heads, value_dim, self.module_calls, origins=self.origins, is_observed=self.is_observed
+            grid,
+            heads,
+            value_dim,
+            self.module_calls,
+            MaskSource(lambda: ReceivedMask(Dense(self._visible(layout)), grid)),
+            origins=self.origins,
+            is_observed=self.is_observed,
         )
+
+    def _visible(self, layout: HeadLayout) -> Bool[Tensor, "batch heads queries keys"]:
+        """Return True where a query may attend to a key: neither its score nor its weight was hidden by the model."""
+        scores, zeroed = self.weights.scores(), self.weights.zeroed
+        visible = with_infinite(layout.by_head(self._arranged(scores)).detach()) > -torch.inf
+        if zeroed is not None:
+            visible &= ~layout.by_head(self._arranged(zeroed.expand(scores.shape)))
+        return visible
 
     def observe(
         self, handlers: CallHandlers, layout: HeadLayout, out: Float[Tensor, "batch heads queries value_dim"]

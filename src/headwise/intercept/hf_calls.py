@@ -92,7 +92,7 @@ def _intercepted_call(
     is_replaced = implementation == "sdpa" and (is_sdpa_foreign() or not _is_own_sdpa(attention))
     if is_replaced and not is_attention(read_problem, compute, compute_without_dropout):
         return compute().out.transpose(1, 2), *others
-    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source, origins=origins)
+    handlers = handlers_of_call(grid, k.shape[1], v.shape[3], mask_source=mask_source, origins=origins, keys=k)
     if handlers.observations and implementation == "eager":
         with call_stack.paused():
             state = random_state(q.device)

@@ -60,6 +60,10 @@ class Call:
         mask_source: the mask that this attention call received; `mask` reads it.
         is_recomputation: True if a backward pass repeats the call (activation checkpointing). The interceptor's changes
             must then be those of the forward pass, and nothing may be counted or stored again.
+        keys: keys of the call; None if unknown.
+        appended_keys: number of keys at the end that stand for no token.
+        is_aligned: True if the call itself states the positions of its queries and keys, as `headwise.attend` does.
+        module_arguments: arguments of the module calls around the attention, by name, those of the innermost first.
     """
 
     site: SiteKey
@@ -72,6 +76,10 @@ class Call:
     padding: Tensor | None
     mask_source: MaskSource = NO_MASK_SOURCE
     is_recomputation: bool = False
+    keys: Tensor | None = None
+    appended_keys: int = 0
+    is_aligned: bool = False
+    module_arguments: tuple[Mapping[str, Any], ...] = ()
 
     def mask(self) -> ReceivedMask | None:
         """Return the mask that this attention call received, with large negative numbers read as hidden keys; None if

@@ -1,15 +1,19 @@
 """Mask that a model passed to one of its attention calls, in headwise's form."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Problem
 from headwise.shapes import Bool
+
+CELLS_AT_ONCE = 2**24
+"""Largest number of cells of a mask that are evaluated at a time."""
 
 
 class ReceivedMask(NamedTuple):
@@ -32,13 +36,29 @@ class ReceivedMask(NamedTuple):
             mask = visible if mask is None else mask & visible
         return ReceivedMask(mask, problem.grid)
 
-    def block(self, rows: range) -> Bool[torch.Tensor, "#batch #heads rows keys"]:
+    def block(self, rows: range) -> Bool[Tensor, "#batch #heads rows keys"]:
         """Return a boolean tensor for a range of query rows and all keys of `grid`, True where a row attends to a
         key.
         """
         if self.mask is None:
             return torch.ones(1, 1, len(rows), self.grid.keys, dtype=torch.bool, device=self.grid.device)
         return self.mask.block(self.grid, rows)
+
+    def by_sequence(self) -> Iterator[tuple[range, Bool[Tensor, "#batch rows keys"]]]:
+        """Yield the mask in ranges of query rows: the rows, and a boolean tensor that is True where a row attends to a
+        key in some head. If all rows are equal, yield the first one alone.
+        """
+        grid, queries = self.grid, 1 if self.has_equal_rows else self.grid.queries
+        step = max(1, CELLS_AT_ONCE // max(1, grid.batch * grid.heads * grid.keys))
+        for start in range(0, queries, step):
+            rows = range(start, min(start + step, queries))
+            block = self.block(rows)
+            yield rows, block[:, 0] if block.shape[1] == 1 else block.any(1)
+
+    @property
+    def has_equal_rows(self) -> bool:
+        """True if the mask is stored once for all query rows."""
+        return isinstance(self.mask, Dense) and self.mask.values.shape[2] == 1
 
 
 class MaskSource(NamedTuple):

@@ -47,7 +47,7 @@ def intercepted_sdpa(
     call_stack.lineage.set_attended(out, origins)
     module_calls, axes = call_stack.module_calls[:], OutputAxes(out.ndim - 1, (out.ndim - 2,))
     q, k, v = (tensor.detach() for tensor in widest_dtype_under_autocast(query, key, value))
-    source = _SDPACall(q, k, v, options, out.shape, module_calls, origins)
+    source = _SDPACall(q, k, v, options, out.shape, module_calls, origins, call_stack.appended_keys)
     if is_foreign(previous, SDPA):
         layout = HeadLayout(tuple(out.shape), axes.value, axes.queries, ())
 
@@ -72,6 +72,7 @@ class _SDPACall(AttentionSource):
         shape: shape of the output.
         module_calls: the running module calls, outermost first.
         origins: sources of the queries, keys and values.
+        appended_keys: number of keys at the end that stand for no token.
         problems: the call as a `Problem`, by layout.
     """
 
@@ -82,6 +83,7 @@ class _SDPACall(AttentionSource):
     shape: torch.Size
     module_calls: list[ModuleCall]
     origins: CallOrigins
+    appended_keys: int
     has_usual_axes = True
     problems: dict[HeadLayout, Problem] = field(default_factory=dict)
 
@@ -91,9 +93,16 @@ class _SDPACall(AttentionSource):
         grid = Grid(batch, heads, queries, self.key.shape[-2], self.query.device)
         origin = (self.options.get("attn_mask"), self.options.get("is_causal", False), layout)
         mask_source = MaskSource(lambda: ReceivedMask.of_problem(self.problem(layout)), origin)
-        kv_heads = self._keys_and_values(layout)[0].shape[1]
+        keys = self._keys_and_values(layout)[0]
         return handlers_of_call(
-            grid, kv_heads, self.value.shape[-1], self.module_calls, mask_source, origins=self.origins
+            grid,
+            keys.shape[1],
+            self.value.shape[-1],
+            self.module_calls,
+            mask_source,
+            origins=self.origins,
+            keys=keys,
+            appended_keys=self.appended_keys,
         )
 
     def observe(

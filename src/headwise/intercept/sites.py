@@ -1,7 +1,7 @@
 """Sites where a model attends, as recorded while it runs, and labels of their heads."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ class SiteRecord:
         layer: number of the layer in the model's own count; None where the model does not number it.
         heads: number of query heads.
         kv_heads: number of key/value heads.
-        statistics: moments of each statistic over the sequences, by the statistic's name.
+        completed: moments of each statistic over the sequences that no later call continues, by the statistic's name.
         nonfinite_rows: number of query rows whose attention weights or head output were NaN or infinite.
     """
 
@@ -32,25 +32,68 @@ class SiteRecord:
     layer: int | None
     heads: int
     kv_heads: int
-    statistics: dict[str, RunningMoments] = field(default_factory=dict)
+    completed: dict[str, RunningMoments] = field(default_factory=dict)
     nonfinite_rows: int = 0
+    _latest: dict[Hashable, Tally] = field(default_factory=dict, repr=False, compare=False)
+    _discarded: set[str] = field(default_factory=set, repr=False, compare=False)
 
-    def add(self, tally: Tally) -> None:
-        """Add the statistics of one attention call, whose sums over query rows are in `tally`, to this site's
-        statistics: for each statistic and head, one value per sequence.
+    def add(self, tally: Tally, source: Hashable = None, continues: bool = False) -> None:
+        """Add the statistics of one attention call to this site's statistics: for each statistic and head, one value
+        per sequence.
+
+        Args:
+            tally: sums over the query rows of the call.
+            source: the thread and the number of the call in the model call; only calls with the same one can continue
+                each other.
+            continues: True if the rows of the call are further rows of the sequences of the latest call.
         """
-        has_value = tally.has_value()
-        for name, values in tally.means().items():
-            self.merge({name: RunningMoments.from_values(values.double().cpu(), has_value[name].cpu())})
         self.nonfinite_rows += int(tally.nonfinite_rows)
+        latest = self._latest.get(source)
+        if continues and latest is not None:
+            latest.merge(tally)
+            return
+        if latest is not None:
+            self.merge(_moments_of(latest))
+        self._latest[source] = replace(tally, gram=None)
 
     def merge(self, statistics: Mapping[str, RunningMoments]) -> None:
         """Merge `statistics`, the moments (count, mean and squared deviations) of each statistic over other sequences,
         into the moments of this site, in place.
         """
-        for name, moments in statistics.items():
-            before = self.statistics.get(name)
-            self.statistics[name] = moments if before is None else before.merge(moments)
+        self.completed = merged_moments(self.completed, statistics)
+
+    @property
+    def statistics(self) -> dict[str, RunningMoments]:
+        """Moments of each statistic over all observed sequences, by the statistic's name, each sequence with its rows
+        so far.
+        """
+        moments = self.completed
+        for latest in self._latest.values():
+            moments = merged_moments(moments, _moments_of(latest))
+        return {name: values for name, values in moments.items() if name not in self._discarded}
+
+    def discard(self, name: str) -> None:
+        """Remove the statistic called `name` from the results of this site."""
+        self._discarded.add(name)
+
+
+def merged_moments(
+    statistics: Mapping[str, RunningMoments], others: Mapping[str, RunningMoments]
+) -> dict[str, RunningMoments]:
+    """Return the moments of each statistic over two sets of sequences together, from the moments over each set."""
+    merged = dict(statistics)
+    for name, moments in others.items():
+        merged[name] = merged[name].merge(moments) if name in merged else moments
+    return merged
+
+
+def _moments_of(tally: Tally) -> dict[str, RunningMoments]:
+    """Return the moments of each statistic over the sequences of a tally, each with its mean over the tallied rows."""
+    has_value = tally.has_value()
+    return {
+        name: RunningMoments.from_values(values.double().cpu(), has_value[name].cpu())
+        for name, values in tally.means().items()
+    }
 
 
 class SiteRegistry(Interceptor):
@@ -97,7 +140,9 @@ class SiteRegistry(Interceptor):
         are added, and the statistics of known sites are combined.
         """
         for other in records:
-            record = self._records.setdefault(other.site, replace(other, statistics={}, nonfinite_rows=0))
+            record = self._records.setdefault(
+                other.site, SiteRecord(other.site, other.layer, other.heads, other.kv_heads)
+            )
             record.merge(other.statistics)
             record.nonfinite_rows += other.nonfinite_rows
 

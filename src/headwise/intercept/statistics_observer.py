@@ -4,11 +4,10 @@ import threading
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.intercept.call_contexts import CallContexts
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import NO_EFFECT, Call, Interceptor, Observation
@@ -16,19 +15,6 @@ from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
 from headwise.shapes import Float
 from headwise.statistics.tally import Tally
 from headwise.statistics.weight_capture import CapturedWeights, WeightCapture
-
-
-class _ThreadContexts(threading.local):
-    """Call contexts (tokens and padding of attention calls) created in this thread during the current model call, for
-    reuse by all layers with the same inputs.
-
-    Attributes:
-        by_inputs: call context and its two input tensors, by the identities of token ids and padding. The tensors are
-            stored so that their identities stay theirs.
-    """
-
-    def __init__(self) -> None:
-        self.by_inputs: dict[tuple[int, int], tuple[CallContext, object]] = {}
 
 
 class _HeadOutputs:
@@ -65,13 +51,12 @@ class StatisticsObserver(Interceptor):
 
     def __init__(self, model: nn.Module, heads: Heads, special: Collection[int], capture: WeightCapture | None) -> None:
         self._model, self._heads, self._capture = model, heads, capture
-        self._special = torch.tensor(sorted(special), dtype=torch.int64)
         self._written_norms = WrittenNorms(model, self._leave_out_written_norm)
-        self._contexts, self._lock = _ThreadContexts(), threading.Lock()
+        self._contexts, self._lock = CallContexts(special, heads.on_left_out), threading.Lock()
 
     def on_model_call(self) -> None:
         """Discard the cached call contexts (tokens and padding) of the previous call of the model in this thread."""
-        self._contexts.by_inputs = {}
+        self._contexts.on_model_call()
         self._written_norms.on_model_call()
 
     def on_module_call(self, path: str) -> None:
@@ -100,10 +85,11 @@ class StatisticsObserver(Interceptor):
         if call.is_recomputation:
             return NO_EFFECT
         path, grid = call.site.path, call.grid
-        record = self._heads.register(call)
+        record, observed = self._heads.register(call), self._contexts.read(call)
         # Further layers that one module computes have projections that it is not known for.
         value_dim = None if call.site.part else call.value_dim
-        tally = Tally(self._written_norms.gram(path, grid.heads, value_dim))
+        tally = Tally(self._written_norms.gram(path, grid.heads, value_dim), observed.first_token)
+        source = threading.get_ident(), call.index
         is_compared = tally.gram is not None and self._written_norms.needs_outputs(path)
         head_outputs = _HeadOutputs(call) if is_compared else None
         captured = None if self._capture is None else CapturedWeights(self._capture, grid)
@@ -120,13 +106,13 @@ class StatisticsObserver(Interceptor):
 
         def on_end() -> None:
             with self._lock:
-                record.add(tally)
+                record.add(tally, source, observed.continues)
                 if head_outputs is not None and head_outputs.out is not None:
                     self._written_norms.on_head_outputs(path, head_outputs.out, may_be_gated=may_be_gated)
                 if captured is not None:
                     self._heads.set_captured(call.site, captured)
 
-        return Observation(observer, self._call_context(call), on_end)
+        return Observation(observer, observed.context, on_end)
 
     def finish(self) -> None:
         """End the observation: leave out the statistics that no call of the model has confirmed."""
@@ -136,26 +122,5 @@ class StatisticsObserver(Interceptor):
         """Remove `written_norm` from the results of the attention module at `path`, and name the module."""
         for record in self._heads.records:
             if record.site.path == path:
-                record.statistics.pop("written_norm", None)
+                record.discard("written_norm")
         self._heads.on_left_out(path, NOT_CONFIRMED)
-
-    def _call_context(self, call: Call) -> CallContext:
-        """Return the token ids, special tokens and padding of a call as a `CallContext`: the same object for all layers
-        with the same inputs, so that data derived from it are computed once. Token ids and padding are None if unknown.
-
-        Both are unknown for cross-attention, and for attention over other lengths than the model's input.
-        """
-        grid, shape = call.grid, (call.grid.batch, call.grid.keys)
-        is_over_input = not call.site.cross and grid.queries == grid.keys
-        tokens, padding = (
-            tensor if is_over_input and tensor is not None and tensor.shape == shape else None
-            for tensor in (call.tokens, call.padding)
-        )
-        by_inputs, key = self._contexts.by_inputs, (id(tokens), id(padding))
-        if key not in by_inputs:
-            is_special = None
-            if tokens is not None and len(self._special):
-                is_special = torch.isin(tokens, self._special.to(tokens.device))
-            is_real = None if padding is None or bool(padding.all()) else padding.bool()
-            by_inputs[key] = CallContext(tokens, is_special, is_real), (tokens, padding)
-        return by_inputs[key][0]

@@ -3,6 +3,7 @@
 Each replacement reads the call stack of its thread and leaves calls outside of intercepted models unchanged.
 """
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -100,11 +101,23 @@ def _torch_attention(
     origins = CallOrigins(
         *(lineage.linear(lineage.origin(each, module_calls), projection) for each in (query, key, value))
     )
-    with call_stack.torch_attention(heads, origins):
+    appended_keys = _appended_keys(query, key, value, embed_dim, heads, in_proj_weight, *args, **kwargs)
+    with call_stack.torch_attention(heads, origins, appended_keys):
         result = TORCH_ATTENTION(query, key, value, embed_dim, heads, in_proj_weight, *args, **kwargs)
     lineage.set_attended(result[0], origins)
     return result
 
+
+def _appended_keys(*args: Any, **kwargs: Any) -> int:
+    """Return the number of keys without a token that `F.multi_head_attention_forward` appends to its keys if it is
+    called with these arguments: a learned key, and a key of zeros.
+    """
+    arguments = _TORCH_ATTENTION_SIGNATURE.bind(*args, **kwargs).arguments
+    return int(arguments.get("bias_k") is not None) + int(bool(arguments.get("add_zero_attn")))
+
+
+_TORCH_ATTENTION_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+"""Signature of torch's function, whose arguments may be passed by position or by name."""
 
 # -- functions that `F.multi_head_attention_forward` finds under their names: the mode is off inside of it ------------
 

@@ -97,7 +97,14 @@ def _record_to_dict(record: SiteRecord) -> dict[str, Any]:
     contains the site, its layer, its numbers of heads and their statistics.
     """
     statistics = {name: vars(moments) for name, moments in record.statistics.items()}
-    return vars(record) | {"site": tuple(record.site), "statistics": statistics}
+    return {
+        "site": tuple(record.site),
+        "layer": record.layer,
+        "heads": record.heads,
+        "kv_heads": record.kv_heads,
+        "completed": statistics,
+        "nonfinite_rows": record.nonfinite_rows,
+    }
 
 
 def _record_from_dict(plain: Mapping[str, Any]) -> SiteRecord:
@@ -105,8 +112,8 @@ def _record_from_dict(plain: Mapping[str, Any]) -> SiteRecord:
     attention module with the kind of its attention, self or cross. The record contains the site, its layer, its numbers
     of heads and their statistics.
     """
-    statistics = {name: RunningMoments(**moments) for name, moments in plain["statistics"].items()}
-    return SiteRecord(**{**plain, "site": SiteKey(*plain["site"]), "statistics": statistics})
+    completed = {name: RunningMoments(**moments) for name, moments in plain["completed"].items()}
+    return SiteRecord(**{**plain, "site": SiteKey(*plain["site"]), "completed": completed})
 
 
 def prepare_texts(dataset: Any, model: nn.Module, out: str | Path | None, *, shown: bool) -> Any:

@@ -1,9 +1,10 @@
-"""Sums of every statistic over the row blocks of one attention call."""
+"""Sums of every statistic over the row blocks of one attention call, or of calls that continue its sequences."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.attention.backends.blockwise.row_block import RowBlock
@@ -16,10 +17,11 @@ from headwise.statistics.statistic import MeanOfRows, RowValues, Statistic, Sums
 @dataclass
 class Tally:
     """Sums of every statistic over the query rows of one attention call, for each sequence and head. Rows are added in
-    blocks; two tallies of different rows of the same call can be merged.
+    blocks; tallies of other rows of the same sequences can be merged, also from later calls with cached keys.
 
     Attributes:
         gram: `W_h^T W_h` of each head's slice of the output projection, for `written_norm`; None if unknown.
+        first_token: number of the token that the first key stands for, counted from the start of its sequence.
         mean_names: names of the means of rows that have a value in this call.
         row_sums: for each of these, the sum of its values and the number of rows.
         nonfinite_rows: number of query rows that count and whose attention weights or head output are NaN or infinite.
@@ -27,6 +29,7 @@ class Tally:
     """
 
     gram: Float[Tensor, "heads value_dim value_dim"] | None = None
+    first_token: int = 0
     mean_names: tuple[str, ...] = ()
     row_sums: Float[Tensor, "sum_and_count means batch heads"] | None = None
     nonfinite_rows: Int[Tensor, ""] | int = 0
@@ -43,7 +46,7 @@ class Tally:
         if self.row_sums is None:
             self.mean_names, self.row_sums = names, sums.new_zeros(*sums.shape[:2], grid.batch, grid.heads)
         self.row_sums[:, :, sequences, heads] += sums
-        for statistic in _other_statistics():
+        for statistic in _other_statistics(row_block.call_context.left_out):
             contribution = statistic.contribute(row_block)
             if contribution is None:
                 continue
@@ -55,18 +58,33 @@ class Tally:
                 total[sequences, heads] = statistic.merge(total[sequences, heads], part)
 
     def merge(self, other: "Tally") -> None:
-        """Add to this tally, in place, the sums of `other`, a tally of other query rows of the same call."""
+        """Add to this tally, in place, the sums of `other`, a tally of other query rows of the same sequences.
+        Statistics that only one of the two has are discarded, since they would leave out some of the rows.
+        """
         if other.row_sums is None:
             return
-        self.mean_names = other.mean_names
         self.nonfinite_rows = self.nonfinite_rows + other.nonfinite_rows
-        self.row_sums = other.row_sums if self.row_sums is None else self.row_sums + other.row_sums
-        for statistic in _other_statistics():
-            name = statistic.name
-            if name in self.other_sums and name in other.other_sums:
-                self.other_sums[name] = tuple(map(statistic.merge, self.other_sums[name], other.other_sums[name]))
-            elif name in other.other_sums:
-                self.other_sums[name] = other.other_sums[name]
+        if self.row_sums is None:
+            self.first_token, self.mean_names, self.row_sums = other.first_token, other.mean_names, other.row_sums
+            self.other_sums = dict(other.other_sums)
+            return
+        names = tuple(name for name in self.mean_names if name in other.mean_names)
+        own_sums, other_sums = (
+            tally.row_sums[:, [tally.mean_names.index(name) for name in names]]
+            for tally in (self, other)
+            if tally.row_sums is not None
+        )
+        self.mean_names, self.row_sums = names, own_sums + other_sums
+        first_token = min(self.first_token, other.first_token)
+        self.other_sums = {
+            statistic.name: tuple(
+                statistic.merge(*_of_same_keys(statistic, (self.first_token, own), (other.first_token, part)))
+                for own, part in zip(self.other_sums[statistic.name], other.other_sums[statistic.name], strict=True)
+            )
+            for statistic in _other_statistics()
+            if statistic.name in self.other_sums and statistic.name in other.other_sums
+        }
+        self.first_token = first_token
 
     def means(self) -> dict[str, Float[Tensor, "batch heads"]]:
         """Return, by the name of each statistic, its value for each sequence and head. Most values are means over the
@@ -99,16 +117,33 @@ class Tally:
         return {name: counts[name] > 0 if name in counts else has_rows for name in self.means()}
 
 
-def _other_statistics() -> Iterator[Statistic]:
-    """Yield the definitions of all statistics that are not means over query rows."""
-    return (statistic for statistic in STATISTICS.values() if isinstance(statistic, Statistic))
+def _other_statistics(left_out: Collection[str] = ()) -> Iterator[Statistic]:
+    """Yield the definitions of all statistics that are not means over query rows, except those in `left_out`."""
+    return (each for each in STATISTICS.values() if isinstance(each, Statistic) and each.name not in left_out)
+
+
+def _of_same_keys(statistic: Statistic, *first_tokens_and_sums: tuple[int, Tensor]) -> list[Tensor]:
+    """Return sums of one statistic from several calls, each passed with the number of the token of its first key. If
+    the statistic has sums for each key, they are extended to the keys of all these calls.
+    """
+    sums = [part for _, part in first_tokens_and_sums]
+    if not statistic.is_per_key:
+        return sums
+    start = min(first for first, _ in first_tokens_and_sums)
+    stop = max(first + part.shape[-1] for first, part in first_tokens_and_sums)
+    return [
+        F.pad(part, (first - start, stop - first - part.shape[-1]), value=statistic.start)
+        for first, part in first_tokens_and_sums
+    ]
 
 
 def _measured(row_block: RowBlock) -> dict[str, RowValues]:
     """Return the values of each query row in a row block, by the name of each statistic that is a mean over query rows
     and has values there.
     """
-    measured = {each.name: each.measure(row_block) for each in STATISTICS.values() if isinstance(each, MeanOfRows)}
+    left_out = row_block.call_context.left_out
+    means = [each for each in STATISTICS.values() if isinstance(each, MeanOfRows) and each.name not in left_out]
+    measured = {each.name: each.measure(row_block) for each in means}
     return {name: values for name, values in measured.items() if values is not None}
 
 

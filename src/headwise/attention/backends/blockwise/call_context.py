@@ -51,10 +51,11 @@ class CallContext:
     @cached_property
     def is_repeat(self) -> Bool[Tensor, "batch keys"] | None:
         """True at keys whose token id occurs earlier in the same sequence too; None if the token ids are unknown."""
-        if self.token_ids is None:
+        ids = self._distinct_ids
+        if ids is None:
             return None
-        order = self.token_ids.argsort(dim=1, stable=True)
-        sorted_ids = self.token_ids.gather(1, order)
+        order = ids.argsort(dim=1, stable=True)
+        sorted_ids = ids.gather(1, order)
         repeats = torch.zeros_like(order, dtype=torch.bool)
         repeats[:, 1:] = sorted_ids[:, 1:] == sorted_ids[:, :-1]
         return torch.zeros_like(repeats).scatter(1, order, repeats)
@@ -70,10 +71,11 @@ class CallContext:
         visibility = TileVisibility(
             tile,
             grid if self.positions is None else self.positions,
-            *(
-                _select(tile, tensor)
-                for tensor in (self.real_queries, self.real_keys, self.is_special, self.is_repeat, self.first_keys)
-            ),
+            real_queries=_select(tile, self.real_queries),
+            real_keys=_select(tile, self.real_keys),
+            is_special=_select(tile, self.is_special),
+            is_repeat=_select(tile, self.is_repeat),
+            first_keys=_select(tile, self.first_keys),
         )
         if tile.pattern is not None:
             visibility = self._visibilities[key] = visibility.without_mask()
@@ -97,11 +99,11 @@ class CallContext:
             The cells as flat indices `row * columns + column`, row by row; and the number of cells before each row,
             with their total at the end. Cached for later layers, up to `CACHED_CELLS` in all.
         """
-        assert self.token_ids is not None
+        assert self._distinct_ids is not None
         key = (sequence, positions, tuple(block.spans), shift)
         if key in self._copy_cells:
             return self._copy_cells[key]
-        ids = self.token_ids[sequence]
+        ids = self._distinct_ids[sequence]
         rows = torch.arange(positions.start, positions.stop, device=ids.device)
         copied = key_indices(block, ids.device) - shift
         is_copy = ids[rows][:, None] == ids[copied.clamp(min=0)]
@@ -111,6 +113,16 @@ class CallContext:
         if sum(len(cached) for cached, _ in self._copy_cells.values()) + len(cells) <= CACHED_CELLS:
             self._copy_cells[key] = result
         return result
+
+    @cached_property
+    def _distinct_ids(self) -> Int[Tensor, "batch keys"] | None:
+        """Token ids of the keys, with a different negative id at each padding token, so that padding is no copy of a
+        token; None if the token ids are unknown.
+        """
+        if self.token_ids is None or self.real_keys is None:
+            return self.token_ids
+        numbers = torch.arange(self.token_ids.shape[1], device=self.token_ids.device)
+        return torch.where(self.real_keys, self.token_ids, -1 - numbers)
 
     @cached_property
     def _visibilities(self) -> dict[Hashable, TileVisibility]:

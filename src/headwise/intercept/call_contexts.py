@@ -1,0 +1,314 @@
+"""Tokens, padding and positions of each attention call of a model, as `CallContext`."""
+
+import threading
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.masks.grid import Grid
+from headwise.intercept.interceptor import Call, SiteKey
+from headwise.intercept.mask_facts import MaskFacts
+from headwise.intercept.padding import (
+    RealTokens,
+    both,
+    first_tokens_of_documents,
+    none_if_all,
+    real_by_argument,
+    real_by_mask,
+)
+from headwise.intercept.positions import own_key_of_first_query
+from headwise.intercept.received_mask import ReceivedMask
+from headwise.intercept.sequences import (
+    EMPTY,
+    NO_TOKEN,
+    Continuation,
+    History,
+    SiteMemory,
+    fingerprint_of,
+    padded_to,
+)
+from headwise.shapes import Bool, Int
+
+OF_COMMON_POSITIONS = frozenset({"distance", "self", "previous", "next", "duplicate", "induction"})
+"""Statistics that are defined only where queries and keys have positions in the same sequence."""
+
+NO_POSITIONS = (
+    "positions of queries among the keys could not be established, so statistics that need them are left out"
+    " (see docs/watch.md)"
+)
+"""Reason for modules whose statistics of positions are left out."""
+
+Result = TypeVar("Result")
+
+
+class ObservedCall(NamedTuple):
+    """Data about one attention call from which statistics are computed, and the sequences that it belongs to.
+
+    Attributes:
+        context: tokens, padding and positions of the call.
+        continues: True if the call adds rows to the sequences of the latest call of the same site.
+        first_token: number of the token of the first key, counted from the start of its sequence.
+    """
+
+    context: CallContext
+    continues: bool
+    first_token: int
+
+
+class _Stream(NamedTuple):
+    """Self-attention call of the running model call, whose padding and tokens apply to cross-attention as well.
+
+    Attributes:
+        path: path of its module.
+        batch: number of sequences.
+        queries: number of queries.
+        real_queries: True at queries that are not padding; None if none is padded.
+        history: tokens of the sequences after the call.
+        continues: True if the call continues the sequences of an earlier call.
+    """
+
+    path: str
+    batch: int
+    queries: int
+    real_queries: Bool[Tensor, "batch queries"] | None
+    history: History
+    continues: bool
+
+
+@dataclass(eq=False)
+class _ModelCall:
+    """Data about the running call of a model.
+
+    Attributes:
+        streams: its self-attention calls so far, the first one of each module.
+        results: results that calls with the same inputs share, with these inputs, which are stored so that their
+            identities stay theirs.
+    """
+
+    streams: dict[SiteKey, _Stream] = field(default_factory=dict)
+    results: dict[Hashable, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
+
+
+class CallContexts(threading.local):
+    """Reader of the tokens, padding and positions of every attention call of one model, in one thread. Calls of
+    different layers with the same inputs share a `CallContext`.
+
+    Args:
+        special: ids of the special tokens.
+        on_left_out: function that is called with a module path and the reason if some statistics are left out.
+    """
+
+    def __init__(self, special: Collection[int], on_left_out: Callable[[str, str], None]) -> None:
+        self._special, self._on_left_out = torch.tensor(sorted(special), dtype=torch.int64), on_left_out
+        self._model_call = _ModelCall()
+        self._memories: dict[tuple[SiteKey, int], SiteMemory] = {}
+
+    def on_model_call(self) -> None:
+        """Discard the data of the previous call of the model, except those by which later calls continue it."""
+        self._model_call = _ModelCall()
+
+    def read(self, call: Call) -> ObservedCall:
+        """Return the tokens, padding and positions of a call, and the sequences that it belongs to."""
+        mask_inputs = ("mask", call.grid, *call.mask_source.origin)
+        received = self._shared(call.mask, *mask_inputs) if call.mask_source.origin else call.mask()
+        facts = None
+        if received is not None:
+            facts = self._shared(lambda: MaskFacts.of(received, call.grid.keys), "facts", received)
+        with torch.no_grad():
+            return self._read_cross(call, facts) if call.site.cross else self._read_self(call, received, facts)
+
+    def _read_self(self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None) -> ObservedCall:
+        """Return the tokens, padding and positions of a call of self-attention."""
+        grid, memory = call.grid, self._memories.get((call.site, call.index))
+        if not grid.uses_default_positions:
+            return self._read_with_positions(call, memory)
+        first, continuation = own_key_of_first_query(call, received, facts, memory)
+        if first is None:
+            self._on_left_out(call.site.path, NO_POSITIONS)
+            sees_any = none_if_all(None if facts is None else facts.sees_any, grid.batch)
+            return ObservedCall(CallContext(real_queries=sees_any, left_out=OF_COMMON_POSITIONS | {"first"}), False, 0)
+        before = continuation or Continuation(EMPTY, 0)
+        real = self._shared(
+            lambda: self._real_tokens(call, received, facts, first),
+            *("real", facts, received, call.padding, grid, first),
+        )
+        history = self._shared(
+            lambda: self._history(call, before, first, real.keys),
+            *("history", before.history, before.dropped, first, call.tokens, real.keys, grid),
+        )
+        context = self._shared(
+            lambda: self._context(call, facts, history, before.dropped, first, real.queries),
+            *("context", facts, history, before.dropped, first, real.queries, grid, call.appended_keys),
+        )
+        self._remember(call, history, before.dropped, first + grid.queries)
+        stream = _Stream(call.site.path, grid.batch, grid.queries, real.queries, history, continuation is not None)
+        self._model_call.streams.setdefault(call.site, stream)
+        return ObservedCall(context, continuation is not None, before.dropped)
+
+    def _read_with_positions(self, call: Call, memory: SiteMemory | None) -> ObservedCall:
+        """Return the tokens, padding and positions of a call of `headwise.attend` with explicit positions. Position -1
+        marks padding.
+        """
+        grid = call.grid
+        real_queries, real_keys = (
+            None if positions is None else none_if_all(positions >= 0, grid.batch)
+            for positions in (grid.query_positions, grid.key_positions)
+        )
+        context = CallContext(real_queries=real_queries, real_keys=real_keys, left_out=frozenset())
+        continuation = None
+        if memory is not None:
+            continuation = memory.continuation(grid.batch, min(memory.history.length, grid.keys), call.keys)
+        self._remember(call, History(grid.keys, None, None), 0, grid.keys)
+        return ObservedCall(context, continuation is not None, 0)
+
+    def _read_cross(self, call: Call, facts: MaskFacts | None) -> ObservedCall:
+        """Return the tokens and padding of a call of cross-attention. Padding of its queries, and the sequences that it
+        continues, are those of the self-attention over the same tokens, in the nearest module.
+        """
+        grid = call.grid
+        streams = [each for each in self._model_call.streams.values() if each.batch == grid.batch]
+        of_queries = _nearest(call, [each for each in streams if each.queries == grid.queries])
+        of_keys = [each for each in streams if each.history.length == grid.keys and each is not of_queries]
+        real = None if of_queries is None else of_queries.real_queries
+        real_keys = none_if_all(None if facts is None else facts.is_seen, grid.batch)
+        tokens = of_keys[0].history.token_ids if of_keys else None
+        context = self._shared(
+            lambda: CallContext(
+                token_ids=tokens,
+                is_special=self._is_special(tokens),
+                real_queries=real,
+                real_keys=real_keys,
+                left_out=OF_COMMON_POSITIONS,
+            ),
+            *("cross", real, facts, tokens, grid),
+        )
+        return ObservedCall(context, of_queries is not None and of_queries.continues, 0)
+
+    def _real_tokens(
+        self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None, first: int
+    ) -> RealTokens:
+        """Return the tokens of the queries of a call of self-attention that are not padding."""
+        grid, argument = call.grid, call.padding
+        real = RealTokens(None, None) if facts is None else real_by_mask(facts, first, grid.queries, grid.batch)
+        length = first + grid.queries
+        if argument is None or len(argument) != grid.batch or bool((argument == 1).all()):
+            return real
+        if argument.shape[1] == grid.queries:
+            argument = F.pad(argument, (first, 0), value=1)
+        argument = argument[:, -length:]
+        if argument.shape[1] != length:
+            return real
+        by_argument = argument.bool() if received is None else real_by_argument(argument, received, real, first)
+        if by_argument is None:
+            return real
+        own = none_if_all(by_argument[:, first:], grid.batch)
+        return RealTokens(both(real.queries, own), both(real.keys, own))
+
+    def _history(
+        self, call: Call, before: Continuation, first: int, real: Bool[Tensor, "batch queries"] | None
+    ) -> History:
+        """Return the tokens of the sequences after a call of self-attention, from those before it."""
+        grid, tokens = call.grid, call.tokens
+        history = before.history
+        if not history.length and first:
+            history = History(first, None, None)  # cached by a call that was not observed
+        if tokens is None or len(tokens) != grid.batch or tokens.shape[1] not in (grid.queries, first + grid.queries):
+            return history.extended(grid.queries, None, real)
+        if history.token_ids is None and first and tokens.shape[1] == first + grid.queries and not before.dropped:
+            history = replace(history, token_ids=tokens[:, :first].clone())
+        return history.extended(grid.queries, tokens[:, -grid.queries :].clone(), real)
+
+    def _context(
+        self,
+        call: Call,
+        facts: MaskFacts | None,
+        history: History,
+        dropped: int,
+        first: int,
+        real: Bool[Tensor, "batch queries"] | None,
+    ) -> CallContext:
+        """Return the tokens, padding and positions of a call of self-attention whose positions are established."""
+        grid, keys = call.grid, first + call.grid.queries
+        tokens, is_real, is_same_grid = history.token_ids, history.is_real, keys == grid.keys
+        positions = None if is_same_grid else replace(grid, keys=keys)
+        real_keys = None if is_real is None else padded_to(is_real[:, dropped:], grid.keys, 0)
+        has_gap = is_real is not None and _has_gap(is_real)
+        first_keys = None
+        if is_real is not None and has_gap:
+            of_tokens = (is_real.cumsum(1) - 1).masked_fill(~is_real, -1)[:, dropped:]
+            of_keys = padded_to(of_tokens, grid.keys, -1)
+            positions = replace(grid, query_positions=of_tokens[:, first:], key_positions=of_keys)
+        if dropped or has_gap:
+            start = torch.zeros(1, 1, dtype=torch.int64, device=grid.device)
+            start = start if is_real is None else is_real.int().argmax(1, keepdim=True)
+            first_keys = (start - dropped).clamp(min=-1).expand(grid.batch, 1)
+        elif facts is not None and grid.queries == keys:
+            first_keys = first_tokens_of_documents(facts, real)
+            first_keys = None if first_keys is None else first_keys.expand(grid.batch, -1)
+        key_tokens = None
+        if tokens is not None:
+            key_tokens = padded_to(tokens[:, dropped:], grid.keys, NO_TOKEN)
+        return CallContext(
+            token_ids=key_tokens,
+            is_special=self._is_special(key_tokens),
+            real_queries=real,
+            real_keys=real_keys,
+            positions=positions,
+            first_keys=first_keys,
+            left_out=frozenset({"duplicate", "induction"}) if has_gap else frozenset(),
+        )
+
+    def _is_special(self, tokens: Int[Tensor, "batch keys"] | None) -> Bool[Tensor, "batch keys"] | None:
+        """Return True at special tokens; None if the tokens are unknown, or no ids are special."""
+        if tokens is None or not len(self._special):
+            return None
+        return torch.isin(tokens, self._special.to(tokens.device))
+
+    def _remember(self, call: Call, history: History, dropped: int, filled: int) -> None:
+        """Store the sequences of a call, so that a later call that continues them is recognised."""
+        fingerprint = None if call.keys is None else fingerprint_of(call.keys, filled)
+        self._memories[call.site, call.index] = SiteMemory(history, dropped, call.grid.batch, fingerprint)
+
+    def _shared(self, compute: Callable[[], Result], *inputs: Any) -> Result:
+        """Return the result of `compute`, which is called once for the same `inputs` within a call of the model.
+        Tensors are the same if they are the same memory and have not been changed since.
+        """
+        key = tuple(map(_identity, inputs))
+        results = self._model_call.results
+        if key not in results:
+            results[key] = compute(), inputs
+        result: Result = results[key][0]
+        return result
+
+
+def _identity(value: Any) -> Hashable:
+    """Return a dictionary key that is equal for the same tensor, also as another view of the same memory, as long as
+    the tensor is not changed; for another object, its identity or, if it is a number, string or grid, its value.
+    """
+    if isinstance(value, Tensor):
+        version = 0 if value.is_inference() else value._version
+        return (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), version)
+    return value if isinstance(value, str | int | Grid) or value is None else id(value)
+
+
+def _nearest(call: Call, streams: list[_Stream]) -> _Stream | None:
+    """Return the self-attention whose module has the longest path in common with that of a call; None if there is none
+    in the same part of the model, or if several parts have equally long ones.
+    """
+
+    def common(path: str) -> int:
+        own, other = call.site.path.split("."), path.split(".")
+        return next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
+
+    return max(reversed(streams), key=lambda stream: common(stream.path), default=None)
+
+
+def _has_gap(is_real: Bool[Tensor, "batch length"]) -> bool:
+    """Return True if some sequence has padding between tokens that are not padding."""
+    starts = is_real[:, 1:] & ~is_real[:, :-1]
+    return bool((starts.sum(1) + is_real[:, 0] > 1).any())

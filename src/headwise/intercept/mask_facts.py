@@ -1,0 +1,61 @@
+"""Facts that follow from the mask of an attention call: rows that see a key, keys that are seen, last visible keys."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.intercept.received_mask import ReceivedMask
+from headwise.shapes import Bool, Int
+
+
+@dataclass(frozen=True, eq=False)
+class MaskFacts:
+    """Facts about the mask of an attention call. A row sees a key if the mask lets it attend to the key in some head.
+
+    Attributes:
+        sees_any: True at query rows that see at least one key.
+        is_seen: True at keys that at least one row sees.
+        first_visible: index of the first key that each row sees; 0 in a row that sees none.
+        last_visible: index of the last key that each row sees; -1 in a row that sees none.
+        sees_own: True at rows that see the key with the index of the row; in a call with as many queries as keys.
+    """
+
+    sees_any: Bool[Tensor, "#batch queries"]
+    is_seen: Bool[Tensor, "#batch keys"]
+    first_visible: Int[Tensor, "#batch queries"]
+    last_visible: Int[Tensor, "#batch queries"]
+    sees_own: Bool[Tensor, "#batch queries"]
+
+    @staticmethod
+    def of(received: ReceivedMask, keys: int) -> "MaskFacts | None":
+        """Return the facts about a received mask, for a call with this number of keys; None for a mask that hides
+        nothing or hides keys by their distance from the query alone.
+        """
+        mask, grid = received
+        if mask is None or (mask.depends_on_distance_only and grid.uses_default_positions):
+            return None
+        parts = [_facts_of_rows(visible, rows.start) for rows, visible in received.by_sequence()]
+        per_row = [torch.cat(tensors, 1) for tensors in zip(*(part[:4] for part in parts), strict=True)]
+        is_seen = torch.stack([part[4] for part in parts]).any(0)
+        if received.has_equal_rows:
+            per_row = [tensor.expand(-1, grid.queries) for tensor in per_row]
+            per_row[3] = F.pad(is_seen, (0, max(grid.queries - grid.keys, 0)))[:, : grid.queries]
+        sees_any, first_visible, last_visible, sees_own = per_row
+        return MaskFacts(sees_any, F.pad(is_seen, (0, keys - grid.keys)), first_visible, last_visible, sees_own)
+
+
+def _facts_of_rows(visible: Bool[Tensor, "#batch rows keys"], first_row: int) -> tuple[Tensor, ...]:
+    """Return for some query rows, the first of which has the index `first_row`: True where a row sees a key, the first
+    and the last key that it sees, and True where it sees the key with its own index. Return also True at keys that one
+    of these rows sees.
+    """
+    sees_any, keys = visible.any(-1), visible.shape[-1]
+    as_numbers = visible.to(torch.uint8)
+    first_visible = as_numbers.argmax(-1)
+    last_visible = (keys - 1 - as_numbers.flip(-1).argmax(-1)).masked_fill(~sees_any, -1)
+    sees_own = torch.zeros_like(sees_any)
+    diagonal = visible.diagonal(first_row, -2, -1)
+    sees_own[:, : diagonal.shape[-1]] = diagonal
+    return sees_any, first_visible, last_visible, sees_own, visible.any(-2)

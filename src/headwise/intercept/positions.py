@@ -1,0 +1,102 @@
+"""Position of a self-attention call's queries among its keys, derived from mask, caches and position arguments."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.intercept.interceptor import Call
+from headwise.intercept.mask_facts import MaskFacts
+from headwise.intercept.received_mask import ReceivedMask
+from headwise.intercept.sequences import Continuation, SiteMemory
+
+
+def own_key_of_first_query(
+    call: Call, received: ReceivedMask | None, facts: MaskFacts | None, memory: SiteMemory | None
+) -> tuple[int | None, Continuation | None]:
+    """Return the index of the key that belongs to the token of the first query of a self-attention call, and the
+    sequences that the call continues. The index is None if it cannot be established; there is no continuation if the
+    call starts new sequences. Keys of the following queries are next to it.
+
+    With cached keys, the index follows from the mask: the last key that a causal row sees is its own. Without such a
+    mask the last key belongs to the last query. It is established if the keys in front of it are those of an earlier
+    call, or if a cache or a position that the model was called with has the same length.
+
+    Args:
+        call: the call.
+        received: the mask of the call; None if unknown.
+        facts: facts about this mask; None if it hides nothing, or hides keys by distance alone.
+        memory: the latest call of the same site.
+    """
+    queries, batch = call.grid.queries, call.grid.batch
+    keys = call.grid.keys - call.appended_keys
+    if received is not None and facts is None:
+        keys = min(keys, received.grid.keys)
+    if queries > keys:
+        return None, None
+    first, is_causal = keys - queries, False
+    if facts is not None:
+        first_by_mask, is_causal = _first_by_mask(facts, queries)
+        if queries != keys:
+            if first_by_mask is None or not 0 <= first_by_mask <= keys - queries:
+                return None, None
+            first = first_by_mask
+    continuation = None if memory is None else memory.continuation(batch, first, call.keys)
+    is_established = (
+        (first == 0 and (queries == keys or is_causal))
+        or continuation is not None
+        or call.is_aligned
+        or _is_confirmed(call.module_arguments, first, queries, keys, call.layer)
+    )
+    return (first, continuation) if is_established else (None, None)
+
+
+def _first_by_mask(facts: MaskFacts, queries: int) -> tuple[int | None, bool]:
+    """Return the index of the first query's own key according to a mask: the largest difference between the last key
+    that a row sees and the index of the row. Return also True if the mask is causal from there on, so that this is
+    established. The index is None if it differs between sequences, or if no row sees a key.
+
+    Rows with a smaller difference are padding.
+    """
+    rows = torch.arange(queries, device=facts.last_visible.device)
+    differences = (facts.last_visible - rows).masked_fill(~facts.sees_any, -(2**62))
+    largest = differences.amax(1)[facts.sees_any.any(1)]
+    if not len(largest) or bool((largest != largest[0]).any()):
+        return None, False
+    is_causal_row = (differences == largest[0]).sum(1)
+    return int(largest[0]), queries == 1 or bool((is_causal_row > 1).any())
+
+
+def _is_confirmed(
+    arguments: Iterable[Mapping[str, Any]], first: int, queries: int, keys: int, layer: int | None
+) -> bool:
+    """Return True if a cache or the positions among the arguments of the running modules agree that the first query is
+    the token number `first`. A cache that drops old keys agrees if the last query is the last key.
+    """
+    for value in (value for module_arguments in arguments for value in module_arguments.values()):
+        length_of = getattr(value, "get_seq_length", None)
+        if callable(length_of):
+            length = _cached_length(value, layer)
+            if length == first + queries or (length is not None and length > keys == first + queries):
+                return True
+        elif _are_positions(value, first, queries):
+            return True
+    return False
+
+
+def _cached_length(cache: Any, layer: int | None) -> int | None:
+    """Return the number of tokens in a cache of `transformers`, in its layer number `layer`; None if unknown."""
+    try:
+        return int(cache.get_seq_length(*([] if layer is None else [layer])))
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError):
+        return None
+
+
+def _are_positions(value: Any, first: int, queries: int) -> bool:
+    """Return True if an argument is a tensor of the positions of the queries: `first`, `first + 1`, ..."""
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int64, torch.int32):
+        return False
+    if value.shape not in ((queries,), (1, queries)):
+        return False
+    return torch.equal(value.flatten().long(), torch.arange(first, first + queries, device=value.device))
