@@ -260,7 +260,7 @@ class CallContexts(threading.local):
             real_keys=real_keys,
             positions=positions,
             first_keys=first_keys,
-            left_out=frozenset({"duplicate", "induction"}) if has_gap else frozenset(),
+            left_out=frozenset({"duplicate", "induction"}) if has_gap or dropped else frozenset(),
         )
 
     def _is_special(self, tokens: Int[Tensor, "batch keys"] | None) -> Bool[Tensor, "batch keys"] | None:
