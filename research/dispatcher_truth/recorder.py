@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from research.dispatcher_truth.element_tags import ElementTags, name_of, tensors_in
+from research.dispatcher_truth.module_stack import ModuleStack
 from research.dispatcher_truth.operator_graph import OperatorGraph, Scores
 from research.dispatcher_truth.softmax_call import Projection, SoftmaxCall, Unresolved
 
@@ -112,35 +113,6 @@ def dispatcher_truth(model: nn.Module) -> Iterator[Record]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
     recorder.finish()
-
-
-class ModuleStack:
-    """Paths of the modules of a model that are running, as a context with hooks for all modules."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._paths = {id(module): path for path, module in model.named_modules()}
-        self.running: list[str] = []
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> "ModuleStack":
-        hooks = nn.modules.module
-        self._handles = [
-            hooks.register_module_forward_pre_hook(self._enter),
-            hooks.register_module_forward_hook(self._leave, always_call=True),
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        if id(module) in self._paths:
-            self.running.append(self._paths[id(module)])
-
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        if id(module) in self._paths and self.running:
-            self.running.pop()
 
 
 class Recorder(TorchDispatchMode):

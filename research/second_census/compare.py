@@ -1,6 +1,7 @@
 """Comparison of the rows that `hw.watch` returns with the expected statistics."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -67,6 +68,11 @@ def compare(
             _unreported(site, warned, findings)
             continue
         used.add(key)
+        parts = [other for other in reported if other[0] != key[0] and _without_part(other[0]) == key[0]]
+        if parts:  # several layers that one module computes: the truth does not divide them
+            used.update(parts)
+            findings.unverified.append(f"{site.path}: {len(parts) + 1} layers in one module")
+            continue
         _compare_site(site, reported[key], key, warned, findings, tolerance)
     for path, kind in reported.keys() - used:
         if any(is_related(path, other) for other in maybe):
@@ -74,6 +80,11 @@ def compare(
         else:
             findings.wrong.append(f"{path} ({kind}) is reported, but has no attention")
     return findings
+
+
+def _without_part(label: str) -> str:
+    """Return the path in the label of one of several layers that a module computes, such as `blocks[1]`."""
+    return re.sub(r"\[\d+\]$", "", label)
 
 
 def is_named(path: str, warned: str) -> bool:
@@ -123,6 +134,7 @@ def _compare_site(
         known -= set(OF_VISIBLE)
         findings.unverified.extend(f"{where}: {name}" for name in OF_VISIBLE)
     if "rescaled" in site.uncertain:  # by a learned sink, a gate or a norm: either norm is the head's output
+        findings.unverified.extend(f"{where}: {name}" for name in sorted(known & OF_OUTPUTS))
         known -= OF_OUTPUTS
     wrong: list[list[str]] = []
     for means in site.possible_means() if is_named(site.path, warned) else [site.means()]:

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from research.dispatcher_truth.element_tags import name_of
-from research.dispatcher_truth.recorder import PRODUCTS, ModuleStack, Record, TruthCall
+from research.dispatcher_truth.module_stack import ModuleStack
+from research.dispatcher_truth.recorder import PRODUCTS, Record, TruthCall
 from research.second_census.batches import Batch
 from research.second_census.compare import is_related
 from research.second_census.training import floating, is_close
