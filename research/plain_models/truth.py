@@ -1,0 +1,416 @@
+"""Attention of a model, derived from its operators alone: which softmax is attention, its heads, keys and positions.
+
+Nothing is read from names, attributes or shapes that a library chose. Everything is traced with marked numbers:
+
+- **Products.** The result of a softmax is replaced by the numbers 1, 2, 3, ... A product of matrices one of whose factors
+  then consists of these numbers multiplies the weights; it is attention if it sums over the keys of each row.
+- **Heads.** Each row of the product is multiplied by a number of its own. In the input of the output projection, the
+  ratio to the unchanged input tells for each element from which row it comes. Rows that supply the same columns are a
+  head. The row of the input is the query's token.
+- **Positions.** The result of an earlier projection is replaced by 1, 2, 3, ... If the values then consist of these
+  numbers, they tell which row of the projection, and so which token, each key comes from. A query's position is the
+  index of the key that comes from its own token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from research.plain_models.dispatcher import Operation, Run, aten, record
+
+Call = Callable[[nn.Module], Any]
+STEP = 1 / 1024
+"""Difference between the factors of two successive rows."""
+
+
+@dataclass
+class Sequence:
+    """Attention of one head over one set of keys.
+
+    Attributes:
+        weights: `(queries, keys)`, with 0 at hidden keys.
+        counted: True at rows that see a key.
+        values: `(keys, value_dim)`.
+        out: `(queries, value_dim)`.
+        key_tokens: the token of each key, a row of the projection of the values; -1 at keys that are not tokens; None
+            where unknown.
+        query_tokens: the token of each query, a row of the output projection; None where unknown.
+    """
+
+    weights: Tensor
+    counted: Tensor
+    values: Tensor
+    out: Tensor
+    key_tokens: Tensor | None
+    query_tokens: Tensor | None
+
+
+@dataclass
+class Attention:
+    """One softmax that is attention.
+
+    Attributes:
+        number: of the softmax among the operator calls.
+        path: path of the innermost module in which it runs.
+        heads: the sequences of each head.
+        gate: for each head, the replacements of products' inputs that silence it.
+        projection: for each head, the part of the output projection's matrix `(value_dim, width)`; None without one.
+        is_scored: True if the scores are a product of two tensors that both depend on the input of the model.
+        reason: why the heads could not be derived; empty if they could.
+    """
+
+    number: int
+    path: str
+    heads: list[list[Sequence]]
+    gate: list[dict[str, dict[int, Callable[[Tensor], Tensor]]]]
+    projection: list[Tensor] | None
+    is_scored: bool
+    reason: str = ""
+
+
+def attention_of(model: nn.Module, call: Call) -> tuple[Run, list[Attention]]:
+    """Run `call(model)` often enough to derive its attention. Return the plain run and one `Attention` for each softmax
+    whose result multiplies values.
+    """
+    run = record(model, call)
+    found = []
+    for softmax in [operation for operation in run.operations.values() if operation.is_softmax]:
+        attention = _Tracer(model, call, run, softmax).attention()
+        if attention is not None:
+            found.append(attention)
+    return run, found
+
+
+@dataclass
+class _Product:
+    """A product of weights and values.
+
+    Attributes:
+        operation: the operator call in the plain run.
+        rows: index of the softmax's row, for each row of the product, `(batch, rows)`.
+        keys: index of the softmax's key, for each row and each element of the sum, `(batch, rows, keys)`.
+        is_second: True if the weights are the second factor.
+    """
+
+    operation: Operation
+    rows: Tensor
+    keys: Tensor
+    is_second: bool
+
+    @property
+    def weights(self) -> Tensor:
+        """Weights `(batch, rows, keys)`."""
+        return _batched(self.operation.factors[1]).mT if self.is_second else _batched(self.operation.factors[0])
+
+    @property
+    def values(self) -> Tensor:
+        """Values `(batch, keys, value_dim)`."""
+        return _batched(self.operation.factors[0]).mT if self.is_second else _batched(self.operation.factors[1])
+
+    @property
+    def out(self) -> Tensor:
+        """Product `(batch, rows, value_dim)`."""
+        return _batched(self.operation.result).mT if self.is_second else _batched(self.operation.result)
+
+    def scaled(self, factors: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the function that multiplies each row of the product by its number in `factors (batch, rows)`."""
+        by_row = factors[..., None].mT if self.is_second else factors[..., None]
+        return lambda result: result * by_row.view(*result.shape[:-2], *by_row.shape[-2:]).to(result.dtype)
+
+
+class _Tracer:
+    """Derives one softmax's attention.
+
+    Args:
+        model: the model.
+        call: a function that calls it.
+        run: its plain run.
+        softmax: the softmax in this run.
+    """
+
+    def __init__(self, model: nn.Module, call: Call, run: Run, softmax: Operation) -> None:
+        self.model, self.call, self.run, self.softmax = model, call, run, softmax
+
+    def attention(self) -> Attention | None:
+        """Return the softmax as attention; None if its result multiplies no values."""
+        products = self._products()
+        if products is None:
+            return Attention(self.softmax.number, self.softmax.path, [], [], None, self._is_scored(), "weights are mixed")
+        if not products:
+            return None
+        result = Attention(self.softmax.number, self.softmax.path, [], [], None, self._is_scored())
+        if len(products) > 1 and len({product.rows.numel() for product in products}) > 1:
+            result.reason = "products of several shapes"
+        for index, product in enumerate(products):
+            projected = self._projected(product)
+            if projected is None:
+                result.reason = "no output projection"
+                return result
+            self._add_heads(result, product, *projected, is_first=not index)
+        return result
+
+    # -- products ----------------------------------------------------------------------------------------------------
+
+    def _products(self) -> list[_Product] | None:
+        """Return the products of this softmax's result with values. Return None if the result was changed otherwise
+        than by moving, dropping and hiding elements, so that its products are unknown.
+        """
+        size, dim = self.softmax.result.numel(), self.softmax.dim
+        marks = torch.arange(1, size + 1, dtype=torch.float64).view(self.softmax.result.shape)
+        row_of = _row_indices(self.softmax.result.shape, dim)
+        key_of = torch.arange(self.softmax.result.shape[dim]).repeat_interleave(_inner(self.softmax.result, dim))
+        key_of = key_of.repeat(size // len(key_of))
+        try:
+            marked = record(
+                self.model, self.call, results={self.softmax.number: lambda result: marks.to(result.dtype)}
+            )
+        except Exception:
+            return None
+        products, is_changed = [], False
+        for operation in marked.after(self.softmax.number):
+            plain = self.run.operations.get(operation.number)
+            if operation.is_softmax or operation.operator is aten.convolution.default or plain is None:
+                continue
+            if plain.operator is not operation.operator or plain.result.shape != operation.result.shape:
+                return None
+            for is_second, factor in enumerate(operation.factors):
+                decoded = _decoded(factor, size)
+                if decoded is None:
+                    continue
+                matrix = _batched(decoded).mT if is_second else _batched(decoded)
+                rows, keys = row_of[(matrix - 1).clamp(min=0)], key_of[(matrix - 1).clamp(min=0)]
+                row = torch.where(matrix > 0, rows, -1).amax(-1)
+                if bool(((rows != row[..., None]) & (matrix > 0)).any()):
+                    is_changed = True  # a product over other axes, such as the heads
+                    continue
+                products.append(_Product(plain, row, torch.where(matrix > 0, keys, -1), bool(is_second)))
+        if not products and (is_changed or self._is_followed(marked)):
+            return None
+        return products
+
+    def _is_followed(self, marked: Run) -> bool:
+        """Return True if a product after the softmax depends on its result, and the scores are a product."""
+        if not self._is_scored():
+            return False
+        return any(
+            operation.number in self.run.operations
+            and not operation.is_softmax
+            and operation.result.shape == self.run.operations[operation.number].result.shape
+            and not torch.equal(operation.result, self.run.operations[operation.number].result)
+            for operation in marked.after(self.softmax.number)
+        )
+
+    def _is_scored(self) -> bool:
+        """Return True if the scores of the softmax come from a product of two tensors, neither of them a parameter: the
+        last product before the softmax that it depends on.
+        """
+        for operation in reversed([each for each in self.run.operations.values() if each.number < self.softmax.number]):
+            if operation.is_softmax:
+                continue
+            changed = record(
+                self.model,
+                self.call,
+                results={operation.number: lambda result: result * 1.5 + 0.25 * torch.rand_like(result)},
+                last=self.softmax.number,
+            )
+            scores = changed.operations.get(self.softmax.number)
+            if scores is None or not torch.equal(scores.factors[0], self.softmax.factors[0]):
+                return operation.operator is not aten.convolution.default and not any(operation.of_parameters)
+        return False
+
+    # -- heads -------------------------------------------------------------------------------------------------------
+
+    def _projected(self, product: _Product) -> tuple[Tensor, Operation] | None:
+        """Return for each element of the input of the output projection, `(tokens, columns)`, the row of the product
+        from which it comes, -1 for none; and the projection. Return None if the next product that depends on this one is
+        no projection of its rows.
+        """
+        count = product.rows.numel()
+        factors = 2 + STEP * torch.arange(count, dtype=torch.float64).view(product.rows.shape)
+        scaled = record(self.model, self.call, results={product.operation.number: product.scaled(factors)})
+        for operation in scaled.after(product.operation.number):
+            plain = self.run.operations.get(operation.number)
+            if operation.is_softmax or plain is None or plain.factors[0].shape != operation.factors[0].shape:
+                continue
+            before, after = _tokens_first(plain), _tokens_first(operation)
+            if torch.equal(before, after):
+                if not torch.equal(plain.factors[1], operation.factors[1]):
+                    break
+                continue
+            index = (after / before - 2) / STEP
+            is_changed = ~torch.isclose(after, before, rtol=1e-9, atol=0)
+            nearest = index.nan_to_num(-1.0, posinf=-1.0, neginf=-1.0).round()
+            tolerance = 1e-3 if before.dtype == torch.float64 else 0.2
+            is_row = ((index - nearest).abs() < tolerance) & (nearest >= 0) & (nearest < count)
+            if bool((is_changed & ~is_row & (before.abs() > 1e-12)).any()):
+                break
+            return torch.where(is_changed & is_row, nearest, -1).long(), plain
+        return None
+
+    def _add_heads(
+        self,
+        result: Attention,
+        product: _Product,
+        rows: Tensor,
+        projection: Operation,
+        *,
+        is_first: bool,
+    ) -> None:
+        """Group the rows of a product by the columns that they supply, and add the groups to `result` as heads."""
+        columns_of: dict[int, set[int]] = {}
+        token_of: dict[int, int] = {}
+        for token, column in (rows >= 0).nonzero().tolist():
+            row = int(rows[token, column])
+            columns_of.setdefault(row, set()).add(column)
+            token_of.setdefault(row, token)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for row, columns in columns_of.items():
+            groups.setdefault(tuple(sorted(columns)), []).append(row)
+        heads = sorted(groups.items())
+        if sum(len(columns) for columns, _ in heads) != len(set().union(*(set(columns) for columns, _ in heads))):
+            result.reason = "rows supply overlapping columns"
+            return
+        key_tokens = self._key_tokens(product)
+        matrix = _matrix_of(projection)
+        for index, (columns, members) in enumerate(heads):
+            zeros = _zeroed_columns(columns, projection)
+            if is_first:
+                result.heads.append(self._sequences(product, members, token_of, key_tokens))
+                result.gate.append({"inputs": {projection.number: zeros}})
+            elif index < len(result.gate):
+                result.gate[index]["inputs"][projection.number] = zeros
+            if is_first and matrix is not None:
+                result.projection = [*(result.projection or []), matrix[list(columns)]]
+
+    def _sequences(
+        self, product: _Product, members: list[int], token_of: dict[int, int], key_tokens: Tensor | None
+    ) -> list[Sequence]:
+        """Return the rows of one head as sequences: rows that share the keys."""
+        batch, count = product.rows.shape
+        sequences = []
+        is_hidden = _hidden_rows(self.softmax)
+        for entry in range(batch):
+            inside = sorted(row for row in members if row // count == entry)
+            if not inside:
+                continue
+            index = torch.tensor([row % count for row in inside])
+            tokens = torch.tensor([token_of[row] for row in inside])
+            order = product.rows[entry, index].argsort()
+            index, tokens = index[order], tokens[order]
+            weights = product.weights[entry, index].double()
+            counted = ~is_hidden[product.rows[entry, index]] & (weights.abs().sum(-1) > 0)
+            sequences.append(
+                Sequence(
+                    torch.where(counted[:, None], weights, 0.0),
+                    counted,
+                    product.values[entry].double(),
+                    product.out[entry, index].double(),
+                    None if key_tokens is None else key_tokens[entry],
+                    tokens,
+                )
+            )
+        return sequences
+
+    def _key_tokens(self, product: _Product) -> Tensor | None:
+        """Return the token from which each key's value comes, `(batch, keys)`, -1 at keys that come from none; None if
+        the values come from no projection unchanged.
+        """
+        before = [operation for operation in self.run.operations.values() if operation.number < product.operation.number]
+        for operation in [operation for operation in reversed(before) if not operation.is_softmax][:12]:
+            shape = operation.result.shape
+            marks = torch.arange(1, operation.result.numel() + 1, dtype=torch.float64).view(shape)
+            try:
+                marked = record(
+                    self.model,
+                    self.call,
+                    results={operation.number: lambda result, marks=marks: marks.to(result.dtype)},
+                    last=product.operation.number,
+                )
+            except Exception:
+                continue
+            if product.operation.number not in marked.operations:
+                continue
+            values = _Product(
+                marked.operations[product.operation.number], product.rows, product.keys, product.is_second
+            ).values
+            decoded = _decoded(values, marks.numel(), unique=False)
+            if decoded is None:
+                continue
+            token = _token_of_element(operation)[(decoded - 1).clamp(min=0)]
+            token = torch.where(decoded > 0, token, -1)
+            first = token.amax(-1)
+            if bool(((token != first[..., None]) & (token >= 0)).any()):
+                return None
+            return first
+        return None
+
+
+def _batched(matrix: Tensor) -> Tensor:
+    """Return a matrix, or several, with a batch axis."""
+    return matrix if matrix.ndim == 3 else matrix[None]
+
+
+def _inner(tensor: Tensor, dim: int) -> int:
+    """Return the number of elements between two neighbours along `dim`."""
+    return int(torch.tensor(tensor.shape[dim + 1 :]).prod())
+
+
+def _row_indices(shape: torch.Size, dim: int) -> Tensor:
+    """Return for each element of a tensor of this shape the index of its row along `dim`."""
+    rows = torch.Size([*shape[:dim], 1, *shape[dim + 1 :]])
+    return torch.arange(rows.numel()).view(rows).expand(shape).flatten()
+
+
+def _decoded(factor: Tensor, size: int, *, unique: bool = True) -> Tensor | None:
+    """Return a tensor that consists of the marks 1 to `size` and zeros as integers, with 0 at other elements; None if
+    less than half of it are marks.
+    """
+    numbers = factor.double()
+    nearest = numbers.nan_to_num(0.0).round()
+    is_mark = ((numbers - nearest).abs() <= 1e-7 * nearest.abs()) & (nearest >= 1) & (nearest <= size)
+    if bool((~is_mark & (numbers != 0)).any()) and unique:
+        return None
+    marks = torch.where(is_mark, nearest, 0).long()
+    present = marks[marks > 0]
+    if len(present) < max(2, marks.numel() // 4) or (unique and len(present.unique()) < min(size, len(present)) // 4):
+        return None
+    if not unique and not bool(is_mark.flatten(0, -2).all(-1).any()):
+        return None
+    return marks
+
+
+def _tokens_first(operation: Operation) -> Tensor:
+    """Return the first factor of a product as `(tokens, columns)`."""
+    factor = operation.factors[0]
+    return factor.movedim(1, -1).flatten(0, -2) if operation.operator is aten.convolution.default else factor.flatten(0, -2)
+
+
+def _token_of_element(operation: Operation) -> Tensor:
+    """Return for each element of a product's result its token."""
+    shape = operation.result.shape
+    axis = 1 if operation.operator is aten.convolution.default else len(shape) - 1
+    return _row_indices(shape, axis)
+
+
+def _matrix_of(operation: Operation) -> Tensor | None:
+    """Return the matrix by which a product multiplies its first factor, `(columns, width)`; None for several."""
+    matrix = operation.factors[1].double()
+    if operation.operator is aten.convolution.default:
+        is_pointwise = matrix[0, 0].numel() == 1 and matrix.shape[1] == operation.factors[0].shape[1]
+        return matrix.flatten(1).mT if is_pointwise else None
+    return matrix if matrix.ndim == 2 else None
+
+
+def _zeroed_columns(columns: tuple[int, ...], operation: Operation) -> Callable[[Tensor], Tensor]:
+    """Return the function that zeroes these columns of a product's first factor."""
+    axis = 1 if operation.operator is aten.convolution.default else -1
+    return lambda factor: factor.index_fill(axis, torch.tensor(columns), 0.0)
+
+
+def _hidden_rows(softmax: Operation) -> Tensor:
+    """Return for each row of a softmax whether its scores hide all keys by large negative numbers or NaN results."""
+    scores = softmax.factors[0].movedim(softmax.dim, -1).flatten(0, -2)
+    return (scores.amax(-1) <= -1e4) | softmax.result.movedim(softmax.dim, -1).flatten(0, -2).isnan().all(-1)
