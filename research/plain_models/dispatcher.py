@@ -24,6 +24,7 @@ FACTORS = {
     aten.convolution.default: (0, 1),
 }
 """Operators that multiply matrices, with the positions of their two factors."""
+FUSED = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 @dataclass
@@ -105,6 +106,9 @@ class _Recorder(TorchDispatchMode):
         if self.number in self.inputs:
             position = FACTORS[func][0]
             args = (*args[:position], self.inputs[self.number](args[position]), *args[position + 1 :])
+        if func is FUSED:  # chosen by a model that selects its kernel itself
+            with self:
+                return _math_attention(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if self.number in self.results:
             result = self.results[self.number](result)
@@ -126,6 +130,29 @@ class _Recorder(TorchDispatchMode):
         self.run.operations[self.number] = operation
 
 
+def _math_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the results of the fused operator, computed by a softmax and products."""
+    shape = (*query.shape[:-1], value.shape[-1])
+    q, k, v = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (query, key, value))
+    scores = aten.bmm.default(q, k.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~visible, -torch.inf)
+    if attn_mask is not None:
+        scores = scores + attn_mask.expand(*query.shape[:-1], key.shape[-2]).reshape(scores.shape)
+    out = aten.bmm.default(aten._softmax.default(scores, -1, False), v)
+    return out.view(shape), query.new_empty(shape[:-1])
+
+
 class _Stop(BaseException):
     """Ends a run early. It is not an Exception, so that models do not catch it."""
 
@@ -135,9 +162,14 @@ def _module_paths(model: nn.Module) -> Iterator[list[str]]:
     """Yield a list that contains the paths of the running modules of a model, innermost last."""
     paths: list[str] = []
     handles = []
+
+    def on_end(*_: Any) -> None:
+        """Forget the path of a module that ends."""
+        paths.pop()
+
     for path, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(lambda *_, path=path: paths.append(path)))
-        handles.append(module.register_forward_hook(lambda *_: paths.pop() and None, always_call=True))
+        handles.append(module.register_forward_hook(on_end, always_call=True))
     try:
         yield paths
     finally:

@@ -56,7 +56,7 @@ class Attention:
         number: of the softmax among the operator calls.
         path: path of the innermost module in which it runs.
         heads: the sequences of each head.
-        gate: for each head, the replacements of products' inputs that silence it.
+        gate: for each head, the replacements of products' inputs and results that silence it.
         projection: for each head, the part of the output projection's matrix `(value_dim, width)`; None without one.
         is_scored: True if the scores are a product of two tensors that both depend on the input of the model.
         reason: why the heads could not be derived; empty if they could.
@@ -142,12 +142,11 @@ class _Tracer:
         if not products:
             return None
         result = Attention(self.softmax.number, self.softmax.path, [], [], None, self._is_scored())
-        if len(products) > 1 and len({product.rows.numel() for product in products}) > 1:
-            result.reason = "products of several shapes"
+        products = [product for product in products if product.keys.shape == products[0].keys.shape]
         for index, product in enumerate(products):
-            projected = self._projected(product)
+            projected = self._projected(product) or self._supported(product)
             if projected is None:
-                result.reason = "no output projection"
+                result.reason = "the columns of the heads are mixed before the output projection"
                 return result
             self._add_heads(result, product, *projected, is_first=not index)
         return result
@@ -223,14 +222,17 @@ class _Tracer:
 
     # -- heads -------------------------------------------------------------------------------------------------------
 
-    def _projected(self, product: _Product) -> tuple[Tensor, Operation] | None:
+    def _projected(self, product: _Product) -> tuple[Tensor, list[Operation]] | None:
         """Return for each element of the input of the output projection, `(tokens, columns)`, the row of the product
-        from which it comes, -1 for none; and the projection. Return None if the next product that depends on this one is
-        no projection of its rows.
+        from which it comes, -1 for none; and the projection. Streams of tokens that were attended jointly may have
+        several. Return None if the next product that depends on this one is no projection of its rows.
         """
         count = product.rows.numel()
         factors = 2 + STEP * torch.arange(count, dtype=torch.float64).view(product.rows.shape)
         scaled = record(self.model, self.call, results={product.operation.number: product.scaled(factors)})
+        parts: list[Tensor] = []
+        others: list[Operation] = []
+        first, covered = None, torch.zeros(count, dtype=torch.bool)
         for operation in scaled.after(product.operation.number):
             plain = self.run.operations.get(operation.number)
             if operation.is_softmax or plain is None or plain.factors[0].shape != operation.factors[0].shape:
@@ -240,14 +242,54 @@ class _Tracer:
                 if not torch.equal(plain.factors[1], operation.factors[1]):
                     break
                 continue
-            index = (after / before - 2) / STEP
-            is_changed = ~torch.isclose(after, before, rtol=1e-9, atol=0)
-            nearest = index.nan_to_num(-1.0, posinf=-1.0, neginf=-1.0).round()
-            tolerance = 1e-3 if before.dtype == torch.float64 else 0.2
-            is_row = ((index - nearest).abs() < tolerance) & (nearest >= 0) & (nearest < count)
-            if bool((is_changed & ~is_row & (before.abs() > 1e-12)).any()):
+            rows = _rows_by_ratio(before, after, count)
+            if rows is None or bool(covered[rows[rows >= 0]].any()):
                 break
-            return torch.where(is_changed & is_row, nearest, -1).long(), plain
+            covered[rows[rows >= 0]] = True
+            parts.append(rows)
+            first = first or plain
+            others.append(plain)
+            if bool(covered.all()):
+                break
+        if first is None or not bool(covered.all() | (len(parts) == 1)):
+            return None
+        width = max(part.shape[1] for part in parts)
+        return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=-1) for part in parts]), others
+
+    def _supported(self, product: _Product) -> tuple[Tensor, list[Operation]] | None:
+        """Return for each element of the first product that depends on this one the row from which it comes, if each
+        element depends on one row at most; otherwise None. This also follows functions of single elements, such as an
+        activation. The gates of these heads multiply the product itself.
+        """
+        count = product.rows.numel()
+        index = torch.arange(count).view(product.rows.shape)
+        number, rows = None, torch.empty(0)
+        for bit in range(max(1, (count - 1).bit_length())):
+            changed = []
+            for value in (0, 1):
+                factors = torch.where((index >> bit) & 1 == value, 1.5, 1.0).double()
+                run = record(self.model, self.call, results={product.operation.number: product.scaled(factors)})
+                if number is None:
+                    number = self._first_changed(run, product)
+                if number is None:
+                    return None
+                plain = _tokens_first(self.run.operations[number])
+                after = _tokens_first(run.operations[number])
+                changed.append(~torch.isclose(plain, after, rtol=1e-9, atol=0, equal_nan=True))
+            if bool((changed[0] & changed[1]).any()):
+                return None
+            rows = torch.zeros(changed[0].shape, dtype=torch.int64) if not bit else rows
+            rows = torch.where(changed[0] | changed[1], rows + (changed[1].long() << bit), -count)
+        return torch.where(rows >= 0, rows, -1), []
+
+    def _first_changed(self, run: Run, product: _Product) -> int | None:
+        """Return the number of the first product after `product` with another first factor than in the plain run."""
+        for operation in run.after(product.operation.number):
+            plain = self.run.operations.get(operation.number)
+            if operation.is_softmax or plain is None or plain.factors[0].shape != operation.factors[0].shape:
+                continue
+            if not torch.equal(plain.factors[0], operation.factors[0]):
+                return operation.number
         return None
 
     def _add_heads(
@@ -255,17 +297,21 @@ class _Tracer:
         result: Attention,
         product: _Product,
         rows: Tensor,
-        projection: Operation,
+        projections: list[Operation],
         *,
         is_first: bool,
     ) -> None:
         """Group the rows of a product by the columns that they supply, and add the groups to `result` as heads."""
         columns_of: dict[int, set[int]] = {}
-        token_of: dict[int, int] = {}
+        tokens_of: dict[int, set[int]] = {}
         for token, column in (rows >= 0).nonzero().tolist():
             row = int(rows[token, column])
             columns_of.setdefault(row, set()).add(column)
-            token_of.setdefault(row, token)
+            tokens_of.setdefault(row, set()).add(token)
+        if all(len(columns) == 1 for columns in columns_of.values()) and any(len(each) > 1 for each in tokens_of.values()):
+            result.reason, result.is_scored = "the softmax is over features", False
+            return
+        token_of = {row: min(tokens) for row, tokens in tokens_of.items()}
         groups: dict[tuple[int, ...], list[int]] = {}
         for row, columns in columns_of.items():
             groups.setdefault(tuple(sorted(columns)), []).append(row)
@@ -273,15 +319,19 @@ class _Tracer:
         if sum(len(columns) for columns, _ in heads) != len(set().union(*(set(columns) for columns, _ in heads))):
             result.reason = "rows supply overlapping columns"
             return
-        key_tokens = self._key_tokens(product)
-        matrix = _matrix_of(projection)
+        key_tokens = self._key_tokens(product, len(rows))
+        matrix = _matrix_of(projections[0]) if len(projections) == 1 else None
+        if len(projections) > 1:  # tokens of several streams: their order is that of the keys
+            key_tokens = None
         for index, (columns, members) in enumerate(heads):
-            zeros = _zeroed_columns(columns, projection)
             if is_first:
                 result.heads.append(self._sequences(product, members, token_of, key_tokens))
-                result.gate.append({"inputs": {projection.number: zeros}})
-            elif index < len(result.gate):
-                result.gate[index]["inputs"][projection.number] = zeros
+                result.gate.append({"inputs": {}, "results": {}})
+            for projection in projections if index < len(result.gate) else ():
+                result.gate[index]["inputs"][projection.number] = _zeroed_columns(columns, projection)
+            if not projections and index < len(result.gate):
+                factors = torch.ones(product.rows.numel(), dtype=torch.float64).index_fill(0, torch.tensor(members), 0.0)
+                result.gate[index]["results"][product.operation.number] = product.scaled(factors.view(product.rows.shape))
             if is_first and matrix is not None:
                 result.projection = [*(result.projection or []), matrix[list(columns)]]
 
@@ -314,9 +364,10 @@ class _Tracer:
             )
         return sequences
 
-    def _key_tokens(self, product: _Product) -> Tensor | None:
+    def _key_tokens(self, product: _Product, count: int) -> Tensor | None:
         """Return the token from which each key's value comes, `(batch, keys)`, -1 at keys that come from none; None if
-        the values come from no projection unchanged.
+        the values come from no projection unchanged. If the projection has other than `count` tokens, they are not
+        those of the queries, and are numbered from `count`.
         """
         before = [operation for operation in self.run.operations.values() if operation.number < product.operation.number]
         for operation in [operation for operation in reversed(before) if not operation.is_softmax][:12]:
@@ -344,7 +395,8 @@ class _Tracer:
             first = token.amax(-1)
             if bool(((token != first[..., None]) & (token >= 0)).any()):
                 return None
-            return first
+            is_same = _tokens_first(operation).shape[0] == count
+            return first if is_same else torch.where(first >= 0, first + count, -1)
         return None
 
 
@@ -393,6 +445,20 @@ def _token_of_element(operation: Operation) -> Tensor:
     shape = operation.result.shape
     axis = 1 if operation.operator is aten.convolution.default else len(shape) - 1
     return _row_indices(shape, axis)
+
+
+def _rows_by_ratio(before: Tensor, after: Tensor, count: int) -> Tensor | None:
+    """Return the row number that the ratio of two tensors tells for each element, -1 where they are equal; None if the
+    ratio of an element is that of no row.
+    """
+    index = (after / before - 2) / STEP
+    is_changed = ~torch.isclose(after, before, rtol=1e-9, atol=0)
+    nearest = index.nan_to_num(-1.0, posinf=-1.0, neginf=-1.0).round()
+    tolerance = 1e-3 if before.dtype == torch.float64 else 0.2
+    is_row = ((index - nearest).abs() < tolerance) & (nearest >= 0) & (nearest < count)
+    if bool((is_changed & ~is_row & (before.abs() > 1e-12)).any()):
+        return None
+    return torch.where(is_changed & is_row, nearest, -1).long()
 
 
 def _matrix_of(operation: Operation) -> Tensor | None:

@@ -1,0 +1,319 @@
+"""Judge `hw.watch` and `hw.gate` on one call of one model against the attention derived from its operators."""
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from research.plain_models.dispatcher import record
+from research.plain_models.registry import Built, Case
+from research.plain_models.statistics import POSITIONAL, mean_statistics, positions_of_queries, statistics_of
+from research.plain_models.truth import Attention, Call, attention_of
+
+SHARES = {"evenness", "confidence", "self", "previous", "next", "first", "received", "duplicate", "induction", "special"}
+"""Statistics with absolute errors; errors of others are relative to 1 + the number."""
+OUTCOMES = ("wrong", "silent", "refused", "partly", "right", "no attention")
+"""Outcomes of a call, worst first."""
+
+
+@dataclass
+class Verdict:
+    """Outcome of one call.
+
+    Attributes:
+        outcome: one of `OUTCOMES`.
+        sites: number of sites with right statistics.
+        left_out: names of statistics that were left out with a warning.
+        gates: number of gated heads that were right.
+        problems: what is wrong or missing.
+        reasons: warnings and errors that name modules.
+    """
+
+    outcome: str = "right"
+    sites: int = 0
+    left_out: list[str] = field(default_factory=list)
+    gates: int = 0
+    problems: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, outcome: str, problem: str) -> None:
+        """Record a problem; the outcome becomes the worse one."""
+        self.problems.append(problem)
+        self.outcome = min(self.outcome, outcome, key=OUTCOMES.index)
+
+
+@dataclass
+class _Site:
+    """Truth of the calls that belong to one site.
+
+    Attributes:
+        path: path of the innermost module.
+        is_cross: True for cross-attention, None where unknown.
+        attentions: its attention calls in each run.
+    """
+
+    path: str
+    is_cross: bool | None
+    attentions: list[Attention]
+
+    def statistics(self) -> list[dict[str, float]]:
+        """Return the mean statistics of each head over all sequences."""
+        heads = len(self.attentions[0].heads)
+        by_head = []
+        for head in range(heads):
+            by_sequence = []
+            for attention in self.attentions:
+                projection = attention.projection[head] if attention.projection else None
+                by_sequence += [
+                    statistics_of(sequence, projection, is_cross=bool(self.is_cross))
+                    for sequence in attention.heads[head]
+                ]
+            if any("distance" not in each for each in by_sequence if each):  # keys of an earlier call, for example
+                for each in by_sequence:
+                    for name in POSITIONAL:
+                        each.pop(name, None)
+            by_head.append(mean_statistics(by_sequence))
+        return by_head
+
+
+def judge(built: Built, case: Case, *, budget: float, gates: int = 3) -> Verdict:
+    """Return the verdict on one call of a built model.
+
+    Args:
+        built: the model.
+        case: the call.
+        budget: largest accepted error of a statistic.
+        gates: number of heads to gate at most.
+    """
+    verdict, model = Verdict(), built.model
+    plain, of_batch = attention_of(model, case.call)
+    runs = [attention_of(model, call)[1] for call in case.alone] or [of_batch]
+    rows, output = _watched(model, case.call, verdict)
+    if rows is None:
+        expected = [attention for attention in of_batch if attention.is_scored]
+        if verdict.outcome == "refused" and not expected and not of_batch:
+            verdict.outcome = "no attention"
+        return verdict
+    if not _close(output, plain.output):
+        verdict.add("wrong", f"the output of the watched model differs by {_difference(output, plain.output):.1e}")
+    sites = _sites(runs, built)
+    matched = _match(rows, sites, built)
+    for key, (labels, site) in matched.items():
+        _judge_site(key, labels, site, budget, verdict)
+    seen = {id(site) for _, site in matched.values()}
+    for site in sites:
+        if id(site) not in seen and any(attention.is_scored for attention in site.attentions):
+            reason = site.attentions[0].reason
+            if not _is_named(site.path, verdict.reasons):
+                verdict.add("silent", f"{site.path}: attention is missing without a warning ({reason or 'derived'})")
+            else:
+                verdict.outcome = min(verdict.outcome, "partly", key=OUTCOMES.index)
+    if not case.alone and gates:
+        _judge_gates(model, case.call, matched, plain.output, gates, verdict)
+    return verdict
+
+
+def _watched(model: nn.Module, call: Call, verdict: Verdict) -> tuple[list[dict[str, Any]] | None, Any]:
+    """Run a call under `hw.watch`. Return the rows and the output; None as rows if it was refused or failed."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        try:
+            with hw.watch(model) as heads:
+                output = call(model)
+            rows = heads.rows()
+        except hw.InputError as error:
+            verdict.reasons.append(str(error))
+            verdict.outcome = "refused"
+            return None, None
+        except Exception as error:
+            verdict.add("wrong", f"{type(error).__name__}: {str(error)[:200]}")
+            return None, None
+    verdict.reasons += [str(warning.message) for warning in caught if warning.category is UserWarning and _is_ours(warning)]
+    return rows, output
+
+
+def _is_ours(warning: Any) -> bool:
+    """Return True for a warning whose text ends with module paths, as those of headwise do."""
+    return ": " in str(warning.message)
+
+
+def _is_named(path: str, reasons: Iterable[str]) -> bool:
+    """Return True if a reason names the module at `path`, a module inside of it, or one around it."""
+    for reason in reasons:
+        for name in reason.rsplit(": ", 1)[-1].replace(" and ", ", ").split(", "):
+            if name == path or name.startswith(f"{path}.") or path.startswith(f"{name}.") or (not path and name):
+                return True
+    return False
+
+
+def _sites(runs: list[list[Attention]], built: Built) -> list[_Site]:
+    """Group the attention calls of all runs by path and kind."""
+    sites: dict[tuple[str, bool | None, int], _Site] = {}
+    for attention in [attention for run in runs for attention in run]:
+        if any(part in attention.path for part in built.not_attention):
+            continue
+        cross = _is_cross(attention, built)
+        key = (attention.path, cross, len(attention.heads))
+        sites.setdefault(key, _Site(attention.path, cross, [])).attentions.append(attention)
+    return list(sites.values())
+
+
+def _is_cross(attention: Attention, built: Built) -> bool | None:
+    """Return whether an attention call is cross-attention: it is if the model's entry says so; it is not if each query
+    is one of the keys' tokens; otherwise it is unknown.
+    """
+    if any(part in attention.path for part in built.cross):
+        return True
+    if not attention.heads or not attention.heads[0]:
+        return None
+    positions = [positions_of_queries(sequence) for sequence in attention.heads[0]]
+    return None if any(position is None for position in positions) else False
+
+
+Matched = dict[tuple[str, str], tuple[list[dict[str, Any]], _Site | None]]
+
+
+def _match(rows: list[dict[str, Any]], sites: list[_Site], built: Built) -> Matched:
+    """Return, by module path and kind, the rows of each site of `hw.watch`, and the truth of this site."""
+    by_site: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        by_site.setdefault((row["module"], row["kind"]), []).append(row)
+    matched: Matched = {}
+    for (path, kind), labels in by_site.items():
+        related = [
+            site
+            for site in sites
+            if site.path == path or site.path.startswith(f"{path}." if path else "") or path.startswith(f"{site.path}.")
+        ]
+        equal = [site for site in related if site.path == path] or related
+        inside = [site for site in equal if site.is_cross is (kind == "cross")] or equal
+        fitting = [site for site in inside if len(site.attentions[0].heads) == len(labels)] or inside
+        if len(fitting) > 1:
+            same_size = [site for site in fitting if len(site.attentions[0].heads) == len(labels)]
+            attentions = [attention for site in same_size for attention in site.attentions]
+            merged = _Site(path, fitting[0].is_cross, attentions) if attentions else fitting[0]
+            matched[path, kind] = (labels, merged)
+        else:
+            matched[path, kind] = (labels, fitting[0] if fitting else None)
+    return matched
+
+
+def _judge_site(
+    key: tuple[str, str], rows: list[dict[str, Any]], site: _Site | None, budget: float, verdict: Verdict
+) -> None:
+    """Compare the rows of one site with its truth."""
+    path, kind = key
+    if site is None:
+        verdict.add("wrong", f"{path}: reported, but no softmax of it is attention")
+        return
+    if not site.attentions[0].is_scored and site.attentions[0].reason:
+        verdict.add("wrong", f"{path}: reported, but {site.attentions[0].reason}")
+        return
+    if site.attentions[0].reason:
+        verdict.add("partly", f"{path}: not verified ({site.attentions[0].reason})")
+        return
+    if site.is_cross is not None and site.is_cross is not (kind == "cross"):
+        verdict.add("wrong", f"{path}: reported as {kind}-attention")
+    truth = site.statistics()
+    if len(truth) != len(rows):
+        verdict.add("wrong", f"{path}: {len(rows)} heads instead of {len(truth)}")
+        return
+    before = len(verdict.problems)
+    for row, expected in zip(rows, truth, strict=True):
+        _judge_head(f"{path} {kind} head {row['head']}", path, row, expected, budget, verdict)
+    verdict.sites += len(verdict.problems) == before
+
+
+def _judge_head(
+    label: str, path: str, row: dict[str, Any], expected: dict[str, float], budget: float, verdict: Verdict
+) -> None:
+    """Compare the statistics of one head with its truth."""
+    measured = {name: value for name, value in row.items() if isinstance(value, float) and not math.isnan(value)}
+    for name, number in expected.items():
+        if name not in measured:
+            if _is_named(path, verdict.reasons):
+                verdict.left_out = sorted({*verdict.left_out, name})
+            elif name != "written_norm":
+                verdict.add("silent", f"{label}: {name} is missing without a warning")
+            continue
+        error = abs(measured[name] - number) / (1 if name in SHARES else 1 + abs(number))
+        if not error <= budget:
+            verdict.add("wrong", f"{label}: {name} is {measured[name]:.5f} instead of {number:.5f}")
+    for name in sorted(measured.keys() & set(POSITIONAL) - expected.keys()):
+        verdict.add("wrong", f"{label}: {name} is {measured[name]:.5f}, but there are no such positions")
+
+
+def _judge_gates(
+    model: nn.Module, call: Call, matched: Matched, plain: Any, count: int, verdict: Verdict
+) -> None:
+    """Gate some heads to 0, and compare the output of the model with that of zeroed columns."""
+    heads = [
+        (path, row["head"], site)
+        for (path, _), (rows, site) in matched.items()
+        for row in rows
+        if site is not None and len(site.attentions[0].gate) == len(rows)
+    ]
+    step = max(1, len(heads) // count)
+    for path, head, site in heads[step // 2 :: step][:count]:
+        silenced: dict[str, dict[int, Any]] = {"inputs": {}, "results": {}}
+        for other_path, (_, other) in matched.items():
+            if other_path[0] == path and other is not None:
+                for attention in other.attentions:
+                    for name, replacements in attention.gate[head].items() if head < len(attention.gate) else ():
+                        silenced[name].update(replacements)
+        expected = record(model, call, **silenced).output
+        torch.manual_seed(0)
+        try:
+            with torch.no_grad(), warnings.catch_warnings(), hw.gate(model, {(path, head): 0}):
+                warnings.simplefilter("ignore")
+                gated = call(model)
+        except hw.InputError as error:
+            verdict.reasons.append(f"gate refused: {error}")
+            continue
+        except Exception as error:
+            verdict.add("wrong", f"gate of {path} head {head}: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        if _close(expected, plain):
+            verdict.problems.append(f"gate of {path} head {head}: the output does not depend on it")
+        elif not _close(gated, expected):
+            difference = _difference(gated, expected) / max(_difference(expected, plain), 1e-30)
+            verdict.add("wrong", f"gate of {path} head {head}: off by {difference:.2f} of its effect")
+        else:
+            verdict.gates += 1
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """Return all floating-point tensors in nested output."""
+    if isinstance(output, Tensor):
+        return [output.detach()] if output.is_floating_point() else []
+    if isinstance(output, dict):
+        return [tensor for value in output.values() for tensor in _tensors(value)]
+    if isinstance(output, list | tuple):
+        return [tensor for value in output for tensor in _tensors(value)]
+    if hasattr(output, "__dataclass_fields__"):
+        return [tensor for name in output.__dataclass_fields__ for tensor in _tensors(getattr(output, name))]
+    return []
+
+
+def _difference(output: Any, expected: Any) -> float:
+    """Return the largest difference of two outputs, infinity if they have other shapes."""
+    ours, theirs = _tensors(output), _tensors(expected)
+    if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
+        return math.inf
+    differences = [
+        float((a.double() - b.double()).nan_to_num(0.0).abs().max()) for a, b in zip(ours, theirs, strict=True) if a.numel()
+    ]
+    return max(differences, default=0.0)
+
+
+def _close(output: Any, expected: Any) -> bool:
+    """Return True if two outputs are equal up to rounding."""
+    largest = max((float(tensor.abs().nan_to_num(0.0).max()) for tensor in _tensors(expected) if tensor.numel()), default=1.0)
+    dtypes = [tensor.dtype for tensor in _tensors(expected)]
+    return _difference(output, expected) <= (1e-4 if torch.float32 in dtypes else 1e-8) * (1 + largest)
