@@ -15,7 +15,7 @@ import torch
 
 ABSENT = {
     *("torchaudio", "faiss", "librosa", "numba", "lightning", "environs", "spear_tts_pytorch", "ruamel"),
-    *("vector_quantize_pytorch", "discrete_continuous_embed_readout", "hl_gauss_pytorch", "omegaconf", "boto3"),
+    *("vector_quantize_pytorch", "fairscale", "hl_gauss_pytorch", "omegaconf", "boto3"),
     *("naturalspeech2_pytorch", "audiolm_pytorch", "autofaiss", "joblib", "torchdiffeq"),
 }
 """Packages that are never used, even where they are installed."""
@@ -61,7 +61,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Return the specification of an absent package; None for all others."""
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in ABSENT else None
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True)
+            if name.split(".", maxsplit=1)[0] in ABSENT
+            else None
+        )
 
     def create_module(self, spec: Any) -> types.ModuleType:
         """Return an empty module."""

@@ -15,9 +15,20 @@ from research.plain_models.registry import Built, Case
 from research.plain_models.statistics import POSITIONAL, mean_statistics, positions_of_queries, statistics_of
 from research.plain_models.truth import Attention, Call, attention_of
 
-SHARES = {"evenness", "confidence", "self", "previous", "next", "first", "received", "duplicate", "induction", "special"}
+SHARES = {
+    "evenness",
+    "confidence",
+    "self",
+    "previous",
+    "next",
+    "first",
+    "received",
+    "duplicate",
+    "induction",
+    "special",
+}
 """Statistics with absolute errors; errors of others are relative to 1 + the number."""
-OUTCOMES = ("wrong", "silent", "refused", "partly", "right", "no attention")
+OUTCOMES = ("wrong", "silent", "not verified", "refused", "partly", "right", "no attention")
 """Outcomes of a call, worst first."""
 
 
@@ -75,7 +86,7 @@ class _Site:
                 ]
             if any("distance" not in each for each in by_sequence if each):  # keys of an earlier call, for example
                 for each in by_sequence:
-                    for name in POSITIONAL:
+                    for name in (*POSITIONAL, "first") if self.is_cross is False else POSITIONAL:
                         each.pop(name, None)
             by_head.append(mean_statistics(by_sequence))
         return by_head
@@ -134,7 +145,9 @@ def _watched(model: nn.Module, call: Call, verdict: Verdict) -> tuple[list[dict[
         except Exception as error:
             verdict.add("wrong", f"{type(error).__name__}: {str(error)[:200]}")
             return None, None
-    verdict.reasons += [str(warning.message) for warning in caught if warning.category is UserWarning and _is_ours(warning)]
+    verdict.reasons += [
+        str(warning.message) for warning in caught if warning.category is UserWarning and _is_ours(warning)
+    ]
     return rows, output
 
 
@@ -216,7 +229,7 @@ def _judge_site(
         verdict.add("wrong", f"{path}: reported, but {site.attentions[0].reason}")
         return
     if site.attentions[0].reason:
-        verdict.add("partly", f"{path}: not verified ({site.attentions[0].reason})")
+        verdict.add("not verified", f"{path}: {site.attentions[0].reason}")
         return
     if site.is_cross is not None and site.is_cross is not (kind == "cross"):
         verdict.add("wrong", f"{path}: reported as {kind}-attention")
@@ -249,9 +262,7 @@ def _judge_head(
         verdict.add("wrong", f"{label}: {name} is {measured[name]:.5f}, but there are no such positions")
 
 
-def _judge_gates(
-    model: nn.Module, call: Call, matched: Matched, plain: Any, count: int, verdict: Verdict
-) -> None:
+def _judge_gates(model: nn.Module, call: Call, matched: Matched, plain: Any, count: int, verdict: Verdict) -> None:
     """Gate some heads to 0, and compare the output of the model with that of zeroed columns."""
     heads = [
         (path, row["head"], site)
@@ -307,13 +318,17 @@ def _difference(output: Any, expected: Any) -> float:
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
         return math.inf
     differences = [
-        float((a.double() - b.double()).nan_to_num(0.0).abs().max()) for a, b in zip(ours, theirs, strict=True) if a.numel()
+        float((a.double() - b.double()).nan_to_num(0.0).abs().max())
+        for a, b in zip(ours, theirs, strict=True)
+        if a.numel()
     ]
     return max(differences, default=0.0)
 
 
 def _close(output: Any, expected: Any) -> bool:
     """Return True if two outputs are equal up to rounding."""
-    largest = max((float(tensor.abs().nan_to_num(0.0).max()) for tensor in _tensors(expected) if tensor.numel()), default=1.0)
+    largest = max(
+        (float(tensor.abs().nan_to_num(0.0).max()) for tensor in _tensors(expected) if tensor.numel()), default=1.0
+    )
     dtypes = [tensor.dtype for tensor in _tensors(expected)]
     return _difference(output, expected) <= (1e-4 if torch.float32 in dtypes else 1e-8) * (1 + largest)

@@ -31,9 +31,7 @@ def statistics_of(sequence: Sequence, projection: Tensor | None, *, is_cross: bo
     if projection is not None:
         rows["written_norm"] = (out @ projection).norm(dim=-1)
     is_token = _is_token(sequence, is_cross=is_cross)
-    seen = visible.any(0) & is_token
-    if bool(seen.any()):
-        rows["first"] = weights[:, int(seen.int().argmax())]
+    rows["first"] = _weight_of_first(weights, is_token)
     if not is_cross:
         rows |= _positional(sequence, is_token)
     result = {name: float(values.mean()) for name, values in rows.items() if len(values)}
@@ -41,6 +39,19 @@ def statistics_of(sequence: Sequence, projection: Tensor | None, *, is_cross: bo
     enough = (2 * counts >= counts.amax()) & (counts > 0)
     result["received"] = float((weights.sum(0)[enough] / counts[enough]).amax())
     return result
+
+
+def _weight_of_first(weights: Tensor, is_token: Tensor) -> Tensor:
+    """Return for each row the weight of the first token of its document. Two keys that some row sees belong to the same
+    document. Rows that see no token are left out.
+    """
+    visible = (weights > 0) & is_token
+    document = torch.arange(weights.shape[1])  # the number of a document is that of its first key
+    for row in visible[visible.any(-1)]:
+        joined = document[row].unique()
+        document = torch.where(torch.isin(document, joined), joined.min(), document)
+    first = document[visible.int().argmax(-1)]
+    return weights.gather(1, first[:, None])[:, 0][visible.any(-1)]
 
 
 def _is_token(sequence: Sequence, *, is_cross: bool) -> Tensor:

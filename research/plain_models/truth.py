@@ -138,11 +138,17 @@ class _Tracer:
         """Return the softmax as attention; None if its result multiplies no values."""
         products = self._products()
         if products is None:
-            return Attention(self.softmax.number, self.softmax.path, [], [], None, self._is_scored(), "weights are mixed")
+            return Attention(
+                self.softmax.number, self.softmax.path, [], [], None, self._is_scored(), "weights are mixed"
+            )
         if not products:
             return None
         result = Attention(self.softmax.number, self.softmax.path, [], [], None, self._is_scored())
         products = [product for product in products if product.keys.shape == products[0].keys.shape]
+        shape = self.softmax.result.shape
+        if products[0].rows.shape[1] == 1 and self.softmax.dim == len(shape) - 1 and shape[-2] > 1:
+            result.reason = "each query has values of its own"
+            return result
         for index, product in enumerate(products):
             projected = self._projected(product) or self._supported(product)
             if projected is None:
@@ -163,9 +169,7 @@ class _Tracer:
         key_of = torch.arange(self.softmax.result.shape[dim]).repeat_interleave(_inner(self.softmax.result, dim))
         key_of = key_of.repeat(size // len(key_of))
         try:
-            marked = record(
-                self.model, self.call, results={self.softmax.number: lambda result: marks.to(result.dtype)}
-            )
+            marked = record(self.model, self.call, results={self.softmax.number: lambda result: marks.to(result.dtype)})
         except Exception:
             return None
         products, is_changed = [], False
@@ -175,7 +179,7 @@ class _Tracer:
                 continue
             if plain.operator is not operation.operator or plain.result.shape != operation.result.shape:
                 return None
-            for is_second, factor in enumerate(operation.factors):
+            for is_second, factor in enumerate(operation.factors if operation.result.numel() else ()):
                 decoded = _decoded(factor, size)
                 if decoded is None:
                     continue
@@ -254,7 +258,9 @@ class _Tracer:
         if first is None or not bool(covered.all() | (len(parts) == 1)):
             return None
         width = max(part.shape[1] for part in parts)
-        return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=-1) for part in parts]), others
+        return torch.cat(
+            [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=-1) for part in parts]
+        ), others
 
     def _supported(self, product: _Product) -> tuple[Tensor, list[Operation]] | None:
         """Return for each element of the first product that depends on this one the row from which it comes, if each
@@ -308,7 +314,9 @@ class _Tracer:
             row = int(rows[token, column])
             columns_of.setdefault(row, set()).add(column)
             tokens_of.setdefault(row, set()).add(token)
-        if all(len(columns) == 1 for columns in columns_of.values()) and any(len(each) > 1 for each in tokens_of.values()):
+        if all(len(columns) == 1 for columns in columns_of.values()) and any(
+            len(each) > 1 for each in tokens_of.values()
+        ):
             result.reason, result.is_scored = "the softmax is over features", False
             return
         token_of = {row: min(tokens) for row, tokens in tokens_of.items()}
@@ -320,6 +328,8 @@ class _Tracer:
             result.reason = "rows supply overlapping columns"
             return
         key_tokens = self._key_tokens(product, len(rows))
+        if len(columns_of) < product.rows.numel() and _add_unprojected(heads, product):
+            key_tokens = None  # rows whose output the model discards have no token; they are in the order of the keys
         matrix = _matrix_of(projections[0]) if len(projections) == 1 else None
         if len(projections) > 1:  # tokens of several streams: their order is that of the keys
             key_tokens = None
@@ -330,8 +340,12 @@ class _Tracer:
             for projection in projections if index < len(result.gate) else ():
                 result.gate[index]["inputs"][projection.number] = _zeroed_columns(columns, projection)
             if not projections and index < len(result.gate):
-                factors = torch.ones(product.rows.numel(), dtype=torch.float64).index_fill(0, torch.tensor(members), 0.0)
-                result.gate[index]["results"][product.operation.number] = product.scaled(factors.view(product.rows.shape))
+                factors = torch.ones(product.rows.numel(), dtype=torch.float64).index_fill(
+                    0, torch.tensor(members), 0.0
+                )
+                result.gate[index]["results"][product.operation.number] = product.scaled(
+                    factors.view(product.rows.shape)
+                )
             if is_first and matrix is not None:
                 result.projection = [*(result.projection or []), matrix[list(columns)]]
 
@@ -347,7 +361,7 @@ class _Tracer:
             if not inside:
                 continue
             index = torch.tensor([row % count for row in inside])
-            tokens = torch.tensor([token_of[row] for row in inside])
+            tokens = torch.tensor([token_of.get(row, -2) for row in inside])
             order = product.rows[entry, index].argsort()
             index, tokens = index[order], tokens[order]
             weights = product.weights[entry, index].double()
@@ -369,25 +383,11 @@ class _Tracer:
         the values come from no projection unchanged. If the projection has other than `count` tokens, they are not
         those of the queries, and are numbered from `count`.
         """
-        before = [operation for operation in self.run.operations.values() if operation.number < product.operation.number]
+        before = [
+            operation for operation in self.run.operations.values() if operation.number < product.operation.number
+        ]
         for operation in [operation for operation in reversed(before) if not operation.is_softmax][:12]:
-            shape = operation.result.shape
-            marks = torch.arange(1, operation.result.numel() + 1, dtype=torch.float64).view(shape)
-            try:
-                marked = record(
-                    self.model,
-                    self.call,
-                    results={operation.number: lambda result, marks=marks: marks.to(result.dtype)},
-                    last=product.operation.number,
-                )
-            except Exception:
-                continue
-            if product.operation.number not in marked.operations:
-                continue
-            values = _Product(
-                marked.operations[product.operation.number], product.rows, product.keys, product.is_second
-            ).values
-            decoded = _decoded(values, marks.numel(), unique=False)
+            decoded = self._marks_in_values(product, operation)
             if decoded is None:
                 continue
             token = _token_of_element(operation)[(decoded - 1).clamp(min=0)]
@@ -398,6 +398,28 @@ class _Tracer:
             is_same = _tokens_first(operation).shape[0] == count
             return first if is_same else torch.where(first >= 0, first + count, -1)
         return None
+
+    def _marks_in_values(self, product: _Product, operation: Operation) -> Tensor | None:
+        """Return which element of an operation's result each element of the values is, numbered from 1, or 0 for none;
+        None if the values do not consist of them. What is added to the result, such as a bias, does not matter: the
+        values are compared between two runs, with marks and with twice these marks.
+        """
+        shape = operation.result.shape
+        marks = torch.arange(1, operation.result.numel() + 1, dtype=torch.float64).view(shape)
+        values = []
+        for factor in (1, 2):
+            replaced = {operation.number: lambda result, factor=factor: (factor * marks).to(result.dtype)}
+            try:
+                run = record(self.model, self.call, results=replaced, last=product.operation.number)
+            except Exception:
+                return None
+            if product.operation.number not in run.operations:
+                return None
+            multiplied = run.operations[product.operation.number]
+            values.append(_Product(multiplied, product.rows, product.keys, product.is_second).values)
+        if values[0].shape != values[1].shape:
+            return None
+        return _decoded(values[1] - values[0], marks.numel(), unique=False)
 
 
 def _batched(matrix: Tensor) -> Tensor:
@@ -422,7 +444,8 @@ def _decoded(factor: Tensor, size: int, *, unique: bool = True) -> Tensor | None
     """
     numbers = factor.double()
     nearest = numbers.nan_to_num(0.0).round()
-    is_mark = ((numbers - nearest).abs() <= 1e-7 * nearest.abs()) & (nearest >= 1) & (nearest <= size)
+    tolerance = 1e-6 if factor.dtype == torch.float64 else 1e-2
+    is_mark = ((numbers - nearest).abs() <= tolerance) & (nearest >= 1) & (nearest <= size)
     if bool((~is_mark & (numbers != 0)).any()) and unique:
         return None
     marks = torch.where(is_mark, nearest, 0).long()
@@ -437,7 +460,11 @@ def _decoded(factor: Tensor, size: int, *, unique: bool = True) -> Tensor | None
 def _tokens_first(operation: Operation) -> Tensor:
     """Return the first factor of a product as `(tokens, columns)`."""
     factor = operation.factors[0]
-    return factor.movedim(1, -1).flatten(0, -2) if operation.operator is aten.convolution.default else factor.flatten(0, -2)
+    return (
+        factor.movedim(1, -1).flatten(0, -2)
+        if operation.operator is aten.convolution.default
+        else factor.flatten(0, -2)
+    )
 
 
 def _token_of_element(operation: Operation) -> Tensor:
@@ -445,6 +472,25 @@ def _token_of_element(operation: Operation) -> Tensor:
     shape = operation.result.shape
     axis = 1 if operation.operator is aten.convolution.default else len(shape) - 1
     return _row_indices(shape, axis)
+
+
+def _add_unprojected(heads: list[tuple[tuple[int, ...], list[int]]], product: _Product) -> bool:
+    """Add the rows of a product that are in no head to the head of the other rows with the same keys. Return True if
+    there were any.
+    """
+    count = product.rows.shape[1]
+    known = {row for _, members in heads for row in members}
+    of_entry: dict[int, set[int]] = {}
+    for index, (_, members) in enumerate(heads):
+        for row in members:
+            of_entry.setdefault(row // count, set()).add(index)
+    added = False
+    for row in set(range(product.rows.numel())) - known:
+        owners = of_entry.get(row // count, set())
+        if len(owners) == 1:
+            heads[next(iter(owners))][1].append(row)
+            added = True
+    return added
 
 
 def _rows_by_ratio(before: Tensor, after: Tensor, count: int) -> Tensor | None:

@@ -29,6 +29,10 @@ def load_zoo() -> list[str]:
     return list(MODELS)
 
 
+class _TooLong(BaseException):
+    """A model takes too long. It is not an Exception, so that nothing on the way handles it."""
+
+
 def judge_model(name: str) -> dict[str, Any]:
     """Build a model, judge each of its calls, and return the verdicts as a dict for the results file."""
     make_importable()
@@ -47,9 +51,10 @@ def judge_model(name: str) -> dict[str, Any]:
             random.seed(0)
             verdict = judge(built, case, budget=1e-6 if dtype == torch.float64 else 2e-5)
             result["cases"].append({"case": case.name, "dtype": str(dtype), **vars(verdict)})
-    except Exception as error:
+    except (Exception, _TooLong) as error:
         result["failure"] = f"{type(error).__name__}: {str(error)[:300]}"
-    signal.alarm(0)
+    finally:
+        signal.alarm(0)
     return {**result, "seconds": round(time.perf_counter() - start, 1)}
 
 
@@ -74,4 +79,4 @@ def _built(name: str) -> tuple[Built, torch.dtype]:
 
 def _too_long(*_: Any) -> None:
     """Handle the alarm: fail the model."""
-    raise TimeoutError(f"longer than {SECONDS} seconds")
+    raise _TooLong(f"longer than {SECONDS} seconds")

@@ -39,7 +39,11 @@ def set_transformer() -> Built:
     """Attention to the nodes of each graph, then of learned seeds."""
     from torch_geometric.nn.aggr import SetTransformerAggregation
 
-    return simple(SetTransformerAggregation(18, num_seed_points=2, heads=3), torch.randn(7, 18), torch.tensor([0, 0, 0, 0, 1, 1, 1]))
+    return simple(
+        SetTransformerAggregation(18, num_seed_points=2, heads=3),
+        torch.randn(7, 18),
+        torch.tensor([0, 0, 0, 0, 1, 1, 1]),
+    )
 
 
 @plain_model("torch-geometric", "graph", name="SGFormer attention")
@@ -55,7 +59,11 @@ def graph_transformer() -> Built:
     """Attention between nodes with features of edges in keys and values."""
     from graph_transformer_pytorch import GraphTransformer
 
-    return simple(GraphTransformer(dim=18, depth=2, edge_dim=7, heads=3, dim_head=6), torch.randn(2, 5, 18), torch.randn(2, 5, 5, 7))
+    return simple(
+        GraphTransformer(dim=18, depth=2, edge_dim=7, heads=3, dim_head=6),
+        torch.randn(2, 5, 18),
+        torch.randn(2, 5, 5, 7),
+    )
 
 
 @plain_model("se3-transformer-pytorch", "graph")
@@ -72,7 +80,11 @@ def point_transformer() -> Built:
     """One weight for each feature."""
     from point_transformer_pytorch import PointTransformerLayer
 
-    return simple(PointTransformerLayer(dim=18, pos_mlp_hidden_dim=7, attn_mlp_hidden_mult=2), torch.randn(2, 5, 18), torch.randn(2, 5, 3))
+    return simple(
+        PointTransformerLayer(dim=18, pos_mlp_hidden_dim=7, attn_mlp_hidden_mult=2),
+        torch.randn(2, 5, 18),
+        torch.randn(2, 5, 3),
+    )
 
 
 @plain_model("molecule-attention-transformer", "graph")
@@ -80,9 +92,15 @@ def molecule() -> Built:
     """Softmax mixed with distances and adjacency."""
     from molecule_attention_transformer import MAT
 
-    model = MAT(dim_in=14, model_dim=18, depth=1, heads=3)
+    model = MAT(dim_in=14, dim_out=5, model_dim=18, depth=1, heads=3)
     adjacency = torch.empty(2, 5, 5).random_(2).bool()
-    return simple(model, torch.randn(2, 5, 14), adjacency_mat=adjacency, distance_mat=torch.randn(2, 5, 5), mask=torch.ones(2, 5, dtype=torch.bool))
+    return simple(
+        model,
+        torch.randn(2, 5, 14),
+        adjacency_mat=adjacency,
+        distance_mat=torch.randn(2, 5, 5),
+        mask=torch.ones(2, 5, dtype=torch.bool),
+    )
 
 
 @plain_model("invariant-point-attention", "graph")
@@ -90,9 +108,18 @@ def invariant_points() -> Built:
     """Weights that average values and points."""
     from invariant_point_attention import InvariantPointAttention
 
-    model = InvariantPointAttention(dim=18, heads=3, scalar_key_dim=6, scalar_value_dim=6, point_key_dim=4, point_value_dim=4, pairwise_repr_dim=7)
+    model = InvariantPointAttention(
+        dim=18, heads=3, scalar_key_dim=6, scalar_value_dim=6, point_key_dim=4, point_value_dim=4, pairwise_repr_dim=7
+    )
     rotations = torch.eye(3).expand(2, 5, 3, 3).clone()
-    return simple(model, torch.randn(2, 5, 18), torch.randn(2, 5, 5, 7), rotations=rotations, translations=torch.randn(2, 5, 3), mask=torch.ones(2, 5, dtype=torch.bool))
+    return simple(
+        model,
+        torch.randn(2, 5, 18),
+        torch.randn(2, 5, 5, 7),
+        rotations=rotations,
+        translations=torch.randn(2, 5, 3),
+        mask=torch.ones(2, 5, dtype=torch.bool),
+    )
 
 
 @plain_model("diffusers", "diffusion", name="UNet2DConditionModel")
@@ -100,8 +127,23 @@ def unet() -> Built:
     """Self- and cross-attention at several resolutions."""
     from diffusers import UNet2DConditionModel
 
-    model = UNet2DConditionModel(sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=13, attention_head_dim=2)
-    return Built(model, simple(model, torch.randn(2, 4, 8, 8), torch.tensor([3, 5]), torch.randn(2, 7, 13)).cases, cross=("attn2",))
+    model = UNet2DConditionModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=13,
+        attention_head_dim=2,
+    )
+    return Built(
+        model,
+        simple(model, torch.randn(2, 4, 8, 8), torch.tensor([3, 5]), torch.randn(2, 7, 13)).cases,
+        cross=("attn2",),
+    )
 
 
 @plain_model("diffusers", "diffusion", name="DiTTransformer2DModel")
@@ -109,7 +151,16 @@ def dit() -> Built:
     """Transformer with adaptive norms."""
     from diffusers import DiTTransformer2DModel
 
-    model = DiTTransformer2DModel(num_attention_heads=3, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, norm_num_groups=4, sample_size=8, num_embeds_ada_norm=10)
+    model = DiTTransformer2DModel(
+        num_attention_heads=3,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        norm_num_groups=4,
+        sample_size=8,
+        num_embeds_ada_norm=10,
+    )
     return simple(model, torch.randn(2, 4, 8, 8), timestep=torch.tensor([3, 5]), class_labels=torch.tensor([1, 2]))
 
 
@@ -118,10 +169,28 @@ def pixart() -> Built:
     """Transformer with cross-attention to a padded text."""
     from diffusers import PixArtTransformer2DModel
 
-    model = PixArtTransformer2DModel(num_attention_heads=3, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, cross_attention_dim=24, caption_channels=13, sample_size=8, norm_num_groups=4, use_additional_conditions=False)
+    model = PixArtTransformer2DModel(
+        num_attention_heads=3,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        cross_attention_dim=24,
+        caption_channels=13,
+        sample_size=8,
+        norm_num_groups=4,
+        use_additional_conditions=False,
+    )
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     options: dict[str, Any] = {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
-    case = simple(model, torch.randn(2, 4, 8, 8), encoder_hidden_states=torch.randn(2, 5, 13), timestep=torch.tensor([3, 5]), encoder_attention_mask=mask, **options)
+    case = simple(
+        model,
+        torch.randn(2, 4, 8, 8),
+        encoder_hidden_states=torch.randn(2, 5, 13),
+        timestep=torch.tensor([3, 5]),
+        encoder_attention_mask=mask,
+        **options,
+    )
     return Built(model, case.cases, cross=("attn2",))
 
 
@@ -130,7 +199,19 @@ def sd3() -> Built:
     """Joint attention of text and picture."""
     from diffusers import SD3Transformer2DModel
 
-    model = SD3Transformer2DModel(sample_size=8, patch_size=2, in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=3, joint_attention_dim=13, caption_projection_dim=24, pooled_projection_dim=11, out_channels=4, pos_embed_max_size=8)
+    model = SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=3,
+        joint_attention_dim=13,
+        caption_projection_dim=24,
+        pooled_projection_dim=11,
+        out_channels=4,
+        pos_embed_max_size=8,
+    )
     return simple(model, torch.randn(2, 4, 8, 8), torch.randn(2, 5, 13), torch.randn(2, 11), torch.tensor([3, 5]))
 
 
@@ -139,8 +220,26 @@ def flux() -> Built:
     """Joint attention of two streams, then of one."""
     from diffusers import FluxTransformer2DModel
 
-    model = FluxTransformer2DModel(patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=3, joint_attention_dim=13, pooled_projection_dim=11, axes_dims_rope=(2, 2, 4))
-    return simple(model, torch.randn(2, 9, 4), torch.randn(2, 5, 13), torch.randn(2, 11), torch.tensor([0.3, 0.5]), torch.zeros(9, 3), torch.zeros(5, 3))
+    model = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=3,
+        joint_attention_dim=13,
+        pooled_projection_dim=11,
+        axes_dims_rope=(2, 2, 4),
+    )
+    return simple(
+        model,
+        torch.randn(2, 9, 4),
+        torch.randn(2, 5, 13),
+        torch.randn(2, 11),
+        torch.tensor([0.3, 0.5]),
+        torch.zeros(9, 3),
+        torch.zeros(5, 3),
+    )
 
 
 @plain_model("diffusers", "diffusion", name="AutoencoderKL")
@@ -148,7 +247,9 @@ def autoencoder() -> Built:
     """One head over the positions of a picture."""
     from diffusers import AutoencoderKL
 
-    return simple(AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, layers_per_block=1), torch.randn(2, 3, 8, 8))
+    return simple(
+        AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, layers_per_block=1), torch.randn(2, 3, 8, 8)
+    )
 
 
 @plain_model("diffusers", "diffusion", name="UNet2DModel, own softmax")
@@ -157,7 +258,17 @@ def unet_plain() -> Built:
     from diffusers import UNet2DModel
     from diffusers.models.attention_processor import Attention, AttnProcessor
 
-    model = UNet2DModel(sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4, down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=4)
+    model = UNet2DModel(
+        sample_size=8,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=4,
+    )
     for module in model.modules():
         if isinstance(module, Attention):
             module.set_processor(AttnProcessor())
@@ -169,8 +280,25 @@ def wan() -> Built:
     """Video."""
     from diffusers import WanTransformer3DModel
 
-    model = WanTransformer3DModel(patch_size=(1, 2, 2), num_attention_heads=3, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=13, freq_dim=16, ffn_dim=17, num_layers=1, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32)
-    return Built(model, simple(model, torch.randn(1, 4, 2, 4, 4), torch.tensor([3]), torch.randn(1, 5, 13)).cases, cross=("attn2",))
+    model = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=3,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=13,
+        freq_dim=16,
+        ffn_dim=17,
+        num_layers=1,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
+    return Built(
+        model,
+        simple(model, torch.randn(1, 4, 2, 4, 4), torch.tensor([3]), torch.randn(1, 5, 13)).cases,
+        cross=("attn2",),
+    )
 
 
 @plain_model("diffusers", "diffusion", name="PriorTransformer")
@@ -178,7 +306,14 @@ def prior() -> Built:
     """Causal transformer over embeddings."""
     from diffusers import PriorTransformer
 
-    model = PriorTransformer(num_attention_heads=3, attention_head_dim=6, num_layers=2, embedding_dim=8, num_embeddings=5, additional_embeddings=4)
+    model = PriorTransformer(
+        num_attention_heads=3,
+        attention_head_dim=6,
+        num_layers=2,
+        embedding_dim=8,
+        num_embeddings=5,
+        additional_embeddings=4,
+    )
     return simple(model, torch.randn(2, 8), 3, torch.randn(2, 8), torch.randn(2, 5, 8))
 
 
@@ -187,8 +322,26 @@ def stable_audio() -> Built:
     """Grouped queries in cross-attention."""
     from diffusers import StableAudioDiTModel
 
-    model = StableAudioDiTModel(sample_size=8, in_channels=4, num_layers=1, attention_head_dim=4, num_attention_heads=4, num_key_value_attention_heads=2, out_channels=4, cross_attention_dim=8, time_proj_dim=8, global_states_input_dim=16, cross_attention_input_dim=8)
-    return Built(model, simple(model, torch.randn(2, 4, 8), torch.tensor([3.0, 5.0]), torch.randn(2, 5, 8), torch.randn(2, 1, 16)).cases, cross=("attn2",))
+    model = StableAudioDiTModel(
+        sample_size=8,
+        in_channels=4,
+        num_layers=1,
+        attention_head_dim=4,
+        num_attention_heads=4,
+        num_key_value_attention_heads=2,
+        out_channels=4,
+        cross_attention_dim=8,
+        time_proj_dim=8,
+        global_states_input_dim=16,
+        cross_attention_input_dim=8,
+    )
+    return Built(
+        model,
+        simple(
+            model, torch.randn(2, 4, 8), torch.tensor([3.0, 5.0]), torch.randn(2, 5, 8), torch.randn(2, 1, 16)
+        ).cases,
+        cross=("attn2",),
+    )
 
 
 @plain_model("monai", "diffusion", name="DiffusionModelUNet")
@@ -196,5 +349,20 @@ def monai_unet() -> Built:
     """Attention to a context."""
     from monai.networks.nets import DiffusionModelUNet
 
-    model = DiffusionModelUNet(spatial_dims=2, in_channels=1, out_channels=1, num_res_blocks=(1,), channels=(8,), attention_levels=(True,), norm_num_groups=4, num_head_channels=4, with_conditioning=True, cross_attention_dim=7)
-    return Built(model, simple(model, torch.randn(2, 1, 8, 8), torch.tensor([3, 5]), context=torch.randn(2, 5, 7)).cases, cross=("attn2",))
+    model = DiffusionModelUNet(
+        spatial_dims=2,
+        in_channels=1,
+        out_channels=1,
+        num_res_blocks=(1,),
+        channels=(8,),
+        attention_levels=(True,),
+        norm_num_groups=4,
+        num_head_channels=4,
+        with_conditioning=True,
+        cross_attention_dim=7,
+    )
+    return Built(
+        model,
+        simple(model, torch.randn(2, 1, 8, 8), torch.tensor([3, 5]), context=torch.randn(2, 5, 7)).cases,
+        cross=("attn2",),
+    )

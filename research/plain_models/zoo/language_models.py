@@ -69,8 +69,11 @@ def x_encoder_decoder() -> Built:
     """Encoder and decoder with cross-attention."""
     from x_transformers import XTransformer
 
-    options = {f"{side}_{name}": value for side in ("enc", "dec") for name, value in
-               {"num_tokens": TOKENS, "depth": 1, "heads": 3, "max_seq_len": 32, "attn_dim_head": 6}.items()}
+    options = {
+        f"{side}_{name}": value
+        for side in ("enc", "dec")
+        for name, value in {"num_tokens": TOKENS, "depth": 1, "heads": 3, "max_seq_len": 32, "attn_dim_head": 6}.items()
+    }
     model = XTransformer(dim=18, **options)
     source, mask, alone = padded_tokens()
     target = tokens(5)
@@ -91,7 +94,9 @@ def x_vit() -> Built:
     from x_transformers import Encoder, ViTransformerWrapper
 
     layers = Encoder(dim=18, depth=2, heads=3, attn_dim_head=6)
-    return simple(ViTransformerWrapper(image_size=12, patch_size=4, num_classes=5, attn_layers=layers), torch.randn(2, 3, 12, 12))
+    return simple(
+        ViTransformerWrapper(image_size=12, patch_size=4, num_classes=5, attn_layers=layers), torch.randn(2, 3, 12, 12)
+    )
 
 
 @plain_model("x-transformers", "series", name="continuous")
@@ -109,7 +114,9 @@ def local_transformer() -> Built:
     """Attention within windows that look back."""
     from local_attention import LocalTransformer
 
-    model = LocalTransformer(num_tokens=TOKENS, dim=18, depth=2, max_seq_len=32, local_attn_window_size=4, heads=3, dim_head=6, causal=True)
+    model = LocalTransformer(
+        num_tokens=TOKENS, dim=18, depth=2, max_seq_len=32, local_attn_window_size=4, heads=3, dim_head=6, causal=True
+    )
     return simple(model, tokens(12))
 
 
@@ -134,7 +141,9 @@ def reformer() -> Built:
     """Attention within buckets of hashed keys."""
     from reformer_pytorch import ReformerLM
 
-    model = ReformerLM(num_tokens=TOKENS, dim=18, depth=1, max_seq_len=16, heads=3, bucket_size=4, n_hashes=2, causal=True)
+    model = ReformerLM(
+        num_tokens=TOKENS, dim=18, depth=1, max_seq_len=16, heads=3, bucket_size=4, n_hashes=2, causal=True
+    )
     return simple(model, tokens(16))
 
 
@@ -143,7 +152,9 @@ def routing() -> Built:
     """Attention within clusters."""
     from routing_transformer import RoutingTransformerLM
 
-    model = RoutingTransformerLM(num_tokens=TOKENS, dim=18, heads=3, depth=1, max_seq_len=16, window_size=8, n_local_attn_heads=1, causal=True)
+    model = RoutingTransformerLM(
+        num_tokens=TOKENS, dim=18, heads=3, depth=1, max_seq_len=16, window_size=8, n_local_attn_heads=1, causal=True
+    )
     return simple(model, tokens(16))
 
 
@@ -152,7 +163,9 @@ def recurrent_memory() -> Built:
     """Memories read and written before and after the text."""
     from recurrent_memory_transformer_pytorch import RecurrentMemoryTransformer
 
-    model = RecurrentMemoryTransformer(num_tokens=TOKENS, dim=18, depth=2, num_memory_tokens=3, seq_len=11, heads=3, dim_head=6, causal=True)
+    model = RecurrentMemoryTransformer(
+        num_tokens=TOKENS, dim=18, depth=2, num_memory_tokens=3, seq_len=11, heads=3, dim_head=6, causal=True
+    )
     return simple(model, tokens())
 
 
@@ -161,7 +174,18 @@ def block_recurrent() -> Built:
     """Attention to blocks and recurrent states."""
     from block_recurrent_transformer_pytorch import BlockRecurrentTransformer
 
-    model = BlockRecurrentTransformer(num_tokens=TOKENS, dim=18, depth=2, dim_head=6, heads=3, max_seq_len=16, block_width=4, num_state_vectors=4, recurrent_layers=(2,), use_flash_attn=False)
+    model = BlockRecurrentTransformer(
+        num_tokens=TOKENS,
+        dim=18,
+        depth=2,
+        dim_head=6,
+        heads=3,
+        max_seq_len=16,
+        block_width=4,
+        num_state_vectors=4,
+        recurrent_layers=(2,),
+        use_flash_attn=False,
+    )
     return simple(model, tokens(16))
 
 
@@ -170,7 +194,9 @@ def hourglass() -> Built:
     """Shortened sequences."""
     from hourglass_transformer_pytorch import HourglassTransformerLM
 
-    model = HourglassTransformerLM(num_tokens=TOKENS, dim=18, max_seq_len=12, shorten_factor=2, depth=(1, 1, 1), heads=3, dim_head=6)
+    model = HourglassTransformerLM(
+        num_tokens=TOKENS, dim=18, max_seq_len=12, shorten_factor=2, depth=(1, 1, 1), heads=3, dim_head=6
+    )
     return simple(model, tokens(12))
 
 
@@ -188,7 +214,18 @@ def compressive() -> Built:
     """Memory and compressed memory before the text."""
     from compressive_transformer_pytorch import CompressiveTransformer
 
-    model = CompressiveTransformer(num_tokens=TOKENS, emb_dim=18, dim=18, heads=3, depth=2, seq_len=8, mem_len=8, cmem_len=2, cmem_ratio=4, memory_layers=[2])
+    model = CompressiveTransformer(
+        num_tokens=TOKENS,
+        emb_dim=18,
+        dim=18,
+        heads=3,
+        depth=2,
+        seq_len=8,
+        mem_len=8,
+        cmem_len=2,
+        cmem_ratio=4,
+        memory_layers=[2],
+    )
     return simple(model, tokens(8))
 
 
@@ -197,7 +234,9 @@ def h_transformer() -> Built:
     """Hierarchical attention."""
     from h_transformer_1d import HTransformer1D
 
-    model = HTransformer1D(num_tokens=TOKENS, dim=18, depth=1, causal=False, max_seq_len=16, heads=3, dim_head=6, block_size=4)
+    model = HTransformer1D(
+        num_tokens=TOKENS, dim=18, depth=1, causal=False, max_seq_len=16, heads=3, dim_head=6, block_size=4
+    )
     return simple(model, tokens(16))
 
 
@@ -222,7 +261,16 @@ def colt5() -> Built:
     """Local attention next to attention of routed tokens."""
     from colt5_attention import ConditionalRoutedAttention
 
-    model = ConditionalRoutedAttention(dim=18, light_dim_head=6, light_heads=3, light_window_size=4, heavy_dim_head=6, heavy_heads=3, num_heavy_tokens_q=4, num_heavy_tokens_kv=5)
+    model = ConditionalRoutedAttention(
+        dim=18,
+        light_dim_head=6,
+        light_heads=3,
+        light_window_size=4,
+        heavy_dim_head=6,
+        heavy_heads=3,
+        num_heavy_tokens_q=4,
+        num_heavy_tokens_kv=5,
+    )
     return simple(model, torch.randn(2, 12, 18))
 
 
@@ -239,7 +287,9 @@ def nystrom() -> Built:
     """Three softmaxes and an inverse in place of the weights."""
     from nystrom_attention import Nystromformer
 
-    return simple(Nystromformer(dim=18, dim_head=6, heads=3, depth=1, num_landmarks=4, pinv_iterations=2), torch.randn(2, 12, 18))
+    return simple(
+        Nystromformer(dim=18, dim_head=6, heads=3, depth=1, num_landmarks=4, pinv_iterations=2), torch.randn(2, 12, 18)
+    )
 
 
 @plain_model("native-sparse-attention-pytorch", "language")
@@ -247,7 +297,16 @@ def native_sparse() -> Built:
     """Compressed, selected and local keys."""
     from native_sparse_attention_pytorch import SparseAttention
 
-    model = SparseAttention(dim=18, dim_head=6, heads=3, sliding_window_size=2, compress_block_size=4, compress_block_sliding_stride=2, selection_block_size=4, num_selected_blocks=2)
+    model = SparseAttention(
+        dim=18,
+        dim_head=6,
+        heads=3,
+        sliding_window_size=2,
+        compress_block_size=4,
+        compress_block_sliding_stride=2,
+        selection_block_size=4,
+        num_selected_blocks=2,
+    )
     return simple(model, torch.randn(2, 12, 18))
 
 
@@ -282,7 +341,15 @@ def torchscale_encoder() -> Built:
     from torchscale.architecture.config import EncoderConfig
     from torchscale.architecture.encoder import Encoder
 
-    config = EncoderConfig(encoder_embed_dim=18, encoder_attention_heads=3, encoder_ffn_embed_dim=17, encoder_layers=2, vocab_size=TOKENS, subln=False, deepnorm=False)
+    config = EncoderConfig(
+        encoder_embed_dim=18,
+        encoder_attention_heads=3,
+        encoder_ffn_embed_dim=17,
+        encoder_layers=2,
+        vocab_size=TOKENS,
+        subln=False,
+        deepnorm=False,
+    )
     x, mask, _ = padded_tokens()
     embeddings = torch.randn(2, 11, 18)
     alone = tuple(
@@ -294,7 +361,11 @@ def torchscale_encoder() -> Built:
         Encoder(config),
         (
             called(src_tokens=None, token_embeddings=embeddings),
-            Case("right padding", lambda model: model(None, token_embeddings=embeddings, encoder_padding_mask=~mask), alone),
+            Case(
+                "right padding",
+                lambda model: model(None, token_embeddings=embeddings, encoder_padding_mask=~mask),
+                alone,
+            ),
         ),
     )
 
@@ -305,7 +376,9 @@ def torchscale_subln() -> Built:
     from torchscale.architecture.config import EncoderConfig
     from torchscale.architecture.encoder import Encoder
 
-    config = EncoderConfig(encoder_embed_dim=18, encoder_attention_heads=3, encoder_ffn_embed_dim=17, encoder_layers=2, vocab_size=TOKENS)
+    config = EncoderConfig(
+        encoder_embed_dim=18, encoder_attention_heads=3, encoder_ffn_embed_dim=17, encoder_layers=2, vocab_size=TOKENS
+    )
     return simple(Encoder(config), src_tokens=None, token_embeddings=torch.randn(2, 11, 18))
 
 
@@ -315,7 +388,17 @@ def litgpt() -> Built:
     from litgpt.config import Config
     from litgpt.model import GPT
 
-    config = Config(block_size=32, n_layer=2, n_head=4, n_query_groups=2, n_embd=16, vocab_size=TOKENS, padded_vocab_size=TOKENS, intermediate_size=17, rotary_percentage=1.0)
+    config = Config(
+        block_size=32,
+        n_layer=2,
+        n_head=4,
+        n_query_groups=2,
+        n_embd=16,
+        vocab_size=TOKENS,
+        padded_vocab_size=TOKENS,
+        intermediate_size=17,
+        rotary_percentage=1.0,
+    )
     ids = tokens(7)
 
     def cached(model: torch.nn.Module) -> torch.Tensor:
@@ -349,8 +432,25 @@ def msa() -> Built:
     from esm.data import Alphabet
     from esm.model.msa_transformer import MSATransformer
 
-    options = Namespace(layers=1, num_layers=1, embed_dim=18, logit_bias=True, ffn_embed_dim=17, attention_heads=3, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, max_tokens_per_msa=2**14, max_tokens=64, max_positions=64, embed_positions_msa=False, token_dropout=False)
-    return simple(MSATransformer(options, Alphabet.from_architecture("msa_transformer")), torch.randint(4, 24, (2, 3, 7)))
+    options = Namespace(
+        layers=1,
+        num_layers=1,
+        embed_dim=18,
+        logit_bias=True,
+        ffn_embed_dim=17,
+        attention_heads=3,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        max_tokens_per_msa=2**14,
+        max_tokens=64,
+        max_positions=64,
+        embed_positions_msa=False,
+        token_dropout=False,
+    )
+    return simple(
+        MSATransformer(options, Alphabet.from_architecture("msa_transformer")), torch.randint(4, 24, (2, 3, 7))
+    )
 
 
 @plain_model("curated-transformers", "language", name="BERT")
@@ -359,7 +459,17 @@ def curated_bert() -> Built:
     from curated_transformers.layers import AttentionMask
     from curated_transformers.models.bert import BERTConfig, BERTEncoder
 
-    model = BERTEncoder(BERTConfig(embedding_width=18, hidden_width=18, intermediate_width=17, n_attention_heads=3, n_hidden_layers=2, n_pieces=TOKENS, model_max_length=32))
+    model = BERTEncoder(
+        BERTConfig(
+            embedding_width=18,
+            hidden_width=18,
+            intermediate_width=17,
+            n_attention_heads=3,
+            n_hidden_layers=2,
+            n_pieces=TOKENS,
+            model_max_length=32,
+        )
+    )
     ids, mask, _ = padded_tokens()
 
     def alone(i: int, length: int) -> Case:
@@ -374,19 +484,12 @@ def curated_bert() -> Built:
     )
 
 
-@plain_model("curated-transformers", "language", name="Llama")
-def curated_llama() -> Built:
-    """Decoder."""
-    from curated_transformers.layers import AttentionMask
-    from curated_transformers.models.llama import LlamaConfig, LlamaDecoder
-
-    model = LlamaDecoder(LlamaConfig(embedding_width=18, hidden_width=18, intermediate_width=17, n_query_heads=3, n_key_value_heads=3, n_hidden_layers=2, n_pieces=TOKENS))
-    return simple(model, tokens(), AttentionMask(torch.ones(2, 11, dtype=torch.bool)))
-
-
 @plain_model("speechbrain", "language", name="TransformerLM")
 def speechbrain_lm() -> Built:
     """Language model on torch's encoder."""
     from speechbrain.lobes.models.transformer.TransformerLM import TransformerLM
 
-    return simple(TransformerLM(TOKENS, d_model=18, nhead=3, num_encoder_layers=2, num_decoder_layers=0, d_ffn=17, causal=True), tokens())
+    return simple(
+        TransformerLM(TOKENS, d_model=18, nhead=3, num_encoder_layers=2, num_decoder_layers=0, d_ffn=17, causal=True),
+        tokens(),
+    )

@@ -23,7 +23,9 @@ def whisper() -> Built:
             for hook in hooks:
                 hook.remove()
 
-    return Built(model, (called(mel, ids), Case("cache", cached, (lambda model: model(mel, ids),))), cross=("cross_attn",))
+    return Built(
+        model, (called(mel, ids), Case("cache", cached, (lambda model: model(mel, ids),))), cross=("cross_attn",)
+    )
 
 
 @plain_model("openai-whisper", "audio", name="without the fused function")
@@ -55,7 +57,10 @@ def conformer_padded() -> Built:
     from conformer.conformer import Attention
 
     x, mask = torch.randn(2, 11, 18), torch.arange(11) < torch.tensor([[11], [7]])
-    return Built(Attention(18, heads=3, dim_head=6), (called(x), called(x, case="right padding", mask=mask, alone=[(x[:1],), (x[1:, :7],)])))
+    return Built(
+        Attention(18, heads=3, dim_head=6),
+        (called(x), called(x, case="right padding", mask=mask, alone=[(x[:1],), (x[1:, :7],)])),
+    )
 
 
 @plain_model("BS-RoFormer", "audio", name="BS-RoFormer")
@@ -63,7 +68,19 @@ def bs_roformer() -> Built:
     """Attention over time and over bands of frequencies."""
     from bs_roformer import BSRoformer
 
-    model = BSRoformer(dim=18, depth=1, time_transformer_depth=1, freq_transformer_depth=1, heads=3, dim_head=6, stft_n_fft=32, stft_win_length=32, stft_hop_length=8, freqs_per_bands=(2, 4, 5, 6), flash_attn=False)
+    model = BSRoformer(
+        dim=18,
+        depth=1,
+        time_transformer_depth=1,
+        freq_transformer_depth=1,
+        heads=3,
+        dim_head=6,
+        stft_n_fft=32,
+        stft_win_length=32,
+        stft_hop_length=8,
+        freqs_per_bands=(2, 4, 5, 6),
+        flash_attn=False,
+    )
     return simple(model, torch.randn(2, 64))
 
 
@@ -95,7 +112,12 @@ def branchformer() -> Built:
     """Attention next to a gated convolution."""
     from speechbrain.lobes.models.transformer.Branchformer import BranchformerEncoder
 
-    return simple(BranchformerEncoder(num_layers=2, d_model=18, nhead=3, kernel_size=3, attention_type="regularMHA", csgu_linear_units=18), torch.randn(2, 11, 18))
+    return simple(
+        BranchformerEncoder(
+            num_layers=2, d_model=18, nhead=3, kernel_size=3, attention_type="regularMHA", csgu_linear_units=18
+        ),
+        torch.randn(2, 11, 18),
+    )
 
 
 @plain_model("iTransformer", "series")
@@ -103,7 +125,17 @@ def itransformer() -> Built:
     """Attention between series."""
     from iTransformer import iTransformer
 
-    model = iTransformer(num_variates=5, lookback_len=16, depth=2, dim=18, dim_head=6, heads=3, pred_length=4, num_tokens_per_variate=1, flash_attn=False)
+    model = iTransformer(
+        num_variates=5,
+        lookback_len=16,
+        depth=2,
+        dim=18,
+        dim_head=6,
+        heads=3,
+        pred_length=4,
+        num_tokens_per_variate=1,
+        flash_attn=False,
+    )
     return simple(model, torch.randn(2, 16, 5))
 
 
@@ -112,7 +144,9 @@ def itransformer_2d() -> Built:
     """Attention along time and between series."""
     from iTransformer import iTransformer2D
 
-    model = iTransformer2D(num_variates=5, num_time_tokens=4, lookback_len=16, depth=1, dim=18, dim_head=6, heads=3, pred_length=4)
+    model = iTransformer2D(
+        num_variates=5, num_time_tokens=4, lookback_len=16, depth=1, dim=18, dim_head=6, heads=3, pred_length=4
+    )
     return simple(model, torch.randn(2, 16, 5))
 
 
@@ -121,7 +155,18 @@ def ft_transformer() -> Built:
     """Attention between the columns of a table."""
     from rtdl_revisiting_models import FTTransformer
 
-    model = FTTransformer(n_cont_features=5, cat_cardinalities=[3], d_out=2, n_blocks=2, d_block=18, attention_n_heads=3, attention_dropout=0.0, ffn_d_hidden_multiplier=1.5, ffn_dropout=0.0, residual_dropout=0.0)
+    model = FTTransformer(
+        n_cont_features=5,
+        cat_cardinalities=[3],
+        d_out=2,
+        n_blocks=2,
+        d_block=18,
+        attention_n_heads=3,
+        attention_dropout=0.0,
+        ffn_d_hidden_multiplier=1.5,
+        ffn_dropout=0.0,
+        residual_dropout=0.0,
+    )
     return simple(model, torch.randn(2, 5), torch.tensor([[0], [2]]))
 
 
@@ -161,7 +206,9 @@ def chronos2() -> Built:
 
     config = Chronos2CoreConfig(d_model=18, d_kv=6, num_heads=3, d_ff=17, num_layers=1, attn_implementation="eager")
     model = TimeSelfAttention(config)
-    return simple(model, torch.randn(2, 11, 18), attention_mask=torch.zeros(2, 1, 1, 11), position_ids=torch.arange(11)[None])
+    return simple(
+        model, torch.randn(2, 11, 18), attention_mask=torch.zeros(2, 1, 1, 11), position_ids=torch.arange(11)[None]
+    )
 
 
 @plain_model("tabicl", "tables", name="column embedding")
@@ -169,7 +216,9 @@ def tabicl() -> Built:
     """Induced points."""
     from tabicl._model.encoders import SetTransformer
 
-    return simple(SetTransformer(num_blocks=1, d_model=18, nhead=3, dim_feedforward=17, num_inds=5), torch.randn(2, 11, 18))
+    return simple(
+        SetTransformer(num_blocks=1, d_model=18, nhead=3, dim_feedforward=17, num_inds=5), torch.randn(2, 11, 18)
+    )
 
 
 @plain_model("isab-pytorch", "tables")

@@ -71,10 +71,34 @@ _of_image(
     cross_attn_dim_head=5,
     depth=1,
 )
-_of_image("nest", "NesT", image_size=16, patch_size=2, dim=12, heads=3, num_hierarchies=2, block_repeats=(1, 1), num_classes=5, size=16)
-_of_image("levit", "LeViT", image_size=32, num_classes=5, stages=2, dim=(16, 24), depth=1, heads=(2, 3), mlp_mult=2, size=32)
+_of_image(
+    "nest",
+    "NesT",
+    image_size=16,
+    patch_size=2,
+    dim=12,
+    heads=3,
+    num_hierarchies=2,
+    block_repeats=(1, 1),
+    num_classes=5,
+    size=16,
+)
+_of_image(
+    "levit", "LeViT", image_size=32, num_classes=5, stages=2, dim=(16, 24), depth=1, heads=(2, 3), mlp_mult=2, size=32
+)
 _of_image("max_vit", "MaxViT", num_classes=5, dim=8, depth=(1,), dim_head=4, window_size=2, size=16)
-_of_image("scalable_vit", "ScalableViT", num_classes=5, dim=8, heads=(2, 2), depth=(1, 1), ssa_dim_key=(4, 4), reduction_factor=(2, 1), window_size=(2, None), size=32)
+_of_image(
+    "scalable_vit",
+    "ScalableViT",
+    num_classes=5,
+    dim=8,
+    heads=(2, 2),
+    depth=(1, 1),
+    ssa_dim_key=(4, 4),
+    reduction_factor=(2, 1),
+    window_size=(2, None),
+    size=32,
+)
 
 
 @plain_model("vit-pytorch", "vision", name="vivit")
@@ -102,4 +126,3 @@ def vit_1d() -> Built:
     from vit_pytorch.vit_1d import ViT
 
     return simple(ViT(seq_len=28, patch_size=4, num_classes=5, depth=2, **SMALL), torch.randn(2, 3, 28))
-

@@ -1,0 +1,410 @@
+"""Attention as people write it by hand: every layout of heads, and what has gone wrong in measurements before."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from research.plain_models.registry import Built, Case, called, plain_model, simple
+
+HEADS, DIM = 3, 5
+WIDTH = HEADS * DIM
+
+
+class Block(nn.Module):
+    """Self-attention with projections, whose middle is a function of q, k and v, all `(batch, length, width)`.
+
+    The class is called neither attention nor by a number of heads.
+    """
+
+    def __init__(self, mix: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.mix = mix
+
+    def forward(self, x: Tensor, **options: Tensor) -> Tensor:
+        """Return the attended input."""
+        return self.o(self.mix(self.q(x), self.k(x), self.v(x), **options))
+
+
+class SelfAttention(Block):
+    """The same, with a name and a number of heads that show what it is."""
+
+    def __init__(self, mix: Callable[..., Tensor]) -> None:
+        super().__init__(mix)
+        self.num_heads = HEADS
+
+
+def split(x: Tensor) -> Tensor:
+    """Return `(batch, heads, length, dim)`."""
+    return x.unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+
+
+def merge(x: Tensor) -> Tensor:
+    """Return `(batch, length, width)`."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def softmax_of(q: Tensor, k: Tensor) -> Tensor:
+    """Return the weights of queries and keys, with any axes before."""
+    return (q @ k.mT / DIM**0.5).softmax(-1)
+
+
+def heads_second(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(b, h, q, k)."""
+    q, k, v = split(q), split(k), split(v)
+    return merge(softmax_of(q, k) @ v)
+
+
+def batch_times_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(b*h, q, k)."""
+    batch = len(q)
+    q, k, v = (split(x).flatten(0, 1) for x in (q, k, v))
+    return merge(torch.bmm(softmax_of(q, k), v).unflatten(0, (batch, HEADS)))
+
+
+def heads_times_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(h*b, q, k)."""
+    q, k, v = (torch.cat(x.split(DIM, -1)) for x in (q, k, v))
+    return torch.cat((softmax_of(q, k) @ v).chunk(HEADS), -1)
+
+
+def windows_after_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(b, h, windows, q, k)."""
+    q, k, v = (split(x).unflatten(2, (-1, 4)) for x in (q, k, v))
+    return merge((softmax_of(q, k) @ v).flatten(2, 3))
+
+
+def batch_times_heads_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(b*h, windows, q, k)."""
+    batch = len(q)
+    q, k, v = (split(x).flatten(0, 1).unflatten(1, (-1, 4)) for x in (q, k, v))
+    return merge((softmax_of(q, k) @ v).flatten(1, 2).unflatten(0, (batch, HEADS)))
+
+
+def batch_times_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(b*windows, h, q, k)."""
+    batch = len(q)
+    q, k, v = (split(x.unflatten(1, (-1, 4)).flatten(0, 1)) for x in (q, k, v))
+    return merge(softmax_of(q, k) @ v).unflatten(0, (batch, -1)).flatten(1, 2)
+
+
+def queries_before_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(b, q, h, k)."""
+    q, k, v = (x.unflatten(-1, (HEADS, DIM)) for x in (q, k, v))
+    weights = torch.einsum("bqhd,bkhd->bqhk", q, k).div(DIM**0.5).softmax(-1)
+    return torch.einsum("bqhk,bkhd->bqhd", weights, v).flatten(2)
+
+
+def keys_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(b, k, q, h), with a softmax over the second axis."""
+    q, k, v = (x.unflatten(-1, (HEADS, DIM)) for x in (q, k, v))
+    weights = torch.einsum("bqhd,bkhd->bkqh", q, k).div(DIM**0.5).softmax(1)
+    return torch.einsum("bkqh,bkhd->bqhd", weights, v).flatten(2)
+
+
+def heads_first_unbatched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(h, q, k)."""
+    q, k, v = (x.unflatten(-1, (HEADS, DIM)).transpose(0, 1) for x in (q, k, v))
+    return (softmax_of(q, k) @ v).transpose(0, 1).flatten(1)
+
+
+def one_head_at_a_time(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A loop over heads with (b, q, k) each."""
+    parts = zip(*(x.split(DIM, -1) for x in (q, k, v)), strict=True)
+    return torch.cat([softmax_of(*part[:2]) @ part[2] for part in parts], -1)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The fused function, causal."""
+    return merge(F.scaled_dot_product_attention(split(q), split(k), split(v), is_causal=True))
+
+
+def fused_of_three_axes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The fused function with (b*h, length, dim)."""
+    batch = len(q)
+    q, k, v = (split(x).flatten(0, 1) for x in (q, k, v))
+    return merge(F.scaled_dot_product_attention(q, k, v).unflatten(0, (batch, HEADS)))
+
+
+def fused_of_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The fused function with (b, h, windows, length, dim)."""
+    q, k, v = (split(x).unflatten(2, (-1, 4)) for x in (q, k, v))
+    return merge(F.scaled_dot_product_attention(q, k, v).flatten(2, 3))
+
+
+def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Linear attention: softmaxes over features and over the sequence, and no weights of keys."""
+    q, k, v = split(q).softmax(-1), split(k).softmax(-2), split(v)
+    return merge(q @ (k.mT @ v))
+
+
+def channels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax over channels: weights (b, h, d, d)."""
+    q, k, v = (split(x).mT for x in (q, k, v))
+    return merge((softmax_of(q, k) @ v).mT)
+
+
+def weights_used_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Weights that average the values and their squares."""
+    q, k, v = split(q), split(k), split(v)
+    weights = softmax_of(q, k)
+    return merge(weights @ v) + merge(weights @ (v * v))
+
+
+def null_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One key of zeros before the tokens."""
+    q, k, v = split(q), F.pad(split(k), (0, 0, 1, 0)), F.pad(split(v), (0, 0, 1, 0))
+    return merge(softmax_of(q, k) @ v)
+
+
+def appended_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One key of zeros after the tokens."""
+    q, k, v = split(q), F.pad(split(k), (0, 0, 0, 1)), F.pad(split(v), (0, 0, 0, 1))
+    return merge(softmax_of(q, k) @ v)
+
+
+def wrong_merge(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads merged without moving their axis: columns of the projection do not belong to heads."""
+    q, k, v = split(q), split(k), split(v)
+    return (softmax_of(q, k) @ v).reshape(len(q), -1, WIDTH)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Two documents in each sequence."""
+    q, k, v = split(q), split(k), split(v)
+    document = torch.arange(q.shape[2]) >= 5
+    scores = (q @ k.mT).masked_fill(document[:, None] != document, -1e9)
+    return merge(scores.softmax(-1) @ v)
+
+
+def manual_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Exponentials divided by their sum."""
+    q, k, v = split(q), split(k), split(v)
+    weights = (q @ k.mT).exp()
+    return merge(weights / weights.sum(-1, keepdim=True) @ v)
+
+
+def product_and_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Weights times values, summed without a product of matrices."""
+    q, k, v = split(q), split(k), split(v)
+    return merge((softmax_of(q, k)[..., None] * v[:, :, None]).sum(-2))
+
+
+LAYOUTS = (
+    *(heads_second, batch_times_heads, heads_times_batch, windows_after_heads, batch_times_heads_windows),
+    *(batch_times_windows, queries_before_heads, keys_first, heads_first_unbatched, one_head_at_a_time, fused),
+    *(fused_of_three_axes, fused_of_windows, linear, channels, weights_used_twice, null_key, appended_key),
+    *(wrong_merge, packed, manual_softmax, product_and_sum),
+)
+
+
+def _layout(mix: Callable[..., Tensor], kind: type[Block]) -> None:
+    """Register two layers of `kind` with this function."""
+
+    def build() -> Built:
+        shape = (7, WIDTH) if mix is heads_first_unbatched else (2, 8, WIDTH)
+        not_attention = ("",) if mix is linear else ()
+        model = nn.Sequential(kind(mix), nn.LayerNorm(WIDTH), kind(mix))
+        return Built(model, (called(torch.randn(*shape)),), not_attention=not_attention)
+
+    plain_model("hand-written", "layouts", name=f"{mix.__name__}, {kind.__name__}")(build)
+
+
+for function in LAYOUTS:
+    _layout(function, Block)
+    _layout(function, SelfAttention)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention with an additive mask."""
+    return merge((split(q) @ split(k).mT / DIM**0.5 + mask).softmax(-1) @ split(v))
+
+
+def filled(q: Tensor, k: Tensor, v: Tensor, pad: Tensor) -> Tensor:
+    """Attention with a mask that is True at padding."""
+    scores = split(q) @ split(k).mT / DIM**0.5
+    return merge(scores.masked_fill(pad[:, None, None], -torch.inf).softmax(-1) @ split(v))
+
+
+def _padded(name: str, mix: Callable[..., Tensor], unpadded: Tensor | None, **options: Tensor) -> None:
+    """Register a model whose second sequence has two padding tokens, on the left or the right."""
+
+    def build() -> Built:
+        x = torch.randn(2, 7, WIDTH)
+        tokens = slice(2, None) if "left" in name else slice(0, 5)
+        empty = {key: torch.zeros_like(value) for key, value in options.items()}
+
+        def alone(i: int, part: slice) -> Case:
+            one = {
+                key: value[i : i + 1, ..., part] if len(value) > 1 else value[..., part] for key, value in empty.items()
+            }
+            return called(x[i : i + 1, part], **one)
+
+        case = Case("padding", called(x, **options).call, (alone(0, slice(None)).call, alone(1, tokens).call))
+        return Built(SelfAttention(mix), (case,))
+
+    del unpadded
+    plain_model("hand-written", "padding", name=name)(build)
+
+
+IS_RIGHT = torch.tensor([[False] * 7, [False] * 5 + [True] * 2])
+IS_LEFT = IS_RIGHT.flip(1)
+_padded("right, added -1e9", masked, None, mask=IS_RIGHT[:, None, None].float() * -1e9)
+_padded("left, added -1e9", masked, None, mask=IS_LEFT[:, None, None].float() * -1e9)
+_padded("right, added -10000", masked, None, mask=IS_RIGHT[:, None, None].float() * -1e4)
+_padded("right, True at padding", filled, None, pad=IS_RIGHT)
+_padded("left, True at padding", filled, None, pad=IS_LEFT)
+
+
+class CachedBlock(SelfAttention):
+    """Causal attention with a preallocated cache."""
+
+    def __init__(self) -> None:
+        super().__init__(heads_second)
+
+    def forward(self, x: Tensor, cache: Tensor | None = None, start: int = 0) -> Tensor:  # type: ignore[override]
+        """Return the attended input; write its keys and values into the cache from slot `start`."""
+        q, k, v = split(self.q(x)), split(self.k(x)), split(self.v(x))
+        end = start + x.shape[1]
+        if cache is not None:
+            cache[0, :, :, start:end], cache[1, :, :, start:end] = k, v
+            k, v = cache[0], cache[1]
+        rows, slots = torch.arange(start, end)[:, None], torch.arange(k.shape[2])
+        weights = (q @ k.mT).masked_fill(slots > rows, -torch.inf).softmax(-1)
+        return self.o(merge(weights @ v))
+
+
+@plain_model("hand-written", "caches", name="preallocated, decoding")
+def preallocated() -> Built:
+    """A prompt of five tokens, then two more, one at a time."""
+    x = torch.randn(2, 7, WIDTH)
+
+    def cached(model: nn.Module) -> Tensor:
+        cache = torch.zeros(2, 2, HEADS, 11, DIM)
+        model(x[:, :5], cache)
+        model(x[:, 5:6], cache, 5)
+        return model(x[:, 6:], cache, 6)
+
+    return Built(
+        CachedBlock(), (Case("decoding", cached, (lambda model: model(x),)), Case("no cache", lambda model: model(x)))
+    )
+
+
+@plain_model("hand-written", "caches", name="preallocated, prompt in parts")
+def prompt_in_parts() -> Built:
+    """A prompt of seven tokens in two parts, into a cache with more slots."""
+    x = torch.randn(2, 7, WIDTH)
+
+    def cached(model: nn.Module) -> Tensor:
+        cache = torch.zeros(2, 2, HEADS, 11, DIM)
+        model(x[:, :3], cache)
+        return model(x[:, 3:], cache, 3)
+
+    return Built(CachedBlock(), (Case("parts", cached, (lambda model: model(x),)),))
+
+
+class CrossBlock(nn.Module):
+    """Cross-attention whose second argument has a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, state: Tensor, notes: Tensor) -> Tensor:
+        """Return `state` after attention to `notes`."""
+        return self.o(heads_second(self.q(state), self.k(notes), self.v(notes)))
+
+
+@plain_model("hand-written", "kinds", name="cross-attention, other length")
+def cross() -> Built:
+    """Queries and keys of different lengths."""
+    return Built(CrossBlock(), (called(torch.randn(2, 7, WIDTH), torch.randn(2, 5, WIDTH)),), cross=("",))
+
+
+@plain_model("hand-written", "kinds", name="cross-attention, equal length")
+def cross_equal() -> Built:
+    """Queries and keys of the same length."""
+    return Built(CrossBlock(), (called(torch.randn(2, 7, WIDTH), torch.randn(2, 7, WIDTH)),), cross=("",))
+
+
+@plain_model("hand-written", "kinds", name="joint attention")
+def joint() -> Built:
+    """Two streams attend to both."""
+
+    class Joint(CrossBlock):
+        def forward(self, state: Tensor, notes: Tensor) -> Tensor:
+            both = torch.cat([state, notes], 1)
+            return self.o(heads_second(self.q(both), self.k(both), self.v(both)))
+
+    return simple(Joint(), torch.randn(2, 7, WIDTH), torch.randn(2, 5, WIDTH))
+
+
+@plain_model("hand-written", "kinds", name="layers that are no modules")
+def layers_without_modules() -> Built:
+    """Two layers in one module."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+            self.o = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for qkv, o in zip(self.qkv, self.o, strict=True):
+                x = x + o(heads_second(*qkv(x).chunk(3, -1)))
+            return x
+
+    return simple(Flat(), torch.randn(2, 7, WIDTH))
+
+
+@plain_model("hand-written", "kinds", name="pooling by a learned query")
+def pooling() -> Built:
+    """One learned query attends to all tokens."""
+
+    class Pool(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Parameter(torch.randn(1, 1, WIDTH))
+            self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.o(heads_second(self.q(self.query.expand(len(x), -1, -1)), self.k(x), self.v(x)))
+
+    return Built(Pool(), (called(torch.randn(2, 7, WIDTH)),), cross=("",))
+
+
+@plain_model("hand-written", "kinds", name="experts")
+def experts() -> Built:
+    """A softmax over experts next to attention."""
+
+    class Experts(SelfAttention):
+        def __init__(self) -> None:
+            super().__init__(heads_second)
+            self.route, self.experts = nn.Linear(WIDTH, 4), nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            x = super().forward(x)
+            shares = self.route(x).softmax(-1)
+            return torch.einsum("ble,bled->bld", shares, torch.einsum("bld,edf->blef", x, self.experts))
+
+    return simple(Experts(), torch.randn(2, 7, WIDTH))
+
+
+@plain_model("hand-written", "kinds", name="grouped queries")
+def grouped() -> Built:
+    """Six query heads that share two heads of keys, packed as rows of queries."""
+
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.o = nn.Linear(30, 30), nn.Linear(30, 30)
+            self.k, self.v = nn.Linear(30, 10), nn.Linear(30, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x).view(*x.shape[:2], 2, 3, 5).permute(0, 2, 3, 1, 4)
+            k, v = (layer(x).view(*x.shape[:2], 2, 5).transpose(1, 2)[:, :, None] for layer in (self.k, self.v))
+            return self.o((softmax_of(q, k) @ v).permute(0, 3, 1, 2, 4).flatten(2))
+
+    return simple(Grouped(), torch.randn(2, 7, 30))
