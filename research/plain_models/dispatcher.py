@@ -1,7 +1,7 @@
 """Record and replace the results of operators below autograd, while a model runs.
 
-A run of a deterministic model calls the same operators in the same order every time. An operator call is therefore named
-by its number in that order, and a later run can replace its result or an argument.
+A run of a deterministic model calls the same operators in the same order every time. Each operator call has a number in
+that order, so a later run can replace its result or an argument.
 """
 
 from collections.abc import Callable, Iterator, Mapping

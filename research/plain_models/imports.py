@@ -8,7 +8,6 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ def _placeholder(name: str) -> Any:
 class _AbsentModule(types.ModuleType):
     """Module whose attributes are placeholders."""
 
-    __path__: Sequence[str] = []
+    __path__: list[str] = []  # noqa: RUF012
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -265,13 +265,13 @@ def _judge_head(
 def _judge_gates(model: nn.Module, call: Call, matched: Matched, plain: Any, count: int, verdict: Verdict) -> None:
     """Gate some heads to 0, and compare the output of the model with that of zeroed columns."""
     heads = [
-        (path, row["head"], site)
+        (path, row["head"])
         for (path, _), (rows, site) in matched.items()
         for row in rows
         if site is not None and len(site.attentions[0].gate) == len(rows)
     ]
     step = max(1, len(heads) // count)
-    for path, head, site in heads[step // 2 :: step][:count]:
+    for path, head in heads[step // 2 :: step][:count]:
         silenced: dict[str, dict[int, Any]] = {"inputs": {}, "results": {}}
         for other_path, (_, other) in matched.items():
             if other_path[0] == path and other is not None:

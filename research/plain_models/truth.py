@@ -2,8 +2,8 @@
 
 Nothing is read from names, attributes or shapes that a library chose. Everything is traced with marked numbers:
 
-- **Products.** The result of a softmax is replaced by the numbers 1, 2, 3, ... A product of matrices one of whose factors
-  then consists of these numbers multiplies the weights; it is attention if it sums over the keys of each row.
+- **Products.** The result of a softmax is replaced by the numbers 1, 2, 3, ... If a factor of a product then consists
+  of these numbers, the product multiplies the weights. It is attention if it sums over the keys of each row.
 - **Heads.** Each row of the product is multiplied by a number of its own. In the input of the output projection, the
   ratio to the unchanged input tells for each element from which row it comes. Rows that supply the same columns are a
   head. The row of the input is the query's token.
@@ -20,10 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from research.plain_models.dispatcher import Operation, Run, aten, record
+from research.plain_models.marks import (
+    STEP,
+    Product,
+    batched,
+    hidden_rows,
+    inner,
+    marks_in,
+    matrix_of,
+    row_indices,
+    rows_by_ratio,
+    token_of_element,
+    tokens_first,
+    zeroed_columns,
+)
 
 Call = Callable[[nn.Module], Any]
-STEP = 1 / 1024
-"""Difference between the factors of two successive rows."""
 
 
 @dataclass
@@ -84,43 +96,6 @@ def attention_of(model: nn.Module, call: Call) -> tuple[Run, list[Attention]]:
     return run, found
 
 
-@dataclass
-class _Product:
-    """A product of weights and values.
-
-    Attributes:
-        operation: the operator call in the plain run.
-        rows: index of the softmax's row, for each row of the product, `(batch, rows)`.
-        keys: index of the softmax's key, for each row and each element of the sum, `(batch, rows, keys)`.
-        is_second: True if the weights are the second factor.
-    """
-
-    operation: Operation
-    rows: Tensor
-    keys: Tensor
-    is_second: bool
-
-    @property
-    def weights(self) -> Tensor:
-        """Weights `(batch, rows, keys)`."""
-        return _batched(self.operation.factors[1]).mT if self.is_second else _batched(self.operation.factors[0])
-
-    @property
-    def values(self) -> Tensor:
-        """Values `(batch, keys, value_dim)`."""
-        return _batched(self.operation.factors[0]).mT if self.is_second else _batched(self.operation.factors[1])
-
-    @property
-    def out(self) -> Tensor:
-        """Product `(batch, rows, value_dim)`."""
-        return _batched(self.operation.result).mT if self.is_second else _batched(self.operation.result)
-
-    def scaled(self, factors: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the function that multiplies each row of the product by its number in `factors (batch, rows)`."""
-        by_row = factors[..., None].mT if self.is_second else factors[..., None]
-        return lambda result: result * by_row.view(*result.shape[:-2], *by_row.shape[-2:]).to(result.dtype)
-
-
 class _Tracer:
     """Derives one softmax's attention.
 
@@ -155,18 +130,20 @@ class _Tracer:
                 result.reason = "the columns of the heads are mixed before the output projection"
                 return result
             self._add_heads(result, product, *projected, is_first=not index)
+        if not result.heads and not result.reason:
+            result.reason = "no column of the output projection depends on one row alone"
         return result
 
     # -- products ----------------------------------------------------------------------------------------------------
 
-    def _products(self) -> list[_Product] | None:
+    def _products(self) -> list[Product] | None:
         """Return the products of this softmax's result with values. Return None if the result was changed otherwise
         than by moving, dropping and hiding elements, so that its products are unknown.
         """
         size, dim = self.softmax.result.numel(), self.softmax.dim
         marks = torch.arange(1, size + 1, dtype=torch.float64).view(self.softmax.result.shape)
-        row_of = _row_indices(self.softmax.result.shape, dim)
-        key_of = torch.arange(self.softmax.result.shape[dim]).repeat_interleave(_inner(self.softmax.result, dim))
+        row_of = row_indices(self.softmax.result.shape, dim)
+        key_of = torch.arange(self.softmax.result.shape[dim]).repeat_interleave(inner(self.softmax.result, dim))
         key_of = key_of.repeat(size // len(key_of))
         try:
             marked = record(self.model, self.call, results={self.softmax.number: lambda result: marks.to(result.dtype)})
@@ -180,16 +157,16 @@ class _Tracer:
             if plain.operator is not operation.operator or plain.result.shape != operation.result.shape:
                 return None
             for is_second, factor in enumerate(operation.factors if operation.result.numel() else ()):
-                decoded = _decoded(factor, size)
+                decoded = marks_in(factor, size)
                 if decoded is None:
                     continue
-                matrix = _batched(decoded).mT if is_second else _batched(decoded)
+                matrix = batched(decoded).mT if is_second else batched(decoded)
                 rows, keys = row_of[(matrix - 1).clamp(min=0)], key_of[(matrix - 1).clamp(min=0)]
                 row = torch.where(matrix > 0, rows, -1).amax(-1)
                 if bool(((rows != row[..., None]) & (matrix > 0)).any()):
                     is_changed = True  # a product over other axes, such as the heads
                     continue
-                products.append(_Product(plain, row, torch.where(matrix > 0, keys, -1), bool(is_second)))
+                products.append(Product(plain, row, torch.where(matrix > 0, keys, -1), bool(is_second)))
         if not products and (is_changed or self._is_followed(marked)):
             return None
         return products
@@ -226,7 +203,7 @@ class _Tracer:
 
     # -- heads -------------------------------------------------------------------------------------------------------
 
-    def _projected(self, product: _Product) -> tuple[Tensor, list[Operation]] | None:
+    def _projected(self, product: Product) -> tuple[Tensor, list[Operation]] | None:
         """Return for each element of the input of the output projection, `(tokens, columns)`, the row of the product
         from which it comes, -1 for none; and the projection. Streams of tokens that were attended jointly may have
         several. Return None if the next product that depends on this one is no projection of its rows.
@@ -241,12 +218,12 @@ class _Tracer:
             plain = self.run.operations.get(operation.number)
             if operation.is_softmax or plain is None or plain.factors[0].shape != operation.factors[0].shape:
                 continue
-            before, after = _tokens_first(plain), _tokens_first(operation)
+            before, after = tokens_first(plain), tokens_first(operation)
             if torch.equal(before, after):
                 if not torch.equal(plain.factors[1], operation.factors[1]):
                     break
                 continue
-            rows = _rows_by_ratio(before, after, count)
+            rows = rows_by_ratio(before, after, count)
             if rows is None or bool(covered[rows[rows >= 0]].any()):
                 break
             covered[rows[rows >= 0]] = True
@@ -262,7 +239,7 @@ class _Tracer:
             [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=-1) for part in parts]
         ), others
 
-    def _supported(self, product: _Product) -> tuple[Tensor, list[Operation]] | None:
+    def _supported(self, product: Product) -> tuple[Tensor, list[Operation]] | None:
         """Return for each element of the first product that depends on this one the row from which it comes, if each
         element depends on one row at most; otherwise None. This also follows functions of single elements, such as an
         activation. The gates of these heads multiply the product itself.
@@ -279,8 +256,8 @@ class _Tracer:
                     number = self._first_changed(run, product)
                 if number is None:
                     return None
-                plain = _tokens_first(self.run.operations[number])
-                after = _tokens_first(run.operations[number])
+                plain = tokens_first(self.run.operations[number])
+                after = tokens_first(run.operations[number])
                 changed.append(~torch.isclose(plain, after, rtol=1e-9, atol=0, equal_nan=True))
             if bool((changed[0] & changed[1]).any()):
                 return None
@@ -288,7 +265,7 @@ class _Tracer:
             rows = torch.where(changed[0] | changed[1], rows + (changed[1].long() << bit), -count)
         return torch.where(rows >= 0, rows, -1), []
 
-    def _first_changed(self, run: Run, product: _Product) -> int | None:
+    def _first_changed(self, run: Run, product: Product) -> int | None:
         """Return the number of the first product after `product` with another first factor than in the plain run."""
         for operation in run.after(product.operation.number):
             plain = self.run.operations.get(operation.number)
@@ -301,7 +278,7 @@ class _Tracer:
     def _add_heads(
         self,
         result: Attention,
-        product: _Product,
+        product: Product,
         rows: Tensor,
         projections: list[Operation],
         *,
@@ -321,8 +298,8 @@ class _Tracer:
             return
         token_of = {row: min(tokens) for row, tokens in tokens_of.items()}
         groups: dict[tuple[int, ...], list[int]] = {}
-        for row, columns in columns_of.items():
-            groups.setdefault(tuple(sorted(columns)), []).append(row)
+        for row, supplied in columns_of.items():
+            groups.setdefault(tuple(sorted(supplied)), []).append(row)
         heads = sorted(groups.items())
         if sum(len(columns) for columns, _ in heads) != len(set().union(*(set(columns) for columns, _ in heads))):
             result.reason = "rows supply overlapping columns"
@@ -330,7 +307,7 @@ class _Tracer:
         key_tokens = self._key_tokens(product, len(rows))
         if len(columns_of) < product.rows.numel() and _add_unprojected(heads, product):
             key_tokens = None  # rows whose output the model discards have no token; they are in the order of the keys
-        matrix = _matrix_of(projections[0]) if len(projections) == 1 else None
+        matrix = matrix_of(projections[0]) if len(projections) == 1 else None
         if len(projections) > 1:  # tokens of several streams: their order is that of the keys
             key_tokens = None
         for index, (columns, members) in enumerate(heads):
@@ -338,7 +315,7 @@ class _Tracer:
                 result.heads.append(self._sequences(product, members, token_of, key_tokens))
                 result.gate.append({"inputs": {}, "results": {}})
             for projection in projections if index < len(result.gate) else ():
-                result.gate[index]["inputs"][projection.number] = _zeroed_columns(columns, projection)
+                result.gate[index]["inputs"][projection.number] = zeroed_columns(columns, projection)
             if not projections and index < len(result.gate):
                 factors = torch.ones(product.rows.numel(), dtype=torch.float64).index_fill(
                     0, torch.tensor(members), 0.0
@@ -350,12 +327,12 @@ class _Tracer:
                 result.projection = [*(result.projection or []), matrix[list(columns)]]
 
     def _sequences(
-        self, product: _Product, members: list[int], token_of: dict[int, int], key_tokens: Tensor | None
+        self, product: Product, members: list[int], token_of: dict[int, int], key_tokens: Tensor | None
     ) -> list[Sequence]:
         """Return the rows of one head as sequences: rows that share the keys."""
         batch, count = product.rows.shape
         sequences = []
-        is_hidden = _hidden_rows(self.softmax)
+        is_hidden = hidden_rows(self.softmax)
         for entry in range(batch):
             inside = sorted(row for row in members if row // count == entry)
             if not inside:
@@ -378,7 +355,7 @@ class _Tracer:
             )
         return sequences
 
-    def _key_tokens(self, product: _Product, count: int) -> Tensor | None:
+    def _key_tokens(self, product: Product, count: int) -> Tensor | None:
         """Return the token from which each key's value comes, `(batch, keys)`, -1 at keys that come from none; None if
         the values come from no projection unchanged. If the projection has other than `count` tokens, they are not
         those of the queries, and are numbered from `count`.
@@ -390,16 +367,16 @@ class _Tracer:
             decoded = self._marks_in_values(product, operation)
             if decoded is None:
                 continue
-            token = _token_of_element(operation)[(decoded - 1).clamp(min=0)]
+            token = token_of_element(operation)[(decoded - 1).clamp(min=0)]
             token = torch.where(decoded > 0, token, -1)
             first = token.amax(-1)
             if bool(((token != first[..., None]) & (token >= 0)).any()):
                 return None
-            is_same = _tokens_first(operation).shape[0] == count
+            is_same = tokens_first(operation).shape[0] == count
             return first if is_same else torch.where(first >= 0, first + count, -1)
         return None
 
-    def _marks_in_values(self, product: _Product, operation: Operation) -> Tensor | None:
+    def _marks_in_values(self, product: Product, operation: Operation) -> Tensor | None:
         """Return which element of an operation's result each element of the values is, numbered from 1, or 0 for none;
         None if the values do not consist of them. What is added to the result, such as a bias, does not matter: the
         values are compared between two runs, with marks and with twice these marks.
@@ -416,65 +393,13 @@ class _Tracer:
             if product.operation.number not in run.operations:
                 return None
             multiplied = run.operations[product.operation.number]
-            values.append(_Product(multiplied, product.rows, product.keys, product.is_second).values)
+            values.append(Product(multiplied, product.rows, product.keys, product.is_second).values)
         if values[0].shape != values[1].shape:
             return None
-        return _decoded(values[1] - values[0], marks.numel(), unique=False)
+        return marks_in(values[1] - values[0], marks.numel(), unique=False)
 
 
-def _batched(matrix: Tensor) -> Tensor:
-    """Return a matrix, or several, with a batch axis."""
-    return matrix if matrix.ndim == 3 else matrix[None]
-
-
-def _inner(tensor: Tensor, dim: int) -> int:
-    """Return the number of elements between two neighbours along `dim`."""
-    return int(torch.tensor(tensor.shape[dim + 1 :]).prod())
-
-
-def _row_indices(shape: torch.Size, dim: int) -> Tensor:
-    """Return for each element of a tensor of this shape the index of its row along `dim`."""
-    rows = torch.Size([*shape[:dim], 1, *shape[dim + 1 :]])
-    return torch.arange(rows.numel()).view(rows).expand(shape).flatten()
-
-
-def _decoded(factor: Tensor, size: int, *, unique: bool = True) -> Tensor | None:
-    """Return a tensor that consists of the marks 1 to `size` and zeros as integers, with 0 at other elements; None if
-    less than half of it are marks.
-    """
-    numbers = factor.double()
-    nearest = numbers.nan_to_num(0.0).round()
-    tolerance = 1e-6 if factor.dtype == torch.float64 else 1e-2
-    is_mark = ((numbers - nearest).abs() <= tolerance) & (nearest >= 1) & (nearest <= size)
-    if bool((~is_mark & (numbers != 0)).any()) and unique:
-        return None
-    marks = torch.where(is_mark, nearest, 0).long()
-    present = marks[marks > 0]
-    if len(present) < max(2, marks.numel() // 4) or (unique and len(present.unique()) < min(size, len(present)) // 4):
-        return None
-    if not unique and not bool(is_mark.flatten(0, -2).all(-1).any()):
-        return None
-    return marks
-
-
-def _tokens_first(operation: Operation) -> Tensor:
-    """Return the first factor of a product as `(tokens, columns)`."""
-    factor = operation.factors[0]
-    return (
-        factor.movedim(1, -1).flatten(0, -2)
-        if operation.operator is aten.convolution.default
-        else factor.flatten(0, -2)
-    )
-
-
-def _token_of_element(operation: Operation) -> Tensor:
-    """Return for each element of a product's result its token."""
-    shape = operation.result.shape
-    axis = 1 if operation.operator is aten.convolution.default else len(shape) - 1
-    return _row_indices(shape, axis)
-
-
-def _add_unprojected(heads: list[tuple[tuple[int, ...], list[int]]], product: _Product) -> bool:
+def _add_unprojected(heads: list[tuple[tuple[int, ...], list[int]]], product: Product) -> bool:
     """Add the rows of a product that are in no head to the head of the other rows with the same keys. Return True if
     there were any.
     """
@@ -491,38 +416,3 @@ def _add_unprojected(heads: list[tuple[tuple[int, ...], list[int]]], product: _P
             heads[next(iter(owners))][1].append(row)
             added = True
     return added
-
-
-def _rows_by_ratio(before: Tensor, after: Tensor, count: int) -> Tensor | None:
-    """Return the row number that the ratio of two tensors tells for each element, -1 where they are equal; None if the
-    ratio of an element is that of no row.
-    """
-    index = (after / before - 2) / STEP
-    is_changed = ~torch.isclose(after, before, rtol=1e-9, atol=0)
-    nearest = index.nan_to_num(-1.0, posinf=-1.0, neginf=-1.0).round()
-    tolerance = 1e-3 if before.dtype == torch.float64 else 0.2
-    is_row = ((index - nearest).abs() < tolerance) & (nearest >= 0) & (nearest < count)
-    if bool((is_changed & ~is_row & (before.abs() > 1e-12)).any()):
-        return None
-    return torch.where(is_changed & is_row, nearest, -1).long()
-
-
-def _matrix_of(operation: Operation) -> Tensor | None:
-    """Return the matrix by which a product multiplies its first factor, `(columns, width)`; None for several."""
-    matrix = operation.factors[1].double()
-    if operation.operator is aten.convolution.default:
-        is_pointwise = matrix[0, 0].numel() == 1 and matrix.shape[1] == operation.factors[0].shape[1]
-        return matrix.flatten(1).mT if is_pointwise else None
-    return matrix if matrix.ndim == 2 else None
-
-
-def _zeroed_columns(columns: tuple[int, ...], operation: Operation) -> Callable[[Tensor], Tensor]:
-    """Return the function that zeroes these columns of a product's first factor."""
-    axis = 1 if operation.operator is aten.convolution.default else -1
-    return lambda factor: factor.index_fill(axis, torch.tensor(columns), 0.0)
-
-
-def _hidden_rows(softmax: Operation) -> Tensor:
-    """Return for each row of a softmax whether its scores hide all keys by large negative numbers or NaN results."""
-    scores = softmax.factors[0].movedim(softmax.dim, -1).flatten(0, -2)
-    return (scores.amax(-1) <= -1e4) | softmax.result.movedim(softmax.dim, -1).flatten(0, -2).isnan().all(-1)

@@ -13,7 +13,7 @@ def tokens(length: int = 11, batch: int = 2) -> torch.Tensor:
 
 
 def padded_tokens() -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor]]]:
-    """Return a batch padded on the right, its boolean mask, True at tokens, and the arguments of each sequence alone."""
+    """Return a batch padded on the right, its mask, True at tokens, and the arguments of each sequence alone."""
     ids = tokens()
     lengths = torch.tensor([11, 7])
     mask = torch.arange(11) < lengths[:, None]
