@@ -281,7 +281,7 @@ def _judge_gates(model: nn.Module, call: Call, matched: Matched, plain: Any, cou
         expected = record(model, call, **silenced).output
         torch.manual_seed(0)
         try:
-            with torch.no_grad(), warnings.catch_warnings(), hw.gate(model, {(path, head): 0}):
+            with torch.no_grad(), warnings.catch_warnings(), hw.gate(model, {(path, head): 0.0}):
                 warnings.simplefilter("ignore")
                 gated = call(model)
         except hw.InputError as error:
