@@ -7,6 +7,9 @@ from research.second_census.__main__ import RESULTS
 
 REPORT = RESULTS.parents[2] / "docs" / "reports" / "second_census.md"
 
+SAMPLE = 500
+"""Results with fewer model types are called a sample."""
+
 MEANINGS = {
     "right": "all runs agree with the truth",
     "partly": "what is reported agrees; a warning or an error names the rest",
@@ -48,6 +51,8 @@ def document(results: dict) -> str:
     lines = [INTRODUCTION]
     names = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines += [f"{names}; {len(verdicts)} model types in {results['seconds'] / 120:.0f} minutes on two cores.\n"]
+    if len(verdicts) < SAMPLE:
+        lines += ["These model types are a sample. `make census2` runs all types.\n"]
     lines += ["| outcome | types | |", "| --- | --- | --- |"]
     lines += [f"| {outcome} | {counts[outcome]} | {meaning} |" for outcome, meaning in MEANINGS.items()]
     lines += ["", "## Runs", "", *_runs(verdicts), "", "## Reasons", ""]
