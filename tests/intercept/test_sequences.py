@@ -17,7 +17,10 @@ def rows_of(model, run):
 
 def require_equal(rows, expected):
     for row, other in zip(rows, expected, strict=True):
-        assert row == pytest.approx(other, rel=1e-4, abs=1e-5, nan_ok=True)
+        assert row.keys() == other.keys()
+        for name, value in row.items():
+            is_number = isinstance(value, float)
+            assert other[name] == (pytest.approx(value, rel=1e-4, abs=1e-5, nan_ok=True) if is_number else value), name
 
 
 def in_chunks(model, cache):
