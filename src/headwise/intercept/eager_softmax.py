@@ -134,7 +134,7 @@ class _Product(AttentionSource):
     Attributes:
         call: the function call that computed it.
         tensor: the argument of the call that is the weights.
-        weights: what is known of these.
+        weights: record of these weights.
         order: for each axis of the result but that of the values, the axis of `tensor` that it is; None if it is an
             axis of the values only.
         key_axes: axes of `tensor` that are the keys.

@@ -21,7 +21,7 @@ _OTHER_QUERY_NAMES = ("is_floating_point", "is_complex", "element_size", "get_de
 QUERIES: frozenset[Callable[..., Any]] = frozenset(
     getattr(Tensor, name) for name in (*_QUERY_NAMES, *_OTHER_QUERY_NAMES)
 )
-"""Methods that return what is known of a tensor without its elements."""
+"""Methods that return properties of a tensor other than its elements."""
 
 
 VIEWING_GETTERS: frozenset[Callable[..., Any]] = frozenset(
@@ -39,7 +39,7 @@ class FunctionCall(NamedTuple):
 
     @property
     def is_query(self) -> bool:
-        """True for a call that returns what is known of a tensor without its elements, such as its shape."""
+        """True for a call that returns a property of a tensor, such as its shape, and reads no elements."""
         is_getter = getattr(self.function, "__name__", "") == "__get__"
         return self.function in QUERIES or (is_getter and self.function not in VIEWING_GETTERS)
 

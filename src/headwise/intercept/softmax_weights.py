@@ -112,7 +112,7 @@ def record_weights(tensor: Tensor, weights: Weights) -> None:
 
 
 def weights_of(tensor: Tensor) -> Weights | None:
-    """Return what is known of a tensor of attention weights; None if it is not known to be one."""
+    """Return the record of a tensor that holds attention weights; None if it holds none, as far as recorded."""
     weights: Weights | None = call_stack.attention.weights.get(tensor)
     return weights
 
@@ -155,12 +155,12 @@ def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
 
 
 def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, index: int | None) -> Weights:
-    """Return what is known of a view of attention weights.
+    """Return the record of a view of attention weights.
 
     Args:
         call: call of the function that returns the view.
         tensor: tensor of weights that it was called with.
-        weights: what is known of that tensor.
+        weights: record of that tensor.
         axes: axes of the view.
         index: number of the view among the results; None if the function returns one tensor.
     """

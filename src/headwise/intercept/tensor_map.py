@@ -1,4 +1,4 @@
-"""Mapping from tensor objects to what is known of them."""
+"""Mapping from tensor objects to records about them."""
 
 import weakref
 from typing import Generic, TypeVar
