@@ -54,8 +54,8 @@ def ablate(
         effects.head(3, 5).statistics["cost"]           # value, sem, n
 
     The model runs in evaluation mode without gradients, each time with the same random numbers, and is unchanged
-    afterwards. Layers below the first ablated head are computed once per batch, and their outputs kept in memory. A few
-    more runs on the first batch check that this changes no result; otherwise each run computes all layers.
+    afterwards. Layers below the first ablated head are computed once per batch, and their outputs kept in memory. If a
+    check on the first batch shows that this changes results, there is a warning, and each run computes all layers.
 
     Args:
         model: any module that `watch` supports.
@@ -73,12 +73,9 @@ def ablate(
         A table with one row per head (`Ablation`) or per layer, group or set (`SetAblation`), in units of the loss.
 
     Raises:
-        InputError: `dataset`, `units` or `out` cannot be used; the loss is not one number per example, or not the same
-            when the model runs on a batch again; no attention of the model is intercepted.
+        InputError: `dataset`, `units` or `out` cannot be used; the loss is not one number per example, or changes when
+            the model runs again; no attention of the model is intercepted.
         MissingExtra: a package that `out`, `progress` or the data set needs is not installed.
-
-    Warns:
-        UserWarning: all layers were computed in each run, since reuse of their outputs would change results.
     """
     require_module(model)
     require_loss(loss)
@@ -89,18 +86,24 @@ def ablate(
     run: _Run = CheckpointedRun(AblationProgress, table, out, settings)
     # Leaving inference mode turns gradients on, and gives tensors the version counters that reuse of outputs needs.
     with run.claimed(force=force), evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
-        finished = run.finished_table()
-        if finished is not None:
+        if (finished := run.finished_table()) is not None:
             return require_same_data(finished, dataset, run)
         ablated, losses = _measure_losses(model, dataset, loss, replacement, units, run, show_progress=progress)
-        if losses.note is not None:
-            warnings.warn(losses.note, stacklevel=2)
-        baseline = MeanEstimate.of(losses.baseline_losses)
-        require_some_loss(baseline.n)
-        measured = {"baseline": baseline._asdict(), "measured": losses.summary}
-        result = table(tuple(_rows(ablated, losses)), {**settings, **measured})
+        result = table(tuple(_rows(ablated, losses)), {**settings, **_measured(losses)})
         run.finish(result)
         return result
+
+
+def _measured(losses: AblationProgress) -> dict[str, Any]:
+    """Return the metadata of finished runs: the mean loss of the unchanged model, under the key "baseline", and the
+    numbers of sequences and tokens with the hash of their content, under "measured".
+
+    Raises:
+        InputError: no example has a loss.
+    """
+    baseline = MeanEstimate.of(losses.baseline_losses)
+    require_some_loss(baseline.n)
+    return {"baseline": baseline._asdict(), "measured": losses.summary}
 
 
 def _checked_replacement(replacement: Any) -> float | Replacement:
@@ -232,6 +235,8 @@ def _measure_losses(
             losses.runs_done = 0
     if losses.batches < before.batches:
         raise run.different_data_error()
+    if losses.note is not None:
+        warnings.warn(losses.note, stacklevel=3)
     return ablated, losses
 
 

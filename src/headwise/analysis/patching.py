@@ -70,8 +70,7 @@ def activation_patching(
 
     and the table has their means and standard errors over pairs (Wang et al. 2022; Heimersheim and Nanda 2024).
     `recovered` is 0 if the model answers as in the corrupted run and 1 if it answers as in the clean run, in both
-    directions. It is NaN for a pair whose runs have the same difference; the mean leaves such pairs out. `difference`
-    is in units of the logits, nats of log-odds.
+    directions. The mean leaves out pairs whose runs have the same difference. `difference` is in nats of log-odds.
 
         table = hw.activation_patching(model, clean, corrupted, answer=mary, wrong=john)
         table.head(9, 9).statistics["recovered"]        # value, sem, n
@@ -105,9 +104,8 @@ def activation_patching(
             for head_labels in labels:
                 rows.append(HeadRow(**head_labels, statistics=pair.measure_patched([head_labels])))
                 advance(1, False)
+        pair.warn_of_note(stacklevel=3)
         settings = run_settings(model, None, None, direction=direction, heads=len(labels))
-        if "note" in pair.measured:
-            warnings.warn(pair.measured["note"], stacklevel=2)
         return Patching(tuple(rows), {**settings, "measured": pair.measured})
 
 
@@ -231,6 +229,11 @@ class _PromptPair:
         right answer minus that of the wrong one.
         """
         return self._tokens.logit_difference(self._model, copied(self._destination))
+
+    def warn_of_note(self, stacklevel: int) -> None:
+        """Warn, if all layers were computed in each run, that reuse of their outputs would change results."""
+        if self._runs.note is not None:
+            warnings.warn(self._runs.note, stacklevel=stacklevel)
 
     @property
     def measured(self) -> dict[str, Any]:

@@ -189,10 +189,10 @@ def handlers_of_call(
     """Report an attention call to every interceptor (observer or changer of attention) of a model with a module among
     `module_calls`, by default the module calls running in this thread. If one interceptor was chosen by `exclusive_to`,
     report to that one only. Return the functions by which these interceptors observe or change the call. Also add 1 to
-    the count of attention calls in the attention module. `grid` is the size of the scores: batch, heads, queries, keys.
+    the count of attention calls in the attention module.
 
     Args:
-        grid: size of the scores.
+        grid: size of the scores: batch, heads, queries, keys.
         kv_heads: number of key/value heads.
         value_dim: features of a value.
         module_calls: the module calls in which the call happened; by default those running in this thread.
@@ -204,31 +204,24 @@ def handlers_of_call(
         is_aligned: True if the call itself states the positions of its queries and keys.
     """
     module_calls = call_stack.module_calls if module_calls is None else module_calls
-    handlers, is_recomputation = CallHandlers([], []), call_stack.is_recomputing
-    interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
+    handlers = CallHandlers([], [])
     is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
-    innermost: dict[int, ModuleCall] = {}  # the innermost module call of each interceptor
-    for module_call in reversed(module_calls):  # within a module, the innermost context's comes first
-        if call_stack.only_interceptor in (None, module_call.interceptor) and module_call.interceptor in interceptors:
-            innermost.setdefault(id(module_call.interceptor), module_call)
-    for module_call in innermost.values():
+    for module_call in _innermost_of_each_interceptor(module_calls):
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
         site = _site_of_call(module_call, grid, origins, is_cross)
-        index = nested[0].call_counts[site]
-        nested[0].call_counts[site] += 1
         tokens, padding = tokens_and_padding(nested)
         call = Call(
             site=site,
             layer=layer_number_of(module_call.module),
-            index=index,
+            index=nested[0].count_call(site),
             grid=grid,
             kv_heads=kv_heads,
             value_dim=value_dim,
             tokens=tokens,
             padding=padding,
             mask_source=mask_source,
-            is_recomputation=is_recomputation,
+            is_recomputation=call_stack.is_recomputing,
             keys=keys,
             appended_keys=appended_keys,
             is_aligned=is_aligned,
@@ -240,6 +233,18 @@ def handlers_of_call(
         handlers.observations.extend([] if observation is None else [observation])
         handlers.changes.extend([] if change is None else [change])
     return handlers
+
+
+def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[ModuleCall]:
+    """Return the innermost of the running `module_calls` for each interceptor that calls are reported to. The
+    interceptor of the innermost context comes first.
+    """
+    interceptors = [interception.interceptor for interception in call_stack.current_interceptions]
+    innermost: dict[int, ModuleCall] = {}
+    for module_call in reversed(module_calls):
+        if call_stack.only_interceptor in (None, module_call.interceptor) and module_call.interceptor in interceptors:
+            innermost.setdefault(id(module_call.interceptor), module_call)
+    return list(innermost.values())
 
 
 def _site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | None, is_cross: bool | None) -> SiteKey:

@@ -38,6 +38,12 @@ class ModuleCall:
     parts: SiteParts = field(default_factory=SiteParts)
     call_counts: Counter[SiteKey] = field(default_factory=Counter)
 
+    def count_call(self, site: SiteKey) -> int:
+        """Add 1 to the number of attention calls at a site inside this module call; return the number before."""
+        count = self.call_counts[site]
+        self.call_counts[site] += 1
+        return count
+
     @property
     def is_attention(self) -> bool:
         """True if the module's class name or the end of its path contains "attention" or "attn"."""

@@ -36,17 +36,8 @@ def progress_bar(
         return
     require("rich", purpose="a progress bar", extra="cli")
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
     from rich.text import Text
-
-    resumed_units = 0
 
     class Rate(ProgressColumn):
         """Column of a progress bar with the mean number of units per second since the start of this run."""
@@ -54,32 +45,26 @@ def progress_bar(
         def render(self, task: "Task") -> Text:
             """Return the mean number of units per second in this run as text; empty before the first unit."""
             seconds = task.finished_time or task.elapsed
-            rate = (task.completed - resumed_units) / seconds if seconds else 0.0
+            rate = (task.completed - task.fields["resumed"]) / seconds if seconds else 0.0
             return Text(f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s" if rate else "")
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        Rate(),
-        TimeRemainingColumn(),
-    )
+    counts = (MofNCompleteColumn(), TextColumn(unit), Rate(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(
-        *columns,
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *counts,
         console=console,
         speed_estimate_period=60 * RATE_MINUTES,
         transient=transient,
         disable=transient and not console.is_terminal,  # it would print an empty line
     ) as progress:
-        task = progress.add_task(title, total=total)
+        task = progress.add_task(title, total=total, resumed=0)
 
         def advance(units: int, resumed: bool) -> None:
-            nonlocal resumed_units
             if resumed:  # restart the clock, so that the rate is that of this run alone
-                resumed_units += units
-                progress.reset(task, completed=resumed_units)
+                resumed_units = progress.tasks[task].fields["resumed"] + units
+                progress.reset(task, completed=resumed_units, resumed=resumed_units)
             else:
                 progress.advance(task, units)
 

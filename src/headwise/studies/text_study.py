@@ -81,16 +81,9 @@ def study_texts(
         MissingExtra: transformers, optuna, scipy, pyarrow or matplotlib is not installed.
     """
     _check_text_requirements(budget, params)
-    for name, value, kind in (("text", text, TextOptions), ("space", space, Space), ("optuna", optuna, OptunaOptions)):
-        if not isinstance(value, kind):
-            raise InputError(name, expected=f"an hw.{kind.__name__}", got=repr(value))
-    if not isinstance(data, str | Path):
-        raise InputError("data", expected="the path of a file or folder", got=repr(data))
+    _check_options(text, space, optuna)
+    _check_paths(data, out)
     target = usable_device(torch.get_default_device() if device is None else device)
-    require_writable(out)
-    require_outside_data(out, data)
-    if optuna.storage is not None:
-        require_database_url(optuna.storage)
     tokenizer = train_tokenizer(data, text.column, text.vocabulary) if text.tokenizer is None else text.tokenizer
     corpus = make_corpus(data, tokenizer, text)
     shape = _model_shape(params, layers, space, text, vocabulary=len(tokenizer), classes=len(corpus.labels) or None)
@@ -121,6 +114,23 @@ def _check_text_requirements(budget: Any, params: Any) -> None:
     require_transformers()
     require_matplotlib()
     whole_number("params", params, least=1)
+
+
+def _check_options(text: Any, space: Any, optuna: Any) -> None:
+    """Raise `InputError` if one of the options of a study has a wrong type, or if Optuna's database cannot be used."""
+    for name, value, kind in (("text", text, TextOptions), ("space", space, Space), ("optuna", optuna, OptunaOptions)):
+        if not isinstance(value, kind):
+            raise InputError(name, expected=f"an hw.{kind.__name__}", got=repr(value))
+    if optuna.storage is not None:
+        require_database_url(optuna.storage)
+
+
+def _check_paths(data: Any, out: Any) -> None:
+    """Raise `InputError` if `data` is not a path, or if the folder `out` cannot be written or is inside of `data`."""
+    if not isinstance(data, str | Path):
+        raise InputError("data", expected="the path of a file or folder", got=repr(data))
+    require_writable(out)
+    require_outside_data(out, data)
 
 
 def _model_shape(
