@@ -94,18 +94,6 @@ def ablate(
         return result
 
 
-def _measured(losses: AblationProgress) -> dict[str, Any]:
-    """Return the metadata of finished runs: the mean loss of the unchanged model, under the key "baseline", and the
-    numbers of sequences and tokens with the hash of their content, under "measured".
-
-    Raises:
-        InputError: no example has a loss.
-    """
-    baseline = MeanEstimate.of(losses.baseline_losses)
-    require_some_loss(baseline.n)
-    return {"baseline": baseline._asdict(), "measured": losses.summary}
-
-
 def _checked_replacement(replacement: Any) -> float | Replacement:
     """Return a replacement of head outputs unchanged, a factor as a float, and `zero()` for None; raise `InputError`
     for anything else.
@@ -187,6 +175,18 @@ class AblationProgress(PassProgress):
 
 
 _Run = CheckpointedRun[AblationProgress, Ablation | SetAblation]
+
+
+def _measured(losses: AblationProgress) -> dict[str, Any]:
+    """Return the metadata of finished runs: the mean loss of the unchanged model, under the key "baseline", and the
+    numbers of sequences and tokens with the hash of their content, under "measured".
+
+    Raises:
+        InputError: no example has a loss.
+    """
+    baseline = MeanEstimate.of(losses.baseline_losses)
+    require_some_loss(baseline.n)
+    return {"baseline": baseline._asdict(), "measured": losses.summary}
 
 
 def _measure_losses(
