@@ -27,6 +27,8 @@ SHARES = (
     "received",
 )
 """Statistics with absolute errors. Errors of other statistics are divided by 1 + |expected value|."""
+OF_POSITIONS = ("distance", "self", "previous", "next", "duplicate", "induction")
+"""Statistics that need positions of queries and keys in the same sequence. Cross-attention does not have them."""
 BUDGET = 1e-5
 """Largest accepted error."""
 
@@ -41,6 +43,7 @@ def statistics(
     real: Tensor | None = None,
     out: Tensor | None = None,
     projection: Tensor | None = None,
+    cross: bool = False,
 ) -> dict[str, Tensor]:
     """Return every statistic of every head of every sequence, `(batch, heads)`; NaN where no row counts.
 
@@ -53,6 +56,7 @@ def statistics(
         real: True at keys that are not padding, `(batch, keys)`; all by default.
         out: the output of every head, `(batch, heads, queries, value_dim)`.
         projection: of the heads' concatenated outputs, `(heads * value_dim, width)`.
+        cross: whether the keys are another sequence than the queries, so that statistics of positions do not exist.
     """
     a = weights.double()
     batch, heads, queries, keys = a.shape
@@ -87,9 +91,11 @@ def statistics(
     mean("first", a.gather(-1, start.view(-1, 1, 1, 1).expand(-1, heads, queries, 1))[..., 0])
     if special is not None:
         mean("special", (a * special[:, None, None]).sum(-1))
-    if tokens is not None:
+    if tokens is not None and not cross:
         query_tokens = tokens.gather(1, p[:, 0].clamp(min=0).expand(batch, -1))
         is_copy = (query_tokens[..., None] == tokens[:, None]) & (j < p) & (p >= 0)  # (batch, queries, keys)
+        if real is not None:
+            is_copy = is_copy & real[:, None]
         mean("duplicate", (a * is_copy[:, None]).sum(-1), is_copy.any(-1)[:, None])
         # The key after an earlier copy; the last key has none after it, and a copy at p - 1 is followed by p itself.
         after_copy = torch.zeros_like(is_copy)
@@ -107,7 +113,7 @@ def statistics(
     if out is not None and projection is not None:
         written = out.double() @ projection.double().unflatten(0, (heads, -1))
         mean("written_norm", written.norm(dim=-1))
-    return result
+    return {name: value for name, value in result.items() if not (cross and name in OF_POSITIONS)}
 
 
 @dataclass
@@ -154,16 +160,23 @@ def truth(calls: Iterable[Weights], special: Iterable[int]) -> dict[tuple[str, b
     sites: dict[tuple[str, bool], SiteStatistics] = {}
     for call in calls:
         batch, heads, queries, keys = call.weights.shape
-        keys_are_tokens = not call.cross and queries == keys
         real, tokens = (
-            tensor if keys_are_tokens and tensor is not None and tensor.shape == (batch, keys) else None
+            tensor if queries == keys and tensor is not None and tensor.shape == (batch, keys) else None
             for tensor in (call.padding, call.tokens)
         )
+        real_queries = real
+        if call.cross:
+            # Padding of the decoder; that of the encoder follows from the keys that no row sees.
+            is_of_queries = call.padding is not None and call.padding.shape == (batch, queries) and queries != keys
+            real_queries = call.padding if is_of_queries else None
+            tokens = call.key_tokens
         counts = torch.ones(1, 1, queries, dtype=torch.bool)
-        if real is not None:
-            counts = counts & real[:, None]
+        if real_queries is not None:
+            counts = counts & real_queries[:, None]
         if call.hidden is not None:
             counts = counts & ~call.hidden
+        if call.cross:
+            real = ((call.weights > 0) & counts[..., None]).any(2).any(1)
         out = call.out
         if out is not None and out.shape[:3] != call.weights.shape[:3]:
             out = None
@@ -176,6 +189,7 @@ def truth(calls: Iterable[Weights], special: Iterable[int]) -> dict[tuple[str, b
             real=real,
             out=out,
             projection=None if out is None else call.projection,
+            cross=call.cross,
         )
         site = sites.setdefault((call.path, call.cross), SiteStatistics(call.path, call.cross, call.route, heads))
         site.add(call_statistics)

@@ -12,7 +12,7 @@ from torch import nn
 
 import headwise as hw
 from research.census.builder import build
-from research.census.compare import Comparison, SiteStatistics, compare, truth
+from research.census.compare import OF_POSITIONS, Comparison, SiteStatistics, compare, truth
 from research.census.inputs import SIDES, attempts, takes_padding
 from research.census.reference import recorded
 
@@ -168,7 +168,8 @@ def _watched(verdict: Verdict, run: str, model: nn.Module, inputs: dict[str, Any
             return _worsen(verdict, "no attention" if has_no_attention else "refused", f"{run}: {error}")
         except Exception as error:
             return _worsen(verdict, "wrong", f"{run}: {_described(error)}")
-    warned = [str(warning.message) for warning in caught if "was not seen" in str(warning.message)]
+    paths = {path or type(model).__name__ for path, _ in model.named_modules()}
+    warned = [text for text in (str(warning.message) for warning in caught) if paths.issuperset(_names_in(text))]
     comparison = compare(heads.records, truths.places)
     if comparison.differences and truths.own is not None:
         own_comparison = compare(heads.records, truths.own)
@@ -177,7 +178,7 @@ def _watched(verdict: Verdict, run: str, model: nn.Module, inputs: dict[str, Any
             comparison = own_comparison
     if comparison.worst > verdict.worst:
         verdict.worst, verdict.worst_at = comparison.worst, f"{run}: {comparison.worst_at}"
-    _add_findings(verdict, run, comparison)
+    _add_findings(verdict, run, comparison, warned)
     # In a module with a recorded attention call, another softmax is not attention over keys.
     recorded_paths = {place.path for place in truths.places.values() if place.route != "softmax"}
     missed = [*comparison.missed, *(path for path in truths.unreadable if path not in recorded_paths)]
@@ -188,9 +189,10 @@ def _watched(verdict: Verdict, run: str, model: nn.Module, inputs: dict[str, Any
         _worsen(verdict, "partly seen", f"{run}: {warned[0][:300]}")
 
 
-def _add_findings(verdict: Verdict, run: str, comparison: Comparison) -> None:
-    """Worsen the verdict for statistics that differ, sites without a reference, and statistics that were not measured;
-    note those that were not checked.
+def _add_findings(verdict: Verdict, run: str, comparison: Comparison, warned: list[str]) -> None:
+    """Worsen the verdict for statistics that differ, sites without a reference, statistics that were not measured, and
+    statistics of positions that do not exist; note those that were not checked. Statistics of positions may be left out
+    where one of the warnings in `warned` says so.
     """
     if comparison.differences:
         worst = max(comparison.differences, key=lambda difference: difference.error)
@@ -204,16 +206,35 @@ def _add_findings(verdict: Verdict, run: str, comparison: Comparison) -> None:
             "wrong",
             f"{run}: seen, but no reference: {', '.join(comparison.beyond[:4])} ({len(comparison.beyond)})",
         )
+    without_positions = [text for text in warned if text.startswith("positions of ")]
     for problem, sites in (("not checked", comparison.unchecked), ("not measured", comparison.absent)):
         names = sorted({site.rsplit(": ", 1)[1] for site in sites})
         if names:
             verdict.notes.append(f"{run}: {problem}: {', '.join(names)}")
-        if problem == "not measured" and not set(names) <= OF_OUTPUTS:
+        if problem == "not checked":
+            wrong = [name for name in names if name in OF_POSITIONS]
+        else:
+            wrong = [site for site in sites if not _may_be_absent(*site.rsplit(": ", 1), without_positions)]
+        if wrong:
             _worsen(verdict, "wrong", f"{run}: {problem}: {', '.join(names)}")
+
+
+def _may_be_absent(path: str, statistic: str, without_positions: list[str]) -> bool:
+    """Return whether a watch may leave out a statistic of the module at `path`: it needs head outputs, or it needs
+    positions and a warning in `without_positions` names the module.
+    """
+    if statistic in (*OF_POSITIONS, "first"):
+        return any(_named(path, text) for text in without_positions)
+    return statistic in OF_OUTPUTS
+
+
+def _names_in(text: str) -> list[str]:
+    """Return the names of modules in a watch's warning, which ends with ": " and a list of them."""
+    return text.rpartition(": ")[2].split(", ")
 
 
 def _named(site: str, text: str) -> bool:
     """Return whether a watch's warning names the site, a module around it, or one inside of it."""
     path = site.removesuffix(" (cross)")
-    names = text.split("not seen: ", 1)[-1].split(", ")
+    names = _names_in(text)
     return any(path == name or path.startswith(f"{name}.") or name.startswith(f"{path}.") for name in names)

@@ -44,6 +44,7 @@ class Weights:
         out: the output of every head, `(batch, heads, queries, value_dim)`, if known.
         hidden: True at rows whose mask allows no key, `(batch or 1, heads or 1, queries)`, if there is such a mask.
         tokens: token ids passed to the innermost running module that takes any.
+        key_tokens: in cross-attention, token ids `(batch, keys)` of the module whose output the keys are computed from.
         padding: False at padding, from the mask passed to that module or one inside of it.
         projection: weight of the first linear map whose input is the heads' concatenated output, `(heads * value_dim,
             width)`.
@@ -58,6 +59,7 @@ class Weights:
     tokens: Tensor | None = None
     padding: Tensor | None = None
     projection: Tensor | None = None
+    key_tokens: Tensor | None = None
 
 
 class Recorder(TorchFunctionMode):
@@ -70,6 +72,7 @@ class Recorder(TorchFunctionMode):
         read: arguments of each running module, by name.
         inside: number of running functions whose inner softmax and product are not recorded.
         softmaxes: results of softmax inside such a function.
+        states: output of each module that received token ids, with these ids.
         failures: by module path, the reason why a call could not be recorded.
     """
 
@@ -81,6 +84,7 @@ class Recorder(TorchFunctionMode):
         self.read: list[dict[str, Any]] = []
         self.inside = 0
         self.softmaxes: list[Tensor] = []
+        self.states: list[tuple[Tensor, Tensor]] = []
         self.failures: dict[str, str] = {}
 
     # -- intercepted functions ----------------------------------------------------------------------------------------
@@ -107,7 +111,24 @@ class Recorder(TorchFunctionMode):
         """Record a call of the innermost running module, with copies of its weights and output."""
         path, _, cross = self.frames[-1] if self.frames else ("", None, False)
         copies = [None if tensor is None else tensor.detach().clone() for tensor in (out, hidden, *self.tokens())]
-        self.calls.append(Weights(path, route, cross, weights.detach().clone(), *copies))
+        key_tokens = self.key_tokens() if cross else None
+        self.calls.append(Weights(path, route, cross, weights.detach().clone(), *copies, key_tokens=key_tokens))
+
+    def key_tokens(self) -> Tensor | None:
+        """Return the token ids of the module whose output is passed as keys to the innermost running module that
+        receives keys; None if they are unknown.
+        """
+        for arguments in reversed(self.read):
+            for keys in (arguments[name] for name in ELSEWHERE if isinstance(arguments.get(name), Tensor)):
+                return next((ids for output, ids in reversed(self.states) if _same(output, keys)), None)
+        return None
+
+    def store_states(self, arguments: dict[str, Any], output: Any) -> None:
+        """Store the output of a module that received token ids, if it is a vector for each token."""
+        ids = arguments.get("input_ids")
+        states = output if isinstance(output, Tensor) else getattr(output, "last_hidden_state", None)
+        if isinstance(ids, Tensor) and isinstance(states, Tensor) and states.shape[:-1] == ids.shape:
+            self.states.append((states.detach().clone(), ids))
 
     def tokens(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the token ids and the padding mask that the innermost running modules received; None for what they did
@@ -182,7 +203,9 @@ class Recorder(TorchFunctionMode):
         if result.ndim != 4 or (heads is not None and result.shape[1] != heads):
             self.failures[path] = f"softmax of {tuple(result.shape)}"
             return
-        self.calls.append(Weights(path, "softmax", cross, result.detach().clone(), None, None, *self.tokens()))
+        key_tokens = self.key_tokens() if cross else None
+        copy = result.detach().clone()
+        self.calls.append(Weights(path, "softmax", cross, copy, None, None, *self.tokens(), key_tokens=key_tokens))
 
     def product(self, factors: tuple[Any, ...], result: Tensor) -> None:
         """Store the result of a matrix product as head output of one of the last two calls if that call's weights are a
@@ -344,9 +367,9 @@ def recorded(model: nn.Module) -> Iterator[Recorder]:
 
         return hook
 
-    def leave(*_: Any) -> None:
+    def leave(_: nn.Module, __: Any, output: Any) -> None:
         recorder.frames.pop()
-        recorder.read.pop()
+        recorder.store_states(recorder.read.pop(), output)
 
     for path, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(enter(path, module), with_kwargs=True))

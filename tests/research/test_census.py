@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.intercept import call_contexts
+from headwise.intercept.interceptor import SiteKey
 from headwise.statistics.moments import RunningMoments
 from oracles import statistics_of
 from research.census import compare, reference
@@ -65,7 +67,7 @@ def watched(number):
     reference_site.add({"entropy": torch.full((2, 3), 0.5), "self": torch.full((2, 3), 0.25)})
     moments = {name: RunningMoments.from_values(torch.cat(parts)) for name, parts in reference_site.values.items()}
     moments["self"] = replace(moments["self"], mean=moments["self"].mean + number)
-    record = SimpleNamespace(site=("attention", False), heads=3, statistics=moments)
+    record = SimpleNamespace(site=SiteKey("attention", cross=False), heads=3, statistics=moments)
     return record, {("attention", False): reference_site}
 
 
@@ -122,6 +124,29 @@ def test_wrong_statistic_gives_the_outcome_wrong(monkeypatch):
 def test_unobserved_module_without_warning_gives_the_outcome_silent(monkeypatch):
     monkeypatch.setattr(hw.intercept.watch.Heads, "records", property(lambda heads: list(heads._records.values())[1:]))
     assert judge("bert").outcome == "silent"
+
+
+def test_copies_in_padding_do_not_count():
+    a, tokens, real = torch.full((1, 1, 3, 3), 1 / 3), torch.tensor([[5, 5, 5]]), torch.tensor([[False, True, True]])
+    measured = compare.statistics(a, tokens=tokens, real=real, counts=real[:, None])
+    assert (measured["duplicate"].item(), measured["induction"].item()) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
+    assert "distance" in measured
+
+
+def test_cross_attention_has_no_positions():
+    weights = torch.tensor([[0.0, 0.25, 0.75], [0.0, 0.5, 0.5]])[None, None]
+    tokens, padding = torch.tensor([[3, 4, 7]]), torch.tensor([[True, False]])
+    call = reference.Weights("attention", "interface", True, weights, padding=padding, key_tokens=tokens)
+    means = compare.truth([call], [7])["attention", True].means()
+    assert not means.keys() & set(compare.OF_POSITIONS)
+    assert (means["first"][0].item(), means["special"][0].item()) == (0.25, 0.75)  # the second query is padding
+
+
+def test_statistics_of_positions_in_cross_attention_give_the_outcome_wrong(monkeypatch):
+    monkeypatch.setattr(call_contexts, "OF_COMMON_POSITIONS", frozenset())
+    verdict = judge("t5")
+    assert verdict.outcome == "wrong"
+    assert "not checked: distance" in verdict.reason
 
 
 def test_model_type_without_a_class_is_not_built_and_the_reason_is_stated():
