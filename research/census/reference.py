@@ -286,6 +286,13 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one.detach().double().reshape(-1), other.double().reshape(-1), rtol=1e-4, atol=1e-5)
 
 
+def _is_other_sequence(keys: Any, queries: Any) -> bool:
+    """Return whether two arguments of a module are tensors of features of two sequences of different lengths."""
+    if not (isinstance(keys, Tensor) and isinstance(queries, Tensor) and keys.ndim == queries.ndim == 3):
+        return False
+    return keys.shape != queries.shape
+
+
 def heads_of(module: nn.Module) -> int | None:
     """Return the number of heads according to an attribute of a module; None if it has none."""
     named = {name: value for name, value in vars(module).items() if "head" in name and type(value) is int and value > 0}
@@ -360,6 +367,7 @@ def recorded(model: nn.Module) -> Iterator[Recorder]:
             arguments = dict(zip(names, args, strict=False)) | kwargs
             first_argument = next(iter(arguments.values()), None)
             cross = any(arguments.get(name) is not None and arguments[name] is not first_argument for name in ELSEWHERE)
+            cross = cross or _is_other_sequence(arguments.get("key"), first_argument)
             recorder.frames.append((path, module, cross))
             recorder.read.append(arguments)
             if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
