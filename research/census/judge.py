@@ -212,17 +212,18 @@ def _add_findings(verdict: Verdict, run: str, comparison: Comparison, warned: li
         if names:
             verdict.notes.append(f"{run}: {problem}: {', '.join(names)}")
         if problem == "not checked":
-            wrong = [name for name in names if name in OF_POSITIONS]
+            forbidden = [name for name in names if name in OF_POSITIONS]
         else:
-            wrong = [site for site in sites if not _may_be_absent(*site.rsplit(": ", 1), without_positions)]
-        if wrong:
+            forbidden = [site for site in sites if not _may_be_absent(site, without_positions)]
+        if forbidden:
             _worsen(verdict, "wrong", f"{run}: {problem}: {', '.join(names)}")
 
 
-def _may_be_absent(path: str, statistic: str, without_positions: list[str]) -> bool:
-    """Return whether a watch may leave out a statistic of the module at `path`: it needs head outputs, or it needs
-    positions and a warning in `without_positions` names the module.
+def _may_be_absent(absent: str, without_positions: list[str]) -> bool:
+    """Return whether a watch may leave out a statistic, `absent`, written as "path: statistic": it needs head outputs,
+    or it needs positions and a warning in `without_positions` names the module.
     """
+    path, statistic = absent.rsplit(": ", 1)
     if statistic in (*OF_POSITIONS, "first"):
         return any(_named(path, text) for text in without_positions)
     return statistic in OF_OUTPUTS

@@ -111,8 +111,8 @@ class Recorder(TorchFunctionMode):
         """Record a call of the innermost running module, with copies of its weights and output."""
         path, _, cross = self.frames[-1] if self.frames else ("", None, False)
         copies = [None if tensor is None else tensor.detach().clone() for tensor in (out, hidden, *self.tokens())]
-        key_tokens = self.key_tokens() if cross else None
-        self.calls.append(Weights(path, route, cross, weights.detach().clone(), *copies, key_tokens=key_tokens))
+        self.calls.append(Weights(path, route, cross, weights.detach().clone(), *copies))
+        self.calls[-1].key_tokens = self.key_tokens() if cross else None
 
     def key_tokens(self) -> Tensor | None:
         """Return the token ids of the module whose output is passed as keys to the innermost running module that
