@@ -9,6 +9,7 @@ from torch import nn
 
 import headwise as hw
 from headwise import replacements
+from headwise.intercept.interceptor import SiteKey
 from tiny import model as tiny
 from tiny import texts, tokenizer
 
@@ -293,12 +294,13 @@ def test_runs_of_a_replacement_are_not_observed_by_others():
     mean = projected_of(model, projection, OTHERS[[0, 1, 0]]).mean((0, 1))
     outside = hw.gate(model, {0: 0.0, (1, 3): replacements.resample(TOKENS)})
     inside = hw.gate(model, {(1, 2): replacements.mean([OTHERS, OTHERS[:1]]), (1, 4): replacements.resample(OTHERS)})
-    with hw.watch(model) as heads, hw.record_outputs(model) as run, outside, inside:
+    replaced = pytest.warns(UserWarning, match=r"so written_norm is left out: layers\.1\.self_attn$")
+    with replaced, hw.watch(model) as heads, hw.record_outputs(model) as run, outside, inside:
         found = projected(model, projection)
     torch.testing.assert_close(found[:, :, 2], mean[2].expand(2, 13, 10), **BUDGET)
     assert [record.statistics["entropy"].count.tolist() for record in heads.records] == [[2.0] * 6] * 2
     calls = {site: len(outputs) for site, outputs in run.by_site.items()}
-    assert calls == {(f"layers.{i}.self_attn", False): 1 for i in (0, 1)}
+    assert calls == {SiteKey(f"layers.{i}.self_attn", cross=False): 1 for i in (0, 1)}
 
 
 # -- another run ------------------------------------------------------------------------------------------------------
@@ -363,16 +365,16 @@ def test_recorded_outputs_are_the_input_of_the_projection():
     with hw.record_outputs(model) as run:
         model(OTHERS)
         given = [projected(model, f"layers.{number}.self_attn.o_proj") for number in range(2)]
-    assert [path for path, _ in run.by_site] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert [site.path for site in run.by_site] == ["layers.0.self_attn", "layers.1.self_attn"]
     for (out,), expected in zip(run.by_site.values(), given, strict=True):  # of the last run alone
         assert torch.equal(out.transpose(1, 2), expected)
     for layers in ([1], ["layers.1.self_attn"]):
         with hw.record_outputs(model, layers=layers) as run:
             model(TOKENS)
-        assert list(run.by_site) == [("layers.1.self_attn", False)]
+        assert list(run.by_site) == [SiteKey("layers.1.self_attn", cross=False)]
     with hw.gate(model, {(1, 2): 0.0}), hw.record_outputs(model) as run:
         model(TOKENS)
-    assert run.by_site["layers.1.self_attn", False][0][:, 2].abs().max() == 0
+    assert run.by_site[SiteKey("layers.1.self_attn", cross=False)][0][:, 2].abs().max() == 0
 
 
 @torch.no_grad()
@@ -382,7 +384,7 @@ def test_recording_generation_keeps_the_last_run():
     model = spread(transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=97, **sizes)))
     with hw.record_outputs(model) as run:
         model.generate(TOKENS, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    sizes = {path: [tuple(each.shape) for each in calls] for (path, _), calls in run.by_site.items()}
+    sizes = {site.path: [tuple(each.shape) for each in calls] for site, calls in run.by_site.items()}
     assert sizes == {
         "encoder.block.0.layer.0.SelfAttention": [(2, 6, 13, 7)],
         "decoder.block.0.layer.0.SelfAttention": [(2, 6, 1, 7)],

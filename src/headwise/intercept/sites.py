@@ -213,7 +213,9 @@ class SiteRegistry(Interceptor):
             raise InputError("model", expected="a model that ran while it was watched", got="none", remedy="call it")
         if not self._records:
             names = self._names(self.unread) or self._names([""])
-            raise InputError("model", expected="attention in a way that can be seen", got=f"none in {names}")
+            reasons = sorted(self._paths_by_reason().keys() - {NOT_SEEN})
+            got = "; ".join([f"none in {names}", *reasons])
+            raise InputError("model", expected="attention in a way that can be seen", got=got)
 
     def _names(self, paths: Iterable[str]) -> str:
         """Return the sorted paths of modules as a list for messages. The model itself, whose path is empty, is named by
