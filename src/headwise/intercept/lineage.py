@@ -107,13 +107,21 @@ class Lineage:
 
     def record_module(self, arguments: Iterable[Any], output: Any, module_calls: Sequence[ModuleCall]) -> None:
         """Record the origin of the `output` of a module where it is unknown, as the module computed it by other
-        functions than torch's: the origins of the module's `arguments` together, after a linear map. The last of the
-        running modules is the module.
+        functions than torch's: the origins of the module's `arguments` together, after a linear map. If these have
+        different contents, the module is a mixing step. The last of the running modules is the module.
         """
-        for tensor in _tensors((output,)):
-            if self._origins.get(tensor) is None:
-                union = union_of(self.origin(argument, module_calls) for argument in _tensors(arguments))
-                self.set(tensor, Origin(union.sources, maps=frozenset([id(module_calls[-1].module)])))
+        unknown = [tensor for tensor in _tensors((output,)) if self._origins.get(tensor) is None]
+        if not unknown:
+            return
+        origins = [self.origin(argument, module_calls) for argument in _tensors(arguments)]
+        module, sources = id(module_calls[-1].module), union_of(origins).sources
+        contents = tuple(content for origin in origins if (content := self.content(origin) & ~self.state))
+        if len(set(contents)) > 1:
+            bit = self._bit(("module", module, contents))
+            self.mixing |= bit
+            sources |= bit
+        for tensor in unknown:
+            self.set(tensor, Origin(sources, maps=frozenset([module])))
 
     def origin(self, tensor: Tensor, module_calls: Sequence[ModuleCall]) -> Origin:
         """Return the origin of a tensor. If it is not the result of a recorded function, it is a new source: a
