@@ -102,7 +102,7 @@ def test_torchs_layer_that_returns_weights_is_watched():
         out, again = layer(x, x, x, key_padding_mask=padding, average_attn_weights=False)
     assert torch.equal(out, plain)
     assert torch.equal(again, weights)
-    require_statistics(heads, [weights.detach()])
+    require_statistics(heads, [weights.detach()], ~padding)
     assert "output_norm" in heads.rows()[0]
     assert F.softmax.__module__ == "torch.nn.functional"
     assert torch.bmm is torch._C._VariableFunctions.bmm

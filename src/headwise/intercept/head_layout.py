@@ -50,9 +50,9 @@ class HeadLayout:
         heads = (Factor(1, 1, self.shape[1]),) if self.shape[1] > 1 else ()
         return len(self.shape) == 4 and (self.value_axis, self.query_axes, self.heads) == (3, (2,), heads)
 
-    def by_head(self, tensor: Tensor) -> Float[Tensor, "batch heads queries width"]:
-        """Return a tensor in the layout of the model, with axes of sequences, heads, queries and values. In place of
-        the values there may be something else, such as keys.
+    def by_head(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in the layout of the model with axes `(batch, heads, queries, value_dim)`. The last axis may
+        be another one in place of the values, such as the keys.
         """
         sizes, order, (batch, heads, queries) = self._split(tensor.shape[self.value_axis])
         shape = [prod(sizes[axis] for axis in axes) for axes in (batch, heads, queries)]
