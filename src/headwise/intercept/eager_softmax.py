@@ -208,7 +208,7 @@ class _Product(AttentionSource):
     def _visible(self, layout: HeadLayout) -> Bool[Tensor, "batch heads queries keys"]:
         """Return True where a query may attend to a key: neither its score nor its weight was hidden by the model."""
         scores, zeroed = self.weights.scores(), self.weights.zeroed
-        visible = with_infinite(layout.by_head(self._arranged(scores)).detach()) > -torch.inf
+        visible = with_infinite(layout.by_head(self._arranged(scores)).detach()) != -torch.inf
         if zeroed is not None:
             visible &= ~layout.by_head(self._arranged(zeroed.expand(scores.shape)))
         return visible

@@ -32,7 +32,7 @@ class ReceivedMask(NamedTuple):
         """Return the mask of an attention problem. It hides keys by the problem's mask, and by a bias of -inf."""
         mask, bias = problem.mask, problem.bias
         if bias is not None and bool(bias.amin() == -torch.inf):
-            visible = Dense(bias > -torch.inf)
+            visible = Dense(bias != -torch.inf)
             mask = visible if mask is None else mask & visible
         return ReceivedMask(mask, problem.grid)
 
