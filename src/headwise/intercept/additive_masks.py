@@ -5,26 +5,51 @@ from torch import Tensor
 
 from headwise.shapes import Bool, Float
 
-HIDING_DIFFERENCE = 1e4
-"""A key is hidden if the mask adds this much less to its score than to another key's: no score makes up for it."""
+HIDING_DIFFERENCE = 5e3
+"""A key is hidden if a mask adds at least this much less to its score than to another key's: its weight is then 0 in
+every dtype, since no score makes up for it. Libraries write -10000, which is -9984 in bfloat16, or lower numbers.
+"""
+
+CERTAIN_DIFFERENCE = 1e6
+"""A difference that is no bias, such as one for each token of distance, but hides a key."""
 
 
-def with_infinite(added: Float[Tensor, "*batch keys"]) -> Float[Tensor, "*batch keys"]:
-    """Return a copy of `added`, a mask whose numbers are added to the scores, with -inf at every hidden key. A key is
-    hidden if its number is at least 1e4 less than the largest number in the same query row. All keys of a row are
-    hidden if all numbers of the row are at most half the dtype's most negative finite number.
+def with_infinite(added: Float[Tensor, "*batch rows keys"]) -> Float[Tensor, "*batch rows keys"]:
+    """Return a copy of `added`, a mask whose numbers are added to the scores, or scores with such a mask, with -inf at
+    every hidden key. A key is hidden if its number is far below the largest number in the same query row. All keys of a
+    row are hidden if all its numbers are far below 0.
     """
-    hidden = (added <= added.amax(-1, keepdim=True) - HIDING_DIFFERENCE) | hides_all_keys(added)
+    hidden = _is_far_below(added, added.amax(-1, keepdim=True), -1) | hides_all_keys(added)
     return added.masked_fill(hidden, -torch.inf)
 
 
-def hides_all_keys(added: Float[Tensor, "*batch keys"]) -> Bool[Tensor, "*batch 1"]:
-    """Return, for each row of an additive mask, True if the row hides every key: all its numbers are at most half the
-    most negative finite number of the dtype.
-
-    Libraries write the smallest number of a dtype to hide a key, possibly added to another mask.
+def hides_all_keys(added: Float[Tensor, "*batch rows keys"]) -> Bool[Tensor, "*batch rows 1"]:
+    """Return, for each row of an additive mask, or of scores with such a mask, True if the row hides every key: all its
+    numbers are far below 0.
     """
-    return added.amax(-1, keepdim=True) <= torch.finfo(added.dtype).min / 2
+    return _is_far_below(added.amax(-1, keepdim=True), torch.zeros_like(added[..., :1, :1]), -2)
+
+
+def _is_far_below(numbers: Tensor, reference: Tensor, dim: int) -> Bool[Tensor, "*shape"]:
+    """Return True where a number is so far below `reference` that it can only be a mask. If some numbers along the axis
+    `dim` are near the limit between visible and hidden, as with a bias that grows with the distance, only numbers far
+    beyond the limit are.
+    """
+    difference = (numbers - reference).to(torch.promote_types(numbers.dtype, torch.float32))
+    is_below = difference <= -HIDING_DIFFERENCE
+    is_near = (difference + HIDING_DIFFERENCE).abs() < HIDING_DIFFERENCE / 2
+    return (is_below & ~is_near.any(dim, keepdim=True)) | (difference <= -CERTAIN_DIFFERENCE)
+
+
+def is_uniform_where_hidden(mask: Tensor | None) -> bool:
+    """Return True if softmax is uniform in every row of a mask that hides all keys by finite numbers: scores vanish
+    next to these numbers. Other masks than additive ones have no such row.
+    """
+    if mask is None or not mask.is_floating_point():
+        return True
+    largest = mask.amax(-1, keepdim=True)
+    is_finite = (largest > torch.finfo(mask.dtype).min / 2) & hides_all_keys(mask)
+    return not bool(is_finite.any())
 
 
 def fill_hidden_rows_as_torch(

@@ -76,6 +76,7 @@ class CallHandlers(NamedTuple):
     def observe_weights(
         self,
         weights: Float[Tensor, "batch heads queries keys"],
+        received: ReceivedMask | None,
         out: Float[Tensor, "batch heads queries value_dim"] | None,
         values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
     ) -> None:
@@ -86,17 +87,20 @@ class CallHandlers(NamedTuple):
 
         Args:
             weights: the weights.
+            received: the mask of the call; None if it is unknown, so that keys of weight 0 count as hidden.
             out: output that the model computed; None if the weights have several products.
             values: the values, for observers with a check; None if `out` is known to be the product of both.
         """
         if not self.observations:
             return
         weights, out = weights.detach(), None if out is None else out.detach()
+        visible = None if received is None else received.block
         with call_stack.paused(), torch.no_grad(), _outside_torch_modes(weights):
             if self._has_check and values is not None and out is not None:
-                self._observe_checked(row_blocks_of_weights(weights, out, self._call_context, values.detach()), out)
+                with_values = row_blocks_of_weights(weights, out, self._call_context, visible, values.detach())
+                self._observe_checked(with_values, out)
             else:
-                for row_block in row_blocks_of_weights(weights, out, self._call_context):
+                for row_block in row_blocks_of_weights(weights, out, self._call_context, visible):
                     self._observe(row_block)
         self._end()
 

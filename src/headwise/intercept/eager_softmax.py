@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.grid import Grid
-from headwise.intercept.additive_masks import hides_all_keys, with_infinite
+from headwise.intercept.additive_masks import with_infinite
 from headwise.intercept.attention_output import (
     NOT_OVER_KEYS,
     AttentionOutput,
@@ -44,7 +44,7 @@ from headwise.intercept.softmax_weights import (
     weights_among,
     weights_of,
 )
-from headwise.shapes import Bool, Float
+from headwise.shapes import Float
 
 SOFTMAX = F.softmax
 """Torch's own function, also while another one replaces it."""
@@ -143,6 +143,7 @@ class _Product(AttentionSource):
         module_calls: the running module calls, outermost first.
         origins: sources of the queries, keys and values.
         is_observed: False if the same weights were observed in an earlier product.
+        received: the mask of the call, once it was read.
     """
 
     call: FunctionCall
@@ -155,6 +156,7 @@ class _Product(AttentionSource):
     module_calls: list[ModuleCall]
     origins: CallOrigins
     is_observed: bool
+    received: ReceivedMask | None = None
 
     @staticmethod
     def of(
@@ -200,18 +202,22 @@ class _Product(AttentionSource):
             heads,
             value_dim,
             self.module_calls,
-            MaskSource(lambda: ReceivedMask(Dense(self._visible(layout)), grid)),
+            MaskSource(lambda: self._received(layout)),
             origins=self.origins,
             is_observed=self.is_observed,
         )
 
-    def _visible(self, layout: HeadLayout) -> Bool[Tensor, "batch heads queries keys"]:
-        """Return True where a query may attend to a key: neither its score nor its weight was hidden by the model."""
-        scores, zeroed = self.weights.scores(), self.weights.zeroed
-        visible = with_infinite(layout.by_head(self._arranged(scores)).detach()) != -torch.inf
-        if zeroed is not None:
-            visible &= ~layout.by_head(self._arranged(zeroed.expand(scores.shape)))
-        return visible
+    def _received(self, layout: HeadLayout) -> ReceivedMask:
+        """Return the mask of the call. A query may attend to a key if neither its score nor its weight was hidden by
+        the model.
+        """
+        if self.received is None:
+            scores, zeroed = self.weights.scores(), self.weights.zeroed
+            visible = with_infinite(layout.by_head(self._arranged(scores)).detach()) != -torch.inf
+            if zeroed is not None:
+                visible &= ~layout.by_head(self._arranged(zeroed.expand(scores.shape)))
+            self.received = ReceivedMask(Dense(visible), Grid(*visible.shape, visible.device))
+        return self.received
 
     def observe(
         self, handlers: CallHandlers, layout: HeadLayout, out: Float[Tensor, "batch heads queries value_dim"]
@@ -223,14 +229,14 @@ class _Product(AttentionSource):
         if undropped is not None:
             with torch.no_grad():
                 out = layout.by_head(self.call.replaced(self.tensor, undropped.to(self.tensor.dtype)).run())
-        weights = self._arranged(self.tensor if undropped is None else undropped).detach()
-        scores = self._arranged(self.weights.scores())
-        if scores.is_floating_point() and bool((hidden_rows := hides_all_keys(scores)).any()):
-            weights = weights.masked_fill(hidden_rows, 0.0)  # softmax is uniform there
+        weights = layout.by_head(self._arranged(self.tensor if undropped is None else undropped)).detach()
+        received = self._received(layout)
+        if bool((hidden_rows := ~received.block(range(weights.shape[2])).any(-1, keepdim=True)).any()):
+            weights = weights.masked_fill(hidden_rows, 0.0)  # softmax may be uniform there
         if self.weights.softmax.products > 1:
             for innermost in innermost_calls(self.module_calls):
                 innermost.interceptor.on_left_out(innermost.path, WEIGHTS_USED_TWICE)
-        handlers.observe_weights(layout.by_head(weights), None if self.weights.softmax.products > 1 else out)
+        handlers.observe_weights(weights, received, None if self.weights.softmax.products > 1 else out)
 
     def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
         """Return the output of each head under uniform attention to the visible keys."""

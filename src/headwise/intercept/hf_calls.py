@@ -19,7 +19,12 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.uniform_attention import uniform_output
 from headwise.errors import InputError
-from headwise.intercept.additive_masks import fill_hidden_rows_as_torch, hides_all_keys, with_infinite
+from headwise.intercept.additive_masks import (
+    fill_hidden_rows_as_torch,
+    hides_all_keys,
+    is_uniform_where_hidden,
+    with_infinite,
+)
 from headwise.intercept.call_handlers import handlers_of_call
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_answer import is_attention
@@ -101,12 +106,13 @@ def _intercepted_call(
             if not torch.equal(state, random_state(q.device)):
                 undropped_out, weights = _without_dropout(attention, args, kwargs, q.device)
         if weights is not None:
-            handlers.observe_weights(_zeros_in_hidden_rows(weights, mask), undropped_out, v)
+            handlers.observe_weights(_zeros_in_hidden_rows(weights, mask), mask_source.read(), undropped_out, v)
         else:
             handlers.answer(read_problem, lambda: Answer(undropped_out, None, None))
     else:
-        out = handlers.answer(read_problem, compute, is_replaced).out
-        if handlers.observations and not is_replaced and not options.get("dropout"):
+        keeps_output = is_replaced or (bool(handlers.observations) and not is_uniform_where_hidden(mask))
+        out = handlers.answer(read_problem, compute, keeps_output).out
+        if handlers.observations and not keeps_output and not options.get("dropout"):
             out = as_torch(out)
     out = handlers.changed(out, lambda: as_torch(uniform_output(read_problem())))
     out = out.transpose(1, 2).contiguous()

@@ -143,8 +143,13 @@ def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
     elif function in COPIES or function in FILLS or is_modification:
         undropped = _undropped_after(call, tensor, weights)
         zeroed = weights.zeroed
+        newly_zeroed = None
         if function in FILLS and not bool((mask_and_value := _mask_and_value(*call.args, **call.kwargs))[1]):
-            zeroed = mask_and_value[0] if zeroed is None else mask_and_value[0] | zeroed
+            newly_zeroed = mask_and_value[0]
+        elif is_modification:
+            newly_zeroed = _zeroed_by(tensor if weights.undropped is None else weights.undropped, undropped, result)
+        if newly_zeroed is not None:
+            zeroed = newly_zeroed if zeroed is None else newly_zeroed | zeroed
         record_weights(result, replace(weights, undropped=undropped, zeroed=zeroed))
     elif function in VIEWS:
         is_sequence = isinstance(result, list | tuple)
@@ -179,6 +184,21 @@ def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, inde
         None if weights.undropped is None else view_of(weights.undropped),
         None if weights.zeroed is None else view_of(weights.zeroed.expand(shape)),
     )
+
+
+def _zeroed_by(before: Tensor, undropped: Tensor | None, result: Tensor) -> Bool[Tensor, "*shape"] | None:
+    """Return True where a function, such as a product with a mask of 0 and 1, set weights to 0; None if nowhere.
+
+    Args:
+        before: the weights before the function and without dropout. If the function overwrote them, a weight that is 0
+            counts as set.
+        undropped: the weights after the function without dropout; None without dropout.
+        result: the weights after the function.
+    """
+    is_zero = (result if undropped is None else undropped).detach() == 0
+    if before is not result:
+        is_zero &= before.detach() != 0
+    return is_zero if bool(is_zero.any()) else None
 
 
 def _undropped_after(call: FunctionCall, tensor: Tensor, weights: Weights) -> Tensor | None:

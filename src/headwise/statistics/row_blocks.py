@@ -1,8 +1,9 @@
 """Row blocks of whole rows: of a problem, computed from its scores, or of weights that exist already."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.attention.backends.blockwise.call_context import CallContext
@@ -49,16 +50,19 @@ def row_blocks_of_weights(
     weights: Float[Tensor, "batch heads queries keys"],
     out: Float[Tensor, "batch heads queries value_dim"] | None,
     call_context: CallContext,
+    visible: Callable[[range], Bool[Tensor, "#batch #heads rows keys"]] | None = None,
     values: Float[Tensor, "batch kv_heads keys value_dim"] | None = None,
 ) -> Iterator[RowBlock]:
     """Split existing attention weights into row blocks, each with some of the query rows for all heads and all keys,
     and yield these. Each row block also contains the head outputs of its rows: taken from `out`, or computed from
-    `values` if these are passed. Keys of weight 0 count as hidden by the mask.
+    `values` if these are passed.
 
     Args:
         weights: the weights.
         out: output of each row; None if unknown.
         call_context: tokens and padding of the call.
+        visible: function that returns a boolean tensor for a range of rows, True where a row may attend to a key. It
+            may leave out hidden keys at the end. By default, keys of weight 0 are hidden.
         values: the values, with which each row's output is computed instead of taken from `out`.
     """
     batch, heads, queries, keys = weights.shape
@@ -69,7 +73,11 @@ def row_blocks_of_weights(
         block_out = None if out is None else out[:, :, selected]
         if values is not None:
             block_out = grouped_matmul(block, values.to(block.dtype))
-        yield _row_block(block, block != 0, grid, rows, call_context, block_out)
+        is_visible = block != 0
+        if visible is not None:
+            is_visible = visible(rows)
+            is_visible = F.pad(is_visible, (0, keys - is_visible.shape[-1]))
+        yield _row_block(block, is_visible, grid, rows, call_context, block_out)
 
 
 def _row_ranges(grid: Grid) -> Iterator[range]:
