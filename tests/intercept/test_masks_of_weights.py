@@ -84,7 +84,8 @@ def test_a_sequence_whose_rows_are_all_hidden_does_not_count():
         for i, length in enumerate(LENGTHS):
             model(x[i : i + 1, 11 - length :], added[:1, :, :length, :length])
     for row, other in zip(heads.rows(), alone.rows(), strict=True):
-        assert row.pop("module") == other.pop("module") and row.pop("kind") == other.pop("kind")
+        assert row.pop("module") == other.pop("module")
+        assert row.pop("kind") == other.pop("kind")
         assert row == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 

@@ -216,7 +216,7 @@ class _Product(AttentionSource):
             visible = with_infinite(layout.by_head(self._arranged(scores)).detach()) != -torch.inf
             if zeroed is not None:
                 visible &= ~layout.by_head(self._arranged(zeroed.expand(scores.shape)))
-            self.received = ReceivedMask(Dense(visible), Grid(*visible.shape, visible.device))
+            self.received = ReceivedMask(Dense(visible), Grid(*layout.sizes, visible.shape[3], visible.device))
         return self.received
 
     def observe(
