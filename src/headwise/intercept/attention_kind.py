@@ -1,7 +1,7 @@
 """Kind of an attention call, self or cross, from the sources of its queries, keys and values."""
 
 from headwise.intercept.lineage import Lineage
-from headwise.intercept.origin import CallOrigins
+from headwise.intercept.origin import CallOrigins, Origin
 
 UNKNOWN_KIND = (
     "it is unknown if queries and keys of these modules come from the same tokens, so they are reported as "
@@ -19,15 +19,48 @@ def is_cross_attention(origins: CallOrigins, lineage: Lineage) -> bool | None:
     """
     if origins.k is None:
         return None
-    q, k, v = (lineage.content(origin) for origin in (origins.q, origins.k, origins.v))
+    is_cross = _is_cross(origins.q, origins.k, origins.v, lineage)
+    if is_cross is False:
+        lineage.self_attention_keys.add((origins.k.maps, lineage.content(origins.k)))
+    return is_cross
+
+
+def query_and_key(scores: Origin, value: Origin, lineage: Lineage) -> tuple[Origin, Origin | None]:
+    """Return the origins of the queries and keys of attention `scores` for values of the origin `value`. If the scores
+    are a sum of products, one of which compares the queries with positions, return the factors of the other: that of
+    self-attention, or that which has most sources in common with the values.
+    """
+
+    def rank(factors: tuple[Origin, Origin]) -> tuple[bool, int]:
+        left, right = factors
+        common = (lineage.content(left) | lineage.content(right)) & lineage.content(value)
+        return bool(common) and _is_cross(left, right, value, lineage) is False, common.bit_count()
+
+    if len(scores.factors) < 2:
+        return scores.factors[0] if scores.factors else (scores, None)
+    return max(scores.factors, key=rank)
+
+
+def may_be_cached(origins: CallOrigins, lineage: Lineage) -> bool:
+    """Return True if the keys of a call have all sources of the queries, and otherwise only tensors from outside of the
+    model call, such as cached keys.
+    """
+    if origins.k is None:
+        return False
+    q, k = lineage.content(origins.q), lineage.content(origins.k)
+    return not q & ~k and not k & ~q & ~lineage.outside
+
+
+def _is_cross(query: Origin, key: Origin, value: Origin, lineage: Lineage) -> bool | None:
+    """Return the kind of a call whose queries, keys and values have these origins, as `is_cross_attention` does."""
+    q, k, v = (lineage.content(origin) for origin in (query, key, value))
     if not q or not k:
         return None
     if not q & k:  # tensors that neither the model received nor a known function computed may have one source
-        return True if origins.q.projected or not (q | k) & ~lineage.given else None
-    is_shared = bool(origins.k.maps) and origins.k.maps in lineage.self_attention_keys
+        return True if query.projected or not (q | k) & ~lineage.given else None
+    is_shared = bool(key.maps) and (key.maps, k) in lineage.self_attention_keys
     if not is_shared and (q ^ k) & lineage.mixing:
-        return True
+        return None if (query.sources ^ key.sources) & lineage.placed else True
     if q != k and not is_shared and v & ~(q & k):
         return True if q & ~k and k & ~q else None
-    lineage.self_attention_keys.add(origins.k.maps)
     return False

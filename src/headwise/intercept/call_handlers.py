@@ -13,7 +13,7 @@ from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.uniform_attention import uniform_output
-from headwise.intercept.attention_kind import UNKNOWN_KIND, is_cross_attention
+from headwise.intercept.attention_kind import UNKNOWN_KIND, is_cross_attention, may_be_cached
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, SiteKey
@@ -258,6 +258,10 @@ def _site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | No
     Raises:
         InputError: the user stated another kind or number of heads.
     """
+    if is_cross is None and origins is not None and may_be_cached(origins, call_stack.lineage):
+        is_cross = False if module_call.parts.was_self_attention(origins) else None
+    if is_cross is False and origins is not None:
+        module_call.parts.add_self_attention(origins)
     if module_call.stated is not None:
         module_call.stated.require_heads(grid.heads)
         is_cross = module_call.stated.resolved_cross(is_cross)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from headwise.intercept.attention_kind import query_and_key
 from headwise.intercept.followed_attention import FollowedAttention
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.lineage import Lineage
@@ -86,8 +87,8 @@ class CallStack(threading.local):
         """Return the sources of queries, keys and values of a call whose scores have the origin `scores`."""
         if self.torch_attention_origins is not None:
             return self.torch_attention_origins
-        q, k = scores.factors or (scores, None)
-        return CallOrigins(q, k, self.lineage.origin(values, self.module_calls))
+        v = self.lineage.origin(values, self.module_calls)
+        return CallOrigins(*query_and_key(scores, v, self.lineage), v)
 
     @property
     def current_interceptions(self) -> tuple[Interception, ...]:

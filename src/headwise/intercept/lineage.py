@@ -1,58 +1,24 @@
 """Sources of all tensors of a running model, followed through the torch functions that it calls."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins, Origin, union_of
+from headwise.intercept.source_rules import (
+    ADDED_PRODUCTS,
+    CONCATENATIONS,
+    CONSTANTS,
+    INPUT_AND_WEIGHT,
+    PLACEMENTS,
+    PRODUCTS,
+    REORDERINGS,
+    SELECTIONS,
+)
 from headwise.intercept.tensor_map import TensorMap
-
-INPUT_AND_WEIGHT: frozenset[Any] = frozenset(
-    {
-        *(F.linear, F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d),
-        *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-    }
-)
-"""Functions whose first two arguments are an input and the weight of a linear map."""
-
-PRODUCTS: frozenset[Any] = frozenset(
-    {
-        *(torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm),
-        *(torch.bmm, Tensor.bmm, torch.einsum),
-    }
-)
-"""Functions that multiply all their tensors."""
-
-ADDED_PRODUCTS: frozenset[Any] = frozenset(
-    {torch.addmm, Tensor.addmm, Tensor.addmm_, torch.baddbmm, Tensor.baddbmm, Tensor.baddbmm_}
-)
-"""Functions that add a tensor, the first argument, to the product of two others."""
-
-CONCATENATIONS: frozenset[Any] = frozenset({torch.cat, torch.concat, torch.concatenate})
-"""Functions that concatenate tensors."""
-
-REORDERINGS: frozenset[Any] = frozenset({torch.flip, Tensor.flip, torch.roll, Tensor.roll})
-"""Functions that move tokens to other places."""
-
-SELECTIONS: frozenset[Any] = REORDERINGS | {
-    *(Tensor.__getitem__, torch.chunk, Tensor.chunk, torch.split, Tensor.split, torch.tensor_split),
-    *(Tensor.tensor_split, torch.unbind, Tensor.unbind, torch.select, Tensor.select, torch.narrow, Tensor.narrow),
-    *(torch.index_select, Tensor.index_select, torch.gather, Tensor.gather, torch.take_along_dim),
-    *(Tensor.take_along_dim, torch.masked_select, Tensor.masked_select),
-}
-"""Functions that may return some of the tokens of a tensor."""
-
-CONSTANTS: frozenset[Any] = frozenset(
-    {
-        *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.rand_like, torch.randn_like),
-        *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
-    }
-)
-"""Functions whose result does not depend on the numbers in a tensor that is passed to them."""
 
 
 class Lineage:
@@ -60,9 +26,12 @@ class Lineage:
 
     Attributes:
         given: sources that are arguments of the outermost running module.
+        outside: sources that are other tensors from outside of the model call, such as cached keys.
         state: sources that are parameters or buffers of the model.
         mixing: sources that are the result of a mixing step.
-        self_attention_keys: weights that computed the keys of self-attention, so that layers may share these keys.
+        placed: source of tensors in which tokens were written to other places, since the last linear map.
+        self_attention_keys: weights that computed the keys of self-attention, with the contents of these keys, so that
+            layers may share them.
     """
 
     def __init__(self) -> None:
@@ -75,9 +44,11 @@ class Lineage:
         self._origins: TensorMap[Origin] = TensorMap()
         self._bits: dict[Hashable, int] = {}
         self._names: dict[int, Hashable] = {}
-        self.state = self.mixing = 0
-        self.self_attention_keys: set[frozenset[Hashable]] = set()
+        self.state = self.mixing = self.outside = 0
+        self.placed = self._state_bit("placed")
+        self.self_attention_keys: set[tuple[frozenset[Hashable], int]] = set()
         self.given = union_of(self.origin(tensor, ()) for tensor in _tensors(given)).sources
+        self.outside = 0
 
     def record(self, function: Any, arguments: Sequence[Any], result: Any, module_calls: Sequence[ModuleCall]) -> None:
         """Record the origin of the `result` of a torch function: the origins of its arguments together, except for
@@ -132,7 +103,11 @@ class Lineage:
             return known
         source = "tensor", len(self._bits)
         name = _name_in(module_calls, tensor) or (id(tensor) if isinstance(tensor, nn.Parameter) else None)
-        bit = self._bit(source) if name is None else self._state_bit(source)
+        if name is None:
+            bit = self._bit(source)
+            self.outside |= bit
+        else:
+            bit = self._state_bit(source)
         self._names[bit] = name
         self.set(tensor, Origin(joined=bit))
         return Origin(joined=bit)
@@ -154,16 +129,16 @@ class Lineage:
             offset: first element of the weight in the memory of a larger tensor.
         """
         names = frozenset((self._names.get(bit), offset) for bit in _bits_of(weight.sources & self.state))
-        return Origin(source.sources or weight.sources, maps=names)
+        return Origin(source.sources & ~self.placed or weight.sources, maps=names)
 
     def product(self, left: Origin, right: Origin) -> Origin:
         """Return the origin of a product of two activations: that of the left factor, such as the queries, with the
         mixing step as another source.
         """
-        left, right = left._replace(factors=None), right._replace(factors=None)
+        left, right = left._replace(factors=()), right._replace(factors=())
         bit = self._bit(("product", right))
         self.mixing |= bit
-        return left._replace(joined=left.joined | bit, factors=(left, right))
+        return left._replace(joined=left.joined | bit, factors=((left, right),))
 
     def content(self, origin: Origin) -> int:
         """Return the sources on which the content of a projected tensor depends: those before its last linear map if
@@ -174,17 +149,24 @@ class Lineage:
 
     def _of_result(self, function: Any, tensors: list[Tensor], origins: list[Origin]) -> Origin:
         """Return the origin of the result of a function that was called with these tensors, of these origins."""
-        if not tensors or function in CONSTANTS:
-            return Origin(joined=self._state_bit("constant"))
-        if function in CONCATENATIONS:
-            return self._concatenated(origins)
-        if function in INPUT_AND_WEIGHT and not origins[1].sources & ~self.state:
-            return self.linear(origins[0], origins[1], _offset(tensors[1]))
-        if function in PRODUCTS or function in INPUT_AND_WEIGHT:
+        if not tensors:
+            return self._of_constant(tensors, origins)
+        rule = _RULES.get(function)
+        return union_of(origins) if rule is None else rule(self, tensors, origins)
+
+    def _of_constant(self, _: list[Tensor], __: list[Origin]) -> Origin:
+        """Return the origin of a tensor that depends on no other one."""
+        return Origin(joined=self._state_bit("constant"))
+
+    def _mapped(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
+        """Return the origin of the product of the first tensor with the second, usually the weight of a linear map."""
+        if origins[1].sources & ~self.state:
             return self._multiplied(tensors, origins)
-        if function in ADDED_PRODUCTS:
-            return self._multiplied(tensors[1:], origins[1:])
-        return union_of(origins)
+        return self.linear(origins[0], origins[1], _offset(tensors[1]))
+
+    def _added_product(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
+        """Return the origin of the product of two tensors, to which the first one is added."""
+        return self._multiplied(tensors[1:], origins[1:])
 
     def _multiplied(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
         """Return the origin of a product of tensors. A factor that depends on parameters and buffers alone, and is not
@@ -205,10 +187,20 @@ class Lineage:
                 result = self.product(result, other)
         return result
 
-    def _concatenated(self, origins: list[Origin]) -> Origin:
-        """Return the origin of concatenated tensors. If their contents have different sources, the concatenation is a
-        source too: the same source for all that concatenate the same contents in the same order.
+    def _placed(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
+        """Return the origin of a tensor, the first of these, into which tokens were written; integers among the others
+        are places.
         """
+        is_content = [tensor.is_floating_point() or tensor.dtype == tensors[0].dtype for tensor in tensors]
+        origin = union_of(origin for origin, counts in zip(origins, is_content, strict=True) if counts)
+        return origin._replace(joined=origin.joined | self.placed)
+
+    def _concatenated(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
+        """Return the origin of concatenated tensors. If their contents have different sources, the concatenation is a
+        source too: the same source for all that concatenate the same contents in the same order. Empty tensors, such as
+        an empty cache, have no content.
+        """
+        origins = [origin for origin, tensor in zip(origins, tensors, strict=True) if tensor.numel()]
         union = union_of(origins)
         of_projected = self._concatenation([origin.projected for origin in origins])
         of_all = self._concatenation([origin.projected or origin.joined for origin in origins])
@@ -216,10 +208,10 @@ class Lineage:
 
     def _concatenation(self, contents: list[int]) -> int:
         """Return the bit of a concatenation of tensors with these sources; 0 if they have the same sources, without
-        parameters and buffers.
+        parameters, buffers, and tensors from outside of the model call, which may be cached.
         """
         contents = [content & ~self.state for content in contents]
-        if len({content for content in contents if content}) < 2:
+        if len({content & ~self.outside for content in contents} - {0}) < 2:
             return 0
         bit = self._bit(("concatenation", tuple(contents)))
         self.mixing |= bit
@@ -245,6 +237,17 @@ class Lineage:
     def _bit(self, source: Hashable) -> int:
         """Return the bit of a source: a new one at its first use."""
         return self._bits.setdefault(source, 1 << len(self._bits))
+
+
+_RULES: dict[Any, Callable[[Lineage, list[Tensor], list[Origin]], Origin]] = {
+    **dict.fromkeys(CONSTANTS, Lineage._of_constant),
+    **dict.fromkeys(CONCATENATIONS, Lineage._concatenated),
+    **dict.fromkeys(INPUT_AND_WEIGHT, Lineage._mapped),
+    **dict.fromkeys(PRODUCTS, Lineage._multiplied),
+    **dict.fromkeys(ADDED_PRODUCTS, Lineage._added_product),
+    **dict.fromkeys(PLACEMENTS, Lineage._placed),
+}
+"""Methods that return the origin of the result of a function; that of other functions is the union of all origins."""
 
 
 def _tensors(arguments: Iterable[Any]) -> list[Tensor]:

@@ -16,14 +16,14 @@ class Origin(NamedTuple):
         projected: sources of the input of the last linear map; 0 if there was none.
         joined: sources that were added, multiplied or concatenated after it, such as rotary tables and cached keys.
         maps: names of the weights of the last linear map, or of several whose results were joined.
-        factors: origins of the two factors, if the tensor follows from a product of two activations without another
-            linear map, such as queries and keys for attention scores.
+        factors: origins of the two factors of each product of two activations that the tensor follows from without
+            another linear map. Attention scores have the queries and the keys, and possibly the queries and positions.
     """
 
     projected: int = 0
     joined: int = 0
     maps: frozenset[Hashable] = frozenset()
-    factors: "tuple[Origin, Origin] | None" = None
+    factors: "tuple[tuple[Origin, Origin], ...]" = ()
 
     @property
     def sources(self) -> int:
@@ -47,9 +47,6 @@ def union_of(origins: Iterable[Origin]) -> Origin:
             result = origin
         elif origin != Origin():
             maps = result.maps | origin.maps if result.maps and origin.maps else result.maps or origin.maps
-            factors = result.factors or origin.factors
-            if result.factors is not None and origin.factors is not None:
-                left, right = (union_of(pair) for pair in zip(result.factors, origin.factors, strict=True))
-                factors = left, right
+            factors = result.factors + tuple(each for each in origin.factors if each not in result.factors)
             result = Origin(result.projected | origin.projected, result.joined | origin.joined, maps, factors)
     return result

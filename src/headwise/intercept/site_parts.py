@@ -13,6 +13,18 @@ class SiteParts:
 
     def __init__(self) -> None:
         self._weights: dict[bool, list[frozenset[Hashable]]] = defaultdict(list)
+        self._of_self_attention: set[frozenset[Hashable]] = set()
+
+    def was_self_attention(self, origins: CallOrigins) -> bool:
+        """Return True if the weights that compute the keys of a call have computed the keys of self-attention in an
+        earlier call.
+        """
+        return origins.k is not None and origins.k.maps in self._of_self_attention
+
+    def add_self_attention(self, origins: CallOrigins) -> None:
+        """Record a call of self-attention."""
+        if origins.k is not None and origins.k.maps:
+            self._of_self_attention.add(origins.k.maps)
 
     def index(self, cross: bool, origins: CallOrigins | None) -> int:
         """Return the number of the layer of a call, among those of the same kind. Calls whose queries and keys are not
