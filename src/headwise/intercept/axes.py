@@ -53,7 +53,8 @@ def axes_of(shape: torch.Size) -> Axes:
 
 def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
     """Return the tensors in the `result` of a function call that contain the elements of its argument `before`, each
-    with its axes. The list is empty if it is unknown what the function does to axes.
+    with its axes. The list is empty if it is unknown what the function does to axes. Tensors without elements are left
+    out.
 
     Args:
         call: the call.
@@ -67,9 +68,10 @@ def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> l
     if call.function in VIEWS and not _selects_by_tensor(call):
         views = call.as_function_of(before)(torch.empty(before.shape, device="meta"))
         views = views if isinstance(views, list | tuple) else [views]
-        all_axes = [axes_of_view(axes, view) for view in views]
+        all_axes = [axes_of_view(axes, view) if view.numel() else None for view in views]
     else:
-        all_axes = [_aligned(axes, before, each) if isinstance(each, Tensor) else None for each in results]
+        tensors = [each if isinstance(each, Tensor) and each.numel() else None for each in results]
+        all_axes = [None if each is None else _aligned(axes, before, each) for each in tensors]
     return [(tensor, known) for tensor, known in zip(results, all_axes, strict=True) if known is not None]
 
 

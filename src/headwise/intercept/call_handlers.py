@@ -193,7 +193,8 @@ def handlers_of_call(
     """Report an attention call to every interceptor (observer or changer of attention) of a model with a module among
     `module_calls`, by default the module calls running in this thread. If one interceptor was chosen by `exclusive_to`,
     report to that one only. Return the functions by which these interceptors observe or change the call. Also add 1 to
-    the count of attention calls in the attention module.
+    the count of attention calls in the attention module. A call without any score, such as one of an empty batch, is
+    not observed.
 
     Args:
         grid: size of the scores: batch, heads, queries, keys.
@@ -209,6 +210,7 @@ def handlers_of_call(
     """
     module_calls = call_stack.module_calls if module_calls is None else module_calls
     handlers = CallHandlers([], [])
+    is_observed = is_observed and grid.batch * grid.heads * grid.queries * grid.keys > 0
     is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
     for module_call in _innermost_of_each_interceptor(module_calls):
         interceptor = module_call.interceptor

@@ -70,7 +70,7 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool =
     module_calls = call_stack.module_calls[:]
     if isinstance(module_calls[-1].module, nn.Softmax):  # the module around it attends
         module_calls.pop()
-    if not isinstance(dim, int) or not module_calls or result.ndim < 2:
+    if not isinstance(dim, int) or not module_calls or result.ndim < 2 or not result.numel():
         return
     dim %= result.ndim
     is_comparison = is_attention or compares_activations(scores, dim)
