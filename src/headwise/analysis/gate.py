@@ -18,7 +18,7 @@ from headwise.analysis.replacements import Replacement
 from headwise.checks import finite_number, flag, require_module
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
-from headwise.intercept.layer_index import module_path_of_layer
+from headwise.intercept.layer_index import module_paths_of_layer
 
 POSITIONS = "whole numbers, or a boolean tensor (queries,) or (batch, queries)"
 
@@ -73,36 +73,32 @@ def gate(
             module, or the run showed that a layer's number is another module's.
     """
     require_module(model)
-    gates, path_of_layer = _gates_by_module(model, values)
+    gates = _gates_by_module(model, values)
     gated_positions = _positions_tensor(positions)
     gates = _prepared(gates, model)
     interceptor = GateInterceptor(gates, groups=flag("groups", groups), positions=gated_positions)
     with intercepted(model, interceptor, sites):
         yield
-    interceptor.require_intercepted(model, path_of_layer)
+    interceptor.require_intercepted(model)
 
 
-def _gates_by_module(
-    model: nn.Module, values: Mapping[Any, GateValue]
-) -> tuple[dict[str, list[HeadGate]], dict[int, str]]:
+def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> dict[str, list[HeadGate]]:
     """Check the mapping `values`, from heads `(layer, head)` or whole layers to gates (factors or replacements of head
-    outputs). Return two mappings: from the path of each gated attention module to its gates, and from each layer number
-    among the keys of `values` to the path of that layer's attention module.
+    outputs). Return the gates of each attention module by its path. If several modules may have a layer number, each of
+    them has the gate.
     """
     if not isinstance(values, Mapping):
         raise InputError("values", expected="a mapping {(layer, head): value}", got=type(values).__name__)
     gates: dict[str, list[HeadGate]] = {}
-    path_of_layer: dict[int, str] = {}
     for key, value in values.items():
         layer, head = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
         layer, head_index = layer if isinstance(layer, str) else _as_index(layer), _as_index(head)
         if layer is None or (head is not None and head_index is None):
             raise InputError("values", expected="keys (layer, head) or layer", got=repr(key))
-        path = module_path_of_layer(model, layer)
-        if isinstance(layer, int):
-            path_of_layer[layer] = path
-        gates.setdefault(path, []).append(HeadGate(head_index, _checked_value(value, head_index)))
-    return gates, path_of_layer
+        gate = HeadGate(head_index, _checked_value(value, head_index), layer if isinstance(layer, int) else None)
+        for path in module_paths_of_layer(model, layer):
+            gates.setdefault(path, []).append(gate)
+    return gates
 
 
 def _prepared(gates: Mapping[str, list[HeadGate]], model: nn.Module) -> dict[str, list[HeadGate]]:
@@ -112,7 +108,7 @@ def _prepared(gates: Mapping[str, list[HeadGate]], model: nn.Module) -> dict[str
     """
     modules: dict[int, tuple[Replacement, list[str]]] = {}
     for path, module_gates in gates.items():
-        for _, value in module_gates:
+        for _, value, _ in module_gates:
             if isinstance(value, Replacement):
                 paths = modules.setdefault(id(value), (value, []))[1]
                 paths.extend([] if path in paths else [path])
@@ -120,7 +116,7 @@ def _prepared(gates: Mapping[str, list[HeadGate]], model: nn.Module) -> dict[str
         key: replacement.prepare(model, paths) for key, (replacement, paths) in modules.items()
     }
     return {
-        path: [HeadGate(head, prepared.get(id(value), value)) for head, value in module_gates]
+        path: [gate._replace(value=prepared.get(id(gate.value), gate.value)) for gate in module_gates]
         for path, module_gates in gates.items()
     }
 

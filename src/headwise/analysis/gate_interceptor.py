@@ -23,10 +23,13 @@ class HeadGate(NamedTuple):
     Attributes:
         head: zero-based index of the head or group; None for all heads.
         value: factor of the output, or the replacement of the output.
+        layer: layer number by which the user named the module; None if it was named by its path. If several modules
+            have a gate with this number, it applies to the first one that attends.
     """
 
     head: int | None
     value: GateValue
+    layer: int | None = None
 
 
 class GateInterceptor(Interceptor):
@@ -43,6 +46,7 @@ class GateInterceptor(Interceptor):
         self.gates, self._groups, self._positions = gates, groups, positions
         self._ran = False
         self._first_calls: dict[SiteKey, Call] = {}
+        self._label_of_layer: dict[int, str] = {}
 
     def on_module_call(self, path: str) -> None:
         """Record, when any module of the model is called, that the model ran. If the model did not run,
@@ -54,7 +58,7 @@ class GateInterceptor(Interceptor):
         """Raise `InputError` for a gated module that computed something like attention that is not changed, for
         `reason`. So heads are never gated in part.
         """
-        if any(SiteKey.path_of(label) == path for label in self.gates):
+        if any(self._gates_of(label) for label in self.gates if SiteKey.path_of(label) == path):
             raise InputError("values", expected="modules whose attention can be changed", got=f"{reason}: {path}")
 
     def change(self, call: Call) -> Change | None:
@@ -63,20 +67,30 @@ class GateInterceptor(Interceptor):
         """
         if not call.is_recomputation:
             self._first_calls.setdefault(call.site, call)
-        gates = self.gates.get(call.site.label)
+        gates = self._gates_of(call.site.label)
+        for gate in gates:
+            if gate.layer is not None:
+                self._label_of_layer[gate.layer] = call.site.label
         return None if not gates else lambda attended: self._apply(gates, attended, call)
+
+    def _gates_of(self, label: str) -> list[HeadGate]:
+        """Return the gates of a module, without those by a layer number that another module has taken."""
+        taken = self._label_of_layer
+        return [
+            gate for gate in self.gates.get(label, ()) if gate.layer is None or taken.get(gate.layer, label) == label
+        ]
 
     def _apply(self, gates: list[HeadGate], attended: HeadOutput, call: Call) -> Tensor:
         """Return the head outputs of an attention call after its gates are applied: first all replacements of head
         outputs, then all factors. At query positions that are not gated, the outputs are unchanged.
         """
         out = attended.out
-        for head, value in gates:
+        for head, value, _ in gates:
             if isinstance(value, Replacement):
                 start, stop = self._head_range(head, call)
                 new = value.output(attended, call)[:, start:stop].to(out)
                 out = out.slice_scatter(new.expand_as(out[:, start:stop]), 1, start, stop)
-        for head, value in gates:
+        for head, value, _ in gates:
             if not isinstance(value, Replacement):
                 out = out * self._factors(head, value, out, call)
         if self._positions is not None:
@@ -125,14 +139,12 @@ class GateInterceptor(Interceptor):
         ones = factors.new_ones(len(factors), call.grid.heads, factors.shape[2])
         return ones.slice_scatter(factors, 1, start, stop)[..., None]
 
-    def require_intercepted(self, model: nn.Module, path_of_layer: Mapping[int, str]) -> None:
+    def require_intercepted(self, model: nn.Module) -> None:
         """Raise `InputError` if there is a gated module in which no attention was intercepted, or if the run showed
-        that a layer number belongs to another module than the mapping `path_of_layer` states. Do nothing if the model
-        did not run.
+        that the number of a gated layer belongs to another module. Do nothing if the model did not run.
 
         Args:
             model: the gated model.
-            path_of_layer: path of the module that each layer number was taken to mean.
 
         Raises:
             InputError: a gated module computed no attention that was intercepted; a layer number is another module's.
@@ -140,15 +152,18 @@ class GateInterceptor(Interceptor):
         if not self._ran:
             return
         intercepted = {site.label for site in self._first_calls}
-        for label in self.gates:
-            if label not in intercepted:
+        for label, gates in self.gates.items():
+            is_missing = any(gate.layer is None or gate.layer not in self._label_of_layer for gate in gates)
+            if is_missing and label not in intercepted:
                 raise InputError("values", expected="modules in which attention is seen", got=f"none in {label}")
-        order = {path: index for index, (path, _) in enumerate(model.named_modules())}
+        modules = dict(model.named_modules())
+        order = {path: index for index, path in enumerate(modules)}
         sites = sorted(self._first_calls, key=lambda site: (order[site.path], *site[1:]))
-        numbers = layer_numbers([self._first_calls[site].layer for site in sites])
+        numbers = layer_numbers(modules, {site: self._first_calls[site].layer for site in sites})
         for number, site in zip(numbers, sites, strict=True):
-            if path_of_layer.get(number, site.label) != site.label:
-                got = f"{path_of_layer[number]}, where the model ran {site.label}"
+            gated = self._label_of_layer.get(number, site.label)
+            if gated != site.label:
+                got = f"{gated}, where the model ran {site.label}"
                 remedy = "name modules by their paths, as watch(model) lists them"
                 raise InputError("layer", expected=f"the module of layer {number}", got=got, remedy=remedy)
 

@@ -1,6 +1,6 @@
 """Layer numbers of modules that attend, and relations of module paths."""
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping
 
 from torch import nn
 
@@ -8,12 +8,21 @@ from headwise.errors import InputError
 from headwise.intercept.interceptor import SiteKey
 
 
-def layer_numbers(own_numbers: Sequence[int | None]) -> list[int]:
-    """Return one layer number for each attention module. These are `own_numbers`, which the model stores, if none is
-    missing and all are distinct; otherwise 0, 1, 2, ...
+def layer_numbers(modules: Mapping[str, nn.Module], own_numbers: Mapping[SiteKey, int | None]) -> list[int]:
+    """Return one layer number for each site where a model attends. These are the numbers that the model stores, if none
+    is missing and all are distinct. Otherwise they count the attention modules of the model, whether these ran or not.
+    If a site is none of these modules, or if several sites are in one, they count the sites.
+
+    Args:
+        modules: all modules of the model by path.
+        own_numbers: number that the model stores for each site, in the order of the model's modules; None for none.
     """
-    known = [number for number in own_numbers if number is not None]
-    return known if len(set(known)) == len(own_numbers) else list(range(len(own_numbers)))
+    known = [number for number in own_numbers.values() if number is not None]
+    if len(set(known)) == len(own_numbers):
+        return known
+    counted = {path: index for index, path in enumerate(innermost_attention_modules(modules, modules))}
+    numbers = [counted[site.path] for site in own_numbers if site.path in counted]
+    return numbers if len(set(numbers)) == len(own_numbers) else list(range(len(own_numbers)))
 
 
 def layer_number_of(module: nn.Module) -> int | None:
@@ -40,14 +49,26 @@ def innermost_attention_modules(modules: Mapping[str, nn.Module], paths: Collect
 
 
 def module_path_of_layer(model: nn.Module, layer: int | str) -> str:
-    """Return the path of the attention module of a layer. If `layer` is a string, it is already a module path, possibly
-    with the number of one of the module's layers, such as `blocks[1]`. It is returned if the model has a module there.
-    If `layer` is a number, it is one of the layer numbers stored in the attention modules. If some of these numbers are
-    missing or equal, `layer` counts the attention modules from 0.
+    """Return the path of the attention module of a layer, the first of `module_paths_of_layer`.
+
+    Raises:
+        InputError: the model has no such layer or module.
+    """
+    return module_paths_of_layer(model, layer)[0]
+
+
+def module_paths_of_layer(model: nn.Module, layer: int | str) -> list[str]:
+    """Return the paths of the modules that may be the attention module of a layer, the most probable one first. There
+    are several if layer numbers depend on which modules run, as in a model of images and text that receives text only.
+
+    If `layer` is a string, it is already a module path, possibly with the number of one of the module's layers, such as
+    `blocks[1]`. It is returned if the model has a module there. If `layer` is a number, it is one of the layer numbers
+    stored in the attention modules. If some of these numbers are missing or equal, `layer` counts the attention modules
+    from 0, or is the number that another module stores.
 
     Args:
         model: the model.
-        layer: number of the layer, counted over the model's attention modules; or the path itself.
+        layer: number of the layer, as `watch` shows it; or the path itself.
 
     Raises:
         InputError: the model has no such layer or module.
@@ -56,15 +77,19 @@ def module_path_of_layer(model: nn.Module, layer: int | str) -> str:
     if isinstance(layer, str):
         if SiteKey.path_of(layer) not in modules:
             raise InputError("layer", expected="the path of a module, as watch(model) shows it", got=repr(layer))
-        return layer
-    paths = innermost_attention_modules(modules, modules)
-    path_of = dict(zip(layer_numbers([layer_number_of(modules[path]) for path in paths]), paths, strict=True))
-    if not isinstance(layer, Hashable) or layer not in path_of:
+        return [layer]
+    named = innermost_attention_modules(modules, modules)
+    own_numbers = {SiteKey(path, False): layer_number_of(modules[path]) for path in named}
+    path_of = dict(zip(layer_numbers(modules, own_numbers), named, strict=True))
+    paths = [path_of[layer]] if isinstance(layer, Hashable) and layer in path_of else []
+    if not named or list(own_numbers.values()) != list(path_of):
+        paths += [path for path, module in modules.items() if layer_number_of(module) == layer and path not in paths]
+    if not paths:
         none = "a model with modules called attention"
         expected = f"one of layers {min(path_of)} to {max(path_of)}" if path_of else none
         remedy = "name the module by its path, as watch(model) shows it"
         raise InputError("layer", expected=expected, got=layer, remedy=remedy)
-    return path_of[layer]
+    return paths
 
 
 def is_inside(path: str, other: str) -> bool:

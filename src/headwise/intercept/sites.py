@@ -162,9 +162,9 @@ class SiteRegistry(Interceptor):
     @property
     def layers(self) -> list[int]:
         """Layer number of each element of `records`: the model's own numbers if they are complete and distinct,
-        otherwise 0, 1, 2, ...
+        otherwise the number of the module among the attention modules of the model.
         """
-        return layer_numbers([record.layer for record in self.records])
+        return layer_numbers(self._modules, {record.site: record.layer for record in self.records})
 
     def head_labels(self) -> Iterator[tuple[SiteRecord, dict[str, Any]]]:
         """Yield, for every head of the model, the record of its site (attention module, self or cross) and a dict of
