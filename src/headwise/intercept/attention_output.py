@@ -8,7 +8,7 @@ end of the module         --> the weights are passed to the observers
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall
+from headwise.intercept.origin import CallOrigins
 from headwise.shapes import Float
 
 HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead", "num_heads_per_partition")
@@ -32,6 +33,19 @@ HEADS_CONTRADICT = "attention of these modules is left out, since it has not the
 
 NOT_OVER_KEYS = "these modules compute a softmax that averages no values over keys, which is not read as attention"
 """Reason for what looks like attention, but mixes features, channels or heads."""
+
+
+HEADS_SEPARATE = (
+    "attention of these modules is left out, since they compute it in several calls, each of which may be one head; "
+    "state heads=1 in hw.Site if they have one (see docs/watch.md)"
+)
+"""Reason for modules that compute their heads one after the other."""
+
+MULTIPLIED = (
+    "attention of these modules is left out, since its outputs are multiplied with other activations over their "
+    "queries or values, as in products of several matrices of weights"
+)
+"""Reason for weights that are not the model's weights of tokens, but one of several factors of these."""
 
 
 class OutputAxes(NamedTuple):
@@ -52,9 +66,18 @@ class AttentionSource(ABC):
     Attributes:
         has_usual_axes: True if the function that computes the output defines its axes as `(batch, heads, queries,
             value_dim)`, if there are four.
+        values: the values, as the model passed them.
+        origins: sources of the queries, keys and values.
     """
 
     has_usual_axes = False
+    values: Tensor
+    origins: CallOrigins
+
+    @property
+    @abstractmethod
+    def weights_id(self) -> object:
+        """Object that is the same for all products of the same weights."""
 
     @abstractmethod
     def handlers(self, layout: HeadLayout) -> CallHandlers:
@@ -89,6 +112,7 @@ class AttentionOutput:
         may_change: True if an interceptor may change the output.
         is_established: True if the layout of the heads is established.
         is_reported: True if the call was reported to the interceptors, or its module was named to them.
+        is_lost: True if the model rearranged the output in a way that its axes could not be followed through.
     """
 
     def __init__(
@@ -100,16 +124,15 @@ class AttentionOutput:
         interceptors = {id(call.interceptor): call.interceptor for call in module_calls}.values()
         self._interceptors = [each for each in interceptors if call_stack.only_interceptor in (None, each)]
         self.may_change = any(type(each).change is not Interceptor.change for each in self._interceptors)
-        self.is_established = self.is_reported = False
+        self.is_established = self.is_reported = self.is_lost = False
         self._source: AttentionSource | None = source
         self._tensor: Tensor | None = tensor
         self._layout: HeadLayout | None = None
         self._handlers: CallHandlers | None = None
         self._changed: Tensor | None = None
 
-    def establish(self, layout: HeadLayout | None, *, may_hide_heads: bool = False) -> None:
-        """Set the layout of the heads, as the model shows it by a linear map of their outputs. With None, the linear
-        map is not over the values of whole heads, so the call is not attention over keys.
+    def establish(self, layout: HeadLayout, *, may_hide_heads: bool = False) -> None:
+        """Set the layout of the heads, as the model shows it by a linear map of their outputs.
 
         Args:
             layout: the layout.
@@ -118,14 +141,35 @@ class AttentionOutput:
         Raises:
             InputError: heads of another layout were changed already.
         """
-        if layout is None:
-            self._refuse(NOT_OVER_KEYS)
-        elif layout.head_count == 1 and may_hide_heads and 1 not in head_counts(self.module_calls[-1:]):
-            self._refuse(HEADS_UNKNOWN)
+        if layout.head_count == 1 and may_hide_heads and 1 not in head_counts(self.module_calls[-1:]):
+            self.refuse(HEADS_UNKNOWN)
         elif self._layout not in (None, layout) or self._contradicts_module(layout):
-            self._refuse(HEADS_CONTRADICT)
+            self.refuse(HEADS_CONTRADICT)
         else:
             self._layout, self.is_established = layout, True
+
+    @property
+    def may_be_one_head(self) -> bool:
+        """True if the output has one head, while it is unknown if the module has only one."""
+        is_one = self._layout is not None and self._layout.head_count == 1
+        return is_one and 1 not in head_counts(self.module_calls[-1:])
+
+    def is_other_head_of(self, other: "AttentionOutput", *, as_features: bool) -> bool:
+        """Return True if this output and another one may be different heads of one attention layer: the same call of a
+        module computed them, from other values or weights.
+
+        Args:
+            other: the other output.
+            as_features: True if the model concatenates both along the features.
+        """
+        source, others = self._source, other._source
+        if source is None or others is None or self.module_calls[-1] is not other.module_calls[-1]:
+            return False
+        if as_features:
+            return source.weights_id is not others.weights_id
+        is_one_layer = not source.origins.q.maps or bool(source.origins.q.maps & others.origins.q.maps)
+        is_one_head = self.may_be_one_head and other.may_be_one_head
+        return is_one_layer and is_one_head and not _is_same_memory(source.values, others.values)
 
     def changed(self) -> Tensor | None:
         """Return the output as changed by the interceptors, with the axes that the model computes it with. Return None
@@ -135,7 +179,7 @@ class AttentionOutput:
         if self.refusal is not None or not self.may_change:
             return None
         if layout is None:
-            self._refuse(HEADS_UNKNOWN)
+            self.refuse(HEADS_UNKNOWN)
             return None
         handlers, source, tensor = self._handlers_with(layout), self._source, self._tensor
         if self._changed is None and source is not None and tensor is not None:
@@ -156,11 +200,13 @@ class AttentionOutput:
         if self.is_reported:
             return True
         if self.refusal is None and not self.is_established:
-            layout = self.merged or (self._predicted_layout(is_verified_later=False) if is_last else None)
+            layout = self.merged
+            if layout is None and is_last and not self.is_lost:
+                layout = self._predicted_layout(is_verified_later=False)
             if layout is not None:
                 self.establish(layout)
             elif is_last:
-                self._refuse(HEADS_UNKNOWN)
+                self.refuse(HEADS_UNKNOWN)
             else:
                 return False
         self.is_reported = True
@@ -174,16 +220,7 @@ class AttentionOutput:
             self._source = self._tensor = None
         return True
 
-    def _handlers_with(self, layout: HeadLayout) -> CallHandlers:
-        """Return the functions of the interceptors. At the first call, report the call of attention with this layout to
-        them.
-        """
-        if self._handlers is None:
-            assert self._source is not None
-            self._layout, self._handlers = layout, self._source.handlers(layout)
-        return self._handlers
-
-    def _refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> None:
         """Record why the call is not reported.
 
         Raises:
@@ -195,6 +232,15 @@ class AttentionOutput:
             raise InputError("model", expected="heads that can be gated", got=f"attention in {path} of unclear layout")
         if self.may_change:
             report_unreadable(self.module_calls, reason)
+
+    def _handlers_with(self, layout: HeadLayout) -> CallHandlers:
+        """Return the functions of the interceptors. At the first call, report the call of attention with this layout to
+        them.
+        """
+        if self._handlers is None:
+            assert self._source is not None
+            self._layout, self._handlers = layout, self._source.handlers(layout)
+        return self._handlers
 
     def _contradicts_module(self, layout: HeadLayout) -> bool:
         """Return True if the module stores its number of heads, and the layout has another one.
@@ -241,6 +287,16 @@ def head_counts(module_calls: Iterable[ModuleCall]) -> list[int]:
         if known:
             return known
     return []
+
+
+def _is_same_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors are the same view of one tensor."""
+
+    def view(tensor: Tensor) -> tuple[Any, ...]:
+        base = tensor if tensor._base is None else tensor._base
+        return id(base), tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    return tensor is other or (type(tensor) is type(other) is Tensor and view(tensor) == view(other))
 
 
 def innermost_calls(module_calls: Iterable[ModuleCall]) -> Iterable[ModuleCall]:

@@ -142,6 +142,7 @@ class _Product(AttentionSource):
         shape: shape of the result.
         module_calls: the running module calls, outermost first.
         origins: sources of the queries, keys and values.
+        values: the values.
         is_observed: False if the same weights were observed in an earlier product.
         received: the mask of the call, once it was read.
     """
@@ -155,8 +156,14 @@ class _Product(AttentionSource):
     shape: torch.Size
     module_calls: list[ModuleCall]
     origins: CallOrigins
+    values: Tensor
     is_observed: bool
     received: ReceivedMask | None = None
+
+    @property
+    def weights_id(self) -> object:
+        """The softmax that computed the weights."""
+        return self.weights.softmax
 
     @staticmethod
     def of(
@@ -173,11 +180,11 @@ class _Product(AttentionSource):
         if not value_labels or not key_axes or not summed <= {dim} or dim in kept:
             return None
         other = 0 if contraction.operands[1] is tensor else 1
-        values = contraction.labels[other]
-        origins = call_stack.origins_of_product(weights.softmax.origin, contraction.operands[other])
+        values, value_axes = contraction.operands[other], contraction.labels[other]
+        origins = call_stack.origins_of_product(weights.softmax.origin, values)
         value_axis = contraction.result.index(value_labels[-1])
         queries = tuple(
-            axis for axis, label in enumerate(contraction.result) if label in labels and label not in values
+            axis for axis, label in enumerate(contraction.result) if label in labels and label not in value_axes
         )
         order = [
             labels.index(label) if label in labels else None
@@ -189,7 +196,9 @@ class _Product(AttentionSource):
             running = [each for each in softmax.module_calls if any(each is other for other in running)]
         is_observed = softmax.has_ended or not softmax.products
         axes = OutputAxes(value_axis, queries)
-        return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, origins, is_observed)
+        return _Product(
+            call, tensor, weights, order, key_axes, axes, result.shape, running, origins, values, is_observed
+        )
 
     def handlers(self, layout: HeadLayout) -> CallHandlers:
         """Report the attention call to the interceptors of the model, and return their functions."""

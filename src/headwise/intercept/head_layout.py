@@ -119,9 +119,20 @@ def merged_layout(
         return None
     if any(head.axis == OTHER or size_along(head.axis, everything) != shape[head.axis] for head in heads):
         return None
-    if any(size_along(axis, heads) == shape[axis] > 1 for axis in query_axes):  # attention between heads or channels
+    remaining = tuple(axis for axis in query_axes if shape[axis] == 1 or size_along(axis, heads) < shape[axis])
+    if not remaining:  # attention between heads or channels
         return None
-    return HeadLayout(tuple(shape), value_axis, query_axes, heads)
+    if any(head.axis in remaining for head in heads) and _are_mixed(axes, features, remaining):
+        return None
+    return HeadLayout(tuple(shape), value_axis, remaining, heads)
+
+
+def _are_mixed(axes: Axes, features: Collection[int], query_axes: tuple[int, ...]) -> bool:
+    """Return True if an axis of a tensor, other than its features, contains queries together with something else, such
+    as heads that were not moved to the features.
+    """
+    origins = [{factor.axis for factor in axes[axis]} for axis in range(len(axes)) if axis not in features]
+    return any(origin.intersection(query_axes) and len(origin) > 1 for origin in origins)
 
 
 def merged_axis(axes: Axes, value_axis: int) -> int | None:

@@ -8,7 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from headwise.intercept.attention_output import AttentionOutput
+from headwise.intercept.attention_output import (
+    HEADS_SEPARATE,
+    HEADS_UNKNOWN,
+    MULTIPLIED,
+    NOT_OVER_KEYS,
+    AttentionOutput,
+)
 from headwise.intercept.axes import VIEWS, Axes, Factor, axes_after, axes_of, other_axis
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import CONVOLUTIONS, PRODUCTS, contraction_of, is_parameter
@@ -63,12 +69,15 @@ def before_function(call: FunctionCall) -> FunctionCall:
     """
     if not call_stack.attention.outputs or call.function in REARRANGEMENTS or call.is_query:
         return call
+    if call.function in CONCATENATIONS:
+        _refuse_concatenated_heads(call)
     for tensor in list(call.tensors()):
         for followed in call_stack.attention.outputs.get(tensor) or ():
             features = _features(call, tensor, followed)
-            if features is not None and not followed.output.is_reported:
-                may_hide_heads = _may_hide_heads(followed, features)
-                followed.output.establish(_layout(followed, features), may_hide_heads=may_hide_heads)
+            if _is_multiplied(call, tensor, followed):
+                followed.output.refuse(MULTIPLIED)
+            elif features is not None and not followed.output.is_reported:
+                _establish(followed, features)
             changed = _changed(followed)
             if changed is not None:
                 _follow_changed(changed, tensor, followed)
@@ -85,21 +94,29 @@ def after_function(call: FunctionCall, result: Any) -> None:
     by_result: dict[int, tuple[Tensor, list[_Followed]]] = {}
     for argument in call.tensors():
         for followed in call_stack.attention.outputs.get(argument) or ():
-            for index, (tensor, axes) in enumerate(_axes_after(call, followed, argument, result)):
+            tensors = _axes_after(call, followed, argument, result)
+            followed.output.is_lost |= not tensors and call.function in VIEWS
+            for index, (tensor, axes) in enumerate(tensors):
                 rearranged = _rearranged(call, argument, followed, index if isinstance(result, list | tuple) else None)
                 after = _Followed(followed.output, axes, rearranged)
                 by_result.setdefault(id(tensor), (tensor, []))[1].append(after)
                 axis = merged_axis(axes, followed.output.axes.value)
                 if axis is not None:
-                    followed.output.merged = _layout(after, [axis]) or followed.output.merged
+                    layout = _layout(after, [axis])
+                    followed.output.is_lost |= layout is None
+                    followed.output.merged = layout or followed.output.merged
     for tensor, all_followed in by_result.values():
         call_stack.attention.outputs.set(tensor, all_followed)
 
 
 def report_established() -> None:
-    """Report the attention calls whose heads are established to the interceptors."""
+    """Report the attention calls whose heads are established to the interceptors. Calls that may be one of several
+    heads wait for the end of the module.
+    """
     call_stack.attention.pending = [
-        output for output in call_stack.attention.pending if not (output.is_established and output.finish())
+        output
+        for output in call_stack.attention.pending
+        if output.may_be_one_head or not (output.is_established and output.finish())
     ]
 
 
@@ -184,10 +201,9 @@ def _features(call: FunctionCall, tensor: Tensor, followed: _Followed) -> list[i
     """Return the axes of a tensor that a function call uses as features of all heads, such as the axis that a linear
     layer maps. Return None if the function does not show which axes are features.
     """
-    axes, output = followed.axes, followed.output
+    axes, output, is_map = followed.axes, followed.output, False
     if call.function in CONCATENATIONS:
-        dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
-        features = [dim % tensor.ndim]
+        features = [_concatenated_axis(call, tensor)]
     elif call.function in PRODUCTS:
         contraction = contraction_of(call.function, call.args, call.kwargs)
         if contraction is None or not any(operand is tensor for operand in contraction.operands):
@@ -203,15 +219,78 @@ def _features(call: FunctionCall, tensor: Tensor, followed: _Followed) -> list[i
     else:
         return None
     origins = {factor.axis for axis in features for factor in axes[axis]}
-    is_of_values = output.axes.value in origins or output.shape[output.axes.value] == 1
+    has_one_value = output.shape[output.axes.value] == 1 and (is_map or features == [tensor.ndim - 1])
+    is_of_values = output.axes.value in origins or has_one_value
     is_of_queries = call.function not in CONCATENATIONS and bool(origins.intersection(output.axes.queries))
     return features if is_of_values or is_of_queries else None
+
+
+def _establish(followed: _Followed, features: list[int]) -> None:
+    """Establish the layout of an attention output, as the model shows it by a function that uses these axes of a
+    followed tensor as features; or refuse the output.
+    """
+    output, layout = followed.output, _layout(followed, features)
+    if layout is not None:
+        output.establish(layout, may_hide_heads=_may_hide_heads(followed, features))
+        _refuse_separate_heads(output)
+    elif any(factor.axis == output.axes.value for axis in features for factor in followed.axes[axis]):
+        output.refuse(HEADS_UNKNOWN)
+    else:
+        output.refuse(NOT_OVER_KEYS)
+
+
+def _refuse_concatenated_heads(call: FunctionCall) -> None:
+    """Refuse attention outputs that a call of a function concatenates along the features, if they are parts of one
+    output or outputs of several attention calls of one module: they are heads, or groups of heads.
+    """
+    outputs: list[AttentionOutput] = []
+    for tensor in call.tensors():
+        for followed in call_stack.attention.outputs.get(tensor) or ():
+            if _features(call, tensor, followed) is None:
+                continue
+            output = followed.output
+            others = [each for each in outputs if each is output or output.is_other_head_of(each, as_features=True)]
+            for each in [output, *others] if others else ():
+                each.refuse(HEADS_SEPARATE)
+            outputs.append(output)
+
+
+def _refuse_separate_heads(output: AttentionOutput) -> None:
+    """Refuse an attention output whose layout is established, and the others that may be further heads of its module,
+    if there are any.
+    """
+    pending = call_stack.attention.pending
+    others = [each for each in pending if each is not output and output.is_other_head_of(each, as_features=False)]
+    for each in [output, *others] if others else ():
+        each.refuse(HEADS_SEPARATE)
+
+
+def _is_multiplied(call: FunctionCall, tensor: Tensor, followed: _Followed) -> bool:
+    """Return True if a function call sums products of an attention output and another activation over the queries or
+    the values of the output, as in products of several matrices of attention weights.
+    """
+    if call.function not in PRODUCTS:
+        return False
+    contraction = contraction_of(call.function, call.args, call.kwargs)
+    if contraction is None or not any(operand is tensor for operand in contraction.operands):
+        return False
+    if any(is_parameter(operand) for operand in contraction.operands):
+        return False
+    output = followed.output
+    for label, factors in zip(contraction.labels_of(tensor), followed.axes, strict=True):
+        origins = {factor.axis for factor in factors}
+        is_of_rows = bool(origins.intersection(output.axes.queries)) or origins == {output.axes.value}
+        if label in contraction.summed and is_of_rows:
+            return True
+    return False
 
 
 def _axes_after(call: FunctionCall, followed: _Followed, argument: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
     """Return the tensors in the `result` of a function call that contain the values of an attention output, which is an
     `argument` of the call, each with its axes.
     """
+    if call.function in CONCATENATIONS and result.ndim == argument.ndim:
+        return [(result, _concatenated(followed.axes, _concatenated_axis(call, argument), result))]
     if call.function not in PRODUCTS:
         return axes_after(call, followed.axes, argument, result)
     contraction = contraction_of(call.function, call.args, call.kwargs)
@@ -224,6 +303,21 @@ def _axes_after(call: FunctionCall, followed: _Followed, argument: Tensor, resul
     )
     has_values = any(factor.axis == followed.output.axes.value for factors in axes for factor in factors)
     return [(result, axes)] if has_values else []
+
+
+def _concatenated_axis(call: FunctionCall, tensor: Tensor) -> int:
+    """Return the axis along which a call concatenates tensors, one of which is `tensor`."""
+    dim: int = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
+    return dim % tensor.ndim
+
+
+def _concatenated(axes: Axes, axis: int, result: Tensor) -> Axes:
+    """Return the axes of the `result` of a concatenation along `axis`, from those of one of the concatenated tensors.
+    The longer axis is that of the same queries, heads or sequences, and more of them.
+    """
+    origins, size = {factor.axis for factor in axes[axis]}, result.shape[axis]
+    longer = (Factor(origins.pop(), 1, size),) if len(origins) == 1 and size > 1 else other_axis(size)
+    return (*axes[:axis], longer, *axes[axis + 1 :])
 
 
 def _rearranged(

@@ -49,7 +49,7 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
         scores: _Scores | None = call_stack.attention.scores.get(tensor)
         if scores is None:
             continue
-        for other, axes in _axes_after(call, scores.axes, tensor, result):
+        for other, axes in _axes_after(call, scores, tensor, result):
             call_stack.attention.scores.set(other, _Scores(axes, scores.compared))
         return
 
@@ -62,18 +62,23 @@ def compares_activations(scores: Tensor, dim: int) -> bool:
     return followed is not None and {factor.axis for factor in followed.axes[dim]} <= followed.compared
 
 
-def _axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
-    """Return the tensors in the `result` of a function call with recorded scores `before`, with their axes."""
+def _axes_after(call: FunctionCall, scores: _Scores, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:
+    """Return the tensors in the `result` of a function call that are computed from `before`, a tensor recorded as
+    `scores`, with their axes. A linear map over an axis that is compared ends the comparison.
+    """
     if call.function in PRODUCTS:  # with a parameter
         contraction = contraction_of(call.function, call.args, call.kwargs)
         if contraction is None or not any(operand is before for operand in contraction.operands):
             return []
-        factors = dict(zip(contraction.labels_of(before), axes, strict=True))
+        factors = dict(zip(contraction.labels_of(before), scores.axes, strict=True))
+        summed = {factor.axis for label in contraction.summed for factor in factors.get(label, ())}
+        if summed & scores.compared:  # a projection of features, whose result compares nothing
+            return []
         known = tuple(
             factors[label] if label in factors else other_axis(size)
             for label, size in zip(contraction.result, result.shape, strict=True)
         )
         return [(result, known)]
     if call.function in CONCATENATIONS and result.ndim == before.ndim:  # keys are added
-        return [(result, axes)]
-    return axes_after(call, axes, before, result)
+        return [(result, scores.axes)]
+    return axes_after(call, scores.axes, before, result)

@@ -47,7 +47,7 @@ def intercepted_sdpa(
     call_stack.lineage.set_attended(out, origins)
     module_calls, axes = call_stack.module_calls[:], OutputAxes(out.ndim - 1, (out.ndim - 2,))
     q, k, v = (tensor.detach() for tensor in widest_dtype_under_autocast(query, key, value))
-    source = _SDPACall(q, k, v, options, out.shape, module_calls, origins, call_stack.appended_keys)
+    source = _SDPACall(q, k, v, options, out.shape, module_calls, origins, value, call_stack.appended_keys)
     if is_foreign(previous, SDPA):
         layout = HeadLayout(tuple(out.shape), axes.value, axes.queries, ())
 
@@ -72,6 +72,7 @@ class _SDPACall(AttentionSource):
         shape: shape of the output.
         module_calls: the running module calls, outermost first.
         origins: sources of the queries, keys and values.
+        values: the values, as the model passed them.
         appended_keys: number of keys at the end that stand for no token.
         problems: the call as a `Problem`, by layout.
     """
@@ -83,9 +84,15 @@ class _SDPACall(AttentionSource):
     shape: torch.Size
     module_calls: list[ModuleCall]
     origins: CallOrigins
+    values: Tensor
     appended_keys: int
     has_usual_axes = True
     problems: dict[HeadLayout, Problem] = field(default_factory=dict)
+
+    @property
+    def weights_id(self) -> object:
+        """The call itself, as each computes its own weights."""
+        return self
 
     def handlers(self, layout: HeadLayout) -> CallHandlers:
         """Report the attention call to the interceptors of the model, and return their functions."""
