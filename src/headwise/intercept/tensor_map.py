@@ -1,7 +1,8 @@
 """Mapping from tensor objects to records about them."""
 
 import weakref
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -26,14 +27,7 @@ class TensorMap(Generic[Value]):
 
     def set(self, tensor: Tensor, value: Value) -> None:
         """Store the value of a tensor, in place of an earlier one."""
-        key, entries = id(tensor), self._entries
-
-        def discard(reference: "weakref.ref[Tensor]") -> None:
-            entry = entries.get(key)
-            if entry is not None and entry[0] is reference:
-                del entries[key]
-
-        entries[key] = weakref.ref(tensor, discard), value
+        self._entries[id(tensor)] = weakref.ref(tensor, partial(_discard, self._entries, id(tensor))), value
 
     def discard(self, tensor: Tensor) -> None:
         """Remove the value of a tensor, if it has one."""
@@ -42,3 +36,10 @@ class TensorMap(Generic[Value]):
     def clear(self) -> None:
         """Remove all entries."""
         self._entries.clear()
+
+
+def _discard(entries: dict[int, tuple[weakref.ref[Tensor], Any]], key: int, reference: weakref.ref[Tensor]) -> None:
+    """Remove the entry of a tensor that no longer exists, unless another tensor has taken its key."""
+    entry = entries.get(key)
+    if entry is not None and entry[0] is reference:
+        del entries[key]
