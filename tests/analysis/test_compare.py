@@ -58,7 +58,7 @@ def test_a_profile_does_not_differ_from_itself():
 def test_arguments_that_are_not_profiles():
     with pytest.raises(hw.InputError, match="^a: expected a profile, got NoneType; hw.load_profile"):
         hw.compare(None, B)
-    with pytest.raises(hw.InputError, match="^b: expected a profile, got str$"):
+    with pytest.raises(hw.InputError, match=r"^b: expected a profile, got str; hw.load_profile\(folder\) reads one$"):
         hw.compare(A, "B")
 
 

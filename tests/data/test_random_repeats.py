@@ -47,7 +47,7 @@ def test_unusable_sizes_are_refused():
         hw.random_repeats(97, times=0)
     with pytest.raises(hw.InputError, match="^vocabulary: expected a whole number of 1 or more, got 'abc'$"):
         hw.random_repeats("abc")
-    with pytest.raises(hw.InputError, match="^avoid: expected token ids, got 'abc'$"):
+    with pytest.raises(hw.InputError, match="^avoid: expected token ids, got 'abc'; tokenizer"):
         hw.random_repeats(97, avoid="abc")
     sentence = (
         "^model: expected room for 102 random tokens, got 101; --no-repeats .repeats=False. leaves out the random"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headwise.analysis.ablation_result import Ablation, SetAblation
 from headwise.analysis.ablation_units import UNIT_KINDS, AblationUnit, HeadSets, UnitGates, ablation_units
-from headwise.analysis.losses import Loss, loss_per_example, prepare_loss, require_loss, require_some_loss
+from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss, require_loss, require_some_loss
 from headwise.analysis.repeated_runs import RepeatedRuns, restored_state
 from headwise.analysis.replacements import Replacement, zero
 from headwise.checks import collection_of, finite_number, pair_of, require_module
@@ -210,7 +210,7 @@ def _measure_losses(
     survey_batch = to_device(first_batch, device)
     with restored_state(model):
         prepare_loss(loss, model, survey_batch)
-        registry = survey(model, lambda: loss_per_example(loss, model, survey_batch))
+        registry = survey(model, lambda: finite_loss_per_example(loss, model, survey_batch))
     ablated = list(ablation_units(registry, units, replacement, model))
     runs = RepeatedRuns(model, {record.site.path for record in registry.records})
     batch_runs = _BatchRuns(model, loss, ablated, runs, run)
@@ -268,7 +268,7 @@ class _BatchRuns:
             prepare_loss(self.loss, self.model, batch)
 
         def compute() -> Tensor:
-            return loss_per_example(self.loss, self.model, batch)
+            return finite_loss_per_example(self.loss, self.model, batch)
 
         gates = UnitGates()
         with intercepted(self.model, gates):

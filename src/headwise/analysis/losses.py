@@ -49,6 +49,21 @@ def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Flo
     floating-point number per example. The loss receives a copy of the batch: a model that writes to its inputs, such as
     a cache of keys and values, then computes the same the next time.
 
+    Raises:
+        InputError: the loss does not return one floating-point number per example.
+    """
+    losses, examples = loss(model, copied(batch)), count_sequences_and_tokens(batch)[0]
+    if not isinstance(losses, Tensor) or losses.shape != (examples,) or not losses.is_floating_point():
+        got = f"{losses.dtype} of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        expected = f"one number per example, a float tensor of shape {(examples,)}"
+        raise InputError("loss", expected=expected, got=got)
+    return losses
+
+
+def finite_loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " batch"]:
+    """Return the loss of each example of a batch, as `loss_per_example` does, after checking that the model computed it
+    from finite numbers.
+
     NaN is the loss of an example without one, such as a text of one token. But if activations of the model are NaN or
     infinite, the error names the first module with such activations.
 
@@ -56,11 +71,7 @@ def loss_per_example(loss: Loss, model: nn.Module, batch: dict[str, Any]) -> Flo
         InputError: the loss does not return one floating-point number per example; it is infinite, or NaN because
             activations or parameters of the model are not finite.
     """
-    losses, examples = loss(model, copied(batch)), count_sequences_and_tokens(batch)[0]
-    if not isinstance(losses, Tensor) or losses.shape != (examples,) or not losses.is_floating_point():
-        got = f"{losses.dtype} of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        expected = f"one number per example, a float tensor of shape {(examples,)}"
-        raise InputError("loss", expected=expected, got=got)
+    losses = loss_per_example(loss, model, batch)
     is_finite = losses.detach().isfinite()
     if not bool(is_finite.all()):
         error = nonfinite_error(model, lambda: loss(model, copied(batch)), batch, ~is_finite)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.analysis.losses import Loss, loss_per_example, prepare_loss
+from headwise.analysis.losses import Loss, finite_loss_per_example, prepare_loss
 from headwise.data.batches import count_sequences_and_tokens, device_of, evaluation_mode, to_device
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -160,7 +160,7 @@ class ImportanceTask:
             InputError: the loss is not one number per example, or has no gradient.
         """
         gates.reset(create)
-        losses = loss_per_example(self.loss, self.model, batch)
+        losses = finite_loss_per_example(self.loss, self.model, batch)
         if gates.by_site and not losses.requires_grad:
             remedy = 'use method="ablation", which needs none'
             raise InputError("loss", expected="one that records gradients", got="a tensor without", remedy=remedy)
