@@ -103,6 +103,7 @@ FORMS = {
 
 
 @pytest.mark.filterwarnings("ignore:positions of queries among the keys")
+@pytest.mark.filterwarnings("ignore:a mask shows padding")
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_every_argument_of_sdpa_is_read_as_torch_reads_it(form):

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from research.plain_models.registry import Built, plain_model, simple
+from research.plain_models.registry import Built, called, plain_model, simple
 
 EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 2], [1, 2, 3, 4, 5, 6, 0, 3, 5]])
 
@@ -39,10 +39,12 @@ def set_transformer() -> Built:
     """Attention to the nodes of each graph, then of learned seeds."""
     from torch_geometric.nn.aggr import SetTransformerAggregation
 
-    return simple(
+    x, of_equal_size = torch.randn(8, 18), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    alone = [(x[:4], of_equal_size[:4]), (x[4:7], of_equal_size[:3])]
+    return Built(
         SetTransformerAggregation(18, num_seed_points=2, heads=3),
-        torch.randn(7, 18),
-        torch.tensor([0, 0, 0, 0, 1, 1, 1]),
+        (called(x, of_equal_size), called(x[:7], of_equal_size[:7], case="padded graph", alone=alone)),
+        cross=("pma",),
     )
 
 

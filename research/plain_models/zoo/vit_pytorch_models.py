@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from research.plain_models.registry import Built, plain_model, simple
+from research.plain_models.registry import Built, called, plain_model, simple
 
 SMALL: dict[str, Any] = {"dim": 15, "heads": 3, "mlp_dim": 17}
 PATCHES: dict[str, Any] = {"image_size": 12, "patch_size": 4, "num_classes": 5, "depth": 2, **SMALL}
@@ -117,7 +117,10 @@ def na_vit() -> Built:
     from vit_pytorch.na_vit import NaViT
 
     images = [[torch.randn(3, 12, 12), torch.randn(3, 8, 12)], [torch.randn(3, 16, 8)]]
-    return simple(NaViT(**PATCHES | {"image_size": 16}), images)
+    unpadded = [[torch.randn(3, 12, 12), torch.randn(3, 8, 12)], [torch.randn(3, 12, 20)]]
+    alone = [([each],) for each in images]
+    model = NaViT(**PATCHES | {"image_size": 20})
+    return Built(model, (called(unpadded), called(images, case="right padding", alone=alone)), cross=("attn_pool",))
 
 
 @plain_model("vit-pytorch", "series", name="vit_1d")

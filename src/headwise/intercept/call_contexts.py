@@ -11,15 +11,17 @@ from torch import Tensor
 
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.masks.grid import Grid
+from headwise.intercept.documents import first_tokens_of_documents
 from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.mask_facts import MaskFacts
 from headwise.intercept.padding import (
     RealTokens,
     both,
-    first_tokens_of_documents,
     none_if_all,
     real_by_argument,
+    real_by_causal_mask,
     real_by_mask,
+    require_hidden,
 )
 from headwise.intercept.positions import own_key_of_first_query
 from headwise.intercept.received_mask import ReceivedMask
@@ -31,6 +33,14 @@ from headwise.intercept.sequences import (
     SiteMemory,
     fingerprint_of,
     padded_to,
+)
+from headwise.intercept.stated_padding import StatedPadding
+from headwise.intercept.streams import (
+    PADDED_QUERIES_UNKNOWN,
+    Stream,
+    may_have_padded_queries,
+    stream_of_keys,
+    stream_of_queries,
 )
 from headwise.shapes import Bool, Int
 
@@ -53,31 +63,13 @@ class ObservedCall(NamedTuple):
         context: tokens, padding and positions of the call.
         continues: True if the call adds rows to the sequences of the latest call of the same site.
         first_token: number of the token of the first key, counted from the start of its sequence.
+        lacks_positions: True if the positions of the queries among the keys could not be established.
     """
 
     context: CallContext
-    continues: bool
-    first_token: int
-
-
-class _Stream(NamedTuple):
-    """Self-attention call of the running model call, whose padding and tokens apply to cross-attention as well.
-
-    Attributes:
-        path: path of its module.
-        batch: number of sequences.
-        queries: number of queries.
-        real_queries: True at queries that are not padding; None if none is padded.
-        history: tokens of the sequences after the call.
-        continues: True if the call continues the sequences of an earlier call.
-    """
-
-    path: str
-    batch: int
-    queries: int
-    real_queries: Bool[Tensor, "batch queries"] | None
-    history: History
-    continues: bool
+    continues: bool = False
+    first_token: int = 0
+    lacks_positions: bool = False
 
 
 @dataclass(eq=False)
@@ -90,7 +82,7 @@ class _ModelCall:
             identities stay theirs.
     """
 
-    streams: dict[SiteKey, _Stream] = field(default_factory=dict)
+    streams: dict[SiteKey, Stream] = field(default_factory=dict)
     results: dict[Hashable, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
 
 
@@ -100,11 +92,15 @@ class CallContexts(threading.local):
 
     Args:
         special: ids of the special tokens.
+        stated: padding that the user states.
         on_left_out: function that is called with a module path and the reason if some statistics are left out.
     """
 
-    def __init__(self, special: Collection[int], on_left_out: Callable[[str, str], None]) -> None:
-        self._special, self._on_left_out = torch.tensor(sorted(special), dtype=torch.int64), on_left_out
+    def __init__(
+        self, special: Collection[int], stated: StatedPadding, on_left_out: Callable[[str, str], None]
+    ) -> None:
+        self._special, self._stated = torch.tensor(sorted(special), dtype=torch.int64), stated
+        self._on_left_out = on_left_out
         self._model_call = _ModelCall()
         self._memories: dict[tuple[SiteKey, int], SiteMemory] = {}
 
@@ -120,7 +116,9 @@ class CallContexts(threading.local):
         if received is not None:
             facts = self._shared(lambda: MaskFacts.of(received, call.grid.keys), "facts", received)
         with torch.no_grad():
-            return self._read_cross(call, facts) if call.site.cross else self._read_self(call, received, facts)
+            if call.site.cross:
+                return self._read_cross(call, received, facts)
+            return self._read_self(call, received, facts)
 
     def _read_self(self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None) -> ObservedCall:
         """Return the tokens, padding and positions of a call of self-attention."""
@@ -129,26 +127,46 @@ class CallContexts(threading.local):
             return self._read_with_positions(call, memory)
         first, continuation = own_key_of_first_query(call, received, facts, memory)
         if first is None:
-            self._on_left_out(call.site.path, NO_POSITIONS)
-            sees_any = none_if_all(None if facts is None else facts.sees_any, grid.batch)
-            return ObservedCall(CallContext(real_queries=sees_any, left_out=OF_COMMON_POSITIONS | {"first"}), False, 0)
+            return self._read_without_positions(call, facts)
         before = continuation or Continuation(EMPTY, 0)
+        stated = self._stated.of_call(call.site.path, grid, before.dropped + first)
         real = self._shared(
-            lambda: self._real_tokens(call, received, facts, first),
-            *("real", facts, received, call.padding, grid, first),
+            lambda: self._real_tokens(call, received, facts, first, stated),
+            *("real", facts, received, call.padding, grid, first, stated),
         )
         history = self._shared(
             lambda: self._history(call, before, first, real.keys),
             *("history", before.history, before.dropped, first, call.tokens, real.keys, grid),
         )
         context = self._shared(
-            lambda: self._context(call, facts, history, before.dropped, first, real.queries),
+            lambda: self._context(call, received, facts, history, before.dropped, first, real.queries),
             *("context", facts, history, before.dropped, first, real.queries, grid, call.appended_keys),
         )
         self._remember(call, history, before.dropped, first + grid.queries)
-        stream = _Stream(call.site.path, grid.batch, grid.queries, real.queries, history, continuation is not None)
-        self._model_call.streams.setdefault(call.site, stream)
+        self._add_stream(call, real.queries, history, continuation is not None)
         return ObservedCall(context, continuation is not None, before.dropped)
+
+    def _read_without_positions(self, call: Call, facts: MaskFacts | None) -> ObservedCall:
+        """Return the padding of a call of self-attention whose positions cannot be established, and name its module."""
+        grid = call.grid
+        self._on_left_out(call.site.path, NO_POSITIONS)
+        real = self._stated.of_call(call.site.path, grid, 0)
+        if real is None and facts is not None:
+            is_padded = real_by_causal_mask(facts, grid.queries, grid.batch)
+            if is_padded is None:
+                self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)
+            real = none_if_all(facts.sees_any if is_padded is None else is_padded, grid.batch)
+        self._add_stream(call, real, History(grid.queries, None, None), False)
+        context = CallContext(real_queries=real, left_out=OF_COMMON_POSITIONS | {"first"})
+        return ObservedCall(context, lacks_positions=True)
+
+    def _add_stream(
+        self, call: Call, real: Bool[Tensor, "batch queries"] | None, history: History, continues: bool
+    ) -> None:
+        """Store the padding and the tokens of a call of self-attention for cross-attention over the same tokens."""
+        sizes = call.grid.batch, call.grid.queries
+        stream = Stream(call.site.path, *sizes, call.sources.of_queries, real, history, continues)
+        self._model_call.streams.setdefault(call.site, stream)
 
     def _read_with_positions(self, call: Call, memory: SiteMemory | None) -> ObservedCall:
         """Return the tokens, padding and positions of a call of `headwise.attend` with explicit positions. Position -1
@@ -159,42 +177,68 @@ class CallContexts(threading.local):
             None if positions is None else none_if_all(positions >= 0, grid.batch)
             for positions in (grid.query_positions, grid.key_positions)
         )
-        context = CallContext(real_queries=real_queries, real_keys=real_keys, left_out=frozenset())
+        stated = self._stated.of_call(call.site.path, grid, 0)
+        context = CallContext(real_queries=both(real_queries, stated), real_keys=real_keys)
         continuation = None
         if memory is not None:
             continuation = memory.continuation(grid.batch, min(memory.history.length, grid.keys), call.keys)
         self._remember(call, History(grid.keys, None, None), 0, grid.keys)
-        return ObservedCall(context, continuation is not None, 0)
+        return ObservedCall(context, continuation is not None)
 
-    def _read_cross(self, call: Call, facts: MaskFacts | None) -> ObservedCall:
+    def _read_cross(self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None) -> ObservedCall:
         """Return the tokens and padding of a call of cross-attention. Padding of its queries, and the sequences that it
-        continues, are those of the self-attention over the same tokens, in the nearest module.
+        continues, are those of the self-attention over the same tokens.
         """
-        grid = call.grid
-        streams = [each for each in self._model_call.streams.values() if each.batch == grid.batch]
-        of_queries = _nearest(call, [each for each in streams if each.queries == grid.queries])
-        of_keys = [each for each in streams if each.history.length == grid.keys and each is not of_queries]
-        real = None if of_queries is None else of_queries.real_queries
-        real_keys = none_if_all(None if facts is None else facts.is_seen, grid.batch)
-        tokens = of_keys[0].history.token_ids if of_keys else None
+        grid, streams = call.grid, list(self._model_call.streams.values())
+        of_queries, of_keys = stream_of_queries(call, streams), stream_of_keys(call, streams)
+        real = self._stated.of_call(call.site.path, grid, 0)
+        if real is None and of_queries is not None:
+            real = of_queries.real_queries
+        elif real is None and may_have_padded_queries(call, facts, streams):
+            self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)
+        tokens = None if of_keys is None else of_keys.history.token_ids
         context = self._shared(
-            lambda: CallContext(
-                token_ids=tokens,
-                is_special=self._is_special(tokens),
-                real_queries=real,
-                real_keys=real_keys,
-                left_out=OF_COMMON_POSITIONS,
-            ),
+            lambda: self._context_of_cross(call, received, facts, real, tokens),
             *("cross", real, facts, tokens, grid),
         )
-        return ObservedCall(context, of_queries is not None and of_queries.continues, 0)
+        return ObservedCall(context, of_queries is not None and of_queries.continues)
+
+    def _context_of_cross(
+        self,
+        call: Call,
+        received: ReceivedMask | None,
+        facts: MaskFacts | None,
+        real: Bool[Tensor, "batch queries"] | None,
+        tokens: Int[Tensor, "batch keys"] | None,
+    ) -> CallContext:
+        """Return the tokens and padding of a call of cross-attention."""
+        grid, first_keys = call.grid, None
+        if facts is not None and received is not None:
+            first_keys = first_tokens_of_documents(received, facts, real, grid.keys)
+        return CallContext(
+            token_ids=tokens,
+            is_special=self._is_special(tokens),
+            real_queries=real,
+            real_keys=none_if_all(None if facts is None else facts.is_seen, grid.batch),
+            first_keys=None if first_keys is None else first_keys.expand(grid.batch, -1),
+            left_out=OF_COMMON_POSITIONS,
+        )
 
     def _real_tokens(
-        self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None, first: int
+        self,
+        call: Call,
+        received: ReceivedMask | None,
+        facts: MaskFacts | None,
+        first: int,
+        stated: Bool[Tensor, "batch queries"] | None,
     ) -> RealTokens:
         """Return the tokens of the queries of a call of self-attention that are not padding."""
         grid, argument = call.grid, call.padding
         real = RealTokens(None, None) if facts is None else real_by_mask(facts, first, grid.queries, grid.batch)
+        if stated is not None:
+            require_hidden(stated, received, first, call.site.path)
+            sees_any = None if facts is None else facts.sees_any
+            return RealTokens(both(stated, sees_any), both(stated, real.keys))
         length = first + grid.queries
         if argument is None or len(argument) != grid.batch or bool((argument == 1).all()):
             return real
@@ -226,6 +270,7 @@ class CallContexts(threading.local):
     def _context(
         self,
         call: Call,
+        received: ReceivedMask | None,
         facts: MaskFacts | None,
         history: History,
         dropped: int,
@@ -247,8 +292,8 @@ class CallContexts(threading.local):
             start = torch.zeros(1, 1, dtype=torch.int64, device=grid.device)
             start = start if is_real is None else is_real.int().argmax(1, keepdim=True)
             first_keys = (start - dropped).clamp(min=-1).expand(grid.batch, 1)
-        elif facts is not None and grid.queries == keys:
-            first_keys = first_tokens_of_documents(facts, real)
+        elif facts is not None and received is not None and grid.queries == keys:
+            first_keys = first_tokens_of_documents(received, facts, real, keys)
             first_keys = None if first_keys is None else first_keys.expand(grid.batch, -1)
         key_tokens = None
         if tokens is not None:
@@ -294,18 +339,6 @@ def _identity(value: Any) -> Hashable:
         version = 0 if value.is_inference() else value._version
         return (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), version)
     return value if isinstance(value, str | int | Grid) or value is None else id(value)
-
-
-def _nearest(call: Call, streams: list[_Stream]) -> _Stream | None:
-    """Return the self-attention whose module has the longest path in common with that of a call; None if there is none
-    in the same part of the model, or if several parts have equally long ones.
-    """
-
-    def common(path: str) -> int:
-        own, other = call.site.path.split("."), path.split(".")
-        return next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
-
-    return max(reversed(streams), key=lambda stream: common(stream.path), default=None)
 
 
 def _has_gap(is_real: Bool[Tensor, "batch length"]) -> bool:

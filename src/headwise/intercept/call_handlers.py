@@ -16,7 +16,7 @@ from headwise.attention.uniform_attention import uniform_output
 from headwise.intercept.attention_kind import UNKNOWN_KIND, is_cross_attention, may_be_cached
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_functions import is_sdpa_foreign
-from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, SiteKey
+from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSources, Observation, SiteKey
 from headwise.intercept.layer_index import layer_number_of
 from headwise.intercept.module_call import ModuleCall, tokens_and_padding
 from headwise.intercept.origin import CallOrigins
@@ -231,6 +231,7 @@ def handlers_of_call(
             keys=keys,
             appended_keys=appended_keys,
             is_aligned=is_aligned,
+            sources=_input_sources(origins),
             module_arguments=tuple(outer.arguments for outer in reversed(nested)),
         )
         with call_stack.paused():
@@ -239,6 +240,16 @@ def handlers_of_call(
         handlers.observations.extend([] if observation is None else [observation])
         handlers.changes.extend([] if change is None else [change])
     return handlers
+
+
+def _input_sources(origins: CallOrigins | None) -> InputSources:
+    """Return the sources of queries and keys before their last linear maps, without those that are no inputs of the
+    model.
+    """
+    if origins is None:
+        return InputSources()
+    lineage, tensors = call_stack.lineage, (origins.q, origins.k)
+    return InputSources(*(0 if each is None else lineage.content(each) & ~lineage.state for each in tensors))
 
 
 def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[ModuleCall]:

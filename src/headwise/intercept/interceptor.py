@@ -43,6 +43,19 @@ class SiteKey(NamedTuple):
         return re.sub(r"\[\d+\]$", "", label)
 
 
+class InputSources(NamedTuple):
+    """Inputs of the model on which tensors of one attention call depend, and mixing steps on the way, as bits of whole
+    numbers; 0 if a tensor depends on no input, or if this is unknown.
+
+    Attributes:
+        of_queries: sources of the queries.
+        of_keys: sources of the keys.
+    """
+
+    of_queries: int = 0
+    of_keys: int = 0
+
+
 @dataclass(frozen=True)
 class Call:
     """One attention call inside a model, as reported to interceptors: where it happens, its sizes, and its tokens and
@@ -63,6 +76,7 @@ class Call:
         keys: keys of the call; None if unknown.
         appended_keys: number of keys at the end that stand for no token.
         is_aligned: True if the call itself states the positions of its queries and keys, as `headwise.attend` does.
+        sources: inputs of the model on which the queries and the keys depend.
         module_arguments: arguments of the module calls around the attention, by name, those of the innermost first.
     """
 
@@ -79,6 +93,7 @@ class Call:
     keys: Tensor | None = None
     appended_keys: int = 0
     is_aligned: bool = False
+    sources: InputSources = InputSources()
     module_arguments: tuple[Mapping[str, Any], ...] = ()
 
     def mask(self) -> ReceivedMask | None:

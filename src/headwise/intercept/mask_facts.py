@@ -45,6 +45,22 @@ class MaskFacts:
         sees_any, first_visible, last_visible, sees_own = per_row
         return MaskFacts(sees_any, F.pad(is_seen, (0, keys - grid.keys)), first_visible, last_visible, sees_own)
 
+    def own_key_of_first_row(self) -> tuple[int | None, bool]:
+        """Return the index of the first row's own key in self-attention: the largest difference between the last key
+        that a row sees and the index of the row. Return also True if the mask is causal from there on, so that this is
+        established. The index is None if it differs between sequences, or if no row sees a key.
+
+        Rows with a smaller difference are padding.
+        """
+        queries = self.last_visible.shape[1]
+        rows = torch.arange(queries, device=self.last_visible.device)
+        differences = (self.last_visible - rows).masked_fill(~self.sees_any, -(2**62))
+        largest = differences.amax(1)[self.sees_any.any(1)]
+        if not len(largest) or bool((largest != largest[0]).any()):
+            return None, False
+        is_causal_row = (differences == largest[0]).sum(1)
+        return int(largest[0]), queries == 1 or bool((is_causal_row > 1).any())
+
 
 def _facts_of_rows(visible: Bool[Tensor, "#batch rows keys"], first_row: int) -> tuple[Tensor, ...]:
     """Return for some query rows, the first of which has the index `first_row`: True where a row sees a key, the first

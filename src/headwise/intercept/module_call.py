@@ -1,7 +1,7 @@
 """Running calls of the modules of an intercepted model, and what their arguments say about the attention inside."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,7 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
     """
     padding = None
     for module_call in reversed(module_calls):
-        arguments = module_call.arguments
+        arguments = _named_arguments(module_call.arguments)
         tokens, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if padding is None and isinstance(mask, Tensor) and mask.ndim == 2:
             padding = mask
@@ -72,3 +72,16 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
         if names.intersection(NON_TOKEN_ARGUMENTS) or names >= {"inputs_embeds", "encoder_hidden_states"}:
             break
     return None, padding
+
+
+def _named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a module call by name, with those in dicts among them, as in `model({"input_ids": ...})`.
+    An argument is preferred to one of the same name in a dict.
+    """
+    nested = {
+        name: value
+        for argument in arguments.values()
+        if isinstance(argument, Mapping)
+        for name, value in argument.items()
+    }
+    return {**nested, **arguments}

@@ -3,8 +3,10 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.errors import InputError
 from headwise.intercept.mask_facts import MaskFacts
 from headwise.intercept.received_mask import ReceivedMask
 from headwise.shapes import Bool
@@ -42,6 +44,24 @@ def real_by_mask(facts: MaskFacts, first: int, queries: int, batch: int) -> Real
     if not bool(sees_own.any()):
         return RealTokens(none_if_all(facts.sees_any, batch), None)
     return RealTokens(none_if_all(facts.sees_any & own_is_seen, batch), none_if_all(own_is_seen, batch))
+
+
+def real_by_causal_mask(facts: MaskFacts, queries: int, batch: int) -> Bool[Tensor, "batch queries"] | None:
+    """Return the query rows that are not padding in a call of self-attention whose first keys may be no tokens: the
+    last key that a causal row sees is its own, and a row is padding if its own key is hidden. Return None if the mask
+    hides keys from all rows, and is not causal, so that it is unknown whose keys these are.
+
+    Args:
+        facts: facts about the mask.
+        queries: number of queries.
+        batch: number of sequences.
+    """
+    if bool(facts.is_seen.all()):
+        return facts.sees_any.expand(batch, -1)
+    first, is_causal = facts.own_key_of_first_row()
+    if first is None or not is_causal or not 0 <= first <= facts.is_seen.shape[1] - queries:
+        return None
+    return (facts.sees_any & facts.is_seen[:, first : first + queries]).expand(batch, -1)
 
 
 def real_by_argument(
@@ -90,9 +110,28 @@ def _is_consistent(
     assert queries is not None
     for rows, visible in received.by_sequence():
         sees_padding = (visible[..., :length] & ~real[:, None, : visible.shape[-1]]).any(-1)
-        if bool((sees_padding & queries[:, rows.start : rows.stop]).any()):
+        counted = queries.any(1, keepdim=True) if received.has_equal_rows else queries[:, rows.start : rows.stop]
+        if bool((sees_padding & counted).any()):
             return False
     return True
+
+
+def require_hidden(stated: Bool[Tensor, "batch queries"], received: ReceivedMask | None, first: int, path: str) -> None:
+    """Raise `InputError` if some token sees the key of another token that the user states to be padding.
+
+    Args:
+        stated: True at the tokens of the queries that are not padding, as stated.
+        received: mask of the call; None if it is unknown.
+        first: index of the key that belongs to the first query.
+        path: path of the module, for the error message.
+    """
+    if received is not None and not _is_consistent(F.pad(stated, (first, 0), value=True), received, None, first):
+        raise InputError(
+            "padding",
+            expected="padding that is hidden from the tokens",
+            got=f"padding that tokens attend to in {path}",
+            remedy="state True at tokens and False at padding, and pass the model its mask",
+        )
 
 
 def none_if_all(real: Bool[Tensor, "#batch length"] | None, batch: int) -> Bool[Tensor, "batch length"] | None:
@@ -107,22 +146,3 @@ def both(one: Bool[Tensor, "*axes"] | None, other: Bool[Tensor, "*axes"] | None)
     if one is None or other is None:
         return other if one is None else one
     return one & other
-
-
-def first_tokens_of_documents(facts: MaskFacts, real: Bool[Tensor, "#batch queries"] | None) -> torch.Tensor | None:
-    """Return for each row the index of the first token of its document, if the mask of a call with as many queries as
-    keys separates packed documents; otherwise None.
-
-    A document starts at a token that sees no earlier key. The mask separates documents if no row sees a key of another
-    document.
-    """
-    rows = torch.arange(facts.sees_any.shape[1], device=facts.sees_any.device)
-    is_real = facts.sees_any if real is None else facts.sees_any & real
-    is_start = (facts.first_visible == rows) & facts.sees_own & is_real
-    if not bool((is_start.sum(1) > 1).any()) or bool((is_start == is_real).all()):
-        return None
-    start_of = torch.where(is_start, rows, -1).cummax(1).values
-    number = is_start.cumsum(1)
-    last = facts.last_visible.clamp(min=0)
-    is_separate = (facts.first_visible >= start_of) & (number.gather(1, last.expand_as(number)) == number)
-    return start_of if bool((is_separate | ~is_real).all()) else None

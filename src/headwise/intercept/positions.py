@@ -37,11 +37,13 @@ def own_key_of_first_query(
         return None, None
     first, is_causal = keys - queries, False
     if facts is not None:
-        first_by_mask, is_causal = _first_by_mask(facts, queries)
+        first_by_mask, is_causal = facts.own_key_of_first_row()
         if queries != keys:
             if first_by_mask is None or not 0 <= first_by_mask <= keys - queries:
                 return None, None
             first = first_by_mask
+            if first != keys - queries and _is_appended(call, memory, keys - queries):
+                return None, None  # the mask is aligned with the first key, although it is not the first query's
     continuation = None if memory is None else memory.continuation(batch, first, call.keys)
     is_established = (
         (first == 0 and (queries == keys or is_causal))
@@ -52,20 +54,11 @@ def own_key_of_first_query(
     return (first, continuation) if is_established else (None, None)
 
 
-def _first_by_mask(facts: MaskFacts, queries: int) -> tuple[int | None, bool]:
-    """Return the index of the first query's own key according to a mask: the largest difference between the last key
-    that a row sees and the index of the row. Return also True if the mask is causal from there on, so that this is
-    established. The index is None if it differs between sequences, or if no row sees a key.
-
-    Rows with a smaller difference are padding.
-    """
-    rows = torch.arange(queries, device=facts.last_visible.device)
-    differences = (facts.last_visible - rows).masked_fill(~facts.sees_any, -(2**62))
-    largest = differences.amax(1)[facts.sees_any.any(1)]
-    if not len(largest) or bool((largest != largest[0]).any()):
-        return None, False
-    is_causal_row = (differences == largest[0]).sum(1)
-    return int(largest[0]), queries == 1 or bool((is_causal_row > 1).any())
+def _is_appended(call: Call, memory: SiteMemory | None, cached: int) -> bool:
+    """Return True if the first `cached` keys of a call are known to be those of the latest call of the same site."""
+    if memory is None or call.keys is None:
+        return False
+    return memory.continuation(call.grid.batch, cached, call.keys) is not None
 
 
 def _is_confirmed(

@@ -72,9 +72,9 @@ class SiteRecord:
             moments = merged_moments(moments, _moments_of(latest))
         return {name: values for name, values in moments.items() if name not in self._discarded}
 
-    def discard(self, name: str) -> None:
-        """Remove the statistic called `name` from the results of this site."""
-        self._discarded.add(name)
+    def discard(self, *names: str) -> None:
+        """Remove the statistics with these names from the results of this site."""
+        self._discarded.update(names)
 
 
 def merged_moments(

@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from headwise.attention.backends.blockwise.row_block import RowBlock
-from headwise.intercept.call_contexts import CallContexts
+from headwise.intercept.call_contexts import OF_COMMON_POSITIONS, CallContexts
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import NO_EFFECT, Call, Interceptor, Observation
+from headwise.intercept.stated_padding import StatedPadding
 from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
 from headwise.shapes import Float
 from headwise.statistics.tally import Tally
@@ -47,12 +48,25 @@ class StatisticsObserver(Interceptor):
         heads: results to add to.
         special: ids of special tokens.
         capture: weights to keep of each site's last call; None for none.
+        padding: padding that the user states, as in `watch`.
+
+    Raises:
+        InputError: `padding` has another form, or names a module that the model has not.
     """
 
-    def __init__(self, model: nn.Module, heads: Heads, special: Collection[int], capture: WeightCapture | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        heads: Heads,
+        special: Collection[int],
+        capture: WeightCapture | None,
+        padding: Any = None,
+    ) -> None:
         self._model, self._heads, self._capture = model, heads, capture
         self._written_norms = WrittenNorms(model, self._leave_out_written_norm)
-        self._contexts, self._lock = CallContexts(special, heads.on_left_out), threading.Lock()
+        self._stated_padding = StatedPadding(padding, model)
+        self._contexts = CallContexts(special, self._stated_padding, heads.on_left_out)
+        self._lock = threading.Lock()
 
     def on_model_call(self) -> None:
         """Discard the cached call contexts (tokens and padding) of the previous call of the model in this thread."""
@@ -86,6 +100,8 @@ class StatisticsObserver(Interceptor):
             return NO_EFFECT
         path, grid = call.site.path, call.grid
         record, observed = self._heads.register(call), self._contexts.read(call)
+        if observed.lacks_positions:  # a mean over the other calls of the site alone would be another statistic
+            record.discard(*OF_COMMON_POSITIONS, "first")
         # Further layers that one module computes have projections that it is not known for.
         value_dim = None if call.site.part else call.value_dim
         tally = Tally(self._written_norms.gram(path, grid.heads, value_dim), observed.first_token)
@@ -115,8 +131,14 @@ class StatisticsObserver(Interceptor):
         return Observation(observer, observed.context, on_end)
 
     def finish(self) -> None:
-        """End the observation: leave out the statistics that no call of the model has confirmed."""
+        """End the observation: leave out the statistics that no call of the model has confirmed.
+
+        Raises:
+            InputError: the padding that the user states fits no attention call.
+        """
         self._written_norms.finish()
+        if self._heads.records:
+            self._stated_padding.require_used()
 
     def _leave_out_written_norm(self, path: str) -> None:
         """Remove `written_norm` from the results of the attention module at `path`, and name the module."""

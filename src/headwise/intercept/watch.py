@@ -14,11 +14,12 @@ from headwise.statistics.weight_capture import WeightCapture
 
 @contextmanager
 def watch(
-    model: Any, *, special: Collection[int] = (), detail: Any = None, sites: Iterable[Any] = ()
+    model: Any, *, special: Collection[int] = (), detail: Any = None, sites: Iterable[Any] = (), padding: Any = None
 ) -> Iterator[Heads]:
     """Collect statistics of every attention head, from all attention calls of `model` within the context, and yield the
     `Heads` object that contains them. `special` contains the ids of special tokens, such as [CLS]; `detail` selects
-    attention weights to store in addition; `sites` states what cannot be derived about the attention of a module.
+    attention weights to store in addition; `sites` and `padding` state what cannot be derived about the attention of a
+    module and about padded tokens.
 
     The model computes the same output, up to rounding.
 
@@ -26,16 +27,18 @@ def watch(
         model: any module: of torch, of `transformers`, or your own.
         special: ids of the tokens that count as special, such as `tokenizer.all_special_ids`.
         detail: a `WeightCapture` that says which weights to keep of the last call of each module, for `Heads.details`.
-
         sites: `Site` objects, which state what cannot be derived about the attention of a module.
+        padding: a tensor `(batch, tokens)`, True or 1 at tokens that are not padding, as in an `attention_mask`; or a
+            dict of such tensors by the path of a module, such as an encoder, for all attention in this module. By
+            default, padding is derived.
 
     Yields:
         the `Heads`, which are complete when the context ends.
 
     Raises:
         InputError: the model is not a torch module, is compiled, or uses an attention implementation of
-            `transformers` whose masks cannot be read; a statement in `sites` is wrong. When the context ends: the model
-            ran, and no attention was intercepted.
+            `transformers` whose masks cannot be read; a statement in `sites` or `padding` is wrong. When the context
+            ends: the model ran, and no attention was intercepted, or `padding` fits no attention call.
 
     Warns:
         UserWarning: when the context ends, of modules that ran and are called attention, but whose attention was not
@@ -51,7 +54,7 @@ def watch(
     if detail is not None and not isinstance(detail, WeightCapture):
         raise InputError("detail", expected="a headwise.WeightCapture or None", got=type(detail).__name__)
     heads = Heads(model)
-    observer = StatisticsObserver(model, heads, special, detail)
+    observer = StatisticsObserver(model, heads, special, detail, padding)
     with intercepted(model, observer, sites):
         yield heads
     observer.finish()

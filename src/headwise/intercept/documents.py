@@ -1,0 +1,69 @@
+"""Packed documents in one sequence, recognised by the mask of an attention call: no query sees another document."""
+
+import torch
+from torch import Tensor
+
+from headwise.intercept.mask_facts import MaskFacts
+from headwise.intercept.received_mask import ReceivedMask
+from headwise.shapes import Bool, Int
+
+
+def first_tokens_of_documents(
+    received: ReceivedMask, facts: MaskFacts, real: Bool[Tensor, "#batch queries"] | None, keys: int
+) -> Int[Tensor, "#batch queries"] | None:
+    """Return for each row the index of the first key of its document, if the mask of a call separates documents in some
+    sequence; otherwise None.
+
+    Documents are contiguous, or groups of rows that see the same keys, as in shifted windows.
+
+    Args:
+        received: the mask.
+        facts: facts about it.
+        real: True at query rows that are not padding; None if all are not.
+        keys: number of keys.
+    """
+    counted = facts.sees_any if real is None else facts.sees_any & real
+    first = facts.first_visible.masked_fill(~counted, keys)
+    if bool(((first == first.amin(1, keepdim=True)) | ~counted).all()):
+        return None  # in each sequence, all rows see the same first key
+    is_grouped = _share_no_key(received, first, counted)
+    starts, is_separated = facts.is_seen.int().argmax(1, keepdim=True), is_grouped
+    if counted.shape[1] == keys:
+        is_start = _starts_of_contiguous(facts, counted)
+        rows = torch.arange(keys, device=counted.device)
+        starts = torch.where(is_start, rows, -1).cummax(1).values.clamp(min=0)
+        is_separated = is_grouped | (is_start.sum(1) > 1)
+    if not bool(is_separated.any()):
+        return None
+    return torch.where(is_grouped[:, None], facts.first_visible, starts)
+
+
+def _starts_of_contiguous(facts: MaskFacts, counted: Bool[Tensor, "#batch queries"]) -> Bool[Tensor, "#batch queries"]:
+    """Return True at the first row of each contiguous document: no row before it sees its key or a later one, and no
+    row after it sees an earlier key.
+
+    Args:
+        facts: facts about the mask of a call with as many queries as keys.
+        counted: True at rows that see a key and are not padding.
+    """
+    count = counted.shape[1]
+    rows = torch.arange(count, device=counted.device)
+    last_before = torch.where(counted, facts.last_visible, -1).cummax(1).values.roll(1, 1)
+    last_before[:, 0] = -1
+    first_after = torch.where(counted, facts.first_visible, count).flip(1).cummin(1).values.flip(1)
+    return counted & (last_before < rows) & (first_after >= rows)
+
+
+def _share_no_key(
+    received: ReceivedMask, first: Int[Tensor, "#batch queries"], counted: Bool[Tensor, "#batch queries"]
+) -> Bool[Tensor, " #batch"]:
+    """Return True for sequences in which two counted rows with different first keys, as in `first`, never see the same
+    key.
+    """
+    smallest, largest = [], []
+    for rows, visible in received.by_sequence():
+        of_rows, is_counted = (tensor[:, rows.start : rows.stop, None] for tensor in (first, counted))
+        smallest.append(torch.where(visible & is_counted, of_rows, 2**62).amin(1))
+        largest.append(torch.where(visible & is_counted, of_rows, -1).amax(1))
+    low, high = torch.stack(smallest).amin(0), torch.stack(largest).amax(0)
+    return ((low == high) | (high < 0)).all(1)

@@ -1,0 +1,74 @@
+"""Padding that the user of `watch` states, for models in which it cannot be derived."""
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headwise.attention.masks.grid import Grid
+from headwise.errors import InputError
+from headwise.shapes import Bool
+
+EXPECTED = "a boolean tensor (batch, tokens), True at tokens that are not padding, or a dict of them by module path"
+
+
+class StatedPadding:
+    """Tokens that are not padding, as the user states them, for the attention calls of the whole model or of modules.
+
+    Args:
+        padding: a boolean tensor `(batch, tokens)` that is True at tokens that are not padding, or a dict of such
+            tensors by the path of a module, for all attention in this module; None to state nothing.
+        model: the model.
+
+    Raises:
+        InputError: `padding` has another form, or names a module that the model has not.
+    """
+
+    def __init__(self, padding: Any, model: nn.Module) -> None:
+        by_path = padding if isinstance(padding, Mapping) else {} if padding is None else {None: padding}
+        paths = {path for path, _ in model.named_modules()}
+        for path, real in by_path.items():
+            if not isinstance(real, Tensor) or real.ndim != 2 or bool(((real != 0) & (real != 1)).any()):
+                got = f"{tuple(real.shape)}" if isinstance(real, Tensor) else type(real).__name__
+                raise InputError("padding", expected=EXPECTED, got=got)
+            if path is not None and path not in paths:
+                raise InputError("padding", expected="paths of modules of the model", got=repr(path))
+        self._by_path = {path: real.bool() for path, real in by_path.items()}
+        self._used: set[str | None] = set()
+        self._parts: dict[Hashable, Bool[Tensor, "batch queries"]] = {}
+
+    def of_call(self, path: str, grid: Grid, first: int) -> Bool[Tensor, "batch queries"] | None:
+        """Return True at the queries of an attention call that are not padding, as stated for the innermost module
+        around it; None if nothing is stated about them. Queries after the stated tokens are generated, and not padding.
+
+        Args:
+            path: path of the module of the call.
+            grid: sizes of the call.
+            first: number of the first query's token in its sequence.
+
+        Raises:
+            InputError: the statement is about the module, and has another number of sequences.
+        """
+        around = [each for each in self._by_path if not each or f"{path}.".startswith(f"{each}.")]
+        if not around:
+            return None
+        stated_for = max(around, key=lambda each: -1 if each is None else len(each))
+        real, stop = self._by_path[stated_for], first + grid.queries
+        if stated_for is None and (len(real) != grid.batch or (not first and real.shape[1] != grid.queries)):
+            return None  # another part of the model, such as a vision tower
+        if len(real) != grid.batch:
+            raise InputError("padding", expected=f"{grid.batch} sequences in {path}", got=tuple(real.shape))
+        self._used.add(stated_for)
+        key = stated_for, first, grid
+        if key not in self._parts:
+            self._parts[key] = F.pad(real, (0, max(stop - real.shape[1], 0)), value=True)[:, first:stop].to(grid.device)
+        return self._parts[key]
+
+    def require_used(self) -> None:
+        """Raise `InputError` if a statement fits no attention call of the model."""
+        for path, real in self._by_path.items():
+            if path not in self._used:
+                where = "" if path is None else f" in {path}"
+                expected = f"the number of sequences and tokens of attention calls{where}"
+                raise InputError("padding", expected=expected, got=f"{tuple(real.shape)}, which fits none")

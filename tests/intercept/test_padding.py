@@ -1,0 +1,206 @@
+"""Padding that is derived from masks, or stated by the user, against the statistics of each sequence alone."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import headwise as hw
+from headwise.errors import InputError
+from sequences_alone import (
+    COMMON_POSITIONS,
+    HEADS,
+    WIDTH,
+    Attention,
+    mean_statistics,
+    require_statistics,
+    weights_alone,
+)
+
+LENGTHS = (11, 7)
+RIGHT = torch.arange(11) < torch.tensor(LENGTHS)[:, None]
+LEFT = RIGHT.flip(1)
+NO_POSITIONS = "positions of queries among the keys could not be established"
+UNKNOWN_PADDING = "a mask shows padding, but it could not be established"
+
+
+def model_and_input(memory=0):
+    torch.manual_seed(5)
+    return nn.Sequential(Attention(memory)), torch.randn(2, 11, WIDTH)
+
+
+def watched(model, *arguments, **options):
+    with torch.no_grad(), hw.watch(model, **options) as heads:
+        model[0](*arguments) if isinstance(model, nn.Sequential) else model(*arguments)
+    return heads.rows()
+
+
+def alone(model, x, real=RIGHT, *, causal=False):
+    sequences = [each[is_real] for each, is_real in zip(x, real, strict=True)]
+    return mean_statistics([weights_alone(model[0], each, causal=causal) for each in sequences])
+
+
+def test_padding_after_learned_keys_is_found_by_the_causal_mask():
+    model, x = model_and_input(memory=2)
+    mask = torch.ones(11, 13).tril(2).bool() & torch.cat([torch.ones(2, 2).bool(), RIGHT], 1)[:, None, None]
+    with pytest.warns(UserWarning, match=NO_POSITIONS):
+        rows = watched(model, x, None, mask)
+    require_statistics(rows, alone(model, x, causal=True), without=COMMON_POSITIONS | {"first"})
+
+
+def test_padded_queries_that_are_unknown_are_named_and_can_be_stated():
+    model, x = model_and_input(memory=2)
+    mask = torch.cat([torch.ones(2, 2).bool(), RIGHT], 1)[:, None, None]
+    with pytest.warns(UserWarning, match=NO_POSITIONS), pytest.warns(UserWarning, match=f"{UNKNOWN_PADDING}.*: 0$"):
+        watched(model, x, None, mask)
+    with pytest.warns(UserWarning, match=NO_POSITIONS):
+        rows = watched(model, x, None, mask, padding=RIGHT)
+    require_statistics(rows, alone(model, x), without=COMMON_POSITIONS | {"first"})
+
+
+@pytest.mark.parametrize("stated", [RIGHT, RIGHT.long(), {"": RIGHT}, {"0": RIGHT}], ids=["bool", "int", "all", "path"])
+def test_padding_that_no_mask_shows_is_stated(stated):
+    """Causal attention needs no mask of padding on the right."""
+    model, x = model_and_input()
+    expected = alone(model, x, causal=True)
+    require_statistics(watched(model, x, None, None, True, padding=stated), expected)
+    with pytest.raises(AssertionError):
+        require_statistics(watched(model, x, None, None, True), expected)
+
+
+def test_a_statement_about_a_part_of_the_model_is_used_there_only():
+    torch.manual_seed(5)
+    model, x = nn.ModuleDict({"one": Attention(), "other": Attention()}), torch.randn(2, 11, WIDTH)
+    model.forward = lambda x: [part(x, is_causal=True) for part in model.values()]
+    rows = watched(model, x, padding={"one": RIGHT})
+    require_statistics(rows[:HEADS], alone([model["one"]], x, causal=True))
+    require_statistics(rows[HEADS:], alone([model["other"]], x, torch.ones(2, 11).bool(), causal=True))
+
+
+@pytest.mark.parametrize(
+    ("padding", "message"),
+    [
+        (~RIGHT, "padding: expected padding that is hidden from the tokens, got padding that tokens attend to in 0"),
+        (RIGHT[:, :9], "padding: expected the number of sequences and tokens of attention calls, got (2, 9)"),
+        ({"0": RIGHT[:1]}, "padding: expected 2 sequences in 0, got (1, 11)"),
+        ({"1": RIGHT}, "padding: expected paths of modules of the model, got '1'"),
+        ([11, 7], "padding: expected a boolean tensor (batch, tokens), True at tokens that are not padding"),
+        (RIGHT[0], "got (11,)"),
+        (RIGHT + 1, "padding: expected a boolean tensor (batch, tokens)"),
+    ],
+    ids=["inverted", "length", "batch", "path", "lengths", "one axis", "numbers"],
+)
+def test_wrong_statements_are_refused(padding, message):
+    model, x = model_and_input()
+    with pytest.raises(InputError, match=re.escape(message)):
+        watched(model, x, None, RIGHT[:, None, None], padding=padding)
+
+
+class Decoder(nn.Module):
+    """Self-attention and cross-attention to `memory`, with or without the first."""
+
+    def __init__(self, has_self=True):
+        super().__init__()
+        self.own, self.cross = Attention() if has_self else None, Attention()
+
+    def forward(self, x, memory, mask, memory_mask):
+        x = x if self.own is None else x + self.own(x, None, mask)
+        return self.cross(x, memory, memory_mask)
+
+
+@pytest.mark.parametrize("real", [RIGHT, LEFT], ids=["right", "left"])
+def test_padded_queries_of_cross_attention_are_those_of_self_attention(real):
+    torch.manual_seed(6)
+    model, x, memory = Decoder(), torch.randn(2, 11, WIDTH), torch.randn(2, 5, WIDTH)
+    is_memory = torch.arange(5) >= torch.tensor([[0], [2]])
+    causal = torch.ones(11, 11).tril().bool()
+    rows = watched(model, x, memory, causal & real[:, None, None], is_memory[:, None, None])
+    weights = []
+    for index in range(2):
+        tokens, keys = x[index, real[index]], memory[index, is_memory[index]]
+        with torch.no_grad():
+            after = tokens + model.own(tokens[None], is_causal=True)[0]
+        weights.append(weights_alone(model.cross, after, keys))
+    require_statistics(rows[HEADS:], mean_statistics(weights), without=COMMON_POSITIONS)
+
+
+def test_cross_attention_without_self_attention_is_named():
+    torch.manual_seed(6)
+    model, x, memory = Decoder(has_self=False), torch.randn(2, 11, WIDTH), torch.randn(2, 5, WIDTH)
+    is_memory = torch.arange(5) >= torch.tensor([[0], [2]])
+    with pytest.warns(UserWarning, match=f"{UNKNOWN_PADDING}.*: cross$"):
+        watched(model, x, memory, None, is_memory[:, None, None])
+    rows = watched(model, x, memory, None, is_memory[:, None, None], padding={"cross": RIGHT})
+    weights = [weights_alone(model.cross, x[i, RIGHT[i]], memory[i, is_memory[i]]) for i in range(2)]
+    require_statistics(rows, mean_statistics(weights), without=COMMON_POSITIONS)
+
+
+class Pooling(nn.Module):
+    """Learned queries attend to the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.queries = Attention(), nn.Parameter(torch.randn(1, 5, WIDTH))
+
+    def forward(self, x, mask):
+        return self.attention(self.queries.expand(len(x), -1, -1), x, mask)
+
+
+def test_learned_queries_are_no_padding():
+    torch.manual_seed(7)
+    model, x = Pooling(), torch.randn(2, 11, WIDTH)
+    rows = watched(model, x, RIGHT[:, None, None])
+    weights = [weights_alone(model.attention, model.queries[0], x[i, RIGHT[i]]) for i in range(2)]
+    require_statistics(rows, mean_statistics(weights), without=COMMON_POSITIONS)
+
+
+class TwoStreams(nn.Module):
+    """Two streams of equal length, each with padding of its own, and cross-attention from the second to the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.second, self.first, self.layers = Attention(), Attention(), nn.ModuleList([Attention()])
+
+    def forward(self, x, y, of_x, of_y):
+        y = y + self.second(y, None, of_y)
+        x = x + self.first(x, None, of_x)
+        return self.layers[0](y, x, of_x)
+
+
+def test_streams_of_equal_length_are_distinguished_by_their_inputs():
+    torch.manual_seed(8)
+    model, x, y = TwoStreams(), torch.randn(2, 11, WIDTH), torch.randn(2, 11, WIDTH)
+    rows = watched(model, x, y, RIGHT[:, None, None], LEFT[:, None, None])[2 * HEADS :]
+    with torch.no_grad():
+        x = x + model.first(x, None, RIGHT[:, None, None])
+        y = y + model.second(y, None, LEFT[:, None, None])
+    weights = [weights_alone(model.layers[0], y[i, LEFT[i]], x[i, RIGHT[i]]) for i in range(2)]
+    require_statistics(rows, mean_statistics(weights), without=COMMON_POSITIONS)
+
+
+class FromDict(nn.Module):
+    """Model of which all inputs are in one dict, as a sentence embedder's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.attention = nn.Embedding(5, WIDTH), Attention()
+
+    def forward(self, features):
+        return self.attention(self.embedding(features["input_ids"]), None, features["mask"])
+
+
+def test_token_ids_in_a_dict_are_read():
+    torch.manual_seed(9)
+    model, tokens = FromDict(), torch.randint(0, 5, (2, 11))
+    rows = watched(model, {"input_ids": tokens, "mask": RIGHT[:, None, None]})
+    found = [
+        mean_statistics(
+            [weights_alone(model.attention, model.embedding.weight[tokens[i, : LENGTHS[i]]])],
+            tokens=tokens[i, : LENGTHS[i]].tolist(),
+        )
+        for i in range(2)
+    ]
+    for head, row in enumerate(rows):
+        for name in ("duplicate", "induction"):
+            assert row[name] == pytest.approx(sum(each[head][name] for each in found) / 2, rel=1e-4)
