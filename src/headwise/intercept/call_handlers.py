@@ -190,11 +190,9 @@ def handlers_of_call(
     appended_keys: int = 0,
     is_aligned: bool = False,
 ) -> CallHandlers:
-    """Report an attention call to every interceptor (observer or changer of attention) of a model with a module among
-    `module_calls`, by default the module calls running in this thread. If one interceptor was chosen by `exclusive_to`,
-    report to that one only. Return the functions by which these interceptors observe or change the call. Also add 1 to
-    the count of attention calls in the attention module. A call without any score, such as one of an empty batch, is
-    not observed.
+    """Report an attention call to every interceptor of a model with a module among `module_calls`, or only to the one
+    that was chosen by `exclusive_to`. Return the functions by which these interceptors observe or change the call. Also
+    add 1 to the count of attention calls in the attention module.
 
     Args:
         grid: size of the scores: batch, heads, queries, keys.
@@ -216,16 +214,14 @@ def handlers_of_call(
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
         site = _site_of_call(module_call, grid, origins, is_cross)
-        tokens, padding = tokens_and_padding(nested)
         call = Call(
-            site=site,
-            layer=layer_number_of(module_call.module),
-            index=nested[0].count_call(site),
-            grid=grid,
-            kv_heads=kv_heads,
-            value_dim=value_dim,
-            tokens=tokens,
-            padding=padding,
+            site,
+            layer_number_of(module_call.module),
+            nested[0].count_call(site),
+            grid,
+            kv_heads,
+            value_dim,
+            *tokens_and_padding(nested),
             mask_source=mask_source,
             is_recomputation=call_stack.is_recomputing,
             keys=keys,

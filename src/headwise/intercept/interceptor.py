@@ -56,6 +56,10 @@ class InputSources(NamedTuple):
     of_keys: int = 0
 
 
+UNKNOWN_SOURCES = InputSources()
+"""Sources of a call about which nothing is known."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One attention call inside a model, as reported to interceptors: where it happens, its sizes, and its tokens and
@@ -93,7 +97,7 @@ class Call:
     keys: Tensor | None = None
     appended_keys: int = 0
     is_aligned: bool = False
-    sources: InputSources = InputSources()
+    sources: InputSources = UNKNOWN_SOURCES
     module_arguments: tuple[Mapping[str, Any], ...] = ()
 
     def mask(self) -> ReceivedMask | None:
