@@ -103,6 +103,26 @@ def test_measures_equal_their_definition_over_all_tokens(kind, mask):
     assert found.metadata["measured"] == {"sequences": 5, "tokens": 38}
 
 
+class Padded(nn.Module):
+    """Attention of plain PyTorch, whose argument of padding has a name of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(24, 3, batch_first=True)
+
+    def forward(self, x, is_padding):
+        return self.attention(x, x, x, key_padding_mask=is_padding, need_weights=False)[0]
+
+
+def test_padding_that_only_the_mask_of_attention_shows_is_not_compared():
+    torch.manual_seed(2)
+    model, x, real = Padded().double(), torch.randn(2, 13, 24).double(), torch.arange(13) < torch.tensor([[13], [5]])
+    found = redundancy(model, [{"x": x, "is_padding": ~real}])
+    none = torch.zeros(1, 13).bool()
+    alone = [{"x": x[i : i + 1, real[i]], "is_padding": none[:, real[i]]} for i in range(2)]
+    require_same(found, {name: getattr(redundancy(model, alone), name) for name in MEASURES})
+
+
 def test_measures_do_not_depend_on_how_tokens_are_split(monkeypatch):
     whole = redundancy(models("decoder"), batches(REAL, 5), pairs="all")
     monkeypatch.setattr(comparison, "TOKENS_AT_ONCE", 3)

@@ -261,6 +261,36 @@ def test_mean_of_cross_attention_is_over_the_decoders_tokens():
     torch.testing.assert_close(found, replaced(plain, 3, plain[LEFT.bool()][:, 3].mean(0)), **BUDGET)
 
 
+class Padded(torch.nn.Module):
+    """Attention of plain PyTorch, whose argument of padding has a name of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(48, 6, batch_first=True)
+
+    def forward(self, x, is_padding):
+        return self.attention(x, x, x, key_padding_mask=is_padding, need_weights=False)[0]
+
+
+@torch.no_grad()
+def test_mean_is_over_tokens_that_the_mask_of_attention_shows():
+    torch.manual_seed(0)
+    model, x = Padded(), torch.randn(2, 13, 48)
+    real, v = RIGHT.bool(), model.attention.in_proj_weight[96:]
+    # Uniform attention makes the outputs known: each is the mean of the values of the real tokens.
+    model.attention.in_proj_weight[:96] = 0.0
+    x[1] *= 3
+    values = x @ v.T
+    outs = torch.cat([values[i, real[i]].mean(0).expand(int(real[i].sum()), -1) for i in range(2)])
+    inputs = {"x": x, "is_padding": ~real}
+    with hw.gate(model, {("attention", 2): replacements.mean([inputs])}):
+        found = model(**inputs)
+    mean = torch.stack([values[i, real[i]].mean(0) for i in range(2)])
+    mean[:, 16:24] = outs.mean(0)[16:24]
+    expected = model.attention.out_proj(mean)[:, None].expand(-1, 13, -1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @torch.no_grad()
 def test_mean_of_texts():
     model, words = tiny("encoder").double(), tokenizer("encoder")

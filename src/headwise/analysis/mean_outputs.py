@@ -7,8 +7,9 @@ from torch import Tensor
 
 from headwise.analysis.recording import OutputReader
 from headwise.errors import InputError
-from headwise.intercept.interceptor import Call, SiteKey
-from headwise.shapes import Float
+from headwise.intercept.call_contexts import CallContexts
+from headwise.intercept.interceptor import Call, Change, SiteKey
+from headwise.shapes import Bool, Float
 
 
 class MeanOutputs(OutputReader):
@@ -21,6 +22,21 @@ class MeanOutputs(OutputReader):
     def __init__(self, modules: Collection[str] | None = None) -> None:
         super().__init__(modules)
         self._sums: dict[tuple[SiteKey, int], tuple[Float[Tensor, "heads value_dim"], float]] = {}
+        self._contexts = CallContexts()
+        self._real_queries: dict[int, Bool[Tensor, "batch queries"] | None] = {}
+
+    def on_model_call(self) -> None:
+        """Discard the padding of the previous call of the model."""
+        self._contexts.on_model_call()
+        self._real_queries = {}
+
+    def change(self, call: Call) -> Change | None:
+        """Return the function that reads the head outputs of an attention call, as the base class does. Read the
+        padding of all calls, since that of cross-attention follows from the self-attention before it.
+        """
+        if not call.is_recomputation:
+            self._real_queries[id(call)] = self._contexts.read(call).context.real_queries
+        return super().change(call)
 
     def read(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
         """Add the head outputs of one attention call, summed over tokens that are not padding, to running sums. Calls
@@ -29,8 +45,8 @@ class MeanOutputs(OutputReader):
         """
         batch, _, queries, _ = out.shape
         out, tokens = out.detach(), float(batch * queries)
-        if call.padding is not None and call.padding.shape == (batch, queries):
-            is_real = call.padding.bool()
+        is_real = self._real_queries.pop(id(call))
+        if is_real is not None:
             out, tokens = out.masked_fill(~is_real[:, None, :, None], 0.0), float(is_real.sum())
         total, key = out.sum((0, 2), dtype=torch.float64), (call.site, call.index)
         earlier_total, earlier_tokens = self._sums.get(key, (torch.zeros_like(total), 0.0))

@@ -34,7 +34,7 @@ from headwise.intercept.sequences import (
     fingerprint_of,
     padded_to,
 )
-from headwise.intercept.stated_padding import StatedPadding
+from headwise.intercept.stated_padding import NOTHING_STATED, StatedPadding
 from headwise.intercept.streams import (
     PADDED_QUERIES_UNKNOWN,
     Stream,
@@ -93,11 +93,15 @@ class CallContexts(threading.local):
     Args:
         special: ids of the special tokens.
         stated: padding that the user states.
-        on_left_out: function that is called with a module path and the reason if some statistics are left out.
+        on_left_out: function that is called with a module path and the reason if some statistics are left out; by
+            default one that does nothing.
     """
 
     def __init__(
-        self, special: Collection[int], stated: StatedPadding, on_left_out: Callable[[str, str], None]
+        self,
+        special: Collection[int] = (),
+        stated: StatedPadding = NOTHING_STATED,
+        on_left_out: Callable[[str, str], None] = lambda path, reason: None,
     ) -> None:
         self._special, self._stated = torch.tensor(sorted(special), dtype=torch.int64), stated
         self._on_left_out = on_left_out

@@ -72,3 +72,7 @@ class StatedPadding:
                 where = "" if path is None else f" in {path}"
                 expected = f"the number of sequences and tokens of attention calls{where}"
                 raise InputError("padding", expected=expected, got=f"{tuple(real.shape)}, which fits none")
+
+
+NOTHING_STATED = StatedPadding(None, nn.Module())
+"""Padding of which the user states nothing."""

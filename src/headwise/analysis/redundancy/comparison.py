@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from headwise.analysis.redundancy.output_products import OutputProducts, TokenOutputs
 from headwise.analysis.redundancy.weight_distance import WeightDistances
 from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.intercept.call_contexts import CallContexts
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Observation, SiteKey
 from headwise.intercept.output_projection import output_projection
 from headwise.intercept.sites import SiteRegistry
+from headwise.intercept.streams import PADDED_QUERIES_UNKNOWN
 from headwise.shapes import Bool, Float
 
 TOKENS_AT_ONCE = 256
@@ -40,13 +42,15 @@ class HeadComparison(SiteRegistry):
         self._products: dict[tuple[SiteKey, SiteKey], OutputProducts] = {}
         self._projection_slices: dict[SiteKey, Float[Tensor, "heads value_dim width"] | None] = {}
         self._pending_outputs: dict[Any, list[tuple[Call, Tensor]]] = {}
-        self._call_contexts: dict[int, tuple[CallContext, Tensor | None]] = {}
+        self._contexts = CallContexts(on_left_out=self._name_unknown_padding)
+        self._latest: tuple[Call | None, CallContext] = None, CallContext()
 
     def on_model_call(self) -> None:
         """At the start of a model call, release the data of the previous model call: head outputs that wait for
         comparison, and call contexts (cached padding and visible keys).
         """
-        self._pending_outputs, self._call_contexts = {}, {}
+        self._pending_outputs = {}
+        self._contexts.on_model_call()
 
     def observe(self, call: Call) -> Observation | None:
         """Register the site (a module's self- or cross-attention) of an attention call. Return the observation that
@@ -54,30 +58,43 @@ class HeadComparison(SiteRegistry):
         """
         heads = self.register(call).heads
         distances = self._weight_distances.setdefault(call.site, WeightDistances(heads, call.grid.device))
-        is_real = _real_queries(call)
-        # Calls with the same padding share a context, which caches the keys that are visible. The padding is kept with
-        # it, so that its id is not reused.
-        call_context, _ = self._call_contexts.setdefault(
-            id(call.padding) if is_real is not None else 0, (CallContext(real_queries=is_real), call.padding)
-        )
-        return Observation(distances.add, call_context, distances.finish_call)
+        return Observation(distances.add, self._call_context(call), distances.finish_call)
 
     def change(self, call: Call) -> Change | None:
         """Return a function that leaves the head outputs of an attention call unchanged. It compares the outputs of the
         heads with each other or, if heads are compared across layers, stores them for `finish_batch`.
         """
+        is_real = self._call_context(call).real_queries
 
         def compare_and_return(attended: HeadOutput) -> Tensor:
-            self._compare_or_keep(call, attended.out)
+            self._compare_or_keep(call, attended.out, is_real)
             return attended.out
 
         return compare_and_return
 
-    def _compare_or_keep(self, call: Call, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
-        """Compare the outputs of the heads of one attention call with each other, at tokens that are not padding. If
-        heads are compared across layers, only store the outputs, which `finish_batch` compares.
+    def _call_context(self, call: Call) -> CallContext:
+        """Return the padding of an attention call, which is read once."""
+        if self._latest[0] is not call:
+            self._latest = call, self._contexts.read(call).context
+        return self._latest[1]
+
+    def _name_unknown_padding(self, path: str, reason: str) -> None:
+        """Record that the padded queries of a module are unknown. Other statistics that may be left out are not needed
+        for comparisons.
         """
-        is_real, of_tokens = _real_queries(call), out.detach().transpose(1, 2)
+        if reason == PADDED_QUERIES_UNKNOWN:
+            self.on_left_out(path, reason)
+
+    def _compare_or_keep(
+        self,
+        call: Call,
+        out: Float[Tensor, "batch heads queries value_dim"],
+        is_real: Bool[Tensor, "batch queries"] | None,
+    ) -> None:
+        """Compare the outputs of the heads of one attention call with each other, at tokens that are not padding, where
+        `is_real` is True. If heads are compared across layers, only store the outputs, which `finish_batch` compares.
+        """
+        of_tokens = out.detach().transpose(1, 2)
         of_tokens = of_tokens.flatten(0, 1) if is_real is None else of_tokens[is_real]
         of_tokens = of_tokens.to(torch.promote_types(out.dtype, torch.float32))
         if not self._across_layers:
@@ -187,13 +204,3 @@ class HeadComparison(SiteRegistry):
             columns[record.site] = slice(start, start + record.heads)
             start += record.heads
         return torch.full((start, start), torch.nan, dtype=torch.float64), columns
-
-
-def _real_queries(call: Call) -> Bool[Tensor, "batch queries"] | None:
-    """Return a mask that is True at the queries of an attention call that are not padding; None if the call has no
-    padding mask with the shape of its queries, `(batch, queries)`.
-    """
-    padding = call.padding
-    if padding is None or padding.shape != (call.grid.batch, call.grid.queries):
-        return None
-    return padding.bool()

@@ -78,6 +78,7 @@ def redundancy(
     comparison = HeadComparison(model, across_layers=pairs == "all")
     sequences, tokens = _run_over(model, dataset, comparison, show_progress=progress)
     comparison.require_attention()
+    comparison.warn_of_unread(stacklevel=3)
     heads = tuple(labels for _, labels in comparison.head_labels())
     layer_heads = [(labels["layer"], labels["head"]) for labels in heads]
     cka = comparison.cka()
