@@ -45,10 +45,11 @@ def test_written_norm_is_the_norm_after_the_output_projection(name):
 
 def test_a_projection_is_found_by_its_width():
     model = nn.ModuleDict({"attn": nn.ModuleDict({"proj": nn.Linear(24, 7), "out": nn.Linear(20, 24)})})
-    found = output_projection(model, "attn", 24)
+    modules = dict(model.named_modules())
+    found = output_projection(modules, "attn", 24)
     assert found.path == "attn.proj"
     assert found.map.weight is model["attn"]["proj"].weight
-    assert output_projection(model, "attn", 21) is None
+    assert output_projection(modules, "attn", 21) is None
     gram = gram_of(found.map.weight, 3, 8)
     slices = model["attn"]["proj"].weight.view(7, 3, 8)
     torch.testing.assert_close(gram[1], slices[:, 1].mT @ slices[:, 1])

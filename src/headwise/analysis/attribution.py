@@ -152,7 +152,7 @@ def _projection_weight(model: nn.Module, path: str, width: int, end: StreamEnd) 
     Raises:
         InputError: no projection from `width` features to the stream is found.
     """
-    projection = output_projection(model, path, width)
+    projection = output_projection(dict(model.named_modules()), path, width)
     if projection is None or len(projection.map.weight) != end.before_norm.shape[-1]:
         raise InputError("model", expected=f"an output projection of the heads of {path}", got="none", remedy=REMEDY)
     return projection.map.weight.to(end.before_norm.dtype)

@@ -173,8 +173,9 @@ class CallHandlers(NamedTuple):
 
     def _end(self) -> None:
         """Notify every observation that the call has ended."""
-        for observation in self.observations:
-            observation.on_end()
+        with call_stack.paused():
+            for observation in self.observations:
+                observation.on_end()
 
 
 def handlers_of_call(

@@ -30,6 +30,21 @@ class Interception(Protocol):
         """Remove the hooks and patches, unless another user of this context needs them."""
 
 
+class _Paused:
+    """Context in which interception in one thread is paused; a class, as it is entered at each call of a module."""
+
+    __slots__ = ("_before", "_stack")
+
+    def __init__(self, stack: "CallStack") -> None:
+        self._stack = stack
+
+    def __enter__(self) -> None:
+        self._before, self._stack.is_paused = self._stack.is_paused, True
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.is_paused = self._before
+
+
 class CallStack(threading.local):
     """State of interception in one thread: the running module calls of intercepted models, and flags that pause or
     restrict interception.
@@ -114,14 +129,9 @@ class CallStack(threading.local):
                 self.torch_mode.__exit__(None, None, None)
             self.torch_mode = None
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Pause the interception of attention calls in this thread within the context."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
+    def paused(self) -> "_Paused":
+        """Return a context in which the interception of attention calls in this thread is paused."""
+        return _Paused(self)
 
     @contextmanager
     def torch_attention(self, heads: int, origins: CallOrigins, appended_keys: int) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Calls of torch functions as a model makes them, to be repeated with other tensors."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,16 +19,21 @@ _QUERY_NAMES = (
 )
 _OTHER_QUERY_NAMES = ("is_floating_point", "is_complex", "element_size", "get_device", "data_ptr", "__hash__")
 
-QUERIES: frozenset[Callable[..., Any]] = frozenset(
-    getattr(Tensor, name) for name in (*_QUERY_NAMES, *_OTHER_QUERY_NAMES)
-)
-"""Methods that return properties of a tensor other than its elements."""
-
-
 VIEWING_GETTERS: frozenset[Callable[..., Any]] = frozenset(
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")
 )
 """Properties of a tensor that are tensors with its elements."""
+
+_GETTERS = [getattr(Tensor, name).__get__ for name in dir(Tensor) if inspect.isdatadescriptor(getattr(Tensor, name))]
+
+QUERIES: frozenset[Callable[..., Any]] = frozenset(
+    [getattr(Tensor, name) for name in (*_QUERY_NAMES, *_OTHER_QUERY_NAMES)]
+    + [getter for getter in _GETTERS if getter not in VIEWING_GETTERS]
+)
+"""Methods and properties of a tensor, such as its shape, that contain no elements of it."""
+
+
+_SEQUENCES = (list, tuple)
 
 
 class FunctionCall(NamedTuple):
@@ -37,18 +43,12 @@ class FunctionCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    @property
-    def is_query(self) -> bool:
-        """True for a call that returns a property of a tensor, such as its shape, and reads no elements."""
-        is_getter = getattr(self.function, "__name__", "") == "__get__"
-        return self.function in QUERIES or (is_getter and self.function not in VIEWING_GETTERS)
-
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors among the arguments, also those in a list or tuple that is an argument."""
         for argument in (*self.args, *self.kwargs.values()):
             if isinstance(argument, Tensor):
                 yield argument
-            elif isinstance(argument, list | tuple):
+            elif isinstance(argument, _SEQUENCES):
                 yield from (element for element in argument if isinstance(element, Tensor))
 
     def replaced(self, before: Any, after: Any) -> "FunctionCall":

@@ -115,7 +115,8 @@ def _intercepted_call(
         if handlers.observations and not keeps_output and not options.get("dropout"):
             out = as_torch(out)
     out = handlers.changed(out, lambda: as_torch(uniform_output(read_problem())))
-    out = out.transpose(1, 2).contiguous()
+    with call_stack.paused():
+        out = out.transpose(1, 2).contiguous()
     call_stack.lineage.set_attended(out, origins)
     return out, *others
 

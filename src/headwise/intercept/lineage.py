@@ -65,12 +65,15 @@ class Lineage:
         if not results:
             return
         tensors = _tensors(arguments)
-        origins = [self.origin(tensor, module_calls) for tensor in tensors]
+        origins = [self._origins.get(tensor) or self.origin(tensor, module_calls) for tensor in tensors]
         origin = self._of_result(function, tensors, origins)
-        for index, tensor in enumerate(results):
-            if function in SELECTIONS and _selects_tokens(function, arguments, tensor):
-                self.set(tensor, self._selected(origin, origins[0], (function, index, *map(_key_of, arguments[1:]))))
-            else:
+        if function in SELECTIONS:
+            selection = (function, *map(_key_of, arguments[1:]))
+            for index, tensor in enumerate(results):
+                is_selected = _selects_tokens(function, arguments, tensor)
+                self.set(tensor, self._selected(origin, origins[0], (index, *selection)) if is_selected else origin)
+        else:
+            for tensor in results:
                 self.set(tensor, origin)
         if tensors and written is tensors[0] and written._base is not None:  # possibly a write to a part of a tensor
             base = written._base
@@ -152,7 +155,16 @@ class Lineage:
         if not tensors:
             return self._of_constant(tensors, origins)
         rule = _RULES.get(function)
-        return union_of(origins) if rule is None else rule(self, tensors, origins)
+        return self._union(tensors, origins) if rule is None else rule(self, tensors, origins)
+
+    def _union(self, _: list[Tensor], origins: list[Origin]) -> Origin:
+        """Return the origin of a tensor that follows, element by element, from others. Parameters and buffers do not
+        count if there are other sources.
+        """
+        first = origins[0]
+        if all(origin is first for origin in origins):
+            return first
+        return union_of([origin for origin in origins if origin.sources & ~self.state] or origins)
 
     def _of_constant(self, _: list[Tensor], __: list[Origin]) -> Origin:
         """Return the origin of a tensor that depends on no other one."""
@@ -256,11 +268,12 @@ def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
     for argument in arguments:
         if isinstance(argument, Tensor):
             tensors.append(argument)
-        elif isinstance(argument, tuple | list) and not isinstance(argument, torch.Size):
-            tensors += _tensors(argument)
-        elif isinstance(argument, dict):
-            tensors += _tensors(argument.values())
+        elif isinstance(argument, _CONTAINERS) and not isinstance(argument, torch.Size):
+            tensors += _tensors(argument.values() if isinstance(argument, dict) else argument)
     return tensors
+
+
+_CONTAINERS = (tuple, list, dict)
 
 
 def _offset(tensor: Tensor) -> int:
@@ -282,9 +295,10 @@ def _name_in(module_calls: Sequence[ModuleCall], tensor: Tensor) -> Hashable | N
     """
     for module_call in reversed(module_calls):
         module = module_call.module
-        for name, own in (*module._parameters.items(), *module._buffers.items()):
-            if own is tensor:
-                return id(module), name
+        for members in (module._parameters, module._buffers):
+            for name, member in members.items():
+                if member is tensor:
+                    return id(module), name
     return None
 
 

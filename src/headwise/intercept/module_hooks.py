@@ -22,10 +22,17 @@ class ModuleHooks(UncopiedHooks):
     stack at its start, and pop it at its end.
     """
 
-    def __init__(self, interceptor: Interceptor, path: str, module: nn.Module, stated: Site | None = None) -> None:
+    def __init__(
+        self,
+        interceptor: Interceptor,
+        path: str,
+        module: nn.Module,
+        stated: Site | None,
+        signatures: "Signatures",
+    ) -> None:
         self._interceptor, self._path, self._module = interceptor, path, module
         self._stated, self._parts = stated, SiteParts()
-        self._argument_names = _argument_names(module.forward)
+        self._argument_names = signatures.argument_names(module.forward)
 
     def register(self) -> Iterator[RemovableHandle]:
         """Register the hooks before and after other hooks of the module, and yield the handle that removes each."""
@@ -66,9 +73,24 @@ class ModuleHooks(UncopiedHooks):
         if innermost is not None and innermost.module is module and innermost.interceptor is self._interceptor:
             call_stack.lineage.record_module(innermost.arguments.values(), output, call_stack.module_calls)
             if not call_stack.is_recomputing:
-                self._interceptor.on_module_end(self._path, innermost.arguments, output)
+                with call_stack.paused():
+                    self._interceptor.on_module_end(self._path, innermost.arguments, output)
             return _pop(output)
         return None
+
+
+class Signatures:
+    """Names of the arguments of functions, each read once, as reading a signature is slow."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[Any, tuple[str, ...]]] = {}  # by identity of the function, which stays alive
+
+    def argument_names(self, forward: Callable[..., Any]) -> tuple[str, ...]:
+        """Return the names of the arguments of a function or method that may be passed by position."""
+        function = getattr(forward, "__func__", forward)
+        if id(function) not in self._names:
+            self._names[id(function)] = function, _argument_names(forward)
+        return self._names[id(function)][1]
 
 
 def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:

@@ -39,13 +39,17 @@ class CallOrigins(NamedTuple):
     v: Origin
 
 
+NO_ORIGIN = Origin()
+"""Origin of no tensor."""
+
+
 def union_of(origins: Iterable[Origin]) -> Origin:
     """Return the origin of a tensor that follows, element by element, from tensors with these origins."""
-    result = Origin()
+    result = NO_ORIGIN
     for origin in origins:
-        if result is Origin() or result == origin:
+        if result is NO_ORIGIN:
             result = origin
-        elif origin != Origin():
+        elif origin is not NO_ORIGIN and origin is not result and origin != result:
             maps = result.maps | origin.maps if result.maps and origin.maps else result.maps or origin.maps
             factors = result.factors + tuple(each for each in origin.factors if each not in result.factors)
             result = Origin(result.projected | origin.projected, result.joined | origin.joined, maps, factors)

@@ -1,6 +1,6 @@
 """The output projection of an attention module, found by its name and by the map that it computes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ class OutputProjection(NamedTuple):
     map: LinearMap
 
 
-def output_projection(model: nn.Module, path: str, width: int) -> OutputProjection | None:
+def output_projection(modules: Mapping[str, nn.Module], path: str, width: int) -> OutputProjection | None:
     """Return the module that projects the outputs of all heads of the attention module at `path`; None if there is
     none. It is looked for in and next to that module, by usual names of such modules (`o_proj`, `c_proj`, ...), and
     computes a linear map of `width` features: a linear layer, also with adapters, or in a sequence with dropout.
@@ -33,24 +33,23 @@ def output_projection(model: nn.Module, path: str, width: int) -> OutputProjecti
     It is a child of that module, of its parent, or, as in BERT, of the parent's child `output`.
 
     Args:
-        model: the model.
+        modules: all modules of the model by path.
         path: path of the attention module.
         width: input features of the map, heads times value_dim.
     """
-    for child_path, child in _named_modules(model, path, width):
+    for child_path, child in _named_modules(modules, path, width):
         found = linear_map(child, width)
         if found is not None:
             return OutputProjection(child_path, found)
     return None
 
 
-def _named_modules(model: nn.Module, path: str, width: int) -> Iterator[tuple[str, nn.Module]]:
+def _named_modules(modules: Mapping[str, nn.Module], path: str, width: int) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules in and next to the attention module at `path` that have usual names of output projections, with
     their paths. A sequence is followed by its only module with a parameter that fits `width` input features.
     """
     parent = path.rpartition(".")[0] if path else ""
     beside = f"{parent}.output" if parent else "output"
-    modules = dict(model.named_modules())
     for owner in (path, beside, parent):
         for name in PROJECTION_NAMES:
             child_path = f"{owner}.{name}" if owner else name

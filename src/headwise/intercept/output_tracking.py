@@ -67,7 +67,7 @@ def before_function(call: FunctionCall) -> FunctionCall:
     more than rearrange an output, take note of how it uses the output, and return the call with the output as changed
     by the interceptors.
     """
-    if not call_stack.attention.outputs or call.function in REARRANGEMENTS or call.is_query:
+    if not call_stack.attention.outputs or call.function in REARRANGEMENTS:
         return call
     if call.function in CONCATENATIONS:
         _refuse_concatenated_heads(call)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.intercept.axes import Axes, axes_after, axes_of, other_axis
@@ -34,8 +35,8 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
     """Record the `result` of a function call if the function multiplies two activations, or if an argument is recorded
     and the function adds to it, scales, masks or reshapes it, or mixes heads.
     """
-    is_product = call.function in PRODUCTS
-    if is_product and isinstance(result, Tensor):
+    is_map = call.function is F.linear and len(call.args) > 1 and is_parameter(call.args[1])
+    if call.function in PRODUCTS and not is_map and isinstance(result, Tensor):
         contraction = contraction_of(call.function, call.args, call.kwargs)
         if contraction is not None and not any(map(is_parameter, contraction.operands)):
             compared = frozenset(

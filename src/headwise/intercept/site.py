@@ -66,7 +66,8 @@ def sites_by_path(model: nn.Module, sites: Iterable[Any]) -> dict[str, Site]:
     Raises:
         InputError: an element is no `Site`, the model has no such module, or two are about the same module.
     """
-    paths, by_path = {path for path, _ in model.named_modules()}, dict[str, Site]()
+    sites = list(sites)
+    paths, by_path = {path for path, _ in model.named_modules()} if sites else set(), dict[str, Site]()
     for site in sites:
         if not isinstance(site, Site):
             raise InputError("sites", expected="a list of headwise.Site", got=repr(site))

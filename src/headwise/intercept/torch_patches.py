@@ -22,7 +22,7 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.checkpointing import InterceptedCheckpointFrame, InterceptedCheckpointFunction
 from headwise.intercept.contractions import BMM
 from headwise.intercept.foreign_functions import SDPA, InterceptedFunction, torchs_own
-from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.function_call import QUERIES, FunctionCall
 from headwise.intercept.fused_functions import report_fused
 from headwise.intercept.hf_calls import intercepting_dispatch
 from headwise.intercept.origin import CallOrigins
@@ -52,8 +52,8 @@ class TorchCalls(TorchFunctionMode):
         func = torchs_own(func)
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)  # a compiler reads the function; its calls are intercepted when they run
-        if call_stack.torch_mode is not self:
-            return func(*args, **kwargs)  # a backward pass repeats modules inside of another module
+        if func in QUERIES or call_stack.torch_mode is not self:
+            return func(*args, **kwargs)  # the mode is another one where a backward pass repeats modules in a module
         if func is SDPA:
             return intercepted_sdpa(SDPA, *args, **kwargs)
         if not call_stack.intercepts:

@@ -63,7 +63,7 @@ class WrittenNorms:
     """
 
     def __init__(self, model: nn.Module, leave_out: Callable[[str], None]) -> None:
-        self._model, self._leave_out = model, leave_out
+        self._leave_out = leave_out
         self._modules = dict(model.named_modules())
         self._projection_paths: dict[str, str | None] = {}
         self._grams: dict[str, tuple[Any, LinearMap, Tensor]] = {}
@@ -80,7 +80,7 @@ class WrittenNorms:
             return None
         width = heads * value_dim
         if path not in self._projection_paths:
-            projection = output_projection(self._model, path, width)
+            projection = output_projection(self._modules, path, width)
             self._projection_paths[path] = None if projection is None else projection.path
             if projection is None:
                 self._settle(path, is_confirmed=not self._has_other_projection(path, width))

@@ -141,7 +141,7 @@ class HeadComparison(SiteRegistry):
         """
         heads, value_dim = out.shape[1:]
         if call.site not in self._projection_slices:
-            projection = output_projection(self._modules[""], call.site.path, heads * value_dim)
+            projection = output_projection(self._modules, call.site.path, heads * value_dim)
             weight = None if projection is None else projection.map.weight.detach()
             slices = None if weight is None else weight.reshape(-1, heads, value_dim).permute(1, 2, 0)
             self._projection_slices[call.site] = slices
