@@ -48,6 +48,14 @@ MULTIPLIED = (
 """Reason for weights that are not the model's weights of tokens, but one of several factors of these."""
 
 
+NOT_LINEAR = (
+    "outputs of the heads of these modules cannot be changed, since a function that is not linear, such as a norm or a "
+    "sum with another tensor, is between them and the output projection"
+)
+"""Reason for heads whose outputs multiplied by a factor are not the same as columns of the projection multiplied by it.
+"""
+
+
 class OutputAxes(NamedTuple):
     """Roles of axes of an attention output, as the model computes it.
 
@@ -107,12 +115,13 @@ class AttentionOutput:
         shape: shape of the output.
         axes: roles of its axes.
         module_calls: the running module calls, outermost first.
+        origins: sources of the queries, keys and values.
         merged: layout according to the last function that merged the values with another axis; None before.
         refusal: reason why the call is not reported; None if there is none.
         may_change: True if an interceptor may change the output.
         is_established: True if the layout of the heads is established.
         is_reported: True if the call was reported to the interceptors, or its module was named to them.
-        is_lost: True if the model rearranged the output in a way that its axes could not be followed through.
+        is_lost: True if a function used the output in a way that its axes could not be followed through.
     """
 
     def __init__(
@@ -125,6 +134,7 @@ class AttentionOutput:
         self._interceptors = [each for each in interceptors if call_stack.only_interceptor in (None, each)]
         self.may_change = any(type(each).change is not Interceptor.change for each in self._interceptors)
         self.is_established = self.is_reported = self.is_lost = False
+        self.origins = source.origins
         self._source: AttentionSource | None = source
         self._tensor: Tensor | None = tensor
         self._layout: HeadLayout | None = None
@@ -229,7 +239,7 @@ class AttentionOutput:
         self.refusal = reason
         if self._changed is not None:
             path = self.module_calls[-1].path
-            raise InputError("model", expected="heads that can be gated", got=f"attention in {path} of unclear layout")
+            raise InputError("model", expected="heads that can be gated", got=f"{reason}: {path}")
         if self.may_change:
             report_unreadable(self.module_calls, reason)
 

@@ -119,7 +119,7 @@ def merged_layout(
         return None
     if any(head.axis == OTHER or size_along(head.axis, everything) != shape[head.axis] for head in heads):
         return None
-    remaining = tuple(axis for axis in query_axes if shape[axis] == 1 or size_along(axis, heads) < shape[axis])
+    remaining = tuple(axis for axis in query_axes if shape[axis] <= 1 or size_along(axis, heads) < shape[axis])
     if not remaining:  # attention between heads or channels
         return None
     if any(head.axis in remaining for head in heads) and _are_mixed(axes, features, remaining):

@@ -72,11 +72,11 @@ def _recorded(call: FunctionCall, result: Any) -> Any:
     """Return the `result` of a function call of an intercepted model. Follow it if it is attention scores, weights or
     outputs.
     """
+    after_function(call, result)
     if call.function in eager_softmax.SOFTMAXES:
         arguments = (*call.args, *(call.kwargs[name] for name in ("input", "dim") if name in call.kwargs), None)
         eager_softmax.on_softmax(arguments[0], result, arguments[1])
         return result
-    after_function(call, result)
     result = eager_softmax.on_function(call, result)
     follow_scores(call, result)
     return result

@@ -1,0 +1,180 @@
+"""Use of an attention output by a function: which axes are features, and whether it is linear in the output."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.intercept.attention_output import AttentionOutput
+from headwise.intercept.axes import Axes, Factor, axes_after, other_axis
+from headwise.intercept.call_stack import call_stack
+from headwise.intercept.contractions import CONVOLUTIONS, PRODUCTS, contraction_of, is_parameter
+from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.head_layout import HeadLayout, merged_layout
+from headwise.intercept.score_products import CONCATENATIONS
+from headwise.intercept.undropped import DROPOUT_NAMES, random_state_kept
+
+PRODUCTS_IN_PLACE = frozenset({"mul_", "__imul__", "multiply_", "div_", "__itruediv__", "divide_", "neg_"})
+"""Names of functions that overwrite a tensor by its product with another one."""
+
+SUMS_IN_PLACE = frozenset({"add_", "__iadd__", "sub_", "__isub__"})
+"""Names of functions that overwrite a tensor by its sum with another one."""
+
+
+@dataclass(frozen=True, eq=False)
+class FollowedOutput:
+    """A tensor that was computed from an attention output.
+
+    Attributes:
+        output: the attention output.
+        axes: axes of the tensor, as factors of the axes of the output.
+        rearranged: function that computes the tensor from the output; None if the output was changed before, or if more
+            was done to it than to rearrange its elements.
+        is_linear: True if the tensor is the output times factors that do not depend on the output, so that a factor of
+            the output is one of the tensor.
+    """
+
+    output: AttentionOutput
+    axes: Axes
+    rearranged: Callable[[Tensor], Tensor] | None
+    is_linear: bool = True
+
+
+def layout_of(followed: FollowedOutput, features: list[int]) -> HeadLayout | None:
+    """Return the layout of the heads if these axes of a tensor are the features of all heads; None if they are not."""
+    output = followed.output
+    return merged_layout(followed.axes, features, output.shape, output.axes.value, output.axes.queries)
+
+
+def features_of(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> list[int] | None:
+    """Return the axes of a tensor that a function call uses as features of all heads, such as the axis that a linear
+    layer maps. Return None if the function does not show which axes are features.
+    """
+    axes, output, is_map = followed.axes, followed.output, False
+    if call.function in CONCATENATIONS:
+        features = [_concatenated_axis(call, tensor)]
+    elif call.function in PRODUCTS:
+        contraction = contraction_of(call.function, call.args, call.kwargs)
+        if contraction is None or not any(operand is tensor for operand in contraction.operands):
+            return None
+        others = [operand for operand in contraction.operands if operand is not tensor]
+        is_map = call.function is F.linear or call.function in CONVOLUTIONS
+        if not is_map and not all(is_parameter(other) or other.ndim == 2 < tensor.ndim for other in others):
+            return None
+        labels = contraction.labels_of(tensor)
+        if len(contraction.shared_by_all) > 0:  # another map for each head
+            return None
+        features = [axis for axis, label in enumerate(labels) if label in contraction.summed]
+    else:
+        return None
+    origins = {factor.axis for axis in features for factor in axes[axis]}
+    has_one_value = output.shape[output.axes.value] == 1 and (is_map or features == [tensor.ndim - 1])
+    is_of_values = output.axes.value in origins or has_one_value
+    is_of_queries = call.function not in CONCATENATIONS and bool(origins.intersection(output.axes.queries))
+    return features if is_of_values or is_of_queries else None
+
+
+def may_hide_heads(followed: FollowedOutput, features: list[int]) -> bool:
+    """Return True if a tensor has an axis, other than the features and the first one, that contains no queries: it may
+    be an axis of heads that the model merges with the values later.
+    """
+    others = [factors for axis, factors in enumerate(followed.axes) if axis and axis not in features]
+    queries = set(followed.output.axes.queries)
+    return any(factors and not queries.intersection(factor.axis for factor in factors) for factors in others)
+
+
+def is_multiplied(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> bool:
+    """Return True if a function call sums products of an attention output and another activation over the queries or
+    the values of the output, as in products of several matrices of attention weights.
+    """
+    if call.function not in PRODUCTS:
+        return False
+    contraction = contraction_of(call.function, call.args, call.kwargs)
+    if contraction is None or not any(operand is tensor for operand in contraction.operands):
+        return False
+    if any(is_parameter(operand) for operand in contraction.operands):
+        return False
+    output = followed.output
+    for label, factors in zip(contraction.labels_of(tensor), followed.axes, strict=True):
+        origins = {factor.axis for factor in factors}
+        is_of_rows = bool(origins.intersection(output.axes.queries)) or origins == {output.axes.value}
+        if label in contraction.summed and is_of_rows:
+            return True
+    return False
+
+
+def axes_after_function(
+    call: FunctionCall, followed: FollowedOutput, argument: Tensor, result: Any
+) -> list[tuple[Tensor, Axes]]:
+    """Return the tensors in the `result` of a function call that contain the values of an attention output, which is an
+    `argument` of the call, each with its axes.
+    """
+    if call.function in CONCATENATIONS and result.ndim == argument.ndim:
+        return [(result, _concatenated(followed.axes, _concatenated_axis(call, argument), result))]
+    if call.function not in PRODUCTS:
+        return axes_after(call, followed.axes, argument, result)
+    contraction = contraction_of(call.function, call.args, call.kwargs)
+    if contraction is None or not any(operand is argument for operand in contraction.operands):
+        return []
+    factors = dict(zip(contraction.labels_of(argument), followed.axes, strict=True))
+    axes = tuple(
+        factors[label] if label in factors else other_axis(size)
+        for label, size in zip(contraction.result, result.shape, strict=True)
+    )
+    has_values = any(factor.axis == followed.output.axes.value for factors in axes for factor in factors)
+    return [(result, axes)] if has_values else []
+
+
+def _concatenated(axes: Axes, axis: int, result: Tensor) -> Axes:
+    """Return the axes of the `result` of a concatenation along `axis`, from those of one of the concatenated tensors.
+    The longer axis is that of the same queries, heads or sequences, and more of them.
+    """
+    origins, size = {factor.axis for factor in axes[axis]}, result.shape[axis]
+    longer = (Factor(origins.pop(), 1, size),) if len(origins) == 1 and size > 1 else other_axis(size)
+    return (*axes[:axis], longer, *axes[axis + 1 :])
+
+
+def _concatenated_axis(call: FunctionCall, tensor: Tensor) -> int:
+    """Return the axis along which a call concatenates tensors, one of which is `tensor`."""
+    dim: int = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
+    return dim % tensor.ndim
+
+
+def is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]], result: Any) -> bool:
+    """Return True if a factor of attention outputs is a factor of the `result` of a function call: the function is
+    repeated with the outputs times -2. Normalisations, logarithms and sums with other tensors are not linear.
+
+    Args:
+        call: the call.
+        outputs: arguments of the call that were computed from attention outputs, with these outputs.
+        result: what the function returned.
+    """
+    tensors, name = [tensor for tensor, _ in outputs], getattr(call.function, "__name__", "")
+    others = [other for other in call.tensors() if not any(other is tensor for tensor in tensors)]
+    if any(_depends_on(other, *pair) for other in others for pair in outputs):
+        return False
+    if name in DROPOUT_NAMES:
+        return True
+    if any(result is tensor for tensor in tensors):
+        is_sum = name in SUMS_IN_PLACE and not others
+        return is_sum or (name in PRODUCTS_IN_PLACE and len({id(tensor) for tensor in tensors}) == 1)
+    if "out" in call.kwargs or not isinstance(result, Tensor):
+        return False
+    scaled = call
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        scaled = scaled.replaced(tensor, tensor.detach() * -2)
+    with call_stack.paused(), torch.no_grad(), random_state_kept(result.device):
+        difference = (scaled.run() + 2 * result).nan_to_num()
+    tolerance = torch.finfo(result.dtype).eps ** 0.5
+    return bool(difference.abs().amax() <= tolerance * result.nan_to_num().abs().amax())
+
+
+def _depends_on(other: Tensor, tensor: Tensor, output: AttentionOutput) -> bool:
+    """Return True if the tensor `other` was computed from an attention output, as `tensor` was."""
+    lineage, module_calls = call_stack.lineage, call_stack.module_calls
+    before = output.origins.q.sources | output.origins.v.sources
+    of_output = lineage.origin(tensor, module_calls).sources & ~before & lineage.mixing
+    return bool(lineage.origin(other, module_calls).sources & of_output)
