@@ -7,7 +7,7 @@ end of the module         --> the weights are passed to the observers
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -84,6 +84,11 @@ class AttentionSource(ABC):
 
     @property
     @abstractmethod
+    def weight_axes(self) -> Sequence[int | None]:
+        """Axis of the weights that each axis of the output is, without that of the values; None if it is none."""
+
+    @property
+    @abstractmethod
     def weights_id(self) -> object:
         """Object that is the same for all products of the same weights."""
 
@@ -138,6 +143,7 @@ class AttentionOutput:
         self._source: AttentionSource | None = source
         self._tensor: Tensor | None = tensor
         self._layout: HeadLayout | None = None
+        self._stated = self._stated_layout(source)
         self._handlers: CallHandlers | None = None
         self._changed: Tensor | None = None
 
@@ -149,8 +155,14 @@ class AttentionOutput:
             may_hide_heads: True if another axis may be heads that the model merges with the values later.
 
         Raises:
-            InputError: heads of another layout were changed already.
+            InputError: heads of another layout were changed already, or the user stated another one.
         """
+        if self._stated is not None:
+            is_open = layout.head_count == 1 and self._stated.query_axes == layout.query_axes
+            if not is_open and layout != self._stated:
+                expected = f"the layout that is stated for {self.module_calls[-1].path}"
+                raise InputError("sites", expected=expected, got=f"{layout.head_count} heads in another layout")
+            layout, may_hide_heads = self._stated, False
         if layout.head_count == 1 and may_hide_heads and 1 not in head_counts(self.module_calls[-1:]):
             self.refuse(HEADS_UNKNOWN)
         elif self._layout not in (None, layout) or self._contradicts_module(layout):
@@ -185,7 +197,7 @@ class AttentionOutput:
         """Return the output as changed by the interceptors, with the axes that the model computes it with. Return None
         if no interceptor changes it, or if its heads cannot be established.
         """
-        layout = self._layout or self.merged or self._predicted_layout(is_verified_later=True)
+        layout = self._layout or self._stated or self.merged or self._predicted_layout(is_verified_later=True)
         if self.refusal is not None or not self.may_change:
             return None
         if layout is None:
@@ -210,7 +222,7 @@ class AttentionOutput:
         if self.is_reported:
             return True
         if self.refusal is None and not self.is_established:
-            layout = self.merged
+            layout = self.merged or self._stated
             if layout is None and is_last and not self.is_lost:
                 layout = self._predicted_layout(is_verified_later=False)
             if layout is not None:
@@ -263,6 +275,17 @@ class AttentionOutput:
                 module_call.stated.require_heads(layout.head_count)
         counts = head_counts(self.module_calls[-1:])
         return bool(counts) and layout.head_count not in counts
+
+    def _stated_layout(self, source: AttentionSource) -> HeadLayout | None:
+        """Return the layout that the user states for the module; None without such a statement.
+
+        Raises:
+            InputError: the output cannot have this layout.
+        """
+        for innermost in innermost_calls(self.module_calls):
+            if innermost.stated is not None and innermost.stated.layout is not None:
+                return innermost.stated.head_layout(self.shape, self.axes.value, source.weight_axes)
+        return None
 
     def _predicted_layout(self, *, is_verified_later: bool) -> HeadLayout | None:
         """Return the layout that the shape of the output and the number of heads that modules store suggest; None if

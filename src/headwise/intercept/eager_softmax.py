@@ -161,6 +161,11 @@ class _Product(AttentionSource):
     received: ReceivedMask | None = None
 
     @property
+    def weight_axes(self) -> list[int | None]:
+        """Axis of the weights that each axis of the output is, without that of the values."""
+        return self.order
+
+    @property
     def weights_id(self) -> object:
         """The softmax that computed the weights."""
         return self.weights.softmax

@@ -90,6 +90,11 @@ class _SDPACall(AttentionSource):
     problems: dict[HeadLayout, Problem] = field(default_factory=dict)
 
     @property
+    def weight_axes(self) -> list[int | None]:
+        """The axes of the output, without that of the values: the weights have the same order."""
+        return list(range(len(self.shape) - 1))
+
+    @property
     def weights_id(self) -> object:
         """The call itself, as each computes its own weights."""
         return self

@@ -1,12 +1,14 @@
 """Statements of users about the attention of a module, for what cannot be derived."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Size, nn
 
 from headwise.errors import InputError
+from headwise.intercept.head_layout import HeadLayout
+from headwise.intercept.stated_layout import axis_names, stated_head_layout
 
 KINDS = ("self", "cross")
 
@@ -14,7 +16,7 @@ KINDS = ("self", "cross")
 @dataclass(frozen=True)
 class Site:
     """Statement about the attention that one module of a model computes, for `watch` and `gate`: its number of heads,
-    and its kind, self- or cross-attention.
+    its kind, self- or cross-attention, and the axes of its attention weights.
 
     It is used where this cannot be derived, and otherwise compared with what was derived.
 
@@ -24,6 +26,9 @@ class Site:
         path: path of the module, as in `model.named_modules()`.
         heads: number of heads; None to derive it.
         kind: "self" or "cross"; None to derive it.
+        layout: axes of the attention weights that the module multiplies with values, such as "b h q k" or "(b h) q k".
+            The names h, q and k are heads, queries and keys; all others are sequences, and an axis in parentheses has
+            several parts. None to derive it.
 
     Raises:
         InputError: an attribute has another type or value.
@@ -32,12 +37,15 @@ class Site:
     path: str
     heads: int | None = None
     kind: str | None = None
+    layout: str | None = None
 
     def __post_init__(self) -> None:
         if self.heads is not None and (type(self.heads) is not int or self.heads < 1):
             raise InputError("heads", expected="a positive whole number or None", got=repr(self.heads))
         if self.kind is not None and self.kind not in KINDS:
             raise InputError("kind", expected="'self', 'cross' or None", got=repr(self.kind))
+        if self.layout is not None:
+            axis_names(self.layout)
 
     def resolved_cross(self, derived: bool | None) -> bool | None:
         """Return True for cross-attention, False for self-attention: as `derived` if it is not None, else as stated.
@@ -53,6 +61,21 @@ class Site:
             expected = f"attention in {self.path} of the stated kind {self.kind!r}"
             raise InputError("sites", expected=expected, got=f"{KINDS[bool(derived)]!r}")
         return stated
+
+    def head_layout(self, shape: Size, value_axis: int, weight_axes: Sequence[int | None]) -> HeadLayout | None:
+        """Return the stated layout of an attention output; None if none is stated.
+
+        Args:
+            shape: shape of the output.
+            value_axis: its axis of values.
+            weight_axes: axes of the weights that its other axes are, as in `stated_head_layout`.
+
+        Raises:
+            InputError: the output cannot have this layout.
+        """
+        if self.layout is None:
+            return None
+        return stated_head_layout(self.path, self.layout, self.heads, shape, value_axis, weight_axes)
 
     def require_heads(self, derived: int) -> None:
         """Raise `InputError` if the derived number of heads is not the stated one."""
