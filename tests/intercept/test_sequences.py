@@ -124,7 +124,9 @@ def fsmt():
 
 def weights_of(model, tokens, own):
     """Return the weights of the encoder, the decoder's self-attention and its cross-attention, of one sequence."""
-    result = model(tokens[None], decoder_input_ids=own[None], use_cache=False, output_attentions=True, return_dict=True)
+    masks = {"attention_mask": torch.ones_like(tokens)[None], "decoder_attention_mask": torch.ones_like(own)[None]}
+    options = {"use_cache": False, "output_attentions": True, "return_dict": True}
+    result = model(tokens[None], decoder_input_ids=own[None], **masks, **options)
     return [each[0][0] for each in (result.encoder_attentions, result.decoder_attentions, result.cross_attentions)]
 
 
