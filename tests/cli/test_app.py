@@ -345,7 +345,9 @@ def test_memory_that_runs_out_is_one_sentence(headwise, folder, tmp_path, monkey
 # -- streams and signals ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [(), ("--json",), ("--csv",)])
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("--json",), marks=pytest.mark.slow), pytest.param(("--csv",), marks=pytest.mark.slow)]
+)
 def test_a_reader_that_closes_the_output_gets_no_traceback(more, folder):
     read, write = os.pipe()
     os.close(read)

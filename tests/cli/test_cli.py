@@ -167,7 +167,7 @@ def test_help_is_printed_with_status_0(in_process):
     assert b"--truncate" in result.stdout
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.slow)])
 def test_numbers_are_printed_in_encodings_without_arrows(encoding):
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     command = [sys.executable, "-m", "headwise", "view", QUESTION, "--layer", "0"]

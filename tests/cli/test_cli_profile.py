@@ -212,6 +212,7 @@ def _run_slowly(rank, arguments, store):
     cli.run()
 
 
+@pytest.mark.slow
 def test_two_processes_that_were_killed_resume_and_agree_with_one(headwise, folder, tmp_path):
     """The first two are forks of this process, which are ready at once; torchrun starts those that resume."""
     assert headwise("profile", *arguments(folder), "--out", tmp_path / "one")[0] == 0
