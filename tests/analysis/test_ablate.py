@@ -169,7 +169,9 @@ def uninterrupted(tmp_path_factory):
     return (out / "ablation.parquet").read_bytes()
 
 
-@pytest.mark.parametrize("runs", [0, 1, 2, 6, 7, 12, 18, 19, 20, 25, 83])
+@pytest.mark.parametrize(
+    "runs", [0, 7, 19, 83, *(pytest.param(runs, marks=pytest.mark.slow) for runs in (1, 2, 6, 12, 18, 20, 25))]
+)
 def test_an_interrupted_run_resumes_to_the_same_bits(runs, uninterrupted, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr("os.fsync", lambda file: None)  # 78 checkpoints wait for the disk otherwise

@@ -44,7 +44,9 @@ def finished(uninterrupted, tmp_path):
 # -- resuming ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batches", range(7))
+@pytest.mark.parametrize(
+    "batches", [0, 3, 6, *(pytest.param(batches, marks=pytest.mark.slow) for batches in (1, 2, 4, 5))]
+)
 @pytest.mark.usefixtures("checkpoint_each_batch")
 def test_a_run_resumes_to_the_same_bits(batches, uninterrupted, tmp_path):
     model = tiny.model("decoder")
@@ -60,7 +62,9 @@ def test_a_run_resumes_to_the_same_bits(batches, uninterrupted, tmp_path):
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
-@pytest.mark.parametrize("count", range(1, 10))
+@pytest.mark.parametrize(
+    "count", [1, 4, 9, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3, 5, 6, 7, 8))]
+)
 @pytest.mark.usefixtures("checkpoint_each_batch")
 def test_a_run_interrupted_while_it_writes_resumes_to_the_same_bits(
     function, count, uninterrupted, tmp_path, monkeypatch
