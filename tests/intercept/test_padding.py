@@ -204,3 +204,26 @@ def test_token_ids_in_a_dict_are_read():
     for head, row in enumerate(rows):
         for name in ("duplicate", "induction"):
             assert row[name] == pytest.approx(sum(each[head][name] for each in found) / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_appended_keys_of_torch_have_no_position(option, need_weights):
+    torch.manual_seed(10)
+    model = nn.Sequential(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **{option: True}))
+    x = torch.randn(2, 11, WIDTH)
+    nn.init.normal_(model[0].in_proj_weight, std=0.4)
+    with torch.no_grad(), hw.watch(model) as heads:
+        model[0](x, x, x, key_padding_mask=~RIGHT, need_weights=need_weights)
+    with torch.no_grad():
+        sequences = [x[i : i + 1, : LENGTHS[i]] for i in range(2)]
+        weights = [model[0](*[each] * 3, average_attn_weights=False)[1][0] for each in sequences]
+    expected = mean_statistics(weights)
+    for head, values in enumerate(expected):
+        tokens = [each[head, :, :-1] for each in weights]  # without the last key
+        lag = torch.arange(11)[:, None] - torch.arange(11)
+        distances = [(each * lag.abs()[: len(each), : len(each)]).sum(-1).mean() for each in tokens]
+        values["distance"] = float(sum(distances)) / 2
+        for name, shift in (("self", 0), ("previous", -1), ("next", 1)):
+            values[name] = float(sum(each.diagonal(shift).mean() for each in tokens)) / 2
+    require_statistics(heads.rows(), expected)

@@ -144,6 +144,7 @@ class _Product(AttentionSource):
         origins: sources of the queries, keys and values.
         values: the values.
         is_observed: False if the same weights were observed in an earlier product.
+        appended_keys: number of keys at the end that stand for no token.
         received: the mask of the call, once it was read.
     """
 
@@ -158,6 +159,7 @@ class _Product(AttentionSource):
     origins: CallOrigins
     values: Tensor
     is_observed: bool
+    appended_keys: int
     received: ReceivedMask | None = None
 
     @property
@@ -201,9 +203,8 @@ class _Product(AttentionSource):
             running = [each for each in softmax.module_calls if any(each is other for other in running)]
         is_observed = softmax.has_ended or not softmax.products
         axes = OutputAxes(value_axis, queries)
-        return _Product(
-            call, tensor, weights, order, key_axes, axes, result.shape, running, origins, values, is_observed
-        )
+        sources = origins, values, is_observed, call_stack.appended_keys
+        return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, *sources)
 
     def handlers(self, layout: HeadLayout) -> CallHandlers:
         """Report the attention call to the interceptors of the model, and return their functions."""
@@ -219,6 +220,7 @@ class _Product(AttentionSource):
             MaskSource(lambda: self._received(layout)),
             origins=self.origins,
             is_observed=self.is_observed,
+            appended_keys=self.appended_keys,
         )
 
     def _received(self, layout: HeadLayout) -> ReceivedMask:
