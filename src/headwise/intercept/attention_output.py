@@ -189,9 +189,13 @@ class AttentionOutput:
             return False
         if as_features:
             return source.weights_id is not others.weights_id
-        is_one_layer = not source.origins.q.maps or bool(source.origins.q.maps & others.origins.q.maps)
         is_one_head = self.may_be_one_head and other.may_be_one_head
-        return is_one_layer and is_one_head and not _is_same_memory(source.values, others.values)
+        return is_one_head and self.is_of_layer(other) and not _is_same_memory(source.values, others.values)
+
+    def is_of_layer(self, other: "AttentionOutput") -> bool:
+        """Return True if the same weights compute the queries of this output and another one."""
+        q, others = self.origins.q.maps, other.origins.q.maps
+        return q == others or bool(q & others)
 
     def changed(self) -> Tensor | None:
         """Return the output as changed by the interceptors, with the axes that the model computes it with. Return None

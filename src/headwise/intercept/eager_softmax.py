@@ -38,6 +38,7 @@ from headwise.intercept.score_products import compares_activations
 from headwise.intercept.softmax_weights import (
     Softmax,
     Weights,
+    average_keys,
     follow_weights,
     record_weights,
     uniform_weights,
@@ -51,6 +52,11 @@ SOFTMAX = F.softmax
 
 SOFTMAXES = frozenset({SOFTMAX, torch.softmax, Tensor.softmax, torch.special.softmax})
 """Softmax under all its names."""
+
+NOT_AVERAGES = (
+    "these modules change attention weights after the softmax so that they are no averages of keys, which are left out"
+)
+"""Reason for weights that are scaled, negative or sharpened."""
 
 WEIGHTS_USED_TWICE = "weights of these modules are multiplied with several tensors, so norms of outputs are left out"
 """Reason for statistics that are left out where one softmax has several products."""
@@ -123,6 +129,9 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
     softmax.products += not softmax.has_ended
     if not softmax.compares_activations:
         report_unreadable(softmax.module_calls, NOT_OVER_KEYS)
+        return result
+    if not average_keys(weights, tensor, product.key_axes[-1]):
+        report_unreadable(softmax.module_calls, NOT_AVERAGES)
         return result
     return hold(AttentionOutput(product, result, product.axes, product.module_calls), result)
 

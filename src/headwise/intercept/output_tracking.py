@@ -65,7 +65,7 @@ def before_function(call: FunctionCall) -> FunctionCall:
     for tensor in list(call.tensors()):
         for followed in call_stack.attention.outputs.get(tensor) or ():
             features = features_of(call, tensor, followed)
-            if is_multiplied(call, tensor, followed):
+            if is_multiplied(call, tensor, followed) and not followed.output.is_established:
                 followed.output.refuse(MULTIPLIED)
             elif features is not None and not followed.output.is_reported:
                 _establish(followed, features)
@@ -74,6 +74,16 @@ def before_function(call: FunctionCall) -> FunctionCall:
                 _follow_changed(changed, tensor, followed)
                 call = call.replaced(tensor, changed)
     return call
+
+
+def refuse_multiplied(*tensors: Tensor) -> None:
+    """Refuse the attention outputs among the arguments of another attention call, unless their heads are established:
+    they are one of several factors of weights, or of scores.
+    """
+    for tensor in tensors:
+        for followed in call_stack.attention.outputs.get(tensor) or ():
+            if not followed.output.is_established:
+                followed.output.refuse(MULTIPLIED)
 
 
 def after_function(call: FunctionCall, result: Any) -> None:
@@ -88,13 +98,13 @@ def after_function(call: FunctionCall, result: Any) -> None:
         for argument in call.tensors()
         for followed in call_stack.attention.outputs.get(argument) or ()
     ]
-    keeps_factors = _keeps_factors(call, arguments, result)
     for argument, followed in arguments:
         tensors = axes_after_function(call, followed, argument, result)
         followed.output.is_lost |= not tensors and argument.numel() > 0
+        keeps_factors = followed.is_linear and _keeps_factors(call, followed.output, arguments, result)
         for index, (tensor, axes) in enumerate(tensors):
             rearranged = _rearranged(call, argument, followed, index if isinstance(result, list | tuple) else None)
-            after = FollowedOutput(followed.output, axes, rearranged, followed.is_linear and keeps_factors)
+            after = FollowedOutput(followed.output, axes, rearranged, keeps_factors)
             by_result.setdefault(id(tensor), (tensor, []))[1].append(after)
             axis = merged_axis(axes, followed.output.axes.value)
             if axis is not None:
@@ -105,14 +115,22 @@ def after_function(call: FunctionCall, result: Any) -> None:
         call_stack.attention.outputs.set(tensor, all_followed)
 
 
-def _keeps_factors(call: FunctionCall, arguments: list[tuple[Tensor, FollowedOutput]], result: Any) -> bool:
-    """Return True if a factor of attention outputs, from which `arguments` of a function call were computed, is a
-    factor of the `result`. The question matters only for outputs that an interceptor may change.
+def _keeps_factors(
+    call: FunctionCall, output: AttentionOutput, arguments: list[tuple[Tensor, FollowedOutput]], result: Any
+) -> bool:
+    """Return True if a factor of an attention output, and of the others of the same layer, is a factor of the `result`
+    of a function call. The question matters only for outputs that an interceptor may change.
+
+    Args:
+        call: the call.
+        output: the attention output.
+        arguments: arguments of the call that were computed from attention outputs.
+        result: what the function returned.
     """
-    may_change = any(followed.output.may_change and not followed.output.is_reported for _, followed in arguments)
-    if not may_change or call.function in REARRANGEMENTS | CONCATENATIONS:
+    if not output.may_change or output.is_reported or call.function in REARRANGEMENTS | CONCATENATIONS:
         return True
-    return is_linear(call, [(argument, followed.output) for argument, followed in arguments], result)
+    of_layer = [(argument, each.output) for argument, each in arguments if each.output.is_of_layer(output)]
+    return is_linear(call, of_layer, result)
 
 
 def report_established() -> None:

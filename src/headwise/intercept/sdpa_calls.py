@@ -24,7 +24,7 @@ from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins
-from headwise.intercept.output_tracking import before_function, hold
+from headwise.intercept.output_tracking import before_function, hold, refuse_multiplied
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.shapes import Float
 
@@ -39,6 +39,7 @@ def intercepted_sdpa(
     if not call_stack.intercepts:
         return previous(query, key, value, *args, **kwargs)
     origins = call_stack.origins_of(query, key, value)
+    refuse_multiplied(query, key, value)
     options = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
     call = before_function(FunctionCall(previous, (query, key, value), options))
     query, key, value = call.args

@@ -82,6 +82,7 @@ class Weights:
         scores: function that returns the scores with the axes of the tensor.
         undropped: the weights before dropout; None if the tensor has no dropout.
         zeroed: True where the model filled weights with zeros; None where it did not.
+        is_scaled: True if the model changed weights to other numbers than 0.
     """
 
     softmax: Softmax
@@ -89,6 +90,7 @@ class Weights:
     scores: Callable[[], Tensor]
     undropped: Tensor | None = None
     zeroed: Tensor | None = None
+    is_scaled: bool = False
 
 
 def uniform_weights(
@@ -150,13 +152,35 @@ def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:
             newly_zeroed = _zeroed_by(tensor if weights.undropped is None else weights.undropped, undropped, result)
         if newly_zeroed is not None:
             zeroed = newly_zeroed if zeroed is None else newly_zeroed | zeroed
-        record_weights(result, replace(weights, undropped=undropped, zeroed=zeroed))
+        is_scaled = weights.is_scaled or is_modification or (newly_zeroed is None and function in FILLS)
+        record_weights(result, replace(weights, undropped=undropped, zeroed=zeroed, is_scaled=is_scaled))
     elif function in VIEWS:
         is_sequence = isinstance(result, list | tuple)
         for index, (view, axes) in enumerate(axes_after(call, weights.axes, tensor, result)):
             record_weights(view, _view(call, tensor, weights, axes, index if is_sequence else None))
     else:
         weights.softmax.is_used = True
+
+
+def average_keys(weights: Weights, tensor: Tensor, key_axis: int) -> bool:
+    """Return True if the weights in a `tensor` still average the keys after all that the model changed: none is
+    negative, and in each query row they have the sum 1, or are those of the softmax or 0.
+
+    Args:
+        weights: the record of the tensor.
+        tensor: the weights.
+        key_axis: axis of the keys.
+    """
+    if not weights.is_scaled:
+        return True
+    observed = (tensor if weights.undropped is None else weights.undropped).detach().nan_to_num()
+    tolerance = torch.finfo(observed.dtype).eps ** 0.5
+    with torch.no_grad():
+        difference = (observed - weights.scores().softmax(key_axis)).abs()
+    sums = observed.sum(key_axis, keepdim=True)
+    has_sum = ((sums - 1).abs() <= tolerance) | (sums.abs() <= tolerance)
+    is_masked = ((observed == 0) | (difference <= tolerance)).all(key_axis, keepdim=True)
+    return bool((observed >= 0).all() & (has_sum | is_masked).all())
 
 
 def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, index: int | None) -> Weights:
@@ -183,6 +207,7 @@ def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, inde
         lambda: view_of(before()),
         None if weights.undropped is None else view_of(weights.undropped),
         None if weights.zeroed is None else view_of(weights.zeroed.expand(shape)),
+        weights.is_scaled,
     )
 
 
