@@ -73,7 +73,6 @@ def _intercepted_call(
 
     @cache
     def read_problem() -> Problem:
-        _require_readable(implementation)
         return _problem_of(
             implementation, module, *widest_dtype_under_autocast(q, k, v), attention_mask=mask, **options
         )
@@ -179,7 +178,11 @@ def _problem_of(
     """Return a call of a `transformers` attention function as a `Problem`, headwise's form of the tensors and options
     of one attention call. Causality and masks are those that `implementation` ("sdpa" or "eager") applies in such a
     call.
+
+    Raises:
+        InputError: it is another implementation, whose masks cannot be read.
     """
+    _require_readable(implementation)
     queries = query.shape[2]
     mask: Mask | Tensor | None = attention_mask
     bias = position_bias
