@@ -116,6 +116,33 @@ def test_a_context_is_not_taken_for_cached_keys():
     assert kinds_of(ContextOrNone(), X, Y) == {"self", "cross"}
 
 
+class Segments(nn.Module):
+    """Attention to the hidden states of the segment before, which the model stores, or to an encoder's output."""
+
+    def __init__(self, is_own):
+        super().__init__()
+        self.first, self.encoder, self.kv = nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 48)
+        self.q, self.is_own, self.memory = nn.Linear(24, 24), is_own, None
+
+    def forward(self, x, y):
+        x = self.first(x)
+        tokens = x if self.memory is None else torch.cat([self.memory, x], 1)
+        k, v = map(split, self.kv(tokens).chunk(2, -1))
+        self.memory = x if self.is_own else self.encoder(y)
+        return F.scaled_dot_product_attention(split(self.q(x)), k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.filterwarnings("ignore:positions of queries among the keys")
+@pytest.mark.parametrize(("is_own", "kinds"), [(True, {"self"}), (False, {"self", "cross"})])
+@torch.no_grad()
+def test_stored_states_are_cached_if_the_same_weights_computed_them(is_own, kinds):
+    model = Segments(is_own)
+    with hw.watch(model) as heads:
+        for _ in range(2):
+            model(X, Y)
+    assert {row["kind"] for row in heads.rows()} == kinds
+
+
 class Routed(nn.Module):
     """Attention whose queries are projected by experts: tokens are sorted by expert, projected, and sorted back; or
     not sorted back.

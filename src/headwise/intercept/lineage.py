@@ -35,15 +35,19 @@ class Lineage:
     """
 
     def __init__(self) -> None:
+        self._origins: TensorMap[Origin] = TensorMap()
+        self._origins_before: TensorMap[Origin] = self._origins
         self.restart()
 
     def restart(self, given: Iterable[Any] = ()) -> None:
         """Forget all tensors and sources. The tensors among `given`, the arguments of a module call that starts, are
-        the first new sources.
+        the first new sources. Only the weights that computed the tensors of the call before are still known.
         """
-        self._origins: TensorMap[Origin] = TensorMap()
+        self._origins_before = self._origins or self._origins_before
+        self._origins = TensorMap()
         self._bits: dict[Hashable, int] = {}
         self._names: dict[int, Hashable] = {}
+        self._maps_before: dict[int, frozenset[Hashable]] = {}
         self.state = self.mixing = self.outside = 0
         self.placed = self._state_bit("placed")
         self.self_attention_keys: set[tuple[frozenset[Hashable], int]] = set()
@@ -109,6 +113,8 @@ class Lineage:
         if name is None:
             bit = self._bit(source)
             self.outside |= bit
+            before = self._origins_before.get(tensor)
+            self._maps_before[bit] = before.maps if before is not None else frozenset()
         else:
             bit = self._state_bit(source)
         self._names[bit] = name
@@ -210,20 +216,22 @@ class Lineage:
     def _concatenated(self, tensors: list[Tensor], origins: list[Origin]) -> Origin:
         """Return the origin of concatenated tensors. If their contents have different sources, the concatenation is a
         source too: the same source for all that concatenate the same contents in the same order. Empty tensors, such as
-        an empty cache, have no content.
+        an empty cache, have no content. Tensors from outside of the model call may be cached, and then do not count.
+        They are not, if other weights computed them in the call before.
         """
         origins = [origin for origin, tensor in zip(origins, tensors, strict=True) if tensor.numel()]
-        union = union_of(origins)
-        of_projected = self._concatenation([origin.projected for origin in origins])
-        of_all = self._concatenation([origin.projected or origin.joined for origin in origins])
+        union, maps = union_of(origins), {frozenset[Hashable](), *(origin.maps for origin in origins)}
+        cached = sum(bit for bit in _bits_of(union.sources & self.outside) if self._maps_before[bit] in maps)
+        of_projected = self._concatenation([origin.projected for origin in origins], cached)
+        of_all = self._concatenation([origin.projected or origin.joined for origin in origins], cached)
         return union._replace(projected=union.projected | of_projected, joined=union.joined | of_all)
 
-    def _concatenation(self, contents: list[int]) -> int:
+    def _concatenation(self, contents: list[int], cached: int) -> int:
         """Return the bit of a concatenation of tensors with these sources; 0 if they have the same sources, without
-        parameters, buffers, and tensors from outside of the model call, which may be cached.
+        parameters, buffers, and those that may be `cached`.
         """
         contents = [content & ~self.state for content in contents]
-        if len({content & ~self.outside for content in contents} - {0}) < 2:
+        if len({content & ~cached for content in contents} - {0}) < 2:
             return 0
         bit = self._bit(("concatenation", tuple(contents)))
         self.mixing |= bit
