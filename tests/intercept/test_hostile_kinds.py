@@ -19,13 +19,16 @@ def split(x):
 class Attention(nn.Module):
     """Attention of projected queries to projected keys and values."""
 
+    softmax = False
+
     def __init__(self):
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(24, 24) for _ in range(4))
 
     def forward(self, x, context=None):
         context = x if context is None else context
-        heads = F.scaled_dot_product_attention(split(self.q(x)), split(self.k(context)), split(self.v(context)))
+        q, k, v = split(self.q(x)), split(self.k(context)), split(self.v(context))
+        heads = (q @ k.mT).softmax(-1) @ v if self.softmax else F.scaled_dot_product_attention(q, k, v)
         return self.out(heads.transpose(1, 2).flatten(2))
 
 
@@ -269,19 +272,45 @@ class BatchOfBoth(Case):
         return self.c(both + self.b(both, other))
 
 
+class FeaturesBesideTheQueries(Case):
+    """Features of other streams are concatenated to those of the queries, token by token."""
+
+    truth = "a self, b cross, c self"
+
+    def __init__(self):
+        super().__init__()
+        self.a.q, self.b.q = nn.Linear(48, 24), nn.Linear(48, 24)
+
+    def forward(self, x, y):
+        place = self.time(torch.linspace(0, 1, 7)[:, None]).expand_as(x)
+        x = x + self.a(torch.cat([x, place], -1), x)
+        x = x + self.b(torch.cat([x, place], -1), y)
+        return self.c(x + y)
+
+
+class FeaturesOfAnInput(FeaturesBesideTheQueries):
+    truth = "a self, b cross, c self"
+
+    def forward(self, x, y):
+        x = x + self.a(torch.cat([x, y], -1), x)
+        return self.c(x + self.b(torch.cat([x, x], -1), y))
+
+
 CASES = {
     case.__name__: case
     for case in (
         *(ContextOfOtherContent, EncoderMemoryOfTheSameShape, MemoryOfTheSameInput, CachedMemory, SumOfStreams),
         *(TimeAddedToQueries, Retrieved, ObjectQueries, KeysOfAnEarlierLayer, KeysOfAnEarlierStream, Adapters, Joint),
-        *(ContextBesideTheInput, Shifted, Experts, BatchOfBoth),
+        *(ContextBesideTheInput, Shifted, Experts, BatchOfBoth, FeaturesBesideTheQueries, FeaturesOfAnInput),
     )
 }
 
 
+@pytest.mark.parametrize("softmax", [False, True])
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_kinds_are_those_of_the_model(name):
+def test_kinds_are_those_of_the_model(name, softmax, monkeypatch):
+    monkeypatch.setattr(Attention, "softmax", softmax)
     torch.manual_seed(0)
     model = CASES[name]()
     with hw.watch(model) as heads:

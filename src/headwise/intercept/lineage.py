@@ -56,7 +56,7 @@ class Lineage:
 
     def record(self, function: Any, arguments: Sequence[Any], result: Any, module_calls: Sequence[ModuleCall]) -> None:
         """Record the origin of the `result` of a torch function: the origins of its arguments together, except for
-        linear maps, products and concatenations.
+        linear maps, products and concatenations, unless these are of the features of the same tokens.
 
         Args:
             function: the function.
@@ -70,7 +70,8 @@ class Lineage:
             return
         tensors = _tensors(arguments)
         origins = [self._origins.get(tensor) or self.origin(tensor, module_calls) for tensor in tensors]
-        origin = self._of_result(function, tensors, origins)
+        joins_features = function in CONCATENATIONS and len({each.shape[:-1] for each in (*tensors, *results)}) == 1
+        origin = self._union(tensors, origins) if joins_features else self._of_result(function, tensors, origins)
         if function in SELECTIONS:
             selection = (function, *map(_key_of, arguments[1:]))
             for index, tensor in enumerate(results):
