@@ -16,11 +16,12 @@ from headwise.attention.uniform_attention import uniform_output
 from headwise.intercept.attention_kind import UNKNOWN_KIND, is_cross_attention, may_be_cached
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_functions import is_sdpa_foreign
-from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSources, Observation, SiteKey
+from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSources, Interceptor, Observation, SiteKey
 from headwise.intercept.layer_index import layer_number_of
 from headwise.intercept.module_call import ModuleCall, tokens_and_padding
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
+from headwise.intercept.unreadable_tensors import why_not_observed
 from headwise.shapes import Float
 from headwise.statistics.attend_observed import attend_observed
 from headwise.statistics.row_blocks import row_blocks_of_problem, row_blocks_of_weights
@@ -211,6 +212,7 @@ def handlers_of_call(
     handlers = CallHandlers([], [])
     is_observed = is_observed and grid.batch * grid.heads * grid.queries * grid.keys > 0
     is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
+    unobserved = why_not_observed(grid.device)
     for module_call in _innermost_of_each_interceptor(module_calls):
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
@@ -232,7 +234,9 @@ def handlers_of_call(
             module_arguments=tuple(outer.arguments for outer in reversed(nested)),
         )
         with call_stack.paused():
-            observation = interceptor.observe(call) if is_observed else None
+            observation = interceptor.observe(call) if is_observed and unobserved is None else None
+            if unobserved is not None and type(interceptor).observe is not Interceptor.observe:
+                interceptor.on_unreadable(module_call.path, unobserved)
             change = interceptor.change(call)
         handlers.observations.extend([] if observation is None else [observation])
         handlers.changes.extend([] if change is None else [change])

@@ -45,6 +45,7 @@ from headwise.intercept.softmax_weights import (
     weights_among,
     weights_of,
 )
+from headwise.intercept.unreadable_tensors import reports_unreadable
 from headwise.shapes import Float
 
 SOFTMAX = F.softmax
@@ -81,6 +82,8 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool =
     dim %= result.ndim
     is_comparison = is_attention or compares_activations(scores, dim)
     if not is_comparison and not module_calls[-1].is_attention:
+        return
+    if reports_unreadable(scores):
         return
     report_established()
     origin = call_stack.origin_of_scores(scores)

@@ -32,6 +32,7 @@ from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
 from headwise.intercept.undropped import call_without_dropout, random_state
+from headwise.intercept.unreadable_tensors import reports_unreadable
 
 READABLE = ("sdpa", "eager")
 """The implementations whose masks are tensors, so that a call can be stated as a `Problem`."""
@@ -49,7 +50,7 @@ def intercepting_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
         @wraps(attention)
         def attention_or_intercepted(*args: Any, **kwargs: Any) -> Any:
-            if call_stack.intercepts:
+            if call_stack.intercepts and not reports_unreadable(kwargs["query"] if "query" in kwargs else args[1]):
                 return _intercepted_call(implementation, attention, args, kwargs)
             return attention(*args, **kwargs)
 

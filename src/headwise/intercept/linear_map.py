@@ -10,6 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from headwise.attention.autocast import without_autocast
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.unreadable_tensors import has_usual_values
 from headwise.shapes import Float
 
 LARGEST_NONLINEARITY = 1e-4
@@ -72,7 +73,7 @@ def _plain_map(module: nn.Module) -> LinearMap | None:
     if not is_conv1d and type(module) not in (nn.Linear, NonDynamicallyQuantizableLinear):
         return None
     weight = module._parameters.get("weight")
-    if "forward" in vars(module) or weight is None or weight.ndim != 2 or not weight.is_floating_point():
+    if "forward" in vars(module) or weight is None or weight.ndim != 2 or not has_usual_values(weight):
         return None
     return LinearMap(weight.mT if is_conv1d else weight, module._parameters.get("bias"))
 

@@ -101,7 +101,8 @@ def after_function(call: FunctionCall, result: Any) -> None:
     for argument, followed in arguments:
         tensors = axes_after_function(call, followed, argument, result)
         followed.output.is_lost |= not tensors and argument.numel() > 0
-        keeps_factors = followed.is_linear and _keeps_factors(call, followed.output, arguments, result)
+        keeps_factors = bool(tensors) and followed.is_linear
+        keeps_factors = keeps_factors and _keeps_factors(call, followed.output, arguments, result)
         for index, (tensor, axes) in enumerate(tensors):
             rearranged = _rearranged(call, argument, followed, index if isinstance(result, list | tuple) else None)
             after = FollowedOutput(followed.output, axes, rearranged, keeps_factors)

@@ -16,6 +16,7 @@ from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout, merged_layout
 from headwise.intercept.score_products import CONCATENATIONS
 from headwise.intercept.undropped import DROPOUT_NAMES, random_state_kept
+from headwise.intercept.unreadable_tensors import has_no_numbers
 
 PRODUCTS_IN_PLACE = frozenset({"mul_", "__imul__", "multiply_", "div_", "__itruediv__", "divide_", "neg_"})
 """Names of functions that overwrite a tensor by its product with another one."""
@@ -145,7 +146,8 @@ def _concatenated_axis(call: FunctionCall, tensor: Tensor) -> int:
 
 def is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]], result: Any) -> bool:
     """Return True if a factor of attention outputs is a factor of the `result` of a function call: the function is
-    repeated with the outputs times -2. Normalisations, logarithms and sums with other tensors are not linear.
+    repeated with the outputs times -2. Normalisations, logarithms and sums with other tensors are not linear. Return
+    False where this cannot be decided.
 
     Args:
         call: the call.
@@ -161,7 +163,7 @@ def is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]],
     if any(result is tensor for tensor in tensors):
         is_sum = name in SUMS_IN_PLACE and not others
         return is_sum or (name in PRODUCTS_IN_PLACE and len({id(tensor) for tensor in tensors}) == 1)
-    if "out" in call.kwargs or not isinstance(result, Tensor):
+    if not isinstance(result, Tensor) or result.is_meta or "out" in call.kwargs or has_no_numbers():
         return False
     scaled = call
     for tensor in {id(tensor): tensor for tensor in tensors}.values():

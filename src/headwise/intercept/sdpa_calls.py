@@ -26,6 +26,7 @@ from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import before_function, hold, refuse_multiplied
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
+from headwise.intercept.unreadable_tensors import reports_unreadable
 from headwise.shapes import Float
 
 
@@ -36,7 +37,7 @@ def intercepted_sdpa(
     return its output. Inside an intercepted model, record the output, from which the layout of the heads is derived.
     The interceptors then observe the attention weights and may change the output.
     """
-    if not call_stack.intercepts:
+    if not call_stack.intercepts or reports_unreadable(query):
         return previous(query, key, value, *args, **kwargs)
     origins = call_stack.origins_of(query, key, value)
     refuse_multiplied(query, key, value)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headwise.intercept.linear_map import LinearMap, has_convolution, linear_map, may_fit
 from headwise.intercept.output_projection import PROJECTION_NAMES, gram_of, output_projection
+from headwise.intercept.unreadable_tensors import has_usual_values
 from headwise.shapes import Bool, Float
 
 NOT_CONFIRMED = (
@@ -100,8 +101,11 @@ class WrittenNorms:
         """Return True if the attention module at `path` contains a module that has the name and the size of an output
         projection of `width` features, although it computes no linear map of them.
         """
-        children = self._modules[path].named_children()
-        return any(name in PROJECTION_NAMES and may_fit(child, width) for name, child in children)
+        for name, child in self._modules[path].named_children():
+            sizes = {size for tensor in (*child.parameters(), *child.buffers()) for size in tensor.shape}
+            if name in PROJECTION_NAMES and (width in sizes or may_fit(child, width)):
+                return True
+        return False
 
     def _map(self, path: str, projection_path: str, width: int) -> LinearMap | None:
         """Return the map that the module at `projection_path` computes; None if it is not linear. Torch's own layer
@@ -182,7 +186,7 @@ def _projection_call(module: nn.Module, arguments: Iterable[Any], output: Any) -
     if they are not tensors with the same number of rows.
     """
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    if not tensors or not isinstance(output, Tensor) or not output.is_floating_point():
+    if not tensors or not isinstance(output, Tensor) or not all(map(has_usual_values, (tensors[0], output))):
         return None
     axis = 1 if has_convolution(module) else -1
     inputs, outputs = (tensor.detach().movedim(axis, -1).flatten(0, -2) for tensor in (tensors[0], output))

@@ -1,0 +1,43 @@
+"""Tensors whose attention cannot be read: of classes that store values in their own way, or without readable values."""
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+
+from headwise.attention.problem import DTYPES
+from headwise.intercept.call_stack import call_stack
+
+
+def has_usual_values(tensor: Tensor) -> bool:
+    """Return True if a tensor's values can be used in products with other tensors: it is not nested, distributed,
+    quantised, on the meta device, or of a dtype such as float8.
+    """
+    is_usual_class = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not tensor.is_nested
+    return is_usual_class and not tensor.is_meta and tensor.dtype in DTYPES
+
+
+def reports_unreadable(tensor: Tensor) -> bool:
+    """Return True if a tensor of an attention call is of a class that stores values in its own way, such as nested and
+    distributed tensors. Then also report the running modules as unreadable.
+    """
+    if not tensor.is_nested and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return False
+    kind = "NestedTensor" if tensor.is_nested else type(tensor).__name__
+    reason = f"attention over tensors of the class {kind} is neither observed nor changed; pass padded, local tensors"
+    for module_call in {id(call.interceptor): call for call in call_stack.module_calls}.values():
+        module_call.interceptor.on_unreadable(module_call.path, reason)
+    return True
+
+
+def has_no_numbers() -> bool:
+    """Return True in function transforms such as `torch.func.vmap`, where conditions cannot depend on tensors."""
+    return bool(get_interpreter_stack())
+
+
+def why_not_observed(device: torch.device) -> str | None:
+    """Return the reason why attention on `device` has no values that can be observed now; None if it has."""
+    if device.type == "meta":
+        return "attention on the meta device has no values; load the weights on another device"
+    if any(interpreter.key() == TransformType.Vmap for interpreter in get_interpreter_stack() or ()):
+        return "attention under torch.func.vmap cannot be observed; call the model with a batch"
+    return None
