@@ -48,8 +48,8 @@ OF_COMMON_POSITIONS = frozenset({"distance", "self", "previous", "next", "duplic
 """Statistics that are defined only where queries and keys have positions in the same sequence."""
 
 NO_POSITIONS = (
-    "positions of queries among the keys could not be established, so statistics that need them are left out"
-    " (see docs/watch.md)"
+    "positions of queries among the keys could not be established, so statistics that need them are left out, and calls"
+    " with cached keys count as sequences of their own (see docs/watch.md)"
 )
 """Reason for modules whose statistics of positions are left out."""
 
