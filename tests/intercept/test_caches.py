@@ -166,12 +166,12 @@ def test_alternating_caches_are_named():
     torch.manual_seed(1)
     model, first, second = Cached("appended", True), torch.randn(2, LENGTH, WIDTH), torch.randn(2, LENGTH, WIDTH)
     of_first, of_second = {}, {}
-    with pytest.warns(UserWarning, match="with cached keys count as sequences of their own.*: Cached$"):
-        with hw.watch(model) as heads:
-            model(first[:, :5], of_first)
-            model(second[:, :5], of_second)
-            model(first[:, 5:6], of_first)
-            model(second[:, 5:6], of_second)
+    warning = pytest.warns(UserWarning, match=r"with cached keys count as sequences of their own.*: Cached$")
+    with warning, hw.watch(model) as heads:
+        model(first[:, :5], of_first)
+        model(second[:, :5], of_second)
+        model(first[:, 5:6], of_first)
+        model(second[:, 5:6], of_second)
     assert not (COMMON_POSITIONS | {"first"}) & heads.rows()[0].keys()
 
 

@@ -179,6 +179,30 @@ def test_streams_of_equal_length_are_distinguished_by_their_inputs():
     require_statistics(rows, mean_statistics(weights), without=COMMON_POSITIONS)
 
 
+class WithStart(nn.Module):
+    """Causal attention to one more token than the padding mask has."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.start = Attention(), nn.Parameter(torch.randn(1, 1, WIDTH))
+
+    def forward(self, x, attention_mask):
+        return self.attention(torch.cat([self.start.expand(len(x), -1, -1), x], 1), None, None, True)
+
+
+def test_a_padding_mask_of_other_tokens_is_named():
+    torch.manual_seed(12)
+    model, x = WithStart(), torch.randn(2, 11, WIDTH)
+    with pytest.warns(UserWarning, match=f"{UNKNOWN_PADDING}.*: attention$"):
+        watched(model, x, RIGHT.long())
+    real = torch.cat([torch.ones(2, 1).bool(), RIGHT], 1)
+    rows = watched(model, x, RIGHT.long(), padding=real)
+    weights = [
+        weights_alone(model.attention, torch.cat([model.start[0], x[i, RIGHT[i]]]), causal=True) for i in range(2)
+    ]
+    require_statistics(rows, mean_statistics(weights))
+
+
 class FromDict(nn.Module):
     """Model of which all inputs are in one dict, as a sentence embedder's."""
 

@@ -17,6 +17,7 @@ from headwise.intercept.mask_facts import MaskFacts
 from headwise.intercept.padding import (
     RealTokens,
     both,
+    has_gap,
     none_if_all,
     real_by_argument,
     real_by_causal_mask,
@@ -138,6 +139,8 @@ class CallContexts(threading.local):
             lambda: self._real_tokens(call, received, facts, first, stated),
             *("real", facts, received, call.padding, grid, first, stated),
         )
+        if not real.is_known:
+            self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)
         history = self._shared(
             lambda: self._history(call, before, first, real.keys),
             *("history", before.history, before.dropped, first, call.tokens, real.keys, grid),
@@ -250,7 +253,7 @@ class CallContexts(threading.local):
             argument = F.pad(argument, (first, 0), value=1)
         argument = argument[:, -length:]
         if argument.shape[1] != length:
-            return real
+            return real._replace(is_known=real.queries is not None)
         by_argument = argument.bool() if received is None else real_by_argument(argument, received, real, first)
         if by_argument is None:
             return real
@@ -286,13 +289,13 @@ class CallContexts(threading.local):
         tokens, is_real, is_same_grid = history.token_ids, history.is_real, keys == grid.keys
         positions = None if is_same_grid else replace(grid, keys=keys)
         real_keys = None if is_real is None else padded_to(is_real[:, dropped:], grid.keys, 0)
-        has_gap = is_real is not None and _has_gap(is_real)
+        is_torn = is_real is not None and has_gap(is_real)
         first_keys = None
-        if is_real is not None and has_gap:
+        if is_real is not None and is_torn:
             of_tokens = (is_real.cumsum(1) - 1).masked_fill(~is_real, -1)[:, dropped:]
             of_keys = padded_to(of_tokens, grid.keys, -1)
             positions = replace(grid, query_positions=of_tokens[:, first:], key_positions=of_keys)
-        if dropped or has_gap:
+        if dropped or is_torn:
             start = torch.zeros(1, 1, dtype=torch.int64, device=grid.device)
             start = start if is_real is None else is_real.int().argmax(1, keepdim=True)
             first_keys = (start - dropped).clamp(min=-1).expand(grid.batch, 1)
@@ -309,7 +312,7 @@ class CallContexts(threading.local):
             real_keys=real_keys,
             positions=positions,
             first_keys=first_keys,
-            left_out=frozenset({"duplicate", "induction"}) if has_gap or dropped else frozenset(),
+            left_out=frozenset({"duplicate", "induction"}) if is_torn or dropped else frozenset(),
         )
 
     def _is_special(self, tokens: Int[Tensor, "batch keys"] | None) -> Bool[Tensor, "batch keys"] | None:
@@ -343,9 +346,3 @@ def _identity(value: Any) -> Hashable:
         version = 0 if value.is_inference() else value._version
         return (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), version)
     return value if isinstance(value, str | int | Grid) or value is None else id(value)
-
-
-def _has_gap(is_real: Bool[Tensor, "batch length"]) -> bool:
-    """Return True if some sequence has padding between tokens that are not padding."""
-    starts = is_real[:, 1:] & ~is_real[:, :-1]
-    return bool((starts.sum(1) + is_real[:, 0] > 1).any())

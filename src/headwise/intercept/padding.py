@@ -21,10 +21,12 @@ class RealTokens(NamedTuple):
     Attributes:
         queries: True at tokens whose query rows count; None for all.
         keys: True at tokens whose keys count; None for all.
+        is_known: False if a padding mask of the module around the call shows padding, but of other tokens.
     """
 
     queries: Bool[Tensor, "batch queries"] | None
     keys: Bool[Tensor, "batch queries"] | None
+    is_known: bool = True
 
 
 def real_by_mask(facts: MaskFacts, first: int, queries: int, batch: int) -> RealTokens:
@@ -146,3 +148,9 @@ def both(one: Bool[Tensor, "*axes"] | None, other: Bool[Tensor, "*axes"] | None)
     if one is None or other is None:
         return other if one is None else one
     return one & other
+
+
+def has_gap(is_real: Bool[Tensor, "batch length"]) -> bool:
+    """Return True if some sequence has padding between tokens that are not padding."""
+    starts = is_real[:, 1:] & ~is_real[:, :-1]
+    return bool((starts.sum(1) + is_real[:, 0] > 1).any())
