@@ -14,7 +14,7 @@ from headwise.intercept.attention_output import (
     NOT_OVER_KEYS,
     AttentionOutput,
 )
-from headwise.intercept.axes import VIEWS, Factor, axes_of
+from headwise.intercept.axes import OTHER, VIEWS, Factor, axes_of
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout, merged_axis
@@ -201,10 +201,21 @@ def _establish(followed: FollowedOutput, features: list[int]) -> None:
     elif layout is not None:
         output.establish(layout, may_hide_heads=may_hide_heads(followed, features))
         _refuse_separate_heads(output)
-    elif any(factor.axis == output.axes.value for axis in features for factor in followed.axes[axis]):
+    elif _may_contain_heads(followed, features):
         output.refuse(HEADS_UNKNOWN)
     else:
         output.refuse(NOT_OVER_KEYS)
+
+
+def _may_contain_heads(followed: FollowedOutput, features: list[int]) -> bool:
+    """Return True if values are among the features of a tensor, and queries are not only there, or if other elements,
+    such as those of a stack of several outputs, are among the features.
+    """
+    output, origins = followed.output, [{factor.axis for factor in factors} for factors in followed.axes]
+    of_features = set[int]().union(*(origins[axis] for axis in features))
+    of_others = set[int]().union(*(each for axis, each in enumerate(origins) if axis not in features))
+    has_queries_left = bool(of_others.intersection(output.axes.queries))
+    return output.axes.value in of_features and (has_queries_left or OTHER in of_features)
 
 
 def _refuse_concatenated_heads(call: FunctionCall) -> None:
