@@ -193,8 +193,7 @@ def handlers_of_call(
     is_aligned: bool = False,
 ) -> CallHandlers:
     """Report an attention call to every interceptor of a model with a module among `module_calls`, or only to the one
-    that was chosen by `exclusive_to`. Return the functions by which these interceptors observe or change the call. Also
-    add 1 to the count of attention calls in the attention module.
+    that was chosen by `exclusive_to`, and count it. Return the functions by which they observe or change the call.
 
     Args:
         grid: size of the scores: batch, heads, queries, keys.
@@ -211,12 +210,11 @@ def handlers_of_call(
     module_calls = call_stack.module_calls if module_calls is None else module_calls
     handlers = CallHandlers([], [])
     is_observed = is_observed and grid.batch * grid.heads * grid.queries * grid.keys > 0
-    is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
     unobserved = why_not_observed(grid.device)
     for module_call in _innermost_of_each_interceptor(module_calls):
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
-        site = _site_of_call(module_call, grid, origins, is_cross)
+        site = _site_of_call(module_call, grid, origins)
         call = Call(
             site,
             layer_number_of(module_call.module),
@@ -265,13 +263,14 @@ def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[M
     return list(innermost.values())
 
 
-def _site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | None, is_cross: bool | None) -> SiteKey:
-    """Return the site of an attention call in `module_call`. If its kind is neither derived, as `is_cross`, nor stated
-    by the user, it counts as cross-attention, and the module is named to the interceptor.
+def _site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | None) -> SiteKey:
+    """Return the site of an attention call in `module_call`. If its kind is neither derived nor stated by the
+    user, it counts as cross-attention, and the module is named to the interceptor.
 
     Raises:
         InputError: the user stated another kind or number of heads.
     """
+    is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
     if is_cross is None and origins is not None and may_be_cached(origins, call_stack.lineage):
         is_cross = False if module_call.parts.was_self_attention(origins) else None
     if is_cross is False and origins is not None:

@@ -77,8 +77,6 @@ def redundancy(
     dataset = dataset.within(model) if isinstance(dataset, Texts) else dataset
     comparison = HeadComparison(model, across_layers=pairs == "all")
     sequences, tokens = _run_over(model, dataset, comparison, show_progress=progress)
-    comparison.require_attention()
-    comparison.warn_of_unread(stacklevel=3)
     heads = tuple(labels for _, labels in comparison.head_labels())
     layer_heads = [(labels["layer"], labels["head"]) for labels in heads]
     cka = comparison.cka()
@@ -94,7 +92,7 @@ def _run_over(
     model: nn.Module, dataset: Texts | Iterable[Any], comparison: HeadComparison, *, show_progress: bool
 ) -> tuple[int, int]:
     """Run the model on all batches of a data set while the interceptor `comparison` compares the heads of the model;
-    return the number of sequences and the number of tokens that are not padding.
+    return the number of sequences and the number of tokens that are not padding. Warn of modules that are not compared.
     """
     sequences, tokens, device = 0, 0, device_of(model)
     total = len(dataset) if isinstance(dataset, Sized) else None
@@ -108,6 +106,8 @@ def _run_over(
             advance(1, False)
     if not sequences:
         raise InputError("dataset", expected="at least one batch", got="none")
+    comparison.require_attention()
+    comparison.warn_of_unread(stacklevel=4)
     return sequences, tokens
 
 
