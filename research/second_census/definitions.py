@@ -47,12 +47,12 @@ def statistics(sequence: Sequence, special: set[int], projections: list[Tensor] 
     counted = sequence.rows & visible.any(-1)
     count = visible.sum(-1)
     entropy = torch.special.entr(weights).sum(-1)
-    first = int(sequence.keys.int().argmax())
+    first = _first_keys(visible, sequence.keys, sequence.offset)
     result = {
         "entropy": _mean(entropy, counted),
         "evenness": _mean(entropy / count.clamp(min=2).double().log(), counted & (count > 1)),
         "confidence": _mean(weights.amax(-1), counted),
-        "first": _mean(weights[..., first], counted),
+        "first": _mean(weights.gather(-1, first.expand(len(weights), -1)[..., None])[..., 0], counted),
         "received": _received(weights, visible, counted),
     }
     if not keys:
@@ -75,6 +75,19 @@ def statistics(sequence: Sequence, special: set[int], projections: list[Tensor] 
 def _mean(values: Tensor, rows: Tensor) -> Tensor:
     """Return the mean of `values (heads, queries)` over the rows that are True."""
     return torch.where(rows, values, 0.0).sum(-1) / rows.sum(-1)
+
+
+def _first_keys(visible: Tensor, keys: Tensor, offset: int | None) -> Tensor:
+    """Return for each query the first key of its group, `(queries,)`. Tokens are in one group if a chain of visible
+    keys connects them, as in a document that is packed with others. Without common positions, all keys are one group.
+    """
+    queries, first = visible.shape[-2], int(keys.int().argmax())
+    if offset != 0 or queries != len(keys):
+        return torch.full((queries,), first)
+    reach = visible.any(0) | visible.any(0).T | torch.eye(queries, dtype=torch.bool)
+    for _ in range(queries.bit_length()):
+        reach = (reach.double() @ reach.double()) > 0
+    return (reach & keys).int().argmax(-1)
 
 
 def _received(weights: Tensor, visible: Tensor, counted: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -111,18 +110,26 @@ def generated(model: nn.Module, batch: Batch) -> Iterator[Steps]:
     generator: Any = model
     is_decoder = not getattr(model.config, "is_encoder_decoder", False)
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": pad}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
     for name in ("dynamic", "static"):
         if not is_decoder and name == "static":
             continue
 
-        def run(name: str = name) -> Tensor:
+        def generate(name: str = name) -> Any:
             extra = {} if name == "dynamic" else {"cache_implementation": name}
             return generator.generate(input_ids=ids, attention_mask=mask, **options, **extra)
 
+        def run(generate: Callable[[], Any] = generate) -> Tensor:
+            return torch.stack(generate().logits, 1)
+
         with torch.no_grad():
-            text = run()
+            result = generate()
+        cache = result.get("past_key_values")
+        if cache is None or not cache.get_seq_length():
+            continue  # without a cache of keys, each call is a batch of sequences of its own
+        text = result.sequences
         whole = _continued(ids, mask, text, model) if is_decoder else _decoded(ids, mask, text)
-        yield Steps(f"generation, {name} cache", run, whole, partial(_greedy, text=text))
+        yield Steps(f"generation, {name} cache", run, whole, lambda result: result.logits[:, -NEW_TOKENS:])
 
 
 def _continued(ids: Tensor, mask: Tensor, text: Tensor, model: nn.Module) -> Batch:
@@ -141,9 +148,3 @@ def _decoded(ids: Tensor, mask: Tensor, text: Tensor) -> Batch:
     inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": fed, "use_cache": False}
     real = {ids.shape[1]: mask.bool(), fed.shape[1]: torch.ones_like(fed, dtype=torch.bool)}
     return Batch("whole", inputs, real, {ids.shape[1]: ids, fed.shape[1]: fed})
-
-
-def _greedy(result: Any, text: Tensor) -> Tensor:
-    """Return the text that the logits of the single call would have given: the same, if caches change nothing."""
-    choice = result.logits[:, -NEW_TOKENS:].argmax(-1)
-    return torch.cat([text[:, :-NEW_TOKENS], choice], 1)

@@ -231,3 +231,27 @@ def test_a_module_whose_forward_is_no_python_function_is_watched(forward):
     assert len(heads.rows()) == HEADS
     assert not model[1]._forward_hooks
     assert model[1].forward is forward
+
+
+# -- outputs of rows without visible keys -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_outputs_of_padded_rows_with_a_position_bias_stay(side, implementation):
+    """Left padding hides all keys of a row of a decoder. T5 adds its mask to a position bias, as finite numbers."""
+    sizes = {"d_model": 12, "d_kv": 4, "d_ff": 13, "num_layers": 2, "num_heads": 3, "vocab_size": 31}
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        **sizes, pad_token_id=0, decoder_start_token_id=0, attn_implementation=implementation
+    )
+    model = transformers.T5Model(config).double().eval()
+    tokens = torch.randint(1, 31, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[0, slice(0, 3) if side == "left" else slice(-3, None)] = 0
+    inputs = {"input_ids": tokens, "decoder_input_ids": tokens.flip(1), "decoder_attention_mask": mask}
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        with hw.watch(model):
+            watched = model(**inputs).last_hidden_state
+    torch.testing.assert_close(watched, expected, rtol=1e-10, atol=1e-10)

@@ -91,8 +91,10 @@ def _intercepted_call(
     def compute_without_dropout() -> Answer:
         return Answer(attention(*args, **{**kwargs, "dropout": 0.0})[0].transpose(1, 2), None, None)
 
+    added = _as_added(mask, options.get("position_bias"))
+
     def as_torch(out: Tensor) -> Tensor:
-        return fill_hidden_rows_as_torch(out, v, mask)
+        return fill_hidden_rows_as_torch(out, v, added)
 
     is_replaced = implementation == "sdpa" and (is_sdpa_foreign() or not _is_own_sdpa(attention))
     if is_replaced and not is_attention(read_problem, compute, compute_without_dropout):
@@ -110,7 +112,7 @@ def _intercepted_call(
         else:
             handlers.answer(read_problem, lambda: Answer(undropped_out, None, None))
     else:
-        keeps_output = is_replaced or (bool(handlers.observations) and not is_uniform_where_hidden(mask))
+        keeps_output = is_replaced or (bool(handlers.observations) and not is_uniform_where_hidden(added))
         out = handlers.answer(read_problem, compute, keeps_output).out
         if handlers.observations and not keeps_output and not options.get("dropout"):
             out = as_torch(out)
@@ -119,6 +121,15 @@ def _intercepted_call(
         out = out.transpose(1, 2).contiguous()
     call_stack.lineage.set_attended(out, origins)
     return out, *others
+
+
+def _as_added(mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:
+    """Return the mask of a call as the attention function adds it to the scores. Together with a position bias, it adds
+    a boolean mask as large negative numbers. Other masks are returned unchanged.
+    """
+    if mask is None or position_bias is None or mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=position_bias.dtype).masked_fill(~mask, torch.finfo(position_bias.dtype).min)
 
 
 def _is_own_sdpa(attention: Callable[..., Any]) -> bool:
