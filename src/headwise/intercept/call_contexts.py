@@ -12,6 +12,7 @@ from torch import Tensor
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.masks.grid import Grid
 from headwise.intercept.documents import first_tokens_of_documents
+from headwise.intercept.hidden_keys import without_unselected
 from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.mask_facts import MaskFacts
 from headwise.intercept.padding import (
@@ -119,7 +120,7 @@ class CallContexts(threading.local):
         received = self._shared(call.mask, *mask_inputs) if call.mask_source.origin else call.mask()
         facts = None
         if received is not None:
-            facts = self._shared(lambda: MaskFacts.of(received, call.grid.keys), "facts", received)
+            facts = self._shared(lambda: _facts_of(call, received), "facts", received)
         with torch.no_grad():
             if call.site.cross:
                 return self._read_cross(call, received, facts)
@@ -256,7 +257,7 @@ class CallContexts(threading.local):
             return real._replace(is_known=real.queries is not None)
         by_argument = argument.bool() if received is None else real_by_argument(argument, received, real, first)
         if by_argument is None:
-            return real
+            return real._replace(is_known=facts is None or not facts.selects_keys or not bool(facts.is_seen.all()))
         own = none_if_all(by_argument[:, first:], grid.batch)
         return RealTokens(both(real.queries, own), both(real.keys, own))
 
@@ -336,6 +337,12 @@ class CallContexts(threading.local):
             results[key] = compute(), inputs
         result: Result = results[key][0]
         return result
+
+
+def _facts_of(call: Call, received: ReceivedMask) -> MaskFacts | None:
+    """Return the facts about the mask that a call received, in which only padding counts as hidden from all rows."""
+    facts = MaskFacts.of(received, call.grid.keys)
+    return None if facts is None else without_unselected(facts, received, call.module_arguments, call.grid.batch)
 
 
 def _identity(value: Any) -> Hashable:

@@ -22,6 +22,8 @@ def first_tokens_of_documents(
         real: True at query rows that are not padding; None if all are not.
         keys: number of keys.
     """
+    if facts.selects_keys:
+        return None
     counted = facts.sees_any if real is None else facts.sees_any & real
     first = facts.first_visible.masked_fill(~counted, keys)
     if bool(((first == first.amin(1, keepdim=True)) | ~counted).all()):

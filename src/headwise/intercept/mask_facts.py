@@ -16,10 +16,11 @@ class MaskFacts:
 
     Attributes:
         sees_any: True at query rows that see at least one key.
-        is_seen: True at keys that at least one row sees.
+        is_seen: True at keys that at least one row sees, or that would be seen by rows that select them.
         first_visible: index of the first key that each row sees; 0 in a row that sees none.
         last_visible: index of the last key that each row sees; -1 in a row that sees none.
         sees_own: True at rows that see the key with the index of the row; in a call with as many queries as keys.
+        selects_keys: True if rows see keys that were selected by content, not by position.
     """
 
     sees_any: Bool[Tensor, "#batch queries"]
@@ -27,6 +28,7 @@ class MaskFacts:
     first_visible: Int[Tensor, "#batch queries"]
     last_visible: Int[Tensor, "#batch queries"]
     sees_own: Bool[Tensor, "#batch queries"]
+    selects_keys: bool = False
 
     @staticmethod
     def of(received: ReceivedMask, keys: int) -> "MaskFacts | None":

@@ -48,12 +48,16 @@ class ReceivedMask(NamedTuple):
         """Yield the mask in ranges of query rows: the rows, and a boolean tensor that is True where a row attends to a
         key in some head. If all rows are equal, yield the first one alone.
         """
+        for rows, block in self.by_head():
+            yield rows, block[:, 0] if block.shape[1] == 1 else block.any(1)
+
+    def by_head(self) -> Iterator[tuple[range, Bool[Tensor, "#batch #heads rows keys"]]]:
+        """Yield the mask in ranges of query rows, as `by_sequence` does, for each head."""
         grid, queries = self.grid, 1 if self.has_equal_rows else self.grid.queries
         step = max(1, CELLS_AT_ONCE // max(1, grid.batch * grid.heads * grid.keys))
         for start in range(0, queries, step):
             rows = range(start, min(start + step, queries))
-            block = self.block(rows)
-            yield rows, block[:, 0] if block.shape[1] == 1 else block.any(1)
+            yield rows, self.block(rows)
 
     @property
     def has_equal_rows(self) -> bool:

@@ -1,0 +1,87 @@
+"""Keys that a mask hides from all query rows: padding, or keys that no row of content-sparse attention selected."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.intercept.additive_masks import HIDING_DIFFERENCE
+from headwise.intercept.mask_facts import MaskFacts
+from headwise.intercept.received_mask import ReceivedMask
+from headwise.shapes import Bool, Int
+
+
+def without_unselected(
+    facts: MaskFacts, received: ReceivedMask, arguments: Iterable[Mapping[str, Any]], batch: int
+) -> MaskFacts:
+    """Return the facts about a mask, where keys that are hidden from all rows count as seen unless they are padding.
+
+    They are padding if the rest of the mask follows from positions: each row sees an interval of the other keys, or the
+    same keys as in other sequences with other hidden keys. Otherwise, as in top-k attention, only those of them are
+    padding that a padding mask among the arguments of a module marks.
+
+    Args:
+        facts: facts about the mask.
+        received: the mask.
+        arguments: arguments of the modules around the call, those of the innermost first.
+        batch: number of sequences.
+    """
+    if bool(facts.is_seen.all()) or _follows_from_positions(facts, received):
+        return facts
+    marked = _marked_as_padding(~facts.is_seen.expand(batch, -1), arguments)
+    is_seen = torch.ones_like(facts.is_seen) if marked is None else ~marked
+    return replace(facts, is_seen=is_seen, selects_keys=True)
+
+
+def _follows_from_positions(facts: MaskFacts, received: ReceivedMask) -> bool:
+    """Return True if each head of a mask hides keys by position, in addition to those that it hides from all rows."""
+    if received.has_equal_rows:
+        return True
+    is_seen, counted = facts.is_seen, facts.sees_any
+    if counted.shape[1] == is_seen.shape[1]:
+        counted = counted & is_seen  # rows of padding may see any key
+    is_interval, is_shared = True, len(is_seen) > 1 and bool((is_seen != is_seen[:1]).any())
+    ends: list[tuple[Tensor, Tensor]] = []
+    for rows, visible in received.by_head():
+        of_rows, of_keys = counted[:, None, rows.start : rows.stop], is_seen[:, None, : visible.shape[-1]]
+        first, last = _ends(visible)
+        ranks = of_keys.cumsum(-1).expand(*visible.shape[:2], -1)
+        length = ranks.gather(-1, last) - ranks.gather(-1, first) + 1
+        is_interval &= bool(((length == visible.sum(-1)) | ~of_rows).all())
+        is_shared &= bool(((visible == visible.any(0)) | ~of_keys[:, :, None] | ~of_rows[..., None]).all())
+        if not is_interval and not is_shared:
+            return False
+        ends.append((first, last))
+    are_increasing = (_increases(torch.cat(each, -1), counted[:, None]) for each in zip(*ends, strict=True))
+    return is_shared or all(are_increasing)
+
+
+def _ends(visible: Bool[Tensor, "*rows keys"]) -> tuple[Int[Tensor, "*rows"], Int[Tensor, "*rows"]]:
+    """Return the first and the last key that each row sees; any keys for a row that sees none."""
+    numbers = visible.to(torch.uint8)
+    return numbers.argmax(-1), visible.shape[-1] - 1 - numbers.flip(-1).argmax(-1)
+
+
+def _increases(keys: Int[Tensor, "#batch heads rows"], counted: Bool[Tensor, "#batch 1 rows"]) -> bool:
+    """Return True if no counted row has a smaller key than a counted row before it."""
+    return bool((keys.masked_fill(~counted, -1).cummax(-1).values <= keys).logical_or(~counted).all())
+
+
+def _marked_as_padding(
+    hidden: Bool[Tensor, "batch keys"], arguments: Iterable[Mapping[str, Any]]
+) -> Bool[Tensor, "batch keys"] | None:
+    """Return True at the keys that a padding mask among the arguments of a module marks, if all of these are hidden;
+    None without such a mask.
+    """
+    values = [value for module_arguments in arguments for value in module_arguments.values()]
+    for value in values:
+        if not isinstance(value, Tensor) or value.shape != hidden.shape:
+            continue
+        if not bool(((value == 0) | (value == 1) | (value <= -HIDING_DIFFERENCE)).all()):
+            continue
+        for marked in (value == 0, value != 0):
+            if bool(marked.any()) and bool((hidden | ~marked).all()):
+                return marked
+    return None
