@@ -229,6 +229,7 @@ def handlers_of_call(
             appended_keys=appended_keys,
             is_aligned=is_aligned,
             sources=_input_sources(origins),
+            compared_tokens=None if origins is None else origins.tokens,
             module_arguments=tuple(outer.arguments for outer in reversed(nested)),
         )
         with call_stack.paused():

@@ -90,7 +90,8 @@ class CallStack(threading.local):
         """Return the sources of the queries, keys and values of an attention call."""
         if self.torch_attention_origins is not None:
             return self.torch_attention_origins
-        return CallOrigins(*(self.lineage.origin(tensor, self.module_calls) for tensor in (q, k, v)))
+        of_q, of_k, of_v = (self.lineage.origin(tensor, self.module_calls) for tensor in (q, k, v))
+        return CallOrigins(of_q, of_k, of_v, self.lineage.tokens.compared(q, k, v))
 
     def origin_of_scores(self, scores: Tensor) -> Origin:
         """Return the origin of attention scores, whose factors are the queries and the keys."""

@@ -34,7 +34,7 @@ from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
-from headwise.intercept.score_products import compares_activations
+from headwise.intercept.score_products import compares_activations, tokens_of_scores
 from headwise.intercept.softmax_weights import (
     Softmax,
     Weights,
@@ -87,7 +87,8 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool =
         return
     report_established()
     origin = call_stack.origin_of_scores(scores)
-    softmax = Softmax(dim, result.shape[dim], module_calls, origin, is_comparison)
+    tokens = tokens_of_scores(scores, dim)
+    softmax = Softmax(dim, result.shape[dim], module_calls, origin, is_comparison, tokens)
     call_stack.attention.softmaxes.append(softmax)
     detached = scores.detach()
     record_weights(result, Weights(softmax, axes_of(result.shape), lambda: detached))
@@ -201,6 +202,9 @@ class _Product(AttentionSource):
         other = 0 if contraction.operands[1] is tensor else 1
         values, value_axes = contraction.operands[other], contraction.labels[other]
         origins = call_stack.origins_of_product(weights.softmax.origin, values)
+        if weights.softmax.tokens is not None:
+            tokens_of_values = call_stack.lineage.tokens.along(contraction, values, labels[key_axes[-1]])
+            origins = origins._replace(tokens=weights.softmax.tokens._replace(values=tokens_of_values))
         value_axis = contraction.result.index(value_labels[-1])
         queries = tuple(
             axis for axis, label in enumerate(contraction.result) if label in labels and label not in value_axes

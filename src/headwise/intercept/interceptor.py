@@ -10,6 +10,7 @@ from torch import Tensor
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
 from headwise.attention.masks.grid import Grid
+from headwise.intercept.compared_tokens import ComparedTokens
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.shapes import Float
 
@@ -81,6 +82,7 @@ class Call:
         appended_keys: number of keys at the end that stand for no token.
         is_aligned: True if the call itself states the positions of its queries and keys, as `headwise.attend` does.
         sources: inputs of the model on which the queries and the keys depend.
+        compared_tokens: tokens of its queries, keys and values; None if they are unknown.
         module_arguments: arguments of the module calls around the attention, by name, those of the innermost first.
     """
 
@@ -98,6 +100,7 @@ class Call:
     appended_keys: int = 0
     is_aligned: bool = False
     sources: InputSources = UNKNOWN_SOURCES
+    compared_tokens: ComparedTokens | None = None
     module_arguments: tuple[Mapping[str, Any], ...] = ()
 
     def mask(self) -> ReceivedMask | None:

@@ -19,6 +19,7 @@ from headwise.intercept.source_rules import (
     SELECTIONS,
 )
 from headwise.intercept.tensor_map import TensorMap
+from headwise.intercept.token_numbers import TokenNumbers
 
 
 class Lineage:
@@ -32,6 +33,7 @@ class Lineage:
         placed: source of tensors in which tokens were written to other places, since the last linear map.
         self_attention_keys: weights that computed the keys of self-attention, with the contents of these keys, so that
             layers may share them.
+        tokens: numbers of the tokens in the tensors.
     """
 
     def __init__(self) -> None:
@@ -51,6 +53,7 @@ class Lineage:
         self.state = self.mixing = self.outside = 0
         self.placed = self._state_bit("placed")
         self.self_attention_keys: set[tuple[frozenset[Hashable], int]] = set()
+        self.tokens = TokenNumbers()
         self.given = union_of(self.origin(tensor, ()) for tensor in _tensors(given)).sources
         self.outside = 0
 

@@ -8,6 +8,8 @@ sources are the bits of whole numbers.
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
+from headwise.intercept.compared_tokens import ComparedTokens
+
 
 class Origin(NamedTuple):
     """Sources of one tensor, split by its last linear map, such as the projection of the queries.
@@ -32,11 +34,19 @@ class Origin(NamedTuple):
 
 
 class CallOrigins(NamedTuple):
-    """Origins of the queries, keys and values of one attention call; that of the keys is None if it is unknown."""
+    """Origins of the queries, keys and values of one attention call.
+
+    Attributes:
+        q: origin of the queries.
+        k: origin of the keys; None if it is unknown.
+        v: origin of the values.
+        tokens: tokens of the queries, keys and values; None if they are unknown.
+    """
 
     q: Origin
     k: Origin | None
     v: Origin
+    tokens: ComparedTokens | None = None
 
 
 NO_ORIGIN = Origin()

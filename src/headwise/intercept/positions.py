@@ -23,6 +23,9 @@ def own_key_of_first_query(
     mask the last key belongs to the last query. It is established if the keys in front of it are those of an earlier
     call, or if a cache or a position that the model was called with has the same length.
 
+    With as many keys as queries, it cannot be established if these are known to be other tokens, or the same in another
+    order.
+
     Args:
         call: the call.
         received: the mask of the call; None if unknown.
@@ -34,6 +37,8 @@ def own_key_of_first_query(
     if received is not None and facts is None:
         keys = min(keys, received.grid.keys)
     if queries > keys:
+        return None, None
+    if queries == keys and not call.is_aligned and call.compared_tokens is not None and call.compared_tokens.differ:
         return None, None
     first, is_causal = keys - queries, False
     if facts is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headwise.intercept.axes import Axes, axes_after, axes_of, other_axis
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.compared_tokens import ComparedTokens, NumberedTokens
 from headwise.intercept.contractions import PRODUCTS, contraction_of, is_parameter
 from headwise.intercept.function_call import FunctionCall
 
@@ -25,10 +26,12 @@ class _Scores(NamedTuple):
     Attributes:
         axes: its axes, as factors of the axes of the product.
         compared: axes of the product that only one of the activations has: its queries and its keys.
+        tokens: tokens along each of these axes; None where they are unknown.
     """
 
     axes: Axes
     compared: frozenset[int]
+    tokens: dict[int, NumberedTokens | None]
 
 
 def follow_scores(call: FunctionCall, result: Any) -> None:
@@ -39,19 +42,20 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
     if call.function in PRODUCTS and not is_map and isinstance(result, Tensor):
         contraction = contraction_of(call.function, call.args, call.kwargs)
         if contraction is not None and not any(map(is_parameter, contraction.operands)):
-            compared = frozenset(
-                axis
+            tokens = {
+                axis: call_stack.lineage.tokens.along(contraction, operand, label)
                 for axis, label in enumerate(contraction.result)
-                if sum(label in labels for labels in contraction.labels) == 1
-            )
-            call_stack.attention.scores.set(result, _Scores(axes_of(result.shape), compared))
+                for operand, labels in zip(contraction.operands, contraction.labels, strict=True)
+                if label in labels and sum(label in each for each in contraction.labels) == 1
+            }
+            call_stack.attention.scores.set(result, _Scores(axes_of(result.shape), frozenset(tokens), tokens))
             return
     for tensor in call.tensors() if call_stack.attention.scores else ():
         scores: _Scores | None = call_stack.attention.scores.get(tensor)
         if scores is None:
             continue
         for other, axes in _axes_after(call, scores, tensor, result):
-            call_stack.attention.scores.set(other, _Scores(axes, scores.compared))
+            call_stack.attention.scores.set(other, scores._replace(axes=axes))
         return
 
 
@@ -61,6 +65,21 @@ def compares_activations(scores: Tensor, dim: int) -> bool:
     """
     followed: _Scores | None = call_stack.attention.scores.get(scores)
     return followed is not None and {factor.axis for factor in followed.axes[dim]} <= followed.compared
+
+
+def tokens_of_scores(scores: Tensor, dim: int) -> ComparedTokens | None:
+    """Return the tokens of the queries and keys that `scores` compare, with keys along the axis `dim`. Return None if
+    they are unknown, or if the scores are of a part of the keys.
+    """
+    followed: _Scores | None = call_stack.attention.scores.get(scores)
+    if followed is None or len(followed.tokens) != 2:
+        return None
+    factors = followed.axes[dim]  # none for a single key
+    key = factors[0].axis if factors else max(followed.tokens)
+    keys, (queries, *_) = followed.tokens.get(key), [each for axis, each in followed.tokens.items() if axis != key]
+    if queries is None or keys is None or keys.numbers.shape[-1] != scores.shape[dim]:
+        return None
+    return ComparedTokens(queries, keys)
 
 
 def _axes_after(call: FunctionCall, scores: _Scores, before: Tensor, result: Any) -> list[tuple[Tensor, Axes]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from headwise.intercept.additive_masks import hides_all_keys, with_infinite
 from headwise.intercept.axes import VIEWS, Axes, axes_after
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.compared_tokens import ComparedTokens
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import Origin
@@ -57,6 +58,7 @@ class Softmax:
         module_calls: the running module calls, outermost first.
         origin: sources of the scores.
         compares_activations: True if the scores are known to come from a product of two activations.
+        tokens: tokens of the queries and keys; None if they are unknown.
         products: number of products of its weights with values.
         is_used: True if a function used the weights in a way that is not followed.
         has_ended: True when the innermost module that computed it has ended.
@@ -67,6 +69,7 @@ class Softmax:
     module_calls: list[ModuleCall]
     origin: Origin
     compares_activations: bool
+    tokens: ComparedTokens | None = None
     products: int = 0
     is_used: bool = False
     has_ended: bool = False

@@ -31,6 +31,7 @@ from headwise.intercept.score_products import follow_scores
 from headwise.intercept.sdpa_calls import intercepted_sdpa
 from headwise.intercept.softmax_weights import DROPOUT
 from headwise.intercept.uncopied_hooks import getstate_without_hooks
+from headwise.intercept.unreadable_tensors import has_no_numbers
 
 TORCH_ATTENTION = F.multi_head_attention_forward
 """Torch's own function, also while another one replaces it."""
@@ -65,6 +66,8 @@ class TorchCalls(TorchFunctionMode):
         arguments = (*args, *kwargs.values())
         report_fused(func, arguments, call_stack.module_calls)
         call_stack.lineage.record(func, arguments, result, call_stack.module_calls)
+        if not has_no_numbers():
+            call_stack.lineage.tokens.record(call, result)
         return result
 
 
@@ -98,9 +101,8 @@ def _torch_attention(
     lineage, module_calls = call_stack.lineage, call_stack.module_calls
     weight = kwargs["q_proj_weight"] if in_proj_weight is None else in_proj_weight
     projection = lineage.origin(weight, module_calls)
-    origins = CallOrigins(
-        *(lineage.linear(lineage.origin(each, module_calls), projection) for each in (query, key, value))
-    )
+    of_q, of_k, of_v = (lineage.linear(lineage.origin(each, module_calls), projection) for each in (query, key, value))
+    origins = CallOrigins(of_q, of_k, of_v)
     appended_keys = _appended_keys(query, key, value, embed_dim, heads, in_proj_weight, *args, **kwargs)
     with call_stack.torch_attention(heads, origins, appended_keys):
         result = TORCH_ATTENTION(query, key, value, embed_dim, heads, in_proj_weight, *args, **kwargs)

@@ -1,0 +1,90 @@
+"""Tokens of the queries, keys and values of one attention call, by their numbers in the results of linear maps."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.shapes import Int
+
+
+class LinearMap:
+    """One call of a linear map, such as the projection of the queries. The tokens in its result are numbered from 1.
+
+    Attributes:
+        shape: axes of the tokens, such as `(batch, length)`.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+
+class NumberedTokens(NamedTuple):
+    """Numbers of the tokens of one tensor.
+
+    Attributes:
+        numbers: number of the token of each element; 0 where it has none, or it is unknown.
+        linear_map: the linear map in whose result the tokens are numbered.
+    """
+
+    numbers: Int[Tensor, "*shape"]
+    linear_map: LinearMap
+
+    def differ_from(self, others: "NumberedTokens") -> bool:
+        """Return True if some of these tokens are known to be others than those at the same place in `others`. This is
+        unknown if the results of both linear maps have different axes.
+        """
+        one, other = self.numbers, others.numbers
+        if self.linear_map.shape != others.linear_map.shape or one.shape != other.shape:
+            return False
+        return bool(((one != other) & (one != 0) & (other != 0)).any())
+
+
+class ComparedTokens(NamedTuple):
+    """Tokens of the queries, keys and values of one attention call, `(..., length)`.
+
+    Attributes:
+        queries: the tokens of the queries.
+        keys: the tokens of the keys.
+        values: the tokens of the values; None if unknown.
+    """
+
+    queries: NumberedTokens
+    keys: NumberedTokens
+    values: NumberedTokens | None = None
+
+    @property
+    def differ(self) -> bool:
+        """True if query number i and key number i, or key and value number i, are known to be different tokens."""
+        return self.queries.differ_from(self.keys) or self._values_differ
+
+    @property
+    def _values_differ(self) -> bool:
+        """True if key number i and value number i are known to be different tokens."""
+        return self.values is not None and self.keys.differ_from(self.values)
+
+    def own_key_of_first_query(self) -> int | None:
+        """Return the index of the key of the first query's token, if the keys are successive tokens, and the queries
+        some of these in the same order; otherwise None.
+        """
+        queries, keys = self.queries.numbers, self.keys.numbers
+        if self.queries.linear_map.shape != self.keys.linear_map.shape or queries.shape[:-1] != keys.shape[:-1]:
+            return None
+        first = int((queries[..., 0] - keys[..., 0]).flatten()[0])
+        successive = keys[..., :1] + torch.arange(keys.shape[-1], dtype=keys.dtype, device=keys.device)
+        is_known = first >= 0 and bool((keys > 0).all()) and torch.equal(keys, successive)
+        own = keys[..., max(first, 0) : first + queries.shape[-1]]
+        return first if is_known and torch.equal(queries, own) and not self._values_differ else None
+
+    def is_other_part(self, other: "ComparedTokens") -> bool:
+        """Return True if the queries are others than those of another call, but of the same projection, and both calls
+        attend to the same keys, at least to the same first one.
+        """
+        of_both = ((self.queries, other.queries), (self.keys, other.keys))
+        if any(one.linear_map is not another.linear_map for one, another in of_both):
+            return False
+        first, first_of_other = self.keys.numbers[..., 0], other.keys.numbers[..., 0]
+        if not torch.equal(first, first_of_other) or not bool((first > 0).all()):
+            return False
+        queries = self.queries.numbers
+        return bool((queries > 0).all()) and not bool(torch.isin(queries, other.queries.numbers).any())

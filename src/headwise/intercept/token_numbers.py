@@ -1,0 +1,197 @@
+"""Numbers of the tokens in the tensors of a running model, followed from a linear map to attention.
+
+The tokens in the result of a linear map, such as the projection of the queries, are numbered from 1 in their order.
+Every function that selects or reorders elements of the result is repeated with these numbers. They show if a model
+attends to keys in another order than its queries, and which calls attend with parts of the same queries.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.intercept.axes import VIEWS
+from headwise.intercept.compared_tokens import ComparedTokens, LinearMap, NumberedTokens
+from headwise.intercept.contractions import (
+    ADDED_PRODUCTS,
+    CONVOLUTIONS,
+    PRODUCTS,
+    Contraction,
+    Label,
+    is_parameter,
+)
+from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.source_rules import CONCATENATIONS, PLACEMENTS, SELECTIONS
+from headwise.intercept.tensor_map import TensorMap
+
+_OTHER_NAMES = ("stack", "hstack", "vstack", "repeat", "repeat_interleave", "tile", "rot90", "copy_", "where")
+REPEATED: frozenset[Callable[..., Any]] = (
+    VIEWS
+    | SELECTIONS
+    | PLACEMENTS
+    | CONCATENATIONS
+    | {getattr(owner, name) for owner in (torch, Tensor) for name in _OTHER_NAMES if hasattr(owner, name)}
+    | {F.pad}
+)
+"""Functions that select or reorder elements, which are repeated with the numbers of the tokens."""
+
+REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.view_as_complex: lambda numbers: numbers[..., 0],
+    torch.view_as_real: lambda numbers: numbers.unsqueeze(-1).expand(*numbers.shape, 2),
+}
+"""Functions that are repeated by another function of the numbers."""
+
+SORTS: frozenset[Callable[..., Any]] = frozenset({torch.sort, Tensor.sort, torch.topk, Tensor.topk})
+"""Functions that return sorted elements, and their indices."""
+
+
+class TokenNumbers:
+    """Numbers of the tokens of all tensors of a running model that follow from a linear map without another one."""
+
+    def __init__(self) -> None:
+        self._numbered: TensorMap[NumberedTokens] = TensorMap()
+        self._counts: dict[tuple[Any, ...], Tensor] = {}
+
+    def record(self, call: FunctionCall, result: Any) -> None:
+        """Record the token numbers of the `result` of a function call: new ones if it is a linear map, otherwise those
+        of the first argument that has some, selected and reordered in the same way.
+        """
+        if call.function in PRODUCTS:
+            axis = _axis_of_features(call, result)
+            if axis is not None:
+                self._number(result, axis)
+            return
+        known = [tensor for tensor in call.tensors() if self._numbered.get(tensor)] if self._numbered else []
+        if not known:
+            return
+        numbered = self._numbered.get(known[0])
+        assert numbered is not None
+        if call.function in REPEATED or call.function in REPLACED or call.function in SORTS:
+            self._repeat(call, result, numbered.linear_map, max(tensor.numel() for tensor in known))
+            return
+        for tensor in _tensors(result):
+            if tensor.shape == known[0].shape:
+                self._numbered.set(tensor, numbered)
+
+    def compared(self, query: Tensor, key: Tensor, value: Tensor) -> ComparedTokens | None:
+        """Return the tokens of queries, keys and values, which are tensors `(..., length, features)`, for each sequence
+        and head. If keys have fewer heads, it is those of the first head. Return None if they are unknown.
+        """
+        q, k, v = (self._numbered.get(tensor) for tensor in (query, key, value))
+        if q is None or k is None:
+            return None
+        head = (0,) if query.ndim > 2 and query.shape[-3] != key.shape[-3] else ()
+        place = (..., *head, slice(None), 0)
+        values = None if v is None else v._replace(numbers=v.numbers[place])
+        return ComparedTokens(q._replace(numbers=q.numbers[place]), k._replace(numbers=k.numbers[place]), values)
+
+    def along(self, contraction: Contraction, operand: Tensor, label: Label | None) -> NumberedTokens | None:
+        """Return the tokens of a factor of a product along the axis with this label, which comes last, after the axes
+        that all factors share. Return None if they are unknown.
+        """
+        numbered, labels = self._numbered.get(operand), contraction.labels_of(operand)
+        if numbered is None:
+            return None
+        shared = [each for each in contraction.result if each in contraction.shared_by_all]
+        order = [labels.index(each) for each in (*shared, label)]
+        others = [axis for axis in range(len(labels)) if axis not in order]
+        numbers = numbered.numbers.permute(*others, *order)[(0,) * len(others)]
+        return numbered._replace(numbers=numbers)
+
+    def _number(self, tensor: Tensor, axis: int) -> None:
+        """Number the tokens of the result of a linear map, which has features along this axis."""
+        shape = tuple(size for index, size in enumerate(tensor.shape) if index != axis)
+        key = (*shape, tensor.device)
+        if key not in self._counts:
+            numbers = torch.arange(1, prod(shape) + 1, dtype=torch.int32, device=tensor.device)
+            self._counts[key] = numbers.view(shape)
+        numbers = self._counts[key].unsqueeze(axis).expand(tensor.shape)
+        self._numbered.set(tensor, NumberedTokens(numbers, LinearMap(shape)))
+
+    def _repeat(self, call: FunctionCall, result: Any, linear_map: LinearMap, largest: int) -> None:
+        """Record the numbers of a `result` by repeating the function call with numbers in place of elements. They stay
+        unknown if this fails, or if an argument without numbers has more elements than `largest`, such as cached keys.
+        """
+        name = call.function.__name__
+        is_in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
+        results = _tensors((call.args[0],) if is_in_place else result)
+        try:
+            args, kwargs = self._numbers_of(call.args, largest), self._numbers_of(call.kwargs, largest)
+            if is_in_place:
+                args = (args[0].clone(), *args[1:])
+                call.function(*args, **kwargs)
+                numbers = [args[0]]
+            elif call.function in SORTS:
+                numbers = [args[0].gather(_axis_of_sort(call), result[1])]
+            else:
+                numbers = _of_equal_parts(args, result) or _tensors(
+                    REPLACED.get(call.function, call.function)(*args, **kwargs)
+                )
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            numbers = []
+        for index, tensor in enumerate(results):
+            if index < len(numbers) and numbers[index].shape == tensor.shape:
+                self._numbered.set(tensor, NumberedTokens(numbers[index], linear_map))
+            else:
+                self._numbered.discard(tensor)
+
+    def _numbers_of(self, argument: Any, largest: int) -> Any:
+        """Return an argument with numbers in place of the elements of tensors: 0 for those of unknown tokens.
+
+        Raises:
+            ValueError: a tensor without numbers has more elements than `largest`.
+        """
+        if isinstance(argument, dict):
+            return {name: self._numbers_of(each, largest) for name, each in argument.items()}
+        if isinstance(argument, list | tuple):
+            return type(argument)([self._numbers_of(each, largest) for each in argument])
+        if not isinstance(argument, Tensor) or not (argument.is_floating_point() or argument.is_complex()):
+            return argument
+        numbered = self._numbered.get(argument)
+        if numbered is not None:
+            return numbered.numbers
+        if argument.numel() > largest:
+            raise ValueError
+        return torch.zeros((), dtype=torch.int32, device=argument.device).expand(argument.shape)
+
+
+def _axis_of_features(call: FunctionCall, result: Any) -> int | None:
+    """Return the axis of the features in the `result` of a linear map; None for other products."""
+    tensors = list(call.tensors())
+    if not isinstance(result, Tensor) or type(result) is not Tensor or result.is_meta or result.is_nested:
+        return None
+    if call.function in CONVOLUTIONS:
+        return result.ndim - tensors[1].ndim + 1
+    if call.function is F.linear:
+        return result.ndim - 1
+    weight = tensors[2 if call.function in ADDED_PRODUCTS else 1]
+    is_map = call.function is not torch.einsum and weight.ndim == 2 and is_parameter(weight)
+    return result.ndim - 1 if is_map else None
+
+
+def _of_equal_parts(args: tuple[Any, ...], result: Any) -> list[Tensor]:
+    """Return the numbers of features of the same tokens that are concatenated, without a copy of the numbers for each
+    feature; empty for other functions.
+    """
+    parts = args[0]
+    if not isinstance(parts, list | tuple) or any(part.stride(-1) or part.ndim != result.ndim for part in parts):
+        return []
+    first = parts[0][..., :1]
+    is_equal = result.shape[:-1] == first.shape[:-1] and all(torch.equal(first, part[..., :1]) for part in parts)
+    return [first.expand(result.shape)] if is_equal else []
+
+
+def _axis_of_sort(call: FunctionCall) -> int:
+    """Return the axis along which a call of `sort` or `topk` sorts."""
+    position = 2 if call.function in {torch.topk, Tensor.topk} else 1
+    axis = call.args[position] if len(call.args) > position else call.kwargs.get("dim", -1)
+    return int(axis)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    """Return the tensors in the result of a function."""
+    results: Sequence[Any] = result if isinstance(result, list | tuple) else (result,)
+    return [each for each in results if isinstance(each, Tensor)]

@@ -1,0 +1,140 @@
+"""Positions where keys are other tokens than the queries of the same number, or are in another order."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import headwise as hw
+
+OF_POSITIONS = {"distance", "self", "previous", "next", "first"}
+ORDER = torch.tensor([3, 1, 0, 2, 6, 5, 4])
+
+
+def merge(x):
+    return x.transpose(1, 2).flatten(2)
+
+
+def with_softmax(q, k, v):
+    return (q @ k.mT / 5**0.5).softmax(-1) @ v
+
+
+def with_einsum(q, k, v):
+    weights = torch.einsum("bhqd,bhkd->bhqk", q / 5**0.5, k).softmax(-1)
+    return torch.einsum("bhqk,bhkd->bhqd", weights, v)
+
+
+def with_kept_heads(q, k, v):
+    """Attention with batch and heads in one axis."""
+    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v))
+    return with_softmax(q, k, v).view(2, 3, -1, 5)
+
+
+ATTENTIONS = [F.scaled_dot_product_attention, with_softmax, with_einsum, with_kept_heads]
+
+
+class Attention(nn.Module):
+    """Attention with three heads whose queries, keys and values `change` rearranges after their projections."""
+
+    def __init__(self, attend, change):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(15, 15) for _ in range(4))
+        self.attend, self.change = attend, change
+
+    def forward(self, x):
+        q, k, v = (each(x).unflatten(-1, (3, 5)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        return self.out(merge(self.attend(*self.change(q, k, v))))
+
+
+def index_like(x):
+    return ORDER[None, None, :, None].expand(x.shape)
+
+
+def of_keys(reorder):
+    return lambda q, k, v: (q, reorder(k), reorder(v))
+
+
+def scattered(x):
+    return torch.zeros_like(x).scatter(2, index_like(x), x)
+
+
+def written(x):
+    result = torch.empty_like(x)
+    result[:, :, ORDER] = x
+    return result
+
+
+REORDERINGS = {
+    "flip": of_keys(lambda x: x.flip(2)),
+    "roll": of_keys(lambda x: torch.roll(x, 1, dims=2)),
+    "index": of_keys(lambda x: x[:, :, ORDER]),
+    "list": of_keys(lambda x: x[:, :, [3, 1, 0, 2, 6, 5, 4]]),
+    "index_select": of_keys(lambda x: x.index_select(2, ORDER)),
+    "gather": of_keys(lambda x: x.gather(2, index_like(x))),
+    "take_along_dim": of_keys(lambda x: torch.take_along_dim(x, ORDER[None, None, :, None], dim=2)),
+    "argsort of norms": of_keys(lambda x: x.gather(2, x[..., :1].argsort(2).expand(x.shape))),
+    "sort": lambda q, k, v: (q, k.sort(2).values, v),
+    "scatter": of_keys(scattered),
+    "index_copy": of_keys(lambda x: torch.empty_like(x).index_copy(2, ORDER, x)),
+    "setitem": of_keys(written),
+    "concatenated parts": of_keys(lambda x: torch.cat([x[:, :, 3:], x[:, :, :3]], 2)),
+    "stacked tokens": of_keys(lambda x: torch.stack(x.unbind(2)[::-1], 2)),
+    "shifted by a pad": of_keys(lambda x: F.pad(x, (0, 0, 1, -1))),
+    "queries": lambda q, k, v: (q.flip(2), k, v),
+    "values alone": lambda q, k, v: (q, k, v.flip(2)),
+    "other tokens": lambda q, k, v: (q[:, :, :-1], k[:, :, 1:], v[:, :, 1:]),
+    "keys of other sequences": of_keys(lambda x: x.roll(1, 0)),
+    "values of other sequences": lambda q, k, v: (q, k, v[[1, 0]]),
+}
+
+
+@pytest.mark.parametrize("attend", ATTENTIONS)
+@pytest.mark.parametrize("name", REORDERINGS)
+@torch.no_grad()
+def test_positions_are_left_out_where_keys_are_other_tokens(name, attend):
+    model = Attention(attend, REORDERINGS[name])
+    with pytest.warns(UserWarning, match="positions of queries among the keys .*: Attention"), hw.watch(model) as heads:
+        model(torch.randn(2, 7, 15))
+    for row in heads.rows():
+        assert row["kind"] == "self"
+        assert not OF_POSITIONS & row.keys()
+        assert {"entropy", "received"} <= row.keys()
+
+
+def rotated(x):
+    """Rotary positions with halves of the features."""
+    angles = torch.arange(x.shape[2])[:, None] / 7.0
+    left, right = x[..., :4].chunk(2, -1)
+    turned = torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], -1)
+    return torch.cat([turned, x[..., 4:]], -1)
+
+
+def rotated_as_complex(x):
+    pairs = torch.view_as_complex(x[..., :4].unflatten(-1, (2, 2)).contiguous())
+    return torch.cat([torch.view_as_real(pairs * 1j).flatten(-2), x[..., 4:]], -1)
+
+
+SAME_ORDER = {
+    "unchanged": lambda q, k, v: (q, k, v),
+    "rotary": lambda q, k, v: (rotated(q), rotated(k), v),
+    "complex rotary": lambda q, k, v: (rotated_as_complex(q), rotated_as_complex(k), v),
+    "reordered heads": lambda q, k, v: (q, k.flip(1), v.flip(1)),
+    "reordered features": lambda q, k, v: (q, k.flip(-1), v),
+    "repeated heads": of_keys(lambda x: x[:, :1].repeat_interleave(3, 1)),
+    "all flipped": lambda q, k, v: (q.flip(2), k.flip(2), v.flip(2)),
+    "normalised": lambda q, k, v: (F.normalize(q, dim=-1), F.layer_norm(k, (5,)), v),
+    "twice flipped": of_keys(lambda x: x.flip(2).flip(2)),
+    "the last tokens": lambda q, k, v: (q[:, :, 2:], k[:, :, 2:], v[:, :, 2:]),
+    "a copy": of_keys(lambda x: torch.empty_like(x).copy_(x)),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("attend", ATTENTIONS)
+@pytest.mark.parametrize("name", SAME_ORDER)
+@torch.no_grad()
+def test_positions_are_reported_where_queries_and_keys_have_one_order(name, attend):
+    model = Attention(attend, SAME_ORDER[name])
+    with hw.watch(model) as heads:
+        model(torch.randn(2, 7, 15))
+    assert all(row.keys() >= OF_POSITIONS for row in heads.rows())
