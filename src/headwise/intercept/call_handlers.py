@@ -229,7 +229,6 @@ def handlers_of_call(
             appended_keys=appended_keys,
             is_aligned=is_aligned,
             sources=_input_sources(origins),
-            compared_tokens=None if origins is None else origins.tokens,
             module_arguments=tuple(outer.arguments for outer in reversed(nested)),
         )
         with call_stack.paused():
@@ -244,12 +243,13 @@ def handlers_of_call(
 
 def _input_sources(origins: CallOrigins | None) -> InputSources:
     """Return the sources of queries and keys before their last linear maps, without those that are no inputs of the
-    model.
+    model, and their tokens.
     """
     if origins is None:
         return InputSources()
     lineage, tensors = call_stack.lineage, (origins.q, origins.k)
-    return InputSources(*(0 if each is None else lineage.content(each) & ~lineage.state for each in tensors))
+    of_queries, of_keys = (0 if each is None else lineage.content(each) & ~lineage.state for each in tensors)
+    return InputSources(of_queries, of_keys, origins.tokens)
 
 
 def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[ModuleCall]:

@@ -51,10 +51,12 @@ class InputSources(NamedTuple):
     Attributes:
         of_queries: sources of the queries.
         of_keys: sources of the keys.
+        tokens: tokens of the queries, keys and values; None if they are unknown.
     """
 
     of_queries: int = 0
     of_keys: int = 0
+    tokens: ComparedTokens | None = None
 
 
 UNKNOWN_SOURCES = InputSources()
@@ -82,7 +84,6 @@ class Call:
         appended_keys: number of keys at the end that stand for no token.
         is_aligned: True if the call itself states the positions of its queries and keys, as `headwise.attend` does.
         sources: inputs of the model on which the queries and the keys depend.
-        compared_tokens: tokens of its queries, keys and values; None if they are unknown.
         module_arguments: arguments of the module calls around the attention, by name, those of the innermost first.
     """
 
@@ -100,7 +101,6 @@ class Call:
     appended_keys: int = 0
     is_aligned: bool = False
     sources: InputSources = UNKNOWN_SOURCES
-    compared_tokens: ComparedTokens | None = None
     module_arguments: tuple[Mapping[str, Any], ...] = ()
 
     def mask(self) -> ReceivedMask | None:

@@ -38,7 +38,8 @@ def own_key_of_first_query(
         keys = min(keys, received.grid.keys)
     if queries > keys:
         return None, None
-    if queries == keys and not call.is_aligned and call.compared_tokens is not None and call.compared_tokens.differ:
+    tokens = call.sources.tokens
+    if queries == keys and not call.is_aligned and tokens is not None and tokens.differ:
         return None, None
     first, is_causal = keys - queries, False
     if facts is not None:
