@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import headwise as hw
 from research.plain_models.dispatcher import record
 from research.plain_models.registry import Built, Case
-from research.plain_models.statistics import POSITIONAL, mean_statistics, positions_of_queries, statistics_of
-from research.plain_models.truth import Attention, Call, attention_of
+from research.plain_models.sites import Matched, Site, match_rows, sites_of
+from research.plain_models.statistics import POSITIONAL
+from research.plain_models.truth import Call, attention_of
 
 SHARES = {
     "evenness",
@@ -58,40 +59,6 @@ class Verdict:
         self.outcome = min(self.outcome, outcome, key=OUTCOMES.index)
 
 
-@dataclass
-class _Site:
-    """Truth of the calls that belong to one site.
-
-    Attributes:
-        path: path of the innermost module.
-        is_cross: True for cross-attention, None where unknown.
-        attentions: its attention calls in each run.
-    """
-
-    path: str
-    is_cross: bool | None
-    attentions: list[Attention]
-
-    def statistics(self) -> list[dict[str, float]]:
-        """Return the mean statistics of each head over all sequences."""
-        heads = len(self.attentions[0].heads)
-        by_head = []
-        for head in range(heads):
-            by_sequence = []
-            for attention in self.attentions:
-                projection = attention.projection[head] if attention.projection else None
-                by_sequence += [
-                    statistics_of(sequence, projection, is_cross=bool(self.is_cross))
-                    for sequence in attention.heads[head]
-                ]
-            if any("distance" not in each for each in by_sequence if each):  # keys of an earlier call, for example
-                for each in by_sequence:
-                    for name in (*POSITIONAL, "first") if self.is_cross is False else POSITIONAL:
-                        each.pop(name, None)
-            by_head.append(mean_statistics(by_sequence))
-        return by_head
-
-
 def judge(built: Built, case: Case, *, budget: float, gates: int = 3) -> Verdict:
     """Return the verdict on one call of a built model.
 
@@ -112,13 +79,14 @@ def judge(built: Built, case: Case, *, budget: float, gates: int = 3) -> Verdict
         return verdict
     if not _close(output, plain.output):
         verdict.add("wrong", f"the output of the watched model differs by {_difference(output, plain.output):.1e}")
-    sites = _sites(runs, built)
-    matched = _match(rows, sites, built)
+    sites = sites_of(runs, built)
+    matched = match_rows(rows, sites, len(runs))
     for key, (labels, site) in matched.items():
         _judge_site(key, labels, site, budget, verdict)
-    seen = {id(site) for _, site in matched.values()}
+    seen = {id(attention) for _, site in matched.values() if site is not None for attention in site.attentions}
     for site in sites:
-        if id(site) not in seen and any(attention.is_scored for attention in site.attentions):
+        is_seen = any(id(attention) in seen for attention in site.attentions)
+        if not is_seen and any(attention.is_scored for attention in site.attentions):
             reason = site.attentions[0].reason
             if not _is_named(site.path, verdict.reasons):
                 verdict.add("silent", f"{site.path}: attention is missing without a warning ({reason or 'derived'})")
@@ -165,60 +133,8 @@ def _is_named(path: str, reasons: Iterable[str]) -> bool:
     return False
 
 
-def _sites(runs: list[list[Attention]], built: Built) -> list[_Site]:
-    """Group the attention calls of all runs by path and kind."""
-    sites: dict[tuple[str, bool | None, int], _Site] = {}
-    for attention in [attention for run in runs for attention in run]:
-        if any(part in attention.path for part in built.not_attention):
-            continue
-        cross = _is_cross(attention, built)
-        key = (attention.path, cross, len(attention.heads))
-        sites.setdefault(key, _Site(attention.path, cross, [])).attentions.append(attention)
-    return list(sites.values())
-
-
-def _is_cross(attention: Attention, built: Built) -> bool | None:
-    """Return whether an attention call is cross-attention: it is if the model's entry says so; it is not if each query
-    is one of the keys' tokens; otherwise it is unknown.
-    """
-    if any(part in attention.path for part in built.cross):
-        return True
-    if not attention.heads or not attention.heads[0]:
-        return None
-    positions = [positions_of_queries(sequence) for sequence in attention.heads[0]]
-    return None if any(position is None for position in positions) else False
-
-
-Matched = dict[tuple[str, str], tuple[list[dict[str, Any]], _Site | None]]
-
-
-def _match(rows: list[dict[str, Any]], sites: list[_Site], built: Built) -> Matched:
-    """Return, by module path and kind, the rows of each site of `hw.watch`, and the truth of this site."""
-    by_site: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        by_site.setdefault((row["module"], row["kind"]), []).append(row)
-    matched: Matched = {}
-    for (path, kind), labels in by_site.items():
-        related = [
-            site
-            for site in sites
-            if site.path == path or site.path.startswith(f"{path}." if path else "") or path.startswith(f"{site.path}.")
-        ]
-        equal = [site for site in related if site.path == path] or related
-        inside = [site for site in equal if site.is_cross is (kind == "cross")] or equal
-        fitting = [site for site in inside if len(site.attentions[0].heads) == len(labels)] or inside
-        if len(fitting) > 1:
-            same_size = [site for site in fitting if len(site.attentions[0].heads) == len(labels)]
-            attentions = [attention for site in same_size for attention in site.attentions]
-            merged = _Site(path, fitting[0].is_cross, attentions) if attentions else fitting[0]
-            matched[path, kind] = (labels, merged)
-        else:
-            matched[path, kind] = (labels, fitting[0] if fitting else None)
-    return matched
-
-
 def _judge_site(
-    key: tuple[str, str], rows: list[dict[str, Any]], site: _Site | None, budget: float, verdict: Verdict
+    key: tuple[str, str], rows: list[dict[str, Any]], site: Site | None, budget: float, verdict: Verdict
 ) -> None:
     """Compare the rows of one site with its truth."""
     path, kind = key
@@ -239,7 +155,7 @@ def _judge_site(
         return
     before = len(verdict.problems)
     for row, expected in zip(rows, truth, strict=True):
-        _judge_head(f"{path} {kind} head {row['head']}", path, row, expected, budget, verdict)
+        _judge_head(f"{path} {kind} head {row['head']}", site.path, row, expected, budget, verdict)
     verdict.sites += len(verdict.problems) == before
 
 

@@ -47,8 +47,12 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
+def of_model(model):
+    return Built(model.eval(), (called(torch.randn(BATCH, LENGTH, WIDTH)),))
+
+
 def built(null_keys=0):
-    return Built(SelfAttention(null_keys).eval(), (called(torch.randn(BATCH, LENGTH, WIDTH)),))
+    return of_model(SelfAttention(null_keys))
 
 
 def judged(model):
@@ -99,6 +103,26 @@ def test_a_plain_model_is_right():
     verdict = judged(built())
     assert verdict.problems == []
     assert (verdict.outcome, verdict.sites, verdict.gates) == ("right", 1, HEADS)
+
+
+class TwoLayers(nn.Module):
+    """Two attention layers in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.o = (nn.ModuleList(nn.Linear(WIDTH, width) for _ in range(2)) for width in (3 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        for qkv, o in zip(self.qkv, self.o, strict=True):
+            q, k, v = (part.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for part in qkv(x).chunk(3, -1))
+            x = x + o(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return x
+
+
+def test_layers_of_one_module_are_judged_one_by_one():
+    verdict = judged(of_model(TwoLayers()))
+    assert verdict.problems == []
+    assert (verdict.outcome, verdict.sites, verdict.gates) == ("right", 2, HEADS)
 
 
 def test_judge_detects_a_wrong_statistic(monkeypatch):
