@@ -1,14 +1,16 @@
 """Softmaxes that do not average values over keys, or whose heads cannot be established: named, and never reported."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import headwise as hw
-from headwise.intercept.attention_output import HEADS_CONTRADICT, HEADS_UNKNOWN, NOT_OVER_KEYS
 from headwise.intercept.eager_softmax import NOT_AVERAGES
 from headwise.intercept.interceptor import NOT_SEEN
+from headwise.intercept.refusals import HEADS_CONTRADICT, HEADS_SEPARATE, HEADS_UNKNOWN, NOT_OVER_KEYS
 
 HEADS, VALUE_DIM, LENGTH = 3, 5, 11
 WIDTH = HEADS * VALUE_DIM
@@ -91,7 +93,7 @@ REASONS = {
     SlotAttention: NOT_SEEN,
     SignedAttention: NOT_AVERAGES,
     DifferenceOfWeightsAttention: NOT_SEEN,
-    HeadsOneByOne: HEADS_UNKNOWN,
+    HeadsOneByOne: re.escape(HEADS_SEPARATE),
     StackedHeads: HEADS_UNKNOWN,
     AnotherNumberOfHeads: HEADS_CONTRADICT,
 }

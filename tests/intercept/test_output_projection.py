@@ -205,7 +205,6 @@ BEFORE = {
     "factor by feature": lambda x: x * torch.rand(x.shape[1:]).sigmoid(),
     "factor by head": lambda x: x * torch.tensor([1.0, 0.9, 1.1]).repeat_interleave(5),
     "factor by token": lambda x: x * torch.linspace(0.5, 0.9, 7)[:, None],
-    "shift": lambda x: x.roll(1, -1),
 }
 
 
@@ -216,20 +215,35 @@ def test_a_projection_of_something_else_than_the_heads_is_left_out(before):
     require_left_out(model, torch.randn(2, 7, WIDTH))
 
 
+class Misnamed(Attention):
+    """Attention in which another module has the usual name of an output projection."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH))
+        self.mixes = nn.Linear(WIDTH, WIDTH)
+
+    def project(self, x):
+        return self.mixes(x)
+
+    def forward(self, x):
+        return super().forward(self.out_proj(x))
+
+
+@pytest.mark.parametrize("training", [False, True])
 @torch.no_grad()
-def test_a_projection_that_is_found_by_a_wrong_name_is_left_out():
-    class Misnamed(Attention):
-        def __init__(self):
-            super().__init__(nn.Linear(WIDTH, WIDTH))
-            self.mixes = nn.Linear(WIDTH, WIDTH)
+def test_a_projection_that_is_found_by_a_wrong_name_is_left_out(training):
+    require_left_out(nn.Sequential(Misnamed()).train(training), torch.randn(2, 7, WIDTH))
 
-        def project(self, x):
-            return self.mixes(x)
 
-        def forward(self, x):
-            return super().forward(self.out_proj(x))
-
-    require_left_out(nn.Sequential(Misnamed()).eval(), torch.randn(2, 7, WIDTH))
+@pytest.mark.parametrize("kind", ["linear", "with dropout", "adapter", "convolution"])
+@torch.no_grad()
+def test_a_projection_with_dropout_before_it_is_confirmed_by_its_weight_in_training(kind):
+    attention = Attention(LINEAR[kind](), nn.Dropout(0.3))
+    model, x = nn.Sequential(attention), torch.randn(2, 7, WIDTH)
+    with hw.watch(model) as heads:
+        model(x)
+    model.eval()(x)
+    assert [row["written_norm"] for row in heads.rows()] == pytest.approx(written(attention), rel=1e-4)
 
 
 @torch.no_grad()

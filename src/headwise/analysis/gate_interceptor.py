@@ -45,6 +45,7 @@ class GateInterceptor(Interceptor):
     ) -> None:
         self.gates, self._groups, self._positions = gates, groups, positions
         self._ran = False
+        self._unreadable: set[str] = set()
         self._first_calls: dict[SiteKey, Call] = {}
         self._label_of_layer: dict[int, str] = {}
 
@@ -56,9 +57,11 @@ class GateInterceptor(Interceptor):
 
     def on_unreadable(self, path: str, reason: str) -> None:
         """Raise `InputError` for a gated module that computed something like attention that is not changed, for
-        `reason`. So heads are never gated in part.
+        `reason`. So heads are never gated in part. The error is raised once for each module.
         """
-        if any(self._gates_of(label) for label in self.gates if SiteKey.path_of(label) == path):
+        is_first = path not in self._unreadable
+        self._unreadable.add(path)
+        if is_first and any(self._gates_of(label) for label in self.gates if SiteKey.path_of(label) == path):
             raise InputError("values", expected="modules whose attention can be changed", got=f"{reason}: {path}")
 
     def change(self, call: Call) -> Change | None:

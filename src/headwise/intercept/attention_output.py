@@ -20,40 +20,11 @@ from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins
+from headwise.intercept.refusals import HEADS_CONTRADICT, HEADS_UNKNOWN
 from headwise.shapes import Float
 
 HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead", "num_heads_per_partition")
 """Names under which modules store their number of heads."""
-
-HEADS_UNKNOWN = "attention of these modules is left out, since it is not established which axis is the heads"
-"""Reason for attention whose output cannot be followed to where it becomes the features of all heads."""
-
-HEADS_CONTRADICT = "attention of these modules is left out, since it has not the number of heads that the module stores"
-"""Reason for attention whose derived number of heads is not the module's own."""
-
-NOT_OVER_KEYS = "these modules compute a softmax that averages no values over keys, which is not read as attention"
-"""Reason for what looks like attention, but mixes features, channels or heads."""
-
-
-HEADS_SEPARATE = (
-    "attention of these modules is left out, since they compute it in several calls, each of which may be one head; "
-    "state heads=1 in hw.Site if they have one (see docs/watch.md)"
-)
-"""Reason for modules that compute their heads one after the other."""
-
-MULTIPLIED = (
-    "attention of these modules is left out, since its outputs are multiplied with other activations over their "
-    "queries or values, as in products of several matrices of weights"
-)
-"""Reason for weights that are not the model's weights of tokens, but one of several factors of these."""
-
-
-NOT_LINEAR = (
-    "outputs of the heads of these modules cannot be changed, since a function that is not linear, such as a norm or a "
-    "sum with another tensor, is between them and the output projection"
-)
-"""Reason for heads whose outputs multiplied by a factor are not the same as columns of the projection multiplied by it.
-"""
 
 
 class OutputAxes(NamedTuple):
@@ -75,12 +46,10 @@ class AttentionSource(ABC):
         has_usual_axes: True if the function that computes the output defines its axes as `(batch, heads, queries,
             value_dim)`, if there are four.
         values: the values, as the model passed them.
-        origins: sources of the queries, keys and values.
     """
 
     has_usual_axes = False
     values: Tensor
-    origins: CallOrigins
 
     @property
     @abstractmethod
@@ -111,10 +80,11 @@ class AttentionOutput:
     """Output of one attention call of a model, from the call until its heads are established.
 
     Args:
-        source: the attention call.
+        source: the attention call; None if it was reported to the interceptors, which have changed the output.
         tensor: output, as the model computed it.
         axes: roles of its axes.
         module_calls: the running module calls, outermost first.
+        origins: sources of the queries, keys and values.
 
     Attributes:
         shape: shape of the output.
@@ -127,23 +97,33 @@ class AttentionOutput:
         is_established: True if the layout of the heads is established.
         is_reported: True if the call was reported to the interceptors, or its module was named to them.
         is_lost: True if a function used the output in a way that its axes could not be followed through.
+        is_projected: True if a linear map of the output was seen.
+        weights_id: object that is the same for all outputs of the same weights.
     """
 
     def __init__(
-        self, source: AttentionSource, tensor: Tensor, axes: OutputAxes, module_calls: list[ModuleCall]
+        self,
+        source: AttentionSource | None,
+        tensor: Tensor,
+        axes: OutputAxes,
+        module_calls: list[ModuleCall],
+        origins: CallOrigins,
     ) -> None:
         self.shape, self.axes, self.module_calls = tensor.shape, axes, module_calls
         self.merged: HeadLayout | None = None
         self.refusal: str | None = None
         interceptors = {id(call.interceptor): call.interceptor for call in module_calls}.values()
         self._interceptors = [each for each in interceptors if call_stack.only_interceptor in (None, each)]
-        self.may_change = any(type(each).change is not Interceptor.change for each in self._interceptors)
-        self.is_established = self.is_reported = self.is_lost = False
-        self.origins = source.origins
-        self._source: AttentionSource | None = source
+        changing = [each for each in self._interceptors if type(each).change is not Interceptor.change]
+        self.may_change = bool(changing) and source is not None
+        self.is_established = self.is_reported = source is None
+        self.is_lost = self.is_projected = False
+        self.origins = origins
+        self.weights_id = object() if source is None else source.weights_id
+        self._source = source
         self._tensor: Tensor | None = tensor
         self._layout: HeadLayout | None = None
-        self._stated = self._stated_layout(source)
+        self._stated = None if source is None else self._stated_layout(source)
         self._handlers: CallHandlers | None = None
         self._changed: Tensor | None = None
 
@@ -152,7 +132,8 @@ class AttentionOutput:
 
         Args:
             layout: the layout.
-            may_hide_heads: True if another axis may be heads that the model merges with the values later.
+            may_hide_heads: True if another axis may be heads, which the model merges with the values later, or one by
+                one.
 
         Raises:
             InputError: heads of another layout were changed already, or the user stated another one.
@@ -163,12 +144,18 @@ class AttentionOutput:
                 expected = f"the layout that is stated for {self.module_calls[-1].path}"
                 raise InputError("sites", expected=expected, got=f"{layout.head_count} heads in another layout")
             layout, may_hide_heads = self._stated, False
-        if layout.head_count == 1 and may_hide_heads and 1 not in head_counts(self.module_calls[-1:]):
+        if may_hide_heads and layout.head_count not in head_counts(self.module_calls[-1:]):
             self.refuse(HEADS_UNKNOWN)
         elif self._layout not in (None, layout) or self._contradicts_module(layout):
             self.refuse(HEADS_CONTRADICT)
         else:
             self._layout, self.is_established = layout, True
+
+    def on_projected(self, weights: list[Tensor]) -> None:
+        """Record that the model maps the output linearly, with these parameters, and report it to the interceptors."""
+        self.is_projected = True
+        for innermost in innermost_calls(self.module_calls):
+            innermost.interceptor.on_projected(innermost.path, weights)
 
     @property
     def may_be_one_head(self) -> bool:
@@ -188,9 +175,18 @@ class AttentionOutput:
         if source is None or others is None or self.module_calls[-1] is not other.module_calls[-1]:
             return False
         if as_features:
-            return source.weights_id is not others.weights_id
+            return self.weights_id is not other.weights_id
         is_one_head = self.may_be_one_head and other.may_be_one_head
         return is_one_head and self.is_of_layer(other) and not _is_same_memory(source.values, others.values)
+
+    def is_other_softmax_of(self, other: "AttentionOutput") -> bool:
+        """Return True if this output and another one come from different weights of one attention layer, and no linear
+        map of either was seen. Layers with queries of their own have rows of their own.
+        """
+        is_module = self.module_calls[-1].path == other.module_calls[-1].path
+        is_projected = self.is_projected or other.is_projected
+        is_other = is_module and self.weights_id is not other.weights_id
+        return is_other and not is_projected and self.is_of_layer(other)
 
     def is_of_layer(self, other: "AttentionOutput") -> bool:
         """Return True if the same weights compute the queries of this output and another one."""
@@ -247,16 +243,19 @@ class AttentionOutput:
         return True
 
     def refuse(self, reason: str) -> None:
-        """Record why the call is not reported.
+        """Record why the call is not reported, or not any more. The first reason stays.
 
         Raises:
             InputError: the output was changed already.
         """
-        self.refusal = reason
+        self.refusal = reason = self.refusal or reason
         if self._changed is not None:
             path = self.module_calls[-1].path
             raise InputError("model", expected="heads that can be gated", got=f"{reason}: {path}")
-        if self.may_change:
+        if self.is_reported:
+            for innermost in innermost_calls(self.module_calls):
+                innermost.interceptor.on_withdrawn(innermost.path, reason)
+        elif self.may_change:
             report_unreadable(self.module_calls, reason)
 
     def _handlers_with(self, layout: HeadLayout) -> CallHandlers:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.intercept.function_call import FunctionCall
@@ -26,6 +27,15 @@ VIEWS: frozenset[Callable[..., Any]] = frozenset(
     + [getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")]
 )
 """Functions that only rearrange or select the elements of a tensor."""
+
+
+_MOVING_NAMES = ("flip", "fliplr", "flipud", "rot90", "roll", "index_select", "gather", "take_along_dim")
+
+MOVES: frozenset[Callable[..., Any]] = frozenset(
+    [getattr(owner, name) for owner in (torch, Tensor) for name in _MOVING_NAMES if hasattr(owner, name)]
+    + [torch.channel_shuffle, F.channel_shuffle]
+)
+"""Functions that move elements of a tensor along an axis, in an order that may depend on another argument."""
 
 
 class Factor(NamedTuple):
@@ -73,6 +83,11 @@ def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> l
         tensors = [each if isinstance(each, Tensor) and each.numel() else None for each in results]
         all_axes = [None if each is None else _aligned(axes, before, each) for each in tensors]
     return [(tensor, known) for tensor, known in zip(results, all_axes, strict=True) if known is not None]
+
+
+def moves_elements(call: FunctionCall) -> bool:
+    """Return True for a call of a function that may move elements of a tensor along an axis, such as `flip`."""
+    return call.function in MOVES or (call.function is Tensor.__getitem__ and _selects_by_tensor(call))
 
 
 def _selects_by_tensor(call: FunctionCall) -> bool:

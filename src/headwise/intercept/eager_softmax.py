@@ -16,7 +16,6 @@ from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.grid import Grid
 from headwise.intercept.additive_masks import with_infinite
 from headwise.intercept.attention_output import (
-    NOT_OVER_KEYS,
     AttentionOutput,
     AttentionSource,
     OutputAxes,
@@ -34,6 +33,7 @@ from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
+from headwise.intercept.refusals import NOT_OVER_KEYS
 from headwise.intercept.score_products import compares_activations, tokens_of_scores
 from headwise.intercept.softmax_weights import (
     Softmax,
@@ -137,7 +137,7 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
     if not average_keys(weights, tensor, product.key_axes[-1]):
         report_unreadable(softmax.module_calls, NOT_AVERAGES)
         return result
-    return hold(AttentionOutput(product, result, product.axes, product.module_calls), result)
+    return hold(AttentionOutput(product, result, product.axes, product.module_calls, product.origins), result)
 
 
 @dataclass(eq=False)

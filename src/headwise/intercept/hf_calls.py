@@ -25,10 +25,12 @@ from headwise.intercept.additive_masks import (
     is_uniform_where_hidden,
     with_infinite,
 )
+from headwise.intercept.attention_output import OutputAxes
 from headwise.intercept.call_handlers import handlers_of_call
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_answer import is_attention
 from headwise.intercept.foreign_functions import is_sdpa_foreign
+from headwise.intercept.output_tracking import follow_reported
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.sdpa_calls import widest_dtype_under_autocast
 from headwise.intercept.undropped import call_without_dropout, random_state
@@ -74,10 +76,10 @@ def _intercepted_call(
 
     @cache
     def read_problem() -> Problem:
-        return _problem_of(
-            implementation, module, *widest_dtype_under_autocast(q, k, v), attention_mask=mask, **options
-        )
+        tensors = widest_dtype_under_autocast(q, k, v)
+        return _problem_of(implementation, module, *tensors, attention_mask=mask, **options)
 
+    added = _as_added(mask, options.get("position_bias"))
     mask_origin = (implementation, mask, options.get("position_bias"), _is_causal(module, options.get("is_causal")))
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(read_problem()), mask_origin)
     grid = Grid(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
@@ -90,8 +92,6 @@ def _intercepted_call(
 
     def compute_without_dropout() -> Answer:
         return Answer(attention(*args, **{**kwargs, "dropout": 0.0})[0].transpose(1, 2), None, None)
-
-    added = _as_added(mask, options.get("position_bias"))
 
     def as_torch(out: Tensor) -> Tensor:
         return fill_hidden_rows_as_torch(out, v, added)
@@ -119,7 +119,7 @@ def _intercepted_call(
     out = handlers.changed(out, lambda: as_torch(uniform_output(read_problem())))
     with call_stack.paused():
         out = out.transpose(1, 2).contiguous()
-    call_stack.lineage.set_attended(out, origins)
+    follow_reported(out, OutputAxes(3, (1,)), origins)
     return out, *others
 
 

@@ -1,7 +1,7 @@
 """Interface of interceptors: objects that observe or change the attention calls of a model."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -174,6 +174,17 @@ class Interceptor:
         """Handle a computation in the module at `path` that looks like attention but is neither observed nor changed,
         for `reason`; by default do nothing. The reason is the start of a sentence that ends with module paths, such as
         `NOT_SEEN`.
+        """
+
+    def on_withdrawn(self, path: str, reason: str) -> None:
+        """Handle that attention in the module at `path` was observed and changed, and that the model then used its
+        output in a way that shows that it has no heads, for `reason`. By default handle it as unreadable.
+        """
+        self.on_unreadable(path, reason)
+
+    def on_projected(self, path: str, weights: Sequence[Tensor]) -> None:
+        """Handle that a function maps the outputs of heads in the module at `path` linearly, with these parameters of
+        the model; by default do nothing.
         """
 
     def on_left_out(self, path: str, reason: str) -> None:

@@ -1,31 +1,37 @@
 """Attention outputs, followed by the identity of tensors from attention to their use, such as the output projection."""
 
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from headwise.intercept.attention_output import (
-    HEADS_SEPARATE,
-    HEADS_UNKNOWN,
-    MULTIPLIED,
-    NOT_LINEAR,
-    NOT_OVER_KEYS,
-    AttentionOutput,
-)
-from headwise.intercept.axes import OTHER, VIEWS, Factor, axes_of
+from headwise.intercept.attention_output import AttentionOutput, OutputAxes
+from headwise.intercept.axes import OTHER, VIEWS, Axes, Factor, axes_of, moves_elements
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.contractions import PRODUCTS, is_parameter
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout, merged_axis
+from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_use import (
+    STACKS,
     FollowedOutput,
     axes_after_function,
     features_of,
     is_linear,
     is_multiplied,
+    is_part,
     layout_of,
     may_hide_heads,
+)
+from headwise.intercept.refusals import (
+    ADDED,
+    HEADS_SEPARATE,
+    HEADS_UNKNOWN,
+    MULTIPLIED,
+    NOT_LINEAR,
+    NOT_OVER_KEYS,
 )
 from headwise.intercept.score_products import CONCATENATIONS
 from headwise.intercept.softmax_weights import COPIES
@@ -53,6 +59,15 @@ def hold(output: AttentionOutput, tensor: Tensor) -> Tensor:
     return tensor if changed is None else changed
 
 
+def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins) -> None:
+    """Follow the output of an attention call that was reported to the interceptors already, with the sources of its
+    queries, keys and values, to see if the model adds it to another one before the output projection.
+    """
+    call_stack.lineage.set_attended(out, origins)
+    output = AttentionOutput(None, out, axes, call_stack.module_calls[:], origins)
+    call_stack.attention.outputs.set(out, [FollowedOutput(output, axes_of(out.shape), None)])
+
+
 def before_function(call: FunctionCall) -> FunctionCall:
     """Handle a function call whose arguments may be attention outputs, before the function runs. If the function does
     more than rearrange an output, take note of how it uses the output, and return the call with the output as changed
@@ -65,6 +80,8 @@ def before_function(call: FunctionCall) -> FunctionCall:
     for tensor in list(call.tensors()):
         for followed in call_stack.attention.outputs.get(tensor) or ():
             features = features_of(call, tensor, followed)
+            if features is not None and call.function not in CONCATENATIONS:
+                followed.output.on_projected([other for other in call.tensors() if is_parameter(other)])
             if is_multiplied(call, tensor, followed) and not followed.output.is_established:
                 followed.output.refuse(MULTIPLIED)
             elif features is not None and not followed.output.is_reported:
@@ -95,12 +112,16 @@ def after_function(call: FunctionCall, result: Any) -> None:
     by_result: dict[int, tuple[Tensor, list[FollowedOutput]]] = {}
     arguments = [
         (argument, followed)
-        for argument in call.tensors()
+        for position, argument in enumerate(call.tensors())
+        if not position or call.function not in VIEWS  # `expand_as` uses only the shape of another tensor
         for followed in call_stack.attention.outputs.get(argument) or ()
     ]
+    _refuse_added(call, arguments)
     for argument, followed in arguments:
         tensors = axes_after_function(call, followed, argument, result)
         followed.output.is_lost |= not tensors and argument.numel() > 0
+        if moves_elements(call) and not followed.output.is_reported and _loses_values(followed, tensors):
+            followed.output.refuse(HEADS_UNKNOWN)
         keeps_factors = bool(tensors) and followed.is_linear
         keeps_factors = keeps_factors and _keeps_factors(call, followed.output, arguments, result)
         for index, (tensor, axes) in enumerate(tensors):
@@ -114,6 +135,33 @@ def after_function(call: FunctionCall, result: Any) -> None:
                 followed.output.merged = layout or followed.output.merged
     for tensor, all_followed in by_result.values():
         call_stack.attention.outputs.set(tensor, all_followed)
+
+
+def _loses_values(followed: FollowedOutput, tensors: list[tuple[Tensor, Axes]]) -> bool:
+    """Return True if one of the axes of a followed tensor contains values of heads, and none of those of the `tensors`
+    that a function computed from it.
+    """
+    value = followed.output.axes.value
+    kept = [axes for _, axes in tensors if any(factor.axis == value for factors in axes for factor in factors)]
+    return any(factor.axis == value for factors in followed.axes for factor in factors) and not kept
+
+
+def _refuse_added(call: FunctionCall, arguments: list[tuple[Tensor, FollowedOutput]]) -> None:
+    """Refuse the attention outputs, or the parts of one, that a function call adds to each other or chooses between,
+    before they are projected: no head has columns of the output projection of its own.
+
+    Args:
+        call: the call.
+        arguments: arguments of the call that were computed from attention outputs.
+    """
+    if call.function in CONCATENATIONS | STACKS | PRODUCTS:
+        return
+    for (tensor, followed), (other_tensor, other) in combinations(arguments, 2):
+        is_same = followed.output is other.output
+        are_parts = is_same and not followed.output.is_projected and (is_part(followed) or is_part(other))
+        if tensor is not other_tensor and (are_parts or followed.output.is_other_softmax_of(other.output)):
+            followed.output.refuse(ADDED)
+            other.output.refuse(ADDED)
 
 
 def _keeps_factors(
@@ -199,7 +247,8 @@ def _establish(followed: FollowedOutput, features: list[int]) -> None:
     if output.may_change and not followed.is_linear:
         output.refuse(NOT_LINEAR)
     elif layout is not None:
-        output.establish(layout, may_hide_heads=may_hide_heads(followed, features))
+        may_hide = layout.head_count == 1 and may_hide_heads(followed, features)
+        output.establish(layout, may_hide_heads=may_hide or is_part(followed, layout))
         _refuse_separate_heads(output)
     elif _may_contain_heads(followed, features):
         output.refuse(HEADS_UNKNOWN)
@@ -225,7 +274,7 @@ def _refuse_concatenated_heads(call: FunctionCall) -> None:
     outputs: list[AttentionOutput] = []
     for tensor in call.tensors():
         for followed in call_stack.attention.outputs.get(tensor) or ():
-            if features_of(call, tensor, followed) is None:
+            if followed.output.is_reported or features_of(call, tensor, followed) is None:
                 continue
             output = followed.output
             others = [each for each in outputs if each is output or output.is_other_head_of(each, as_features=True)]

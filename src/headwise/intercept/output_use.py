@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.intercept.attention_output import AttentionOutput
-from headwise.intercept.axes import Axes, Factor, axes_after, other_axis
+from headwise.intercept.axes import OTHER, Axes, Factor, axes_after, moves_elements, other_axis
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import CONVOLUTIONS, PRODUCTS, contraction_of, is_parameter
 from headwise.intercept.function_call import FunctionCall
@@ -23,6 +24,10 @@ PRODUCTS_IN_PLACE = frozenset({"mul_", "__imul__", "multiply_", "div_", "__itrue
 
 SUMS_IN_PLACE = frozenset({"add_", "__iadd__", "sub_", "__isub__"})
 """Names of functions that overwrite a tensor by its sum with another one."""
+
+
+STACKS: frozenset[Callable[..., Any]] = frozenset({torch.stack, torch.hstack, torch.vstack, torch.dstack})
+"""Functions that put several tensors next to each other along a new axis."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +92,23 @@ def may_hide_heads(followed: FollowedOutput, features: list[int]) -> bool:
     return any(factors and not queries.intersection(factor.axis for factor in factors) for factors in others)
 
 
+def is_part(followed: FollowedOutput, layout: HeadLayout | None = None) -> bool:
+    """Return True if a tensor contains all values of an attention output, but not all elements of another axis, which
+    may be heads. Axes of queries are no heads, and neither is the first axis if another one is.
+
+    Args:
+        followed: the tensor.
+        layout: layout of the heads; None if it is unknown.
+    """
+    output, factors = followed.output, [factor for factors in followed.axes for factor in factors]
+    if any(factor.axis == OTHER for factor in factors):
+        return False
+    covered = [prod(factor.size for factor in factors if factor.axis == axis) for axis in range(len(output.shape))]
+    first = 0 if layout is None or layout.head_count == 1 else 1
+    lacks = [axis for axis in range(first, len(covered)) if covered[axis] < output.shape[axis]]
+    return output.axes.value not in lacks and not set(lacks) <= set(output.axes.queries)
+
+
 def is_multiplied(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> bool:
     """Return True if a function call sums products of an attention output and another activation over the queries or
     the values of the output, as in products of several matrices of attention weights.
@@ -116,7 +138,10 @@ def axes_after_function(
     if call.function in CONCATENATIONS and result.ndim == argument.ndim:
         return [(result, _concatenated(followed.axes, _concatenated_axis(call, argument), result))]
     if call.function not in PRODUCTS:
-        return axes_after(call, followed.axes, argument, result)
+        known = axes_after(call, followed.axes, argument, result)
+        if not moves_elements(call):
+            return known
+        return [(tensor, _in_place(call, followed, argument, tensor, axes)) for tensor, axes in known]
     contraction = contraction_of(call.function, call.args, call.kwargs)
     if contraction is None or not any(operand is argument for operand in contraction.operands):
         return []
@@ -127,6 +152,29 @@ def axes_after_function(
     )
     has_values = any(factor.axis == followed.output.axes.value for factors in axes for factor in factors)
     return [(result, axes)] if has_values else []
+
+
+def _in_place(call: FunctionCall, followed: FollowedOutput, argument: Tensor, result: Tensor, axes: Axes) -> Axes:
+    """Return the `axes` of the `result` of a function that moves elements of its `argument`, such as `flip`, with other
+    axes in place of those along which it moves them. The order of queries does not matter, as the output projection is
+    the same for all.
+    """
+    queries, repeat, kept = set(followed.output.axes.queries), call.as_function_of(argument), list(axes)
+    missing = result.ndim - argument.ndim
+    for axis, factors in enumerate(axes):
+        if {factor.axis for factor in factors} <= queries | {OTHER}:
+            continue
+        with call_stack.paused(), torch.no_grad():
+            places = repeat(_places(argument, axis - missing))
+            if not torch.equal(places, _places(result, axis)):
+                kept[axis] = other_axis(result.shape[axis])
+    return tuple(kept)
+
+
+def _places(tensor: Tensor, axis: int) -> Tensor:
+    """Return a tensor with the shape of another one that contains the index of each element along `axis`."""
+    shape = [-1 if each == axis else 1 for each in range(tensor.ndim)]
+    return torch.arange(tensor.shape[axis], device=tensor.device).view(shape).expand(tensor.shape)
 
 
 def _concatenated(axes: Axes, axis: int, result: Tensor) -> Axes:

@@ -47,6 +47,8 @@ def intercepted_sdpa(
     with call_stack.paused():
         out = previous(query, key, value, **options)
     call_stack.lineage.set_attended(out, origins)
+    if not key.shape[-2]:  # an empty memory, which nothing attends to
+        return out
     module_calls, axes = call_stack.module_calls[:], OutputAxes(out.ndim - 1, (out.ndim - 2,))
     q, k, v = (tensor.detach() for tensor in widest_dtype_under_autocast(query, key, value))
     source = _SDPACall(q, k, v, options, out.shape, module_calls, origins, value, call_stack.appended_keys)
@@ -59,7 +61,7 @@ def intercepted_sdpa(
         answer = Answer(layout.by_head(out), None, None)
         if not is_attention(lambda: source.problem(layout), lambda: answer, compute_without_dropout):
             return out
-    return hold(AttentionOutput(source, out, axes, module_calls), out)
+    return hold(AttentionOutput(source, out, axes, module_calls, origins), out)
 
 
 @dataclass(frozen=True, eq=False)

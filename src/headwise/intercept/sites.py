@@ -108,6 +108,7 @@ class SiteRegistry(Interceptor):
         self._records: dict[SiteKey, SiteRecord] = {}
         self._ran: set[str] = set()
         self._unreadable: dict[str, set[str]] = {}
+        self._withdrawn: set[str] = set()
         self._left_out: dict[str, set[str]] = {}
 
     def on_module_call(self, path: str) -> None:
@@ -117,6 +118,11 @@ class SiteRegistry(Interceptor):
     def on_unreadable(self, path: str, reason: str) -> None:
         """Record that the module at `path` computed something like attention that is not reported, and the reason."""
         self._unreadable.setdefault(reason, set()).add(path)
+
+    def on_withdrawn(self, path: str, reason: str) -> None:
+        """Record that the attention of the module at `path` was recorded and is not reported, and the reason."""
+        self.on_unreadable(path, reason)
+        self._withdrawn.add(path)
 
     def on_left_out(self, path: str, reason: str) -> None:
         """Record that some statistics of the module at `path` are left out, and the reason."""
@@ -157,7 +163,8 @@ class SiteRegistry(Interceptor):
         modules.
         """
         order = {path: index for index, path in enumerate(self._modules)}
-        return sorted(self._records.values(), key=lambda record: (order[record.site.path], *record.site[1:]))
+        records = [record for record in self._records.values() if record.site.path not in self._withdrawn]
+        return sorted(records, key=lambda record: (order[record.site.path], *record.site[1:]))
 
     @property
     def layers(self) -> list[int]:
@@ -184,7 +191,7 @@ class SiteRegistry(Interceptor):
         """
         rows: dict[str, int] = {}
         for site, record in self._records.items():
-            if record.nonfinite_rows:
+            if record.nonfinite_rows and site.path not in self._withdrawn:
                 rows[site.path] = rows.get(site.path, 0) + record.nonfinite_rows
         return rows
 
@@ -211,7 +218,7 @@ class SiteRegistry(Interceptor):
         """Raise `InputError` for a model that did not run, or in which no attention was intercepted."""
         if not self.ran:
             raise InputError("model", expected="a model that ran while it was watched", got="none", remedy="call it")
-        if not self._records:
+        if not self.records:
             names = self._names(self.unread) or self._names([""])
             reasons = sorted(self._paths_by_reason().keys() - {NOT_SEEN})
             got = "; ".join([f"none in {names}", *reasons])

@@ -1,7 +1,7 @@
 """The interceptor of `watch`: it adds the statistics of every attention call to the heads' results."""
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,6 +86,14 @@ class StatisticsObserver(Interceptor):
         not in the result, for `reason`.
         """
         self._heads.on_unreadable(path, reason)
+
+    def on_projected(self, path: str, weights: Sequence[Tensor]) -> None:
+        """Compare the weights of the projection that maps head outputs with those of the one that was found by name."""
+        self._written_norms.on_projected(path, weights)
+
+    def on_withdrawn(self, path: str, reason: str) -> None:
+        """Remove the module at `path` from the result of `watch`, for `reason`."""
+        self._heads.on_withdrawn(path, reason)
 
     def on_left_out(self, path: str, reason: str) -> None:
         """Record in the result of `watch` that some statistics of the module at `path` are left out, for `reason`."""

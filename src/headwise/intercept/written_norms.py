@@ -3,10 +3,11 @@
 The output projection of a module is found by its name. The first call of the module confirms that the model applies it
 to the heads' outputs: the input of the projection consists of these, and its output is the map of its input. Otherwise
 `written_norm` is left out. While gates are active, each head's part of the input may be its output times a factor. In
-training mode, in which dropout changes both, a difference shows nothing; the next call in evaluation mode decides.
+training mode, in which dropout changes both, a difference shows nothing; the next call in evaluation mode decides. If
+there is none, the weights of the function that maps the heads' outputs decide.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +73,7 @@ class WrittenNorms:
         self._projection_calls: dict[str, _ProjectionCall] = {}
         self._settled: set[str] = set()  # paths of attention modules that are confirmed or left out
         self._left_out: set[str] = set()
+        self._projected_by: dict[str, set[int]] = {}  # ids of the weights, by the path of the attention module
 
     def gram(self, path: str, heads: int, value_dim: int | None) -> Float[Tensor, "heads value_dim value_dim"] | None:
         """Return `W_h^T W_h` for each head's slice `W_h` of the output projection of the attention module at `path`.
@@ -138,6 +140,14 @@ class WrittenNorms:
         if call is not None:
             self._check(path, call)
 
+    def on_projected(self, path: str, weights: Sequence[Tensor]) -> None:
+        """Record the weights by which the outputs of the attention module at `path` are mapped, parameters or views of
+        these. In training mode, they show if the projection that was found by name is the right one.
+        """
+        if path not in self._settled:
+            bases = [weight if weight._base is None else weight._base for weight in weights]
+            self._projected_by.setdefault(path, set()).update(map(id, bases))
+
     def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:
         """Compare the input and output of a module call with head outputs, if the module is the projection of attention
         that was called before. Otherwise keep some rows of them, if the module may be the projection of attention that
@@ -152,8 +162,15 @@ class WrittenNorms:
                     self._check(attention_path, call)
 
     def finish(self) -> None:
-        """Leave out the modules whose projection was not confirmed, at the end of the observation."""
+        """Leave out the modules whose projection was not confirmed, at the end of the observation. If only calls in
+        training mode were seen, these are the modules whose outputs were mapped by other weights alone.
+        """
         self.on_model_call()
+        for path, weights in self._projected_by.items():
+            projection = self._modules[self._projection_paths.get(path) or path]
+            is_its_own = bool(weights.intersection(map(id, projection.parameters())))
+            if weights and not is_its_own and path in self._grams and path not in self._settled:
+                self._settle(path, is_confirmed=False)
 
     def _check(self, path: str, call: _ProjectionCall) -> None:
         """Decide if `call`, of the projection found for the attention module at `path`, maps its head outputs."""

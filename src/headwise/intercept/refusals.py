@@ -1,0 +1,38 @@
+"""Reasons why attention that a model computes is not reported to interceptors.
+
+Each is the start of a sentence that ends with the paths of modules.
+"""
+
+HEADS_UNKNOWN = "attention of these modules is left out, since it is not established which axis is the heads"
+"""Reason for attention whose output cannot be followed to where it becomes the features of all heads."""
+
+HEADS_CONTRADICT = "attention of these modules is left out, since it has not the number of heads that the module stores"
+"""Reason for attention whose derived number of heads is not the module's own."""
+
+NOT_OVER_KEYS = "these modules compute a softmax that averages no values over keys, which is not read as attention"
+"""Reason for what looks like attention, but mixes features, channels or heads."""
+
+HEADS_SEPARATE = (
+    "attention of these modules is left out, since they compute it in several calls, each of which may be one head; "
+    "state heads=1 in hw.Site if they have one (see docs/watch.md)"
+)
+"""Reason for modules that compute their heads one after the other."""
+
+MULTIPLIED = (
+    "attention of these modules is left out, since its outputs are multiplied with other activations over their "
+    "queries or values, as in products of several matrices of weights"
+)
+"""Reason for weights that are not the model's weights of tokens, but one of several factors of these."""
+
+NOT_LINEAR = (
+    "outputs of the heads of these modules cannot be changed, since a function that is not linear, such as a norm or a "
+    "sum with another tensor, is between them and the output projection"
+)
+"""Reason for heads whose outputs multiplied by a factor are not the same as columns of the projection multiplied by it.
+"""
+
+ADDED = (
+    "attention of these modules is left out, since outputs of several softmaxes are added before the output "
+    "projection, as in differential attention, so that no head has weights of its own"
+)
+"""Reason for outputs of several attention maps that share columns of the output projection."""

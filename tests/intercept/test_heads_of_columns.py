@@ -1,0 +1,214 @@
+"""Heads whose columns of the output projection are not their own: reordered, selected one by one, or added."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_watch import require_statistics
+from torch import nn
+
+import headwise as hw
+
+HEADS, DIM, LENGTH = 3, 5, 7
+WIDTH = HEADS * DIM
+ORDER = torch.tensor([2, 0, 1])
+
+
+def merge(out):
+    return out.transpose(1, 2).flatten(2)
+
+
+class Attention(nn.Module):
+    """Attention whose outputs pass through a function on the way to the output projection."""
+
+    def __init__(self, project, route):
+        super().__init__()
+        self.qkv, self.out_proj, self.norm = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.project, self.route = project, route
+
+    def attend(self, q, k, v):
+        scores = (q @ k.mT * DIM**-0.5).exp()
+        self.weights = scores / scores.sum(-1, keepdim=True)
+        if self.route == "SDPA":
+            return F.scaled_dot_product_attention(q, k, v)
+        return (q @ k.mT * DIM**-0.5).softmax(-1) @ v
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.project(self, q, k, v)
+
+
+REORDERED = {
+    "flip": lambda out: out.flip(1),
+    "index": lambda out: out[:, ORDER],
+    "list": lambda out: out[:, [2, 0, 1]],
+    "index_select": lambda out: out.index_select(1, ORDER),
+    "roll": lambda out: torch.roll(out, 1, dims=1),
+    "gather": lambda out: out.gather(1, ORDER[None, :, None, None].expand(2, -1, LENGTH, DIM)),
+    "take_along_dim": lambda out: torch.take_along_dim(out, ORDER[None, :, None, None], 1),
+    "some fixed": lambda out: out[:, [0, 2, 1]],
+}
+AFTER_THE_MERGE = {
+    "flip": lambda out: out.flip(-1),
+    "roll": lambda out: out.roll(1, -1),
+    "index_select": lambda out: out.index_select(2, torch.arange(WIDTH).view(HEADS, DIM)[ORDER].flatten()),
+    "channel_shuffle": lambda out: F.channel_shuffle(out.mT, HEADS).mT,
+}
+
+
+def of_heads(change):
+    return lambda module, q, k, v: module.out_proj(merge(change(module.attend(q, k, v))))
+
+
+def of_features(change):
+    return lambda module, q, k, v: module.out_proj(change(merge(module.attend(q, k, v))))
+
+
+def by_index(module, q, k, v):
+    """A loop over heads, each with its columns of the projection."""
+    out, columns = module.attend(q, k, v), module.out_proj.weight.split(DIM, 1)
+    return sum(out[:, head] @ columns[head].T for head in range(HEADS))
+
+
+def by_list(module, q, k, v):
+    out, columns = module.attend(q, k, v), module.out_proj.weight.split(DIM, 1)
+    return sum(out[:, [head]].squeeze(1) @ columns[head].T for head in range(HEADS))
+
+
+def by_unbind(module, q, k, v):
+    pairs = zip(module.attend(q, k, v).unbind(1), module.out_proj.weight.split(DIM, 1), strict=True)
+    return sum(F.linear(out, columns) for out, columns in pairs)
+
+
+def by_slice(module, q, k, v):
+    """The first two heads together, the last one by itself."""
+    out, weight = module.attend(q, k, v), module.out_proj.weight
+    return merge(out[:, :2]) @ weight[:, : 2 * DIM].T + merge(out[:, 2:]) @ weight[:, 2 * DIM :].T
+
+
+def halves_subtracted(module, q, k, v):
+    """Differential attention in one call: two of six halves of heads are one output."""
+    q, k = (tensor.repeat_interleave(2, 1).roll(1, 1) for tensor in (q, k))
+    first, second = module.attend(q, k, v.repeat(1, 2, 1, 1)).chunk(2, 1)
+    return module.out_proj(merge(first - 0.4 * second))
+
+
+def calls_subtracted(module, q, k, v):
+    """Differential attention in two calls."""
+    return module.out_proj(merge(module.attend(q, k, v) - 0.4 * module.attend(k, q, v)))
+
+
+def merged_calls_added(module, q, k, v):
+    return module.out_proj(torch.add(merge(module.attend(q, k, v)), merge(module.attend(q, v, v)), alpha=0.3))
+
+
+def calls_chosen_by_row(module, q, k, v):
+    is_early = torch.arange(LENGTH)[:, None] < 3
+    return module.out_proj(merge(torch.where(is_early, module.attend(q, k, v), module.attend(q, v, v))))
+
+
+UNKNOWN = "it is not established which axis is the heads"
+ADDED = "several softmaxes are added before the output projection"
+REFUSED = {
+    **{f"{name} of heads": (of_heads(change), UNKNOWN) for name, change in REORDERED.items()},
+    **{f"{name} of features": (of_features(change), UNKNOWN) for name, change in AFTER_THE_MERGE.items()},
+    **{each.__name__: (each, UNKNOWN) for each in (by_index, by_list, by_unbind, by_slice)},
+    **{each.__name__: (each, ADDED) for each in (halves_subtracted, calls_subtracted)},
+    **{each.__name__: (each, ADDED) for each in (merged_calls_added, calls_chosen_by_row)},
+}
+
+
+@pytest.mark.parametrize("route", ["softmax", "SDPA"])
+@pytest.mark.parametrize("way", REFUSED)
+@torch.no_grad()
+def test_heads_without_columns_of_their_own_are_named(way, route):
+    torch.manual_seed(0)
+    project, reason = REFUSED[way]
+    model, x = nn.Sequential(Attention(project, route)), torch.randn(2, LENGTH, WIDTH)
+    plain = model(x)
+    match = f"got none in 0; attention of these modules is left out.*{reason}"
+    with pytest.raises(hw.InputError, match=match), hw.watch(model):
+        model(x)
+    with pytest.raises(hw.InputError, match=reason), hw.gate(model, {("0", 2): 0.0}):
+        model(x)
+    assert torch.equal(model(x), plain)
+
+
+def reordered_back(module, q, k, v):
+    q, k, v = (tensor[:, ORDER] for tensor in (q, k, v))
+    return module.out_proj(merge(module.attend(q, k, v)))
+
+
+def queries_reordered(module, q, k, v):
+    """The projection is the same for all queries, whatever their order."""
+    order = torch.arange(LENGTH).roll(2)
+    return module.out_proj(merge(module.attend(q, k, v)[:, :, order].flip(2)))
+
+
+def minus_a_share(module, q, k, v):
+    out = module.attend(q, k, v)
+    return module.out_proj(merge(out - 0.3 * out))
+
+
+REACHED = [reordered_back, queries_reordered, minus_a_share]
+
+
+@pytest.mark.parametrize("route", ["softmax", "SDPA"])
+@pytest.mark.parametrize("way", REACHED)
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")  # its input is not the heads' output
+def test_heads_with_columns_of_their_own_are_reported(way, route):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Attention(way, route)), torch.randn(2, LENGTH, WIDTH)
+    with hw.watch(model) as heads:
+        model(x)
+    require_statistics(heads, [model[0].weights])
+    with hw.gate(model, {("0", 1): 0.0}):
+        gated = model(x)
+    model[0].out_proj.weight[:, DIM : 2 * DIM] = 0.0
+    torch.testing.assert_close(gated, model(x))
+
+
+def normed(module, q, k, v):
+    """A norm of the features of all heads divides them by their common root mean square."""
+    out = merge(module.attend(q, k, v))
+    return module.out_proj(out * out.square().mean(-1, keepdim=True).rsqrt())
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")
+def test_a_norm_of_all_heads_is_not_a_sum_of_softmaxes():
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(normed, "softmax"))
+    with hw.watch(model) as heads:
+        model(torch.randn(2, LENGTH, WIDTH))
+    require_statistics(heads, [model[0].weights])
+
+
+class Block(nn.Module):
+    """Attention in a module of its own, without a projection."""
+
+    num_heads = HEADS
+
+    def forward(self, q, k, v):
+        return merge(F.scaled_dot_product_attention(q, k, v))
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.core, self.out_proj = nn.Linear(WIDTH, 3 * WIDTH), Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out_proj(self.core(q, k, v) - 0.4 * self.core(k, q, v))
+
+
+@torch.no_grad()
+def test_outputs_of_two_calls_of_a_module_that_are_added_are_withdrawn():
+    model = nn.Sequential(Outer(), nn.Identity(), Attention(of_heads(lambda out: out), "SDPA"))
+    x = torch.randn(2, LENGTH, WIDTH)
+    with pytest.warns(UserWarning, match=f"{ADDED}.*: 0.core$"), hw.watch(model) as heads:
+        model(x)
+    assert {row["module"] for row in heads.rows()} == {"2"}
+    with pytest.raises(hw.InputError, match=ADDED), hw.gate(model, {("0.core", 0): 0.5}):
+        model(x)
