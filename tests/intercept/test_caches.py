@@ -17,6 +17,7 @@ from sequences_alone import (
 )
 
 LENGTH, SLOTS = 11, 17
+UNKNOWN_SEQUENCES = "it is unknown which sequences some calls with cached keys continue"
 CHUNKS = {"steps": (5, *range(6, LENGTH + 1)), "chunks": (3, 7, LENGTH), "at once": (LENGTH,)}
 
 
@@ -97,10 +98,11 @@ def test_cached_calls_continue_their_sequences(kind, chunks, fused):
     assert {record.statistics["entropy"].count[0].item() for record in heads.records} == {3}
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @torch.no_grad()
-def test_a_cache_that_drops_old_keys():
+def test_a_cache_that_drops_old_keys(fused):
     torch.manual_seed(1)
-    model, x = Cached("dropping", True), torch.randn(2, LENGTH, WIDTH)
+    model, x = Cached("dropping", fused), torch.randn(2, LENGTH, WIDTH)
     with hw.watch(model) as heads:
         run(model, x, CHUNKS["steps"])
     lag = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
@@ -109,15 +111,6 @@ def test_a_cache_that_drops_old_keys():
         whole = weights_alone(model.attention, each, causal=True).masked_fill(lag >= 7, 0.0)
         weights.append(whole / whole.sum(-1, keepdim=True))
     require_statistics(heads.rows(), mean_statistics(weights))
-
-
-@torch.no_grad()
-def test_dropped_keys_of_a_softmax_are_named():
-    """The keys of a softmax are not known, so that it is unknown which ones were dropped."""
-    model, x = Cached("dropping", False), torch.randn(2, LENGTH, WIDTH)
-    with pytest.warns(UserWarning, match="positions of queries among the keys could not"), hw.watch(model) as heads:
-        run(model, x, CHUNKS["steps"])
-    assert not (COMMON_POSITIONS | {"first"}) & heads.rows()[0].keys()
 
 
 @torch.no_grad()
@@ -161,18 +154,19 @@ def test_a_mask_that_starts_at_the_first_key_does_not_fit_appended_keys():
     assert not (COMMON_POSITIONS | {"first"}) & heads.rows()[0].keys()
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @torch.no_grad()
-def test_alternating_caches_are_named():
+def test_alternating_caches_are_named(fused):
     torch.manual_seed(1)
-    model, first, second = Cached("appended", True), torch.randn(2, LENGTH, WIDTH), torch.randn(2, LENGTH, WIDTH)
+    model, first, second = Cached("appended", fused), torch.randn(2, LENGTH, WIDTH), torch.randn(2, LENGTH, WIDTH)
     of_first, of_second = {}, {}
-    warning = pytest.warns(UserWarning, match=r"with cached keys count as sequences of their own.*: Cached$")
-    with warning, hw.watch(model) as heads:
+    warnings = [pytest.warns(UserWarning, match=match) for match in (UNKNOWN_SEQUENCES, "positions of queries among")]
+    with warnings[0], warnings[1], hw.watch(model) as heads:
         model(first[:, :5], of_first)
         model(second[:, :5], of_second)
         model(first[:, 5:6], of_first)
         model(second[:, 5:6], of_second)
-    assert not (COMMON_POSITIONS | {"first"}) & heads.rows()[0].keys()
+    assert not {"entropy", "received", "distance", "first"} & heads.rows()[0].keys()
 
 
 class Decoder(nn.Module):

@@ -77,6 +77,35 @@ def test_calls_with_cached_keys_continue_their_sequences(kind):
     require_statistics(heads.rows(), rows_alone(model, TOKENS))
 
 
+def cached(model, tokens):
+    """Return a cache with the keys of a prompt."""
+    cache = transformers.DynamicCache(config=model.config)
+    model(tokens, past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+def test_texts_after_the_same_cached_prompt_are_sequences_of_their_own():
+    model, (prompt, *texts) = family("llama", "sdpa"), TOKENS.split((5, 2, 6), 1)
+    caches = [cached(model, prompt) for _ in texts]
+    with hw.watch(model) as heads:
+        for text, cache in zip(texts, caches, strict=True):
+            model(text, past_key_values=cache)
+    assert {record.statistics["entropy"].count[0].item() for record in heads.records} == {4}
+
+
+@torch.no_grad()
+def test_alternating_caches_are_named():
+    model = family("llama", "sdpa")
+    caches = [transformers.DynamicCache(config=model.config) for _ in range(2)]
+    warning = pytest.warns(UserWarning, match="it is unknown which sequences some calls with cached keys continue")
+    with warning, hw.watch(model) as heads:
+        for start, stop in ((0, 6), (6, 7)):
+            for cache, tokens in zip(caches, (TOKENS, TOKENS.flip(1)), strict=True):
+                model(tokens[:, start:stop], past_key_values=cache)
+    assert not {"entropy", "distance", "received"} & heads.rows()[0].keys()
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padding", ["left", "no padding"])
 @torch.no_grad()

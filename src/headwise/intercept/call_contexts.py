@@ -1,16 +1,15 @@
 """Tokens, padding and positions of each attention call of a model, as `CallContext`."""
 
 import threading
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.attention.masks.grid import Grid
 from headwise.intercept.documents import first_tokens_of_documents
 from headwise.intercept.hidden_keys import without_unselected
 from headwise.intercept.interceptor import Call, SiteKey
@@ -33,9 +32,9 @@ from headwise.intercept.sequences import (
     Continuation,
     History,
     SiteMemory,
-    fingerprint_of,
     padded_to,
 )
+from headwise.intercept.shared_results import SharedResults
 from headwise.intercept.stated_padding import NOTHING_STATED, StatedPadding
 from headwise.intercept.streams import (
     PADDED_QUERIES_UNKNOWN,
@@ -50,12 +49,16 @@ OF_COMMON_POSITIONS = frozenset({"distance", "self", "previous", "next", "duplic
 """Statistics that are defined only where queries and keys have positions in the same sequence."""
 
 NO_POSITIONS = (
-    "positions of queries among the keys could not be established, so statistics that need them are left out, and calls"
-    " with cached keys count as sequences of their own (see docs/watch.md)"
+    "positions of queries among the keys could not be established, so statistics that need them are left out "
+    "(see docs/watch.md)"
 )
 """Reason for modules whose statistics of positions are left out."""
 
-Result = TypeVar("Result")
+UNKNOWN_SEQUENCES = (
+    "it is unknown which sequences some calls with cached keys continue, so all statistics of these modules are left "
+    "out; watch one cache at a time (see docs/watch.md)"
+)
+"""Reason for modules with calls that neither start sequences nor continue those of the call before."""
 
 
 class ObservedCall(NamedTuple):
@@ -66,12 +69,14 @@ class ObservedCall(NamedTuple):
         continues: True if the call adds rows to the sequences of the latest call of the same site.
         first_token: number of the token of the first key, counted from the start of its sequence.
         lacks_positions: True if the positions of the queries among the keys could not be established.
+        lacks_sequences: True if it is unknown which sequences the call belongs to.
     """
 
     context: CallContext
     continues: bool = False
     first_token: int = 0
     lacks_positions: bool = False
+    lacks_sequences: bool = False
 
 
 @dataclass(eq=False)
@@ -80,12 +85,11 @@ class _ModelCall:
 
     Attributes:
         streams: its self-attention calls so far, the first one of each module.
-        results: results that calls with the same inputs share, with these inputs, which are stored so that their
-            identities stay theirs.
+        results: results that calls with the same inputs share.
     """
 
     streams: dict[SiteKey, Stream] = field(default_factory=dict)
-    results: dict[Hashable, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
+    results: SharedResults = field(default_factory=SharedResults)
 
 
 class CallContexts(threading.local):
@@ -117,10 +121,10 @@ class CallContexts(threading.local):
     def read(self, call: Call) -> ObservedCall:
         """Return the tokens, padding and positions of a call, and the sequences that it belongs to."""
         mask_inputs = ("mask", call.grid, *call.mask_source.origin)
-        received = self._shared(call.mask, *mask_inputs) if call.mask_source.origin else call.mask()
+        received = self._model_call.results.of(call.mask, *mask_inputs) if call.mask_source.origin else call.mask()
         facts = None
         if received is not None:
-            facts = self._shared(lambda: _facts_of(call, received), "facts", received)
+            facts = self._model_call.results.of(lambda: _facts_of(call, received), "facts", received)
         with torch.no_grad():
             if call.site.cross:
                 return self._read_cross(call, received, facts)
@@ -133,29 +137,36 @@ class CallContexts(threading.local):
             return self._read_with_positions(call, memory)
         first, continuation = own_key_of_first_query(call, received, facts, memory)
         if first is None:
-            return self._read_without_positions(call, facts)
+            return self._read_without_positions(call, facts, memory)
+        starts = not first or memory is None or call.is_aligned or memory.starts_again(first, call.keys)
+        lacks_sequences = continuation is None and not starts
+        if lacks_sequences:
+            self._on_left_out(call.site.path, UNKNOWN_SEQUENCES)
         before = continuation or Continuation(EMPTY, 0)
         stated = self._stated.of_call(call.site.path, grid, before.dropped + first)
-        real = self._shared(
+        real = self._model_call.results.of(
             lambda: self._real_tokens(call, received, facts, first, stated),
             *("real", facts, received, call.padding, grid, first, stated),
         )
         if not real.is_known:
             self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)
-        history = self._shared(
+        history = self._model_call.results.of(
             lambda: self._history(call, before, first, real.keys),
             *("history", before.history, before.dropped, first, call.tokens, real.keys, grid),
         )
-        context = self._shared(
+        context = self._model_call.results.of(
             lambda: self._context(call, received, facts, history, before.dropped, first, real.queries),
             *("context", facts, history, before.dropped, first, real.queries, grid, call.appended_keys),
         )
-        self._remember(call, history, before.dropped, first + grid.queries)
+        given = first if continuation is None or memory is None else memory.given
+        self._memories[call.site, call.index] = SiteMemory.of(grid, call.keys, history, before.dropped, given)
         self._add_stream(call, real.queries, history, continuation is not None)
-        return ObservedCall(context, continuation is not None, before.dropped)
+        return ObservedCall(context, continuation is not None, before.dropped, lacks_sequences=lacks_sequences)
 
-    def _read_without_positions(self, call: Call, facts: MaskFacts | None) -> ObservedCall:
-        """Return the padding of a call of self-attention whose positions cannot be established, and name its module."""
+    def _read_without_positions(self, call: Call, facts: MaskFacts | None, memory: SiteMemory | None) -> ObservedCall:
+        """Return the padding of a call of self-attention whose positions cannot be established, and name its module. If
+        it continues sequences, their keys may have changed places.
+        """
         grid = call.grid
         self._on_left_out(call.site.path, NO_POSITIONS)
         real = self._stated.of_call(call.site.path, grid, 0)
@@ -164,9 +175,16 @@ class CallContexts(threading.local):
             if is_padded is None:
                 self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)
             real = none_if_all(facts.sees_any if is_padded is None else is_padded, grid.batch)
-        self._add_stream(call, real, History(grid.queries, None, None), False)
-        context = CallContext(real_queries=real, left_out=OF_COMMON_POSITIONS | {"first"})
-        return ObservedCall(context, lacks_positions=True)
+        is_newest = None if memory is None else memory.new_keys(grid.queries, call.keys)
+        continues = is_newest is not None
+        is_cached = memory is not None and grid.queries < grid.keys and call.sources.may_be_cached
+        if is_cached and not continues:
+            self._on_left_out(call.site.path, UNKNOWN_SEQUENCES)
+        self._memories[call.site, call.index] = SiteMemory.without_positions(grid, call.keys, is_newest)
+        self._add_stream(call, real, History(grid.queries, None, None), continues)
+        left_out = OF_COMMON_POSITIONS | {"first"} | ({"received"} if continues else set())
+        context = CallContext(real_queries=real, left_out=left_out)
+        return ObservedCall(context, continues, lacks_positions=True, lacks_sequences=is_cached and not continues)
 
     def _add_stream(
         self, call: Call, real: Bool[Tensor, "batch queries"] | None, history: History, continues: bool
@@ -190,7 +208,7 @@ class CallContexts(threading.local):
         continuation = None
         if memory is not None:
             continuation = memory.continuation(grid.batch, min(memory.history.length, grid.keys), call.keys)
-        self._remember(call, History(grid.keys, None, None), 0, grid.keys)
+        self._memories[call.site, call.index] = SiteMemory.of(grid, call.keys, History(grid.keys, None, None))
         return ObservedCall(context, continuation is not None)
 
     def _read_cross(self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None) -> ObservedCall:
@@ -205,7 +223,7 @@ class CallContexts(threading.local):
         elif real is None and may_have_padded_queries(call, facts, streams):
             self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)
         tokens = None if of_keys is None else of_keys.history.token_ids
-        context = self._shared(
+        context = self._model_call.results.of(
             lambda: self._context_of_cross(call, received, facts, real, tokens),
             *("cross", real, facts, tokens, grid),
         )
@@ -322,34 +340,8 @@ class CallContexts(threading.local):
             return None
         return torch.isin(tokens, self._special.to(tokens.device))
 
-    def _remember(self, call: Call, history: History, dropped: int, filled: int) -> None:
-        """Store the sequences of a call, so that a later call that continues them is recognised."""
-        fingerprint = None if call.keys is None else fingerprint_of(call.keys, filled)
-        self._memories[call.site, call.index] = SiteMemory(history, dropped, call.grid.batch, fingerprint)
-
-    def _shared(self, compute: Callable[[], Result], *inputs: Any) -> Result:
-        """Return the result of `compute`, which is called once for the same `inputs` within a call of the model.
-        Tensors are the same if they are the same memory and have not been changed since.
-        """
-        key = tuple(map(_identity, inputs))
-        results = self._model_call.results
-        if key not in results:
-            results[key] = compute(), inputs
-        result: Result = results[key][0]
-        return result
-
 
 def _facts_of(call: Call, received: ReceivedMask) -> MaskFacts | None:
     """Return the facts about the mask that a call received, in which only padding counts as hidden from all rows."""
     facts = MaskFacts.of(received, call.grid.keys)
     return None if facts is None else without_unselected(facts, received, call.module_arguments, call.grid.batch)
-
-
-def _identity(value: Any) -> Hashable:
-    """Return a dictionary key that is equal for the same tensor, also as another view of the same memory, as long as
-    the tensor is not changed; for another object, its identity or, if it is a number, string or grid, its value.
-    """
-    if isinstance(value, Tensor):
-        version = 0 if value.is_inference() else value._version
-        return (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), version)
-    return value if isinstance(value, str | int | Grid) or value is None else id(value)

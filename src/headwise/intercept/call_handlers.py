@@ -203,7 +203,7 @@ def handlers_of_call(
         mask_source: the mask that the call received; by default it is unknown.
         origins: sources of the call's queries, keys and values; by default they are unknown.
         is_observed: False if its weights were observed in another call.
-        keys: the keys `(batch, kv_heads, keys, head_dim)`, if they are known.
+        keys: the keys `(batch, kv_heads, keys, head_dim)`, or features of the values, if they are known.
         appended_keys: number of keys at the end that stand for no token.
         is_aligned: True if the call itself states the positions of its queries and keys.
     """
@@ -248,8 +248,10 @@ def _input_sources(origins: CallOrigins | None) -> InputSources:
     if origins is None:
         return InputSources()
     lineage, tensors = call_stack.lineage, (origins.q, origins.k)
+    of_keys_only = 0 if origins.k is None else origins.k.sources & ~origins.q.sources
+    may_be_cached = bool(of_keys_only & (lineage.outside | lineage.given))
     of_queries, of_keys = (0 if each is None else lineage.content(each) & ~lineage.state for each in tensors)
-    return InputSources(of_queries, of_keys, origins.tokens)
+    return InputSources(of_queries, of_keys, may_be_cached, origins.tokens)
 
 
 def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[ModuleCall]:

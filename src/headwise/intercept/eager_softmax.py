@@ -4,7 +4,7 @@ The scores are followed to the softmax (`score_products`), the weights from ther
 (`softmax_weights`), and the product to the output projection (`output_tracking`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -35,6 +35,7 @@ from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.refusals import NOT_OVER_KEYS
 from headwise.intercept.score_products import compares_activations, tokens_of_scores
+from headwise.intercept.sequences import FINGERPRINT_WIDTH
 from headwise.intercept.softmax_weights import (
     Softmax,
     Weights,
@@ -156,6 +157,8 @@ class _Product(AttentionSource):
         module_calls: the running module calls, outermost first.
         origins: sources of the queries, keys and values.
         values: the values.
+        value_labels: labels of the axes of the values in the product.
+        labels: labels of the axes of its result, with that of the keys in place of the queries.
         is_observed: False if the same weights were observed in an earlier product.
         appended_keys: number of keys at the end that stand for no token.
         received: the mask of the call, once it was read.
@@ -171,6 +174,8 @@ class _Product(AttentionSource):
     module_calls: list[ModuleCall]
     origins: CallOrigins
     values: Tensor
+    value_labels: tuple[Label | None, ...]
+    labels: tuple[Label | None, ...]
     is_observed: bool
     appended_keys: int
     received: ReceivedMask | None = None
@@ -219,7 +224,10 @@ class _Product(AttentionSource):
             running = [each for each in softmax.module_calls if any(each is other for other in running)]
         is_observed = softmax.has_ended or not softmax.products
         axes = OutputAxes(value_axis, queries)
-        sources = origins, values, is_observed, call_stack.appended_keys
+        in_values = tuple(
+            labels[key_axes[0]] if axis in queries else label for axis, label in enumerate(contraction.result)
+        )
+        sources = origins, values, value_axes, in_values, is_observed, call_stack.appended_keys
         return _Product(call, tensor, weights, order, key_axes, axes, result.shape, running, *sources)
 
     def handlers(self, layout: HeadLayout) -> CallHandlers:
@@ -236,8 +244,29 @@ class _Product(AttentionSource):
             MaskSource(lambda: self._received(layout)),
             origins=self.origins,
             is_observed=self.is_observed,
+            keys=self._values_of_keys(layout),
             appended_keys=self.appended_keys,
         )
+
+    def _values_of_keys(self, layout: HeadLayout) -> Float[Tensor, "batch heads keys features"] | None:
+        """Return some features of the values, by which cached keys are recognised; None for several axes of keys or
+        queries.
+        """
+        if len(self.key_axes) > 1 or len(self.axes.queries) > 1 or layout.query_axes != self.axes.queries:
+            return None
+        if any(head.axis in layout.query_axes for head in layout.heads):
+            return None
+        in_order = [label for label in self.labels if label in self.value_labels]
+        others = [axis for axis, label in enumerate(self.value_labels) if label not in in_order]
+        order = [*others, *(self.value_labels.index(label) for label in in_order)]
+        values = self.values.detach().permute(order)[(0,) * len(others)]
+        for axis, label in enumerate(self.labels):
+            values = values if label in self.value_labels else values.unsqueeze(axis)
+        values = values.narrow(layout.value_axis, 0, min(values.shape[layout.value_axis], FINGERPRINT_WIDTH))
+        shape = list(self.shape)
+        for axis in (layout.value_axis, *layout.query_axes):
+            shape[axis] = values.shape[axis]
+        return replace(layout, shape=tuple(shape)).by_head(values.expand(shape))
 
     def _received(self, layout: HeadLayout) -> ReceivedMask:
         """Return the mask of the call. A query may attend to a key if neither its score nor its weight was hidden by

@@ -51,11 +51,13 @@ class InputSources(NamedTuple):
     Attributes:
         of_queries: sources of the queries.
         of_keys: sources of the keys.
+        may_be_cached: True if the keys depend on a tensor from outside of the model call, and the queries do not.
         tokens: tokens of the queries, keys and values; None if they are unknown.
     """
 
     of_queries: int = 0
     of_keys: int = 0
+    may_be_cached: bool = False
     tokens: ComparedTokens | None = None
 
 
@@ -80,7 +82,8 @@ class Call:
         mask_source: the mask that this attention call received; `mask` reads it.
         is_recomputation: True if a backward pass repeats the call (activation checkpointing). The interceptor's changes
             must then be those of the forward pass, and nothing may be counted or stored again.
-        keys: keys of the call; None if unknown.
+        keys: keys of the call, or some features of its values, by which later calls recognise cached keys; None if both
+            are unknown.
         appended_keys: number of keys at the end that stand for no token.
         is_aligned: True if the call itself states the positions of its queries and keys, as `headwise.attend` does.
         sources: inputs of the model on which the queries and the keys depend.

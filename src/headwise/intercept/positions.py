@@ -50,7 +50,9 @@ def own_key_of_first_query(
             first = first_by_mask
             if first != keys - queries and _is_appended(call, memory, keys - queries):
                 return None, None  # the mask is aligned with the first key, although it is not the first query's
-    continuation = None if memory is None else memory.continuation(batch, first, call.keys)
+    continuation = None
+    if memory is not None and not memory.starts_again(first, call.keys):
+        continuation = memory.continuation(batch, first, call.keys)
     is_established = (
         (first == 0 and (queries == keys or is_causal))
         or continuation is not None

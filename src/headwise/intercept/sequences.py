@@ -6,7 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.attention.masks.grid import Grid
 from headwise.shapes import Bool, Float, Int
+
+Keys = Float[Tensor, "batch kv_heads keys head_dim"]
+"""Keys of a call."""
 
 FINGERPRINT_WIDTH = 4
 """Number of features of each key that are compared with those of cached keys."""
@@ -86,16 +90,32 @@ class SiteMemory:
         dropped: number of tokens at their start whose keys were not among the keys of that call.
         batch: number of sequences.
         fingerprint: some features of each key of a token; None where the keys are unknown.
+        given: number of tokens whose keys were cached before the first observed call of these sequences.
+        is_newest: True at keys of the tokens of the remembered call itself; None if they are unknown.
     """
 
     history: History
     dropped: int
     batch: int
     fingerprint: Float[Tensor, "batch keys features"] | None
+    given: int = 0
+    is_newest: Bool[Tensor, "batch keys"] | None = None
 
-    def continuation(
-        self, batch: int, cached: int, keys: Float[Tensor, "batch kv_heads keys head_dim"] | None
-    ) -> Continuation | None:
+    @staticmethod
+    def of(grid: Grid, keys: Keys | None, history: History, dropped: int = 0, given: int = 0) -> "SiteMemory":
+        """Return the memory of a call whose last tokens of `history` are its queries."""
+        filled = history.length - dropped
+        fingerprint = None if keys is None else fingerprint_of(keys, filled)
+        is_newest = torch.arange(filled, device=grid.device) >= filled - grid.queries
+        return SiteMemory(history, dropped, grid.batch, fingerprint, given, is_newest.expand(grid.batch, -1))
+
+    @staticmethod
+    def without_positions(grid: Grid, keys: Keys | None, is_newest: Bool[Tensor, "batch keys"] | None) -> "SiteMemory":
+        """Return the memory of a call of which it is unknown where its tokens are among its keys."""
+        fingerprint = None if keys is None else fingerprint_of(keys, grid.keys)
+        return SiteMemory(History(grid.keys, None, None), 0, grid.batch, fingerprint, is_newest=is_newest)
+
+    def continuation(self, batch: int, cached: int, keys: Keys | None) -> Continuation | None:
         """Return the sequences that a call continues if its first `cached` keys are keys of the remembered call: from
         the first key on, or the last ones where a cache drops old keys. Return None if they are not.
 
@@ -113,7 +133,7 @@ class SiteMemory:
             return Continuation(self.history, self.dropped) if cached == before else None
         seen, remembered = fingerprint_of(keys, cached), self.fingerprint
         for start in dict.fromkeys((0, before - cached)):
-            if start < 0 or start + cached > before:
+            if start < 0 or start + cached > before or (self.is_newest is None and cached < before):
                 continue
             order = _order(seen, remembered[:, start : start + cached])
             if order is not None:
@@ -122,10 +142,46 @@ class SiteMemory:
                 return Continuation(history, self.dropped + start)
         return None
 
+    def starts_again(self, cached: int, keys: Keys | None) -> bool:
+        """Return True if the first `cached` keys of a call are those that were cached before the remembered sequences
+        began, such as learned keys: the call starts new sequences after them.
+        """
+        if keys is None or self.fingerprint is None or self.dropped or not cached == self.given > 0:
+            return False
+        seen, remembered = fingerprint_of(keys, cached), self.fingerprint[:, :cached]
+        return all(bool((each == remembered).flatten(1).all(1).any()) for each in seen)
 
-def fingerprint_of(
-    keys: Float[Tensor, "batch kv_heads keys head_dim"], count: int
-) -> Float[Tensor, "batch count features"]:
+    def new_keys(self, queries: int, keys: Keys | None) -> Bool[Tensor, "batch keys"] | None:
+        """Return True at the keys of a call with cached keys that the remembered call did not have, if the call
+        continues the remembered sequences, at whatever places the cached keys are; otherwise None. It continues them if
+        it has not more other keys than new `queries`, and some of the newest keys of the remembered call, or all keys
+        if it is unknown which these are.
+        """
+        if keys is None or self.fingerprint is None:
+            return None
+        if len(keys) != self.batch or queries >= keys.shape[2]:
+            return None
+        seen, remembered = _codes(fingerprint_of(keys, keys.shape[2])), _codes(self.fingerprint)
+        is_new = torch.stack([~torch.isin(own, before) for own, before in zip(seen, remembered, strict=True)])
+        is_new &= seen != 0  # an empty place of a preallocated cache
+        is_kept = torch.stack([torch.isin(before, own) for own, before in zip(seen, remembered, strict=True)])
+        continues = is_kept.all(1) if self.is_newest is None else (is_kept & self.is_newest).any(1)
+        if not bool((continues & (is_new.sum(1) <= queries)).all()):
+            return None
+        return is_new | ~is_new.any(1, keepdim=True)  # a new key may be equal to an old one
+
+
+def _codes(fingerprint: Float[Tensor, "batch keys features"]) -> Int[Tensor, "batch keys"]:
+    """Return a number for each key that is different for different fingerprints, except by chance."""
+    bits = fingerprint.float().contiguous().view(torch.int32).long()
+    return (bits * torch.tensor(_PRIMES[: bits.shape[-1]], device=bits.device)).sum(-1)
+
+
+_PRIMES = (1, 4294967291, 2147483647, 1000000007)
+"""Odd factors for the features of a fingerprint."""
+
+
+def fingerprint_of(keys: Keys, count: int) -> Float[Tensor, "batch count features"]:
     """Return a copy of some features of the first `count` keys of the first head."""
     return keys[:, 0, :count, :FINGERPRINT_WIDTH].detach().clone()
 

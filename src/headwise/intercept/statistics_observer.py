@@ -14,6 +14,7 @@ from headwise.intercept.interceptor import NO_EFFECT, Call, Interceptor, Observa
 from headwise.intercept.stated_padding import StatedPadding
 from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
 from headwise.shapes import Float
+from headwise.statistics.registry import STATISTICS
 from headwise.statistics.tally import Tally
 from headwise.statistics.weight_capture import CapturedWeights, WeightCapture
 
@@ -110,6 +111,10 @@ class StatisticsObserver(Interceptor):
         record, observed = self._heads.register(call), self._contexts.read(call)
         if observed.lacks_positions:  # a mean over the other calls of the site alone would be another statistic
             record.discard(*OF_COMMON_POSITIONS, "first")
+        if observed.lacks_positions and observed.continues:  # the same key may have another index in each call
+            record.discard("received")
+        if observed.lacks_sequences:
+            record.discard(*STATISTICS)
         # Further layers that one module computes have projections that it is not known for.
         value_dim = None if call.site.part else call.value_dim
         tally = Tally(self._written_norms.gram(path, grid.heads, value_dim), observed.first_token)
