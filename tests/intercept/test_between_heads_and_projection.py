@@ -85,3 +85,28 @@ def test_gates_before_other_functions_are_refused(between):
     with hw.watch(model) as heads:
         model(x)
     require_statistics(heads, [model[0].weights])
+
+
+REAL = torch.arange(7) < torch.tensor([7, 4])[:, None]
+SELECTED = {
+    "mask": lambda out: out[REAL],
+    "two indices": lambda out: out[torch.arange(2), torch.tensor([6, 3])],
+    "indices of a mask": lambda out: out[REAL.nonzero(as_tuple=True)],
+    "step": lambda out: out[:, ::2],
+    "other columns": lambda out: out.unflatten(-1, (5, 3)).flatten(2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")  # it sees other rows
+@pytest.mark.parametrize("selected", SELECTED)
+@torch.no_grad()
+def test_gates_act_before_tokens_are_selected(selected):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Attention(same, lambda module, out: SELECTED[selected](out))), torch.randn(2, 7, WIDTH)
+    with hw.watch(model) as heads:
+        model(x)
+    require_statistics(heads, [model[0].weights])
+    with hw.gate(model, {("0", 1): 0.5}):
+        gated = model(x)
+    model[0].out_proj.weight[:, 5:10] *= 0.5
+    torch.testing.assert_close(gated, model(x))

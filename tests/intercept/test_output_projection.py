@@ -269,3 +269,26 @@ def test_dropout_after_the_projection_does_not_count_in_training():
         model.eval()
         model(x)
         assert [row["written_norm"] for row in heads.rows()] == pytest.approx(written(model[0]), rel=1e-4)
+
+
+class Merge(nn.Module):
+    def forward(self, out):
+        return out.transpose(1, 2).flatten(2)
+
+
+class Renamed(nn.Module):
+    """Attention whose projection has two names, one of them in a sequence that also merges the heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.mixes = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Sequential(Merge(), self.mixes)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (3, 5)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+@torch.no_grad()
+def test_a_projection_with_two_names_is_left_out():
+    require_left_out(nn.Sequential(Renamed()).eval(), torch.randn(2, 7, WIDTH))

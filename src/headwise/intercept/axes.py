@@ -76,13 +76,27 @@ def axes_after(call: FunctionCall, axes: Axes, before: Tensor, result: Any) -> l
         return []
     results = result if isinstance(result, list | tuple) else [result]
     if call.function in VIEWS and not _selects_by_tensor(call):
-        views = call.as_function_of(before)(torch.empty(before.shape, device="meta"))
-        views = views if isinstance(views, list | tuple) else [views]
-        all_axes = [axes_of_view(axes, view) if view.numel() else None for view in views]
+        all_axes = [axes_of_view(axes, view) if view.numel() else None for view in _empty_views(call, before)]
     else:
         tensors = [each if isinstance(each, Tensor) and each.numel() else None for each in results]
         all_axes = [None if each is None else _aligned(axes, before, each) for each in tensors]
     return [(tensor, known) for tensor, known in zip(results, all_axes, strict=True) if known is not None]
+
+
+def has_unknown_axes(call: FunctionCall, axes: Axes, before: Tensor) -> bool:
+    """Return True if a call of one of `VIEWS` rearranges or selects elements of its argument `before` in a way that
+    factors of its `axes` cannot describe.
+    """
+    if not before.numel():
+        return False
+    views = () if _selects_by_tensor(call) else _empty_views(call, before)
+    return not views or any(view.numel() and axes_of_view(axes, view) is None for view in views)
+
+
+def _empty_views(call: FunctionCall, before: Tensor) -> list[Tensor]:
+    """Return the views that a call of a function returns for an empty tensor of the shape of its argument `before`."""
+    views = call.as_function_of(before)(torch.empty(before.shape, device="meta"))
+    return list(views) if isinstance(views, list | tuple) else [views]
 
 
 def moves_elements(call: FunctionCall) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from headwise.intercept.attention_output import AttentionOutput, OutputAxes
-from headwise.intercept.axes import OTHER, VIEWS, Axes, Factor, axes_of, moves_elements
+from headwise.intercept.axes import OTHER, VIEWS, Axes, Factor, axes_of, has_unknown_axes, moves_elements
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import PRODUCTS, is_parameter
 from headwise.intercept.function_call import FunctionCall
@@ -73,7 +73,7 @@ def before_function(call: FunctionCall) -> FunctionCall:
     more than rearrange an output, take note of how it uses the output, and return the call with the output as changed
     by the interceptors.
     """
-    if not call_stack.attention.outputs or call.function in REARRANGEMENTS:
+    if not call_stack.attention.outputs or (call.function in REARRANGEMENTS and not _loses_changes(call)):
         return call
     if call.function in CONCATENATIONS:
         _refuse_concatenated_heads(call)
@@ -91,6 +91,19 @@ def before_function(call: FunctionCall) -> FunctionCall:
                 _follow_changed(changed, tensor, followed)
                 call = call.replaced(tensor, changed)
     return call
+
+
+def _loses_changes(call: FunctionCall) -> bool:
+    """Return True if a call of a function that rearranges an attention output does so in a way that cannot be followed,
+    so that an interceptor must change the output before.
+    """
+    if call.function not in VIEWS:
+        return False
+    tensor = next(call.tensors(), None)
+    all_followed = () if tensor is None else call_stack.attention.outputs.get(tensor) or ()
+    return tensor is not None and any(
+        followed.output.may_change and has_unknown_axes(call, followed.axes, tensor) for followed in all_followed
+    )
 
 
 def refuse_multiplied(*tensors: Tensor) -> None:
@@ -139,11 +152,11 @@ def after_function(call: FunctionCall, result: Any) -> None:
 
 def _loses_values(followed: FollowedOutput, tensors: list[tuple[Tensor, Axes]]) -> bool:
     """Return True if one of the axes of a followed tensor contains values of heads, and none of those of the `tensors`
-    that a function computed from it.
+    that a function computed from it. If there are none, the function has selected tokens in a way that is not followed.
     """
     value = followed.output.axes.value
     kept = [axes for _, axes in tensors if any(factor.axis == value for factors in axes for factor in factors)]
-    return any(factor.axis == value for factors in followed.axes for factor in factors) and not kept
+    return any(factor.axis == value for factors in followed.axes for factor in factors) and bool(tensors) and not kept
 
 
 def _refuse_added(call: FunctionCall, arguments: list[tuple[Tensor, FollowedOutput]]) -> None:

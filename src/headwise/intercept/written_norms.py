@@ -66,7 +66,7 @@ class WrittenNorms:
 
     def __init__(self, model: nn.Module, leave_out: Callable[[str], None]) -> None:
         self._leave_out = leave_out
-        self._modules = dict(model.named_modules())
+        self._modules = dict(model.named_modules(remove_duplicate=False))  # one may be found by its other name
         self._projection_paths: dict[str, str | None] = {}
         self._grams: dict[str, tuple[Any, LinearMap, Tensor]] = {}
         self._head_outputs: dict[str, _HeadOutputs] = {}
