@@ -132,7 +132,8 @@ class CallContexts(threading.local):
 
     def _read_self(self, call: Call, received: ReceivedMask | None, facts: MaskFacts | None) -> ObservedCall:
         """Return the tokens, padding and positions of a call of self-attention."""
-        grid, memory = call.grid, self._memories.get((call.site, call.index))
+        grid = call.grid
+        memory = None if call.sources.has_new_keys else self._memories.get((call.site, call.index))
         if not grid.uses_default_positions:
             return self._read_with_positions(call, memory)
         first, continuation = own_key_of_first_query(call, received, facts, memory)

@@ -87,4 +87,6 @@ class ComparedTokens(NamedTuple):
         if not torch.equal(first, first_of_other) or not bool((first > 0).all()):
             return False
         queries = self.queries.numbers
-        return bool((queries > 0).all()) and not bool(torch.isin(queries, other.queries.numbers).any())
+        return bool((queries > 0).all()) and not bool(
+            torch.isin(queries.flatten(), other.queries.numbers.flatten()).any()
+        )

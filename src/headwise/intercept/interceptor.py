@@ -60,6 +60,11 @@ class InputSources(NamedTuple):
     may_be_cached: bool = False
     tokens: ComparedTokens | None = None
 
+    @property
+    def has_new_keys(self) -> bool:
+        """True if the running call of the model is known to have computed all keys, so that none is cached."""
+        return self.tokens is not None and bool((self.tokens.keys.numbers > 0).all())
+
 
 UNKNOWN_SOURCES = InputSources()
 """Sources of a call about which nothing is known."""

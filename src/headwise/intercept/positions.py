@@ -24,7 +24,7 @@ def own_key_of_first_query(
     call, or if a cache or a position that the model was called with has the same length.
 
     With as many keys as queries, it cannot be established if these are known to be other tokens, or the same in another
-    order.
+    order. If queries are known to be some of the tokens of the keys, it is established if no later key is visible.
 
     Args:
         call: the call.
@@ -41,6 +41,7 @@ def own_key_of_first_query(
     tokens = call.sources.tokens
     if queries == keys and not call.is_aligned and tokens is not None and tokens.differ:
         return None, None
+    own_key = None if tokens is None or queries == keys else tokens.own_key_of_first_query()
     first, is_causal = keys - queries, False
     if facts is not None:
         first_by_mask, is_causal = facts.own_key_of_first_row()
@@ -50,6 +51,9 @@ def own_key_of_first_query(
             first = first_by_mask
             if first != keys - queries and _is_appended(call, memory, keys - queries):
                 return None, None  # the mask is aligned with the first key, although it is not the first query's
+    if own_key is not None:  # the running call of the model computed all keys
+        is_last = own_key == first and (is_causal or first == keys - queries)
+        return (first, None) if is_last else (None, None)
     continuation = None
     if memory is not None and not memory.starts_again(first, call.keys):
         continuation = memory.continuation(batch, first, call.keys)

@@ -11,6 +11,7 @@ from headwise.intercept.call_contexts import OF_COMMON_POSITIONS, CallContexts
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import NO_EFFECT, Call, Interceptor, Observation
+from headwise.intercept.query_parts import QueryParts
 from headwise.intercept.stated_padding import StatedPadding
 from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
 from headwise.shapes import Float
@@ -67,11 +68,13 @@ class StatisticsObserver(Interceptor):
         self._written_norms = WrittenNorms(model, self._leave_out_written_norm)
         self._stated_padding = StatedPadding(padding, model)
         self._contexts = CallContexts(special, self._stated_padding, heads.on_left_out)
+        self._parts = QueryParts()
         self._lock = threading.Lock()
 
     def on_model_call(self) -> None:
         """Discard the cached call contexts (tokens and padding) of the previous call of the model in this thread."""
         self._contexts.on_model_call()
+        self._parts.on_model_call()
         self._written_norms.on_model_call()
 
     def on_module_call(self, path: str) -> None:
@@ -118,7 +121,8 @@ class StatisticsObserver(Interceptor):
         # Further layers that one module computes have projections that it is not known for.
         value_dim = None if call.site.part else call.value_dim
         tally = Tally(self._written_norms.gram(path, grid.heads, value_dim), observed.first_token)
-        source = threading.get_ident(), call.index
+        index, continues = self._parts.sequences_of(call, observed.continues)
+        source = threading.get_ident(), index
         is_compared = tally.gram is not None and self._written_norms.needs_outputs(path)
         head_outputs = _HeadOutputs(call) if is_compared else None
         captured = None if self._capture is None else CapturedWeights(self._capture, grid)
@@ -135,7 +139,7 @@ class StatisticsObserver(Interceptor):
 
         def on_end() -> None:
             with self._lock:
-                record.add(tally, source, observed.continues)
+                record.add(tally, source, continues)
                 if head_outputs is not None and head_outputs.out is not None:
                     self._written_norms.on_head_outputs(path, head_outputs.out, may_be_gated=may_be_gated)
                 if captured is not None:

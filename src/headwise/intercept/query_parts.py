@@ -1,0 +1,58 @@
+"""Attention calls of one module call that attend with parts of the same queries, whose rows belong together."""
+
+import threading
+from typing import NamedTuple
+
+import torch
+
+from headwise.intercept.compared_tokens import ComparedTokens
+from headwise.intercept.interceptor import Call, SiteKey
+
+
+class _Queries(NamedTuple):
+    """Queries of a call and of the later calls with other parts of them.
+
+    Attributes:
+        site: where in the model.
+        first_call: number of the first of these calls.
+        sizes: numbers of sequences and heads.
+        tokens: tokens of the first call, with the queries of all these calls.
+    """
+
+    site: SiteKey
+    first_call: int
+    sizes: tuple[int, int]
+    tokens: ComparedTokens
+
+
+class QueryParts(threading.local):
+    """Parts of the queries in the attention calls of one call of the model, in one thread. A model that computes
+    attention in parts to save memory calls it in a loop over the queries, with the same keys.
+    """
+
+    def __init__(self) -> None:
+        self._so_far: list[_Queries] = []
+
+    def on_model_call(self) -> None:
+        """Forget the calls of the previous call of the model."""
+        self._so_far = []
+
+    def sequences_of(self, call: Call, continues: bool) -> tuple[int, bool]:
+        """Return the number of the call at this site with whose sequences an attention call begins, and True if it
+        continues them: it has other queries of the same projection, and attends to the same keys.
+
+        Args:
+            call: the call.
+            continues: True if it continues an earlier call of the model.
+        """
+        tokens, sizes = call.sources.tokens, (call.grid.batch, call.grid.heads)
+        if tokens is None:
+            return call.index, continues
+        for place, whole in enumerate(self._so_far):
+            if (whole.site, whole.sizes) == (call.site, sizes) and tokens.is_other_part(whole.tokens):
+                of_both = torch.cat([whole.tokens.queries.numbers, tokens.queries.numbers], -1)
+                queries = tokens.queries._replace(numbers=of_both)
+                self._so_far[place] = whole._replace(tokens=whole.tokens._replace(queries=queries))
+                return whole.first_call, True
+        self._so_far.append(_Queries(call.site, call.index, sizes, tokens))
+        return call.index, continues

@@ -1,0 +1,155 @@
+"""Attention that a module computes in parts of its queries has the statistics of attention with all queries at once."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import headwise as hw
+
+OF_POSITIONS = {"distance", "self", "previous", "next", "first"}
+
+
+def softmax(q, k, v, visible=None):
+    scores = q @ k.mT / 5**0.5
+    return (scores if visible is None else scores.masked_fill(~visible, -torch.inf)).softmax(-1) @ v
+
+
+def einsum(q, k, v, visible=None):
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / 5**0.5
+    scores = scores if visible is None else scores + torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+    return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), v)
+
+
+ATTENTIONS = [F.scaled_dot_product_attention, softmax, einsum]
+
+
+class Attention(nn.Module):
+    """Attention with three heads, whose `core` calls `attend` as often as it likes."""
+
+    def __init__(self, core, attend):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(15, 15) for _ in range(4))
+        self.core, self.attend = core, attend
+
+    def forward(self, x, context=None):
+        context = x if context is None else context
+        sides = ((self.q, x), (self.k, context), (self.v, context))
+        out = self.core(self.attend, *(each(y).unflatten(-1, (3, 5)).transpose(1, 2) for each, y in sides))
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def watched(core, attend, *calls):
+    """Return the rows of `watch` after these calls, and the messages of its warnings."""
+    torch.manual_seed(0)
+    model = Attention(core, attend)
+    nn.init.normal_(model.k.weight)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        with hw.watch(model) as heads:
+            for arguments in calls:
+                model(*arguments)
+    return heads.rows(), " ".join(str(each.message) for each in caught)
+
+
+def assert_equal(rows, wanted, left_out=frozenset()):
+    """Compare the rows of two runs, the first of which does not have the statistics `left_out`."""
+    for row, other in zip(rows, wanted, strict=True):
+        assert row.keys() == other.keys() - left_out
+        assert row["kind"] == other["kind"]
+        for name in row.keys() - {"kind", "module"}:
+            assert row[name] == pytest.approx(other[name], rel=1e-5), name
+
+
+def causal(first, queries, keys):
+    return torch.arange(first, first + queries)[:, None] >= torch.arange(keys)
+
+
+def whole(attend, q, k, v):
+    return attend(q, k, v)
+
+
+def whole_causal(attend, q, k, v):
+    return attend(q, k, v, causal(0, q.shape[2], k.shape[2]))
+
+
+def in_parts(attend, q, k, v):
+    return torch.cat([attend(part, k, v) for part in q.split(3, 2)], 2)
+
+
+def in_parts_from_the_end(attend, q, k, v):
+    return torch.cat([attend(part, k, v) for part in q.split(3, 2)[::-1]][::-1], 2)
+
+
+def row_by_row(attend, q, k, v):
+    return torch.cat([attend(q[:, :, i : i + 1], k, v) for i in range(q.shape[2])], 2)
+
+
+def causal_parts(attend, q, k, v):
+    return torch.cat([attend(q[:, :, i : i + 3], k, v, causal(i, min(3, 7 - i), 7)) for i in (0, 3, 6)], 2)
+
+
+def causal_parts_of_visible_keys(attend, q, k, v):
+    stops = [(i, min(i + 3, 7)) for i in (0, 3, 6)]
+    parts = [attend(q[:, :, i:j], k[:, :, :j], v[:, :, :j], causal(i, j - i, j)) for i, j in stops]
+    return torch.cat(parts, 2)
+
+
+def causal_row_by_row(attend, q, k, v):
+    slices = [(slice(i, i + 1), slice(i + 1)) for i in range(q.shape[2])]
+    return torch.cat([attend(q[:, :, own], k[:, :, seen], v[:, :, seen]) for own, seen in slices], 2)
+
+
+X, Y = torch.randn(2, 7, 15), torch.randn(2, 7, 15)
+
+
+@pytest.mark.parametrize("attend", ATTENTIONS)
+@pytest.mark.parametrize("core", [in_parts, in_parts_from_the_end, row_by_row])
+def test_parts_of_the_queries_are_rows_of_the_same_sequences(core, attend):
+    rows, messages = watched(core, attend, (X,), (Y,))
+    wanted, _ = watched(whole, attend, (X,), (Y,))
+    assert "positions of queries among the keys could not be established" in messages
+    assert_equal(rows, wanted, OF_POSITIONS)
+
+
+@pytest.mark.parametrize("attend", ATTENTIONS)
+@pytest.mark.parametrize("core", [causal_parts, causal_parts_of_visible_keys, causal_row_by_row])
+def test_causal_parts_have_positions(core, attend):
+    rows, messages = watched(core, attend, (X,), (Y,), (X,))
+    wanted, _ = watched(whole_causal, attend, (X,), (Y,), (X,))
+    assert not messages
+    assert_equal(rows, wanted)
+
+
+@pytest.mark.parametrize("attend", ATTENTIONS)
+@pytest.mark.parametrize("core", [in_parts, row_by_row])
+def test_parts_of_cross_attention_are_rows_of_the_same_sequences(core, attend):
+    calls = (X, Y[:, :5]), (Y, X[:, :5])
+    rows, messages = watched(core, attend, *calls)
+    wanted, _ = watched(whole, attend, *calls)
+    assert {row["kind"] for row in rows} == {"cross"}
+    assert not messages
+    assert_equal(rows, wanted)
+
+
+def in_windows(attend, q, k, v):
+    windows = zip(*(each.split(4, 2) for each in (q, k, v)), strict=True)
+    return torch.cat([attend(*window) for window in windows], 2)
+
+
+def by_sequence(attend, q, k, v):
+    return torch.cat([attend(q[i : i + 1], k[i : i + 1], v[i : i + 1]) for i in range(len(q))])
+
+
+@pytest.mark.parametrize("attend", ATTENTIONS)
+def test_windows_and_sequences_in_a_loop_are_sequences_of_their_own(attend):
+    rows, _ = watched(in_windows, attend, (X,))
+    wanted = [watched(whole, attend, (x,))[0] for x in (X[:, :4], X[:, 4:])]
+    for row, *of_windows in zip(rows, *wanted, strict=True):
+        for name in ("entropy", "received", "output_norm"):
+            assert row[name] == pytest.approx(sum(each[name] for each in of_windows) / 2, rel=1e-5)
+    rows, _ = watched(by_sequence, attend, (X,))
+    wanted, _ = watched(whole, attend, (X,))
+    assert_equal(rows, wanted)
