@@ -155,6 +155,25 @@ def test_learned_queries_are_no_padding():
     require_statistics(rows, mean_statistics(weights), without=COMMON_POSITIONS)
 
 
+class Alone(nn.Module):
+    """Each token attends to itself alone, so that the mask does not show which tokens are padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x, attention_mask):
+        return self.attention(x, None, torch.eye(11).bool())
+
+
+def test_padding_that_no_query_could_see_is_named():
+    torch.manual_seed(12)
+    model, x = Alone(), torch.randn(2, 11, WIDTH)
+    real = torch.arange(11) < torch.tensor([[9], [7]])
+    with pytest.warns(UserWarning, match=f"{UNKNOWN_PADDING}.*: attention$"):
+        watched(model, x, real)
+
+
 class TwoStreams(nn.Module):
     """Two streams of equal length, each with padding of its own, and cross-attention from the second to the first."""
 

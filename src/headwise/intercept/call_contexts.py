@@ -18,8 +18,8 @@ from headwise.intercept.padding import (
     RealTokens,
     both,
     has_gap,
+    meanings_of_argument,
     none_if_all,
-    real_by_argument,
     real_by_causal_mask,
     real_by_mask,
     require_hidden,
@@ -274,10 +274,11 @@ class CallContexts(threading.local):
         argument = argument[:, -length:]
         if argument.shape[1] != length:
             return real._replace(is_known=real.queries is not None)
-        by_argument = argument.bool() if received is None else real_by_argument(argument, received, real, first)
-        if by_argument is None:
-            return real._replace(is_known=facts is None or not facts.selects_keys or not bool(facts.is_seen.all()))
-        own = none_if_all(by_argument[:, first:], grid.batch)
+        meanings = [argument.bool()] if received is None else meanings_of_argument(argument, received, real, first)
+        if len(meanings) != 1:
+            selects_keys = facts is not None and facts.selects_keys and bool(facts.is_seen.all())
+            return real._replace(is_known=not selects_keys and (not meanings or real.queries is not None))
+        own = none_if_all(meanings[0][:, first:], grid.batch)
         return RealTokens(both(real.queries, own), both(real.keys, own))
 
     def _history(

@@ -66,12 +66,13 @@ def real_by_causal_mask(facts: MaskFacts, queries: int, batch: int) -> Bool[Tens
     return (facts.sees_any & facts.is_seen[:, first : first + queries]).expand(batch, -1)
 
 
-def real_by_argument(
+def meanings_of_argument(
     argument: Tensor, received: ReceivedMask, real: RealTokens, first: int
-) -> Bool[Tensor, "batch length"] | None:
-    """Return True at tokens that are not padding by `argument`, a padding mask of the module around an attention call;
-    None if the argument contradicts the mask that the call received. It contradicts that mask if a query that is not
-    padding sees a key that is. True may stand for tokens or for padding: the meaning that does not contradict counts.
+) -> list[Bool[Tensor, "batch length"]]:
+    """Return True at tokens that are not padding by `argument`, a padding mask of the module around an attention call,
+    for each meaning of the argument that is consistent with the mask of the call. True may stand for tokens or for
+    padding. A meaning is consistent if no query that is not padding sees a key that is. Of two consistent meanings, one
+    counts only if it leaves queries in every sequence.
 
     Args:
         argument: the padding mask `(batch, length)` of the tokens of the first keys.
@@ -80,11 +81,16 @@ def real_by_argument(
         first: index of the key that belongs to the first query.
     """
     if _is_mask_of_scores(argument, received):
-        return None
+        return []
     is_true = argument > HIDING if argument.is_floating_point() and bool((argument < 0).any()) else argument != 0
     meanings = [meaning for meaning in (is_true, ~is_true) if bool(meaning.any(1).all())]
     consistent = [meaning for meaning in meanings if _is_consistent(meaning, received, real.queries, first)]
-    return consistent[0] if len(consistent) == 1 else None
+    if len(consistent) < 2:
+        return consistent
+    counted = (both(meaning[:, first:], real.queries) for meaning in consistent)
+    return [
+        meaning for meaning, rows in zip(consistent, counted, strict=True) if rows is not None and rows.any(1).all()
+    ]
 
 
 def _is_mask_of_scores(argument: Tensor, received: ReceivedMask) -> bool:
