@@ -125,6 +125,7 @@ SAME_ORDER = {
     "normalised": lambda q, k, v: (F.normalize(q, dim=-1), F.layer_norm(k, (5,)), v),
     "twice flipped": of_keys(lambda x: x.flip(2).flip(2)),
     "the last tokens": lambda q, k, v: (q[:, :, 2:], k[:, :, 2:], v[:, :, 2:]),
+    "an axis moved by einsum": of_keys(lambda x: torch.einsum("bhnd->bnhd", x).transpose(1, 2)),
     "a copy": of_keys(lambda x: torch.empty_like(x).copy_(x)),
 }
 

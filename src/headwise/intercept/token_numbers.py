@@ -167,9 +167,10 @@ def _axis_of_features(call: FunctionCall, result: Any) -> int | None:
         return result.ndim - tensors[1].ndim + 1
     if call.function is F.linear:
         return result.ndim - 1
-    weight = tensors[2 if call.function in ADDED_PRODUCTS else 1]
-    is_map = call.function is not torch.einsum and weight.ndim == 2 and is_parameter(weight)
-    return result.ndim - 1 if is_map else None
+    factors = tensors[call.function in ADDED_PRODUCTS :]
+    if call.function is torch.einsum or len(factors) < 2:
+        return None
+    return result.ndim - 1 if factors[1].ndim == 2 and is_parameter(factors[1]) else None
 
 
 def _of_equal_parts(args: tuple[Any, ...], result: Any) -> list[Tensor]:
