@@ -95,7 +95,7 @@ class TokenNumbers:
         numbered, labels = self._numbered.get(operand), contraction.labels_of(operand)
         if numbered is None:
             return None
-        shared = [each for each in contraction.result if each in contraction.shared_by_all]
+        shared = [each for each in contraction.result if each in contraction.shared_by_all and each != label]
         order = [labels.index(each) for each in (*shared, label)]
         others = [axis for axis in range(len(labels)) if axis not in order]
         numbers = numbered.numbers.permute(*others, *order)[(0,) * len(others)]
