@@ -93,7 +93,7 @@ class TokenNumbers:
         that all factors share. Return None if they are unknown.
         """
         numbered, labels = self._numbered.get(operand), contraction.labels_of(operand)
-        if numbered is None:
+        if numbered is None or not numbered.numbers.numel():
             return None
         shared = [each for each in contraction.result if each in contraction.shared_by_all and each != label]
         order = [labels.index(each) for each in (*shared, label)]
