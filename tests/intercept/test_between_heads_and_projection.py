@@ -82,6 +82,10 @@ def test_gates_before_other_functions_are_refused(between):
     match = "a function that is not linear, such as a norm or a sum with another tensor, is between them .*: 0"
     with pytest.raises(hw.InputError, match=match), hw.gate(model, {("0", 1): 0.5}):
         model(x)
+    if between == "sum in place":
+        with pytest.raises(hw.InputError, match="in place before the output projection"), hw.watch(model):
+            model(x)
+        return
     with hw.watch(model) as heads:
         model(x)
     require_statistics(heads, [model[0].weights])

@@ -6,74 +6,25 @@ linear map, or another use--> the layout is established: interceptors receive th
 end of the module         --> the weights are passed to the observers
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
 from headwise.errors import InputError
+from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import Factor
 from headwise.intercept.call_handlers import CallHandlers
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.head_layout import HeadLayout
+from headwise.intercept.in_place_changes import TensorVersions
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins
-from headwise.intercept.refusals import HEADS_CONTRADICT, HEADS_UNKNOWN
-from headwise.shapes import Float
+from headwise.intercept.refusals import CHANGED_IN_PLACE, HEADS_CONTRADICT, HEADS_UNKNOWN
 
 HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead", "num_heads_per_partition")
 """Names under which modules store their number of heads."""
-
-
-class OutputAxes(NamedTuple):
-    """Roles of axes of an attention output, as the model computes it.
-
-    Attributes:
-        value: the axis of the values.
-        queries: the axes of the queries; heads may be merged with them.
-    """
-
-    value: int
-    queries: tuple[int, ...]
-
-
-class AttentionSource(ABC):
-    """One attention call of a model before it is known which axis is the heads: what its output was computed from.
-
-    Attributes:
-        has_usual_axes: True if the function that computes the output defines its axes as `(batch, heads, queries,
-            value_dim)`, if there are four.
-        values: the values, as the model passed them.
-    """
-
-    has_usual_axes = False
-    values: Tensor
-
-    @property
-    @abstractmethod
-    def weight_axes(self) -> Sequence[int | None]:
-        """Axis of the weights that each axis of the output is, without that of the values; None if it is none."""
-
-    @property
-    @abstractmethod
-    def weights_id(self) -> object:
-        """Object that is the same for all products of the same weights."""
-
-    @abstractmethod
-    def handlers(self, layout: HeadLayout) -> CallHandlers:
-        """Report the call to the interceptors of the model, and return their functions."""
-
-    @abstractmethod
-    def observe(
-        self, handlers: CallHandlers, layout: HeadLayout, out: Float[Tensor, "batch heads queries value_dim"]
-    ) -> None:
-        """Pass the attention weights, and the output `out` that the model computed, to the observers."""
-
-    @abstractmethod
-    def uniform_output(self, layout: HeadLayout) -> Float[Tensor, "batch heads queries value_dim"]:
-        """Return the output of each head under uniform attention to the visible keys."""
 
 
 class AttentionOutput:
@@ -124,6 +75,7 @@ class AttentionOutput:
         self._tensor: Tensor | None = tensor
         self._layout: HeadLayout | None = None
         self._stated = None if source is None else self._stated_layout(source)
+        self._versions = None if source is None else TensorVersions([tensor, *source.tensors])
         self._handlers: CallHandlers | None = None
         self._changed: Tensor | None = None
 
@@ -231,7 +183,10 @@ class AttentionOutput:
                 self.refuse(HEADS_UNKNOWN)
             else:
                 return False
-        self.is_reported = True
+        is_open = self.refusal is None and self._changed is None
+        if is_open and self._versions is not None and self._versions.have_changed():
+            self.refuse(CHANGED_IN_PLACE)
+        self.is_reported, self._versions = True, None
         if self.refusal is not None:
             report_unreadable(self.module_calls, self.refusal)
         elif self._layout is not None and self._source is not None and self._tensor is not None:

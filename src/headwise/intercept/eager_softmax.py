@@ -15,13 +15,8 @@ from torch import Tensor, nn
 from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.grid import Grid
 from headwise.intercept.additive_masks import with_infinite
-from headwise.intercept.attention_output import (
-    AttentionOutput,
-    AttentionSource,
-    OutputAxes,
-    innermost_calls,
-    report_unreadable,
-)
+from headwise.intercept.attention_output import AttentionOutput, innermost_calls, report_unreadable
+from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import axes_of
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
 from headwise.intercept.call_stack import call_stack
@@ -184,6 +179,12 @@ class _Product(AttentionSource):
     def weight_axes(self) -> list[int | None]:
         """Axis of the weights that each axis of the output is, without that of the values."""
         return self.order
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Weights and values."""
+        undropped = self.weights.undropped
+        return [self.tensor, self.values, *([] if undropped is None else [undropped])]
 
     @property
     def weights_id(self) -> object:

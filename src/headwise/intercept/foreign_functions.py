@@ -31,7 +31,11 @@ class InterceptedFunction:
         self._intercept, self.previous = intercept, previous
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the intercepting function with the other function as its first argument."""
+        """Call the intercepting function with the other function as its first argument. A compiler that reads the call
+        reads the other function alone.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return self.previous(*args, **kwargs)
         return self._intercept(self.previous, *args, **kwargs)
 
 

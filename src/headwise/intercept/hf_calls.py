@@ -25,7 +25,7 @@ from headwise.intercept.additive_masks import (
     is_uniform_where_hidden,
     with_infinite,
 )
-from headwise.intercept.attention_output import OutputAxes
+from headwise.intercept.attention_source import OutputAxes
 from headwise.intercept.call_handlers import handlers_of_call
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_answer import is_attention

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from headwise.intercept.attention_output import AttentionOutput, OutputAxes
+from headwise.intercept.attention_output import AttentionOutput
+from headwise.intercept.attention_source import OutputAxes
 from headwise.intercept.axes import OTHER, VIEWS, Axes, Factor, axes_of, has_unknown_axes, moves_elements
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import PRODUCTS, is_parameter

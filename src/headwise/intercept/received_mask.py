@@ -30,7 +30,7 @@ class ReceivedMask(NamedTuple):
     @staticmethod
     def of_problem(problem: Problem) -> "ReceivedMask":
         """Return the mask of an attention problem. It hides keys by the problem's mask, and by a bias of -inf."""
-        mask, bias = problem.mask, problem.bias
+        mask, bias = problem.mask, None if problem.bias is None else problem.bias.detach()
         if bias is not None and bool(bias.amin() == -torch.inf):
             visible = Dense(bias != -torch.inf)
             mask = visible if mask is None else mask & visible

@@ -36,3 +36,9 @@ ADDED = (
     "projection, as in differential attention, so that no head has weights of its own"
 )
 """Reason for outputs of several attention maps that share columns of the output projection."""
+
+CHANGED_IN_PLACE = (
+    "attention of these modules is left out, since the model changed its queries, keys, values, weights or output in "
+    "place before the output projection"
+)
+"""Reason for attention whose tensors no longer have the numbers with which the model computed it."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 
 from headwise.attention.autocast import autocast_dtype
 from headwise.attention.masks.base import Mask
@@ -15,7 +16,8 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem, mask_and_bias
 from headwise.attention.uniform_attention import uniform_output
 from headwise.intercept.additive_masks import fill_hidden_rows_as_torch, with_infinite
-from headwise.intercept.attention_output import AttentionOutput, AttentionSource, OutputAxes
+from headwise.intercept.attention_output import AttentionOutput
+from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.call_handlers import CallHandlers, handlers_of_call
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_answer import is_attention
@@ -42,6 +44,8 @@ def intercepted_sdpa(
     origins = call_stack.origins_of(query, key, value)
     refuse_multiplied(query, key, value)
     options = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+    if isinstance(options.get("attn_mask"), CausalBias):  # torch computes it only under the name of its own function
+        options["attn_mask"] = options["attn_mask"]._materialize(query.device)
     call = before_function(FunctionCall(previous, (query, key, value), options))
     query, key, value = call.args
     with call_stack.paused():
@@ -97,6 +101,12 @@ class _SDPACall(AttentionSource):
     def weight_axes(self) -> list[int | None]:
         """The axes of the output, without that of the values: the weights have the same order."""
         return list(range(len(self.shape) - 1))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Queries, keys and values, and the mask if there is one."""
+        mask = self.options.get("attn_mask")
+        return [self.query, self.key, self.value, *([] if mask is None else [mask])]
 
     @property
     def weights_id(self) -> object:
@@ -159,8 +169,11 @@ class _SDPACall(AttentionSource):
     def _mask(self, layout: HeadLayout) -> Tensor | None:
         """Return the mask with axes of sequences, heads, queries and keys; None without one."""
         mask: Tensor | None = self.options.get("attn_mask")
-        if mask is None or prod(mask.shape[:-2]) == 1:
-            return None if mask is None else mask.reshape(1, 1, *mask.shape[-2:])
+        if mask is None:
+            return None
+        mask = mask.detach()
+        if prod(mask.shape[:-2]) == 1:
+            return mask.reshape(1, 1, *mask.shape[-2:])
         if layout.is_usual:
             return mask[(None,) * (4 - mask.ndim)]
         return layout.by_head(mask.expand(*self.shape[:-1], self.key.shape[-2]))

@@ -1,0 +1,21 @@
+"""Changes of tensors in place, between an attention call and the reading of its tensors."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+
+class TensorVersions:
+    """Versions of tensors at one moment. Torch counts the changes of a tensor in place as versions, except in inference
+    mode.
+
+    Args:
+        tensors: the tensors.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+    def have_changed(self) -> bool:
+        """Return True if one of the tensors was changed in place since that moment."""
+        return any(tensor._version != version for tensor, version in self._versions)

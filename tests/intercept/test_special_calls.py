@@ -1,0 +1,158 @@
+"""Unusual calls of SDPA, changes in place, and unusual modules: the output of the model stays, and the rest is right or
+named.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.utils.checkpoint import checkpoint
+
+import headwise as hw
+
+WIDTH, HEADS, LENGTH = 15, 3, 7
+X = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def merged(out):
+    return out.transpose(1, 2).flatten(2)
+
+
+class Attention(nn.Module):
+    """Attention whose output is that of a function of queries, keys and values."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(1)
+        self.function = function
+        self.qkv, self.out_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.double()
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out_proj(merged(self.function(q, k, v)))
+
+
+def rows_of(model):
+    with torch.no_grad(), hw.watch(model) as heads:
+        model(X)
+    return heads.rows()
+
+
+# -- masks that are objects of torch ----------------------------------------------------------------------------------
+
+
+def test_a_causal_mask_of_torch_is_causal():
+    causal = Attention(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    model = Attention(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, causal_upper_left(LENGTH, LENGTH)))
+    with torch.no_grad(), hw.watch(model):
+        watched = model(X)
+    torch.testing.assert_close(watched, causal(X), rtol=1e-12, atol=1e-12)
+    for row, expected in zip(rows_of(model), rows_of(causal), strict=True):
+        assert {name: value for name, value in row.items() if isinstance(value, float)} == pytest.approx(
+            {name: value for name, value in expected.items() if isinstance(value, float)}, rel=1e-12
+        )
+
+
+def test_a_causal_mask_aligned_with_the_last_key_keeps_the_output():
+    def function(q, k, v):
+        return F.scaled_dot_product_attention(q[:, :, 4:], k, v, attn_mask=causal_lower_right(3, LENGTH))
+
+    model = Attention(function)
+    expected = model(X)
+    with torch.no_grad(), pytest.warns(UserWarning, match="positions of queries"), hw.watch(model) as heads:
+        torch.testing.assert_close(model(X), expected, rtol=1e-12, atol=1e-12)
+    q, k, _ = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in model.qkv(X).chunk(3, -1))
+    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[4:]
+    weights = (q[:, :, 4:] @ k.mT / (WIDTH // HEADS) ** 0.5).masked_fill(~visible, -torch.inf).softmax(-1)
+    entropy = torch.special.entr(weights).sum(-1).mean((0, 2))
+    assert [row["entropy"] for row in heads.rows()] == pytest.approx(entropy.tolist(), rel=1e-9)
+
+
+def test_a_mask_with_gradients_under_checkpointing():
+    bias = nn.Parameter(torch.randn(1, HEADS, LENGTH, LENGTH, dtype=torch.float64))
+    attention = Attention(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, x):
+            return checkpoint(self.attention, x, use_reentrant=False)
+
+    model, gradients = Checkpointed(), []
+    model(X.clone().requires_grad_()).sum().backward()
+    gradients.append(bias.grad.clone())
+    bias.grad = None
+    with hw.watch(model):
+        model(X.clone().requires_grad_()).sum().backward()
+    torch.testing.assert_close(bias.grad, gradients[0], rtol=1e-12, atol=1e-12)
+
+
+# -- changes in place -------------------------------------------------------------------------------------------------
+
+
+def zeroed_weights(q, k, v):
+    weights = (q @ k.mT).softmax(-1)
+    out = weights @ v
+    weights.zero_()
+    return out
+
+
+def zeroed_queries(q, k, v):
+    out = F.scaled_dot_product_attention(q, k, v)
+    q.zero_()
+    return out
+
+
+def halved_output(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v).mul_(0.5)
+
+
+@pytest.mark.parametrize("function", [zeroed_weights, zeroed_queries, halved_output])
+def test_tensors_that_are_changed_before_they_are_read_are_named(function):
+    model = nn.ModuleDict({"good": Attention(F.scaled_dot_product_attention), "bad": Attention(function)})
+    model.forward = lambda x: model["bad"](model["good"](x))
+    warning = pytest.warns(UserWarning, match="in place before the output projection: bad")
+    with torch.no_grad(), warning, hw.watch(model) as heads:
+        model(X)
+    assert {row["module"] for row in heads.rows()} == {"good"}
+
+
+# -- modules with two names, and compilers ----------------------------------------------------------------------------
+
+
+class Merge(nn.Module):
+    def forward(self, out):
+        return merged(out)
+
+
+class TwoNames(Attention):
+    """Attention whose output projection is `last` and `out.1`."""
+
+    def __init__(self):
+        super().__init__(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)
+        self.last = self.out_proj
+        del self.out_proj
+        self.out = nn.Sequential(Merge(), self.last)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(self.function(q, k, v))
+
+
+def test_a_projection_with_two_names():
+    with pytest.warns(UserWarning, match="written_norm is left out: TwoNames"):
+        assert len(rows_of(TwoNames())) == HEADS
+
+
+def test_a_function_that_is_compiled_under_watch_is_named():
+    def compiled(q, k, v):
+        return torch.compile(F.scaled_dot_product_attention, backend="aot_eager")(q, k, v)
+
+    model = nn.Sequential(Attention(compiled), Attention(compiled))
+    error = pytest.raises(hw.InputError, match="expected attention in a way that can be seen, got none in 0, 1")
+    with torch.no_grad(), error, hw.watch(model):
+        model(X)
