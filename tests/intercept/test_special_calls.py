@@ -61,13 +61,16 @@ def test_a_causal_mask_aligned_with_the_last_key_keeps_the_output():
 
     model = Attention(function)
     expected = model(X)
-    with torch.no_grad(), pytest.warns(UserWarning, match="positions of queries"), hw.watch(model) as heads:
+    with torch.no_grad(), hw.watch(model) as heads:
         torch.testing.assert_close(model(X), expected, rtol=1e-12, atol=1e-12)
     q, k, _ = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in model.qkv(X).chunk(3, -1))
     visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[4:]
     weights = (q[:, :, 4:] @ k.mT / (WIDTH // HEADS) ** 0.5).masked_fill(~visible, -torch.inf).softmax(-1)
     entropy = torch.special.entr(weights).sum(-1).mean((0, 2))
+    distances = (torch.arange(4, LENGTH)[:, None] - torch.arange(LENGTH)).abs()
+    distance = (weights * distances).sum(-1).mean((0, 2))
     assert [row["entropy"] for row in heads.rows()] == pytest.approx(entropy.tolist(), rel=1e-9)
+    assert [row["distance"] for row in heads.rows()] == pytest.approx(distance.tolist(), rel=1e-9)
 
 
 def test_a_mask_with_gradients_under_checkpointing():
@@ -155,4 +158,25 @@ def test_a_function_that_is_compiled_under_watch_is_named():
     model = nn.Sequential(Attention(compiled), Attention(compiled))
     error = pytest.raises(hw.InputError, match="expected attention in a way that can be seen, got none in 0, 1")
     with torch.no_grad(), error, hw.watch(model):
+        model(X)
+
+
+# -- gates of outputs that are used in ways that are not seen ---------------------------------------------------------
+
+
+class VmappedProjection(Attention):
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return torch.vmap(self.out_proj)(merged(self.function(q, k, v)))
+
+
+def softmax_attention(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("function", [F.scaled_dot_product_attention, softmax_attention], ids=["sdpa", "softmax"])
+def test_a_gate_that_has_no_effect_is_an_error(function):
+    model = nn.Sequential(VmappedProjection(function))
+    error = pytest.raises(hw.InputError, match="outputs of the heads of these modules cannot be changed, .* seen")
+    with torch.no_grad(), error, hw.gate(model, {("0", 1): 0.0}):
         model(X)

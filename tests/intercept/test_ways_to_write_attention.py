@@ -105,7 +105,7 @@ def test_softmax_and_product_are_found_however_they_are_written(way):
     require_right(Attention(way).eval())
 
 
-@pytest.mark.filterwarnings("ignore:the output projection was not seen")  # it is no module
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")  # it is a function
 @torch.no_grad()
 @pytest.mark.parametrize("projection", ["einsum", "convolution", "addmm", "matmul"])
 def test_any_linear_map_is_an_output_projection(projection):

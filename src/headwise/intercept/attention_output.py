@@ -78,6 +78,7 @@ class AttentionOutput:
         self._versions = None if source is None else TensorVersions([tensor, *source.tensors])
         self._handlers: CallHandlers | None = None
         self._changed: Tensor | None = None
+        self._key = object()
 
     def establish(self, layout: HeadLayout, *, may_hide_heads: bool = False) -> None:
         """Set the layout of the heads, as the model shows it by a linear map of their outputs.
@@ -161,6 +162,7 @@ class AttentionOutput:
             if self.may_change:
                 out = handlers.changed(layout.by_head(tensor), lambda: source.uniform_output(layout))
                 self._changed = layout.from_heads(out)
+                call_stack.attention.unchanged.pop(self._key, None)
         return self._changed
 
     def finish(self, *, is_last: bool = False) -> bool:
@@ -195,6 +197,8 @@ class AttentionOutput:
             self.may_change = bool(handlers.changes)
         if not self.may_change:
             self._source = self._tensor = None
+        elif self._changed is None and self.refusal is None:
+            call_stack.attention.unchanged[self._key] = self.module_calls
         return True
 
     def refuse(self, reason: str) -> None:

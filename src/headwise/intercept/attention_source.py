@@ -1,4 +1,4 @@
-"""What the output of an attention call is computed from, before it is known which axis is the heads."""
+"""Objects from which the output of an attention call is computed, before it is known which axis is the heads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -14,6 +14,8 @@ class FollowedAttention:
         softmaxes: softmaxes whose innermost module still runs (`eager_softmax`).
         outputs: attention outputs, and what was computed from them (`output_tracking`).
         pending: attention outputs whose calls were not reported to the interceptors yet (`output_tracking`).
+        unchanged: module calls of reported attention whose output an interceptor changes at its first use, until then;
+            the key is an object of each output (`attention_output`).
     """
 
     def __init__(self) -> None:
@@ -22,3 +24,4 @@ class FollowedAttention:
         self.softmaxes: list[Any] = []
         self.outputs: TensorMap[Any] = TensorMap()
         self.pending: list[Any] = []
+        self.unchanged: dict[object, list[Any]] = {}

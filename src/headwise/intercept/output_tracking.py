@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from headwise.intercept.attention_output import AttentionOutput
+from headwise.intercept.attention_output import AttentionOutput, report_unreadable
 from headwise.intercept.attention_source import OutputAxes
 from headwise.intercept.axes import OTHER, VIEWS, Axes, Factor, axes_of, has_unknown_axes, moves_elements
 from headwise.intercept.call_stack import call_stack
@@ -31,6 +31,7 @@ from headwise.intercept.refusals import (
     HEADS_SEPARATE,
     HEADS_UNKNOWN,
     MULTIPLIED,
+    NEVER_CHANGED,
     NOT_LINEAR,
     NOT_OVER_KEYS,
 )
@@ -211,16 +212,20 @@ def on_module_end(result: Any) -> Any:
     """Report the attention calls of ended modules to the interceptors. Return the `result` of the module that has just
     ended, with the attention outputs in it as changed by the interceptors; None if there are no changes.
     """
-    if not call_stack.attention.pending and not call_stack.attention.outputs:
+    attention, is_last = call_stack.attention, not call_stack.module_calls
+    if not attention.pending and not attention.outputs and not attention.unchanged:
         return None
-    is_last = not call_stack.module_calls
     changed = with_changes(result, is_last=is_last)
     running = {id(module_call) for module_call in call_stack.module_calls}
-    call_stack.attention.pending = [
+    attention.pending = [
         output
-        for output in call_stack.attention.pending
+        for output in attention.pending
         if id(output.module_calls[-1]) in running or not output.finish(is_last=is_last)
     ]
+    if is_last:
+        for module_calls in attention.unchanged.values():
+            report_unreadable(module_calls, NEVER_CHANGED)
+        attention.unchanged.clear()
     return changed
 
 

@@ -37,6 +37,12 @@ ADDED = (
 )
 """Reason for outputs of several attention maps that share columns of the output projection."""
 
+NEVER_CHANGED = (
+    "outputs of the heads of these modules cannot be changed, since the model used them in a way that is not seen, as "
+    "in torch.vmap or a scripted function"
+)
+"""Reason for heads whose outputs reached the end of the model without the change of an interceptor."""
+
 CHANGED_IN_PLACE = (
     "attention of these modules is left out, since the model changed its queries, keys, values, weights or output in "
     "place before the output projection"
