@@ -248,7 +248,7 @@ def test_models_without_a_needed_part_are_refused():
         logit_attribution(nn.Linear(2, 2), CLEAN, answer=7)
     model = Bare()
     with pytest.raises(
-        hw.InputError, match="^model: expected an output projection of the heads of , got none; ablate or patch heads"
+        hw.InputError, match="^model: expected heads that can be gated, got outputs of the heads .* not linear"
     ):
         logit_attribution(model, CLEAN, answer=7)
     model.attends = False
