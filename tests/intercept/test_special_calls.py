@@ -180,3 +180,28 @@ def test_a_gate_that_has_no_effect_is_an_error(function):
     error = pytest.raises(hw.InputError, match="outputs of the heads of these modules cannot be changed, .* seen")
     with torch.no_grad(), error, hw.gate(model, {("0", 1): 0.0}):
         model(X)
+
+
+# -- products of parts of the weights ---------------------------------------------------------------------------------
+
+
+def by_keys(weights, v):
+    return weights[..., :3] @ v[:, :, :3] + weights[..., 3:] @ v[:, :, 3:]
+
+
+def by_queries(weights, v):
+    return torch.cat([weights[:, :, :3] @ v, weights[:, :, 3:] @ v], 2)
+
+
+def by_sequences(weights, v):
+    return torch.stack([weights[index] @ v[index] for index in range(len(weights))])
+
+
+@pytest.mark.parametrize("product", [by_keys, by_queries, by_sequences])
+def test_weights_that_are_multiplied_in_parts_are_named(product):
+    model = nn.Sequential(Attention(lambda q, k, v: product((q @ k.mT).softmax(-1), v)))
+    error = pytest.raises(hw.InputError, match="attention of these modules is left out, since")
+    with torch.no_grad(), error, hw.watch(model):
+        model(X)
+    with torch.no_grad(), pytest.raises(hw.InputError), hw.gate(model, {("0", 1): 0.0}):
+        model(X)

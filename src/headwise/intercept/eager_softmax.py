@@ -28,7 +28,7 @@ from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
-from headwise.intercept.refusals import NOT_OVER_KEYS
+from headwise.intercept.refusals import NOT_OVER_KEYS, WEIGHTS_IN_PARTS
 from headwise.intercept.score_products import compares_activations, tokens_of_scores
 from headwise.intercept.sequences import FINGERPRINT_WIDTH
 from headwise.intercept.softmax_weights import (
@@ -108,6 +108,7 @@ def on_module_end(module_call: ModuleCall) -> None:
     for softmax in [each for each in call_stack.attention.softmaxes if each.module_calls[-1] is module_call]:
         call_stack.attention.softmaxes.remove(softmax)
         softmax.has_ended = True
+        softmax.products_of.clear()
         if not softmax.products and (softmax.is_used or module_call.is_attention):
             report_unreadable(softmax.module_calls, NOT_SEEN)
 
@@ -133,7 +134,18 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
     if not average_keys(weights, tensor, product.key_axes[-1]):
         report_unreadable(softmax.module_calls, NOT_AVERAGES)
         return result
-    return hold(AttentionOutput(product, result, product.axes, product.module_calls, product.origins), result)
+    output = AttentionOutput(product, result, product.axes, product.module_calls, product.origins)
+    softmax.products_of.append((tensor, output))
+    if len(softmax.products_of) > 1 and any(_are_parts(tensor, other) for other, _ in softmax.products_of):
+        for _, each in softmax.products_of:
+            each.refuse(WEIGHTS_IN_PARTS)
+    return hold(output, result)
+
+
+def _are_parts(weights: Tensor, others: Tensor) -> bool:
+    """Return True if two tensors contain different weights of one softmax, such as those of different queries."""
+    are_views_of_one = weights.untyped_storage().data_ptr() == others.untyped_storage().data_ptr()
+    return weights.numel() != others.numel() or (are_views_of_one and weights.data_ptr() != others.data_ptr())
 
 
 @dataclass(eq=False)

@@ -37,6 +37,12 @@ ADDED = (
 )
 """Reason for outputs of several attention maps that share columns of the output projection."""
 
+WEIGHTS_IN_PARTS = (
+    "attention of these modules is left out, since they multiply parts of the weights of one softmax with values one "
+    "after the other"
+)
+"""Reason for a softmax whose rows or keys have products of their own."""
+
 NEVER_CHANGED = (
     "outputs of the heads of these modules cannot be changed, since the model used them in a way that is not seen, as "
     "in torch.vmap or a scripted function"

@@ -1,7 +1,7 @@
 """Attention weights that a model computes by softmax, followed from the softmax to their product with the values."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class Softmax:
         compares_activations: True if the scores are known to come from a product of two activations.
         tokens: tokens of the queries and keys; None if they are unknown.
         products: number of products of its weights with values.
+        products_of: the weights and the output of each product, until the innermost module has ended.
         is_used: True if a function used the weights in a way that is not followed.
         has_ended: True when the innermost module that computed it has ended.
     """
@@ -71,6 +72,7 @@ class Softmax:
     compares_activations: bool
     tokens: ComparedTokens | None = None
     products: int = 0
+    products_of: list[tuple[Tensor, Any]] = field(default_factory=list)
     is_used: bool = False
     has_ended: bool = False
 
