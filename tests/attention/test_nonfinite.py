@@ -123,6 +123,7 @@ def test_gradients_of_returned_weights_do_not_read_hidden_keys(mask, backend):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.filterwarnings("ignore:a mask shows padding")  # it is of the context alone
 def test_observed_attention_ignores_hidden_keys_and_values(bad):
     layer = hw.MultiHeadAttention(24, 3).eval()
     x, context, mask = torch.randn(2, 5, 24), torch.randn(2, 13, 24), hw.padding([13, 6])

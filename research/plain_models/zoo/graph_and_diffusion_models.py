@@ -27,11 +27,11 @@ def gat() -> Built:
 
 @plain_model("torch-geometric", "graph", name="GPSConv")
 def gps() -> Built:
-    """Messages and full attention between the nodes of each graph of a batch."""
+    """Messages and full attention between the nodes of a graph."""
     from torch_geometric.nn import GCNConv, GPSConv
 
     model = GPSConv(18, GCNConv(18, 18), heads=3)
-    return simple(model, torch.randn(7, 18), EDGES, batch=torch.tensor([0, 0, 0, 0, 1, 1, 1]))
+    return simple(model, torch.randn(7, 18), EDGES, batch=torch.zeros(7, dtype=torch.long))
 
 
 @plain_model("torch-geometric", "graph", name="SetTransformerAggregation")

@@ -62,8 +62,13 @@ class InputSources(NamedTuple):
 
     @property
     def has_new_keys(self) -> bool:
-        """True if the running call of the model is known to have computed all keys, so that none is cached."""
-        return self.tokens is not None and bool((self.tokens.keys.numbers > 0).all())
+        """True if the running call of the model is known to have computed all keys, so that none is cached: keys and
+        queries are projections of as many tokens. Keys may also be projections of cached latents.
+        """
+        tokens = self.tokens
+        if tokens is None or tokens.queries.linear_map.shape != tokens.keys.linear_map.shape:
+            return False
+        return bool((tokens.keys.numbers > 0).all())
 
 
 UNKNOWN_SOURCES = InputSources()
