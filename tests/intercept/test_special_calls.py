@@ -205,3 +205,22 @@ def test_weights_that_are_multiplied_in_parts_are_named(product):
         model(X)
     with torch.no_grad(), pytest.raises(hw.InputError), hw.gate(model, {("0", 1): 0.0}):
         model(X)
+
+
+# -- several token ids at each position -------------------------------------------------------------------------------
+
+
+def test_ids_of_several_tokens_at_each_position_are_not_the_tokens_of_a_text():
+    class Codebooks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.attention = nn.Embedding(11, WIDTH).double(), Attention(F.scaled_dot_product_attention)
+
+        def forward(self, input_ids):
+            return self.attention(self.embed(input_ids).sum(2))
+
+    model = Codebooks()
+    with torch.no_grad(), hw.watch(model, special=[3]) as heads:
+        model(torch.randint(11, (2, LENGTH, 5), generator=torch.Generator().manual_seed(0)))
+    assert len(heads.rows()) == HEADS
+    assert all("special" not in row and "distance" in row for row in heads.rows())

@@ -55,7 +55,7 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
     """Return the token ids and the padding mask that apply to an attention call, each None if not found. They are read
     from the arguments `input_ids` and `attention_mask` (with 2 axes) of the modules that run around the attention, the
     innermost first. The search ends at the first module that received token ids, or another kind of input such as
-    images.
+    images. Ids of several tokens at each position, as of audio, are none.
 
     Args:
         module_calls: nested calls of one model's modules, outermost first.
@@ -67,7 +67,7 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
         if padding is None and isinstance(mask, Tensor) and mask.ndim == 2:
             padding = mask
         if isinstance(tokens, Tensor):
-            return tokens, padding
+            return tokens if tokens.ndim == 2 else None, padding
         names = {name for name, value in arguments.items() if value is not None}
         if names.intersection(NON_TOKEN_ARGUMENTS) or names >= {"inputs_embeds", "encoder_hidden_states"}:
             break
