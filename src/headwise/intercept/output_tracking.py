@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from headwise.intercept.attention_output import AttentionOutput, report_unreadable
 from headwise.intercept.attention_source import OutputAxes
-from headwise.intercept.axes import OTHER, VIEWS, Axes, Factor, axes_of, has_unknown_axes, moves_elements
+from headwise.intercept.axes import VIEWS, Axes, Factor, axes_of, has_unknown_axes, moves_elements
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import PRODUCTS, is_parameter
 from headwise.intercept.function_call import FunctionCall
@@ -24,6 +24,7 @@ from headwise.intercept.output_use import (
     is_multiplied,
     is_part,
     layout_of,
+    may_contain_heads,
     may_hide_heads,
 )
 from headwise.intercept.refusals import (
@@ -269,21 +270,10 @@ def _establish(followed: FollowedOutput, features: list[int]) -> None:
         may_hide = layout.head_count == 1 and may_hide_heads(followed, features)
         output.establish(layout, may_hide_heads=may_hide or is_part(followed, layout))
         _refuse_separate_heads(output)
-    elif _may_contain_heads(followed, features):
+    elif may_contain_heads(followed, features):
         output.refuse(HEADS_UNKNOWN)
     else:
         output.refuse(NOT_OVER_KEYS)
-
-
-def _may_contain_heads(followed: FollowedOutput, features: list[int]) -> bool:
-    """Return True if values are among the features of a tensor, and queries are not only there, or if other elements,
-    such as those of a stack of several outputs, are among the features.
-    """
-    output, origins = followed.output, [{factor.axis for factor in factors} for factors in followed.axes]
-    of_features = set[int]().union(*(origins[axis] for axis in features))
-    of_others = set[int]().union(*(each for axis, each in enumerate(origins) if axis not in features))
-    has_queries_left = bool(of_others.intersection(output.axes.queries))
-    return output.axes.value in of_features and (has_queries_left or OTHER in of_features)
 
 
 def _refuse_concatenated_heads(call: FunctionCall) -> None:

@@ -228,3 +228,14 @@ def _depends_on(other: Tensor, tensor: Tensor, output: AttentionOutput) -> bool:
     before = output.origins.q.sources | output.origins.v.sources
     of_output = lineage.origin(tensor, module_calls).sources & ~before & lineage.mixing
     return bool(lineage.origin(other, module_calls).sources & of_output)
+
+
+def may_contain_heads(followed: FollowedOutput, features: list[int]) -> bool:
+    """Return True if values are among the features of a tensor, and queries are not only there, or if other elements,
+    such as those of a stack of several outputs, are among the features.
+    """
+    output, origins = followed.output, [{factor.axis for factor in factors} for factors in followed.axes]
+    of_features = set[int]().union(*(origins[axis] for axis in features))
+    of_others = set[int]().union(*(each for axis, each in enumerate(origins) if axis not in features))
+    has_queries_left = bool(of_others.intersection(output.axes.queries))
+    return output.axes.value in of_features and (has_queries_left or OTHER in of_features)
