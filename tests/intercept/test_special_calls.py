@@ -193,11 +193,16 @@ def by_queries(weights, v):
     return torch.cat([weights[:, :, :3] @ v, weights[:, :, 3:] @ v], 2)
 
 
+def by_copies_of_keys(weights, v):
+    left, right = weights[..., :-1].contiguous(), weights[..., 1:].contiguous()
+    return left @ v[:, :, :-1] + right @ v[:, :, 1:]
+
+
 def by_sequences(weights, v):
     return torch.stack([weights[index] @ v[index] for index in range(len(weights))])
 
 
-@pytest.mark.parametrize("product", [by_keys, by_queries, by_sequences])
+@pytest.mark.parametrize("product", [by_keys, by_queries, by_copies_of_keys, by_sequences])
 def test_weights_that_are_multiplied_in_parts_are_named(product):
     model = nn.Sequential(Attention(lambda q, k, v: product((q @ k.mT).softmax(-1), v)))
     error = pytest.raises(hw.InputError, match="attention of these modules is left out, since")

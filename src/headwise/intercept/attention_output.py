@@ -78,7 +78,7 @@ class AttentionOutput:
         self._versions = None if source is None else TensorVersions([tensor, *source.tensors])
         self._handlers: CallHandlers | None = None
         self._changed: Tensor | None = None
-        self._key = object()
+        self._change = object()  # stands for the change in records that must not keep this object in memory
 
     def establish(self, layout: HeadLayout, *, may_hide_heads: bool = False) -> None:
         """Set the layout of the heads, as the model shows it by a linear map of their outputs.
@@ -162,7 +162,7 @@ class AttentionOutput:
             if self.may_change:
                 out = handlers.changed(layout.by_head(tensor), lambda: source.uniform_output(layout))
                 self._changed = layout.from_heads(out)
-                call_stack.attention.unchanged.pop(self._key, None)
+                call_stack.attention.unchanged.pop(self._change, None)
         return self._changed
 
     def finish(self, *, is_last: bool = False) -> bool:
@@ -195,10 +195,10 @@ class AttentionOutput:
             handlers = self._handlers_with(self._layout)
             self._source.observe(handlers, self._layout, self._layout.by_head(self._tensor.detach()))
             self.may_change = bool(handlers.changes)
-        if not self.may_change:
+        if not self.may_change or self._changed is not None:
             self._source = self._tensor = None
-        elif self._changed is None and self.refusal is None:
-            call_stack.attention.unchanged[self._key] = self.module_calls
+        elif self.refusal is None and self.shape.numel():
+            call_stack.attention.unchanged[self._change] = self.module_calls
         return True
 
     def refuse(self, reason: str) -> None:
@@ -209,8 +209,9 @@ class AttentionOutput:
         """
         self.refusal = reason = self.refusal or reason
         if self._changed is not None:
-            path = self.module_calls[-1].path
-            raise InputError("model", expected="heads that can be gated", got=f"{reason}: {path}")
+            innermost = self.module_calls[-1]
+            name = innermost.path or type(innermost.module).__name__
+            raise InputError("model", expected="heads that can be gated", got=f"{reason}: {name}")
         if self.is_reported:
             for innermost in innermost_calls(self.module_calls):
                 innermost.interceptor.on_withdrawn(innermost.path, reason)

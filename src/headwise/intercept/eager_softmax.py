@@ -28,7 +28,7 @@ from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
-from headwise.intercept.refusals import NOT_OVER_KEYS, WEIGHTS_IN_PARTS
+from headwise.intercept.refusals import NOT_AVERAGES, NOT_OVER_KEYS, WEIGHTS_IN_PARTS
 from headwise.intercept.score_products import compares_activations, tokens_of_scores
 from headwise.intercept.sequences import FINGERPRINT_WIDTH
 from headwise.intercept.softmax_weights import (
@@ -49,11 +49,6 @@ SOFTMAX = F.softmax
 
 SOFTMAXES = frozenset({SOFTMAX, torch.softmax, Tensor.softmax, torch.special.softmax})
 """Softmax under all its names."""
-
-NOT_AVERAGES = (
-    "these modules change attention weights after the softmax so that they are no averages of keys, which are left out"
-)
-"""Reason for weights that are scaled, negative or sharpened."""
 
 WEIGHTS_USED_TWICE = "weights of these modules are multiplied with several tensors, so norms of outputs are left out"
 """Reason for statistics that are left out where one softmax has several products."""
@@ -84,7 +79,7 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool =
     report_established()
     origin = call_stack.origin_of_scores(scores)
     tokens = tokens_of_scores(scores, dim)
-    softmax = Softmax(dim, result.shape[dim], module_calls, origin, is_comparison, tokens)
+    softmax = Softmax(dim, result.numel(), module_calls, origin, is_comparison, tokens)
     call_stack.attention.softmaxes.append(softmax)
     detached = scores.detach()
     record_weights(result, Weights(softmax, axes_of(result.shape), lambda: detached))
@@ -108,7 +103,7 @@ def on_module_end(module_call: ModuleCall) -> None:
     for softmax in [each for each in call_stack.attention.softmaxes if each.module_calls[-1] is module_call]:
         call_stack.attention.softmaxes.remove(softmax)
         softmax.has_ended = True
-        softmax.products_of.clear()
+        softmax.outputs.clear()
         if not softmax.products and (softmax.is_used or module_call.is_attention):
             report_unreadable(softmax.module_calls, NOT_SEEN)
 
@@ -135,17 +130,19 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
         report_unreadable(softmax.module_calls, NOT_AVERAGES)
         return result
     output = AttentionOutput(product, result, product.axes, product.module_calls, product.origins)
-    softmax.products_of.append((tensor, output))
-    if len(softmax.products_of) > 1 and any(_are_parts(tensor, other) for other, _ in softmax.products_of):
-        for _, each in softmax.products_of:
-            each.refuse(WEIGHTS_IN_PARTS)
+    if not softmax.has_ended:
+        _refuse_parts(softmax, tensor.numel(), output)
     return hold(output, result)
 
 
-def _are_parts(weights: Tensor, others: Tensor) -> bool:
-    """Return True if two tensors contain different weights of one softmax, such as those of different queries."""
-    are_views_of_one = weights.untyped_storage().data_ptr() == others.untyped_storage().data_ptr()
-    return weights.numel() != others.numel() or (are_views_of_one and weights.data_ptr() != others.data_ptr())
+def _refuse_parts(softmax: Softmax, elements: int, output: AttentionOutput) -> None:
+    """Record that a number of elements of a softmax was multiplied with values, with this `output`. If there are several
+    such products, and one of them has not all elements, refuse the outputs of all: they may have different elements.
+    """
+    softmax.outputs.append((elements, output))
+    if len(softmax.outputs) > 1 and any(count != softmax.elements for count, _ in softmax.outputs):
+        for _, each in softmax.outputs:
+            each.refuse(WEIGHTS_IN_PARTS)
 
 
 @dataclass(eq=False)

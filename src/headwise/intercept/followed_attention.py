@@ -15,7 +15,7 @@ class FollowedAttention:
         outputs: attention outputs, and what was computed from them (`output_tracking`).
         pending: attention outputs whose calls were not reported to the interceptors yet (`output_tracking`).
         unchanged: module calls of reported attention whose output an interceptor changes at its first use, until then;
-            the key is an object of each output (`attention_output`).
+            the key stands for the change (`attention_output`).
     """
 
     def __init__(self) -> None:

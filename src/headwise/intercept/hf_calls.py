@@ -124,10 +124,11 @@ def _intercepted_call(
 
 
 def _as_added(mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:
-    """Return the mask of a call as the attention function adds it to the scores. Together with a position bias, it adds
-    a boolean mask as large negative numbers. Other masks are returned unchanged.
+    """Return the mask of a call as the attention function adds it to the scores, if that matters for rows in which the
+    mask hides all keys: together with a position bias, a boolean mask is added as large negative numbers. Other masks
+    are returned unchanged.
     """
-    if mask is None or position_bias is None or mask.is_floating_point():
+    if mask is None or position_bias is None or mask.is_floating_point() or bool(mask.any(-1).all()):
         return mask
     return torch.zeros_like(mask, dtype=position_bias.dtype).masked_fill(~mask, torch.finfo(position_bias.dtype).min)
 

@@ -12,6 +12,11 @@ HEADS_CONTRADICT = "attention of these modules is left out, since it has not the
 NOT_OVER_KEYS = "these modules compute a softmax that averages no values over keys, which is not read as attention"
 """Reason for what looks like attention, but mixes features, channels or heads."""
 
+NOT_AVERAGES = (
+    "these modules change attention weights after the softmax so that they are no averages of keys, which are left out"
+)
+"""Reason for weights that are scaled, negative or sharpened."""
+
 HEADS_SEPARATE = (
     "attention of these modules is left out, since they compute it in several calls, each of which may be one head; "
     "state heads=1 in hw.Site if they have one (see docs/watch.md)"

@@ -54,25 +54,26 @@ class Softmax:
 
     Attributes:
         dim: axis of the softmax.
-        size: number of elements along this axis.
+        elements: number of elements of its result.
         module_calls: the running module calls, outermost first.
         origin: sources of the scores.
         compares_activations: True if the scores are known to come from a product of two activations.
         tokens: tokens of the queries and keys; None if they are unknown.
         products: number of products of its weights with values.
-        products_of: the weights and the output of each product, until the innermost module has ended.
+        outputs: number of weights in each of these products and its result, an `AttentionOutput`, until the innermost
+            module has ended.
         is_used: True if a function used the weights in a way that is not followed.
         has_ended: True when the innermost module that computed it has ended.
     """
 
     dim: int
-    size: int
+    elements: int
     module_calls: list[ModuleCall]
     origin: Origin
     compares_activations: bool
     tokens: ComparedTokens | None = None
     products: int = 0
-    products_of: list[tuple[Tensor, Any]] = field(default_factory=list)
+    outputs: list[tuple[int, Any]] = field(default_factory=list)
     is_used: bool = False
     has_ended: bool = False
 
