@@ -14,7 +14,8 @@ from research.plain_models.dispatcher import record
 from research.plain_models.registry import Built, Case
 from research.plain_models.sites import Matched, Site, match_rows, sites_of
 from research.plain_models.statistics import POSITIONAL
-from research.plain_models.truth import Call, attention_of
+from research.plain_models.tracing import Call
+from research.plain_models.truth import attention_of
 
 SHARES = {
     "evenness",
@@ -79,6 +80,9 @@ def judge(built: Built, case: Case, *, budget: float, gates: int = 3) -> Verdict
         return verdict
     if not _close(output, plain.output):
         verdict.add("wrong", f"the output of the watched model differs by {_difference(output, plain.output):.1e}")
+    if len({tuple(sorted(attention.path for attention in run)) for run in runs}) > 1:
+        verdict.add("not verified", "the sequences have other softmaxes when they run alone")
+        return verdict
     sites = sites_of(runs, built)
     matched = match_rows(rows, sites, len(runs))
     for key, (labels, site) in matched.items():

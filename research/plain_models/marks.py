@@ -134,3 +134,13 @@ def hidden_rows(softmax: Operation) -> Tensor:
     """Return for each row of a softmax whether its scores hide all keys by large negative numbers or NaN results."""
     scores = softmax.factors[0].movedim(softmax.dim, -1).flatten(0, -2)
     return (scores.amax(-1) <= -1e4) | softmax.result.movedim(softmax.dim, -1).flatten(0, -2).isnan().all(-1)
+
+
+def underflowing_keys(softmax: Operation) -> Tensor:
+    """Return for each row and key of a softmax whether its weight is 0 in the dtype of the softmax only, and not in
+    float64.
+    """
+    scores, weights = (
+        tensor.movedim(softmax.dim, -1).flatten(0, -2) for tensor in (softmax.factors[0], softmax.result)
+    )
+    return (weights == 0) & (scores.double().softmax(-1) > 0)

@@ -88,7 +88,7 @@ def build(entry: PlainModel) -> Built:
     built.model.eval()
     with torch.no_grad():
         for parameter in built.model.parameters():
-            if parameter.is_floating_point() and float(parameter.abs().max()) < 1e-2:
+            if parameter.is_floating_point() and parameter.numel() and float(parameter.abs().max()) < 1e-2:
                 parameter.normal_(std=0.5)
     return built
 

@@ -22,7 +22,7 @@ def statistics_of(sequence: Sequence, projection: Tensor | None, *, is_cross: bo
     weights = sequence.weights[sequence.counted]
     if not len(weights):
         return {}
-    visible = weights > 0
+    visible = sequence.visible[sequence.counted]
     rows = {"entropy": -torch.special.xlogy(weights, weights).sum(-1), "confidence": weights.amax(-1)}
     several = visible.sum(-1) > 1
     rows["evenness"] = rows["entropy"][several] / visible.sum(-1)[several].double().log()
@@ -31,7 +31,7 @@ def statistics_of(sequence: Sequence, projection: Tensor | None, *, is_cross: bo
     if projection is not None:
         rows["written_norm"] = (out @ projection).norm(dim=-1)
     is_token = _is_token(sequence, is_cross=is_cross)
-    rows["first"] = _weight_of_first(weights, is_token)
+    rows["first"] = _weight_of_first(weights, visible & is_token)
     if not is_cross:
         rows |= _positional(sequence, is_token)
     result = {name: float(values.mean()) for name, values in rows.items() if len(values)}
@@ -41,11 +41,10 @@ def statistics_of(sequence: Sequence, projection: Tensor | None, *, is_cross: bo
     return result
 
 
-def _weight_of_first(weights: Tensor, is_token: Tensor) -> Tensor:
+def _weight_of_first(weights: Tensor, visible: Tensor) -> Tensor:
     """Return for each row the weight of the first token of its document. Two keys that some row sees belong to the same
     document. Rows that see no token are left out.
     """
-    visible = (weights > 0) & is_token
     document = torch.arange(weights.shape[1])  # the number of a document is that of its first key
     for row in visible[visible.any(-1)]:
         joined = document[row].unique()

@@ -11,9 +11,9 @@ from headwise.intercept.heads import Heads
 from research.plain_models import judge as judging
 from research.plain_models.__main__ import RESULTS
 from research.plain_models.judge import judge
-from research.plain_models.registry import Built, called
+from research.plain_models.registry import Built, Case, called
 from research.plain_models.report import REPORT, document
-from research.plain_models.statistics import statistics_of
+from research.plain_models.statistics import positions_of_queries, statistics_of
 from research.plain_models.truth import attention_of
 
 BATCH, HEADS, LENGTH, DIM = 2, 3, 7, 5
@@ -96,7 +96,8 @@ def judging_sequence(weights):
     from research.plain_models.truth import Sequence
 
     tokens, values = torch.arange(len(weights)), torch.ones(len(weights), 1)
-    return Sequence(weights, torch.ones(len(weights), dtype=torch.bool), values, weights @ values, tokens, tokens)
+    counted = torch.ones(len(weights), dtype=torch.bool)
+    return Sequence(weights, weights > 0, counted, values, weights @ values, tokens, tokens)
 
 
 def test_a_plain_model_is_right():
@@ -123,6 +124,68 @@ def test_layers_of_one_module_are_judged_one_by_one():
     verdict = judged(of_model(TwoLayers()))
     assert verdict.problems == []
     assert (verdict.outcome, verdict.sites, verdict.gates) == ("right", 2, HEADS)
+
+
+class WithTable(SelfAttention):
+    """Self-attention that fills a table in its first call."""
+
+    table = None
+
+    def forward(self, x):
+        if self.table is None or len(self.table) != x.shape[1]:
+            self.table = torch.randn(x.shape[1], 11) @ torch.randn(11, WIDTH)
+        return super().forward(x + self.table)
+
+
+def test_truth_is_that_of_a_model_that_fills_a_table_in_its_first_call():
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    _, (attention,) = attention_of(WithTable(), lambda model: model(x))
+    assert (attention.path, attention.reason, len(attention.heads)) == ("", "", HEADS)
+
+
+class InWindows(SelfAttention):
+    """Self-attention between every second token, whose projection of the queries, keys and values sees the tokens in
+    windows, and whose output projection sees them in their own order.
+    """
+
+    def forward(self, x):
+        windows = x.unflatten(1, (LENGTH, 2)).transpose(1, 2).flatten(0, 1)
+        weights, v = self.weights_and_values(windows)
+        out = (weights @ v).transpose(1, 2).flatten(2).unflatten(0, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        return self.out_proj(out)
+
+
+def test_truth_has_positions_of_tokens_that_return_to_another_order_before_the_output_projection():
+    x = torch.randn(BATCH, 2 * LENGTH, WIDTH)
+    _, (attention,) = attention_of(InWindows(), lambda model: model(x))
+    for sequences in attention.heads:
+        assert len(sequences) == 2 * BATCH
+        for sequence in sequences:
+            assert torch.equal(positions_of_queries(sequence), torch.arange(LENGTH))
+
+
+def test_truth_counts_keys_as_visible_whose_weights_are_zero_in_float32_alone():
+    x, hidden = torch.randn(BATCH, LENGTH, WIDTH), torch.tensor([-120.0, -torch.inf])
+
+    class Masked(SelfAttention):
+        def forward(self, x):
+            q, k, v = (part.unflatten(-1, (HEADS, DIM)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            scores = (q @ k.mT).float() + torch.cat([torch.zeros(LENGTH - 2), hidden]).float()
+            return self.out_proj((scores.softmax(-1).double() @ v).transpose(1, 2).flatten(2))
+
+    _, (attention,) = attention_of(Masked(), lambda model: model(x))
+    for sequence in (each for sequences in attention.heads for each in sequences):
+        assert bool((sequence.weights[:, -2:] == 0).all())
+        assert bool(sequence.visible[:, :-1].all())
+        assert not bool(sequence.visible[:, -1].any())
+
+
+def test_sequences_with_other_softmaxes_when_they_run_alone_are_not_verified():
+    model, x = TwoLayers().eval(), torch.randn(BATCH, LENGTH, WIDTH)
+    case = Case("padding", lambda model: model(x), (lambda model: model(x), lambda model: SelfAttention()(x)))
+    verdict = judge(Built(model, (case,)), case, budget=1e-6)
+    assert verdict.outcome == "not verified"
+    assert "other softmaxes" in verdict.problems[0]
 
 
 def test_judge_detects_a_wrong_statistic(monkeypatch):

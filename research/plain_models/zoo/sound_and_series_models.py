@@ -88,11 +88,13 @@ def bs_roformer() -> Built:
 
 @plain_model("speechbrain", "audio", name="Conformer")
 def speechbrain_conformer() -> Built:
-    """Relative positions, with padding."""
+    """Relative positions, with padding. Its convolutions have a width of 1: wider ones read padding, so that tokens
+    next to padding are others than without it.
+    """
     from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
     from speechbrain.nnet.attention import RelPosEncXL
 
-    model = ConformerEncoder(num_layers=2, d_model=18, d_ffn=17, nhead=3, kernel_size=3)
+    model = ConformerEncoder(num_layers=2, d_model=18, d_ffn=17, nhead=3, kernel_size=1)
     x, is_padding = torch.randn(2, 11, 18), torch.arange(11) >= torch.tensor([[11], [7]])
     positions = RelPosEncXL(18)
     with torch.no_grad():
@@ -177,7 +179,8 @@ def tab_transformer() -> Built:
     """Attention between categories."""
     from tab_transformer_pytorch import TabTransformer
 
-    model = TabTransformer(categories=(5, 7, 3), num_continuous=4, dim=18, dim_out=1, depth=2, heads=3, dim_head=6)
+    sizes = {"dim": 18, "dim_out": 1, "depth": 2, "heads": 3, "dim_head": 6}
+    model = TabTransformer(categories=(5, 7, 3), num_continuous=4, mlp_act=torch.nn.ReLU(), **sizes)
     return simple(model, torch.randint(0, 3, (2, 3)), torch.randn(2, 4))
 
 
