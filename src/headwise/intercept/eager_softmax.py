@@ -136,8 +136,9 @@ def _on_product(call: FunctionCall, tensor: Tensor, result: Any) -> Any:
 
 
 def _refuse_parts(softmax: Softmax, elements: int, output: AttentionOutput) -> None:
-    """Record that a number of elements of a softmax was multiplied with values, with this `output`. If there are several
-    such products, and one of them has not all elements, refuse the outputs of all: they may have different elements.
+    """Record that a number of elements of a softmax was multiplied with values, with this `output`. If there are
+    several such products, and one of them has not all elements, refuse the outputs of all: they may have different
+    elements.
     """
     softmax.outputs.append((elements, output))
     if len(softmax.outputs) > 1 and any(count != softmax.elements for count, _ in softmax.outputs):
