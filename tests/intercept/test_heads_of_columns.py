@@ -106,6 +106,28 @@ def calls_chosen_by_row(module, q, k, v):
     return module.out_proj(merge(torch.where(is_early, module.attend(q, k, v), module.attend(q, v, v))))
 
 
+def two_calls(module, q, k, v):
+    return module.attend(q, k, v), module.attend(q, v, v)
+
+
+def stack_weighted(module, q, k, v):
+    """Each query has a weight for the output of each softmax."""
+    gate = q.mean(-1)[..., None] * torch.tensor([0.2, 1.3])
+    return module.out_proj(merge(torch.einsum("sbhnd,bhns->bhnd", torch.stack(two_calls(module, q, k, v)), gate)))
+
+
+def stack_times_vector(module, q, k, v):
+    return module.out_proj(merge(torch.stack(two_calls(module, q, k, v), 2).movedim(2, -1) @ torch.tensor([0.2, 1.3])))
+
+
+def stack_of_merged_added(module, q, k, v):
+    return module.out_proj(torch.stack([merge(each) for each in two_calls(module, q, k, v)]).sum(0))
+
+
+def stack_averaged(module, q, k, v):
+    return module.out_proj(merge(torch.stack(two_calls(module, q, k, v), dim=-1).mean(dim=-1)))
+
+
 UNKNOWN = "it is not established which axis is the heads"
 ADDED = "several softmaxes are added before the output projection"
 REFUSED = {
@@ -114,6 +136,8 @@ REFUSED = {
     **{each.__name__: (each, UNKNOWN) for each in (by_index, by_list, by_unbind, by_slice)},
     **{each.__name__: (each, ADDED) for each in (halves_subtracted, calls_subtracted)},
     **{each.__name__: (each, ADDED) for each in (merged_calls_added, calls_chosen_by_row)},
+    **{each.__name__: (each, ADDED) for each in (stack_weighted, stack_times_vector)},
+    **{each.__name__: (each, ADDED) for each in (stack_of_merged_added, stack_averaged)},
 }
 
 

@@ -26,6 +26,7 @@ from headwise.intercept.output_use import (
     layout_of,
     may_contain_heads,
     may_hide_heads,
+    sums_stack,
 )
 from headwise.intercept.refusals import (
     ADDED,
@@ -170,12 +171,16 @@ def _refuse_added(call: FunctionCall, arguments: list[tuple[Tensor, FollowedOutp
         call: the call.
         arguments: arguments of the call that were computed from attention outputs.
     """
-    if call.function in CONCATENATIONS | STACKS | PRODUCTS:
-        return
+    are_apart = call.function in CONCATENATIONS | STACKS | PRODUCTS
     for (tensor, followed), (other_tensor, other) in combinations(arguments, 2):
-        is_same = followed.output is other.output
-        are_parts = is_same and not followed.output.is_projected and (is_part(followed) or is_part(other))
-        if tensor is not other_tensor and (are_parts or followed.output.is_other_softmax_of(other.output)):
+        is_projected = followed.output.is_projected or other.output.is_projected
+        if tensor is other_tensor:
+            are_added = not is_projected and sums_stack(call, tensor, followed)
+        else:
+            is_same = followed.output is other.output
+            are_parts = is_same and not is_projected and (is_part(followed) or is_part(other))
+            are_added = not are_apart and (are_parts or followed.output.is_other_softmax_of(other.output))
+        if are_added:
             followed.output.refuse(ADDED)
             other.output.refuse(ADDED)
 

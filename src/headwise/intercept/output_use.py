@@ -29,6 +29,9 @@ SUMS_IN_PLACE = frozenset({"add_", "__iadd__", "sub_", "__isub__"})
 STACKS: frozenset[Callable[..., Any]] = frozenset({torch.stack, torch.hstack, torch.vstack, torch.dstack})
 """Functions that put several tensors next to each other along a new axis."""
 
+SUMS: frozenset[Callable[..., Any]] = frozenset({torch.sum, Tensor.sum, torch.mean, Tensor.mean})
+"""Functions that add up the elements of a tensor along axes."""
+
 
 @dataclass(frozen=True, eq=False)
 class FollowedOutput:
@@ -61,7 +64,7 @@ def features_of(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) ->
     """
     axes, output, is_map = followed.axes, followed.output, False
     if call.function in CONCATENATIONS:
-        features = [_concatenated_axis(call, tensor)]
+        features = [_axis_of(call, tensor.ndim)]
     elif call.function in PRODUCTS:
         contraction = contraction_of(call.function, call.args, call.kwargs)
         if contraction is None or not any(operand is tensor for operand in contraction.operands):
@@ -129,6 +132,26 @@ def is_multiplied(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) 
     return False
 
 
+def sums_stack(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> bool:
+    """Return True if a function call adds up elements of a tensor, each with all values of a head, along an axis that
+    an attention output has not: the axis of a stack of several tensors.
+    """
+    if call.function in SUMS:
+        dims = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis"))
+        dims = range(tensor.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
+        summed = {dim % tensor.ndim for dim in dims}
+    elif call.function in PRODUCTS:
+        contraction = contraction_of(call.function, call.args, call.kwargs)
+        if contraction is None or not any(operand is tensor for operand in contraction.operands):
+            return False
+        labels = contraction.labels_of(tensor)
+        summed = {axis for axis, label in enumerate(labels) if label in contraction.summed}
+    else:
+        return False
+    of_sum = {factor.axis for axis in summed for factor in followed.axes[axis]}
+    return OTHER in of_sum and followed.output.axes.value not in of_sum
+
+
 def axes_after_function(
     call: FunctionCall, followed: FollowedOutput, argument: Tensor, result: Any
 ) -> list[tuple[Tensor, Axes]]:
@@ -136,7 +159,10 @@ def axes_after_function(
     `argument` of the call, each with its axes.
     """
     if call.function in CONCATENATIONS and result.ndim == argument.ndim:
-        return [(result, _concatenated(followed.axes, _concatenated_axis(call, argument), result))]
+        return [(result, _concatenated(followed.axes, _axis_of(call, argument.ndim), result))]
+    if call.function is torch.stack and result.ndim == argument.ndim + 1:
+        axis = _axis_of(call, result.ndim)
+        return [(result, (*followed.axes[:axis], other_axis(result.shape[axis]), *followed.axes[axis:]))]
     if call.function not in PRODUCTS:
         known = axes_after(call, followed.axes, argument, result)
         if not moves_elements(call):
@@ -186,10 +212,10 @@ def _concatenated(axes: Axes, axis: int, result: Tensor) -> Axes:
     return (*axes[:axis], longer, *axes[axis + 1 :])
 
 
-def _concatenated_axis(call: FunctionCall, tensor: Tensor) -> int:
-    """Return the axis along which a call concatenates tensors, one of which is `tensor`."""
+def _axis_of(call: FunctionCall, axes: int) -> int:
+    """Return the axis, one of so many `axes`, along which a call concatenates or stacks tensors."""
     dim: int = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
-    return dim % tensor.ndim
+    return dim % axes
 
 
 def is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]], result: Any) -> bool:
