@@ -37,7 +37,42 @@ class Attention(nn.Module):
         return self.project(self, q, k, v)
 
 
+PLACES = ORDER[None, :, None, None].expand(2, -1, LENGTH, DIM)
+
+
+def by_assignment(out):
+    result = torch.zeros(out.shape)
+    result[:, ORDER] = out
+    return result
+
+
+def into_views(out):
+    result = torch.zeros(len(out), LENGTH, HEADS, DIM)
+    for head in range(HEADS):
+        result[:, :, head].copy_(out[:, ORDER[head]])
+    return result.transpose(1, 2)
+
+
+def into_a_view(out):
+    result = torch.zeros(len(out), LENGTH, HEADS, DIM)
+    result.transpose(1, 2)[:, ORDER] = out
+    return result.transpose(1, 2)
+
+
+def overwritten(out):
+    result = out.clone()
+    result[:, 1] = result[:, 2]
+    return result
+
+
 REORDERED = {
+    "scatter": lambda out: torch.zeros_like(out).scatter(1, PLACES, out),
+    "index_copy": lambda out: torch.zeros_like(out).index_copy(1, ORDER, out),
+    "index_add": lambda out: torch.zeros_like(out).index_add(1, ORDER, out),
+    "index_put": lambda out: torch.zeros_like(out).index_put((torch.arange(2)[:, None], ORDER[None]), out),
+    "take": lambda out: out.take(torch.arange(out.numel()).view(out.shape)[:, ORDER]),
+    "out": lambda out: torch.index_select(out, 1, ORDER, out=torch.empty(out.shape)),
+    **{each.__name__: each for each in (by_assignment, into_views, into_a_view)},
     "flip": lambda out: out.flip(1),
     "index": lambda out: out[:, ORDER],
     "list": lambda out: out[:, [2, 0, 1]],
@@ -47,7 +82,15 @@ REORDERED = {
     "take_along_dim": lambda out: torch.take_along_dim(out, ORDER[None, :, None, None], 1),
     "some fixed": lambda out: out[:, [0, 2, 1]],
 }
+MIXED = {
+    "cumsum": lambda out: out.cumsum(1),
+    "sort": lambda out: out.sort(1).values,
+    "fft": lambda out: torch.fft.fft(out, dim=1).real,
+    "pool": lambda out: F.avg_pool1d(out.flatten(2).mT, 3, 1, 1).mT.reshape(out.shape),
+    "logcumsumexp": lambda out: out.logcumsumexp(1),
+}
 AFTER_THE_MERGE = {
+    "cumsum": lambda out: out.cumsum(-1),
     "flip": lambda out: out.flip(-1),
     "roll": lambda out: out.roll(1, -1),
     "index_select": lambda out: out.index_select(2, torch.arange(WIDTH).view(HEADS, DIM)[ORDER].flatten()),
@@ -132,6 +175,8 @@ UNKNOWN = "it is not established which axis is the heads"
 ADDED = "several softmaxes are added before the output projection"
 REFUSED = {
     **{f"{name} of heads": (of_heads(change), UNKNOWN) for name, change in REORDERED.items()},
+    **{f"{name} of heads": (of_heads(change), UNKNOWN) for name, change in MIXED.items()},
+    "assignment of one head to another": (of_heads(overwritten), ADDED),
     **{f"{name} of features": (of_features(change), UNKNOWN) for name, change in AFTER_THE_MERGE.items()},
     **{each.__name__: (each, UNKNOWN) for each in (by_index, by_list, by_unbind, by_slice)},
     **{each.__name__: (each, ADDED) for each in (halves_subtracted, calls_subtracted)},
@@ -152,7 +197,8 @@ def test_heads_without_columns_of_their_own_are_named(way, route):
     match = f"got none in 0; attention of these modules is left out.*{reason}"
     with pytest.raises(hw.InputError, match=match), hw.watch(model):
         model(x)
-    with pytest.raises(hw.InputError, match=reason), hw.gate(model, {("0", 2): 0.0}):
+    reasons = f"{reason}|function that is not linear|output in place"  # functions may be refused before their use
+    with pytest.raises(hw.InputError, match=reasons), hw.gate(model, {("0", 2): 0.0}):
         model(x)
     assert torch.equal(model(x), plain)
 
@@ -173,7 +219,22 @@ def minus_a_share(module, q, k, v):
     return module.out_proj(merge(out - 0.3 * out))
 
 
-REACHED = [reordered_back, queries_reordered, minus_a_share]
+def assigned_by_sequence(module, q, k, v):
+    out = torch.zeros(q.shape)
+    for number in range(len(q)):
+        out[number] = module.attend(q[None, number], k[None, number], v[None, number])[0]
+    scores = (q @ k.mT * DIM**-0.5).exp()
+    module.weights = scores / scores.sum(-1, keepdim=True)
+    return module.out_proj(merge(out))
+
+
+def copied(module, q, k, v):
+    out = torch.empty(len(q), LENGTH, HEADS, DIM)
+    out.copy_(module.attend(q, k, v).transpose(1, 2))
+    return module.out_proj(out.flatten(2))
+
+
+REACHED = [reordered_back, queries_reordered, minus_a_share, assigned_by_sequence, copied]
 
 
 @pytest.mark.parametrize("route", ["softmax", "SDPA"])

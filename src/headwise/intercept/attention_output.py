@@ -17,7 +17,7 @@ from headwise.intercept.axes import Factor
 from headwise.intercept.call_handlers import CallHandlers
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.head_layout import HeadLayout
-from headwise.intercept.in_place_changes import TensorVersions
+from headwise.intercept.in_place_changes import TensorVersions, share_memory
 from headwise.intercept.interceptor import Interceptor
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins
@@ -76,6 +76,7 @@ class AttentionOutput:
         self._layout: HeadLayout | None = None
         self._stated = None if source is None else self._stated_layout(source)
         self._versions = None if source is None else TensorVersions([tensor, *source.tensors])
+        self._is_overwritten = False
         self._handlers: CallHandlers | None = None
         self._changed: Tensor | None = None
         self._change = object()  # stands for the change in records that must not keep this object in memory
@@ -109,6 +110,10 @@ class AttentionOutput:
         self.is_projected = True
         for innermost in innermost_calls(self.module_calls):
             innermost.interceptor.on_projected(innermost.path, weights)
+
+    def on_overwritten(self, tensor: Tensor) -> None:
+        """Record that the model overwrites a tensor, which may have the memory of the output."""
+        self._is_overwritten |= self._tensor is not None and share_memory(tensor, self._tensor)
 
     @property
     def may_be_one_head(self) -> bool:
@@ -185,8 +190,9 @@ class AttentionOutput:
                 self.refuse(HEADS_UNKNOWN)
             else:
                 return False
-        is_open = self.refusal is None and self._changed is None
-        if is_open and self._versions is not None and self._versions.have_changed():
+        has_changed = self._versions is not None and self._versions.have_changed() and self._changed is None
+        is_observed = any(type(each).observe is not Interceptor.observe for each in self._interceptors)
+        if self.refusal is None and (has_changed or (self._is_overwritten and is_observed)):
             self.refuse(CHANGED_IN_PLACE)
         self.is_reported, self._versions = True, None
         if self.refusal is not None:

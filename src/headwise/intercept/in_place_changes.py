@@ -19,3 +19,10 @@ class TensorVersions:
     def have_changed(self) -> bool:
         """Return True if one of the tensors was changed in place since that moment."""
         return any(tensor._version != version for tensor, version in self._versions)
+
+
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors are views of the same memory, or the same tensor."""
+    if one is other or not type(one) is type(other) is Tensor or one.is_nested or one.is_sparse:
+        return one is other
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -1,9 +1,9 @@
 """Attention outputs, followed by the identity of tensors from attention to their use, such as the output projection."""
 
 from collections.abc import Callable
-from itertools import combinations
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -12,11 +12,12 @@ from headwise.intercept.attention_source import OutputAxes
 from headwise.intercept.axes import VIEWS, Axes, Factor, axes_of, has_unknown_axes, moves_elements
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import PRODUCTS, is_parameter
+from headwise.intercept.element_places import ASSIGNMENT, written_by
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout, merged_axis
+from headwise.intercept.joined_outputs import refuse_added, refuse_concatenated_heads
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_use import (
-    STACKS,
     FollowedOutput,
     axes_after_function,
     features_of,
@@ -26,10 +27,9 @@ from headwise.intercept.output_use import (
     layout_of,
     may_contain_heads,
     may_hide_heads,
-    sums_stack,
 )
+from headwise.intercept.overwritten_outputs import before_overwriting, overwritten_tensor
 from headwise.intercept.refusals import (
-    ADDED,
     HEADS_SEPARATE,
     HEADS_UNKNOWN,
     MULTIPLIED,
@@ -39,6 +39,7 @@ from headwise.intercept.refusals import (
 )
 from headwise.intercept.score_products import CONCATENATIONS
 from headwise.intercept.softmax_weights import COPIES
+from headwise.intercept.source_rules import CONSTANTS
 
 REARRANGEMENTS = VIEWS | COPIES
 """Functions after which a change of the output can still be made, by repeating them with the changed output."""
@@ -79,8 +80,9 @@ def before_function(call: FunctionCall) -> FunctionCall:
     """
     if not call_stack.attention.outputs or (call.function in REARRANGEMENTS and not _loses_changes(call)):
         return call
+    before_overwriting(call)
     if call.function in CONCATENATIONS:
-        _refuse_concatenated_heads(call)
+        refuse_concatenated_heads(call)
     for tensor in list(call.tensors()):
         for followed in call_stack.attention.outputs.get(tensor) or ():
             features = features_of(call, tensor, followed)
@@ -90,7 +92,7 @@ def before_function(call: FunctionCall) -> FunctionCall:
                 followed.output.refuse(MULTIPLIED)
             elif features is not None and not followed.output.is_reported:
                 _establish(followed, features)
-            changed = _changed(followed)
+            changed = followed.changed()
             if changed is not None:
                 _follow_changed(changed, tensor, followed)
                 call = call.replaced(tensor, changed)
@@ -124,7 +126,10 @@ def after_function(call: FunctionCall, result: Any) -> None:
     """Record the `result` of a function whose arguments may be attention outputs, if it contains the same elements,
     perhaps rearranged or scaled.
     """
-    if not call_stack.attention.outputs:
+    if not call_stack.attention.outputs or call.function in CONSTANTS:
+        return
+    is_assignment, result, written = call.function in ASSIGNMENT, written_by(call, result), overwritten_tensor(call)
+    if isinstance(result, Tensor) and result.dtype == torch.bool:  # a comparison
         return
     by_result: dict[int, tuple[Tensor, list[FollowedOutput]]] = {}
     arguments = [
@@ -133,17 +138,22 @@ def after_function(call: FunctionCall, result: Any) -> None:
         if not position or call.function not in VIEWS  # `expand_as` uses only the shape of another tensor
         for followed in call_stack.attention.outputs.get(argument) or ()
     ]
-    _refuse_added(call, arguments)
+    refuse_added(call, arguments)
     for argument, followed in arguments:
         tensors = axes_after_function(call, followed, argument, result)
-        followed.output.is_lost |= not tensors and argument.numel() > 0
-        if moves_elements(call) and not followed.output.is_reported and _loses_values(followed, tensors):
-            followed.output.refuse(HEADS_UNKNOWN)
+        is_in_another = written is not None and written is not argument  # perhaps in a view of it
+        followed.output.is_lost |= is_in_another or (not tensors and argument.numel() > 0)
+        if _loses_values(followed, tensors):
+            if is_assignment:
+                continue
+            is_moved = moves_elements(call) or all(tensor.shape == argument.shape for tensor, _ in tensors)
+            if is_moved and call.function not in VIEWS | PRODUCTS and not followed.output.is_reported:
+                followed.output.refuse(HEADS_UNKNOWN)
         keeps_factors = bool(tensors) and followed.is_linear
         keeps_factors = keeps_factors and _keeps_factors(call, followed.output, arguments, result)
         for index, (tensor, axes) in enumerate(tensors):
             rearranged = _rearranged(call, argument, followed, index if isinstance(result, list | tuple) else None)
-            after = FollowedOutput(followed.output, axes, rearranged, keeps_factors)
+            after = FollowedOutput(followed.output, axes, rearranged, keeps_factors, is_assignment)
             by_result.setdefault(id(tensor), (tensor, []))[1].append(after)
             axis = merged_axis(axes, followed.output.axes.value)
             if axis is not None:
@@ -163,28 +173,6 @@ def _loses_values(followed: FollowedOutput, tensors: list[tuple[Tensor, Axes]]) 
     return any(factor.axis == value for factors in followed.axes for factor in factors) and bool(tensors) and not kept
 
 
-def _refuse_added(call: FunctionCall, arguments: list[tuple[Tensor, FollowedOutput]]) -> None:
-    """Refuse the attention outputs, or the parts of one, that a function call adds to each other or chooses between,
-    before they are projected: no head has columns of the output projection of its own.
-
-    Args:
-        call: the call.
-        arguments: arguments of the call that were computed from attention outputs.
-    """
-    are_apart = call.function in CONCATENATIONS | STACKS | PRODUCTS
-    for (tensor, followed), (other_tensor, other) in combinations(arguments, 2):
-        is_projected = followed.output.is_projected or other.output.is_projected
-        if tensor is other_tensor:
-            are_added = not is_projected and sums_stack(call, tensor, followed)
-        else:
-            is_same = followed.output is other.output
-            are_parts = is_same and not is_projected and (is_part(followed) or is_part(other))
-            are_added = not are_apart and (are_parts or followed.output.is_other_softmax_of(other.output))
-        if are_added:
-            followed.output.refuse(ADDED)
-            other.output.refuse(ADDED)
-
-
 def _keeps_factors(
     call: FunctionCall, output: AttentionOutput, arguments: list[tuple[Tensor, FollowedOutput]], result: Any
 ) -> bool:
@@ -198,6 +186,8 @@ def _keeps_factors(
         result: what the function returned.
     """
     if not output.may_change or output.is_reported or call.function in REARRANGEMENTS | CONCATENATIONS:
+        return True
+    if call.function in ASSIGNMENT and all(argument is not call.args[0] for argument, _ in arguments):
         return True
     of_layer = [(argument, each.output) for argument, each in arguments if each.output.is_of_layer(output)]
     return is_linear(call, of_layer, result)
@@ -257,7 +247,7 @@ def _changed_leaf(tensor: Tensor, is_last: bool) -> Tensor:
     """
     for followed in call_stack.attention.outputs.get(tensor) or ():
         is_merged = merged_axis(followed.axes, followed.output.axes.value) is not None
-        changed = _changed(followed) if is_merged or is_last else None
+        changed: Tensor | None = followed.changed() if is_merged or is_last else None
         if changed is not None:
             _follow_changed(changed, tensor, followed)
             return changed
@@ -281,22 +271,6 @@ def _establish(followed: FollowedOutput, features: list[int]) -> None:
         output.refuse(NOT_OVER_KEYS)
 
 
-def _refuse_concatenated_heads(call: FunctionCall) -> None:
-    """Refuse attention outputs that a call of a function concatenates along the features, if they are parts of one
-    output or outputs of several attention calls of one module: they are heads, or groups of heads.
-    """
-    outputs: list[AttentionOutput] = []
-    for tensor in call.tensors():
-        for followed in call_stack.attention.outputs.get(tensor) or ():
-            if followed.output.is_reported or features_of(call, tensor, followed) is None:
-                continue
-            output = followed.output
-            others = [each for each in outputs if each is output or output.is_other_head_of(each, as_features=True)]
-            for each in [output, *others] if others else ():
-                each.refuse(HEADS_SEPARATE)
-            outputs.append(output)
-
-
 def _refuse_separate_heads(output: AttentionOutput) -> None:
     """Refuse an attention output whose layout is established, and the others that may be further heads of its module,
     if there are any.
@@ -313,16 +287,6 @@ def _follow_changed(changed: Tensor, tensor: Tensor, followed: FollowedOutput) -
         changed, [FollowedOutput(followed.output, followed.axes, None, followed.is_linear)]
     )
     call_stack.lineage.set(changed, call_stack.lineage.origin(tensor, call_stack.module_calls))
-
-
-def _changed(followed: FollowedOutput) -> Tensor | None:
-    """Return a tensor with the elements of an attention output as changed by the interceptors; None if the tensor
-    contains these changes already, or if there are none.
-    """
-    if followed.rearranged is None or not followed.output.may_change:
-        return None
-    changed = followed.output.changed()
-    return None if changed is None else followed.rearranged(changed)
 
 
 def _rearranged(

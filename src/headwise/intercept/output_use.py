@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.intercept.attention_output import AttentionOutput
-from headwise.intercept.axes import OTHER, Axes, Factor, axes_after, moves_elements, other_axis
+from headwise.intercept.axes import OTHER, VIEWS, Axes, Factor, axes_after, moves_elements, other_axis
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import CONVOLUTIONS, PRODUCTS, contraction_of, is_parameter
+from headwise.intercept.element_places import keeps_places, repeated
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout, merged_layout
 from headwise.intercept.score_products import CONCATENATIONS
-from headwise.intercept.undropped import DROPOUT_NAMES, random_state_kept
+from headwise.intercept.undropped import DROPOUT_NAMES
 from headwise.intercept.unreadable_tensors import has_no_numbers
 
 PRODUCTS_IN_PLACE = frozenset({"mul_", "__imul__", "multiply_", "div_", "__itruediv__", "divide_", "neg_"})
@@ -25,6 +26,9 @@ PRODUCTS_IN_PLACE = frozenset({"mul_", "__imul__", "multiply_", "div_", "__itrue
 SUMS_IN_PLACE = frozenset({"add_", "__iadd__", "sub_", "__isub__"})
 """Names of functions that overwrite a tensor by its sum with another one."""
 
+
+ASSIGNMENTS_IN_PLACE = frozenset({"__setitem__", "masked_fill_", "index_fill_", "index_copy_", "index_put_"})
+"""Names of functions that overwrite some elements of a tensor by others, so that a second call changes nothing."""
 
 STACKS: frozenset[Callable[..., Any]] = frozenset({torch.stack, torch.hstack, torch.vstack, torch.dstack})
 """Functions that put several tensors next to each other along a new axis."""
@@ -44,12 +48,23 @@ class FollowedOutput:
             was done to it than to rearrange its elements.
         is_linear: True if the tensor is the output times factors that do not depend on the output, so that a factor of
             the output is one of the tensor.
+        is_written: True if the model wrote the output into the tensor by an assignment to an index.
     """
 
     output: AttentionOutput
     axes: Axes
     rearranged: Callable[[Tensor], Tensor] | None
     is_linear: bool = True
+    is_written: bool = False
+
+    def changed(self) -> Tensor | None:
+        """Return a tensor with the elements of the attention output as changed by the interceptors; None if this tensor
+        contains these changes already, or if there are none.
+        """
+        if self.rearranged is None or not self.output.may_change:
+            return None
+        changed = self.output.changed()
+        return None if changed is None else self.rearranged(changed)
 
 
 def layout_of(followed: FollowedOutput, features: list[int]) -> HeadLayout | None:
@@ -165,9 +180,15 @@ def axes_after_function(
         return [(result, (*followed.axes[:axis], other_axis(result.shape[axis]), *followed.axes[axis:]))]
     if call.function not in PRODUCTS:
         known = axes_after(call, followed.axes, argument, result)
-        if not moves_elements(call):
+        if call.function in VIEWS and not moves_elements(call):
             return known
-        return [(tensor, _in_place(call, followed, argument, tensor, axes)) for tensor, axes in known]
+        results = list(result) if isinstance(result, list | tuple) else [result]
+        numbers = [next(i for i, each in enumerate(results) if each is tensor) for tensor, _ in known]
+        is_one = isinstance(result, Tensor)
+        return [
+            (tensor, _in_place(call, followed, argument, tensor, axes, None if is_one else number))
+            for number, (tensor, axes) in zip(numbers, known, strict=True)
+        ]
     contraction = contraction_of(call.function, call.args, call.kwargs)
     if contraction is None or not any(operand is argument for operand in contraction.operands):
         return []
@@ -180,27 +201,28 @@ def axes_after_function(
     return [(result, axes)] if has_values else []
 
 
-def _in_place(call: FunctionCall, followed: FollowedOutput, argument: Tensor, result: Tensor, axes: Axes) -> Axes:
-    """Return the `axes` of the `result` of a function that moves elements of its `argument`, such as `flip`, with other
-    axes in place of those along which it moves them. The order of queries does not matter, as the output projection is
-    the same for all.
+def _in_place(
+    call: FunctionCall, followed: FollowedOutput, argument: Tensor, result: Tensor, axes: Axes, number: int | None
+) -> Axes:
+    """Return the `axes` of the `result` of a function that may move or mix elements of its `argument`, with other axes
+    in place of those along which it does. The order of queries does not matter, as the output projection is the same
+    for all.
+
+    Args:
+        call: call of the function.
+        followed: the argument, as it was computed from an attention output.
+        argument: the argument.
+        result: tensor that the function computed.
+        axes: axes of the result, if the function moves nothing.
+        number: number of the tensor among the results; None if the function computes one tensor.
     """
-    queries, repeat, kept = set(followed.output.axes.queries), call.as_function_of(argument), list(axes)
-    missing = result.ndim - argument.ndim
+    queries, kept = set(followed.output.axes.queries), list(axes)
     for axis, factors in enumerate(axes):
         if {factor.axis for factor in factors} <= queries | {OTHER}:
             continue
-        with call_stack.paused(), torch.no_grad():
-            places = repeat(_places(argument, axis - missing))
-            if not torch.equal(places, _places(result, axis)):
-                kept[axis] = other_axis(result.shape[axis])
+        if not keeps_places(call, argument, number, axis - result.ndim):
+            kept[axis] = other_axis(result.shape[axis])
     return tuple(kept)
-
-
-def _places(tensor: Tensor, axis: int) -> Tensor:
-    """Return a tensor with the shape of another one that contains the index of each element along `axis`."""
-    shape = [-1 if each == axis else 1 for each in range(tensor.ndim)]
-    return torch.arange(tensor.shape[axis], device=tensor.device).view(shape).expand(tensor.shape)
 
 
 def _concatenated(axes: Axes, axis: int, result: Tensor) -> Axes:
@@ -234,16 +256,16 @@ def is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]],
         return False
     if name in DROPOUT_NAMES:
         return True
-    if any(result is tensor for tensor in tensors):
-        is_sum = name in SUMS_IN_PLACE and not others
+    if any(result is tensor for tensor in tensors) and name not in ASSIGNMENTS_IN_PLACE:
+        is_sum = name in SUMS_IN_PLACE and not others and len({id(tensor) for tensor in tensors}) > 1
         return is_sum or (name in PRODUCTS_IN_PLACE and len({id(tensor) for tensor in tensors}) == 1)
     if not isinstance(result, Tensor) or result.is_meta or "out" in call.kwargs or has_no_numbers():
         return False
-    scaled = call
-    for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        scaled = scaled.replaced(tensor, tensor.detach() * -2)
-    with call_stack.paused(), torch.no_grad(), random_state_kept(result.device):
-        difference = (scaled.run() + 2 * result).nan_to_num()
+    scaled, *others_scaled = {id(tensor): tensor for tensor in tensors}.values()
+    repeated_call = call
+    for tensor in others_scaled:
+        repeated_call = repeated_call.replaced(tensor, tensor.detach() * -2)
+    difference = (repeated(repeated_call, scaled, scaled.detach() * -2, None) + 2 * result).nan_to_num()
     tolerance = torch.finfo(result.dtype).eps ** 0.5
     return bool(difference.abs().amax() <= tolerance * result.nan_to_num().abs().amax())
 

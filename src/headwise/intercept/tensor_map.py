@@ -25,6 +25,11 @@ class TensorMap(Generic[Value]):
         entry = self._entries.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
+    def items(self) -> list[tuple[Tensor, Value]]:
+        """Return all tensors with their values."""
+        pairs = [(reference(), value) for reference, value in self._entries.values()]
+        return [(tensor, value) for tensor, value in pairs if tensor is not None]
+
     def set(self, tensor: Tensor, value: Value) -> None:
         """Store the value of a tensor, in place of an earlier one."""
         self._entries[id(tensor)] = weakref.ref(tensor, partial(_discard, self._entries, id(tensor))), value

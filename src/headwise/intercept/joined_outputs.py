@@ -1,0 +1,60 @@
+"""Attention outputs, or parts of them, that a model adds or joins in one tensor before it projects them: they share
+columns of the output projection, or are heads computed one after the other.
+"""
+
+from itertools import combinations
+
+from torch import Tensor
+
+from headwise.intercept.attention_output import AttentionOutput
+from headwise.intercept.axes import OTHER
+from headwise.intercept.call_stack import call_stack
+from headwise.intercept.contractions import PRODUCTS
+from headwise.intercept.element_places import ASSIGNMENT
+from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.output_use import STACKS, FollowedOutput, features_of, is_part, sums_stack
+from headwise.intercept.refusals import ADDED, HEADS_SEPARATE
+from headwise.intercept.score_products import CONCATENATIONS
+
+
+def refuse_added(call: FunctionCall, arguments: list[tuple[Tensor, FollowedOutput]]) -> None:
+    """Refuse the attention outputs, or the parts of one, that a function call adds to each other or chooses between,
+    before they are projected: no head has columns of the output projection of its own.
+
+    Args:
+        call: the call.
+        arguments: arguments of the call that were computed from attention outputs.
+    """
+    is_in_parts = call.function in ASSIGNMENT and all(
+        each.is_written and any(factor.axis == OTHER for factors in each.axes for factor in factors)
+        for tensor, each in arguments
+        if tensor is call.args[0]
+    )
+    are_apart = is_in_parts or call.function in CONCATENATIONS | STACKS | PRODUCTS
+    for (tensor, followed), (other_tensor, other) in combinations(arguments, 2):
+        is_projected = followed.output.is_projected or other.output.is_projected
+        if tensor is other_tensor:
+            are_added = not is_projected and sums_stack(call, tensor, followed)
+        else:
+            is_same = followed.output is other.output
+            are_parts = is_same and not is_projected and (is_part(followed) or is_part(other))
+            are_added = not are_apart and (are_parts or followed.output.is_other_softmax_of(other.output))
+        if are_added:
+            followed.output.refuse(ADDED)
+            other.output.refuse(ADDED)
+
+
+def refuse_concatenated_heads(call: FunctionCall) -> None:
+    """Refuse attention outputs that a call of a function concatenates along the features, if they are parts of one
+    output or outputs of several attention calls of one module: they are heads, or groups of heads.
+    """
+    outputs: list[AttentionOutput] = []
+    for tensor in call.tensors():
+        for followed in call_stack.attention.outputs.get(tensor) or ():
+            if followed.output.is_reported or features_of(call, tensor, followed) is None:
+                continue
+            output = followed.output
+            others = [each for each in outputs if each is output or output.is_other_head_of(each, as_features=True)]
+            for each in [output, *others] if others else ():
+                each.refuse(HEADS_SEPARATE)
+            outputs.append(output)

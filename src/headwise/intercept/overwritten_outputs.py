@@ -1,0 +1,74 @@
+"""Functions that overwrite an attention output in place, between attention and the output projection.
+
+A model keeps a tensor that it overwrites, so an interceptor must change the tensor itself before.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from headwise.intercept.call_stack import call_stack
+from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.in_place_changes import share_memory
+from headwise.intercept.output_use import FollowedOutput
+from headwise.intercept.refusals import CHANGED_IN_PLACE, HEADS_UNKNOWN
+from headwise.intercept.undropped import DROPOUT_NAMES
+
+_OPERATORS = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)
+"""Names of the methods for operators such as `+=`."""
+
+_WITHOUT_WRITING = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
+"""Names of methods that end like those that overwrite a tensor, but change no element."""
+
+_RESHAPING = frozenset(
+    {"transpose_", "t_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "resize_as_", "as_strided_"}
+)
+"""Names of methods that change the axes of a tensor in place."""
+
+
+def before_overwriting(call: FunctionCall) -> None:
+    """Write the changes of the interceptors into the attention output that a function call is about to overwrite, if it
+    overwrites one. Refuse the output if the model may also use its elements by another view of the same memory.
+    """
+    written = overwritten_tensor(call)
+    for followed in [] if written is None else list(call_stack.attention.outputs.get(written) or ()):
+        assert written is not None
+        followed.output.on_overwritten(written)
+        if getattr(call.function, "__name__", "") in _RESHAPING:
+            followed.output.refuse(HEADS_UNKNOWN)
+            continue
+        changed = followed.changed()
+        if changed is None:
+            continue
+        aliases = [
+            (other, all_followed)
+            for other, all_followed in call_stack.attention.outputs.items()
+            if share_memory(other, written)
+        ]
+        if any(other.numel() != written.numel() for other, _ in aliases):
+            followed.output.refuse(CHANGED_IN_PLACE)
+            continue
+        with call_stack.paused():
+            written.copy_(changed)
+        for other, all_followed in aliases:
+            call_stack.attention.outputs.set(other, [_changed_already(each, followed) for each in all_followed])
+
+
+def _changed_already(each: FollowedOutput, followed: FollowedOutput) -> FollowedOutput:
+    """Return the record of a tensor that contains the changes of the output of `followed`, if it is the same output."""
+    return replace(each, rearranged=None) if each.output is followed.output else each
+
+
+def overwritten_tensor(call: FunctionCall) -> Tensor | None:
+    """Return the tensor that a function call overwrites; None if it overwrites none."""
+    name, out = getattr(call.function, "__name__", ""), call.kwargs.get("out")
+    if isinstance(out, Tensor):
+        return out
+    if name in DROPOUT_NAMES and not call.kwargs.get("training", True):
+        return None
+    is_method = name.endswith("_") and not name.startswith("_") and name not in _WITHOUT_WRITING
+    if is_method or name in _OPERATORS or name == "__setitem__" or call.kwargs.get("inplace"):
+        return next(call.tensors(), None)
+    return None
