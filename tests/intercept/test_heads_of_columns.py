@@ -278,6 +278,31 @@ class Block(nn.Module):
         return merge(F.scaled_dot_product_attention(q, k, v))
 
 
+class BothProjected(nn.Module):
+    """Two attention modules whose merged outputs are concatenated in front of one projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = (Attention(lambda module, *qkv: merge(module.attend(*qkv)), "softmax") for _ in range(2))
+        self.out_proj = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.out_proj(torch.cat([self.one(x), self.other(x)], -1))
+
+
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")
+@torch.no_grad()
+def test_outputs_of_two_modules_that_share_a_projection_have_columns_of_their_own():
+    model, x = BothProjected(), torch.randn(2, LENGTH, WIDTH)
+    with hw.watch(model) as heads:
+        model(x)
+    assert [row["module"] for row in heads.rows()] == ["one"] * HEADS + ["other"] * HEADS
+    expected = torch.cat([model.one(x), model.other(x)], -1)
+    expected[..., WIDTH + 2 * DIM :] = 0
+    with hw.gate(model, {("other", 2): 0.0}):
+        assert torch.allclose(model(x), model.out_proj(expected), atol=1e-6)
+
+
 class Outer(nn.Module):
     def __init__(self):
         super().__init__()

@@ -164,7 +164,8 @@ def sums_stack(call: FunctionCall, tensor: Tensor, followed: FollowedOutput) -> 
     else:
         return False
     of_sum = {factor.axis for axis in summed for factor in followed.axes[axis]}
-    return OTHER in of_sum and followed.output.axes.value not in of_sum
+    kept = {factor.axis for axis in range(tensor.ndim) if axis not in summed for factor in followed.axes[axis]}
+    return OTHER in of_sum and followed.output.axes.value in kept
 
 
 def axes_after_function(
