@@ -84,7 +84,7 @@ def repeated(call: FunctionCall, argument: Tensor, other: Tensor, number: int | 
     """Return what a function call computes with another tensor in place of its `argument`, or the tensor with this
     `number` among several. The function overwrites copies only.
     """
-    first, out = next(call.tensors()), call.kwargs.get("out")
+    first, out = call.tensors[0], call.kwargs.get("out")
     call = call.replaced(argument, other.clone())
     for written in (first, out):
         if isinstance(written, Tensor) and written is not argument:

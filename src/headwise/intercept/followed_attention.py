@@ -13,6 +13,7 @@ class FollowedAttention:
         weights: results of softmax, and what was computed from them (`softmax_weights`).
         softmaxes: softmaxes whose innermost module still runs (`eager_softmax`).
         outputs: attention outputs, and what was computed from them (`output_tracking`).
+        may_change: True if an interceptor may change one of these outputs.
         pending: attention outputs whose calls were not reported to the interceptors yet (`output_tracking`).
         unchanged: module calls of reported attention whose output an interceptor changes at its first use, until then;
             the key stands for the change (`attention_output`).
@@ -23,5 +24,6 @@ class FollowedAttention:
         self.weights: TensorMap[Any] = TensorMap()
         self.softmaxes: list[Any] = []
         self.outputs: TensorMap[Any] = TensorMap()
+        self.may_change = False
         self.pending: list[Any] = []
         self.unchanged: dict[object, list[Any]] = {}

@@ -1,9 +1,11 @@
 """Calls of torch functions as a model makes them, to be repeated with other tensors."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 _QUERY_NAMES = (
@@ -33,23 +35,24 @@ QUERIES: frozenset[Callable[..., Any]] = frozenset(
 """Methods and properties of a tensor, such as its shape, that contain no elements of it."""
 
 
-_SEQUENCES = (list, tuple)
+@dataclass(slots=True, eq=False)
+class FunctionCall:
+    """A call of a torch function with its arguments.
 
-
-class FunctionCall(NamedTuple):
-    """A call of a torch function with its arguments."""
+    Attributes:
+        function: the function.
+        args: arguments by position.
+        kwargs: arguments by name.
+        tensors: the tensors among the arguments, also those in lists, tuples and dicts, by position first.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    tensors: list[Tensor] = field(init=False)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors among the arguments, also those in a list or tuple that is an argument."""
-        for argument in (*self.args, *self.kwargs.values()):
-            if isinstance(argument, Tensor):
-                yield argument
-            elif isinstance(argument, _SEQUENCES):
-                yield from (element for element in argument if isinstance(element, Tensor))
+    def __post_init__(self) -> None:
+        self.tensors = tensors_among((*self.args, *self.kwargs.values()))
 
     def replaced(self, before: Any, after: Any) -> "FunctionCall":
         """Return the call with the object `before` replaced by `after` wherever it is an argument."""
@@ -67,6 +70,20 @@ class FunctionCall(NamedTuple):
         placeholder = object()
         template = self.replaced(tensor, placeholder)
         return lambda other: template.replaced(placeholder, other).run()
+
+
+def tensors_among(arguments: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among arguments or results, and those in lists, tuples and dicts among them."""
+    tensors: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, _CONTAINERS) and not isinstance(argument, torch.Size):
+            tensors += tensors_among(argument.values() if isinstance(argument, dict) else argument)
+    return tensors
+
+
+_CONTAINERS = (tuple, list, dict)
 
 
 def _replaced(argument: Any, before: Any, after: Any) -> Any:

@@ -1,23 +1,23 @@
 """Fused attention functions other than `scaled_dot_product_attention`, whose weights cannot be read."""
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
+from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.module_call import ModuleCall
 
 NAME_PARTS = ("attention", "attn", "transformer_encoder_layer_fwd")
 """Parts of the names of fused attention functions of torch and of other libraries."""
 
 
-def report_fused(function: Any, arguments: Iterable[Any], module_calls: list[ModuleCall]) -> None:
+def report_fused(call: FunctionCall, module_calls: list[ModuleCall]) -> None:
     """If a function that a model called is a fused attention function, name the module that called it to the
     interceptors. It is one if its name says so, and three of its arguments can be queries, keys and values.
     """
-    name = _attention_name(function)
-    if name is None or sum(_may_be_heads(argument) for argument in arguments) < 3:
+    name = _attention_name(call.function)
+    if name is None or sum(_may_be_heads(argument) for argument in (*call.args, *call.kwargs.values())) < 3:
         return
     reason = f"attention of these modules by {name} cannot be read; call scaled_dot_product_attention"
     for innermost in {id(module_call.interceptor): module_call for module_call in module_calls}.values():

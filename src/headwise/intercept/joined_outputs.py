@@ -49,7 +49,7 @@ def refuse_concatenated_heads(call: FunctionCall) -> None:
     output or outputs of several attention calls of one module: they are heads, or groups of heads.
     """
     outputs: list[AttentionOutput] = []
-    for tensor in call.tensors():
+    for tensor in call.tensors:
         for followed in call_stack.attention.outputs.get(tensor) or ():
             if followed.output.is_reported or features_of(call, tensor, followed) is None:
                 continue

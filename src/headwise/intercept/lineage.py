@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.intercept.function_call import FunctionCall, tensors_among
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins, Origin, union_of
 from headwise.intercept.source_rules import (
@@ -54,28 +55,28 @@ class Lineage:
         self.placed = self._state_bit("placed")
         self.self_attention_keys: set[tuple[frozenset[Hashable], int]] = set()
         self.tokens = TokenNumbers()
-        self.given = union_of(self.origin(tensor, ()) for tensor in _tensors(given)).sources
+        self.given = union_of(self.origin(tensor, ()) for tensor in tensors_among(given)).sources
         self.outside = 0
 
-    def record(self, function: Any, arguments: Sequence[Any], result: Any, module_calls: Sequence[ModuleCall]) -> None:
-        """Record the origin of the `result` of a torch function: the origins of its arguments together, except for
+    def record(self, call: FunctionCall, result: Any, module_calls: Sequence[ModuleCall]) -> None:
+        """Record the origin of the `result` of a function call: the origins of its arguments together, except for
         linear maps, products and concatenations, unless these are of the features of the same tokens.
 
         Args:
-            function: the function.
-            arguments: its arguments, those passed by name last.
-            result: what it returned.
+            call: the call.
+            result: what the function returned.
             module_calls: the running modules, to which parameters and buffers may belong, the innermost last.
         """
-        written = arguments[0] if function is Tensor.__setitem__ else result
-        results = [written] if isinstance(written, Tensor) else _tensors((written,))
+        function, tensors = call.function, call.tensors
+        written = call.args[0] if function is Tensor.__setitem__ else result
+        results = [written] if isinstance(written, Tensor) else tensors_among((written,))
         if not results:
             return
-        tensors = _tensors(arguments)
         origins = [self._origins.get(tensor) or self.origin(tensor, module_calls) for tensor in tensors]
         joins_features = function in CONCATENATIONS and len({each.shape[:-1] for each in (*tensors, *results)}) == 1
         origin = self._union(tensors, origins) if joins_features else self._of_result(function, tensors, origins)
         if function in SELECTIONS:
+            arguments = (*call.args, *call.kwargs.values())
             selection = (function, *map(_key_of, arguments[1:]))
             for index, tensor in enumerate(results):
                 is_selected = _selects_tokens(function, arguments, tensor)
@@ -92,10 +93,10 @@ class Lineage:
         functions than torch's: the origins of the module's `arguments` together, after a linear map. If these have
         different contents, the module is a mixing step. The last of the running modules is the module.
         """
-        unknown = [tensor for tensor in _tensors((output,)) if self._origins.get(tensor) is None]
+        unknown = [tensor for tensor in tensors_among((output,)) if self._origins.get(tensor) is None]
         if not unknown:
             return
-        origins = [self.origin(argument, module_calls) for argument in _tensors(arguments)]
+        origins = [self.origin(argument, module_calls) for argument in tensors_among(arguments)]
         module, sources = id(module_calls[-1].module), union_of(origins).sources
         contents = tuple(content for origin in origins if (content := self.content(origin) & ~self.state))
         if len(set(contents)) > 1:
@@ -274,20 +275,6 @@ _RULES: dict[Any, Callable[[Lineage, list[Tensor], list[Origin]], Origin]] = {
 """Methods that return the origin of the result of a function; that of other functions is the union of all origins."""
 
 
-def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among arguments, and those in lists, tuples and dicts among them."""
-    tensors: list[Tensor] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            tensors.append(argument)
-        elif isinstance(argument, _CONTAINERS) and not isinstance(argument, torch.Size):
-            tensors += _tensors(argument.values() if isinstance(argument, dict) else argument)
-    return tensors
-
-
-_CONTAINERS = (tuple, list, dict)
-
-
 def _offset(tensor: Tensor) -> int:
     """Return the position of a tensor's first element in the memory of the tensor that it is a view of."""
     return int(tensor.storage_offset()) if type(tensor) is Tensor and tensor.layout is torch.strided else 0
@@ -322,7 +309,7 @@ def _selects_tokens(function: Any, arguments: Sequence[Any], result: Tensor) -> 
     if not isinstance(before, Tensor):
         return False
     if before.numel() == result.numel():
-        return function in REORDERINGS or bool(_tensors(arguments[1:]))
+        return function in REORDERINGS or bool(tensors_among(arguments[1:]))
     return before.ndim != result.ndim or before.shape[:-1] != result.shape[:-1]
 
 

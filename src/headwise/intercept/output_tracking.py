@@ -53,6 +53,7 @@ def hold(output: AttentionOutput, tensor: Tensor) -> Tensor:
     heads = call_stack.torch_attention_heads
     if heads is None:
         call_stack.attention.pending.append(output)
+        call_stack.attention.may_change |= output.may_change
         followed = FollowedOutput(output, axes_of(tensor.shape), lambda other: other)
         call_stack.attention.outputs.set(tensor, [*(call_stack.attention.outputs.get(tensor) or ()), followed])
         return tensor
@@ -83,11 +84,11 @@ def before_function(call: FunctionCall) -> FunctionCall:
     before_overwriting(call)
     if call.function in CONCATENATIONS:
         refuse_concatenated_heads(call)
-    for tensor in list(call.tensors()):
+    for tensor in call.tensors:
         for followed in call_stack.attention.outputs.get(tensor) or ():
             features = features_of(call, tensor, followed)
             if features is not None and call.function not in CONCATENATIONS:
-                followed.output.on_projected([other for other in call.tensors() if is_parameter(other)])
+                followed.output.on_projected([other for other in call.tensors if is_parameter(other)])
             if is_multiplied(call, tensor, followed) and not followed.output.is_established:
                 followed.output.refuse(MULTIPLIED)
             elif features is not None and not followed.output.is_reported:
@@ -105,7 +106,7 @@ def _loses_changes(call: FunctionCall) -> bool:
     """
     if call.function not in VIEWS:
         return False
-    tensor = next(call.tensors(), None)
+    tensor = call.tensors[0] if call.tensors else None
     all_followed = () if tensor is None else call_stack.attention.outputs.get(tensor) or ()
     return tensor is not None and any(
         followed.output.may_change and has_unknown_axes(call, followed.axes, tensor) for followed in all_followed
@@ -134,10 +135,12 @@ def after_function(call: FunctionCall, result: Any) -> None:
     by_result: dict[int, tuple[Tensor, list[FollowedOutput]]] = {}
     arguments = [
         (argument, followed)
-        for position, argument in enumerate(call.tensors())
+        for position, argument in enumerate(call.tensors)
         if not position or call.function not in VIEWS  # `expand_as` uses only the shape of another tensor
         for followed in call_stack.attention.outputs.get(argument) or ()
     ]
+    if not arguments:
+        return
     refuse_added(call, arguments)
     for argument, followed in arguments:
         tensors = axes_after_function(call, followed, argument, result)
@@ -233,7 +236,7 @@ def with_changes(tensors: Any, *, is_last: bool = False) -> Any:
         tensors: tensors in tuples, lists, dicts or other containers.
         is_last: True at the end of the model, after which nothing more can be learnt about an output.
     """
-    if not call_stack.attention.outputs:
+    if not call_stack.attention.may_change:
         return None
     leaves, structure = pytree.tree_flatten(tensors)
     changed = [_changed_leaf(leaf, is_last) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -302,7 +305,7 @@ def _rearranged(
         index: number of the tensor among the results; None if the function returns one tensor.
     """
     before = followed.rearranged
-    if before is None or call.function not in REARRANGEMENTS:
+    if before is None or not followed.output.may_change or call.function not in REARRANGEMENTS:
         return None
     repeat = call.as_function_of(argument)
 

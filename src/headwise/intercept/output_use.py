@@ -252,7 +252,7 @@ def is_linear(call: FunctionCall, outputs: list[tuple[Tensor, AttentionOutput]],
         result: what the function returned.
     """
     tensors, name = [tensor for tensor, _ in outputs], getattr(call.function, "__name__", "")
-    others = [other for other in call.tensors() if not any(other is tensor for tensor in tensors)]
+    others = [other for other in call.tensors if not any(other is tensor for tensor in tensors)]
     if any(_depends_on(other, *pair) for other in others for pair in outputs):
         return False
     if name in DROPOUT_NAMES:

@@ -70,5 +70,5 @@ def overwritten_tensor(call: FunctionCall) -> Tensor | None:
         return None
     is_method = name.endswith("_") and not name.startswith("_") and name not in _WITHOUT_WRITING
     if is_method or name in _OPERATORS or name == "__setitem__" or call.kwargs.get("inplace"):
-        return next(call.tensors(), None)
+        return call.tensors[0] if call.tensors else None
     return None

@@ -50,7 +50,7 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
             }
             call_stack.attention.scores.set(result, _Scores(axes_of(result.shape), frozenset(tokens), tokens))
             return
-    for tensor in call.tensors() if call_stack.attention.scores else ():
+    for tensor in call.tensors if call_stack.attention.scores else ():
         scores: _Scores | None = call_stack.attention.scores.get(tensor)
         if scores is None:
             continue

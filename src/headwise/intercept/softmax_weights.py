@@ -129,7 +129,7 @@ def weights_among(call: FunctionCall) -> list[Tensor]:
     """Return the arguments of a function call that are known to be attention weights."""
     if not call_stack.attention.weights:
         return []
-    return [tensor for tensor in call.tensors() if call_stack.attention.weights.get(tensor) is not None]
+    return [tensor for tensor in call.tensors if call_stack.attention.weights.get(tensor) is not None]
 
 
 def follow_weights(call: FunctionCall, tensor: Tensor, result: Any) -> None:

@@ -5,7 +5,7 @@ Every function that selects or reorders elements of the result is repeated with 
 attends to keys in another order than its queries, and which calls attend with parts of the same queries.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -23,7 +23,7 @@ from headwise.intercept.contractions import (
     Label,
     is_parameter,
 )
-from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.function_call import FunctionCall, tensors_among
 from headwise.intercept.source_rules import CONCATENATIONS, PLACEMENTS, SELECTIONS
 from headwise.intercept.tensor_map import TensorMap
 
@@ -64,7 +64,7 @@ class TokenNumbers:
             if axis is not None:
                 self._number(result, axis)
             return
-        known = [tensor for tensor in call.tensors() if self._numbered.get(tensor)] if self._numbered else []
+        known = [tensor for tensor in call.tensors if self._numbered.get(tensor)] if self._numbered else []
         if not known:
             return
         numbered = self._numbered.get(known[0])
@@ -72,7 +72,7 @@ class TokenNumbers:
         if call.function in REPEATED or call.function in REPLACED or call.function in SORTS:
             self._repeat(call, result, numbered.linear_map, max(tensor.numel() for tensor in known))
             return
-        for tensor in _tensors(result):
+        for tensor in tensors_among((result,)):
             if tensor.shape == known[0].shape:
                 self._numbered.set(tensor, numbered)
 
@@ -117,7 +117,7 @@ class TokenNumbers:
         """
         name = call.function.__name__
         is_in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("_"))
-        results = _tensors((call.args[0],) if is_in_place else result)
+        results = tensors_among((call.args[0] if is_in_place else result,))
         try:
             args, kwargs = self._numbers_of(call.args, largest), self._numbers_of(call.kwargs, largest)
             if is_in_place:
@@ -127,8 +127,8 @@ class TokenNumbers:
             elif call.function in SORTS:
                 numbers = [args[0].gather(_axis_of_sort(call), result[1])]
             else:
-                numbers = _of_equal_parts(args, result) or _tensors(
-                    REPLACED.get(call.function, call.function)(*args, **kwargs)
+                numbers = _of_equal_parts(args, result) or tensors_among(
+                    (REPLACED.get(call.function, call.function)(*args, **kwargs),)
                 )
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             numbers = []
@@ -160,7 +160,7 @@ class TokenNumbers:
 
 def _axis_of_features(call: FunctionCall, result: Any) -> int | None:
     """Return the axis of the features in the `result` of a linear map; None for other products."""
-    tensors = list(call.tensors())
+    tensors = call.tensors
     if not isinstance(result, Tensor) or type(result) is not Tensor or result.is_meta or result.is_nested:
         return None
     if call.function in CONVOLUTIONS:
@@ -190,9 +190,3 @@ def _axis_of_sort(call: FunctionCall) -> int:
     position = 2 if call.function in {torch.topk, Tensor.topk} else 1
     axis = call.args[position] if len(call.args) > position else call.kwargs.get("dim", -1)
     return int(axis)
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    """Return the tensors in the result of a function."""
-    results: Sequence[Any] = result if isinstance(result, list | tuple) else (result,)
-    return [each for each in results if isinstance(each, Tensor)]

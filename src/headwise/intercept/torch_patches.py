@@ -53,19 +53,16 @@ class TorchCalls(TorchFunctionMode):
         func = torchs_own(func)
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)  # a compiler reads the function; its calls are intercepted when they run
-        if func in QUERIES or call_stack.torch_mode is not self:
+        if func in QUERIES or call_stack.torch_mode is not self or not call_stack.intercepts:
             return func(*args, **kwargs)  # the mode is another one where a backward pass repeats modules in a module
         if func is SDPA:
             return intercepted_sdpa(SDPA, *args, **kwargs)
-        if not call_stack.intercepts:
-            return func(*args, **kwargs)
         call = before_function(FunctionCall(func, args, kwargs))
         if func is TORCH_ATTENTION:
             return _torch_attention(*call.args, **call.kwargs)
         result = _recorded(call, call.run())
-        arguments = (*args, *kwargs.values())
-        report_fused(func, arguments, call_stack.module_calls)
-        call_stack.lineage.record(func, arguments, result, call_stack.module_calls)
+        report_fused(call, call_stack.module_calls)
+        call_stack.lineage.record(call, result, call_stack.module_calls)
         if not has_no_numbers():
             call_stack.lineage.tokens.record(call, result)
         return result

@@ -35,11 +35,15 @@ class _ProjectionCall(NamedTuple):
     Attributes:
         inputs: rows of the input.
         outputs: the same rows of the output.
+        rows: indices of these rows.
+        row_count: number of all rows.
         is_training: True if the module was in training mode, in which dropout may change the output.
     """
 
     inputs: Float[Tensor, "rows width"]
     outputs: Tensor
+    rows: list[int]
+    row_count: int
     is_training: bool
 
 
@@ -175,12 +179,9 @@ class WrittenNorms:
     def _check(self, path: str, call: _ProjectionCall) -> None:
         """Decide if `call`, of the projection found for the attention module at `path`, maps its head outputs."""
         head_outputs, projection = self._head_outputs.pop(path), self._grams[path][1]
-        is_off = not bool(call.inputs.any()) and (head_outputs.may_be_gated or not bool(head_outputs.by_token.any()))
-        is_finite = bool(call.inputs.isfinite().all() & head_outputs.by_token.isfinite().all())
-        if is_off or not is_finite:
-            return  # zeros of closed gates, and NaN, show nothing: the next call decides
-        is_confirmed = _consists_of(call.inputs, head_outputs) and _maps(projection, call)
-        if is_confirmed or not call.is_training:  # dropout changes inputs and outputs
+        is_confirmed = _consists_of(call, head_outputs) and _maps(projection, call)
+        # Dropout changes inputs and outputs. Zeros of closed gates, and NaN, show nothing: the next call decides.
+        if is_confirmed or not (call.is_training or _shows_nothing(call, head_outputs)):
             self._settle(path, is_confirmed=is_confirmed)
 
     def _settle(self, path: str, *, is_confirmed: bool) -> None:
@@ -210,23 +211,47 @@ def _projection_call(module: nn.Module, arguments: Iterable[Any], output: Any) -
     if len(inputs) != len(outputs) or not len(inputs):
         return None
     rows = [0, len(inputs) // 2, -1]
-    return _ProjectionCall(inputs[rows], outputs[rows], module.training)
+    return _ProjectionCall(inputs[rows], outputs[rows], rows, len(inputs), module.training)
 
 
-def _consists_of(inputs: Float[Tensor, "rows width"], outputs: _HeadOutputs) -> bool:
-    """Return True if one of the `inputs` of a projection consists of the outputs of all heads for one token. If these
-    may be gated, the part of each head may be its output times a factor, but not all factors 0.
+def _shows_nothing(call: _ProjectionCall, outputs: _HeadOutputs) -> bool:
+    """Return True if the input of a projection has no relation to outputs of heads, whether they are its input or not:
+    numbers are NaN or infinite, or all inputs 0, as gates may set them.
     """
     by_token = outputs.by_token
-    if inputs.shape[1] != by_token[0].numel():
+    is_off = not bool(call.inputs.any()) and (outputs.may_be_gated or not bool(by_token.any()))
+    return is_off or not bool(call.inputs.isfinite().all() & by_token.isfinite().all())
+
+
+def _consists_of(call: _ProjectionCall, outputs: _HeadOutputs) -> bool:
+    """Return True if one of the inputs of a projection consists of the outputs of all heads for one token, usually that
+    at the same place. If these may be gated, the part of each head may be its output times a factor, but not all
+    factors 0.
+    """
+    by_token = outputs.by_token
+    if call.inputs.shape[1] != by_token[0].numel():
         return False
-    heads = inputs.to(by_token.dtype).view(-1, 1, *by_token.shape[1:]).expand(-1, len(by_token), -1, -1)
-    by_token = by_token.expand_as(heads)
-    if outputs.may_be_gated:
+    inputs = call.inputs.to(by_token.dtype).view(-1, 1, *by_token.shape[1:])
+    has_same_places = call.row_count == len(by_token)
+    if has_same_places and _has_same_row(inputs, by_token[call.rows][:, None], call.inputs.dtype, outputs.may_be_gated):
+        return True
+    return _has_same_row(inputs, by_token[None], call.inputs.dtype, outputs.may_be_gated)
+
+
+def _has_same_row(
+    inputs: Float[Tensor, "rows 1 heads value_dim"],
+    by_token: Float[Tensor, "#rows tokens heads value_dim"],
+    dtype: torch.dtype,
+    may_be_gated: bool,
+) -> bool:
+    """Return True if an input equals the outputs of a token up to rounding in `dtype`, with a factor for each head if
+    they may be gated.
+    """
+    if may_be_gated:
         squares = by_token.square().sum(-1, keepdim=True)
-        by_token = by_token * ((heads * by_token).sum(-1, keepdim=True) / squares).nan_to_num()
-    is_same = _is_close(heads, by_token, inputs.dtype).all(-1)
-    return bool((is_same & heads.flatten(2).any(-1)).any())
+        by_token = by_token * ((inputs * by_token).sum(-1, keepdim=True) / squares).nan_to_num()
+    is_same = _is_close(inputs, by_token, dtype).all(-1)
+    return bool((is_same & inputs.flatten(2).any(-1)).any())
 
 
 def _maps(projection: LinearMap, call: _ProjectionCall) -> bool:
@@ -239,7 +264,7 @@ def _maps(projection: LinearMap, call: _ProjectionCall) -> bool:
 
 
 def _is_close(
-    vectors: Float[Tensor, "*axes width"], expected: Float[Tensor, "*axes width"], dtype: torch.dtype
+    vectors: Float[Tensor, "*#axes width"], expected: Float[Tensor, "*#axes width"], dtype: torch.dtype
 ) -> Bool[Tensor, "*axes"]:
     """Return True for the vectors that differ from `expected` by no more than rounding in `dtype`."""
     tolerance = max(LARGEST_DIFFERENCE, 4 * torch.finfo(dtype).eps)
