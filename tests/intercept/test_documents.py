@@ -67,3 +67,38 @@ def test_tokens_that_attend_to_one_of_several_pictures():
     mask = DOCUMENTS[:, None] == of_keys
     on_first = expected(attention, x[0], DOCUMENTS, of_keys, pictures[0])
     assert first_weights(attention, x, pictures, mask) == pytest.approx(on_first, rel=1e-4)
+
+
+class Language(torch.nn.Module):
+    """A model whose argument has the ids of the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.attention = torch.nn.Embedding(5, WIDTH), Attention()
+
+    def forward(self, input_ids, mask):
+        return self.attention(self.embedding(input_ids), None, mask)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_neighbours_and_copies_are_tokens_of_the_same_document(causal):
+    torch.manual_seed(11)
+    model, ids = Language(), torch.tensor([[1, 2, 1, 2, 3, 2, 2, 1, 4]])
+    mask = SAME & torch.ones(9, 9).tril().bool() if causal else SAME
+    with torch.no_grad(), hw.watch(model) as heads:
+        model(ids, mask)
+    x, on_previous, on_next, on_copies, after_copies = model.embedding(ids)[0], [], [], [], []
+    for document in range(3):
+        own = ids[0, document == DOCUMENTS].tolist()
+        weights = weights_alone(model.attention, x[document == DOCUMENTS], causal=causal)
+        on_previous.append(weights.diagonal(-1, 1, 2))
+        on_next.append(weights.diagonal(1, 1, 2))
+        for row, token in enumerate(own):
+            copies = [index for index in range(row) if own[index] == token]
+            if copies:
+                on_copies.append(weights[:, row, copies].sum(-1, keepdim=True))
+                after_copies.append(weights[:, row, [copy + 1 for copy in copies]].sum(-1, keepdim=True))
+    of_statistic = {"previous": on_previous, "next": on_next, "duplicate": on_copies, "induction": after_copies}
+    for name, parts in of_statistic.items():
+        means = torch.cat(parts, 1).mean(1).tolist()
+        assert [row[name] for row in heads.rows()] == pytest.approx(means, rel=1e-4), name

@@ -131,3 +131,19 @@ def test_models_of_transformers_with_nan_weights_are_named(implementation):
     with pytest.warns(UserWarning, match=expected), hw.watch(model) as heads:
         model(tiny.TOKENS)
     assert [math.isnan(row["first"]) for row in heads.rows()] == [False] * 7 + [True] + [False] * 4 + [True] * 6
+
+
+class Masked(Attention):
+    """Attention in which a factor of 0 turns off the second head."""
+
+    def forward(self, x, hidden=None):
+        q, k, v = (part.unflatten(-1, (HEADS, 5)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        weights = torch.softmax(q @ k.mT * 5**-0.5, -1) * torch.tensor([1.0, 0.0, 1.0]).view(1, HEADS, 1, 1)
+        return self.out_proj((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_heads_without_rows_are_named():
+    model, match = nn.Sequential(Masked("softmax")), r"statistics of these heads are NaN: 0 \(heads 1\)"
+    with torch.no_grad(), pytest.warns(UserWarning, match=match), hw.watch(model) as heads:
+        model(torch.randn(2, 7, 15))
+    assert [math.isnan(row["entropy"]) for row in heads.rows()] == [False, True, False]

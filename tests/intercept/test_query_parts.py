@@ -155,3 +155,36 @@ def test_windows_and_sequences_in_a_loop_are_sequences_of_their_own(attend):
     rows, _ = watched(by_sequence, attend, (X,))
     wanted, _ = watched(whole, attend, (X,))
     assert_equal(rows, wanted)
+
+
+def added(attend, q, k, v):
+    """Local and global attention of the same queries, each with a projection of its own."""
+    return attend(q, k, v), attend(0.5 * q, k, v, causal(0, q.shape[2], k.shape[2]))
+
+
+def to_two_contexts(attend, q, k, v):
+    """Attention to two parts of the context, as to a text and a picture."""
+    return attend(q, k[:, :, :3], v[:, :, :3]), attend(q, k[:, :, 3:], v[:, :, 3:])
+
+
+def part_again(attend, q, k, v):
+    return attend(q, k, v), F.pad(attend(q[:, :, 2:4], k, v), (0, 0, 0, q.shape[2] - 2))
+
+
+class Twice(Attention):
+    def forward(self, x, context=None):
+        context = x if context is None else context
+        sides = ((self.q, x), (self.k, context), (self.v, context))
+        outs = self.core(self.attend, *(each(y).unflatten(-1, (3, 5)).transpose(1, 2) for each, y in sides))
+        return sum(self.out(out.transpose(1, 2).flatten(2)) for out in outs)
+
+
+@pytest.mark.parametrize("attend", ATTENTIONS)
+@pytest.mark.parametrize("core", [added, to_two_contexts, part_again])
+def test_queries_that_attend_twice_in_one_call_are_named(core, attend):
+    model = Twice(core, attend)
+    context = torch.randn(2, 7, 15) if core is to_two_contexts else None
+    match = "the same queries of these modules attend several times in one call.*: Twice"
+    with torch.no_grad(), pytest.warns(UserWarning, match=match), hw.watch(model) as heads:
+        model(torch.randn(2, 7, 15), context)
+    assert all(row.keys() == {"layer", "head", "kv_head", "module", "kind"} for row in heads.rows())

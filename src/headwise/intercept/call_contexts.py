@@ -327,7 +327,7 @@ class CallContexts(threading.local):
         if tokens is not None:
             key_tokens = padded_to(tokens[:, dropped:], grid.keys, NO_TOKEN)
         return CallContext(
-            token_ids=key_tokens,
+            token_ids=_by_document(key_tokens, first_keys),
             is_special=self._is_special(key_tokens),
             real_queries=real,
             real_keys=real_keys,
@@ -341,6 +341,17 @@ class CallContexts(threading.local):
         if tokens is None or not len(self._special):
             return None
         return torch.isin(tokens, self._special.to(tokens.device))
+
+
+def _by_document(
+    tokens: Int[Tensor, "batch keys"] | None, first_keys: Int[Tensor, "batch #queries"] | None
+) -> Int[Tensor, "batch keys"] | None:
+    """Return ids of the tokens that are different in different documents, in which no token is a copy of another one.
+    `first_keys` is the first key of the document of each token; other shapes stand for a single document.
+    """
+    if tokens is None or first_keys is None or first_keys.shape != tokens.shape or tokens.shape[1] < 2:
+        return tokens
+    return torch.where(tokens < 0, tokens, tokens + (tokens.amax() + 1) * first_keys)
 
 
 def _facts_of(call: Call, received: ReceivedMask) -> MaskFacts | None:

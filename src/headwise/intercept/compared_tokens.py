@@ -76,6 +76,13 @@ class ComparedTokens(NamedTuple):
         own = keys[..., max(first, 0) : first + queries.shape[-1]]
         return first if is_known and torch.equal(queries, own) and not self._values_differ else None
 
+    def has_queries_of(self, other: "ComparedTokens") -> bool:
+        """Return True if some queries are also queries of another call: the same result of a projection."""
+        queries, others = self.queries.numbers, other.queries.numbers
+        if self.queries.linear_map is not other.queries.linear_map:
+            return False
+        return bool(torch.isin(queries[queries > 0], others[others > 0]).any())
+
     def is_other_part(self, other: "ComparedTokens") -> bool:
         """Return True if the queries are others than those of another call, but of the same projection, and both calls
         attend to the same keys, at least to the same first one.

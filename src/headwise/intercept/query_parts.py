@@ -37,6 +37,16 @@ class QueryParts(threading.local):
         """Forget the calls of the previous call of the model."""
         self._so_far = []
 
+    def attends_again(self, call: Call) -> bool:
+        """Return True if some queries of an attention call have attended before in the same call of the model, at the
+        same site.
+        """
+        tokens, sizes = call.sources.tokens, (call.grid.batch, call.grid.heads)
+        return tokens is not None and any(
+            (whole.site, whole.sizes) == (call.site, sizes) and tokens.has_queries_of(whole.tokens)
+            for whole in self._so_far
+        )
+
     def sequences_of(self, call: Call, continues: bool) -> tuple[int, bool]:
         """Return the number of the call at this site with whose sequences an attention call begins, and True if it
         continues them: it has other queries of the same projection, and attends to the same keys.

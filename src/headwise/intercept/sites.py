@@ -243,9 +243,26 @@ class SiteRegistry(Interceptor):
 
     def warn_of_nonfinite(self, stacklevel: int = 4) -> None:
         """Issue a warning with the modules in which attention weights or head outputs were NaN or infinite, and the
-        numbers of their rows. `stacklevel` selects the calling frame that the warning names, as in `warnings.warn`.
+        numbers of their rows; and one with the heads that have no query row that counts.
+
+        Args:
+            stacklevel: frame that the warnings name, as in `warnings.warn`.
         """
         if self.nonfinite:
             modules = ", ".join(f"{self._names([path])} ({rows} rows)" for path, rows in self.nonfinite.items())
             reason = "attention weights or head outputs are NaN or infinite, so statistics of their heads are NaN"
             warnings.warn(f"{reason}: {modules}", stacklevel=stacklevel)
+        reason = "no query of some heads attends to a key, so the statistics of these heads are NaN"
+        without = [f"{self._names([record.site.path])} (heads {heads})" for record, heads in self._heads_without_rows()]
+        if without:
+            warnings.warn(f"{reason}: {', '.join(without)}", stacklevel=stacklevel)
+
+    def _heads_without_rows(self) -> Iterator[tuple[SiteRecord, str]]:
+        """Yield the records of sites in which some heads, but not all, have no query row that counts, as where a factor
+        of 0 hides all keys of a head; and these heads.
+        """
+        for record in self.records:
+            entropy = record.statistics.get("entropy")
+            is_empty = [] if entropy is None else (entropy.count == 0).tolist()
+            if any(is_empty) and not all(is_empty):
+                yield record, ", ".join(str(head) for head, is_without in enumerate(is_empty) if is_without)

@@ -19,6 +19,12 @@ from headwise.statistics.registry import STATISTICS
 from headwise.statistics.tally import Tally
 from headwise.statistics.weight_capture import CapturedWeights, WeightCapture
 
+ATTENDS_AGAIN = (
+    "the same queries of these modules attend several times in one call, so all statistics of these modules are left "
+    "out (see docs/watch.md)"
+)
+"""Reason for modules whose queries have several matrices of attention weights."""
+
 
 class _HeadOutputs:
     """Head outputs of one attention call, collected from row blocks.
@@ -118,6 +124,9 @@ class StatisticsObserver(Interceptor):
             record.discard("received")
         if observed.lacks_sequences:
             record.discard(*STATISTICS)
+        if self._parts.attends_again(call):
+            record.discard(*STATISTICS)
+            self._heads.on_left_out(path, ATTENDS_AGAIN)
         # Further layers that one module computes have projections that it is not known for.
         value_dim = None if call.site.part else call.value_dim
         tally = Tally(self._written_norms.gram(path, grid.heads, value_dim), observed.first_token)

@@ -150,7 +150,7 @@ class TileVisibility:
 
     def has_key_at_lag(self, lag: int) -> Bool[Tensor, "#batch 1 rows"]:
         """Return True at query rows for which a key is `lag` positions before the query (after it if `lag` is
-        negative), and is not padding.
+        negative), is not padding, and belongs to the same document.
         """
         wanted = self.query_positions - lag
         if not self.grid.uses_default_positions:
@@ -162,7 +162,17 @@ class TileVisibility:
         exists = (wanted >= 0) & (wanted < self.grid.keys)
         if self.real_keys is not None:
             exists = exists & self.real_keys[:, wanted[0].clamp(0, self.grid.keys - 1)]
+        if self.first_keys is not None and self.first_keys.shape[1] == self.grid.keys > 1:  # of each row
+            own, other = (
+                self.first_keys[:, each[0].clamp(0, self.grid.keys - 1)] for each in (self.query_positions, wanted)
+            )
+            exists = exists & (own == other)
         return exists[:, None]
+
+    def _first_key_of(self, positions: Int[Tensor, "1 rows"]) -> Int[Tensor, "#batch rows"]:
+        """Return the first key of the documents of the tokens at these default positions."""
+        assert self.first_keys is not None
+        return self.first_keys[:, positions[0].clamp(0, self.grid.keys - 1)]
 
     @cached_property
     def has_earlier_copy(self) -> Bool[Tensor, "#batch 1 rows"] | None:
