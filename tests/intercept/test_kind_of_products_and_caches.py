@@ -89,6 +89,45 @@ def test_cached_latents_stay_self_attention(is_static):
         assert row["first"] == pytest.approx(expected["first"], rel=1e-5)
 
 
+class LatentWindow(LatentAttention):
+    """The same for single tokens after a prompt, with memory for the latents of the last 5 tokens. These move to the
+    left at each token.
+    """
+
+    def __init__(self):
+        super().__init__(True, {})
+
+    def forward(self, x):
+        latents, cache = self.down(x), self.cache
+        if "latents" in cache:
+            moved = cache["latents"].roll(-1, dims=1)
+            moved[:, torch.tensor([-1])] = latents
+            latents = cache["latents"].copy_(moved)
+        else:
+            cache["latents"] = latents[:, -5:].clone()
+        k, v = map(split, self.up(latents).chunk(2, -1))
+        keys, queries = torch.arange(latents.shape[1]), torch.arange(latents.shape[1])[-x.shape[1] :, None]
+        visible = (keys <= queries) & (keys > queries - 5)
+        heads = F.scaled_dot_product_attention(split(self.q(x)), k, v, attn_mask=visible)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+@torch.no_grad()
+def test_cached_latents_that_move_to_other_places_stay_self_attention():
+    torch.manual_seed(0)
+    model, x = LatentWindow(), torch.randn(2, 11, 24)
+    with hw.watch(model) as whole:
+        model(x)
+    model.cache.clear()
+    with hw.watch(model) as cached:
+        for part in x.split([7, 1, 1, 1, 1], 1):
+            model(part)
+    assert [row["kind"] for row in cached.rows()] == ["self"] * 3
+    for row, expected in zip(cached.rows(), whole.rows(), strict=True):
+        for name in ("distance", "first", "entropy", "output_norm"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
 @torch.no_grad()
 def test_cached_latents_of_unknown_tokens_are_named_and_can_be_stated():
     model = LatentAttention(False, {"latents": torch.randn(2, 5, 5)})

@@ -23,6 +23,7 @@ RIGHT = torch.arange(11) < torch.tensor(LENGTHS)[:, None]
 LEFT = RIGHT.flip(1)
 NO_POSITIONS = "positions of queries among the keys could not be established"
 UNKNOWN_PADDING = "a mask shows padding, but it could not be established"
+LABELS = {"layer", "head", "kv_head", "module", "kind"}
 
 
 def model_and_input(memory=0):
@@ -53,7 +54,7 @@ def test_padded_queries_that_are_unknown_are_named_and_can_be_stated():
     model, x = model_and_input(memory=2)
     mask = torch.cat([torch.ones(2, 2).bool(), RIGHT], 1)[:, None, None]
     with pytest.warns(UserWarning, match=NO_POSITIONS), pytest.warns(UserWarning, match=f"{UNKNOWN_PADDING}.*: 0$"):
-        watched(model, x, None, mask)
+        assert {*watched(model, x, None, mask)[0]} == LABELS
     with pytest.warns(UserWarning, match=NO_POSITIONS):
         rows = watched(model, x, None, mask, padding=RIGHT)
     require_statistics(rows, alone(model, x), without=COMMON_POSITIONS | {"first"})
@@ -130,7 +131,7 @@ def test_cross_attention_without_self_attention_is_named():
     model, x, memory = Decoder(has_self=False), torch.randn(2, 11, WIDTH), torch.randn(2, 5, WIDTH)
     is_memory = torch.arange(5) >= torch.tensor([[0], [2]])
     with pytest.warns(UserWarning, match=f"{UNKNOWN_PADDING}.*: cross$"):
-        watched(model, x, memory, None, is_memory[:, None, None])
+        assert {*watched(model, x, memory, None, is_memory[:, None, None])[0]} == LABELS
     rows = watched(model, x, memory, None, is_memory[:, None, None], padding={"cross": RIGHT})
     weights = [weights_alone(model.cross, x[i, RIGHT[i]], memory[i, is_memory[i]]) for i in range(2)]
     require_statistics(rows, mean_statistics(weights), without=COMMON_POSITIONS)
@@ -156,22 +157,78 @@ def test_learned_queries_are_no_padding():
 
 
 class Alone(nn.Module):
-    """Each token attends to itself alone, so that the mask does not show which tokens are padding."""
+    """Each token attends to itself alone, so that no mask shows which tokens are padding, and then to others."""
 
     def __init__(self):
         super().__init__()
-        self.attention = Attention()
+        self.attention, self.cross = Attention(), Attention()
 
-    def forward(self, x, attention_mask):
-        return self.attention(x, None, torch.eye(11).bool())
+    def forward(self, x, attention_mask, memory):
+        return self.cross(x + self.attention(x, None, torch.eye(11).bool()), memory)
 
 
 def test_padding_that_no_query_could_see_is_named():
     torch.manual_seed(12)
     model, x = Alone(), torch.randn(2, 11, WIDTH)
     real = torch.arange(11) < torch.tensor([[9], [7]])
-    with pytest.warns(UserWarning, match=f"{UNKNOWN_PADDING}.*: attention$"):
-        watched(model, x, real)
+    with pytest.warns(UserWarning, match=f"{UNKNOWN_PADDING}.*: attention, cross$"):
+        assert {*watched(model, x, real, torch.randn(2, 5, WIDTH))[-1]} == LABELS
+
+
+class Preallocated(nn.Module):
+    """Causal attention to memory for the keys of 17 tokens, of which the first 11 are filled."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x, attention_mask):
+        mask = torch.ones(11, 17).tril().bool() & attention_mask[:, None, None].bool()
+        q, k, v = self.attention.split(x, x)
+        return self.attention.joined(q, nn.functional.pad(k, (0, 0, 0, 6)), nn.functional.pad(v, (0, 0, 0, 6)), mask)
+
+
+@pytest.mark.parametrize("real", [RIGHT, LEFT], ids=["right", "left"])
+def test_a_padding_mask_may_have_places_of_later_tokens(real):
+    torch.manual_seed(13)
+    model, x = Preallocated(), torch.randn(2, 11, WIDTH)
+    rows = watched(model, x, torch.cat([real, torch.zeros(2, 6)], 1).long())
+    require_statistics(rows, alone([model.attention], x, real, causal=True))
+
+
+class Text(nn.Module):
+    """Each token of a text attends to its pair of tokens alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.attention = nn.Embedding(5, WIDTH), Attention()
+
+    def forward(self, input_ids, attention_mask):
+        return self.attention(self.embedding(input_ids), None, attention_mask)
+
+
+class TextAndImage(nn.Module):
+    """A text, whose padding mask has no effect on its pairs of tokens, and an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.text = Text()
+
+    def forward(self, input_ids, attention_mask, pixel_values):
+        pairs = torch.arange(11) // 2
+        return self.text(input_ids, (pairs[:, None] == pairs).expand(2, 1, -1, -1)) + pixel_values.mean()
+
+
+@pytest.mark.parametrize("real", [torch.arange(11) < 8, torch.arange(11) >= 4], ids=["right", "left"])
+def test_padding_that_the_module_around_a_text_received_counts(real):
+    torch.manual_seed(14)
+    model, tokens, real = TextAndImage(), torch.randint(0, 5, (2, 11)), torch.stack([torch.ones(11).bool(), real])
+    rows = watched(model, tokens, real.long(), torch.randn(2, 3, 7, 7))
+    confidences = []
+    for sequence, is_real in zip(model.text.embedding(tokens), real, strict=True):
+        pairs = sequence[is_real].split(2)
+        confidences.append(torch.cat([weights_alone(model.text.attention, pair)[0].amax(-1) for pair in pairs]).mean())
+    assert rows[0]["confidence"] == pytest.approx(float(sum(confidences)) / 2, rel=1e-5)
 
 
 class TwoStreams(nn.Module):
@@ -213,7 +270,7 @@ def test_a_padding_mask_of_other_tokens_is_named():
     torch.manual_seed(12)
     model, x = WithStart(), torch.randn(2, 11, WIDTH)
     with pytest.warns(UserWarning, match=f"{UNKNOWN_PADDING}.*: attention$"):
-        watched(model, x, RIGHT.long())
+        assert {*watched(model, x, RIGHT.long())[0]} == LABELS
     real = torch.cat([torch.ones(2, 1).bool(), RIGHT], 1)
     rows = watched(model, x, RIGHT.long(), padding=real)
     weights = [

@@ -255,3 +255,25 @@ def test_outputs_of_padded_rows_with_a_position_bias_stay(side, implementation):
         with hw.watch(model):
             watched = model(**inputs).last_hidden_state
     torch.testing.assert_close(watched, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")
+def test_outputs_of_rows_that_two_masks_hide_stay():
+    """A causal mask and one of padding, added up, have -inf where both have the lowest number: the padded rows attend
+    to the other keys alone.
+    """
+    from transformers.models.kosmos2 import configuration_kosmos2, modeling_kosmos2
+
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 12, "ffn_dim": 13, "layers": 2, "attention_heads": 3, "vocab_size": 31}
+    config = configuration_kosmos2.Kosmos2TextConfig(**sizes, attn_implementation="sdpa")
+    model = modeling_kosmos2.Kosmos2TextForCausalLM(config).eval()
+    tokens = torch.randint(3, 31, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    inputs = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        with hw.watch(model):
+            watched = model(**inputs).logits
+    torch.testing.assert_close(watched, expected, rtol=1e-4, atol=1e-5)

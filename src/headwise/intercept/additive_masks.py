@@ -42,14 +42,17 @@ def _is_far_below(numbers: Tensor, reference: Tensor, dim: int) -> Bool[Tensor, 
 
 
 def is_uniform_where_hidden(mask: Tensor | None) -> bool:
-    """Return True if softmax is uniform in every row of a mask that hides all keys by finite numbers: scores vanish
-    next to these numbers. Other masks than additive ones have no such row.
+    """Return True if softmax is uniform over all keys in every row of a mask that hides all keys by finite numbers: the
+    numbers are equal, and scores vanish next to them. Other masks than additive ones have no such row.
     """
     if mask is None or not mask.is_floating_point():
         return True
     largest = mask.amax(-1, keepdim=True)
-    is_finite = (largest > torch.finfo(mask.dtype).min / 2) & hides_all_keys(mask)
-    return not bool(is_finite.any())
+    is_hidden = hides_all_keys(mask) & (largest > -torch.inf)
+    if not bool(is_hidden.any()):
+        return True
+    is_uniform = (largest <= torch.finfo(mask.dtype).min / 2) & (mask.amin(-1, keepdim=True) == largest)
+    return bool((is_uniform | ~is_hidden).all())
 
 
 def fill_hidden_rows_as_torch(

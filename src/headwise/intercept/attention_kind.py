@@ -59,7 +59,7 @@ def _is_cross(query: Origin, key: Origin, value: Origin, lineage: Lineage) -> bo
     if not q & k:  # tensors that neither the model received nor a known function computed may have one source
         return True if query.projected or not (q | k) & ~lineage.given else None
     is_shared = bool(key.maps) and (key.maps, k) in lineage.self_attention_keys
-    if not is_shared and (q ^ k) & lineage.mixing:
+    if not is_shared and (q ^ k) & lineage.mixing & ~lineage.outside:
         return None if (query.sources ^ key.sources) & lineage.placed else True
     if q != k and not is_shared and v & ~(q & k):
         return True if q & ~k and k & ~q else None

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.attention.backends.blockwise.call_context import CallContext
@@ -16,6 +15,7 @@ from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.mask_facts import MaskFacts
 from headwise.intercept.padding import (
     RealTokens,
+    argument_of_keys,
     both,
     has_gap,
     meanings_of_argument,
@@ -39,7 +39,7 @@ from headwise.intercept.stated_padding import NOTHING_STATED, StatedPadding
 from headwise.intercept.streams import (
     PADDED_QUERIES_UNKNOWN,
     Stream,
-    may_have_padded_queries,
+    has_unknown_padding,
     stream_of_keys,
     stream_of_queries,
 )
@@ -69,14 +69,14 @@ class ObservedCall(NamedTuple):
         continues: True if the call adds rows to the sequences of the latest call of the same site.
         first_token: number of the token of the first key, counted from the start of its sequence.
         lacks_positions: True if the positions of the queries among the keys could not be established.
-        lacks_sequences: True if it is unknown which sequences the call belongs to.
+        lacks_rows: True if it is unknown which sequences the call belongs to, or which of its queries are padding.
     """
 
     context: CallContext
     continues: bool = False
     first_token: int = 0
     lacks_positions: bool = False
-    lacks_sequences: bool = False
+    lacks_rows: bool = False
 
 
 @dataclass(eq=False)
@@ -146,8 +146,8 @@ class CallContexts(threading.local):
         before = continuation or Continuation(EMPTY, 0)
         stated = self._stated.of_call(call.site.path, grid, before.dropped + first)
         real = self._model_call.results.of(
-            lambda: self._real_tokens(call, received, facts, first, stated),
-            *("real", facts, received, call.padding, grid, first, stated),
+            lambda: self._real_tokens(call, received, facts, before.dropped, first, stated),
+            *("real", facts, received, call.padding, grid, before.dropped, first, stated),
         )
         if not real.is_known:
             self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)
@@ -161,8 +161,9 @@ class CallContexts(threading.local):
         )
         given = first if continuation is None or memory is None else memory.given
         self._memories[call.site, call.index] = SiteMemory.of(grid, call.keys, history, before.dropped, given)
-        self._add_stream(call, real.queries, history, continuation is not None)
-        return ObservedCall(context, continuation is not None, before.dropped, lacks_sequences=lacks_sequences)
+        self._add_stream(call, real, history, continuation is not None)
+        lacks_rows = lacks_sequences or not real.is_known
+        return ObservedCall(context, continuation is not None, before.dropped, lacks_rows=lacks_rows)
 
     def _read_without_positions(self, call: Call, facts: MaskFacts | None, memory: SiteMemory | None) -> ObservedCall:
         """Return the padding of a call of self-attention whose positions cannot be established, and name its module. If
@@ -170,26 +171,24 @@ class CallContexts(threading.local):
         """
         grid = call.grid
         self._on_left_out(call.site.path, NO_POSITIONS)
-        real = self._stated.of_call(call.site.path, grid, 0)
-        if real is None and facts is not None:
-            is_padded = real_by_causal_mask(facts, grid.queries, grid.batch)
-            if is_padded is None:
-                self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)
-            real = none_if_all(facts.sees_any if is_padded is None else is_padded, grid.batch)
+        real = RealTokens(self._stated.of_call(call.site.path, grid, 0), None)
+        if real.queries is None and facts is not None:
+            real = real_by_causal_mask(facts, grid.queries, grid.batch)
+        if not real.is_known:
+            self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)
         is_newest = None if memory is None else memory.new_keys(grid.queries, call.keys)
         continues = is_newest is not None
         is_cached = memory is not None and grid.queries < grid.keys and call.sources.may_be_cached
-        if is_cached and not continues:
+        lacks_sequences = is_cached and not continues
+        if lacks_sequences:
             self._on_left_out(call.site.path, UNKNOWN_SEQUENCES)
         self._memories[call.site, call.index] = SiteMemory.without_positions(grid, call.keys, is_newest)
         self._add_stream(call, real, History(grid.queries, None, None), continues)
         left_out = OF_COMMON_POSITIONS | {"first"} | ({"received"} if continues else set())
-        context = CallContext(real_queries=real, left_out=left_out)
-        return ObservedCall(context, continues, lacks_positions=True, lacks_sequences=is_cached and not continues)
+        context = CallContext(real_queries=real.queries, left_out=left_out)
+        return ObservedCall(context, continues, lacks_positions=True, lacks_rows=lacks_sequences or not real.is_known)
 
-    def _add_stream(
-        self, call: Call, real: Bool[Tensor, "batch queries"] | None, history: History, continues: bool
-    ) -> None:
+    def _add_stream(self, call: Call, real: RealTokens, history: History, continues: bool) -> None:
         """Store the padding and the tokens of a call of self-attention for cross-attention over the same tokens."""
         sizes = call.grid.batch, call.grid.queries
         stream = Stream(call.site.path, *sizes, call.sources.of_queries, real, history, continues)
@@ -219,16 +218,17 @@ class CallContexts(threading.local):
         grid, streams = call.grid, list(self._model_call.streams.values())
         of_queries, of_keys = stream_of_queries(call, streams), stream_of_keys(call, streams)
         real = self._stated.of_call(call.site.path, grid, 0)
-        if real is None and of_queries is not None:
-            real = of_queries.real_queries
-        elif real is None and may_have_padded_queries(call, facts, streams):
+        lacks_rows = real is None and has_unknown_padding(call, facts, of_queries, streams)
+        if lacks_rows:
             self._on_left_out(call.site.path, PADDED_QUERIES_UNKNOWN)
+        if real is None and of_queries is not None:
+            real = of_queries.real.queries
         tokens = None if of_keys is None else of_keys.history.token_ids
         context = self._model_call.results.of(
             lambda: self._context_of_cross(call, received, facts, real, tokens),
             *("cross", real, facts, tokens, grid),
         )
-        return ObservedCall(context, of_queries is not None and of_queries.continues)
+        return ObservedCall(context, of_queries is not None and of_queries.continues, lacks_rows=lacks_rows)
 
     def _context_of_cross(
         self,
@@ -256,23 +256,21 @@ class CallContexts(threading.local):
         call: Call,
         received: ReceivedMask | None,
         facts: MaskFacts | None,
+        dropped: int,
         first: int,
         stated: Bool[Tensor, "batch queries"] | None,
     ) -> RealTokens:
         """Return the tokens of the queries of a call of self-attention that are not padding."""
-        grid, argument = call.grid, call.padding
+        grid = call.grid
         real = RealTokens(None, None) if facts is None else real_by_mask(facts, first, grid.queries, grid.batch)
         if stated is not None:
             require_hidden(stated, received, first, call.site.path)
             sees_any = None if facts is None else facts.sees_any
             return RealTokens(both(stated, sees_any), both(stated, real.keys))
-        length = first + grid.queries
-        if argument is None or len(argument) != grid.batch or bool((argument == 1).all()):
+        if call.padding is None or len(call.padding) != grid.batch or bool((call.padding == 1).all()):
             return real
-        if argument.shape[1] == grid.queries:
-            argument = F.pad(argument, (first, 0), value=1)
-        argument = argument[:, -length:]
-        if argument.shape[1] != length:
+        argument = argument_of_keys(call.padding, dropped, first, grid.queries)
+        if argument is None:
             return real._replace(is_known=real.queries is not None)
         meanings = [argument.bool()] if received is None else meanings_of_argument(argument, received, real, first)
         if len(meanings) != 1:

@@ -28,7 +28,7 @@ class Lineage:
 
     Attributes:
         given: sources that are arguments of the outermost running module.
-        outside: sources that are other tensors from outside of the model call, such as cached keys.
+        outside: sources that are other tensors from outside of the model call, such as cached keys, or parts of these.
         state: sources that are parameters or buffers of the model.
         mixing: sources that are the result of a mixing step.
         placed: source of tensors in which tokens were written to other places, since the last linear map.
@@ -226,7 +226,7 @@ class Lineage:
         """
         origins = [origin for origin, tensor in zip(origins, tensors, strict=True) if tensor.numel()]
         union, maps = union_of(origins), {frozenset[Hashable](), *(origin.maps for origin in origins)}
-        cached = sum(bit for bit in _bits_of(union.sources & self.outside) if self._maps_before[bit] in maps)
+        cached = sum(bit for bit in _bits_of(union.sources & self.outside) if self._maps_before.get(bit) in maps)
         of_projected = self._concatenation([origin.projected for origin in origins], cached)
         of_all = self._concatenation([origin.projected or origin.joined for origin in origins], cached)
         return union._replace(projected=union.projected | of_projected, joined=union.joined | of_all)
@@ -251,6 +251,8 @@ class Lineage:
             return origin
         bit = self._bit(("selection", content, selection))
         self.mixing |= bit
+        if not content & ~self.state & ~self.outside:  # such as cached keys without the oldest ones
+            self.outside |= bit
         return origin._replace(joined=origin.joined | bit)
 
     def _state_bit(self, source: Hashable) -> int:

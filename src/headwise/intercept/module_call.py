@@ -55,23 +55,30 @@ def tokens_and_padding(module_calls: Sequence[ModuleCall]) -> tuple[Tensor | Non
     """Return the token ids and the padding mask that apply to an attention call, each None if not found. They are read
     from the arguments `input_ids` and `attention_mask` (with 2 axes) of the modules that run around the attention, the
     innermost first. The search ends at the first module that received token ids, or another kind of input such as
-    images. Ids of several tokens at each position, as of audio, are none.
+    images; a module around it that received the same ids may have the padding mask. Ids of several tokens at each
+    position, as of audio, are none.
 
     Args:
         module_calls: nested calls of one model's modules, outermost first.
     """
-    padding = None
+    padding: Tensor | None = None
+    ids: Tensor | None = None
     for module_call in reversed(module_calls):
         arguments = _named_arguments(module_call.arguments)
         tokens, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        if ids is not None and tokens is not ids:
+            break
         if padding is None and isinstance(mask, Tensor) and mask.ndim == 2:
             padding = mask
-        if isinstance(tokens, Tensor):
-            return tokens if tokens.ndim == 2 else None, padding
-        names = {name for name, value in arguments.items() if value is not None}
-        if names.intersection(NON_TOKEN_ARGUMENTS) or names >= {"inputs_embeds", "encoder_hidden_states"}:
+        ids = tokens if isinstance(tokens, Tensor) else None
+        if ids is not None and padding is not None:
             break
-    return None, padding
+        names = {name for name, value in arguments.items() if value is not None}
+        if ids is None and (
+            names.intersection(NON_TOKEN_ARGUMENTS) or names >= {"inputs_embeds", "encoder_hidden_states"}
+        ):
+            break
+    return ids if ids is not None and ids.ndim == 2 else None, padding
 
 
 def _named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class RealTokens(NamedTuple):
     Attributes:
         queries: True at tokens whose query rows count; None for all.
         keys: True at tokens whose keys count; None for all.
-        is_known: False if a padding mask of the module around the call shows padding, but of other tokens.
+        is_known: False if a mask shows padding, but it is unknown which of the tokens are.
     """
 
     queries: Bool[Tensor, "batch queries"] | None
@@ -48,22 +48,45 @@ def real_by_mask(facts: MaskFacts, first: int, queries: int, batch: int) -> Real
     return RealTokens(none_if_all(facts.sees_any & own_is_seen, batch), none_if_all(own_is_seen, batch))
 
 
-def real_by_causal_mask(facts: MaskFacts, queries: int, batch: int) -> Bool[Tensor, "batch queries"] | None:
+def real_by_causal_mask(facts: MaskFacts, queries: int, batch: int) -> RealTokens:
     """Return the query rows that are not padding in a call of self-attention whose first keys may be no tokens: the
-    last key that a causal row sees is its own, and a row is padding if its own key is hidden. Return None if the mask
-    hides keys from all rows, and is not causal, so that it is unknown whose keys these are.
+    last key that a causal row sees is its own, and a row is padding if its own key is hidden. They are unknown if the
+    mask hides keys from all rows, and is not causal, so that it is unknown whose keys these are.
 
     Args:
         facts: facts about the mask.
         queries: number of queries.
         batch: number of sequences.
     """
+    real = RealTokens(none_if_all(facts.sees_any, batch), None)
     if bool(facts.is_seen.all()):
-        return facts.sees_any.expand(batch, -1)
+        return real
     first, is_causal = facts.own_key_of_first_row()
     if first is None or not is_causal or not 0 <= first <= facts.is_seen.shape[1] - queries:
-        return None
-    return (facts.sees_any & facts.is_seen[:, first : first + queries]).expand(batch, -1)
+        return real._replace(is_known=False)
+    return real._replace(queries=none_if_all(facts.sees_any & facts.is_seen[:, first : first + queries], batch))
+
+
+def argument_of_keys(argument: Tensor, dropped: int, first: int, queries: int) -> Tensor | None:
+    """Return the part of `argument`, a padding mask of the module around a call of self-attention, that belongs to the
+    tokens of the call's keys up to the last query; None if it has fewer tokens.
+
+    The argument has the tokens of the queries alone, or all tokens from the start of the sequences. These may include
+    tokens whose keys a cache has dropped, and places of a static cache that are still empty. Or it has the latest
+    tokens.
+
+    Args:
+        argument: the padding mask.
+        dropped: number of tokens at the start of the sequences whose keys are not among those of the call.
+        first: index of the key that belongs to the first query.
+        queries: number of queries.
+    """
+    length = first + queries
+    if argument.shape[1] == queries:
+        return F.pad(argument, (first, 0), value=1)
+    if argument.shape[1] >= dropped + length:
+        return argument[:, dropped : dropped + length]
+    return argument[:, -length:] if argument.shape[1] >= length else None
 
 
 def meanings_of_argument(

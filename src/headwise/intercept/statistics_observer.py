@@ -122,7 +122,7 @@ class StatisticsObserver(Interceptor):
             record.discard(*OF_COMMON_POSITIONS, "first")
         if observed.lacks_positions and observed.continues:  # the same key may have another index in each call
             record.discard("received")
-        if observed.lacks_sequences:
+        if observed.lacks_rows:
             record.discard(*STATISTICS)
         if self._parts.attends_again(call):
             record.discard(*STATISTICS)

@@ -4,16 +4,15 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from headwise.intercept.interceptor import Call
 from headwise.intercept.mask_facts import MaskFacts
+from headwise.intercept.padding import RealTokens
 from headwise.intercept.sequences import History
-from headwise.shapes import Bool
 
 PADDED_QUERIES_UNKNOWN = (
-    "a mask shows padding, but it could not be established which queries of these modules are padding, so that their "
-    "rows may count; state padding= in hw.watch (see docs/watch.md)"
+    "a mask shows padding, but it could not be established which queries of these modules are padding, so all their "
+    "statistics are left out; state padding= in hw.watch (see docs/watch.md)"
 )
 """Reason for modules whose padded queries are unknown."""
 
@@ -26,7 +25,7 @@ class Stream(NamedTuple):
         batch: number of sequences.
         queries: number of queries.
         query_sources: sources of its queries, as bits.
-        real_queries: True at queries that are not padding; None if none is padded.
+        real: its tokens that are not padding.
         history: tokens of the sequences after the call.
         continues: True if the call continues the sequences of an earlier call.
     """
@@ -35,7 +34,7 @@ class Stream(NamedTuple):
     batch: int
     queries: int
     query_sources: int
-    real_queries: Bool[Tensor, "batch queries"] | None
+    real: RealTokens
     history: History
     continues: bool
 
@@ -65,21 +64,26 @@ def stream_of_keys(call: Call, streams: Iterable[Stream]) -> Stream | None:
     return None
 
 
-def may_have_padded_queries(call: Call, facts: MaskFacts | None, streams: Iterable[Stream]) -> bool:
-    """Return True if some queries of a call may be padding: a mask in this call of the model shows padding, and the
-    queries, of which there are several, depend on inputs of the model.
+def has_unknown_padding(
+    call: Call, facts: MaskFacts | None, of_queries: Stream | None, streams: Iterable[Stream]
+) -> bool:
+    """Return True if some queries of a call of cross-attention may be padding, but it is unknown which: it is unknown
+    in `of_queries`, the self-attention over the same tokens. Or there is none, a mask in this call of the model shows
+    padding, and the queries, of which there are several, depend on inputs of the model.
     """
+    if of_queries is not None:
+        return not of_queries.real.is_known
     if call.grid.queries == 1 or not call.sources.of_queries:
         return False
     shows_padding = facts is not None and not bool(facts.is_seen.all())
-    return shows_padding or any(stream.real_queries is not None for stream in streams)
+    return shows_padding or any(stream.real.queries is not None or not stream.real.is_known for stream in streams)
 
 
 def _agree(one: Stream, other: Stream) -> bool:
     """Return True if two streams have the same padded queries."""
-    if one.real_queries is None or other.real_queries is None:
-        return one.real_queries is other.real_queries
-    return torch.equal(one.real_queries, other.real_queries)
+    if one.real.queries is None or other.real.queries is None:
+        return one.real.queries is other.real.queries and one.real.is_known == other.real.is_known
+    return torch.equal(one.real.queries, other.real.queries)
 
 
 def _common(path: str, other: str) -> int:

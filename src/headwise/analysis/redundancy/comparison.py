@@ -20,6 +20,12 @@ from headwise.shapes import Bool, Float
 TOKENS_AT_ONCE = 256
 """Number of tokens whose written vectors are in memory at a time."""
 
+PADDING_IS_COMPARED = (
+    "a mask shows padding, but it could not be established which queries of these modules are padding, so that their "
+    "heads may be compared at padding, too"
+)
+"""Reason for modules whose padded queries are unknown."""
+
 SMALLEST_NORM = 1e-30
 """Norm below which a vector is treated as 0, without a direction."""
 
@@ -83,7 +89,7 @@ class HeadComparison(SiteRegistry):
         for comparisons.
         """
         if reason == PADDED_QUERIES_UNKNOWN:
-            self.on_left_out(path, reason)
+            self.on_left_out(path, PADDING_IS_COMPARED)
 
     def _compare_or_keep(
         self,
