@@ -40,19 +40,6 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def headwise(monkeypatch, capsys, as_user):
-    """Function that runs the command in this process and returns its status, output and errors."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["headwise", *map(str, arguments)])
-        status = cli.run()
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run
-
-
 def in_new_process(*arguments, **options):
     """Run the command in a new process, and return the finished process."""
     command = [sys.executable, "-m", "headwise", *map(str, arguments)]

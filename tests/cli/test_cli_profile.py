@@ -42,19 +42,6 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def headwise(monkeypatch, capsys, as_user):
-    """Function that runs the command in this process and returns its status, output and errors."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["headwise", *map(str, arguments)])
-        status = cli.run()
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run
-
-
 def test_the_profile_of_minilm_has_the_known_roles(headwise, tmp_path):
     (tmp_path / "sentences.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in SENTENCES))
     status, out, err = headwise("profile", "--data", tmp_path / "sentences.jsonl", "--out", tmp_path / "out")

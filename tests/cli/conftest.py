@@ -1,0 +1,20 @@
+"""Fixtures of the tests of the command line."""
+
+import sys
+
+import pytest
+
+from headwise.cli import app as cli
+
+
+@pytest.fixture
+def headwise(monkeypatch, capsys, as_user):
+    """Function that runs the command in this process and returns its status, output and errors."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["headwise", *map(str, arguments)])
+        status = cli.run()
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
