@@ -15,7 +15,8 @@ def is_cross_attention(origins: CallOrigins, lineage: Lineage) -> bool | None:
 
     It is self-attention if queries and keys have the same content. Sources that only one of the two has are
     permitted, such as position embeddings, unless they come from a mixing step: the output of attention, or a
-    concatenation with other tokens. Keys that an earlier layer used for self-attention may be shared by later layers.
+    concatenation with other tokens. Keys that an earlier layer used for self-attention may be shared by later layers,
+    and keys of earlier tokens may be concatenated with those of the queries.
     """
     if origins.k is None:
         return None
@@ -23,6 +24,23 @@ def is_cross_attention(origins: CallOrigins, lineage: Lineage) -> bool | None:
     if is_cross is False:
         lineage.self_attention_keys.add((origins.k.maps, lineage.content(origins.k)))
     return is_cross
+
+
+def attends_to_earlier_calls(query: Origin, key: Origin | None, lineage: Lineage) -> bool:
+    """Return True if the keys of a call are those of its own tokens and, concatenated with them, keys of earlier calls
+    of self-attention: the same weights computed these in the running call of the model. Models with recurrence attend
+    to one block of tokens after the other in this way.
+    """
+    if key is None:
+        return False
+    q, k = lineage.content(query), lineage.content(key)
+    if (key.maps, k) in lineage.self_attention_keys:
+        return False
+    added, earlier = k & ~q, 0
+    for maps, content in lineage.self_attention_keys:
+        earlier |= content if maps == key.maps else 0
+    is_known = not added & ~(earlier | lineage.concatenations | lineage.selections)
+    return is_known and not q & ~k and bool(added & lineage.concatenations) and bool(added & earlier)
 
 
 def query_and_key(scores: Origin, value: Origin, lineage: Lineage) -> tuple[Origin, Origin | None]:
@@ -59,6 +77,7 @@ def _is_cross(query: Origin, key: Origin, value: Origin, lineage: Lineage) -> bo
     if not q & k:  # tensors that neither the model received nor a known function computed may have one source
         return True if query.projected or not (q | k) & ~lineage.given else None
     is_shared = bool(key.maps) and (key.maps, k) in lineage.self_attention_keys
+    is_shared = is_shared or attends_to_earlier_calls(query, key, lineage)
     if not is_shared and (q ^ k) & lineage.mixing & ~lineage.outside:
         return None if (query.sources ^ key.sources) & lineage.placed else True
     if q != k and not is_shared and v & ~(q & k):

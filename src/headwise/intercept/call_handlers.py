@@ -13,7 +13,7 @@ from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.uniform_attention import uniform_output
-from headwise.intercept.attention_kind import UNKNOWN_KIND, is_cross_attention, may_be_cached
+from headwise.intercept.attention_kind import UNKNOWN_KIND, attends_to_earlier_calls, is_cross_attention, may_be_cached
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_functions import is_sdpa_foreign
 from headwise.intercept.interceptor import Call, Change, HeadOutput, InputSources, Interceptor, Observation, SiteKey
@@ -211,6 +211,7 @@ def handlers_of_call(
     handlers = CallHandlers([], [])
     is_observed = is_observed and grid.batch * grid.heads * grid.queries * grid.keys > 0
     unobserved = why_not_observed(grid.device)
+    sources = _input_sources(origins)
     for module_call in _innermost_of_each_interceptor(module_calls):
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
@@ -228,7 +229,7 @@ def handlers_of_call(
             keys=keys,
             appended_keys=appended_keys,
             is_aligned=is_aligned,
-            sources=_input_sources(origins),
+            sources=sources,
             module_arguments=tuple(outer.arguments for outer in reversed(nested)),
         )
         with call_stack.paused():
@@ -249,9 +250,10 @@ def _input_sources(origins: CallOrigins | None) -> InputSources:
         return InputSources()
     lineage, tensors = call_stack.lineage, (origins.q, origins.k)
     of_keys_only = 0 if origins.k is None else origins.k.sources & ~origins.q.sources
-    may_be_cached = bool(of_keys_only & (lineage.outside | lineage.given))
+    is_recurrent = attends_to_earlier_calls(origins.q, origins.k, lineage)
+    may_be_cached = is_recurrent or bool(of_keys_only & (lineage.outside | lineage.given))
     of_queries, of_keys = (0 if each is None else lineage.content(each) & ~lineage.state for each in tensors)
-    return InputSources(of_queries, of_keys, may_be_cached, origins.tokens)
+    return InputSources(of_queries, of_keys, may_be_cached, is_recurrent, origins.tokens)
 
 
 def _innermost_of_each_interceptor(module_calls: Sequence[ModuleCall]) -> list[ModuleCall]:

@@ -263,15 +263,17 @@ class _Product(AttentionSource):
         """Return some features of the values, by which cached keys are recognised; None for several axes of keys or
         queries.
         """
-        if len(self.key_axes) > 1 or len(self.axes.queries) > 1 or layout.query_axes != self.axes.queries:
+        if len(self.key_axes) > 1 or len(layout.query_axes) > 1 or layout.query_axes[0] not in self.axes.queries:
             return None
         if any(head.axis in layout.query_axes for head in layout.heads):
             return None
-        in_order = [label for label in self.labels if label in self.value_labels]
+        of_heads_only = set(self.axes.queries).difference(layout.query_axes)  # heads that share values
+        labels = [object() if axis in of_heads_only else label for axis, label in enumerate(self.labels)]
+        in_order = [label for label in labels if label in self.value_labels]
         others = [axis for axis, label in enumerate(self.value_labels) if label not in in_order]
         order = [*others, *(self.value_labels.index(label) for label in in_order)]
         values = self.values.detach().permute(order)[(0,) * len(others)]
-        for axis, label in enumerate(self.labels):
+        for axis, label in enumerate(labels):
             values = values if label in self.value_labels else values.unsqueeze(axis)
         values = values.narrow(layout.value_axis, 0, min(values.shape[layout.value_axis], FINGERPRINT_WIDTH))
         shape = list(self.shape)

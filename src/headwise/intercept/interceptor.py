@@ -51,13 +51,16 @@ class InputSources(NamedTuple):
     Attributes:
         of_queries: sources of the queries.
         of_keys: sources of the keys.
-        may_be_cached: True if the keys depend on a tensor from outside of the model call, and the queries do not.
+        may_be_cached: True if the keys depend on a tensor from outside of the model call, and the queries do not, or if
+            they contain keys of earlier calls.
+        is_recurrent: True if the keys contain those of earlier calls in the same call of the model.
         tokens: tokens of the queries, keys and values; None if they are unknown.
     """
 
     of_queries: int = 0
     of_keys: int = 0
     may_be_cached: bool = False
+    is_recurrent: bool = False
     tokens: ComparedTokens | None = None
 
     @property
@@ -66,7 +69,7 @@ class InputSources(NamedTuple):
         queries are projections of as many tokens. Keys may also be projections of cached latents.
         """
         tokens = self.tokens
-        if tokens is None or tokens.queries.linear_map.shape != tokens.keys.linear_map.shape:
+        if self.is_recurrent or tokens is None or tokens.queries.linear_map.shape != tokens.keys.linear_map.shape:
             return False
         return bool((tokens.keys.numbers > 0).all())
 

@@ -31,6 +31,8 @@ class Lineage:
         outside: sources that are other tensors from outside of the model call, such as cached keys, or parts of these.
         state: sources that are parameters or buffers of the model.
         mixing: sources that are the result of a mixing step.
+        concatenations: those of them that are a concatenation.
+        selections: those of them that are a selection.
         placed: source of tensors in which tokens were written to other places, since the last linear map.
         self_attention_keys: weights that computed the keys of self-attention, with the contents of these keys, so that
             layers may share them.
@@ -51,7 +53,7 @@ class Lineage:
         self._bits: dict[Hashable, int] = {}
         self._names: dict[int, Hashable] = {}
         self._maps_before: dict[int, frozenset[Hashable]] = {}
-        self.state = self.mixing = self.outside = 0
+        self.state = self.mixing = self.outside = self.concatenations = self.selections = 0
         self.placed = self._state_bit("placed")
         self.self_attention_keys: set[tuple[frozenset[Hashable], int]] = set()
         self.tokens = TokenNumbers()
@@ -240,6 +242,7 @@ class Lineage:
             return 0
         bit = self._bit(("concatenation", tuple(contents)))
         self.mixing |= bit
+        self.concatenations |= bit
         return bit
 
     def _selected(self, origin: Origin, whole: Origin, selection: Hashable) -> Origin:
@@ -251,6 +254,7 @@ class Lineage:
             return origin
         bit = self._bit(("selection", content, selection))
         self.mixing |= bit
+        self.selections |= bit
         if not content & ~self.state & ~self.outside:  # such as cached keys without the oldest ones
             self.outside |= bit
         return origin._replace(joined=origin.joined | bit)

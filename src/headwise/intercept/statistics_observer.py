@@ -12,6 +12,7 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import NO_EFFECT, Call, Interceptor, Observation
 from headwise.intercept.query_parts import QueryParts
+from headwise.intercept.recurrence import Recurrence
 from headwise.intercept.stated_padding import StatedPadding
 from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
 from headwise.shapes import Float
@@ -74,13 +75,14 @@ class StatisticsObserver(Interceptor):
         self._written_norms = WrittenNorms(model, self._leave_out_written_norm)
         self._stated_padding = StatedPadding(padding, model)
         self._contexts = CallContexts(special, self._stated_padding, heads.on_left_out)
-        self._parts = QueryParts()
+        self._parts, self._recurrence = QueryParts(), Recurrence()
         self._lock = threading.Lock()
 
     def on_model_call(self) -> None:
         """Discard the cached call contexts (tokens and padding) of the previous call of the model in this thread."""
         self._contexts.on_model_call()
         self._parts.on_model_call()
+        self._recurrence.on_model_call()
         self._written_norms.on_model_call()
 
     def on_module_call(self, path: str) -> None:
@@ -116,6 +118,7 @@ class StatisticsObserver(Interceptor):
         """
         if call.is_recomputation:
             return NO_EFFECT
+        call = self._recurrence.with_first_call(call)
         path, grid = call.site.path, call.grid
         record, observed = self._heads.register(call), self._contexts.read(call)
         if observed.lacks_positions:  # a mean over the other calls of the site alone would be another statistic
