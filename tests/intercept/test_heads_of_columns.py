@@ -7,6 +7,7 @@ from test_watch import require_statistics
 from torch import nn
 
 import headwise as hw
+import tiny
 
 HEADS, DIM, LENGTH = 3, 5, 7
 WIDTH = HEADS * DIM
@@ -322,3 +323,38 @@ def test_outputs_of_two_calls_of_a_module_that_are_added_are_withdrawn():
     assert {row["module"] for row in heads.rows()} == {"2"}
     with pytest.raises(hw.InputError, match=ADDED), hw.gate(model, {("0.core", 0): 0.5}):
         model(x)
+
+
+class Rearranged(nn.Linear):
+    """Output projection that rearranges the heads of its input before."""
+
+    def __init__(self, linear, rearrange):
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.rearrange = rearrange
+
+    def forward(self, x):
+        return super().forward(self.rearrange(x.unflatten(-1, (6, -1))).flatten(-2))
+
+
+REARRANGED = {
+    "flip": lambda out: out.flip(-2),
+    "index": lambda out: out[..., [1, 0, 2, 3, 4, 5], :],
+    "concatenation": lambda out: torch.cat([out[..., 1:, :], out[..., :1, :]], -2),
+    "roll of columns": lambda out: out.flatten(-2).roll(10, -1).unflatten(-1, (6, -1)),
+}
+
+
+@pytest.mark.parametrize("way", REARRANGED)
+@torch.no_grad()
+def test_heads_that_a_model_of_transformers_reorders_are_named(way):
+    model = tiny.model("decoder")
+    attention = model.layers[1].self_attn
+    attention.o_proj = Rearranged(attention.o_proj, REARRANGED[way])
+    match = f"{UNKNOWN}.*: layers.1.self_attn$"
+    with pytest.warns(UserWarning, match=match), hw.watch(model) as heads:
+        model(tiny.TOKENS)
+    assert {row["module"] for row in heads.rows()} == {"layers.0.self_attn"}
+    with pytest.raises(hw.InputError, match=UNKNOWN), hw.gate(model, {(1, 0): 0.0}):
+        model(tiny.TOKENS)
+    with hw.gate(model, {(0, 0): 0.0}):
+        model(tiny.TOKENS)

@@ -36,12 +36,14 @@ class AttentionOutput:
         axes: roles of its axes.
         module_calls: the running module calls, outermost first.
         origins: sources of the queries, keys and values.
+        axis_of_heads: axis of the heads of an output that was reported; None for other outputs.
 
     Attributes:
         shape: shape of the output.
         axes: roles of its axes.
         module_calls: the running module calls, outermost first.
         origins: sources of the queries, keys and values.
+        axis_of_heads: axis of the heads of an output that was reported; None for other outputs.
         merged: layout according to the last function that merged the values with another axis; None before.
         refusal: reason why the call is not reported; None if there is none.
         may_change: True if an interceptor may change the output.
@@ -59,8 +61,9 @@ class AttentionOutput:
         axes: OutputAxes,
         module_calls: list[ModuleCall],
         origins: CallOrigins,
+        axis_of_heads: int | None = None,
     ) -> None:
-        self.shape, self.axes, self.module_calls = tensor.shape, axes, module_calls
+        self.shape, self.axes, self.module_calls, self.axis_of_heads = tensor.shape, axes, module_calls, axis_of_heads
         self.merged: HeadLayout | None = None
         self.refusal: str | None = None
         interceptors = {id(call.interceptor): call.interceptor for call in module_calls}.values()

@@ -12,8 +12,8 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import PRODUCTS
 from headwise.intercept.element_places import ASSIGNMENT
 from headwise.intercept.function_call import FunctionCall
-from headwise.intercept.output_use import STACKS, FollowedOutput, features_of, is_part, sums_stack
-from headwise.intercept.refusals import ADDED, HEADS_SEPARATE
+from headwise.intercept.output_use import STACKS, FollowedOutput, concatenates, features_of, is_part, sums_stack
+from headwise.intercept.refusals import ADDED, HEADS_SEPARATE, HEADS_UNKNOWN
 from headwise.intercept.score_products import CONCATENATIONS
 
 
@@ -46,14 +46,21 @@ def refuse_added(call: FunctionCall, arguments: list[tuple[Tensor, FollowedOutpu
 
 def refuse_concatenated_heads(call: FunctionCall) -> None:
     """Refuse attention outputs that a call of a function concatenates along the features, if they are parts of one
-    output or outputs of several attention calls of one module: they are heads, or groups of heads.
+    output or outputs of several attention calls of one module: they are heads, or groups of heads. Refuse outputs that
+    were reported if it concatenates parts of them along the heads, perhaps in another order.
     """
     outputs: list[AttentionOutput] = []
+    reported: list[tuple[AttentionOutput, bool]] = []
     for tensor in call.tensors:
         for followed in call_stack.attention.outputs.get(tensor) or ():
-            if followed.output.is_reported or features_of(call, tensor, followed) is None:
-                continue
             output = followed.output
+            if output.axis_of_heads is not None:
+                joins_heads = concatenates(call, tensor, followed, output.axis_of_heads)
+                if any(each is output and (joins_heads or other) for each, other in reported):
+                    output.refuse(HEADS_UNKNOWN)
+                reported.append((output, joins_heads))
+            if output.is_reported or features_of(call, tensor, followed) is None:
+                continue
             others = [each for each in outputs if each is output or output.is_other_head_of(each, as_features=True)]
             for each in [output, *others] if others else ():
                 each.refuse(HEADS_SEPARATE)

@@ -67,10 +67,12 @@ def hold(output: AttentionOutput, tensor: Tensor) -> Tensor:
 
 def follow_reported(out: Tensor, axes: OutputAxes, origins: CallOrigins) -> None:
     """Follow the output of an attention call that was reported to the interceptors already, with the sources of its
-    queries, keys and values, to see if the model adds it to another one before the output projection.
+    queries, keys and values, to see if the model adds it to another one, or reorders its heads, before the output
+    projection.
     """
     call_stack.lineage.set_attended(out, origins)
-    output = AttentionOutput(None, out, axes, call_stack.module_calls[:], origins)
+    others = set(range(1, out.ndim)) - {axes.value, *axes.queries}
+    output = AttentionOutput(None, out, axes, call_stack.module_calls[:], origins, *others)
     call_stack.attention.outputs.set(out, [FollowedOutput(output, axes_of(out.shape), None)])
 
 
@@ -146,12 +148,16 @@ def after_function(call: FunctionCall, result: Any) -> None:
         tensors = axes_after_function(call, followed, argument, result)
         is_in_another = written is not None and written is not argument  # perhaps in a view of it
         followed.output.is_lost |= is_in_another or (not tensors and argument.numel() > 0)
-        if _loses_values(followed, tensors):
+        output = followed.output
+        is_same_shape = all(tensor.shape == argument.shape for tensor, _ in tensors)
+        is_moved = moves_elements(call) or (is_same_shape and call.function not in VIEWS | PRODUCTS)
+        if _loses(followed, tensors, output.axes.value):
             if is_assignment:
                 continue
-            is_moved = moves_elements(call) or all(tensor.shape == argument.shape for tensor, _ in tensors)
-            if is_moved and call.function not in VIEWS | PRODUCTS and not followed.output.is_reported:
-                followed.output.refuse(HEADS_UNKNOWN)
+            if is_moved and not output.is_reported:
+                output.refuse(HEADS_UNKNOWN)
+        if is_moved and output.axis_of_heads is not None and _loses(followed, tensors, output.axis_of_heads):
+            output.refuse(HEADS_UNKNOWN)
         keeps_factors = bool(tensors) and followed.is_linear
         keeps_factors = keeps_factors and _keeps_factors(call, followed.output, arguments, result)
         for index, (tensor, axes) in enumerate(tensors):
@@ -167,13 +173,13 @@ def after_function(call: FunctionCall, result: Any) -> None:
         call_stack.attention.outputs.set(tensor, all_followed)
 
 
-def _loses_values(followed: FollowedOutput, tensors: list[tuple[Tensor, Axes]]) -> bool:
-    """Return True if one of the axes of a followed tensor contains values of heads, and none of those of the `tensors`
-    that a function computed from it. If there are none, the function has selected tokens in a way that is not followed.
+def _loses(followed: FollowedOutput, tensors: list[tuple[Tensor, Axes]], axis: int) -> bool:
+    """Return True if an axis of an attention output, such as its values, is in a followed tensor, and in none of the
+    `tensors` that a function computed from it. If there are none, the function has selected tokens in a way that is not
+    followed.
     """
-    value = followed.output.axes.value
-    kept = [axes for _, axes in tensors if any(factor.axis == value for factors in axes for factor in factors)]
-    return any(factor.axis == value for factors in followed.axes for factor in factors) and bool(tensors) and not kept
+    kept = [axes for _, axes in tensors if any(factor.axis == axis for factors in axes for factor in factors)]
+    return any(factor.axis == axis for factors in followed.axes for factor in factors) and bool(tensors) and not kept
 
 
 def _keeps_factors(

@@ -235,6 +235,11 @@ def _concatenated(axes: Axes, axis: int, result: Tensor) -> Axes:
     return (*axes[:axis], longer, *axes[axis + 1 :])
 
 
+def concatenates(call: FunctionCall, tensor: Tensor, followed: FollowedOutput, axis: int) -> bool:
+    """Return True if a concatenation joins `tensor` and others along this axis of the attention output."""
+    return any(factor.axis == axis for factor in followed.axes[_axis_of(call, tensor.ndim)])
+
+
 def _axis_of(call: FunctionCall, axes: int) -> int:
     """Return the axis, one of so many `axes`, along which a call concatenates or stacks tensors."""
     dim: int = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
