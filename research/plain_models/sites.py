@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from research.plain_models.continuations import has_other_keys, joined
 from research.plain_models.registry import Built
 from research.plain_models.statistics import POSITIONAL, mean_statistics, positions_of_queries, statistics_of
 from research.plain_models.truth import Attention
@@ -28,7 +29,7 @@ class Site:
         by_head = []
         for head in range(heads):
             by_sequence = []
-            for attention in self.attentions:
+            for attention in joined(self.attentions):
                 projection = attention.projection[head] if attention.projection else None
                 by_sequence += [
                     statistics_of(sequence, projection, is_cross=bool(self.is_cross))
@@ -45,12 +46,14 @@ class Site:
 def sites_of(runs: list[list[Attention]], built: Built) -> list[Site]:
     """Group the attention calls of all runs by path and kind."""
     sites: dict[tuple[str, bool | None, int], Site] = {}
-    for attention in [attention for run in runs for attention in run]:
-        if any(part in attention.path for part in built.not_attention):
-            continue
-        cross = _is_cross(attention, built)
-        key = (attention.path, cross, len(attention.heads))
-        sites.setdefault(key, Site(attention.path, cross, [])).attentions.append(attention)
+    for run in runs:
+        for index, attention in enumerate(run):
+            if any(part in attention.path for part in built.not_attention):
+                continue
+            earlier = [other for other in run[:index] if other.path == attention.path]
+            cross = True if has_other_keys(attention, earlier) else _is_cross(attention, built)
+            key = (attention.path, cross, len(attention.heads))
+            sites.setdefault(key, Site(attention.path, cross, [])).attentions.append(attention)
     return list(sites.values())
 
 

@@ -8,7 +8,7 @@ from research.plain_models.marks import Product, marks_in, token_of_element, tok
 from research.plain_models.tracing import Tracing
 
 LAST_OPERATIONS = 12
-"""Number of operations before a product among which the projection of its values is looked for."""
+"""Number of operations before attention among which the projections of its values and queries are looked for."""
 
 
 def tokens_of_keys(tracing: Tracing, product: Product) -> tuple[Tensor, Operation] | None:
@@ -41,7 +41,7 @@ def tokens_of_queries(tracing: Tracing, projection: Operation) -> Tensor | None:
     """
     tokens, softmax = tokens_first(projection), tracing.softmax
     operations = [each for each in tracing.run.operations.values() if each.number < softmax.number]
-    for other in reversed(operations):
+    for other in operations[: -LAST_OPERATIONS - 1 : -1]:
         if other.is_softmax or not torch.equal(tokens_first(other), tokens):
             continue
         rows = _rows_that_change(tracing, other, len(tokens))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from torch import nn
 from headwise.intercept.heads import Heads
 from research.plain_models import judge as judging
 from research.plain_models.__main__ import RESULTS
+from research.plain_models.continuations import has_other_keys, joined
 from research.plain_models.judge import judge
 from research.plain_models.registry import Built, Case, called
 from research.plain_models.report import REPORT, document
 from research.plain_models.statistics import positions_of_queries, statistics_of
-from research.plain_models.truth import attention_of
+from research.plain_models.truth import Attention, Sequence, attention_of
 
 BATCH, HEADS, LENGTH, DIM = 2, 3, 7, 5
 WIDTH = HEADS * DIM
@@ -93,8 +95,6 @@ def test_statistics_of_a_known_matrix():
 
 def judging_sequence(weights):
     """Return a sequence with these weights, whose queries are its keys."""
-    from research.plain_models.truth import Sequence
-
     tokens, values = torch.arange(len(weights)), torch.ones(len(weights), 1)
     counted = torch.ones(len(weights), dtype=torch.bool)
     return Sequence(weights, weights > 0, counted, values, weights @ values, tokens, tokens)
@@ -178,6 +178,40 @@ def test_truth_counts_keys_as_visible_whose_weights_are_zero_in_float32_alone():
         assert bool((sequence.weights[:, -2:] == 0).all())
         assert bool(sequence.visible[:, :-1].all())
         assert not bool(sequence.visible[:, -1].any())
+
+
+def attention_to(number, values, keys, rows):
+    """Return attention with one head and one sequence, whose last rows see all `keys` of `values` equally."""
+    tokens = torch.arange(len(keys)) - (len(keys) - rows)
+    counted, visible = torch.ones(rows, dtype=torch.bool), torch.ones(rows, len(keys), dtype=torch.bool)
+    out = torch.zeros(rows, 1)
+    sequence = Sequence(visible / len(keys), visible, counted, values[keys], out, tokens, tokens[-rows:])
+    return Attention(number, "", [[sequence]], [], None, True)
+
+
+def test_calls_that_attend_to_values_of_the_call_before_are_one_sequence():
+    values = torch.randn(7, 5)
+    values[4] = values[2]  # two tokens may be equal
+    calls = [
+        attention_to(1, values, [0, 1, 2], 3),
+        attention_to(2, values, [1, 2, 3, 4], 2),
+        attention_to(3, values, [3, 4, 5, 6], 2),
+    ]
+    (whole,) = joined(calls)
+    (sequence,) = whole.heads[0]
+    assert torch.equal(sequence.values, values)
+    assert torch.equal(positions_of_queries(sequence), torch.arange(7))
+    expected = torch.tensor([[1, 1, 1, 0, 0, 0, 0]] * 3 + [[0, 1, 1, 1, 1, 0, 0]] * 2 + [[0, 0, 0, 1, 1, 1, 1]] * 2)
+    assert torch.equal(sequence.visible.int(), expected.int())
+    assert len(joined([calls[0], calls[2]])) == 2
+    assert len(joined([calls[0], replace(calls[1], number=0)])) == 2  # of another run
+
+
+def test_keys_of_other_tensors_are_those_that_differ_between_sequences():
+    learned, values = torch.randn(1, 5), torch.randn(2, 6, 5)
+    for first, expected in ((learned.expand(2, 1, 5), False), (torch.randn(2, 1, 5), True)):
+        sequences = [attention_to(1, torch.cat([first[i], values[i]]), list(range(7)), 6).heads[0][0] for i in range(2)]
+        assert has_other_keys(Attention(1, "", [sequences], [], None, True), []) is expected
 
 
 def test_sequences_with_other_softmaxes_when_they_run_alone_are_not_verified():

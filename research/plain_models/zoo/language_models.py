@@ -171,7 +171,9 @@ def recurrent_memory() -> Built:
 
 @plain_model("block-recurrent-transformer-pytorch", "language")
 def block_recurrent() -> Built:
-    """Attention to blocks and recurrent states."""
+    """Attention to blocks and to recurrent states, which differ between sequences from the start: the study takes rows
+    that share their keys for one sequence.
+    """
     from block_recurrent_transformer_pytorch import BlockRecurrentTransformer
 
     model = BlockRecurrentTransformer(
@@ -186,7 +188,8 @@ def block_recurrent() -> Built:
         recurrent_layers=(2,),
         use_flash_attn=False,
     )
-    return simple(model, tokens(16))
+    call = called(tokens(16), states=[torch.randn(2, 4, 18)])
+    return Built(model, (call,), cross=("to_state_cross_attn", "from_state_cross_attn"))
 
 
 @plain_model("hourglass-transformer-pytorch", "language")
