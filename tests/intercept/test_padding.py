@@ -137,6 +137,26 @@ def test_cross_attention_without_self_attention_is_named():
     require_statistics(rows, mean_statistics(weights), without=COMMON_POSITIONS)
 
 
+class CrossFirst(nn.Module):
+    """Cross-attention before the self-attention over the same tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.cross, self.own = Attention(), Attention()
+
+    def forward(self, x, memory, attention_mask):
+        return self.own(x + self.cross(x, memory), None, attention_mask[:, None, None].bool())
+
+
+def test_cross_attention_before_self_attention_is_named():
+    torch.manual_seed(6)
+    model, inputs = CrossFirst(), (torch.randn(2, 11, WIDTH), torch.randn(2, 5, WIDTH))
+    with pytest.warns(UserWarning, match=f"{UNKNOWN_PADDING}.*: cross$"):
+        rows = watched(model, *inputs, RIGHT.long())
+    assert [{*row} == LABELS for row in rows] == [True] * HEADS + [False] * HEADS
+    assert {*watched(model, *inputs, RIGHT.long(), padding=RIGHT)[0]} > LABELS
+
+
 class Pooling(nn.Module):
     """Learned queries attend to the input."""
 

@@ -68,14 +68,17 @@ def has_unknown_padding(
     call: Call, facts: MaskFacts | None, of_queries: Stream | None, streams: Iterable[Stream]
 ) -> bool:
     """Return True if some queries of a call of cross-attention may be padding, but it is unknown which: it is unknown
-    in `of_queries`, the self-attention over the same tokens. Or there is none, a mask in this call of the model shows
-    padding, and the queries, of which there are several, depend on inputs of the model.
+    in `of_queries`, the self-attention over the same tokens. Or there is none so far, a mask in this call of the model
+    or among the arguments of the modules shows padding, and the queries, of which there are several, depend on inputs
+    of the model.
     """
     if of_queries is not None:
         return not of_queries.real.is_known
     if call.grid.queries == 1 or not call.sources.of_queries:
         return False
     shows_padding = facts is not None and not bool(facts.is_seen.all())
+    if call.padding is not None and len(call.padding) == call.grid.batch:
+        shows_padding = shows_padding or bool((call.padding != 1).any())
     return shows_padding or any(stream.real.queries is not None or not stream.real.is_known for stream in streams)
 
 
