@@ -14,6 +14,9 @@ LOOKUPS = ("embedding",)
 COPIES = ("clone", "_to_copy", "cat", "stack", "index", "index_select", "copy", "constant_pad_nd", "roll")
 """Operators whose results consist of elements of their arguments."""
 
+EXCHANGE = "exchange"
+"""Operator that moves sequences of tokens to other places, and leaves the tokens of each sequence in their order."""
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -55,16 +58,20 @@ class Sources:
         near: inputs of the last linear layers before the factor, or the tensors that these inputs were copied from.
         far: the same, and the inputs of the linear layers before these.
         passed: the same, and all tensors from which these were computed without another product.
+        exchanged: those of `near` in which sequences have other places.
     """
 
     near: frozenset[int]
     far: frozenset[int]
     passed: frozenset[int]
+    exchanged: frozenset[int]
 
 
 def _is_same(first: Sources, second: Sources) -> bool | None:
     if not first.near or not second.near:
         return None
+    if first.exchanged != second.exchanged:
+        return False
     if first.near & second.near:
         return True if first.near == second.near else None
     if first.far & second.far:
@@ -115,7 +122,8 @@ class OperatorGraph:
     def _both(self, factor: int) -> Sources:
         near = self._sources(factor)
         far = near.union(*(self._sources(source) for source in near))
-        return Sources(near, far, far.union(*(self._passed(source) for source in far)))
+        exchanged = frozenset(key for key in near if any(name == EXCHANGE for name, _ in self._writers.get(key, ())))
+        return Sources(near, far, far.union(*(self._passed(source) for source in far)), exchanged)
 
     def _passed(self, start: int) -> frozenset[int]:
         """Return the activations from which a storage was computed without a product."""

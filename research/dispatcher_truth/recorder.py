@@ -22,13 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from research.dispatcher_truth.element_tags import ElementTags, name_of, tensors_in
 from research.dispatcher_truth.module_stack import ModuleStack
-from research.dispatcher_truth.operator_graph import OperatorGraph, Scores
+from research.dispatcher_truth.operator_graph import EXCHANGE, OperatorGraph, Scores
 from research.dispatcher_truth.softmax_call import Projection, SoftmaxCall, Unresolved
 
 SOFTMAX = ("_softmax", "_safe_softmax")
 PRODUCTS = ("bmm", "mm", "addmm", "baddbmm", "mv", "linear", "convolution")
 SUMS = ("sum", "mean")
 FUSED = ("scaled_dot_product", "flash_attention", "efficient_attention", "multi_head_attention", "encoder_layer_fwd")
+HIDING = -5e3
+"""Largest score of a row in which a mask hides every key, by -inf or by a large negative number."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class TruthCall:
 
     Attributes:
         path: innermost module that was running at the softmax.
-        weights: `(sequences, heads, queries, keys)`, float64, before dropout, without keys that have no values.
+        weights: `(sequences, heads, queries, keys)`, float64, before dropout, without keys that have no values; 0 in
+            rows in which a mask hides every key.
         outputs: weights times values before dropout, `(sequences, heads, queries, value_dim)`, float64.
         rows: row of the output projection's input for each query, `(sequences, heads, queries)`. For an input
             `(batch, length, width)` it is `batch * length + position`.
@@ -130,7 +133,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         name = name_of(function)
-        self._graph.add(name, tensors_in((args, kwargs)), tensors_in(result))
+        is_exchange = name == "flip" and all(dim % args[0].dim() < args[0].dim() - 2 for dim in args[1])
+        self._graph.add(EXCHANGE if is_exchange else name, tensors_in((args, kwargs)), tensors_in(result))
         if name in SOFTMAX:
             self._on_softmax(args[0], result, args[1])
         elif any(part in name for part in FUSED):
@@ -155,7 +159,9 @@ class Recorder(TorchDispatchMode):
         if not result.numel() or not result.dim():
             return
         paths = tuple(self._stack.running)
-        call = SoftmaxCall(self._path, result.detach().movedim(dim, -1).double().clone(), self._next_tag, paths)
+        is_hidden = scores.detach().movedim(dim, -1).amax(-1).flatten() <= HIDING
+        weights = result.detach().movedim(dim, -1).double().clone()
+        call = SoftmaxCall(self._path, weights, self._next_tag, is_hidden, paths)
         call.scores = self._graph.scores(scores)
         self._next_tag = call.end
         self.record.softmaxes.append(call)
@@ -329,6 +335,7 @@ def _truth_of(call: SoftmaxCall) -> TruthCall:
     plain = torch.where(call.used, call.result.reshape(call.lines, call.keys), 0.0)
     if not torch.allclose(plain, call.applied, rtol=1e-6, atol=1e-9, equal_nan=True):
         call.note("weights were changed between softmax and the product")
+    plain = plain.masked_fill(call.is_hidden[:, None], 0.0)
     columns = []
     for head in range(layout.lines.shape[1]):
         tags = (layout.lines[:, head].reshape(-1) + call.line_start).double()

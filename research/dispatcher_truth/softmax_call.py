@@ -63,11 +63,13 @@ class SoftmaxCall:
         paths: all modules that were running, the outermost first.
         single: first linear layer after the product in which every row has one head.
         scores: origin of the scores.
+        is_hidden: True for the lines in which a mask hides every key, `(lines,)`; softmax may be uniform there.
     """
 
     path: str
     result: Tensor
     start: int
+    is_hidden: Tensor
     paths: tuple[str, ...] = ()
     forms: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -57,10 +57,11 @@ def _batch(name: str, inputs: dict[str, Any]) -> Batch:
     real, tokens = {}, {}
     for prefix, length in STREAMS.items():
         ids = inputs.get(f"{prefix}input_ids")
-        if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == length:
+        if isinstance(ids, Tensor) and ids.dim() in (2, 3) and ids.shape[1] == length:
             mask = inputs.get(f"{prefix}attention_mask")
-            tokens[length] = ids
-            real[length] = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+            if ids.dim() == 2:  # otherwise each place has several tokens, as of sound
+                tokens[length] = ids
+            real[length] = torch.ones(ids.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
     return Batch(name, inputs, real, tokens)
 
 
@@ -137,5 +138,6 @@ def _one(batch: Batch, index: int) -> Batch:
     for length, real in batch.real.items():
         kept = real[index]
         shortened[int(kept.sum())] = torch.ones(1, int(kept.sum()), dtype=torch.bool)
-        tokens[int(kept.sum())] = batch.tokens[length][index : index + 1, kept]
+        if length in batch.tokens:
+            tokens[int(kept.sum())] = batch.tokens[length][index : index + 1, kept]
     return Batch(f"{batch.name}, alone", inputs, shortened, tokens)

@@ -79,15 +79,21 @@ def _mean(values: Tensor, rows: Tensor) -> Tensor:
 
 def _first_keys(visible: Tensor, keys: Tensor, offset: int | None) -> Tensor:
     """Return for each query the first key of its group, `(queries,)`. Tokens are in one group if a chain of visible
-    keys connects them, as in a document that is packed with others. Without common positions, all keys are one group.
+    keys connects them, as in a document that is packed with others. Without common positions, keys are in one group if
+    a chain of queries that see them connects them, as keys of one picture. Cached keys are one group.
     """
     queries, first = visible.shape[-2], int(keys.int().argmax())
-    if offset != 0 or queries != len(keys):
+    sees = visible.any(0)
+    if offset is None:
+        reach = (sees.T.double() @ sees.double() > 0) | torch.eye(len(keys), dtype=torch.bool)
+    elif offset != 0 or queries != len(keys):
         return torch.full((queries,), first)
-    reach = visible.any(0) | visible.any(0).T | torch.eye(queries, dtype=torch.bool)
-    for _ in range(queries.bit_length()):
+    else:
+        reach = sees | sees.T | torch.eye(queries, dtype=torch.bool)
+    for _ in range(len(keys).bit_length()):
         reach = (reach.double() @ reach.double()) > 0
-    return (reach & keys).int().argmax(-1)
+    first_of_group = (reach & keys).int().argmax(-1)
+    return first_of_group[sees.int().argmax(-1)] if offset is None else first_of_group
 
 
 def _received(weights: Tensor, visible: Tensor, counted: Tensor) -> Tensor:

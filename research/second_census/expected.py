@@ -77,10 +77,11 @@ Sites = dict[tuple[str, bool | None, int], Expected]
 def sites_of(record: Record, batch: Batch, special: set[int]) -> Sites:
     """Return the expected statistics of every attention module in a run."""
     sites: Sites = {}
+    streams = _streams(record, batch)
     for call in record.calls:
         key = (call.path, _kind(call), call.heads)
         site = sites.setdefault(key, Expected(*key, form=call.form))
-        _add_call(site, call, batch, special)
+        _add_call(site, call, batch, special, streams)
     unmasked = {length for site in sites.values() if "unmasked" in site.uncertain for length in site.by_shape}
     for site in sites.values():
         if any(set(shape) & set(other) for shape in site.by_shape for other in unmasked):
@@ -140,31 +141,73 @@ def _kind(call: TruthCall) -> bool | None:
     return None if is_self and not call.scores.is_direct and call.weights.shape[2] != call.weights.shape[3] else is_self
 
 
-def _add_call(site: Expected, call: TruthCall, batch: Batch, special: set[int]) -> None:
+Streams = dict[tuple[int, int], list[Tensor]]
+"""For each number of sequences and tokens, the tokens `(sequences, tokens)` that are not padding, by each call."""
+
+
+def _streams(record: Record, batch: Batch) -> Streams:
+    """Return the padding of streams of tokens that the census does not pad itself, from their self-attention: a token
+    is padding if its own key is hidden from every query, unless that is so for all tokens.
+    """
+    streams: Streams = {}
+    for call in record.calls:
+        weights = _without_empty_places(call)
+        sequences, _, queries, keys = weights.shape
+        is_known = queries in batch.real and sequences == batch.sequences
+        if is_known or call.scores.is_self is False or queries != keys:
+            continue
+        visible = (weights > 0).any(1)
+        is_causal = ~visible.diagonal(dim1=-2, dim2=-1).any(-1, keepdim=True)
+        real = visible.any(-2) | is_causal
+        known = streams.setdefault((sequences, queries), [])
+        if not any(torch.equal(real, other) for other in known):
+            known.append(real)
+    return streams
+
+
+def _without_empty_places(call: TruthCall) -> Tensor:
+    """Return the weights of a call without keys at the end that no query sees: empty places of a cache, or padding to a
+    whole block whose queries are cut off.
+    """
+    weights = call.weights
+    queries, keys = weights.shape[2:]
+    if call.scores.is_self is False or queries >= keys:
+        return weights
+    seen = (weights != 0).flatten(0, 2).any(0).nonzero()
+    return weights[..., : max(queries, int(seen.max()) + 1 if len(seen) else 0)]
+
+
+def _add_call(site: Expected, call: TruthCall, batch: Batch, special: set[int], streams: Streams) -> None:
     """Add every sequence of a call."""
-    sequences, _, queries, keys = call.weights.shape
-    if not is_visibility_certain(call.weights):
+    weights = _without_empty_places(call)
+    sequences, _, queries, keys = weights.shape
+    if not is_visibility_certain(weights):
         site.uncertain.add("visible")
     if any("changed" in note for note in call.notes):
         site.uncertain.add("changed")
     real_rows, real_keys = (
         batch.real.get(length) if sequences == batch.sequences else None for length in (queries, keys)
     )
+    found = streams.get((sequences, queries), []) if real_rows is None else []
+    if found:
+        real_rows = found[0]
+    if len(found) > 1:
+        site.uncertain.add("padding")
     if not call.is_direct:
         site.uncertain.add("rescaled")
     if _may_be_padded(batch, sequences, queries) or _may_be_padded(batch, sequences, keys):
         site.uncertain.add("padding")
-    site.weights.append(call.weights)
+    site.weights.append(weights)
     offset = None if call.scores.is_self is False or keys < queries else keys - queries
     if call.scores.is_self is not False and offset != 0:
         site.uncertain.add("positions")
     projections = _projections(call)
     for index in range(sequences):
         rows = torch.ones(queries, dtype=torch.bool) if real_rows is None else real_rows[index]
-        visible = ((call.weights[index] > 0) & rows[:, None]).any(0).any(0)
+        visible = ((weights[index] > 0) & rows[:, None]).any(0).any(0)
         tokens = batch.tokens.get(keys) if sequences == batch.sequences and offset == 0 else None
         sequence = Sequence(
-            weights=call.weights[index],
+            weights=weights[index],
             outputs=call.outputs[index],
             rows=rows,
             keys=visible if real_keys is None else real_keys[index],

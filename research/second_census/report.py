@@ -33,7 +33,8 @@ This report compares `hw.watch` and `hw.gate` with attention that was recorded w
 is recorded at torch's dispatcher, with the math backend for fused attention. The elements of its result are followed to
 the product with values, and from there to the output projection. A head is a block of columns of this projection's
 input. Names of modules and arguments play no role. The statistics are computed from whole matrices, for the tokens that
-the census knows to be real. Each sequence also runs alone, without padding. Where a model gives a sequence the same
+the census knows to be real. Of other inputs, such as sounds and images, tokens are padding if self-attention hides
+their keys from all queries. Each sequence also runs alone, without padding. Where a model gives a sequence the same
 weights alone and in a padded batch, both truths must agree.
 
 **The runs.** Two sequences without padding; with padding on the left and on the right, also of the decoder's input, and

@@ -186,3 +186,28 @@ def test_the_source_of_queries_and_keys(is_cross, is_self):
     with dispatcher_truth(layer) as record:
         layer(x, memory, memory)
     assert record.calls[0].scores.is_self is is_self
+
+
+@pytest.mark.parametrize("hidden", [-1e9, torch.finfo(torch.float32).min, -math.inf])
+def test_rows_in_which_a_mask_hides_every_key_have_no_weights(hidden):
+    torch.manual_seed(0)
+    mask = torch.zeros(LENGTH, LENGTH)
+    mask[3] = hidden
+    model = Attention(lambda q, k, v: ((q @ k.mT) + mask).softmax(-1).nan_to_num() @ v)
+    with dispatcher_truth(model) as record:
+        model(torch.randn(BATCH, LENGTH, WIDTH))
+    assert (record.calls[0].weights == 0).all(-1)[0, 0].tolist() == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("is_self", [True, False])
+def test_keys_of_another_sequence_are_not_those_of_the_queries(is_self):
+    class Exchanged(Attention):
+        def heads_of(self, x):
+            inputs = (x, x, x) if is_self else (x, x.flip(0), x.flip(0))
+            parts = [F.linear(each, weight) for each, weight in zip(inputs, self.qkv.weight.chunk(3), strict=True)]
+            return [part.unflatten(-1, (HEADS, HEAD_DIM)).transpose(-2, -3) for part in parts]
+
+    torch.manual_seed(0)
+    with dispatcher_truth(model := Exchanged(plain)) as record:
+        model(torch.randn(BATCH, LENGTH, WIDTH).exp())
+    assert record.calls[0].scores.is_self is is_self

@@ -3,6 +3,7 @@ headwise on purpose.
 """
 
 import functools
+import itertools
 import json
 from dataclasses import asdict
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.intercept.call_contexts import CallContexts
 from headwise.intercept.heads import Heads
+from headwise.intercept.padding import RealTokens
 from headwise.intercept.statistics_observer import StatisticsObserver
 from oracles import statistics_of
 from research.dispatcher_truth.recorder import double_copy
@@ -44,6 +47,14 @@ def test_definitions_agree_with_the_test_oracle(first):
         assert {name: float(value[head]) for name, value in got.items()} == pytest.approx(expected, rel=1e-12)
 
 
+def test_first_keys_of_cross_attention_are_those_of_the_picture():
+    """The first and the third query see the first picture, the second one sees the other."""
+    visible = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 0, 0, 0]]).double()
+    weights, rows, keys = visible / visible.sum(-1, keepdim=True), torch.ones(3).bool(), visible.any(0)
+    got = statistics(Sequence(weights[None], None, rows, keys, None, None), set())
+    assert float(got["first"]) == pytest.approx((1 / 2 + 1 / 2 + 0) / 3)
+
+
 @pytest.fixture(scope="module")
 def llama():
     return subject_of("llama")
@@ -70,6 +81,35 @@ def test_padded_batch_has_the_truth_of_the_sequences_alone(llama, side):
     run = runs._batched(llama, llama.model, batch_named(llama, f"input {side}"))
     assert (run.outcome, run.problems, run.confirmed) == ("right", [], True)
     assert run.checked == 2 * 6 * 14
+
+
+def test_padding_of_sounds_is_read_from_the_truth(monkeypatch):
+    """The mask of the sounds leaves the last quarter of the second one out."""
+    subject = subject_of("audioflamingo3_encoder")
+    run = runs._batched(subject, subject.model, subject.batch)
+    assert (run.outcome, run.checked) == ("right", 2 * 6 * 11)
+    monkeypatch.setattr(CallContexts, "_real_tokens", lambda *_: RealTokens(None, None))
+    assert runs._batched(subject, subject.model, subject.batch).outcome == "wrong"
+
+
+def test_tokens_of_several_codes_are_padded():
+    subject = subject_of("dia_decoder")
+    batch = batch_named(subject, "input right")
+    assert batch.real[LENGTH][-1].tolist() == [True] * (LENGTH - SHORTER) + [False] * SHORTER
+    assert not batch.tokens
+
+
+def test_models_that_amplify_rounding_are_skipped(monkeypatch, llama):
+    broken_statistic(monkeypatch)
+    call, numbers = runs.call, itertools.count()
+
+    def noisy(model, batch):
+        output = call(model, batch)
+        output.last_hidden_state += next(numbers)
+        return output
+
+    monkeypatch.setattr(runs, "call", noisy)
+    assert runs._batched(llama, llama.model, llama.batch).outcome == "skipped"
 
 
 def broken_statistic(monkeypatch):
