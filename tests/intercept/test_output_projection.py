@@ -3,6 +3,8 @@
 Truth is the output of the model's own projection module for the output of one head alone, minus that for none.
 """
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -292,3 +294,69 @@ class Renamed(nn.Module):
 @torch.no_grad()
 def test_a_projection_with_two_names_is_left_out():
     require_left_out(nn.Sequential(Renamed()).eval(), torch.randn(2, 7, WIDTH))
+
+
+class InSequence(nn.Module):
+    """Attention of two heads, with a projection in a sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(14, 42), nn.Sequential(nn.Linear(14, 14))
+
+    def attend(self, x):
+        q, k, v = (part.unflatten(-1, (2, 7)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    forward = attend
+
+
+class CalledDirectly(nn.Module):
+    """A module that does not call its attention module, but a method of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = InSequence()
+
+    def forward(self, x):
+        return self.inner.attend(x)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = InSequence(), InSequence()
+
+    def forward(self, x):
+        return self.second.attend(self.first.attend(x))
+
+
+def quantized():
+    model = InSequence()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        model.out = torch.ao.quantization.quantize_dynamic(model.out, {nn.Linear}, dtype=torch.qint8)
+    return model
+
+
+@pytest.mark.parametrize("new", [CalledDirectly, TwoLayers, quantized])
+@torch.no_grad()
+def test_modules_whose_projection_is_not_found_are_named(new):
+    torch.manual_seed(0)
+    model = new()
+    match = f"so written_norm is left out: {type(model).__name__}$"
+    with pytest.warns(UserWarning, match=match), hw.watch(model) as heads:
+        model(torch.randn(2, 5, 14))
+    assert not any("written_norm" in row for row in heads.rows())
+    assert all("output_norm" in row for row in heads.rows())
+
+
+def run_with_another(model):
+    model[1] = InSequence()
+    model(torch.randn(2, 5, 14))
+
+
+@torch.no_grad()
+def test_modules_that_are_added_while_a_model_is_watched_are_named():
+    model, match = nn.Sequential(nn.Linear(14, 14), InSequence()), "added to the model while it was watched.*: 1$"
+    with pytest.warns(UserWarning, match=match), hw.watch(model):
+        run_with_another(model)

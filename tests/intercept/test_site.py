@@ -13,11 +13,11 @@ class Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(24, 24)
+        self.out_proj = nn.Linear(24, 24)
         self.stored = [torch.randn(2, 3, 7, 8) for _ in range(3)]
 
     def forward(self, x):
-        return self.layer(F.scaled_dot_product_attention(*self.stored).transpose(1, 2).flatten(2)) + x
+        return self.out_proj(F.scaled_dot_product_attention(*self.stored).transpose(1, 2).flatten(2)) + x
 
 
 class Derived(nn.Module):
@@ -89,3 +89,16 @@ def test_statements_about_no_module_are_refused(sites, sentence):
 def test_unusable_statements_are_refused(fields, sentence):
     with pytest.raises(hw.InputError, match=sentence):
         hw.Site(**fields)
+
+
+@torch.no_grad()
+def test_statements_about_modules_without_attention_are_errors():
+    model, sites = nn.Sequential(Derived(), nn.Linear(24, 24)), [hw.Site("1", heads=4)]
+    match = "sites: expected modules in which attention is seen, got none in 1"
+    with pytest.raises(hw.InputError, match=match), hw.watch(model, sites=sites):
+        model(X)
+    with pytest.raises(hw.InputError, match=match), hw.gate(model, {("0.inner", 0): 0.5}, sites=iter(sites)):
+        model(X)
+    with hw.watch(model, sites=[hw.Site("0", heads=3)]) as heads:  # a module around the attention
+        model(X)
+    assert len(heads.rows()) == 3

@@ -70,16 +70,17 @@ def gate(
         InputError: a layer, head or position does not exist; a value has another type or shape; `model` is not a
             module, or is compiled. While the model runs: a gated module computes something like attention that cannot
             be changed. At the end of the context, if the model ran: no attention was intercepted in a gated
-            module, or the run showed that a layer's number is another module's.
+            module or a module of `sites`, or the run showed that a layer's number is another module's.
     """
     require_module(model)
     gates = _gates_by_module(model, values)
     gated_positions = _positions_tensor(positions)
     gates = _prepared(gates, model)
     interceptor = GateInterceptor(gates, groups=flag("groups", groups), positions=gated_positions)
+    sites = list(sites)
     with intercepted(model, interceptor, sites):
         yield
-    interceptor.require_intercepted(model)
+    interceptor.require_intercepted(model, [site.path for site in sites])
 
 
 def _gates_by_module(model: nn.Module, values: Mapping[Any, GateValue]) -> dict[str, list[HeadGate]]:

@@ -1,6 +1,6 @@
 """Interceptor that applies gates and replacements to the output of heads."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from headwise.analysis.replacements import Replacement
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Interceptor, SiteKey
-from headwise.intercept.layer_index import layer_numbers
+from headwise.intercept.layer_index import is_inside, layer_numbers
 from headwise.shapes import Bool, Float
 
 GateValue = float | Tensor | Replacement
@@ -142,12 +142,13 @@ class GateInterceptor(Interceptor):
         ones = factors.new_ones(len(factors), call.grid.heads, factors.shape[2])
         return ones.slice_scatter(factors, 1, start, stop)[..., None]
 
-    def require_intercepted(self, model: nn.Module) -> None:
+    def require_intercepted(self, model: nn.Module, stated: Collection[str] = ()) -> None:
         """Raise `InputError` if there is a gated module in which no attention was intercepted, or if the run showed
         that the number of a gated layer belongs to another module. Do nothing if the model did not run.
 
         Args:
             model: the gated model.
+            stated: paths of modules about whose attention the user made statements.
 
         Raises:
             InputError: a gated module computed no attention that was intercepted; a layer number is another module's.
@@ -159,6 +160,10 @@ class GateInterceptor(Interceptor):
             is_missing = any(gate.layer is None or gate.layer not in self._label_of_layer for gate in gates)
             if is_missing and label not in intercepted:
                 raise InputError("values", expected="modules in which attention is seen", got=f"none in {label}")
+        seen = [*(site.path for site in self._first_calls), *self._unreadable]
+        for path in stated:
+            if not any(path == other or is_inside(other, path) for other in seen):
+                raise InputError("sites", expected="modules in which attention is seen", got=f"none in {path}")
         modules = dict(model.named_modules())
         order = {path: index for index, path in enumerate(modules)}
         sites = sorted(self._first_calls, key=lambda site: (order[site.path], *site[1:]))

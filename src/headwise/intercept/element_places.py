@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.intercept.call_stack import call_stack
+from headwise.intercept.contractions import PRODUCTS, is_parameter
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.softmax_weights import COPIES, DROPOUTS
 from headwise.intercept.undropped import DROPOUT_NAMES, random_state_kept
@@ -26,6 +27,7 @@ _NAMES = frozenset(
     for start, end in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
 ).union(
     ("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "normalize", "softmax", "log_softmax"),
+    ("quantize_per_tensor", "quantize_per_channel", "quantize_per_tensor_dynamic", "dequantize"),
     DROPOUT_NAMES,
 )
 """Names of functions that compute each element from those at the same place, and of norms, which divide all features by
@@ -39,6 +41,14 @@ TOLERANCE = 1e-4
 """Largest change of elements at other places, relative to that of the changed ones, that counts as rounding in float32.
 In other dtypes, four times the distance between 1 and the next number may be more.
 """
+
+
+def may_project(call: FunctionCall) -> bool:
+    """Return True for a call of a product, of an operator that torch does not define as a function, such as a product
+    with quantised weights, and of a function of parameters: it may be the output projection.
+    """
+    is_operator = isinstance(call.function, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    return is_operator or call.function in PRODUCTS or any(map(is_parameter, call.tensors))
 
 
 def written_by(call: FunctionCall, result: Any) -> Any:

@@ -11,8 +11,8 @@ from headwise.intercept.attention_output import AttentionOutput, report_unreadab
 from headwise.intercept.attention_source import OutputAxes
 from headwise.intercept.axes import VIEWS, Axes, Factor, axes_of, has_unknown_axes, moves_elements
 from headwise.intercept.call_stack import call_stack
-from headwise.intercept.contractions import PRODUCTS, is_parameter
-from headwise.intercept.element_places import ASSIGNMENT, written_by
+from headwise.intercept.contractions import is_parameter
+from headwise.intercept.element_places import ASSIGNMENT, may_project, written_by
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout, merged_axis
 from headwise.intercept.joined_outputs import refuse_added, refuse_concatenated_heads
@@ -150,7 +150,7 @@ def after_function(call: FunctionCall, result: Any) -> None:
         followed.output.is_lost |= is_in_another or (not tensors and argument.numel() > 0)
         output = followed.output
         is_same_shape = all(tensor.shape == argument.shape for tensor, _ in tensors)
-        is_moved = moves_elements(call) or (is_same_shape and call.function not in VIEWS | PRODUCTS)
+        is_moved = moves_elements(call) or (is_same_shape and not (call.function in VIEWS or may_project(call)))
         if _loses(followed, tensors, output.axes.value):
             if is_assignment:
                 continue

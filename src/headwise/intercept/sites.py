@@ -9,7 +9,7 @@ from torch import nn
 
 from headwise.errors import InputError
 from headwise.intercept.interceptor import NOT_SEEN, Call, Interceptor, SiteKey
-from headwise.intercept.layer_index import innermost_attention_modules, is_related, layer_numbers
+from headwise.intercept.layer_index import innermost_attention_modules, is_inside, is_related, layer_numbers
 from headwise.statistics.moments import RunningMoments
 from headwise.statistics.tally import Tally
 
@@ -213,6 +213,15 @@ class SiteRegistry(Interceptor):
         if not_seen:
             paths[NOT_SEEN] = paths.get(NOT_SEEN, set()) | not_seen
         return paths
+
+    def require_stated(self, paths: Iterable[str]) -> None:
+        """Raise `InputError` if the model ran, but no attention was seen in one of the modules at `paths`, about which
+        the user made statements.
+        """
+        seen = [*(site.path for site in self._records), *set().union(*self._unreadable.values())]
+        for path in paths if self.ran else ():
+            if not any(path == other or is_inside(other, path) for other in seen):
+                raise InputError("sites", expected="modules in which attention is seen", got=f"none in {path}")
 
     def require_attention(self) -> None:
         """Raise `InputError` for a model that did not run, or in which no attention was intercepted."""

@@ -11,6 +11,7 @@ from headwise.intercept.call_contexts import OF_COMMON_POSITIONS, CallContexts
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.heads import Heads
 from headwise.intercept.interceptor import NO_EFFECT, Call, Interceptor, Observation
+from headwise.intercept.layer_index import is_inside
 from headwise.intercept.query_parts import QueryParts
 from headwise.intercept.recurrence import Recurrence
 from headwise.intercept.stated_padding import StatedPadding
@@ -25,6 +26,13 @@ ATTENDS_AGAIN = (
     "out (see docs/watch.md)"
 )
 """Reason for modules whose queries have several matrices of attention weights."""
+
+
+ADDED_LATER = (
+    "these modules were added to the model while it was watched, so their attention is reported as that of the modules "
+    "around them"
+)
+"""Reason for modules without hooks."""
 
 
 class _HeadOutputs:
@@ -72,6 +80,7 @@ class StatisticsObserver(Interceptor):
         padding: Any = None,
     ) -> None:
         self._model, self._heads, self._capture = model, heads, capture
+        self._known = set(model.modules())
         self._written_norms = WrittenNorms(model, self._leave_out_written_norm)
         self._stated_padding = StatedPadding(padding, model)
         self._contexts = CallContexts(special, self._stated_padding, heads.on_left_out)
@@ -132,6 +141,8 @@ class StatisticsObserver(Interceptor):
             self._heads.on_left_out(path, ATTENDS_AGAIN)
         # Further layers that one module computes have projections that it is not known for.
         value_dim = None if call.site.part else call.value_dim
+        if call.site.part:
+            self._heads.on_left_out(path, NOT_CONFIRMED)
         tally = Tally(self._written_norms.gram(path, grid.heads, value_dim), observed.first_token)
         index, continues = self._parts.sequences_of(call, observed.continues)
         source = threading.get_ident(), index
@@ -160,12 +171,20 @@ class StatisticsObserver(Interceptor):
         return Observation(observer, observed.context, on_end)
 
     def finish(self) -> None:
-        """End the observation: leave out the statistics that no call of the model has confirmed.
+        """End the observation: leave out the statistics that no call of the model has confirmed, and name modules that
+        were added to the model.
 
         Raises:
             InputError: the padding that the user states fits no attention call.
         """
         self._written_norms.finish()
+        paths = [record.site.path for record in self._heads.records]
+        new = [
+            path for path, module in self._model.named_modules() if module not in self._known and any(module.children())
+        ]
+        for path in new:
+            if any(is_inside(path, other) for other in paths) and not any(is_inside(path, other) for other in new):
+                self._heads.on_left_out(path, ADDED_LATER)
         if self._heads.records:
             self._stated_padding.require_used()
 

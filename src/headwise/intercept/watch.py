@@ -38,7 +38,8 @@ def watch(
     Raises:
         InputError: the model is not a torch module, is compiled, or uses an attention implementation of
             `transformers` whose masks cannot be read; a statement in `sites` or `padding` is wrong. When the context
-            ends: the model ran, and no attention was intercepted, or `padding` fits no attention call.
+            ends: the model ran, and no attention was intercepted, or none in a module of `sites`, or `padding` fits no
+            attention call.
 
     Warns:
         UserWarning: when the context ends, of modules that ran and are called attention, but whose attention was not
@@ -55,10 +56,12 @@ def watch(
         raise InputError("detail", expected="a headwise.WeightCapture or None", got=type(detail).__name__)
     heads = Heads(model)
     observer = StatisticsObserver(model, heads, special, detail, padding)
+    sites = list(sites)
     with intercepted(model, observer, sites):
         yield heads
     observer.finish()
     if heads.ran:
         heads.require_attention()
+        heads.require_stated(site.path for site in sites)
     heads.warn_of_unread()
     heads.warn_of_nonfinite()

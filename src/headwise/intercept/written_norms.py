@@ -77,6 +77,7 @@ class WrittenNorms:
         self._projection_calls: dict[str, _ProjectionCall] = {}
         self._settled: set[str] = set()  # paths of attention modules that are confirmed or left out
         self._left_out: set[str] = set()
+        self._projected: set[str] = set()  # paths of attention modules whose outputs a function maps by weights
         self._projected_by: dict[str, set[int]] = {}  # ids of the weights, by the path of the attention module
 
     def gram(self, path: str, heads: int, value_dim: int | None) -> Float[Tensor, "heads value_dim value_dim"] | None:
@@ -109,6 +110,7 @@ class WrittenNorms:
         """
         for name, child in self._modules[path].named_children():
             sizes = {size for tensor in (*child.parameters(), *child.buffers()) for size in tensor.shape}
+            sizes |= {getattr(each, "in_features", None) for each in child.modules()}  # weights may be packed
             if name in PROJECTION_NAMES and (width in sizes or may_fit(child, width)):
                 return True
         return False
@@ -146,8 +148,11 @@ class WrittenNorms:
 
     def on_projected(self, path: str, weights: Sequence[Tensor]) -> None:
         """Record the weights by which the outputs of the attention module at `path` are mapped, parameters or views of
-        these. In training mode, they show if the projection that was found by name is the right one.
+        these. In training mode, they show if the projection that was found by name is the right one. Without such a
+        projection, they show that there is another one.
         """
+        if weights:
+            self._projected.add(path)
         if path not in self._settled:
             bases = [weight if weight._base is None else weight._base for weight in weights]
             self._projected_by.setdefault(path, set()).update(map(id, bases))
@@ -175,6 +180,8 @@ class WrittenNorms:
             is_its_own = bool(weights.intersection(map(id, projection.parameters())))
             if weights and not is_its_own and path in self._grams and path not in self._settled:
                 self._settle(path, is_confirmed=False)
+        for path in self._projected - self._left_out - self._grams.keys():
+            self._settle(path, is_confirmed=False)
 
     def _check(self, path: str, call: _ProjectionCall) -> None:
         """Decide if `call`, of the projection found for the attention module at `path`, maps its head outputs."""
