@@ -184,7 +184,7 @@ class Twice(Attention):
 def test_queries_that_attend_twice_in_one_call_are_named(core, attend):
     model = Twice(core, attend)
     context = torch.randn(2, 7, 15) if core is to_two_contexts else None
-    match = "the same queries of these modules attend several times in one call.*: Twice"
+    match = "queries of the same tokens attend several times in one call.*: Twice"
     with torch.no_grad(), pytest.warns(UserWarning, match=match), hw.watch(model) as heads:
         model(torch.randn(2, 7, 15), context)
     assert all(row.keys() == {"layer", "head", "kv_head", "module", "kind"} for row in heads.rows())

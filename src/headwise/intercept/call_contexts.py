@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.intercept.documents import first_tokens_of_documents
+from headwise.intercept.documents import first_tokens_of_documents, ids_by_document
 from headwise.intercept.hidden_keys import without_unselected
 from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.mask_facts import MaskFacts
@@ -325,7 +325,7 @@ class CallContexts(threading.local):
         if tokens is not None:
             key_tokens = padded_to(tokens[:, dropped:], grid.keys, NO_TOKEN)
         return CallContext(
-            token_ids=_by_document(key_tokens, first_keys),
+            token_ids=ids_by_document(key_tokens, first_keys),
             is_special=self._is_special(key_tokens),
             real_queries=real,
             real_keys=real_keys,
@@ -339,17 +339,6 @@ class CallContexts(threading.local):
         if tokens is None or not len(self._special):
             return None
         return torch.isin(tokens, self._special.to(tokens.device))
-
-
-def _by_document(
-    tokens: Int[Tensor, "batch keys"] | None, first_keys: Int[Tensor, "batch #queries"] | None
-) -> Int[Tensor, "batch keys"] | None:
-    """Return ids of the tokens that are different in different documents, in which no token is a copy of another one.
-    `first_keys` is the first key of the document of each token; other shapes stand for a single document.
-    """
-    if tokens is None or first_keys is None or first_keys.shape != tokens.shape or tokens.shape[1] < 2:
-        return tokens
-    return torch.where(tokens < 0, tokens, tokens + (tokens.amax() + 1) * first_keys)
 
 
 def _facts_of(call: Call, received: ReceivedMask) -> MaskFacts | None:

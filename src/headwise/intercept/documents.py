@@ -40,6 +40,17 @@ def first_tokens_of_documents(
     return torch.where(is_grouped[:, None], facts.first_visible, starts)
 
 
+def ids_by_document(
+    tokens: Int[Tensor, "batch keys"] | None, first_keys: Int[Tensor, "batch #queries"] | None
+) -> Int[Tensor, "batch keys"] | None:
+    """Return ids of the tokens that are different in different documents, in which no token is a copy of another one.
+    `first_keys` is the first key of the document of each token; other shapes stand for a single document.
+    """
+    if tokens is None or first_keys is None or first_keys.shape != tokens.shape or tokens.shape[1] < 2:
+        return tokens
+    return torch.where(tokens < 0, tokens, tokens + (tokens.amax() + 1) * first_keys)
+
+
 def _starts_of_contiguous(facts: MaskFacts, counted: Bool[Tensor, "#batch queries"]) -> Bool[Tensor, "#batch queries"]:
     """Return True at the first row of each contiguous document: no row before it sees its key or a later one, and no
     row after it sees an earlier key.

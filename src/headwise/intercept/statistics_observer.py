@@ -22,8 +22,8 @@ from headwise.statistics.tally import Tally
 from headwise.statistics.weight_capture import CapturedWeights, WeightCapture
 
 ATTENDS_AGAIN = (
-    "the same queries of these modules attend several times in one call, so all statistics of these modules are left "
-    "out (see docs/watch.md)"
+    "queries of the same tokens attend several times in one call of these modules, so all statistics of these modules "
+    "are left out (see docs/watch.md)"
 )
 """Reason for modules whose queries have several matrices of attention weights."""
 
@@ -178,10 +178,9 @@ class StatisticsObserver(Interceptor):
             InputError: the padding that the user states fits no attention call.
         """
         self._written_norms.finish()
+        modules = self._model.named_modules()
+        new = [path for path, module in modules if module not in self._known and any(module.children())]
         paths = [record.site.path for record in self._heads.records]
-        new = [
-            path for path, module in self._model.named_modules() if module not in self._known and any(module.children())
-        ]
         for path in new:
             if any(is_inside(path, other) for other in paths) and not any(is_inside(path, other) for other in new):
                 self._heads.on_left_out(path, ADDED_LATER)
