@@ -20,14 +20,17 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv, self.gate, self.out_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(15, 15)
         self.norm, self.scale = nn.LayerNorm(5), nn.Parameter(torch.randn(3, 1, 1))
-        self.before, self.after = before, after
+        self.before, self.after, self.attend = before, after, self.fused
+
+    def fused(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
 
     def forward(self, x):
         q, k, v = (part.unflatten(-1, (3, 5)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         self.x, self.values = x, v
         weights = (q @ k.mT * 5**-0.5).exp()
         self.weights = weights / weights.sum(-1, keepdim=True)
-        out = self.before(self, F.scaled_dot_product_attention(q, k, v))
+        out = self.before(self, self.attend(q, k, v))
         return self.out_proj(self.after(self, out.transpose(1, 2).flatten(2)))
 
 
@@ -89,6 +92,45 @@ def test_gates_before_other_functions_are_refused(between):
     with hw.watch(model) as heads:
         model(x)
     require_statistics(heads, [model[0].weights])
+
+
+class Core(nn.Module):
+    def forward(self, q, k, v):
+        return (q @ k.mT * 5**-0.5).softmax(-1) @ v
+
+
+class WithCore(Attention):
+    """Attention whose softmax is in a module of its own, which ends before the outputs are used."""
+
+    def __init__(self, *between):
+        super().__init__(*between)
+        self.attend = Core()
+
+
+@pytest.mark.filterwarnings("ignore:these modules compute a softmax")
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")
+@pytest.mark.parametrize("between", [name for name in OTHER if name != "sum in place"])
+@torch.no_grad()
+def test_gates_before_other_functions_are_refused_after_the_module_of_the_softmax(between):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(WithCore(*OTHER[between])), torch.randn(2, 7, WIDTH)
+    match = "a function that is not linear, such as a norm or a sum with another tensor, is between them .*: 0.attend"
+    with pytest.raises(hw.InputError, match=match), hw.gate(model, {("0.attend", 1): 0.5}):
+        model(x)
+    with hw.watch(model) as heads:
+        model(x)
+    require_statistics(heads, [model[0].weights])
+
+
+@pytest.mark.parametrize("between", LINEAR)
+@torch.no_grad()
+def test_gates_act_through_linear_functions_after_the_module_of_the_softmax(between):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(WithCore(*LINEAR[between])), torch.randn(2, 7, WIDTH)
+    with hw.gate(model, {("0.attend", 1): 0.5}):
+        gated = model(x)
+    model[0].out_proj.weight[:, 5:10] *= 0.5
+    torch.testing.assert_close(gated, model(x))
 
 
 REAL = torch.arange(7) < torch.tensor([7, 4])[:, None]

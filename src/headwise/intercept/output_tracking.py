@@ -95,6 +95,8 @@ def before_function(call: FunctionCall) -> FunctionCall:
                 followed.output.refuse(MULTIPLIED)
             elif features is not None and not followed.output.is_reported:
                 _establish(followed, features)
+            elif features is not None and followed.output.may_change and not followed.is_linear:
+                followed.output.refuse(NOT_LINEAR)  # an earlier use of the output was linear
             changed = followed.changed()
             if changed is not None:
                 _follow_changed(changed, tensor, followed)
@@ -194,7 +196,7 @@ def _keeps_factors(
         arguments: arguments of the call that were computed from attention outputs.
         result: what the function returned.
     """
-    if not output.may_change or output.is_reported or call.function in REARRANGEMENTS | CONCATENATIONS:
+    if not output.may_change or call.function in REARRANGEMENTS | CONCATENATIONS:
         return True
     if call.function in ASSIGNMENT and all(argument is not call.args[0] for argument, _ in arguments):
         return True
