@@ -73,6 +73,7 @@ REORDERED = {
     "index_put": lambda out: torch.zeros_like(out).index_put((torch.arange(2)[:, None], ORDER[None]), out),
     "take": lambda out: out.take(torch.arange(out.numel()).view(out.shape)[:, ORDER]),
     "out": lambda out: torch.index_select(out, 1, ORDER, out=torch.empty(out.shape)),
+    "vmap": torch.vmap(lambda out: out.flip(0)),
     **{each.__name__: each for each in (by_assignment, into_views, into_a_view)},
     "flip": lambda out: out.flip(1),
     "index": lambda out: out[:, ORDER],

@@ -360,3 +360,20 @@ def test_modules_that_are_added_while_a_model_is_watched_are_named():
     model, match = nn.Sequential(nn.Linear(14, 14), InSequence()), "added to the model while it was watched.*: 1$"
     with pytest.warns(UserWarning, match=match), hw.watch(model):
         run_with_another(model)
+
+
+@torch.no_grad()
+def test_a_projection_under_vmap_is_not_compared():
+    class Mapped(InSequence):
+        def attend(self, x):
+            q, k, v = (part.unflatten(-1, (2, 7)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            weights = (q @ k.mT).softmax(-1)
+            return torch.vmap(self.out)((weights @ v).transpose(1, 2).flatten(2))
+
+        forward = attend
+
+    model, x = nn.Sequential(Mapped()), torch.randn(2, 5, 14)
+    plain = model(x)
+    with pytest.warns(UserWarning, match="so written_norm is left out: 0$"), hw.watch(model) as heads:
+        torch.testing.assert_close(model(x), plain)
+    assert len(heads.rows()) == 2

@@ -117,6 +117,14 @@ def _loses_changes(call: FunctionCall) -> bool:
     )
 
 
+def lose_outputs() -> None:
+    """Record for all attention outputs that the model may use them in a way that is not followed, as in `torch.vmap`,
+    whose tensors are others than those of the model.
+    """
+    for output in call_stack.attention.pending:
+        output.is_lost = True
+
+
 def refuse_multiplied(*tensors: Tensor) -> None:
     """Refuse the attention outputs among the arguments of another attention call, unless their heads are established:
     they are one of several factors of weights, or of scores.

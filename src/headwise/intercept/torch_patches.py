@@ -26,7 +26,7 @@ from headwise.intercept.function_call import QUERIES, FunctionCall
 from headwise.intercept.fused_functions import report_fused
 from headwise.intercept.hf_calls import intercepting_dispatch
 from headwise.intercept.origin import CallOrigins
-from headwise.intercept.output_tracking import after_function, before_function
+from headwise.intercept.output_tracking import after_function, before_function, lose_outputs
 from headwise.intercept.score_products import follow_scores
 from headwise.intercept.sdpa_calls import intercepted_sdpa
 from headwise.intercept.softmax_weights import DROPOUT
@@ -63,7 +63,9 @@ class TorchCalls(TorchFunctionMode):
         result = _recorded(call, call.run())
         report_fused(call, call_stack.module_calls)
         call_stack.lineage.record(call, result, call_stack.module_calls)
-        if not has_no_numbers():
+        if has_no_numbers():
+            lose_outputs()
+        else:
             call_stack.lineage.tokens.record(call, result)
         return result
 

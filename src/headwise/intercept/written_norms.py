@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headwise.intercept.linear_map import LinearMap, has_convolution, linear_map, may_fit
 from headwise.intercept.output_projection import PROJECTION_NAMES, gram_of, output_projection
-from headwise.intercept.unreadable_tensors import has_usual_values
+from headwise.intercept.unreadable_tensors import has_no_numbers, has_usual_values
 from headwise.shapes import Bool, Float
 
 NOT_CONFIRMED = (
@@ -212,6 +212,8 @@ def _projection_call(module: nn.Module, arguments: Iterable[Any], output: Any) -
     """
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if not tensors or not isinstance(output, Tensor) or not all(map(has_usual_values, (tensors[0], output))):
+        return None
+    if has_no_numbers():
         return None
     axis = 1 if has_convolution(module) else -1
     inputs, outputs = (tensor.detach().movedim(axis, -1).flatten(0, -2) for tensor in (tensors[0], output))
