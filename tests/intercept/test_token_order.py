@@ -46,6 +46,45 @@ class Attention(nn.Module):
         return self.out(merge(self.attend(*self.change(q, k, v))))
 
 
+class WithNullKey(Attention):
+    """Cross-attention with a learned key and value in front of those of the context, or at their end."""
+
+    def __init__(self, attend, is_first):
+        super().__init__(attend, None)
+        self.null, self.is_first = nn.Parameter(torch.randn(2, 3, 1, 5)), is_first
+
+    def forward(self, x, context):
+        q, k, v = (
+            each(y).unflatten(-1, (3, 5)).transpose(1, 2)
+            for each, y in zip((self.q, self.k, self.v), (x, context, context), strict=True)
+        )
+        pairs = [[null.expand(2, -1, -1, -1), part] for null, part in zip(self.null, (k, v), strict=True)]
+        k, v = (torch.cat(pair if self.is_first else pair[::-1], 2) for pair in pairs)
+        self.weights = (q @ k.mT / 5**0.5).softmax(-1)
+        return self.out(merge(self.attend(q, k, v)))
+
+
+@pytest.mark.parametrize("attend", ATTENTIONS[:3])
+@torch.no_grad()
+def test_first_is_left_out_if_a_learned_key_is_in_front_of_the_context(attend):
+    torch.manual_seed(0)
+    x, context = torch.randn(2, 7, 15), torch.randn(2, 11, 15)
+    model = WithNullKey(attend, is_first=True)
+    match = "the first keys of these modules are not known to be tokens.*: WithNullKey$"
+    with pytest.warns(UserWarning, match=match), hw.watch(model) as heads:
+        model(x, context)
+    assert all("first" not in row and row["kind"] == "cross" for row in heads.rows())
+    assert [row["confidence"] for row in heads.rows()] == pytest.approx(
+        model.weights.amax(-1).mean((0, 2)).tolist(), rel=1e-5
+    )
+    model = WithNullKey(attend, is_first=False)
+    with hw.watch(model) as heads:
+        model(x, context)
+    assert [row["first"] for row in heads.rows()] == pytest.approx(
+        model.weights[..., 0].mean((0, 2)).tolist(), rel=1e-5
+    )
+
+
 def index_like(x):
     return ORDER[None, None, :, None].expand(x.shape)
 

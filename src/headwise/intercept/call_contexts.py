@@ -24,7 +24,7 @@ from headwise.intercept.padding import (
     real_by_mask,
     require_hidden,
 )
-from headwise.intercept.positions import own_key_of_first_query
+from headwise.intercept.positions import FIRST_UNKNOWN, lacks_first_token, own_key_of_first_query
 from headwise.intercept.received_mask import ReceivedMask
 from headwise.intercept.sequences import (
     EMPTY,
@@ -224,9 +224,12 @@ class CallContexts(threading.local):
         if real is None and of_queries is not None:
             real = of_queries.real.queries
         tokens = None if of_keys is None else of_keys.history.token_ids
+        left_out = OF_COMMON_POSITIONS | ({"first"} if lacks_first_token(call, facts) else set())
+        if "first" in left_out:
+            self._on_left_out(call.site.path, FIRST_UNKNOWN)
         context = self._model_call.results.of(
-            lambda: self._context_of_cross(call, received, facts, real, tokens),
-            *("cross", real, facts, tokens, grid),
+            lambda: replace(self._context_of_cross(call, received, facts, real, tokens), left_out=left_out),
+            *("cross", real, facts, tokens, grid, "first" in left_out),
         )
         return ObservedCall(context, of_queries is not None and of_queries.continues, lacks_rows=lacks_rows)
 
@@ -248,7 +251,6 @@ class CallContexts(threading.local):
             real_queries=real,
             real_keys=none_if_all(None if facts is None else facts.is_seen, grid.batch),
             first_keys=None if first_keys is None else first_keys.expand(grid.batch, -1),
-            left_out=OF_COMMON_POSITIONS,
         )
 
     def _real_tokens(

@@ -11,6 +11,25 @@ from headwise.intercept.mask_facts import MaskFacts
 from headwise.intercept.received_mask import ReceivedMask
 from headwise.intercept.sequences import Continuation, SiteMemory
 
+FIRST_UNKNOWN = (
+    "the first keys of these modules are not known to be tokens, so the statistic first is left out (see docs/watch.md)"
+)
+"""Reason for cross-attention whose first keys may be learned ones."""
+
+
+def lacks_first_token(call: Call, facts: MaskFacts | None) -> bool:
+    """Return True if the first key of a call, unless it is hidden, stands for no known token, while others do: it may
+    be a learned key in front of the tokens.
+
+    Args:
+        call: the call.
+        facts: facts about its mask; None if it hides nothing, or hides keys by distance alone.
+    """
+    numbers = None if call.sources.tokens is None else call.sources.tokens.keys.numbers
+    if numbers is None or not bool((numbers[..., 0] == 0).any()) or not bool((numbers > 0).any()):
+        return False
+    return facts is None or bool(facts.is_seen[:, 0].any())
+
 
 def own_key_of_first_query(
     call: Call, received: ReceivedMask | None, facts: MaskFacts | None, memory: SiteMemory | None
