@@ -188,3 +188,29 @@ def test_queries_that_attend_twice_in_one_call_are_named(core, attend):
     with torch.no_grad(), pytest.warns(UserWarning, match=match), hw.watch(model) as heads:
         model(torch.randn(2, 7, 15), context)
     assert all(row.keys() == {"layer", "head", "kv_head", "module", "kind"} for row in heads.rows())
+
+
+def reversed_rows(attend, q, k, v):
+    return attend(q.flip(2), k, v).flip(2)
+
+
+@pytest.mark.parametrize("attend", ATTENTIONS)
+@pytest.mark.parametrize("core", [in_parts, reversed_rows])
+def test_gates_at_positions_of_parts_or_reordered_queries_are_refused(core, attend):
+    model, x = Attention(core, attend), torch.randn(2, 7, 15)
+    match = "positions: expected attention calls with all queries in the order of tokens"
+    with torch.no_grad(), pytest.raises(hw.InputError, match=match), hw.gate(model, {("", 0): 0.0}, positions=[0]):
+        model(x)
+
+
+@torch.no_grad()
+def test_gates_at_positions_of_all_queries_act_in_each_call():
+    torch.manual_seed(0)
+    model, x = Attention(whole, softmax), torch.randn(2, 7, 15)
+    plain = model(x)
+    with hw.gate(model, {("", 0): 0.0}, positions=[0]):
+        gated = [model(x), model(x)]
+    model.out.weight[:, :5] = 0.0
+    for each in gated:
+        torch.testing.assert_close(each[:, :1], model(x)[:, :1])
+        torch.testing.assert_close(each[:, 1:], plain[:, 1:])

@@ -63,7 +63,8 @@ def gate(
         groups: count heads by key/value group: `(layer, group)` is all heads of a group, and a tensor of a layer has
             one number per group. In a model that repeats keys and values itself, each head is a group.
         positions: gate only these queries of each call: indices, negative ones from the end, or a boolean tensor
-            `(queries,)` or `(batch, queries)`. All queries by default.
+            `(queries,)` or `(batch, queries)`. All queries by default. A module must attend with all queries of a call
+            at once, in the order of tokens.
         sites: `Site` objects, which state what cannot be derived about the attention of a module, as in `watch`.
 
     Raises:

@@ -10,6 +10,7 @@ from headwise.analysis.replacements import Replacement
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, Change, HeadOutput, Interceptor, SiteKey
 from headwise.intercept.layer_index import is_inside, layer_numbers
+from headwise.intercept.query_parts import QueryParts
 from headwise.shapes import Bool, Float
 
 GateValue = float | Tensor | Replacement
@@ -48,6 +49,11 @@ class GateInterceptor(Interceptor):
         self._unreadable: set[str] = set()
         self._first_calls: dict[SiteKey, Call] = {}
         self._label_of_layer: dict[int, str] = {}
+        self._parts = QueryParts()
+
+    def on_model_call(self) -> None:
+        """Forget the queries of the attention calls in the previous call of the model in this thread."""
+        self._parts.on_model_call()
 
     def on_module_call(self, path: str) -> None:
         """Record, when any module of the model is called, that the model ran. If the model did not run,
@@ -71,10 +77,22 @@ class GateInterceptor(Interceptor):
         if not call.is_recomputation:
             self._first_calls.setdefault(call.site, call)
         gates = self._gates_of(call.site.label)
+        if gates and self._positions is not None and not call.is_recomputation:
+            self._require_all_queries(call)
         for gate in gates:
             if gate.layer is not None:
                 self._label_of_layer[gate.layer] = call.site.label
         return None if not gates else lambda attended: self._apply(gates, attended, call)
+
+    def _require_all_queries(self, call: Call) -> None:
+        """Raise `InputError` if the queries of an attention call are known to be a part of those of the model, or to be
+        in another order than the tokens, so that positions of queries would be others than those that the user means.
+        """
+        tokens = call.sources.tokens
+        is_part = self._parts.sequences_of(call, continues=False)[1]
+        if is_part or (tokens is not None and tokens.has_reordered_queries):
+            got = f"parts or another order of them in {call.site.label}"
+            raise InputError("positions", expected="attention calls with all queries in the order of tokens", got=got)
 
     def _gates_of(self, label: str) -> list[HeadGate]:
         """Return the gates of a module, without those by a layer number that another module has taken."""

@@ -54,6 +54,12 @@ class ComparedTokens(NamedTuple):
     values: NumberedTokens | None = None
 
     @property
+    def has_reordered_queries(self) -> bool:
+        """True if the queries are known to be in another order than their tokens."""
+        numbers = self.queries.numbers
+        return bool(((numbers[..., 1:] < numbers[..., :-1]) & (numbers[..., 1:] > 0)).any())
+
+    @property
     def differ(self) -> bool:
         """True if query number i and key number i, or key and value number i, are known to be different tokens."""
         return self.queries.differ_from(self.keys) or self._values_differ
