@@ -24,7 +24,9 @@ MOVING = frozenset(
 )
 """Operators that only copy elements to other places: their rule is to apply them to the tags."""
 
-COPYING = frozenset(("clone", "_to_copy", "native_dropout", "alias_copy", "lift_fresh_copy"))
+COPYING = frozenset(
+    ("clone", "_to_copy", "native_dropout", "alias_copy", "lift_fresh_copy", "masked_fill", "hardswish")
+)
 NORMALISING = frozenset(("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm"))
 """Operators whose first result has the shape of their first argument, element for element."""
 

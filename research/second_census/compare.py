@@ -40,6 +40,7 @@ class Findings:
 
 def is_related(path: str, other: str) -> bool:
     """Return whether one module is the other, or inside of it."""
+    path, other = without_part(path), without_part(other)
     return (
         path == other or f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.") or "" in (path, other)
     )
@@ -68,12 +69,15 @@ def compare(
             _unreported(site, warned, findings)
             continue
         used.add(key)
-        parts = [other for other in reported if other[0] != key[0] and _without_part(other[0]) == key[0]]
-        if parts:  # several layers that one module computes: the truth does not divide them
-            used.update(parts)
-            findings.unverified.append(f"{site.path}: {len(parts) + 1} layers in one module")
+        parts = [other for other in reported if without_part(other[0]) == key[0] and other[1] == key[1]]
+        used.update(parts)
+        layers = list(site.layers.values()) if len(parts) > 1 else [site]
+        labels = [(label, key[1]) for label in (key[0], *(f"{key[0]}[{i}]" for i in range(1, len(layers))))]
+        if {*labels} != {*parts}:
+            findings.unverified.append(f"{site.path}: {len(parts)} layers in one module")
             continue
-        _compare_site(site, reported[key], key, warned, findings, tolerance)
+        for layer, label in zip(layers, labels, strict=True):
+            _compare_site(layer, reported[label], label, warned, findings, tolerance)
     for path, kind in reported.keys() - used:
         if any(is_related(path, other) for other in maybe):
             findings.unverified.append(f"{path} ({kind}): its softmax was not resolved by the truth")
@@ -82,7 +86,7 @@ def compare(
     return findings
 
 
-def _without_part(label: str) -> str:
+def without_part(label: str) -> str:
     """Return the path in the label of one of several layers that a module computes, such as `blocks[1]`."""
     return re.sub(r"\[\d+\]$", "", label)
 

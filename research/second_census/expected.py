@@ -28,6 +28,7 @@ class Expected:
             padding ("unmasked"), or weights are "not finite".
         weights: `(sequences, heads, queries, keys)` of every call.
         form: "bmm", or "sum" for weights whose values are not shared by queries.
+        layers: the same for each layer that the module computes, by the address of its output projection, in order.
     """
 
     path: str
@@ -37,11 +38,18 @@ class Expected:
     uncertain: set[str] = field(default_factory=set)
     form: str = "bmm"
     weights: list[Tensor] = field(default_factory=list)
+    layers: dict[int, "Expected"] = field(default_factory=dict)
 
     def add(self, shape: tuple[int, int], values: dict[str, Tensor]) -> None:
         """Add the statistics of one sequence, each `(heads,)`."""
         for name, by_head in values.items():
             self.by_shape.setdefault(shape, {}).setdefault(name, []).append(by_head)
+
+    def layer_of(self, call: TruthCall) -> "Expected":
+        """Return the layer of a call of the module."""
+        path = f"{self.path}[{len(self.layers)}]" if self.layers else self.path
+        layer = Expected(path, self.is_self, self.heads, uncertain=self.uncertain, form=self.form)
+        return self.layers.setdefault(call.projection.operand.data_ptr(), layer)
 
     def merge(self, other: "Expected") -> None:
         """Add the sequences of another run."""
@@ -50,6 +58,11 @@ class Expected:
                 self.by_shape.setdefault(shape, {}).setdefault(name, []).extend(parts)
         self.uncertain |= other.uncertain
         self.weights.extend(other.weights)
+        for address, layer in other.layers.items():
+            if address in self.layers:
+                self.layers[address].merge(layer)
+            else:
+                self.layers[address] = layer
 
     def means(self) -> dict[str, Tensor]:
         """Return the mean of each statistic over all sequences that have it, `(heads,)`."""
@@ -136,9 +149,11 @@ def _sorted_rows(weights: list[Tensor], longest: int) -> list[Tensor]:
 
 
 def _kind(call: TruthCall) -> bool | None:
-    """Return whether a call is self-attention; None where a reduction of the keys leaves that open."""
-    is_self = call.scores.is_self
-    return None if is_self and not call.scores.is_direct and call.weights.shape[2] != call.weights.shape[3] else is_self
+    """Return whether a call is self-attention; None where a reduction of the keys, or a selection of the queries,
+    leaves that open.
+    """
+    is_self, (queries, keys) = call.scores.is_self, _without_empty_places(call).shape[2:]
+    return None if is_self and queries != keys else is_self
 
 
 Streams = dict[tuple[int, int], list[Tensor]]
@@ -218,7 +233,9 @@ def _add_call(site: Expected, call: TruthCall, batch: Batch, special: set[int], 
             site.uncertain.add("unmasked")
         if not bool(sequence.weights[:, rows].isfinite().all()):
             site.uncertain.add("not finite")
-        site.add((queries, keys), statistics(sequence, special, projections))
+        values = statistics(sequence, special, projections)
+        site.add((queries, keys), values)
+        site.layer_of(call).add((queries, keys), values)
 
 
 def _may_be_padded(batch: Batch, sequences: int, length: int) -> bool:

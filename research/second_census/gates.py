@@ -13,7 +13,7 @@ from research.dispatcher_truth.element_tags import name_of
 from research.dispatcher_truth.module_stack import ModuleStack
 from research.dispatcher_truth.recorder import PRODUCTS, Record, TruthCall
 from research.second_census.batches import Batch
-from research.second_census.compare import is_related
+from research.second_census.compare import is_related, without_part
 from research.second_census.training import floating, is_close
 
 
@@ -78,10 +78,15 @@ def _calls_of(record: Record, row: dict[str, Any], rows: list[dict[str, Any]]) -
     """Return the calls of the module that a row belongs to, of the same kind if kinds are known."""
     heads = sum(other["module"] == row["module"] and other["kind"] == row["kind"] for other in rows)
     near = [call for call in record.calls if is_related(call.path, row["module"]) and call.heads == heads]
-    exact = [call for call in near if call.path == row["module"]] or near
+    exact = [call for call in near if call.path == without_part(row["module"])] or near
     kinds = {other["kind"] for other in rows if other["module"] == row["module"]}
     if len(kinds) > 1:
         exact = [call for call in exact if call.scores.is_self is (row["kind"] == "self")]
+    layers = list(dict.fromkeys(call.projection.operand.data_ptr() for call in exact))
+    labels = {other["module"] for other in rows if without_part(other["module"]) == without_part(row["module"])}
+    if len(labels) > 1:  # several layers that one module computes
+        number = int(row["module"].rpartition("[")[2].rstrip("]")) if row["module"].endswith("]") else 0
+        exact = [call for call in exact if call.projection.operand.data_ptr() == layers[number]]
     return exact
 
 

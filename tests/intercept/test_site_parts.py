@@ -72,6 +72,48 @@ def test_a_gate_changes_one_layer_of_a_module():
     torch.testing.assert_close(gated, model(x))
 
 
+class Streams(nn.Module):
+    """Attention over two streams; `Projections` maps the second result first, as the text model LiLT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.ModuleList([nn.Linear(24, 72), nn.Linear(24, 72)])
+
+    def forward(self, x, y):
+        results = []
+        for layer, stream in zip(self.qkv, (x, y), strict=True):
+            q, k, v = (part.unflatten(-1, (3, 8)).transpose(1, 2) for part in layer(stream).chunk(3, -1))
+            results.append(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return results[::-1]
+
+
+class Projections(nn.Module):
+    """Output projections of both streams."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.second, self.first = Streams(), nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x, y):
+        second, first = self.attention(x, y)
+        return self.second(second), self.first(first)
+
+
+@torch.no_grad()
+def test_a_gate_numbers_layers_as_watch_does():
+    torch.manual_seed(0)
+    model, x, y = Projections(), torch.randn(2, 7, 24), torch.randn(2, 7, 24) * 9
+    with hw.watch(model) as heads:
+        plain = model(x, y)
+    entropy = {row["module"]: row["entropy"] for row in heads.rows() if row["head"] == 2}
+    assert entropy["attention"] > entropy["attention[1]"]  # large scores of the second stream
+    for label, changed in (("attention", 1), ("attention[1]", 0)):
+        with hw.gate(model, {(label, 2): 0.0}):
+            gated = model(x, y)
+        are_equal = [torch.allclose(one, other) for one, other in zip(gated, plain, strict=True)]
+        assert are_equal == [index != changed for index in range(2)]
+
+
 @torch.no_grad()
 def test_a_gate_of_a_layer_that_did_not_run_is_refused():
     model = nn.Sequential(Loop(True))

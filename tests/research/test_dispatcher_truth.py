@@ -63,6 +63,11 @@ def summed(q, k, v):
     return (weights[..., None] * v[:, :, None]).sum(-2)
 
 
+def filled_and_activated(q, k, v):
+    weights = (q @ k.mT / math.sqrt(HEAD_DIM)).softmax(-1)
+    return F.hardswish(weights.masked_fill(weights < 0, torch.tensor(0.0, dtype=v.dtype)) @ v)
+
+
 def in_two_products(q, k, v):
     weights = (q @ k.mT / math.sqrt(HEAD_DIM)).softmax(-1)
     return weights[..., :2] @ v[..., :2, :] + weights[..., 2:] @ v[..., 2:, :]
@@ -76,7 +81,7 @@ def with_dropped_sink(q, k, v):
 CORES = [plain, fused, heads_in_batch, batch_in_heads, heads_third, keys_first, summed, in_two_products]
 
 
-@pytest.mark.parametrize("core", [*CORES, with_dropped_sink])
+@pytest.mark.parametrize("core", [*CORES, with_dropped_sink, filled_and_activated])
 def test_weights_outputs_and_columns_equal_the_formula(core):
     torch.manual_seed(0)
     model, x = double_copy(Attention(core)), torch.randn(BATCH, LENGTH, WIDTH).double()

@@ -92,6 +92,13 @@ def test_padding_of_sounds_is_read_from_the_truth(monkeypatch):
     assert runs._batched(subject, subject.model, subject.batch).outcome == "wrong"
 
 
+def test_layers_of_one_module_are_divided():
+    subject = subject_of("lilt")
+    run = runs._batched(subject, subject.model, subject.batch)
+    assert (run.outcome, run.unverified, run.checked) == ("right", [], 2 * 2 * 6 * 13)
+    assert runs._gates(subject).outcome == "right"
+
+
 def test_tokens_of_several_codes_are_padded():
     subject = subject_of("dia_decoder")
     batch = batch_named(subject, "input right")

@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.errors import InputError
 from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import Factor
-from headwise.intercept.call_handlers import CallHandlers
+from headwise.intercept.call_handlers import CallHandlers, number_layer
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.head_layout import HeadLayout
 from headwise.intercept.in_place_changes import TensorVersions, share_memory
@@ -82,6 +82,8 @@ class AttentionOutput:
         self._is_overwritten = False
         self._handlers: CallHandlers | None = None
         self._changed: Tensor | None = None
+        for innermost in innermost_calls(module_calls) if source is not None else ():
+            number_layer(innermost, origins)
         self._change = object()  # stands for the change in records that must not keep this object in memory
 
     def establish(self, layout: HeadLayout, *, may_hide_heads: bool = False) -> None:

@@ -275,18 +275,30 @@ def _site_of_call(module_call: ModuleCall, grid: Grid, origins: CallOrigins | No
     Raises:
         InputError: the user stated another kind or number of heads.
     """
+    if module_call.stated is not None:
+        module_call.stated.require_heads(grid.heads)
+    is_cross = _is_cross(module_call, origins)
+    if is_cross is None and not call_stack.is_recomputing:
+        module_call.interceptor.on_left_out(module_call.path, UNKNOWN_KIND)
+    cross = is_cross is not False
+    return SiteKey(module_call.path, cross, module_call.parts.index(cross, origins))
+
+
+def number_layer(module_call: ModuleCall, origins: CallOrigins) -> None:
+    """Number the layer of an attention call among those that the running module computes, when it attends. Later, the
+    calls are reported in the order in which the model uses their outputs.
+    """
+    module_call.parts.index(_is_cross(module_call, origins) is not False, origins)
+
+
+def _is_cross(module_call: ModuleCall, origins: CallOrigins | None) -> bool | None:
+    """Return True for cross-attention, False for self-attention, and None if that is neither derived nor stated."""
     is_cross = None if origins is None else is_cross_attention(origins, call_stack.lineage)
     if is_cross is None and origins is not None and may_be_cached(origins, call_stack.lineage):
         is_cross = False if module_call.parts.was_self_attention(origins) else None
     if is_cross is False and origins is not None:
         module_call.parts.add_self_attention(origins)
-    if module_call.stated is not None:
-        module_call.stated.require_heads(grid.heads)
-        is_cross = module_call.stated.resolved_cross(is_cross)
-    if is_cross is None and not call_stack.is_recomputing:
-        module_call.interceptor.on_left_out(module_call.path, UNKNOWN_KIND)
-    cross = is_cross is not False
-    return SiteKey(module_call.path, cross, module_call.parts.index(cross, origins))
+    return is_cross if module_call.stated is None else module_call.stated.resolved_cross(is_cross)
 
 
 def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
