@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.grid import Grid
-from headwise.intercept.additive_masks import with_infinite
 from headwise.intercept.attention_output import AttentionOutput, innermost_calls, report_unreadable
 from headwise.intercept.attention_source import AttentionSource, OutputAxes
 from headwise.intercept.axes import axes_of
@@ -29,13 +28,14 @@ from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
 from headwise.intercept.refusals import NOT_AVERAGES, NOT_OVER_KEYS, WEIGHTS_IN_PARTS
-from headwise.intercept.score_products import compares_activations, tokens_of_scores
+from headwise.intercept.score_products import compares_activations, may_be_masked, tokens_of_scores
 from headwise.intercept.sequences import FINGERPRINT_WIDTH
 from headwise.intercept.softmax_weights import (
     Softmax,
     Weights,
     average_keys,
     follow_weights,
+    hidden_by_scores,
     record_weights,
     uniform_weights,
     weights_among,
@@ -79,7 +79,8 @@ def on_softmax(scores: Tensor, result: Tensor, dim: Any, *, is_attention: bool =
     report_established()
     origin = call_stack.origin_of_scores(scores)
     tokens = tokens_of_scores(scores, dim)
-    softmax = Softmax(dim, result.numel(), module_calls, origin, is_comparison, tokens)
+    is_masked = may_be_masked(scores)
+    softmax = Softmax(dim, result.numel(), module_calls, origin, is_comparison, tokens, is_masked)
     call_stack.attention.softmaxes.append(softmax)
     detached = scores.detach()
     record_weights(result, Weights(softmax, axes_of(result.shape), lambda: detached))
@@ -287,7 +288,8 @@ class _Product(AttentionSource):
         """
         if self.received is None:
             scores, zeroed = self.weights.scores(), self.weights.zeroed
-            visible = with_infinite(layout.by_head(self._arranged(scores)).detach()) != -torch.inf
+            by_head = layout.by_head(self._arranged(scores)).detach()
+            visible = ~hidden_by_scores(by_head, may_be_masked=self.weights.softmax.may_be_masked)
             if zeroed is not None:
                 visible &= ~layout.by_head(self._arranged(zeroed.expand(scores.shape)))
             self.received = ReceivedMask(Dense(visible), Grid(*layout.sizes, visible.shape[3], visible.device))
@@ -318,7 +320,9 @@ class _Product(AttentionSource):
         scores = self.weights.scores()
         key = self.key_axes[0]
         uniform = uniform_weights(
-            scores.movedim(key, -1), None if zeroed is None else zeroed.expand(scores.shape).movedim(key, -1)
+            scores.movedim(key, -1),
+            None if zeroed is None else zeroed.expand(scores.shape).movedim(key, -1),
+            may_be_masked=self.weights.softmax.may_be_masked,
         ).movedim(-1, key)
         return layout.by_head(self.call.replaced(self.tensor, uniform.to(self.tensor.dtype)).run())
 

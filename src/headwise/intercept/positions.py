@@ -60,7 +60,8 @@ def own_key_of_first_query(
     tokens = call.sources.tokens
     if queries == keys and not call.is_aligned and tokens is not None and tokens.differ:
         return None, None
-    own_key = None if tokens is None or queries == keys else tokens.own_key_of_first_query()
+    has_own_keys_only = queries == call.grid.keys - call.appended_keys
+    own_key = None if tokens is None or has_own_keys_only else tokens.own_key_of_first_query()
     first, is_causal = keys - queries, False
     if facts is not None:
         first_by_mask, is_causal = facts.own_key_of_first_row()

@@ -11,13 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.intercept.axes import Axes, axes_after, axes_of, other_axis
+from headwise.intercept.axes import VIEWS, Axes, axes_after, axes_of, other_axis
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.compared_tokens import ComparedTokens, NumberedTokens
-from headwise.intercept.contractions import PRODUCTS, contraction_of, is_parameter
+from headwise.intercept.contractions import ADDED_PRODUCTS, PRODUCTS, contraction_of, is_parameter
 from headwise.intercept.function_call import FunctionCall
+from headwise.intercept.softmax_weights import COPIES
 
 CONCATENATIONS: frozenset[Callable[..., Any]] = frozenset({torch.cat, torch.concat, torch.concatenate})
+
+
+_SCALINGS: frozenset[Callable[..., Any]] = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in ("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divide")
+    if hasattr(owner, name)
+)
+"""Functions that multiply scores by factors."""
+
+_WITHOUT_MASK = _SCALINGS | VIEWS | COPIES | PRODUCTS
+"""Functions of scores that hide no keys."""
 
 
 class _Scores(NamedTuple):
@@ -27,11 +40,15 @@ class _Scores(NamedTuple):
         axes: its axes, as factors of the axes of the product.
         compared: axes of the product that only one of the activations has: its queries and its keys.
         tokens: tokens along each of these axes; None where they are unknown.
+        may_be_masked: True if a function, such as a sum with a mask, may have hidden keys by large negative numbers.
+        version: number of changes of the tensor in place, as torch counts them; None if unknown.
     """
 
     axes: Axes
     compared: frozenset[int]
     tokens: dict[int, NumberedTokens | None]
+    may_be_masked: bool
+    version: int | None
 
 
 def follow_scores(call: FunctionCall, result: Any) -> None:
@@ -48,15 +65,34 @@ def follow_scores(call: FunctionCall, result: Any) -> None:
                 for operand, labels in zip(contraction.operands, contraction.labels, strict=True)
                 if label in labels and sum(label in each for each in contraction.labels) == 1
             }
-            call_stack.attention.scores.set(result, _Scores(axes_of(result.shape), frozenset(tokens), tokens))
+            is_masked = call.function in ADDED_PRODUCTS
+            scores = _Scores(axes_of(result.shape), frozenset(tokens), tokens, is_masked, _version(result))
+            call_stack.attention.scores.set(result, scores)
             return
     for tensor in call.tensors if call_stack.attention.scores else ():
-        scores: _Scores | None = call_stack.attention.scores.get(tensor)
-        if scores is None:
+        followed: _Scores | None = call_stack.attention.scores.get(tensor)
+        if followed is None:
             continue
-        for other, axes in _axes_after(call, scores, tensor, result):
-            call_stack.attention.scores.set(other, scores._replace(axes=axes))
+        is_masked = may_be_masked(tensor) or call.function not in _WITHOUT_MASK
+        for other, axes in _axes_after(call, followed, tensor, result):
+            scores = followed._replace(axes=axes, may_be_masked=is_masked, version=_version(other))
+            call_stack.attention.scores.set(other, scores)
         return
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Return how often a tensor was changed in place; None in inference mode, where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def may_be_masked(scores: Tensor) -> bool:
+    """Return False if `scores` are known to be products of activations that were only scaled and rearranged, so that a
+    large negative number is a score, and not that of a mask.
+    """
+    followed: _Scores | None = call_stack.attention.scores.get(scores)
+    if followed is None or followed.may_be_masked or followed.version is None:
+        return True
+    return followed.version != _version(scores)
 
 
 def compares_activations(scores: Tensor, dim: int) -> bool:

@@ -59,6 +59,7 @@ class Softmax:
         origin: sources of the scores.
         compares_activations: True if the scores are known to come from a product of two activations.
         tokens: tokens of the queries and keys; None if they are unknown.
+        may_be_masked: True if large negative scores may be those of a mask.
         products: number of products of its weights with values.
         outputs: number of weights in each of these products and its result, an `AttentionOutput`, until the innermost
             module has ended.
@@ -72,6 +73,7 @@ class Softmax:
     origin: Origin
     compares_activations: bool
     tokens: ComparedTokens | None = None
+    may_be_masked: bool = True
     products: int = 0
     outputs: list[tuple[int, Any]] = field(default_factory=list)
     is_used: bool = False
@@ -100,7 +102,7 @@ class Weights:
 
 
 def uniform_weights(
-    scores: Float[Tensor, "*rows keys"], zeroed: Bool[Tensor, "*rows keys"] | None
+    scores: Float[Tensor, "*rows keys"], zeroed: Bool[Tensor, "*rows keys"] | None, *, may_be_masked: bool = True
 ) -> Float[Tensor, "*rows keys"]:
     """Return uniform attention weights: in each query row, equal weights with sum 1 for all visible keys, and 0 for
     hidden keys.
@@ -108,10 +110,15 @@ def uniform_weights(
     Keys where `zeroed` is True are not visible. A row whose scores are all hidden by a finite number sees all keys, as
     in torch's softmax.
     """
-    hidden = with_infinite(scores) == -torch.inf
+    hidden = hidden_by_scores(scores, may_be_masked=may_be_masked)
     hidden = hidden & ~(hides_all_keys(scores) & (scores.amax(-1, keepdim=True) > -torch.inf))
     visible = (hidden if zeroed is None else hidden | zeroed).logical_not().to(scores.dtype)
     return visible / visible.sum(-1, keepdim=True).clamp(min=1)
+
+
+def hidden_by_scores(scores: Float[Tensor, "*rows keys"], *, may_be_masked: bool) -> Bool[Tensor, "*rows keys"]:
+    """Return True at keys that scores hide: by -inf, or also by large negative numbers if these may be a mask's."""
+    return (with_infinite(scores) if may_be_masked else scores) == -torch.inf
 
 
 def record_weights(tensor: Tensor, weights: Weights) -> None:
