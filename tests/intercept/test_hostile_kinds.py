@@ -41,6 +41,36 @@ class Case(nn.Module):
         self.norm, self.embed, self.time = nn.LayerNorm(24), nn.Embedding(11, 24), nn.Linear(1, 24)
 
 
+class SumsOfLayers(Case):
+    """Queries, keys and values come from three weighted sums of the outputs of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Linear(24, 6)
+
+    def forward(self, x):
+        layers = torch.stack([x, x + self.a(x)])
+        weights = self.weights(x).unflatten(-1, (3, 2)).softmax(-1)
+        of_q, of_k, of_v = self.norm(torch.einsum("lbnd,bnvl->vbnd", layers, weights)).unbind(0)
+        q, k, v = split(self.b.q(of_q)), split(self.b.k(of_k)), split(self.b.v(of_v))
+        return self.b.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")
+@torch.no_grad()
+def test_weighted_sums_of_layers_are_of_unknown_kind_and_it_can_be_stated():
+    model = SumsOfLayers()
+    with (
+        pytest.warns(UserWarning, match="it is unknown if queries and keys .*: SumsOfLayers$"),
+        hw.watch(model) as heads,
+    ):
+        model(X)
+    assert {(row["module"], row["kind"]) for row in heads.rows()} == {("a", "self"), ("", "cross")}
+    with hw.watch(model, sites=[hw.Site("", kind="self")]) as heads:
+        model(X)
+    assert {row["kind"] for row in heads.rows()} == {"self"}
+
+
 class ContextOfOtherContent(Case):
     truth = "a self, b cross, c self"
 

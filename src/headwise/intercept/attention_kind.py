@@ -78,8 +78,9 @@ def _is_cross(query: Origin, key: Origin, value: Origin, lineage: Lineage) -> bo
         return True if query.projected or not (q | k) & ~lineage.given else None
     is_shared = bool(key.maps) and (key.maps, k) in lineage.self_attention_keys
     is_shared = is_shared or attends_to_earlier_calls(query, key, lineage)
-    if not is_shared and (q ^ k) & lineage.mixing & ~lineage.outside:
-        return None if (query.sources ^ key.sources) & lineage.placed else True
+    mixed = (q ^ k) & lineage.mixing & ~lineage.outside
+    if not is_shared and mixed:
+        return None if (query.sources ^ key.sources) & lineage.placed or not mixed & ~lineage.weighted else True
     if q != k and not is_shared and v & ~(q & k):
         return True if q & ~k and k & ~q else None
     return False

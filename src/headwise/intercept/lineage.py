@@ -33,6 +33,8 @@ class Lineage:
         mixing: sources that are the result of a mixing step.
         concatenations: those of them that are a concatenation.
         selections: those of them that are a selection.
+        weighted: those of them that are a selection from a product of two activations, such as weighted sums of the
+            outputs of several layers, so that it may be one of these sums for the same tokens.
         placed: source of tensors in which tokens were written to other places, since the last linear map.
         self_attention_keys: weights that computed the keys of self-attention, with the contents of these keys, so that
             layers may share them.
@@ -53,7 +55,8 @@ class Lineage:
         self._bits: dict[Hashable, int] = {}
         self._names: dict[int, Hashable] = {}
         self._maps_before: dict[int, frozenset[Hashable]] = {}
-        self.state = self.mixing = self.outside = self.concatenations = self.selections = 0
+        self.state = self.mixing = self.outside = 0
+        self.concatenations = self.selections = self.weighted = 0
         self.placed = self._state_bit("placed")
         self.self_attention_keys: set[tuple[frozenset[Hashable], int]] = set()
         self.tokens = TokenNumbers()
@@ -255,6 +258,7 @@ class Lineage:
         bit = self._bit(("selection", content, selection))
         self.mixing |= bit
         self.selections |= bit
+        self.weighted |= bit if whole.factors else 0
         if not content & ~self.state & ~self.outside:  # such as cached keys without the oldest ones
             self.outside |= bit
         return origin._replace(joined=origin.joined | bit)
