@@ -123,7 +123,7 @@ def _compare_site(
     if len(rows) != site.heads:
         findings.wrong.append(f"{where}: {len(rows)} heads instead of {site.heads}")
         return
-    if site.is_self is not None and (kind == "self") != site.is_self:
+    if site.has_known_kind and (kind == "self") != site.is_self:
         findings.wrong.append(f"{where}: kind {kind} instead of {'self' if site.is_self else 'cross'}")
     if site.uncertain & {"padding", "changed", "unmasked", "not finite"}:
         findings.unverified.append(f"{where}: {', '.join(sorted(site.uncertain))}")

@@ -45,6 +45,11 @@ class Expected:
         for name, by_head in values.items():
             self.by_shape.setdefault(shape, {}).setdefault(name, []).append(by_head)
 
+    @property
+    def has_known_kind(self) -> bool:
+        """False if the kind is open: the queries may be a selection of the tokens of the keys in every call."""
+        return self.is_self is False or (self.is_self is True and any(len({*shape}) == 1 for shape in self.by_shape))
+
     def layer_of(self, call: TruthCall) -> "Expected":
         """Return the layer of a call of the module."""
         path = f"{self.path}[{len(self.layers)}]" if self.layers else self.path
@@ -149,11 +154,9 @@ def _sorted_rows(weights: list[Tensor], longest: int) -> list[Tensor]:
 
 
 def _kind(call: TruthCall) -> bool | None:
-    """Return whether a call is self-attention; None where a reduction of the keys, or a selection of the queries,
-    leaves that open.
-    """
-    is_self, (queries, keys) = call.scores.is_self, _without_empty_places(call).shape[2:]
-    return None if is_self and queries != keys else is_self
+    """Return whether a call is self-attention; None where a reduction of the keys leaves that open."""
+    is_self = call.scores.is_self
+    return None if is_self and not call.scores.is_direct and call.weights.shape[2] != call.weights.shape[3] else is_self
 
 
 Streams = dict[tuple[int, int], list[Tensor]]

@@ -113,6 +113,29 @@ def test_a_mask_that_multiplies_the_weights_hides_keys():
         assert row["received"] == pytest.approx(sum(each["received"] for each in found) / 2, rel=1e-4)
 
 
+class Flattened(Attention):
+    """The same, with zeros in place of hidden weights, whose sequences and heads are merged by `view`."""
+
+    def forward(self, x, real):
+        weights, v = self.weights(x, None)
+        hidden = ~(real[:, None, :, None] & real[:, None, None])
+        weights = weights.masked_fill(hidden, 0.0).view(-1, 11, 11)
+        heads = torch.bmm(weights, v.reshape(-1, 11, 7)).view(2, HEADS, 11, 7)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+@torch.no_grad()
+def test_weights_that_are_filled_with_zeros_may_be_viewed():
+    torch.manual_seed(3)
+    model, x = Flattened(), torch.randn(2, 11, WIDTH)
+    with hw.watch(model) as heads:
+        model(x, REAL)
+    weights = model.weights(x, None)[0]
+    for head, row in enumerate(heads.rows()):
+        found = [weights[i, head, :length, :length].amax(-1).mean() for i, length in enumerate(LENGTHS)]
+        assert row["confidence"] == pytest.approx(float(sum(found)) / 2, rel=1e-4)
+
+
 @torch.no_grad()
 def test_a_weight_that_underflows_is_visible():
     """In float16, some weights are 0 although no mask hides their keys."""

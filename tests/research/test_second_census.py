@@ -95,7 +95,7 @@ def test_padding_of_sounds_is_read_from_the_truth(monkeypatch):
 def test_layers_of_one_module_are_divided():
     subject = subject_of("lilt")
     run = runs._batched(subject, subject.model, subject.batch)
-    assert (run.outcome, run.unverified, run.checked) == ("right", [], 2 * 2 * 6 * 13)
+    assert (run.problems, run.unverified, run.checked) == ([], [], 2 * 2 * 6 * 13)
     assert runs._gates(subject).outcome == "right"
 
 

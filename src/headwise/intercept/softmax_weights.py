@@ -209,7 +209,7 @@ def _view(call: FunctionCall, tensor: Tensor, weights: Weights, axes: Axes, inde
     repeat = call.as_function_of(tensor)
 
     def view_of(other: Tensor) -> Tensor:
-        result = repeat(other)
+        result = repeat(other.contiguous())  # `view` refuses some tensors that are expanded or transposed
         view: Tensor = result if index is None else result[index]
         return view
 
