@@ -184,6 +184,7 @@ class Decoder(nn.Module):
         return self.cross.joined(q, *state["memory"])
 
 
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")
 @torch.no_grad()
 def test_cross_attention_with_cached_keys_continues_its_sequences():
     torch.manual_seed(1)

@@ -338,7 +338,20 @@ def quantized():
     return model
 
 
-@pytest.mark.parametrize("new", [CalledDirectly, TwoLayers, quantized])
+@torch.no_grad()
+def test_a_projection_in_a_module_that_is_not_called_is_found():
+    torch.manual_seed(0)
+    model, x = CalledDirectly(), torch.randn(2, 5, 14)
+    model.inner.out = model.inner.out[0]
+    with hw.watch(model) as heads:
+        model(x)
+    with hw.watch(model.inner) as of_inner:
+        model.inner(x)
+    for row, other in zip(heads.rows(), of_inner.rows(), strict=True):
+        assert row["written_norm"] == pytest.approx(other["written_norm"])
+
+
+@pytest.mark.parametrize("new", [TwoLayers, quantized])
 @torch.no_grad()
 def test_modules_whose_projection_is_not_found_are_named(new):
     torch.manual_seed(0)

@@ -30,7 +30,8 @@ def output_projection(modules: Mapping[str, nn.Module], path: str, width: int) -
     none. It is looked for in and next to that module, by usual names of such modules (`o_proj`, `c_proj`, ...), and
     computes a linear map of `width` features: a linear layer, also with adapters, or in a sequence with dropout.
 
-    It is a child of that module, of its parent, or, as in BERT, of the parent's child `output`.
+    It is a child of that module, of its parent, or, as in BERT, of the parent's child `output`. Else it is the only
+    linear layer with such a name and width in that module, as where a model calls a method of its attention module.
 
     Args:
         modules: all modules of the model by path.
@@ -41,7 +42,16 @@ def output_projection(modules: Mapping[str, nn.Module], path: str, width: int) -
         found = linear_map(child, width)
         if found is not None:
             return OutputProjection(child_path, found)
-    return None
+    inside = [
+        (each, module)
+        for each, module in modules.items()
+        if each.startswith(f"{path}." if path else "") and each.rpartition(".")[2] in PROJECTION_NAMES
+    ]
+    fitting = [(each, module) for each, module in inside if type(module) is nn.Linear and module.in_features == width]
+    if len(fitting) != 1:
+        return None
+    found = linear_map(fitting[0][1], width)
+    return None if found is None else OutputProjection(fitting[0][0], found)
 
 
 def _named_modules(modules: Mapping[str, nn.Module], path: str, width: int) -> Iterator[tuple[str, nn.Module]]:

@@ -77,8 +77,8 @@ class WrittenNorms:
         self._projection_calls: dict[str, _ProjectionCall] = {}
         self._settled: set[str] = set()  # paths of attention modules that are confirmed or left out
         self._left_out: set[str] = set()
-        self._projected: set[str] = set()  # paths of attention modules whose outputs a function maps by weights
         self._projected_by: dict[str, set[int]] = {}  # ids of the weights, by the path of the attention module
+        self._projected_by_others: dict[str, set[int]] = {}  # the same without a projection that was found by name
 
     def gram(self, path: str, heads: int, value_dim: int | None) -> Float[Tensor, "heads value_dim value_dim"] | None:
         """Return `W_h^T W_h` for each head's slice `W_h` of the output projection of the attention module at `path`.
@@ -151,8 +151,9 @@ class WrittenNorms:
         these. In training mode, they show if the projection that was found by name is the right one. Without such a
         projection, they show that there is another one.
         """
-        if weights:
-            self._projected.add(path)
+        if path not in self._grams:
+            bases = [weight if weight._base is None else weight._base for weight in weights]
+            self._projected_by_others.setdefault(path, set()).update(map(id, bases))
         if path not in self._settled:
             bases = [weight if weight._base is None else weight._base for weight in weights]
             self._projected_by.setdefault(path, set()).update(map(id, bases))
@@ -180,8 +181,11 @@ class WrittenNorms:
             is_its_own = bool(weights.intersection(map(id, projection.parameters())))
             if weights and not is_its_own and path in self._grams and path not in self._settled:
                 self._settle(path, is_confirmed=False)
-        for path in self._projected - self._left_out - self._grams.keys():
-            self._settle(path, is_confirmed=False)
+        named = [module for path, module in self._modules.items() if path and _is_named_projection(path)]
+        of_named = {id(parameter) for module in named for parameter in module.parameters()}
+        for path, weights in self._projected_by_others.items():
+            if path not in self._left_out and path not in self._grams and weights & of_named:
+                self._settle(path, is_confirmed=False)  # the projection is in another module than expected
 
     def _check(self, path: str, call: _ProjectionCall) -> None:
         """Decide if `call`, of the projection found for the attention module at `path`, maps its head outputs."""
