@@ -15,6 +15,7 @@ import torch
 ABSENT = {
     *("torchaudio", "faiss", "librosa", "numba", "lightning", "environs", "spear_tts_pytorch", "ruamel"),
     *("vector_quantize_pytorch", "fairscale", "hl_gauss_pytorch", "omegaconf", "boto3"),
+    *("vocos", "ema_pytorch", "polars", "pyfaidx"),
     *("naturalspeech2_pytorch", "audiolm_pytorch", "autofaiss", "joblib", "torchdiffeq"),
 }
 """Packages that are never used, even where they are installed."""

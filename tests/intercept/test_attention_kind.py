@@ -199,6 +199,7 @@ class SharedKeys(nn.Module):
         return F.scaled_dot_product_attention(split(self.q(x)), k, v)
 
 
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")
 @torch.no_grad()
 def test_shared_keys_stay_self_attention():
     model = SharedKeys()

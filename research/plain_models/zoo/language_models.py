@@ -3,110 +3,7 @@
 import torch
 
 from research.plain_models.registry import Built, Case, called, plain_model, simple
-
-TOKENS = 29
-
-
-def tokens(length: int = 11, batch: int = 2) -> torch.Tensor:
-    """Return random token ids."""
-    return torch.randint(1, TOKENS, (batch, length))
-
-
-def padded_tokens() -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor]]]:
-    """Return a batch padded on the right, its mask, True at tokens, and the arguments of each sequence alone."""
-    ids = tokens()
-    lengths = torch.tensor([11, 7])
-    mask = torch.arange(11) < lengths[:, None]
-    return ids, mask, [(ids[i : i + 1, :length],) for i, length in enumerate(lengths.tolist())]
-
-
-def _x_transformers(name: str, *, causal: bool = True, **options: object) -> None:
-    """Register a decoder or an encoder of x-transformers with these options, called with and without padding."""
-
-    def build() -> Built:
-        from x_transformers import Decoder, Encoder, TransformerWrapper
-
-        layers = (Decoder if causal else Encoder)(dim=18, depth=2, heads=3, attn_dim_head=6, **options)
-        model = TransformerWrapper(num_tokens=TOKENS, max_seq_len=32, attn_layers=layers)
-        ids, mask, alone = padded_tokens()
-        return Built(model, (called(ids), called(ids, case="right padding", mask=mask, alone=alone)))
-
-    plain_model("x-transformers", "language", name=name)(build)
-
-
-_x_transformers("decoder")
-_x_transformers("encoder", causal=False)
-_x_transformers("decoder, flash", attn_flash=True)
-_x_transformers("encoder, flash", causal=False, attn_flash=True)
-_x_transformers("decoder, rotary", rotary_pos_emb=True)
-_x_transformers("decoder, alibi", alibi_pos_bias=True)
-_x_transformers("decoder, T5 bias", rel_pos_bias=True)
-_x_transformers("decoder, grouped queries", attn_kv_heads=1)
-_x_transformers("decoder, memory keys", attn_num_mem_kv=2)
-_x_transformers("decoder, pre talking heads", attn_pre_talking_heads=True)
-_x_transformers("decoder, gated values", attn_gate_values=True)
-_x_transformers("decoder, head scale", attn_head_scale=True)
-_x_transformers("decoder, query-key norm", attn_qk_norm=True)
-_x_transformers("decoder, attention on attention", attn_on_attn=True)
-_x_transformers("decoder, one value head", attn_one_kv_head=True)
-_x_transformers("decoder, sandwich norm", sandwich_norm=True)
-_x_transformers("decoder, shifted tokens", shift_tokens=1)
-_x_transformers("decoder, sparse top-k", attn_sparse_topk=3)
-
-
-@plain_model("x-transformers", "language", name="memory tokens")
-def x_memory_tokens() -> Built:
-    """Encoder with memory tokens before the text."""
-    from x_transformers import Encoder, TransformerWrapper
-
-    layers = Encoder(dim=18, depth=2, heads=3, attn_dim_head=6)
-    model = TransformerWrapper(num_tokens=TOKENS, max_seq_len=32, num_memory_tokens=3, attn_layers=layers)
-    return simple(model, tokens())
-
-
-@plain_model("x-transformers", "language", name="encoder-decoder")
-def x_encoder_decoder() -> Built:
-    """Encoder and decoder with cross-attention."""
-    from x_transformers import XTransformer
-
-    options = {
-        f"{side}_{name}": value
-        for side in ("enc", "dec")
-        for name, value in {"num_tokens": TOKENS, "depth": 1, "heads": 3, "max_seq_len": 32, "attn_dim_head": 6}.items()
-    }
-    model = XTransformer(dim=18, **options)
-    source, mask, alone = padded_tokens()
-    target = tokens(5)
-    cases = (
-        called(source, target),
-        Case(
-            "right padding",
-            lambda model: model(source, target, mask=mask),
-            tuple(lambda model, i=i: model(alone[i][0], target[i : i + 1]) for i in range(2)),
-        ),
-    )
-    return Built(model, cases, cross=("layers.1.1",))
-
-
-@plain_model("x-transformers", "vision", name="vit")
-def x_vit() -> Built:
-    """Vision transformer."""
-    from x_transformers import Encoder, ViTransformerWrapper
-
-    layers = Encoder(dim=18, depth=2, heads=3, attn_dim_head=6)
-    return simple(
-        ViTransformerWrapper(image_size=12, patch_size=4, num_classes=5, attn_layers=layers), torch.randn(2, 3, 12, 12)
-    )
-
-
-@plain_model("x-transformers", "series", name="continuous")
-def x_continuous() -> Built:
-    """Transformer of vectors."""
-    from x_transformers import ContinuousTransformerWrapper, Encoder
-
-    layers = Encoder(dim=18, depth=2, heads=3, attn_dim_head=6)
-    model = ContinuousTransformerWrapper(dim_in=5, dim_out=7, max_seq_len=32, attn_layers=layers)
-    return simple(model, torch.randn(2, 11, 5))
+from research.plain_models.zoo.texts import TOKENS, padded_tokens, tokens
 
 
 @plain_model("local-attention", "language")
@@ -158,80 +55,6 @@ def routing() -> Built:
     return simple(model, tokens(16))
 
 
-@plain_model("recurrent-memory-transformer-pytorch", "language")
-def recurrent_memory() -> Built:
-    """Memories read and written before and after the text."""
-    from recurrent_memory_transformer_pytorch import RecurrentMemoryTransformer
-
-    model = RecurrentMemoryTransformer(
-        num_tokens=TOKENS, dim=18, depth=2, num_memory_tokens=3, seq_len=11, heads=3, dim_head=6, causal=True
-    )
-    return simple(model, tokens())
-
-
-@plain_model("block-recurrent-transformer-pytorch", "language")
-def block_recurrent() -> Built:
-    """Attention to blocks and to recurrent states, which differ between sequences from the start: the study takes rows
-    that share their keys for one sequence.
-    """
-    from block_recurrent_transformer_pytorch import BlockRecurrentTransformer
-
-    model = BlockRecurrentTransformer(
-        num_tokens=TOKENS,
-        dim=18,
-        depth=2,
-        dim_head=6,
-        heads=3,
-        max_seq_len=16,
-        block_width=4,
-        num_state_vectors=4,
-        recurrent_layers=(2,),
-        use_flash_attn=False,
-    )
-    call = called(tokens(16), states=[torch.randn(2, 4, 18)])
-    return Built(model, (call,), cross=("to_state_cross_attn", "from_state_cross_attn"))
-
-
-@plain_model("hourglass-transformer-pytorch", "language")
-def hourglass() -> Built:
-    """Shortened sequences."""
-    from hourglass_transformer_pytorch import HourglassTransformerLM
-
-    model = HourglassTransformerLM(
-        num_tokens=TOKENS, dim=18, max_seq_len=12, shorten_factor=2, depth=(1, 1, 1), heads=3, dim_head=6
-    )
-    return simple(model, tokens(12))
-
-
-@plain_model("feedback-transformer-pytorch", "language")
-def feedback() -> Built:
-    """One token at a time, attending to memories."""
-    from feedback_transformer_pytorch import FeedbackTransformer
-
-    model = FeedbackTransformer(num_tokens=TOKENS, dim=18, depth=2, seq_len=3, mem_len=5, dim_head=6, heads=3)
-    return simple(model, tokens(6))
-
-
-@plain_model("compressive-transformer-pytorch", "language")
-def compressive() -> Built:
-    """Memory and compressed memory before the text."""
-    from compressive_transformer_pytorch import CompressiveTransformer
-
-    model = CompressiveTransformer(
-        num_tokens=TOKENS,
-        emb_dim=18,
-        dim=18,
-        heads=3,
-        depth=2,
-        seq_len=8,
-        mem_len=8,
-        cmem_len=2,
-        cmem_ratio=4,
-        memory_layers=[2],
-    )
-    return simple(model, tokens(8))
-
-
 @plain_model("h-transformer-1d", "language")
 def h_transformer() -> Built:
     """Hierarchical attention."""
@@ -241,14 +64,6 @@ def h_transformer() -> Built:
         num_tokens=TOKENS, dim=18, depth=1, causal=False, max_seq_len=16, heads=3, dim_head=6, block_size=4
     )
     return simple(model, tokens(16))
-
-
-@plain_model("infini-transformer-pytorch", "language")
-def infini() -> Built:
-    """Attention with a compressed memory."""
-    from infini_transformer_pytorch import InfiniTransformer
-
-    return simple(InfiniTransformer(num_tokens=TOKENS, dim=18, depth=2, heads=3, dim_head=6), tokens())
 
 
 @plain_model("palm-rlhf-pytorch", "language")

@@ -232,3 +232,21 @@ def isab() -> Built:
     from isab_pytorch import ISAB
 
     return simple(ISAB(dim=18, heads=3, num_latents=5), torch.randn(2, 11, 18))
+
+
+@plain_model("voicebox-pytorch", "audio", name="transformer")
+def voicebox() -> Built:
+    """Fused attention, with and without padding."""
+    from voicebox_pytorch.voicebox_pytorch import Transformer
+
+    model = Transformer(dim=18, depth=2, heads=3, dim_head=6, attn_flash=True)
+    x, mask = torch.randn(2, 11, 18), torch.arange(11) < torch.tensor([[11], [7]])
+    return Built(model, (called(x), called(x, mask=mask, case="right padding", alone=[(x[:1],), (x[1:, :7],)])))
+
+
+@plain_model("soundstorm-pytorch", "audio", name="Conformer")
+def soundstorm() -> Built:
+    """Attention between convolutions."""
+    from soundstorm_pytorch.soundstorm import Conformer
+
+    return simple(Conformer(dim=18, depth=1, heads=3, dim_head=6, attn_flash=False), torch.randn(2, 11, 18))

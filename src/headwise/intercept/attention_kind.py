@@ -22,7 +22,10 @@ def is_cross_attention(origins: CallOrigins, lineage: Lineage) -> bool | None:
         return None
     is_cross = _is_cross(origins.q, origins.k, origins.v, lineage)
     if is_cross is False:
-        lineage.self_attention_keys.add((origins.k.maps, lineage.content(origins.k)))
+        keys = origins.k.maps, lineage.content(origins.k)
+        if attends_to_earlier_calls(origins.q, origins.k, lineage):
+            lineage.recurrent_keys.add(keys)
+        lineage.self_attention_keys.add(keys)
     return is_cross
 
 
@@ -35,7 +38,7 @@ def attends_to_earlier_calls(query: Origin, key: Origin | None, lineage: Lineage
         return False
     q, k = lineage.content(query), lineage.content(key)
     if (key.maps, k) in lineage.self_attention_keys:
-        return False
+        return (key.maps, k) in lineage.recurrent_keys
     added, earlier = k & ~q, 0
     for maps, content in lineage.self_attention_keys:
         earlier |= content if maps == key.maps else 0

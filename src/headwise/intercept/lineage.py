@@ -38,6 +38,7 @@ class Lineage:
         placed: source of tensors in which tokens were written to other places, since the last linear map.
         self_attention_keys: weights that computed the keys of self-attention, with the contents of these keys, so that
             layers may share them.
+        recurrent_keys: those of them that contain keys of earlier calls.
         tokens: numbers of the tokens in the tensors.
     """
 
@@ -59,6 +60,7 @@ class Lineage:
         self.concatenations = self.selections = self.weighted = 0
         self.placed = self._state_bit("placed")
         self.self_attention_keys: set[tuple[frozenset[Hashable], int]] = set()
+        self.recurrent_keys: set[tuple[frozenset[Hashable], int]] = set()
         self.tokens = TokenNumbers()
         self.given = union_of(self.origin(tensor, ()) for tensor in tensors_among(given)).sources
         self.outside = 0
