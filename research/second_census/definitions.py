@@ -58,12 +58,12 @@ def statistics(sequence: Sequence, special: set[int], projections: list[Tensor] 
     if not keys:
         return result
     if sequence.offset is not None:
-        result |= _of_positions(weights, counted, sequence.keys, sequence.offset)
+        result |= _of_positions(weights, counted, sequence.keys, sequence.offset, first)
     if sequence.tokens is not None:
         is_special = torch.tensor([int(token) in special for token in sequence.tokens])
         result["special"] = _mean(weights[..., is_special].sum(-1), counted)
         if sequence.offset == 0:
-            result |= _of_copies(weights, counted, sequence.tokens, sequence.keys)
+            result |= _of_copies(weights, counted, sequence.tokens, sequence.keys, first)
     if sequence.outputs is not None:
         result["output_norm"] = _mean(sequence.outputs.norm(dim=-1), counted)
         if projections is not None:
@@ -105,7 +105,8 @@ def _received(weights: Tensor, visible: Tensor, counted: Tensor) -> Tensor:
     return largest.masked_fill(most[..., 0] == 0, torch.nan)
 
 
-def _of_positions(weights: Tensor, counted: Tensor, keys: Tensor, offset: int) -> dict[str, Tensor]:
+def _of_positions(weights: Tensor, counted: Tensor, keys: Tensor, offset: int, group: Tensor) -> dict[str, Tensor]:
+    """Return the distance, and the weights on neighbours of the same group, where `group` is that of each query."""
     length = weights.shape[-1]
     query = torch.arange(weights.shape[-2])
     position = query + offset
@@ -115,15 +116,17 @@ def _of_positions(weights: Tensor, counted: Tensor, keys: Tensor, offset: int) -
         key = position - lag
         exists = (key >= 0) & (key < length)
         key = key.clamp(0, length - 1)
+        if offset == 0:
+            exists &= group == group[key]
         result[name] = _mean(weights[:, query, key], counted & exists & keys[key])
     return result
 
 
-def _of_copies(weights: Tensor, counted: Tensor, tokens: Tensor, keys: Tensor) -> dict[str, Tensor]:
-    """Return the weights on earlier copies of the query's token, and on the tokens after them."""
+def _of_copies(weights: Tensor, counted: Tensor, tokens: Tensor, keys: Tensor, group: Tensor) -> dict[str, Tensor]:
+    """Return the weights on earlier copies of the query's token in its group, and on the tokens after them."""
     length = len(tokens)
     position = torch.arange(length)
-    copy = (tokens[:, None] == tokens) & (position < position[:, None]) & keys
+    copy = (tokens[:, None] == tokens) & (position < position[:, None]) & keys & (group[:, None] == group)
     after = torch.zeros_like(copy)
     after[:, 1:] = copy[:, :-1]
     has = counted & copy.any(-1)

@@ -55,6 +55,15 @@ def test_first_keys_of_cross_attention_are_those_of_the_picture():
     assert float(got["first"]) == pytest.approx((1 / 2 + 1 / 2 + 0) / 3)
 
 
+def test_neighbours_and_copies_are_of_the_same_document():
+    documents = torch.block_diag(torch.ones(3, 3), torch.ones(2, 2)).double()
+    weights, tokens, real = documents / documents.sum(-1, keepdim=True), torch.zeros(5).long(), torch.ones(5).bool()
+    got = statistics(Sequence(weights[None], None, real, real, tokens, 0), set())
+    assert float(got["previous"]) == pytest.approx((1 / 3 + 1 / 3 + 1 / 2) / 3)
+    assert float(got["next"]) == pytest.approx((1 / 3 + 1 / 3 + 1 / 2) / 3)
+    assert float(got["duplicate"]) == pytest.approx((1 / 3 + 2 / 3 + 1 / 2) / 3)
+
+
 @pytest.fixture(scope="module")
 def llama():
     return subject_of("llama")
