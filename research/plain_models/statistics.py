@@ -42,15 +42,20 @@ def statistics_of(sequence: Sequence, projection: Tensor | None, *, is_cross: bo
 
 
 def _weight_of_first(weights: Tensor, visible: Tensor) -> Tensor:
-    """Return for each row the weight of the first token of its document. Two keys that some row sees belong to the same
-    document. Rows that see no token are left out.
+    """Return for each row the weight of the first token of its document. Rows that see no token are left out."""
+    first = _documents(visible)[visible.int().argmax(-1)]
+    return weights.gather(1, first[:, None])[:, 0][visible.any(-1)]
+
+
+def _documents(visible: Tensor) -> Tensor:
+    """Return for each key the number of its document, the index of its first key. Two keys that some row sees belong to
+    the same document.
     """
-    document = torch.arange(weights.shape[1])  # the number of a document is that of its first key
+    document = torch.arange(visible.shape[1])
     for row in visible[visible.any(-1)]:
         joined = document[row].unique()
         document = torch.where(torch.isin(document, joined), joined.min(), document)
-    first = document[visible.int().argmax(-1)]
-    return weights.gather(1, first[:, None])[:, 0][visible.any(-1)]
+    return document
 
 
 def _is_token(sequence: Sequence, *, is_cross: bool) -> Tensor:
@@ -77,11 +82,13 @@ def _positional(sequence: Sequence, is_token: Tensor) -> dict[str, Tensor]:
     weights = sequence.weights[sequence.counted]
     keys = torch.arange(weights.shape[1])
     distance = (position[:, None] - keys[None]).abs()
+    document = _documents(sequence.visible[sequence.counted] & is_token)
     rows = {"distance": (weights * distance * is_token).sum(-1)}
     for name, offset in (("self", 0), ("previous", 1), ("next", -1)):
         key = position - offset
         exists = (key >= 0) & (key < len(keys))
-        exists &= is_token[key.clamp(0, len(keys) - 1)]
+        neighbour = key.clamp(0, len(keys) - 1)
+        exists &= is_token[neighbour] & (document[neighbour] == document[position])
         rows[name] = weights[exists].gather(1, key[exists][:, None])[:, 0]
     return rows
 

@@ -140,9 +140,10 @@ def _add_heads(
     if any(len(tokens) > 1 for tokens in tokens_of.values()):
         if all(len(columns) == 1 for columns in columns_of.values()):
             result.reason, result.is_scored = "the softmax is over features", False
-        else:
+            return
+        if is_first and result.is_scored:
             result.reason = "each row of weights averages the values of several tokens"
-        return
+            return
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, supplied in columns_of.items():
         groups.setdefault(tuple(sorted(supplied)), []).append(row)
