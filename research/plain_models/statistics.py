@@ -84,12 +84,13 @@ def _positional(sequence: Sequence, is_token: Tensor) -> dict[str, Tensor]:
     distance = (position[:, None] - keys[None]).abs()
     visible = sequence.visible[sequence.counted] & is_token
     document, is_seen = _documents(visible), visible.any(0)  # the document of a key that no row selects is unknown
+    own = document[visible.int().argmax(-1)]
     rows = {"distance": (weights * distance * is_token).sum(-1)}
     for name, offset in (("self", 0), ("previous", 1), ("next", -1)):
         key = position - offset
         exists = (key >= 0) & (key < len(keys))
         neighbour = key.clamp(0, len(keys) - 1)
-        exists &= is_token[neighbour] & ((document[neighbour] == document[position]) | ~is_seen[neighbour])
+        exists &= is_token[neighbour] & ((document[neighbour] == own) | ~is_seen[neighbour])
         rows[name] = weights[exists].gather(1, key[exists][:, None])[:, 0]
     return rows
 
