@@ -66,6 +66,8 @@ def statistics(
     if counts is not None:
         counted = counted & counts
     visible_keys = (a > 0).sum(-1)
+    is_near = torch.ones(batch, queries, keys, dtype=torch.bool) if queries != keys or cross else _documents(a > 0)
+    is_near = is_near if real is None else is_near & real[:, None]
     result: dict[str, Tensor] = {}
 
     def mean(name: str, value: Tensor, where: Tensor | None = None) -> None:
@@ -82,38 +84,52 @@ def statistics(
     mean("distance", (a * (p - j).abs()).sum(-1))
     for name, offset in (("self", 0), ("previous", 1), ("next", -1)):
         key = (p - offset)[:, 0]
-        is_key = (key >= 0) & (key < keys)
-        if real is not None:
-            is_key = is_key & real[:, key.clamp(0, keys - 1)][:, None]
+        is_key = (key >= 0) & (key < keys) & is_near[:, i[:, 0], key.clamp(0, keys - 1)][:, None]
         weight_of_key = a.gather(-1, key.clamp(0, keys - 1).view(1, 1, -1, 1).expand(batch, heads, -1, 1))[..., 0]
         mean(name, weight_of_key, is_key)
     start = torch.zeros(batch, dtype=torch.int64) if first is None else first
-    mean("first", a.gather(-1, start.view(-1, 1, 1, 1).expand(-1, heads, queries, 1))[..., 0])
+    start = (is_near & (j >= start[:, None, None])).int().argmax(-1)
+    mean("first", a.gather(-1, start[:, None, :, None].expand(-1, heads, -1, 1))[..., 0])
     if special is not None:
         mean("special", (a * special[:, None, None]).sum(-1))
     if tokens is not None and not cross:
         query_tokens = tokens.gather(1, p[:, 0].clamp(min=0).expand(batch, -1))
-        is_copy = (query_tokens[..., None] == tokens[:, None]) & (j < p) & (p >= 0)  # (batch, queries, keys)
-        if real is not None:
-            is_copy = is_copy & real[:, None]
+        is_copy = (query_tokens[..., None] == tokens[:, None]) & (j < p) & (p >= 0) & is_near  # (batch, queries, keys)
         mean("duplicate", (a * is_copy[:, None]).sum(-1), is_copy.any(-1)[:, None])
         # The key after an earlier copy; the last key has none after it, and a copy at p - 1 is followed by p itself.
         after_copy = torch.zeros_like(is_copy)
         after_copy[..., 1:] = is_copy[..., :-1]
         mean("induction", (a * after_copy[:, None]).sum(-1), after_copy.any(-1)[:, None])
-    received = (a * counted[..., None]).sum(-2)
-    visible_rows = ((a > 0) & counted[..., None]).sum(-2)
-    most_rows = visible_rows.amax(-1, keepdim=True)
-    share = (
-        (received / visible_rows).masked_fill((2 * visible_rows < most_rows) | (visible_rows == 0), -torch.inf).amax(-1)
-    )
-    result["received"] = share.masked_fill(most_rows[..., 0] == 0, math.nan)
+    result["received"] = _received(a, counted)
     if out is not None:
         mean("output_norm", out.double().norm(dim=-1))
     if out is not None and projection is not None:
         written = out.double() @ projection.double().unflatten(0, (heads, -1))
         mean("written_norm", written.norm(dim=-1))
     return {name: value for name, value in result.items() if not (cross and name in OF_POSITIONS)}
+
+
+def _received(weights: Tensor, counted: Tensor) -> Tensor:
+    """Return the largest mean weight of a key over the counted rows that may see it, `(batch, heads)`. Keys that few
+    rows see do not count.
+    """
+    received = (weights * counted[..., None]).sum(-2)
+    visible_rows = ((weights > 0) & counted[..., None]).sum(-2)
+    most_rows = visible_rows.amax(-1, keepdim=True)
+    is_seen_by_few = (2 * visible_rows < most_rows) | (visible_rows == 0)
+    share = (received / visible_rows).masked_fill(is_seen_by_few, -torch.inf).amax(-1)
+    return share.masked_fill(most_rows[..., 0] == 0, math.nan)
+
+
+def _documents(visible: Tensor) -> Tensor:
+    """Return True where two tokens are in one document, `(batch, tokens, tokens)`: a chain of queries that attend to
+    keys in any head of `visible (batch, heads, tokens, tokens)` connects them.
+    """
+    reach = visible.any(1)
+    reach = reach | reach.mT | torch.eye(reach.shape[-1], dtype=torch.bool)
+    for _ in range(reach.shape[-1].bit_length()):
+        reach = (reach.double() @ reach.double()) > 0
+    return reach
 
 
 @dataclass

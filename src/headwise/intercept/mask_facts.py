@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.attention.masks.base import And, Mask
+from headwise.attention.masks.by_position import HasPosition
+from headwise.attention.masks.grid import Grid
 from headwise.intercept.received_mask import ReceivedMask
 from headwise.shapes import Bool, Int
 
@@ -20,6 +23,8 @@ class MaskFacts:
         first_visible: index of the first key that each row sees; 0 in a row that sees none.
         last_visible: index of the last key that each row sees; -1 in a row that sees none.
         sees_own: True at rows that see the key with the index of the row; in a call with as many queries as keys.
+        is_rule: True if the mask hides keys by a rule about distances alone, such as the causal one, so that it
+            shows no padding.
         selects_keys: True if rows see keys that were selected by content, not by position.
     """
 
@@ -28,6 +33,7 @@ class MaskFacts:
     first_visible: Int[Tensor, "#batch queries"]
     last_visible: Int[Tensor, "#batch queries"]
     sees_own: Bool[Tensor, "#batch queries"]
+    is_rule: bool = False
     selects_keys: bool = False
 
     @staticmethod
@@ -45,7 +51,9 @@ class MaskFacts:
             per_row = [tensor.expand(-1, grid.queries) for tensor in per_row]
             per_row[3] = F.pad(is_seen, (0, max(grid.queries - grid.keys, 0)))[:, : grid.queries]
         sees_any, first_visible, last_visible, sees_own = per_row
-        return MaskFacts(sees_any, F.pad(is_seen, (0, keys - grid.keys)), first_visible, last_visible, sees_own)
+        is_seen = F.pad(is_seen, (0, keys - grid.keys))
+        is_rule = _is_rule_of_distance(mask, grid)
+        return MaskFacts(sees_any, is_seen, first_visible, last_visible, sees_own, is_rule)
 
     def own_key_of_first_row(self) -> tuple[int | None, bool]:
         """Return the index of the first row's own key in self-attention: the largest difference between the last key
@@ -62,6 +70,15 @@ class MaskFacts:
             return None, False
         is_causal_row = (differences == largest[0]).sum(1)
         return int(largest[0]), queries == 1 or bool((is_causal_row > 1).any())
+
+
+def _is_rule_of_distance(mask: Mask, grid: Grid) -> bool:
+    """Return True if a mask hides keys by the distances of positions alone, where no position is that of padding."""
+    positions = [each for each in (grid.query_positions, grid.key_positions) if each is not None]
+    if any(bool((each < 0).any()) for each in positions):
+        return False
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    return all(part.depends_on_distance_only or isinstance(part, HasPosition) for part in parts)
 
 
 def _facts_of_rows(visible: Bool[Tensor, "#batch rows keys"], first_row: int) -> tuple[Tensor, ...]:
