@@ -211,7 +211,7 @@ def _in_place(
 
     Args:
         call: call of the function.
-        followed: the argument, as it was computed from an attention output.
+        followed: the argument, which was computed from an attention output.
         argument: the argument.
         result: tensor that the function computed.
         axes: axes of the result, if the function moves nothing.
