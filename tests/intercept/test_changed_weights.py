@@ -92,6 +92,7 @@ class Difference(Block):
         return self.out_proj((first @ v - 0.4 * (second @ v)).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")
 @torch.no_grad()
 def test_columns_that_two_layers_share_are_not_gated_for_one_of_them():
     torch.manual_seed(0)

@@ -27,9 +27,9 @@ def test_only_functions_that_the_model_calls_are_recorded(monkeypatch):
     model, recorded = tiny.model("encoder"), []
     record = Lineage.record
 
-    def counted(self, function, *arguments):
-        recorded.append(function.__name__)
-        record(self, function, *arguments)
+    def counted(self, call, *arguments):
+        recorded.append(call.function.__name__)
+        record(self, call, *arguments)
 
     monkeypatch.setattr(Lineage, "record", counted)
     with hw.watch(model):

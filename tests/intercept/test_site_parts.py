@@ -99,6 +99,7 @@ class Projections(nn.Module):
         return self.second(second), self.first(first)
 
 
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")
 @torch.no_grad()
 def test_a_gate_numbers_layers_as_watch_does():
     torch.manual_seed(0)

@@ -144,6 +144,7 @@ def test_heads_of_one_layer_are_not_averaged():
         model(torch.randn(2, 7, WIDTH))
 
 
+@pytest.mark.filterwarnings("ignore:the output projection was not seen")
 @torch.no_grad()
 def test_heads_with_matrices_of_their_own_have_rows_of_their_own():
     torch.manual_seed(0)

@@ -210,8 +210,7 @@ def handlers_of_call(
     module_calls = call_stack.module_calls if module_calls is None else module_calls
     handlers = CallHandlers([], [])
     is_observed = is_observed and grid.batch * grid.heads * grid.queries * grid.keys > 0
-    unobserved = why_not_observed(grid.device)
-    sources = _input_sources(origins)
+    unobserved, sources = why_not_observed(grid.device), _input_sources(origins)
     for module_call in _innermost_of_each_interceptor(module_calls):
         interceptor = module_call.interceptor
         nested = [other for other in module_calls if other.interceptor is interceptor]
