@@ -1,6 +1,7 @@
 """Behaviour that all commands share: help, output formats, repeated options, closed pipes, interruption."""
 
 import csv
+import fcntl
 import io
 import json
 import math
@@ -11,6 +12,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -377,7 +380,10 @@ def test_ctrl_c_in_a_new_process_ends_it_with_status_130(folder, tmp_path):
     os.mkfifo(tmp_path / "text")
     command = [sys.executable, "-m", "headwise", "view", f"@{tmp_path / 'text'}", "--model", str(folder / "model")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        with (tmp_path / "text").open("w"):  # returns when the command opens the text, for which it then waits
+        with (tmp_path / "text").open("wb", buffering=0) as text:
+            text.write(b"w5")
+            while int.from_bytes(fcntl.ioctl(text, termios.FIONREAD, bytes(4)), sys.byteorder):
+                time.sleep(0.01)  # until the command has read this, and waits for more
             process.send_signal(signal.SIGINT)
             process.wait(120)
         assert process.returncode == 130
