@@ -48,6 +48,7 @@ def test_masks_can_be_created_inside_a_compiled_function(run):
     run("masks_made_inside_compile()", "masks_padding_while_compiling()")
 
 
+@pytest.mark.slow
 def test_code_generated_by_inductor_computes_the_same(run):
     run(
         "compiles_for_every_length_with_inductor()",

@@ -96,11 +96,11 @@ def test_the_page_describes_every_option_and_example(command, headwise):
         assert example.strip() in PAGE
 
 
-def test_completion_scripts_are_shown():
-    for shell in ("bash", "zsh", "fish"):
-        result = in_new_process(env=os.environ | {"_HEADWISE_COMPLETE": f"source_{shell}"})
-        assert result.returncode == 0, result.stderr
-        assert "_HEADWISE_COMPLETE" in result.stdout
+@pytest.mark.parametrize("shell", ["bash", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zsh", "fish"))])
+def test_completion_scripts_are_shown(shell):
+    result = in_new_process(env=os.environ | {"_HEADWISE_COMPLETE": f"source_{shell}"})
+    assert result.returncode == 0, result.stderr
+    assert "_HEADWISE_COMPLETE" in result.stdout
 
 
 def test_options_and_their_choices_are_completed():

@@ -642,6 +642,7 @@ for train in (True, False):
 """)
 
 
+@pytest.mark.slow
 def test_the_layer_exports_with_free_lengths(tracing_server):
     tracing_server.run("""
 import torch
