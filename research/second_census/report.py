@@ -71,7 +71,7 @@ def _runs(verdicts: list[dict]) -> list[str]:
     """Return a table of the outcomes of each kind of run."""
     counts: dict[str, Counter] = {}
     for verdict in verdicts:
-        for run in verdict["runs"]:
+        for run in verdict.get("runs", ()):  # none if the time was over
             counts.setdefault(run["name"], Counter())[run["outcome"]] += 1
             counts[run["name"]]["values"] += run["checked"]
             counts[run["name"]]["confirmed"] += bool(run["confirmed"])
@@ -85,10 +85,10 @@ def _runs(verdicts: list[dict]) -> list[str]:
 
 
 def _row(verdict: dict) -> str:
-    runs = [run for run in verdict["runs"] if run["outcome"] not in ("skipped", "unverified", "no attention")]
+    runs = [run for run in verdict.get("runs", ()) if run["outcome"] not in ("skipped", "unverified", "no attention")]
     right = sum(run["outcome"] == "right" for run in runs)
     values = sum(run["checked"] for run in runs)
-    cells = (verdict["model_type"], verdict["model"], verdict["outcome"], verdict["modules"], values)
+    cells = (verdict["model_type"], verdict.get("model", ""), verdict["outcome"], verdict.get("modules", 0), values)
     return f"| {' | '.join(map(str, cells))} | {right} of {len(runs)} |"
 
 
