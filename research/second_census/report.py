@@ -7,7 +7,7 @@ from research.second_census.__main__ import RESULTS
 
 REPORT = RESULTS.parents[2] / "docs" / "reports" / "second_census.md"
 
-SAMPLE = 500
+SAMPLE = 790
 """Results with fewer model types are called a sample."""
 
 MEANINGS = {
