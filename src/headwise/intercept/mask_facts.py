@@ -23,8 +23,8 @@ class MaskFacts:
         first_visible: index of the first key that each row sees; 0 in a row that sees none.
         last_visible: index of the last key that each row sees; -1 in a row that sees none.
         sees_own: True at rows that see the key with the index of the row; in a call with as many queries as keys.
-        is_rule: True if the mask hides keys by a rule about distances alone, such as the causal one, so that it
-            shows no padding.
+        hides_by_distance: True if the mask hides keys by their distance from the query alone, as a causal one, so that
+            it shows no padding.
         selects_keys: True if rows see keys that were selected by content, not by position.
     """
 
@@ -33,7 +33,7 @@ class MaskFacts:
     first_visible: Int[Tensor, "#batch queries"]
     last_visible: Int[Tensor, "#batch queries"]
     sees_own: Bool[Tensor, "#batch queries"]
-    is_rule: bool = False
+    hides_by_distance: bool = False
     selects_keys: bool = False
 
     @staticmethod
@@ -52,8 +52,8 @@ class MaskFacts:
             per_row[3] = F.pad(is_seen, (0, max(grid.queries - grid.keys, 0)))[:, : grid.queries]
         sees_any, first_visible, last_visible, sees_own = per_row
         is_seen = F.pad(is_seen, (0, keys - grid.keys))
-        is_rule = _is_rule_of_distance(mask, grid)
-        return MaskFacts(sees_any, is_seen, first_visible, last_visible, sees_own, is_rule)
+        hides_by_distance = _hides_by_distance(mask, grid)
+        return MaskFacts(sees_any, is_seen, first_visible, last_visible, sees_own, hides_by_distance)
 
     def own_key_of_first_row(self) -> tuple[int | None, bool]:
         """Return the index of the first row's own key in self-attention: the largest difference between the last key
@@ -72,7 +72,7 @@ class MaskFacts:
         return int(largest[0]), queries == 1 or bool((is_causal_row > 1).any())
 
 
-def _is_rule_of_distance(mask: Mask, grid: Grid) -> bool:
+def _hides_by_distance(mask: Mask, grid: Grid) -> bool:
     """Return True if a mask hides keys by the distances of positions alone, where no position is that of padding."""
     positions = [each for each in (grid.query_positions, grid.key_positions) if each is not None]
     if any(bool((each < 0).any()) for each in positions):

@@ -157,8 +157,8 @@ def after_function(call: FunctionCall, result: Any) -> None:
     for argument, followed in arguments:
         tensors = axes_after_function(call, followed, argument, result)
         is_in_another = written is not None and written is not argument  # perhaps in a view of it
-        followed.output.is_lost |= is_in_another or (not tensors and argument.numel() > 0)
         output = followed.output
+        output.is_lost |= is_in_another or (not tensors and argument.numel() > 0)
         is_same_shape = all(tensor.shape == argument.shape for tensor, _ in tensors)
         is_moved = moves_elements(call) or (is_same_shape and not (call.function in VIEWS or may_project(call)))
         if _loses(followed, tensors, output.axes.value):

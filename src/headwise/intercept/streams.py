@@ -76,7 +76,7 @@ def has_unknown_padding(
         return not of_queries.real.is_known
     if call.grid.queries == 1 or not call.sources.of_queries:
         return False
-    shows_padding = facts is not None and not facts.is_rule and not bool(facts.is_seen.all())
+    shows_padding = facts is not None and not facts.hides_by_distance and not bool(facts.is_seen.all())
     if call.padding is not None and len(call.padding) == call.grid.batch:
         shows_padding = shows_padding or bool((call.padding != 1).any())
     return shows_padding or any(stream.real.queries is not None or not stream.real.is_known for stream in streams)

@@ -151,12 +151,11 @@ class WrittenNorms:
         these. In training mode, they show if the projection that was found by name is the right one. Without such a
         projection, they show that there is another one.
         """
+        bases = {id(weight if weight._base is None else weight._base) for weight in weights}
         if path not in self._grams:
-            bases = [weight if weight._base is None else weight._base for weight in weights]
-            self._projected_by_others.setdefault(path, set()).update(map(id, bases))
+            self._projected_by_others.setdefault(path, set()).update(bases)
         if path not in self._settled:
-            bases = [weight if weight._base is None else weight._base for weight in weights]
-            self._projected_by.setdefault(path, set()).update(map(id, bases))
+            self._projected_by.setdefault(path, set()).update(bases)
 
     def on_module_end(self, path: str, arguments: Mapping[str, Any], output: Any) -> None:
         """Compare the input and output of a module call with head outputs, if the module is the projection of attention
@@ -228,8 +227,8 @@ def _projection_call(module: nn.Module, arguments: Iterable[Any], output: Any) -
 
 
 def _shows_nothing(call: _ProjectionCall, outputs: _HeadOutputs) -> bool:
-    """Return True if the input of a projection has no relation to outputs of heads, whether they are its input or not:
-    numbers are NaN or infinite, or all inputs 0, as gates may set them.
+    """Return True if a call of a projection cannot show if the outputs of heads are its input: some numbers are NaN or
+    infinite, or all inputs are 0, as after gates that are closed.
     """
     by_token = outputs.by_token
     is_off = not bool(call.inputs.any()) and (outputs.may_be_gated or not bool(by_token.any()))
