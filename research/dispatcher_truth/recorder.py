@@ -163,6 +163,7 @@ class Recorder(TorchDispatchMode):
         weights = result.detach().movedim(dim, -1).double().clone()
         call = SoftmaxCall(self._path, weights, self._next_tag, is_hidden, paths)
         call.scores = self._graph.scores(scores)
+        call.has_underflow = bool(((result == 0) & (scores > HIDING)).any())
         self._next_tag = call.end
         self.record.softmaxes.append(call)
         numbers = torch.arange(call.start, call.line_start, dtype=torch.float64)

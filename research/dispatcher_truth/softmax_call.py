@@ -64,6 +64,7 @@ class SoftmaxCall:
         single: first linear layer after the product in which every row has one head.
         scores: origin of the scores.
         is_hidden: True for the lines in which a mask hides every key, `(lines,)`; softmax may be uniform there.
+        has_underflow: True if the weight of a key that no mask hides is rounded to 0.
     """
 
     path: str
@@ -77,6 +78,7 @@ class SoftmaxCall:
     projection: Projection | None = None
     single: Projection | None = None
     scores: Scores = field(default_factory=Scores)
+    has_underflow: bool = False
 
     def __post_init__(self) -> None:
         self.keys = self.result.shape[-1]

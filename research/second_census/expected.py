@@ -199,7 +199,7 @@ def _add_call(site: Expected, call: TruthCall, batch: Batch, special: set[int], 
     """Add every sequence of a call."""
     weights = _without_empty_places(call)
     sequences, _, queries, keys = weights.shape
-    if not is_visibility_certain(weights):
+    if call.softmax.has_underflow or not is_visibility_certain(weights):
         site.uncertain.add("visible")
     if any("changed" in note for note in call.notes):
         site.uncertain.add("changed")

@@ -9,8 +9,7 @@ from torch import nn
 
 import headwise as hw
 from headwise.intercept.eager_softmax import NOT_AVERAGES
-from headwise.intercept.interceptor import NOT_SEEN
-from headwise.intercept.refusals import HEADS_CONTRADICT, HEADS_SEPARATE, HEADS_UNKNOWN, NOT_OVER_KEYS
+from headwise.intercept.refusals import HEADS_CONTRADICT, HEADS_SEPARATE, HEADS_UNKNOWN, NOT_OVER_KEYS, NOT_SEEN
 
 HEADS, VALUE_DIM, LENGTH = 3, 5, 11
 WIDTH = HEADS * VALUE_DIM

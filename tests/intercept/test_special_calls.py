@@ -212,6 +212,18 @@ def test_weights_that_are_multiplied_in_parts_are_named(product):
         model(X)
 
 
+def test_a_module_of_which_only_a_part_is_established_is_not_reported():
+    def local_and_global(q, k, v):
+        local = by_keys((q @ k.mT).softmax(-1), v)
+        return torch.cat([F.scaled_dot_product_attention(q[:, :, :1], k, v), local[:, :, 1:]], 2)
+
+    model = nn.Sequential(Attention(local_and_global), Attention(F.scaled_dot_product_attention))
+    named = pytest.warns(UserWarning, match="^attention of these modules is left out, .*: 0$")
+    with torch.no_grad(), named, hw.watch(model) as heads:
+        model(X)
+    assert {row["module"] for row in heads.rows()} == {"1"}
+
+
 # -- several token ids at each position -------------------------------------------------------------------------------
 
 

@@ -223,10 +223,7 @@ class AttentionOutput:
             innermost = self.module_calls[-1]
             name = innermost.path or type(innermost.module).__name__
             raise InputError("model", expected="heads that can be gated", got=f"{reason}: {name}")
-        if self.is_reported:
-            for innermost in innermost_calls(self.module_calls):
-                innermost.interceptor.on_withdrawn(innermost.path, reason)
-        elif self.may_change:
+        if self.is_reported or self.may_change:
             report_unreadable(self.module_calls, reason)
 
     def _handlers_with(self, layout: HeadLayout) -> CallHandlers:

@@ -22,12 +22,11 @@ from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import PRODUCTS, Contraction, Label, contraction_of
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout
-from headwise.intercept.interceptor import NOT_SEEN
 from headwise.intercept.module_call import ModuleCall
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import hold, report_established
 from headwise.intercept.received_mask import MaskSource, ReceivedMask
-from headwise.intercept.refusals import NOT_AVERAGES, NOT_OVER_KEYS, WEIGHTS_IN_PARTS
+from headwise.intercept.refusals import NOT_AVERAGES, NOT_OVER_KEYS, NOT_SEEN, WEIGHTS_IN_PARTS
 from headwise.intercept.score_products import compares_activations, may_be_masked, tokens_of_scores
 from headwise.intercept.sequences import FINGERPRINT_WIDTH
 from headwise.intercept.softmax_weights import (

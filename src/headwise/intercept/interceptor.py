@@ -14,9 +14,6 @@ from headwise.intercept.compared_tokens import ComparedTokens
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.shapes import Float
 
-NOT_SEEN = "attention of these modules was not seen"
-"""Reason for modules that look like attention, but in which no attention was found."""
-
 
 class SiteKey(NamedTuple):
     """One place where a model attends: a module, in self-attention or in cross-attention.
@@ -187,16 +184,10 @@ class Interceptor:
         """
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Handle a computation in the module at `path` that looks like attention but is neither observed nor changed,
-        for `reason`; by default do nothing. The reason is the start of a sentence that ends with module paths, such as
-        `NOT_SEEN`.
+        """Handle a computation in the module at `path` that looks like attention and is not observed or changed, or
+        that was observed before the model used its output as no output of heads; by default do nothing. The `reason` is
+        the start of a sentence that ends with module paths, such as `NOT_SEEN`.
         """
-
-    def on_withdrawn(self, path: str, reason: str) -> None:
-        """Handle that attention in the module at `path` was observed and changed, and that the model then used its
-        output in a way that shows that it has no heads, for `reason`. By default handle it as unreadable.
-        """
-        self.on_unreadable(path, reason)
 
     def on_projected(self, path: str, weights: Sequence[Tensor]) -> None:
         """Handle that a function maps the outputs of heads in the module at `path` linearly, with these parameters of

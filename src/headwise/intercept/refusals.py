@@ -3,6 +3,9 @@
 Each is the start of a sentence that ends with the paths of modules.
 """
 
+NOT_SEEN = "attention of these modules was not seen"
+"""Reason for modules that look like attention, but in which no attention was found."""
+
 HEADS_UNKNOWN = "attention of these modules is left out, since it is not established which axis is the heads"
 """Reason for attention whose output cannot be followed to where it becomes the features of all heads."""
 
@@ -59,3 +62,8 @@ CHANGED_IN_PLACE = (
     "place before the output projection"
 )
 """Reason for attention whose tensors no longer have the numbers with which the model computed it."""
+
+REASONS_BESIDE_ATTENTION = frozenset((NOT_SEEN, NOT_OVER_KEYS, NOT_LINEAR, NEVER_CHANGED))
+"""Reasons for which a module's statistics are reported nevertheless. Either they say of no attention that it is left
+out, or they only prevent that heads are changed.
+"""

@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from headwise.errors import InputError
-from headwise.intercept.interceptor import NOT_SEEN, Call, Interceptor, SiteKey
+from headwise.intercept.interceptor import Call, Interceptor, SiteKey
 from headwise.intercept.layer_index import innermost_attention_modules, is_inside, is_related, layer_numbers
+from headwise.intercept.refusals import NOT_SEEN, REASONS_BESIDE_ATTENTION
 from headwise.statistics.moments import RunningMoments
 from headwise.statistics.tally import Tally
 
@@ -116,13 +117,12 @@ class SiteRegistry(Interceptor):
         self._ran.add(path)
 
     def on_unreadable(self, path: str, reason: str) -> None:
-        """Record that the module at `path` computed something like attention that is not reported, and the reason."""
+        """Record that the module at `path` computed something like attention that is not reported, and the reason. If
+        it is attention, the module is not reported at all, since statistics of a part are not those of the module.
+        """
         self._unreadable.setdefault(reason, set()).add(path)
-
-    def on_withdrawn(self, path: str, reason: str) -> None:
-        """Record that the attention of the module at `path` was recorded and is not reported, and the reason."""
-        self.on_unreadable(path, reason)
-        self._withdrawn.add(path)
+        if reason not in REASONS_BESIDE_ATTENTION:
+            self._withdrawn.add(path)
 
     def on_left_out(self, path: str, reason: str) -> None:
         """Record that some statistics of the module at `path` are left out, and the reason."""

@@ -112,10 +112,6 @@ class StatisticsObserver(Interceptor):
         """Compare the weights of the projection that maps head outputs with those of the one that was found by name."""
         self._written_norms.on_projected(path, weights)
 
-    def on_withdrawn(self, path: str, reason: str) -> None:
-        """Remove the module at `path` from the result of `watch`, for `reason`."""
-        self._heads.on_withdrawn(path, reason)
-
     def on_left_out(self, path: str, reason: str) -> None:
         """Record in the result of `watch` that some statistics of the module at `path` are left out, for `reason`."""
         self._heads.on_left_out(path, reason)
