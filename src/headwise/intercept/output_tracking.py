@@ -1,6 +1,5 @@
 """Attention outputs, followed by the identity of tensors from attention to their use, such as the output projection."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,19 +8,18 @@ from torch.utils import _pytree as pytree
 
 from headwise.intercept.attention_output import AttentionOutput, report_unreadable
 from headwise.intercept.attention_source import OutputAxes
-from headwise.intercept.axes import VIEWS, Axes, Factor, axes_of, has_unknown_axes, moves_elements
+from headwise.intercept.axes import VIEWS, Factor, axes_of, has_unknown_axes
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.contractions import is_parameter
-from headwise.intercept.element_places import ASSIGNMENT, may_project, written_by
+from headwise.intercept.element_places import ASSIGNMENT, written_by
 from headwise.intercept.function_call import FunctionCall
 from headwise.intercept.head_layout import HeadLayout, merged_axis
 from headwise.intercept.joined_outputs import refuse_added, refuse_concatenated_heads
 from headwise.intercept.origin import CallOrigins
+from headwise.intercept.output_step import REARRANGEMENTS, Arguments, OutputStep, take_note_of_merged_axis
 from headwise.intercept.output_use import (
     FollowedOutput,
-    axes_after_function,
     features_of,
-    is_linear,
     is_multiplied,
     is_part,
     layout_of,
@@ -38,11 +36,7 @@ from headwise.intercept.refusals import (
     NOT_OVER_KEYS,
 )
 from headwise.intercept.score_products import CONCATENATIONS
-from headwise.intercept.softmax_weights import COPIES
 from headwise.intercept.source_rules import CONSTANTS
-
-REARRANGEMENTS = VIEWS | COPIES
-"""Functions after which a change of the output can still be made, by repeating them with the changed output."""
 
 
 def hold(output: AttentionOutput, tensor: Tensor) -> Tensor:
@@ -141,75 +135,36 @@ def after_function(call: FunctionCall, result: Any) -> None:
     """
     if not call_stack.attention.outputs or call.function in CONSTANTS:
         return
-    is_assignment, result, written = call.function in ASSIGNMENT, written_by(call, result), overwritten_tensor(call)
+    result, written = written_by(call, result), overwritten_tensor(call)
     if isinstance(result, Tensor) and result.dtype == torch.bool:  # a comparison
         return
+    arguments = _followed_arguments(call)
+    if arguments:
+        refuse_added(call, arguments)
     by_result: dict[int, tuple[Tensor, list[FollowedOutput]]] = {}
-    arguments = [
+    for argument, followed in arguments:
+        step = OutputStep.of(call, argument, followed, result)
+        is_in_another = written is not None and written is not argument  # perhaps in a view of it
+        followed.output.is_lost |= is_in_another or step.is_last
+        if call.function in ASSIGNMENT and step.loses_values:
+            continue
+        if step.moves_heads:
+            followed.output.refuse(HEADS_UNKNOWN)
+        for tensor, after in step.followed_results(arguments):
+            by_result.setdefault(id(tensor), (tensor, []))[1].append(after)
+            take_note_of_merged_axis(after)
+    for tensor, all_followed in by_result.values():
+        call_stack.attention.outputs.set(tensor, all_followed)
+
+
+def _followed_arguments(call: FunctionCall) -> Arguments:
+    """Return the arguments of a function call that were computed from attention outputs, and how."""
+    return [
         (argument, followed)
         for position, argument in enumerate(call.tensors)
         if not position or call.function not in VIEWS  # `expand_as` uses only the shape of another tensor
         for followed in call_stack.attention.outputs.get(argument) or ()
     ]
-    if not arguments:
-        return
-    refuse_added(call, arguments)
-    for argument, followed in arguments:
-        tensors = axes_after_function(call, followed, argument, result)
-        is_in_another = written is not None and written is not argument  # perhaps in a view of it
-        output = followed.output
-        output.is_lost |= is_in_another or (not tensors and argument.numel() > 0)
-        is_same_shape = all(tensor.shape == argument.shape for tensor, _ in tensors)
-        is_moved = moves_elements(call) or (is_same_shape and not (call.function in VIEWS or may_project(call)))
-        if _loses(followed, tensors, output.axes.value):
-            if is_assignment:
-                continue
-            if is_moved and not output.is_reported:
-                output.refuse(HEADS_UNKNOWN)
-        if is_moved and output.axis_of_heads is not None and _loses(followed, tensors, output.axis_of_heads):
-            output.refuse(HEADS_UNKNOWN)
-        keeps_factors = bool(tensors) and followed.is_linear
-        keeps_factors = keeps_factors and _keeps_factors(call, followed.output, arguments, result)
-        for index, (tensor, axes) in enumerate(tensors):
-            rearranged = _rearranged(call, argument, followed, index if isinstance(result, list | tuple) else None)
-            after = FollowedOutput(followed.output, axes, rearranged, keeps_factors, is_assignment)
-            by_result.setdefault(id(tensor), (tensor, []))[1].append(after)
-            axis = merged_axis(axes, followed.output.axes.value)
-            if axis is not None:
-                layout = layout_of(after, [axis])
-                followed.output.is_lost |= layout is None
-                followed.output.merged = layout or followed.output.merged
-    for tensor, all_followed in by_result.values():
-        call_stack.attention.outputs.set(tensor, all_followed)
-
-
-def _loses(followed: FollowedOutput, tensors: list[tuple[Tensor, Axes]], axis: int) -> bool:
-    """Return True if an axis of an attention output, such as its values, is in a followed tensor, and in none of the
-    `tensors` that a function computed from it. If there are none, the function has selected tokens in a way that is not
-    followed.
-    """
-    kept = [axes for _, axes in tensors if any(factor.axis == axis for factors in axes for factor in factors)]
-    return any(factor.axis == axis for factors in followed.axes for factor in factors) and bool(tensors) and not kept
-
-
-def _keeps_factors(
-    call: FunctionCall, output: AttentionOutput, arguments: list[tuple[Tensor, FollowedOutput]], result: Any
-) -> bool:
-    """Return True if a factor of an attention output, and of the others of the same layer, is a factor of the `result`
-    of a function call. The question matters only for outputs that an interceptor may change.
-
-    Args:
-        call: the call.
-        output: the attention output.
-        arguments: arguments of the call that were computed from attention outputs.
-        result: what the function returned.
-    """
-    if not output.may_change or call.function in REARRANGEMENTS | CONCATENATIONS:
-        return True
-    if call.function in ASSIGNMENT and all(argument is not call.args[0] for argument, _ in arguments):
-        return True
-    of_layer = [(argument, each.output) for argument, each in arguments if each.output.is_of_layer(output)]
-    return is_linear(call, of_layer, result)
 
 
 def report_established() -> None:
@@ -306,28 +261,3 @@ def _follow_changed(changed: Tensor, tensor: Tensor, followed: FollowedOutput) -
         changed, [FollowedOutput(followed.output, followed.axes, None, followed.is_linear)]
     )
     call_stack.lineage.set(changed, call_stack.lineage.origin(tensor, call_stack.module_calls))
-
-
-def _rearranged(
-    call: FunctionCall, argument: Tensor, followed: FollowedOutput, index: int | None
-) -> Callable[[Tensor], Tensor] | None:
-    """Return the function that computes the result of a function call from an attention output; None if the call does
-    more than rearrange it.
-
-    Args:
-        call: the call.
-        argument: its argument that is computed from the output.
-        followed: how that argument is computed.
-        index: number of the tensor among the results; None if the function returns one tensor.
-    """
-    before = followed.rearranged
-    if before is None or not followed.output.may_change or call.function not in REARRANGEMENTS:
-        return None
-    repeat = call.as_function_of(argument)
-
-    def rearranged(tensor: Tensor) -> Tensor:
-        result = repeat(before(tensor))
-        after: Tensor = result if index is None else result[index]
-        return after
-
-    return rearranged
