@@ -351,7 +351,20 @@ def test_a_projection_in_a_module_that_is_not_called_is_found():
         assert row["written_norm"] == pytest.approx(other["written_norm"])
 
 
-@pytest.mark.parametrize("new", [TwoLayers, quantized])
+class UnusualName(nn.Module):
+    """Attention with a projection whose name is none of the usual ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixture = nn.Linear(14, 14)
+
+    def forward(self, x):
+        heads = x.unflatten(-1, (2, 7)).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return self.mixture(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("new", [TwoLayers, quantized, UnusualName])
 @torch.no_grad()
 def test_modules_whose_projection_is_not_found_are_named(new):
     torch.manual_seed(0)

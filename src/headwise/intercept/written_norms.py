@@ -180,10 +180,8 @@ class WrittenNorms:
             is_its_own = bool(weights.intersection(map(id, projection.parameters())))
             if weights and not is_its_own and path in self._grams and path not in self._settled:
                 self._settle(path, is_confirmed=False)
-        named = [module for path, module in self._modules.items() if path and _is_named_projection(path)]
-        of_named = {id(parameter) for module in named for parameter in module.parameters()}
         for path, weights in self._projected_by_others.items():
-            if path not in self._left_out and path not in self._grams and weights & of_named:
+            if weights and path not in self._left_out and path not in self._grams:
                 self._settle(path, is_confirmed=False)  # the projection is in another module than expected
 
     def _check(self, path: str, call: _ProjectionCall) -> None:
