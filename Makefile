@@ -41,7 +41,7 @@ census: $(INSTALLED)  ## watch a tiny model of every type of transformers and wr
 	$(BIN)/python -m research.census
 	$(BIN)/python -m research.census.report
 
-census2: $(INSTALLED)  ## compare watch and gate with torch's dispatcher and write docs/reports/second_census.md (20 minutes)
+census2: $(INSTALLED)  ## compare watch and gate with torch's dispatcher and write docs/reports/second_census.md (40 minutes)
 	$(BIN)/python -m research.second_census
 	$(BIN)/python -m research.second_census.report
 
