@@ -7,7 +7,7 @@ BENCH := $(VENV)/.installed-bench
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=15
 RESEARCH_TESTS := tests/research tests/benchmarks
 
-.PHONY: plain-models demo test test-slow test-research coverage lint pictures tables census census2 findings claims bench bench-quick clean
+.PHONY: plain-models demo test test-slow test-research coverage lint pictures tables census findings claims bench bench-quick clean
 
 demo: $(INSTALLED)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
@@ -37,13 +37,9 @@ tables: $(INSTALLED)  ## write the tables in docs/ that come from running headwi
 	$(BIN)/python -m research.tables.backends
 	$(BIN)/python -m research.tables.torch_differences
 
-census: $(INSTALLED)  ## watch a tiny model of every type of transformers and write docs/reports/census.md
+census: $(INSTALLED)  ## compare watch and gate with torch's dispatcher and write docs/reports/census.md (40 minutes)
 	$(BIN)/python -m research.census
 	$(BIN)/python -m research.census.report
-
-census2: $(INSTALLED)  ## compare watch and gate with torch's dispatcher and write docs/reports/second_census.md (40 minutes)
-	$(BIN)/python -m research.second_census
-	$(BIN)/python -m research.second_census.report
 
 plain-models: $(INSTALLED)  ## watch plain PyTorch models of many libraries and write docs/reports/plain_models.md
 	$(BIN)/pip install --quiet --no-deps --requirement research/plain_models/requirements.txt

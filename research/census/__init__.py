@@ -1,1 +1,1 @@
-"""Every model type of `transformers`, tiny and random, under `hw.watch`."""
+"""Census of model types: `hw.watch` and `hw.gate` against attention recorded at torch's dispatcher."""

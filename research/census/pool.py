@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-SECONDS, TYPES_EACH = 40.0, 40
+SECONDS, TYPES_EACH = 240.0, 40
 """Time limit in seconds for one model type, and number of model types for one worker; a worker's imports stay in
 memory.
 """
 JUDGE = "research.census.worker"
-"""Module that a worker process runs by default."""
+"""Module that a worker process runs."""
 
 
 class Worker:
@@ -27,8 +27,8 @@ class Worker:
         done: number of model types sent to it.
     """
 
-    def __init__(self, module: str = JUDGE) -> None:
-        command = [sys.executable, "-W", "ignore", "-m", module]
+    def __init__(self) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", JUDGE]
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -70,14 +70,9 @@ class Worker:
         self.process.wait()
 
 
-def judged(
-    model_types: Sequence[str],
-    on_verdict: Callable[[dict[str, Any]], None],
-    seconds: float = SECONDS,
-    module: str = JUDGE,
-) -> None:
-    """Judge the model types in order, in worker processes that run `module`, and call `on_verdict` with each verdict.
-    A crash or a timeout gives the outcome "not built".
+def judged(model_types: Sequence[str], on_verdict: Callable[[dict[str, Any]], None]) -> None:
+    """Judge the model types in order, in worker processes, and call `on_verdict` with each verdict. A crash or a
+    timeout gives the outcome "not built".
     """
     worker: Worker | None = None
     try:
@@ -85,16 +80,16 @@ def judged(
             if worker is None or worker.done >= TYPES_EACH:
                 if worker is not None:
                     worker.end()
-                worker = Worker(module)
+                worker = Worker()
             reason = "the process ended"
             try:
-                verdict = worker.ask(model_type, seconds)
+                verdict = worker.ask(model_type, SECONDS)
             except queue.Empty:
-                verdict, reason = None, f"more than {seconds:.0f} seconds"
+                verdict, reason = None, f"more than {SECONDS:.0f} seconds"
             if verdict is None:
                 worker.end()
                 worker = None
-                verdict = {"model_type": model_type, "outcome": "not built", "reason": reason, "seconds": seconds}
+                verdict = {"model_type": model_type, "outcome": "not built", "reason": reason, "seconds": SECONDS}
             on_verdict(verdict)
     finally:
         if worker is not None:

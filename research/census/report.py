@@ -1,155 +1,100 @@
-"""Write docs/reports/census.md from research/census/results.json.
-
-python -m research.census.report
-"""
+"""Write docs/reports/census.md from the results of the census."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections import Counter
 
-ROOT = Path(__file__).parent.parent.parent
-OUTCOMES = {
-    "right": "every statistic of every head is within 1e-5 of the definition",
-    "partly seen": "the observed heads are right; a warning names the modules that were not observed",
+from research.census.__main__ import RESULTS
+
+REPORT = RESULTS.parents[2] / "docs" / "reports" / "census.md"
+
+SAMPLE = 790
+"""Results with fewer model types are called a sample."""
+
+MEANINGS = {
+    "right": "all runs agree with the truth",
+    "partly": "what is reported agrees; a warning or an error names the rest",
     "refused": "`watch` raises an `InputError` that names the modules",
-    "silent": "attention ran that was neither observed nor named",
-    "wrong": "a statistic differs from the definition",
+    "silent": "a module attended, and was neither reported nor named",
+    "wrong": "a statistic, a number of heads, a gate or a training step differs from the truth",
+    "crash": "another error than `InputError` is raised in headwise",
+    "unverified": "the census could not derive the heads of what is reported",
     "no attention": "no module of the model computes attention",
-    "not built": "a tiny random model could not be built; the reason is below",
+    "not built": "a tiny random model could not be built or run; the reason is below",
 }
-"""Meaning of each outcome, in the order of the document."""
-INTRODUCTION = """\
-This report shows for which model types of `transformers` the statistics of `hw.watch` are right. It is written by
+"""Meaning of each outcome of a model type."""
+
+INTRODUCTION = """# Census of models
+
+This report compares `hw.watch` and `hw.gate` with attention that was recorded without them. It is written by
 `research/census/report.py` from the results of `make census`.
 
-Every model type is built with tiny sizes and random weights. It runs under `hw.watch` with two sequences. If the model
-accepts a mask, one sequence is padded, first on the left and then on the right. Each model runs with its default
-attention implementation and with "eager". Every statistic of every head is compared with its definition in float64,
-computed from the attention weights of eager attention, which are recorded without headwise. All runs are in float32.
-The error is absolute for shares, and relative to 1 plus the number for other statistics."""
-OTHER_WEIGHTS = """\
-The default implementation of these types computes other weights than "eager", because it treats causality or rows
-without a key differently. Under the default they are compared with the definition of torch's attention in float64,
-computed from its arguments."""
-MISSING = {
-    "not checked": "The head outputs pass through another module before the output projection, or are split there.",
-    "not measured": "`watch` does not find the output projection, or the product with the values.",
-}
-REASONS = ("partly seen", "refused", "silent", "wrong", "not built")
-"""Outcomes for which the report states the reason of each model type."""
+**The truth.** Every model type of `transformers` is built with tiny sizes and random weights, in float64. Every softmax
+is recorded at torch's dispatcher, with the math backend for fused attention. The elements of its result are followed to
+the product with values, and from there to the output projection. A head is a block of columns of this projection's
+input. Names of modules and arguments play no role. The statistics are computed from whole matrices, for the tokens that
+the census knows to be real. Of other inputs, such as sounds and images, tokens are padding if self-attention hides
+their keys from all queries. Each sequence also runs alone, without padding. Where a model gives a sequence the same
+weights alone and in a padded batch, both truths must agree.
 
-
-def _markdown(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    """Return a table in GitHub's Markdown."""
-    from tabulate import tabulate
-
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
-
-
-def counts(verdicts: Sequence[dict]) -> str:
-    """Return the table of the number of model types with each outcome."""
-    number = {name: sum(verdict["outcome"] == name for verdict in verdicts) for name in OUTCOMES}
-    return _markdown(
-        [(name, str(number[name]), meaning) for name, meaning in OUTCOMES.items()], ("outcome", "types", "")
-    )
-
-
-def reasons(verdicts: Sequence[dict]) -> list[str]:
-    """Return the lines that state the reason of each type in `REASONS`, one section for each outcome."""
-    lines = []
-    for outcome in REASONS:
-        of_outcome = [verdict for verdict in verdicts if verdict["outcome"] == outcome]
-        if of_outcome:
-            lines += [
-                f"### {outcome.capitalize()}",
-                "",
-                *(f"- `{verdict['model_type']}`: {_plain(verdict)}" for verdict in of_outcome),
-                "",
-            ]
-    return lines
-
-
-def _plain(verdict: dict) -> str:
-    """Return the reason of a verdict as one line of text, with markup escaped."""
-    return " ".join(verdict["reason"].split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-def notes(verdicts: Sequence[dict]) -> list[str]:
-    """Return the lines that list model types whose weights are not those of eager attention, and those in which a
-    statistic of head outputs was not checked or not measured.
-    """
-    other_weights = _noted(verdicts, "not eager's")
-    lines = []
-    if other_weights:
-        lines += ["### Other weights than eager attention", "", OTHER_WEIGHTS, "", ", ".join(other_weights), ""]
-    for name in ("output_norm", "written_norm"):
-        for what in ("not checked", "not measured"):
-            model_types = _noted(verdicts, f"{what}:", name)
-            if model_types:
-                lines += [f"### `{name}` {what}", "", MISSING[what], "", ", ".join(model_types), ""]
-    return lines
-
-
-def _noted(verdicts: Sequence[dict], *parts: str) -> list[str]:
-    """Return the model types that have a note containing all these parts, in Markdown."""
-    return [
-        f"`{each['model_type']}`"
-        for each in verdicts
-        if any(all(part in note for part in parts) for note in each.get("notes", ()))
-    ]
-
-
-def types(verdicts: Sequence[dict]) -> str:
-    """Return the table of every model type that was built and has attention."""
-    rows = []
-    for each in verdicts:
-        if each["outcome"] in ("not built", "no attention"):
-            continue
-        worst = f"{each['worst']:.0e}" if each["sites"] else ""
-        routes = ", ".join(each["routes"]).replace("multi_head_attention_forward", "multi-head")
-        rows.append((each["model_type"], routes, str(each["sites"]), str(each["heads"]), each["outcome"], worst))
-    return _markdown(rows, ("model type", "attention is computed by", "sites", "heads", "outcome", "worst error"))
+**The runs.** Two sequences without padding; with padding on the left and on the right, also of the decoder's input, and
+of both; the same with eager attention; a text in five pieces with a growing and with a static cache; greedy generation
+from left-padded prompts with both caches; a training step with dropout, whose outputs, gradients and random numbers
+must be those of a step without `watch`; float32 and bfloat16, where the error may be twice that of the plain model; and
+gates of two heads, compared with a model in which these heads' columns of the output projection are zero.
+"""
 
 
 def document(results: dict) -> str:
-    """Return the text of docs/reports/census.md from the results of a census."""
-    verdicts = sorted(results["verdicts"], key=lambda verdict: verdict["model_type"].lower())
-    packages = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    without_attention = [verdict for verdict in verdicts if verdict["outcome"] == "no attention"]
-    lines = [
-        "# Census of models",
-        "",
-        INTRODUCTION,
-        "",
-        f"{packages}; {len(verdicts)} model types in {results['seconds'] / 60:.0f} minutes.",
-        "",
-        counts(verdicts),
-        "",
-        "## Reasons",
-        "",
-        *reasons(verdicts),
-        *notes(verdicts),
-        "### No attention",
-        "",
-        ", ".join(f"`{each['model_type']}`" for each in without_attention),
-        "",
-        "## Every type",
-        "",
-        "The second column names how the model computes attention: the attention interface of transformers",
-        '("interface"), `scaled_dot_product_attention` ("sdpa"), `F.multi_head_attention_forward` ("multi-head"), or',
-        'its own code around a softmax ("softmax").',
-        "",
-        types(verdicts),
-        "",
-    ]
-    return "\n".join(lines).rstrip() + "\n"
+    """Return the report as Markdown."""
+    verdicts, versions = results["verdicts"], results["versions"]
+    counts = Counter(verdict["outcome"] for verdict in verdicts)
+    lines = [INTRODUCTION]
+    names = ", ".join(f"{name} {version}" for name, version in versions.items())
+    lines += [f"{names}; {len(verdicts)} model types in {results['seconds'] / 120:.0f} minutes on two cores.\n"]
+    if len(verdicts) < SAMPLE:
+        lines += ["These model types are a sample. `make census` runs all types.\n"]
+    lines += ["| outcome | types | |", "| --- | --- | --- |"]
+    lines += [f"| {outcome} | {counts[outcome]} | {meaning} |" for outcome, meaning in MEANINGS.items()]
+    lines += ["", "## Runs", "", *_runs(verdicts), "", "## Reasons", ""]
+    for outcome in ("wrong", "crash", "silent", "refused", "partly", "unverified", "not built"):
+        of_outcome = [verdict for verdict in verdicts if verdict["outcome"] == outcome]
+        if of_outcome:
+            lines += [f"### {outcome.capitalize()}", ""]
+            lines += [f"- `{verdict['model_type']}`: {_plain(verdict['reason'])}" for verdict in of_outcome] + [""]
+    lines += ["## All model types", "", "| model type | class | outcome | modules | values | right runs |"]
+    lines += ["| --- | --- | --- | --- | --- | --- |", *map(_row, verdicts)]
+    return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Write docs/reports/census.md."""
-    results = json.loads((ROOT / "research" / "census" / "results.json").read_text(encoding="utf-8"))
-    (ROOT / "docs" / "reports" / "census.md").write_text(document(results), encoding="utf-8")
+def _runs(verdicts: list[dict]) -> list[str]:
+    """Return a table of the outcomes of each kind of run."""
+    counts: dict[str, Counter] = {}
+    for verdict in verdicts:
+        for run in verdict.get("runs", ()):  # none if the time was over
+            counts.setdefault(run["name"], Counter())[run["outcome"]] += 1
+            counts[run["name"]]["values"] += run["checked"]
+            counts[run["name"]]["confirmed"] += bool(run["confirmed"])
+    outcomes = ("right", "partly", "refused", "wrong", "crash", "silent", "unverified", "no attention", "skipped")
+    head = ("run", *outcomes, "values that agree", "confirmed by sequences alone")
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for name, count in counts.items():
+        numbers = [count[outcome] for outcome in (*outcomes, "values", "confirmed")]
+        lines.append(f"| {name} | {' | '.join(f'{number:,}' for number in numbers)} |")
+    return [*lines, "", "A run is skipped if the model cannot do it, or computes something else in it on its own."]
+
+
+def _row(verdict: dict) -> str:
+    runs = [run for run in verdict.get("runs", ()) if run["outcome"] not in ("skipped", "unverified", "no attention")]
+    right = sum(run["outcome"] == "right" for run in runs)
+    values = sum(run["checked"] for run in runs)
+    cells = (verdict["model_type"], verdict.get("model", ""), verdict["outcome"], verdict.get("modules", 0), values)
+    return f"| {' | '.join(map(str, cells))} | {right} of {len(runs)} |"
+
+
+def _plain(text: str) -> str:
+    """Return a text that Markdown does not interpret, in one line."""
+    return " ".join(text.split()).replace("<", "&lt;").replace("|", "\\|")[:300]
 
 
 if __name__ == "__main__":
-    main()
+    REPORT.write_text(document(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Worker process of the census: reads model types, one per line, and prints a verdict for each as a line of JSON."""
+"""Worker process of the census: reads model types, one per line, and prints a verdict for each as JSON."""
 
 import json
 import logging
@@ -6,8 +6,6 @@ import os
 import sys
 import warnings
 from dataclasses import asdict
-
-THREADS = 1
 
 
 def main() -> None:
@@ -20,7 +18,7 @@ def main() -> None:
 
     from research.census.judge import judge
 
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(1)
     chatter.set_verbosity(logging.CRITICAL)
     for line in sys.stdin:
         answers.write(json.dumps(asdict(judge(line.strip()))) + "\n")

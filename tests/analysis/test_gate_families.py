@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from research.census.builder import build
-from research.census.inputs import attempts, takes_padding
+from research.tiny_models.builder import build
+from research.tiny_models.inputs import attempts, takes_padding
 
 BUDGET = 1e-12
 

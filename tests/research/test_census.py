@@ -1,173 +1,224 @@
-"""The census of models: its definitions agree with the test oracle, its comparison detects errors, and its verdicts
-name the reason.
+"""The census: its definitions agree with the test oracle, and it finds every kind of defect that is put into
+headwise on purpose.
 """
 
+import functools
+import itertools
 import json
-from dataclasses import asdict, replace
-from types import SimpleNamespace
+from dataclasses import asdict
 
 import pytest
 import torch
 
 import headwise as hw
-from headwise.intercept import call_contexts
-from headwise.intercept.interceptor import SiteKey
-from headwise.statistics.moments import RunningMoments
+from headwise.intercept.call_contexts import CallContexts
+from headwise.intercept.heads import Heads
+from headwise.intercept.padding import RealTokens
+from headwise.intercept.statistics_observer import StatisticsObserver
 from oracles import statistics_of
-from research.census import compare, reference
-from research.census import report as make_census
-from research.census.builder import build, tiny_config
-from research.census.inputs import attempts
-from research.census.judge import Verdict, judge
+from research.census import report, runs
+from research.census.batches import LENGTH, SHORTER, padded
+from research.census.definitions import Sequence, statistics
+from research.census.judge import Verdict, subject_of, summary
+from research.census.runs import Run
+from research.dispatcher_truth.recorder import double_copy
 
-TOKENS = torch.randint(0, 5, (2, 7), generator=torch.Generator().manual_seed(3))
-REAL = torch.arange(7) >= torch.tensor([[0], [2]])
-
-
-def weights(queries, keys):
-    """Return random causal attention weights of two sequences and three heads, with some keys hidden, in float64."""
-    scores = torch.randn(2, 3, queries, keys, dtype=torch.float64)
-    seen = torch.ones(queries, keys).tril(keys - queries).bool() & (torch.rand(2, 1, queries, keys) < 0.8)
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+TOKENS = torch.randint(0, 5, (7,), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("keys", [7, 11])
-def test_definitions_agree_with_the_test_oracle(keys):
-    a, square = weights(7, keys), keys == 7
-    projection = torch.randn(15, 13).double()
-    out, special = torch.randn(2, 3, 7, 5), TOKENS == 3
-    token_options_of_batch = {"tokens": TOKENS, "special": special, "first": REAL.int().argmax(-1)} if square else {}
-    batch_statistics = compare.statistics(
-        a, **token_options_of_batch, counts=REAL[:, None], out=out, projection=projection
+@pytest.mark.parametrize("first", [0, 2])
+def test_definitions_agree_with_the_test_oracle(first):
+    torch.manual_seed(0)
+    real = torch.arange(7) >= first
+    scores = torch.randn(3, 7, 7).double().masked_fill(~real | torch.ones(7, 7).triu(1).bool(), -torch.inf)
+    weights, outputs = scores.softmax(-1).nan_to_num(), torch.randn(3, 7, 5).double()
+    projections = list(torch.randn(3, 5, 11).double())
+    got = statistics(Sequence(weights, outputs, real, real, TOKENS, 0), {3}, projections)
+    for head in range(3):
+        expected = statistics_of(
+            weights[head].masked_fill(~real[:, None], 0.0),
+            tokens=TOKENS.tolist(),
+            special=(TOKENS == 3).tolist(),
+            out=outputs[head],
+            projection=projections[head],
+            first=first,
+            real=real.tolist(),
+        )
+        assert {name: float(value[head]) for name, value in got.items()} == pytest.approx(expected, rel=1e-12)
+
+
+def test_first_keys_of_cross_attention_are_those_of_the_picture():
+    """The first and the third query see the first picture, the second one sees the other."""
+    visible = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 1, 1], [0, 1, 0, 0, 0]]).double()
+    weights, rows, keys = visible / visible.sum(-1, keepdim=True), torch.ones(3).bool(), visible.any(0)
+    got = statistics(Sequence(weights[None], None, rows, keys, None, None), set())
+    assert float(got["first"]) == pytest.approx((1 / 2 + 1 / 2 + 0) / 3)
+
+
+def test_neighbours_and_copies_are_of_the_same_document():
+    documents = torch.block_diag(torch.ones(3, 3), torch.ones(2, 2)).double()
+    weights, tokens, real = documents / documents.sum(-1, keepdim=True), torch.zeros(5).long(), torch.ones(5).bool()
+    got = statistics(Sequence(weights[None], None, real, real, tokens, 0), set())
+    assert float(got["previous"]) == pytest.approx((1 / 3 + 1 / 3 + 1 / 2) / 3)
+    assert float(got["next"]) == pytest.approx((1 / 3 + 1 / 3 + 1 / 2) / 3)
+    assert float(got["duplicate"]) == pytest.approx((1 / 3 + 2 / 3 + 1 / 2) / 3)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return subject_of("llama")
+
+
+@pytest.fixture(scope="module")
+def bart():
+    return subject_of("bart")
+
+
+def batch_named(subject, name):
+    return next(batch for batch in padded(subject.batch, subject.model) if batch.name == name)
+
+
+def test_padding_is_put_where_the_name_says(bart):
+    batch = batch_named(bart, "input left and decoder right")
+    assert batch.real[LENGTH][-1].tolist() == [False] * SHORTER + [True] * (LENGTH - SHORTER)
+    assert batch.real[11][-1].tolist() == [True] * (11 - SHORTER) + [False] * SHORTER
+    assert bool(batch.real[LENGTH][0].all())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batch_has_the_truth_of_the_sequences_alone(llama, side):
+    run = runs._batched(llama, llama.model, batch_named(llama, f"input {side}"))
+    assert (run.outcome, run.problems, run.confirmed) == ("right", [], True)
+    assert run.checked == 2 * 6 * 14
+
+
+def test_padding_of_sounds_is_read_from_the_truth(monkeypatch):
+    """The mask of the sounds leaves the last quarter of the second one out."""
+    subject = subject_of("audioflamingo3_encoder")
+    run = runs._batched(subject, subject.model, subject.batch)
+    assert (run.outcome, run.checked) == ("right", 2 * 6 * 11)
+    monkeypatch.setattr(CallContexts, "_real_tokens", lambda *_: RealTokens(None, None))
+    assert runs._batched(subject, subject.model, subject.batch).outcome == "wrong"
+
+
+def test_layers_of_one_module_are_divided():
+    subject = subject_of("lilt")
+    run = runs._batched(subject, subject.model, subject.batch)
+    assert (run.problems, run.unverified, run.checked) == ([], [], 2 * 2 * 6 * 13)
+    assert runs._gates(subject).outcome == "right"
+
+
+def test_tokens_of_several_codes_are_padded():
+    subject = subject_of("dia_decoder")
+    batch = batch_named(subject, "input right")
+    assert batch.real[LENGTH][-1].tolist() == [True] * (LENGTH - SHORTER) + [False] * SHORTER
+    assert not batch.tokens
+
+
+def test_models_that_amplify_rounding_are_skipped(monkeypatch, llama):
+    broken_statistic(monkeypatch)
+    call, numbers = runs.call, itertools.count()
+
+    def noisy(model, batch):
+        output = call(model, batch)
+        output.last_hidden_state += next(numbers)
+        return output
+
+    monkeypatch.setattr(runs, "call", noisy)
+    assert runs._batched(llama, llama.model, llama.batch).outcome == "skipped"
+
+
+def broken_statistic(monkeypatch):
+    rows = Heads.rows
+    monkeypatch.setattr(
+        Heads, "rows", lambda heads: [row | {"confidence": row["confidence"] + 1e-5} for row in rows(heads)]
     )
-    for sequence in range(2):
-        for head in range(3):
-            rows = a[sequence, head].masked_fill(~REAL[sequence, :, None], 0.0)
-            token_options = (
-                {"tokens": TOKENS[sequence].tolist(), "special": special[sequence].tolist()} if square else {}
-            )
-            first = int(REAL[sequence].int().argmax()) if square else 0
-            expected = statistics_of(
-                rows,
-                **token_options,
-                out=out[sequence, head].double(),
-                projection=projection[5 * head : 5 * head + 5],
-                first=first,
-            )
-            measured = {name: float(value[sequence, head]) for name, value in batch_statistics.items()}
-            assert expected == pytest.approx({name: measured[name] for name in expected}, rel=1e-12)
-            assert all(measured[name] != measured[name] for name in measured.keys() - expected.keys())
 
 
-def watched(number):
-    """Return a site's watched record, whose statistic "self" is off by `number`, and the reference statistics by
-    site.
-    """
-    reference_site = compare.SiteStatistics("attention", False, "interface", 3)
-    reference_site.add({"entropy": torch.full((2, 3), 0.5), "self": torch.full((2, 3), 0.25)})
-    moments = {name: RunningMoments.from_values(torch.cat(parts)) for name, parts in reference_site.values.items()}
-    moments["self"] = replace(moments["self"], mean=moments["self"].mean + number)
-    record = SimpleNamespace(site=SiteKey("attention", cross=False), heads=3, statistics=moments)
-    return record, {("attention", False): reference_site}
+def hidden_module(monkeypatch):
+    monkeypatch.setattr(Heads, "records", property(lambda heads: list(heads._records.values())[1:]))
 
 
-def test_comparison_reports_every_kind_of_difference():
-    record, reference_sites = watched(0.0)
-    assert not compare.compare([record], reference_sites).differences
-    record, reference_sites = watched(2e-5)
-    (found,) = compare.compare([record], reference_sites).differences
-    assert (found.statistic, found.got, found.expected) == ("self", pytest.approx(0.25002), 0.25)
-    record, reference_sites = watched(torch.nan)
-    assert compare.compare([record], reference_sites).differences
-    record, reference_sites = watched(0.0)
-    record.statistics["self"] = replace(record.statistics["self"], count=torch.ones(3))
-    assert [difference.statistic for difference in compare.compare([record], reference_sites).differences] == [
-        "number of self"
-    ]
-    record.heads = 2
-    assert [difference.statistic for difference in compare.compare([record], reference_sites).differences] == ["heads"]
-    assert compare.compare([], reference_sites).missed == ["attention"]
-    assert compare.compare([record], {}).beyond == ["attention"]
+def swapped_heads(monkeypatch):
+    rows = Heads.rows
+    monkeypatch.setattr(Heads, "rows", lambda heads: [row | {"head": 5 - row["head"]} for row in rows(heads)])
 
 
-def test_reference_definition_agrees_with_torch_attention():
-    q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 4)
-    mask = torch.randn(5, 9).masked_fill(torch.rand(5, 9) < 0.3, -torch.inf)
-    for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask > 0}, {"scale": 0.3}):
-        a, out = reference.definition(q, k, v, **options, enable_gqa=True)
-        expected = reference.SDPA(q, k, v, **options, enable_gqa=True)
-        torch.testing.assert_close(out.float(), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(a.sum(-1), torch.ones(2, 6, 5).double() * (a.sum(-1) > 0))
+@pytest.mark.parametrize(
+    ("break_it", "outcome", "problem"),
+    [
+        (broken_statistic, "wrong", "confidence"),
+        (hidden_module, "silent", "not reported and not named: layers.0.self_attn"),
+        (swapped_heads, "wrong", "head 0: confidence"),
+    ],
+)
+def test_defects_are_found(monkeypatch, llama, break_it, outcome, problem):
+    break_it(monkeypatch)
+    run = runs._batched(llama, llama.model, llama.batch)
+    assert run.outcome == outcome
+    assert problem in run.problems[0]
 
 
-def test_nested_configs_are_shrunk():
-    config = tiny_config("gemma3")
-    assert config.text_config.hidden_size < 100
-    assert set(config.text_config.layer_types) == {"sliding_attention", "full_attention"}
+def test_ignored_padding_is_found(monkeypatch, llama):
+    watch = runs.watch
+    monkeypatch.setattr(runs, "watch", lambda model, run, special: watch(model, lambda: runs.call(model, llama.batch)))
+    run = runs._batched(llama, llama.model, batch_named(llama, "input right"))
+    assert run.outcome == "wrong"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "t5", "gpt_oss"])
-def test_supported_model_types_are_right(model_type):
-    verdict = judge(model_type)
-    assert (verdict.outcome, verdict.reason) == ("right", "")
-    assert 0 < verdict.worst < compare.BUDGET
-    assert verdict.routes == ["interface"]
+def test_gate_of_another_head_is_found(monkeypatch, llama):
+    gate = hw.gate
+    assert runs._gates(llama).outcome == "right"
+
+    def next_head(model, values):
+        return gate(model, {(layer, (head + 1) % 6): factor for (layer, head), factor in values.items()})
+
+    monkeypatch.setattr(hw, "gate", next_head)
+    run = runs._gates(llama)
+    assert run.outcome == "wrong"
+    assert "differs" in run.problems[0]
 
 
-def test_wrong_statistic_gives_the_outcome_wrong(monkeypatch):
-    monkeypatch.setattr(RunningMoments, "value", property(lambda spread: spread.mean + 1e-4))
-    verdict = judge("bert")
-    assert verdict.outcome == "wrong"
-    assert "where" in verdict.reason
+def test_drawn_random_numbers_are_found(monkeypatch, llama):
+    assert runs._training(llama).outcome == "right"
+    monkeypatch.setattr(StatisticsObserver, "on_model_call", lambda *_: torch.rand(1))
+    assert runs._training(llama).problems == ["the training step changes under watch: the random stream differs"]
 
 
-def test_unobserved_module_without_warning_gives_the_outcome_silent(monkeypatch):
-    monkeypatch.setattr(hw.intercept.watch.Heads, "records", property(lambda heads: list(heads._records.values())[1:]))
-    assert judge("bert").outcome == "silent"
+def test_patch_that_stays_is_found(monkeypatch):
+    subject = subject_of("vit")
+    subject.record.calls.clear()
+
+    def leaving(*_):
+        torch.nn.functional.softmax = functools.partial(softmax)
+        return Run("", "right")
+
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(runs, "_batched", leaving)
+    try:
+        assert list(runs.all_runs(subject))[-1].problems == ["changed: softmax"]
+    finally:
+        torch.nn.functional.softmax = softmax
 
 
-def test_copies_in_padding_do_not_count():
-    a, tokens, real = torch.full((1, 1, 3, 3), 1 / 3), torch.tensor([[5, 5, 5]]), torch.tensor([[False, True, True]])
-    measured = compare.statistics(a, tokens=tokens, real=real, counts=real[:, None])
-    assert (measured["duplicate"].item(), measured["induction"].item()) == (pytest.approx(1 / 3), pytest.approx(1 / 3))
-    assert "distance" in measured
+def test_the_worst_run_decides():
+    right, refused = Run("unpadded", "right", checked=3), Run("training", "refused", ["no"])
+    assert summary([right, refused]) == ("partly", "training: no")
+    assert summary([right, Run("bfloat16", "wrong", ["first"])]) == ("wrong", "bfloat16: first")
+    assert summary([right, Run("restored", "right")]) == ("right", "")
 
 
-def test_cross_attention_has_no_positions():
-    weights = torch.tensor([[0.0, 0.25, 0.75], [0.0, 0.5, 0.5]])[None, None]
-    tokens, padding = torch.tensor([[3, 4, 7]]), torch.tensor([[True, False]])
-    call = reference.Weights("attention", "interface", True, weights, padding=padding, key_tokens=tokens)
-    means = compare.truth([call], [7])["attention", True].means()
-    assert not means.keys() & set(compare.OF_POSITIONS)
-    assert (means["first"][0].item(), means["special"][0].item()) == (0.25, 0.75)  # the second query is padding
+def test_report_lists_every_type_and_run():
+    runs_of_bert = [Run("unpadded", "right", checked=7), Run("input left", "wrong", ["a <b>"], confirmed=True)]
+    bert = Verdict("bert", "wrong", "input left: a <b>", "BertModel", "float64", 2, runs_of_bert, 1.0)
+    text = report.document(
+        json.loads(json.dumps({"versions": {"torch": "2"}, "seconds": 1, "verdicts": [asdict(bert)]}))
+    )
+    assert "| bert | BertModel | wrong | 2 | 7 | 1 of 2 |" in text
+    assert "- `bert`: input left: a &lt;b>" in text
 
 
-def test_statistics_of_positions_in_cross_attention_give_the_outcome_wrong(monkeypatch):
-    monkeypatch.setattr(call_contexts, "OF_COMMON_POSITIONS", frozenset())
-    verdict = judge("t5")
-    assert verdict.outcome == "wrong"
-    assert "not checked: distance" in verdict.reason
-
-
-def test_model_type_without_a_class_is_not_built_and_the_reason_is_stated():
-    assert (judge("glmga").outcome, "no model class" in judge("glmga").reason) == ("not built", True)
-
-
-@torch.no_grad()
-def test_recorded_weights_are_those_the_model_returns():
-    model = build("bert", "eager")
-    inputs = next(attempts("bert", model, "left"))
-    with reference.recorded(model) as record:
-        output = model(**inputs, output_attentions=True)
-    assert [call.path for call in record.calls] == [f"encoder.layer.{layer}.attention.self" for layer in range(2)]
-    for call, expected in zip(record.calls, output.attentions, strict=True):
-        torch.testing.assert_close(call.weights, expected)
-
-
-def test_report_lists_every_type():
-    right = Verdict("bert", "right", routes=["interface"], sites=2, heads=12, worst=1e-7)
-    refused = Verdict("autoformer", "refused", "model: expected attention, got <none>")
-    results = {"versions": {"torch": "2"}, "seconds": 90, "verdicts": [asdict(right), asdict(refused)]}
-    text = make_census.document(json.loads(json.dumps(results)))
-    assert "| bert " in text
-    assert "- `autoformer`: model: expected attention, got &lt;none>" in text
+def test_models_are_copied_in_float64(llama):
+    copied = double_copy(llama.model)
+    assert copied is not llama.model
+    assert next(copied.parameters()).dtype == torch.float64

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from research.census.shrink import DERIVED, shrunk
-from research.census.special_configs import CLASSES, CONFIGS, GAINS, PARTS
+from research.tiny_models.shrink import DERIVED, shrunk
+from research.tiny_models.special_configs import CLASSES, CONFIGS, GAINS, PARTS
 
 # -- configs ----------------------------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ def class_of(model_type: str, config: Any) -> type[nn.Module]:
     from transformers import PreTrainedModel
     from transformers.models.auto import modeling_auto
 
-    modules = _modeling(type(config))
+    modules = modeling_modules(type(config))
     if model_type in CLASSES:
         return next(getattr(module, CLASSES[model_type]) for module in modules if hasattr(module, CLASSES[model_type]))
     tables = sorted(
@@ -65,7 +65,7 @@ def class_of(model_type: str, config: Any) -> type[nn.Module]:
             for module in modules:
                 if hasattr(module, name):
                     return getattr(module, name)
-    for module in _modeling(type(config)):
+    for module in modeling_modules(type(config)):
         candidate: Any
         for _, candidate in inspect.getmembers(module, inspect.isclass):
             defined_here = candidate.__module__ == module.__name__ and "forward" in vars(candidate)
@@ -75,7 +75,7 @@ def class_of(model_type: str, config: Any) -> type[nn.Module]:
     raise LookupError(f"no model class for {model_type}")
 
 
-def _modeling(config: type) -> list[Any]:
+def modeling_modules(config: type) -> list[Any]:
     """Return the `modeling_*` modules in the same folder as a config class."""
     folder = config.__module__.rpartition(".")[0]
     names = sorted(file.stem for file in Path(inspect.getfile(config)).parent.glob("modeling_*.py"))

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
+from research.census.batches import Batch
+from research.census.compare import is_related, without_part
+from research.census.training import floating, is_close
 from research.dispatcher_truth.element_tags import name_of
 from research.dispatcher_truth.module_stack import ModuleStack
 from research.dispatcher_truth.recorder import PRODUCTS, Record, TruthCall
-from research.second_census.batches import Batch
-from research.second_census.compare import is_related, without_part
-from research.second_census.training import floating, is_close
 
 
 def sample(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

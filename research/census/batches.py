@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from research.census.inputs import BATCH, DECODER_LENGTH, LENGTH, attempts
+from research.tiny_models.inputs import BATCH, DECODER_LENGTH, LENGTH, attempts
 
 SHORTER = 4
 """Number of padded tokens of the last sequence, in the encoder and in the decoder."""

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from research.census.special_inputs import INPUTS
+from research.tiny_models.special_inputs import INPUTS
 
 BATCH, LENGTH, PADDING, DECODER_LENGTH = 2, 13, 4, 11
-SIDES = ("left", "right")
 OPTIONAL = ("pixel_values", "input_features", "input_values", "inputs_embeds", "decoder_input_ids")
 """Arguments that a model may need although its signature declares them optional."""
 

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from research.census.batches import Batch
+from research.census.definitions import Sequence, is_visibility_certain, statistics
 from research.dispatcher_truth.recorder import Record, TruthCall
-from research.second_census.batches import Batch
-from research.second_census.definitions import Sequence, is_visibility_certain, statistics
 
 Values = dict[str, list[Tensor]]
 """For each statistic, the values `(heads,)` of all sequences."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from research.census.builder import _modeling, randomise, tiny_config
-from research.census.inputs import BATCH
-from research.second_census.batches import SHORTER, Batch, padding_id
+from research.census.batches import SHORTER, Batch, padding_id
+from research.tiny_models.builder import modeling_modules, randomise, tiny_config
+from research.tiny_models.inputs import BATCH
 
 CHUNKS = (6, 4, 1, 1, 1)
 """Lengths of the pieces in which a text is processed."""
@@ -88,7 +88,7 @@ def generator_of(model_type: str, seed: int = 0) -> nn.Module | None:
     config = tiny_config(model_type)
     for table in ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"):
         name = getattr(modeling_auto, table).get(model_type)
-        for module in _modeling(type(config)) if isinstance(name, str) else ():
+        for module in modeling_modules(type(config)) if isinstance(name, str) else ():
             if hasattr(module, name):
                 torch.manual_seed(seed)
                 with warnings.catch_warnings():

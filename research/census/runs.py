@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from research.census import batches, gates, steps, training
+from research.census.batches import Batch
+from research.census.compare import TOLERANCE, Findings, compare, is_named
+from research.census.expected import Sites, agree, merged, sites_of
+from research.census.watched import Watched, watch
 from research.dispatcher_truth.recorder import Record, dispatcher_truth
-from research.second_census import batches, gates, steps, training
-from research.second_census.batches import Batch
-from research.second_census.compare import TOLERANCE, Findings, compare, is_named
-from research.second_census.expected import Sites, agree, merged, sites_of
-from research.second_census.watched import Watched, watch
 
 SINGLE_TOLERANCE = 2e-4
 """Tolerance for models that run in float32 only: the truth is then in float32, too."""

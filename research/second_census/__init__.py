@@ -1,1 +1,0 @@
-"""Second census of model types: `hw.watch` and `hw.gate` against attention recorded at torch's dispatcher."""

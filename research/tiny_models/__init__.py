@@ -1,0 +1,1 @@
+"""Every model type of `transformers`, tiny and with random weights, and inputs for it."""
