@@ -47,7 +47,7 @@ class GateInterceptor(Interceptor):
         self.gates, self._groups, self._positions = gates, groups, positions
         self._ran = False
         self._unreadable: set[str] = set()
-        self._first_calls: dict[SiteKey, Call] = {}
+        self._layer_of_site: dict[SiteKey, int | None] = {}  # the model's own numbers
         self._label_of_layer: dict[int, str] = {}
         self._parts = QueryParts()
 
@@ -75,7 +75,7 @@ class GateInterceptor(Interceptor):
         applies the gates of the call's module to the call's head outputs; None if the module has no gates.
         """
         if not call.is_recomputation:
-            self._first_calls.setdefault(call.site, call)
+            self._layer_of_site.setdefault(call.site, call.layer)
         gates = self._gates_of(call.site.label)
         if gates and self._positions is not None and not call.is_recomputation:
             self._require_all_queries(call)
@@ -173,19 +173,19 @@ class GateInterceptor(Interceptor):
         """
         if not self._ran:
             return
-        intercepted = {site.label for site in self._first_calls}
+        intercepted = {site.label for site in self._layer_of_site}
         for label, gates in self.gates.items():
             is_missing = any(gate.layer is None or gate.layer not in self._label_of_layer for gate in gates)
             if is_missing and label not in intercepted:
                 raise InputError("values", expected="modules in which attention is seen", got=f"none in {label}")
-        seen = [*(site.path for site in self._first_calls), *self._unreadable]
+        seen = [*(site.path for site in self._layer_of_site), *self._unreadable]
         for path in stated:
             if not any(path == other or is_inside(other, path) for other in seen):
                 raise InputError("sites", expected="modules in which attention is seen", got=f"none in {path}")
         modules = dict(model.named_modules())
         order = {path: index for index, path in enumerate(modules)}
-        sites = sorted(self._first_calls, key=lambda site: (order[site.path], *site[1:]))
-        numbers = layer_numbers(modules, {site: self._first_calls[site].layer for site in sites})
+        sites = sorted(self._layer_of_site, key=lambda site: (order[site.path], *site[1:]))
+        numbers = layer_numbers(modules, {site: self._layer_of_site[site] for site in sites})
         for number, site in zip(numbers, sites, strict=True):
             gated = self._label_of_layer.get(number, site.label)
             if gated != site.label:

@@ -75,7 +75,7 @@ class AttentionOutput:
         self.origins = origins
         self.weights_id = object() if source is None else source.weights_id
         self._source = source
-        self._tensor: Tensor | None = tensor
+        self._tensor = None if source is None else tensor  # a reported output would be kept in memory by its own entry
         self._layout: HeadLayout | None = None
         self._stated = None if source is None else self._stated_layout(source)
         self._versions = None if source is None else TensorVersions([tensor, *source.tensors])

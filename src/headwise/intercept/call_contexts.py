@@ -120,11 +120,9 @@ class CallContexts(threading.local):
 
     def read(self, call: Call) -> ObservedCall:
         """Return the tokens, padding and positions of a call, and the sequences that it belongs to."""
-        mask_inputs = ("mask", call.grid, *call.mask_source.origin)
-        received = self._model_call.results.of(call.mask, *mask_inputs) if call.mask_source.origin else call.mask()
-        facts = None
-        if received is not None:
-            facts = self._model_call.results.of(lambda: _facts_of(call, received), "facts", received)
+        results, mask_inputs = self._model_call.results, ("mask", call.grid, *call.mask_source.origin)
+        received = results.of(call.mask, *mask_inputs) if call.mask_source.origin else results.latest_of(call.mask())
+        facts = None if received is None else results.of(lambda: _facts_of(call, received), "facts", received)
         with torch.no_grad():
             if call.site.cross:
                 return self._read_cross(call, received, facts)

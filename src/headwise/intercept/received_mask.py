@@ -36,6 +36,15 @@ class ReceivedMask(NamedTuple):
             mask = visible if mask is None else mask & visible
         return ReceivedMask(mask, problem.grid)
 
+    def equals(self, other: "ReceivedMask") -> bool:
+        """Return True if both masks are stored, on the same grid without stated positions, with the same values."""
+        if not isinstance(self.mask, Dense) or not isinstance(other.mask, Dense) or self.grid != other.grid:
+            return False
+        if not (self.grid.uses_default_positions and other.grid.uses_default_positions):
+            return False
+        one, another = self.mask.values, other.mask.values
+        return one.shape == another.shape and one.device == another.device and torch.equal(one, another)
+
     def block(self, rows: range) -> Bool[Tensor, "#batch #heads rows keys"]:
         """Return a boolean tensor for a range of query rows and all keys of `grid`, True where a row attends to a
         key.
