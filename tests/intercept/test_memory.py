@@ -1,4 +1,4 @@
-"""What `watch` and `gate` keep in memory while a model runs: nothing of the layers that have ended."""
+"""`watch` and `gate` keep nothing of the layers that have ended in memory while a model runs."""
 
 import gc
 
