@@ -31,14 +31,18 @@ def run(tracing_server):
     return run_calls
 
 
-# Each of the options is traced by default at least once; the slow test traces all of them in every way.
+# The decoder's options are compiled by default; slow tests trace all options in every way.
 
 
-@pytest.mark.parametrize("name", ["decoder", "window per head", "relative", "sinks"])
+@pytest.mark.parametrize(
+    "name",
+    ["decoder", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window per head", "relative", "sinks"))],
+)
 def test_one_compiled_graph_serves_every_length(name, run):
     run(f"compiles_for_every_length({name!r})")
 
 
+@pytest.mark.slow
 def test_decoding_from_a_static_cache_compiles_once(run):
     names = ("window", "chunked", "dynamic angles")
     run(*(f"decodes_without_recompiling({name!r})" for name in names), "nan_does_not_survive_a_reset_of_the_cache()")
@@ -61,6 +65,7 @@ def test_one_exported_program_serves_every_batch_size_and_length(run):
     run(*(f"exports({name!r})" for name in ("plain", "mask rule", "scores")))
 
 
+@pytest.mark.slow
 def test_onnxruntime_computes_the_same(run):
     run(*(f"runs_in_onnxruntime({name!r})" for name in ("decoder", "dynamic angles")))
 

@@ -289,6 +289,7 @@ def test_words_of_a_tokenizer_without_pre_tokenization():
     assert names == ["abc", "de,", "a"]
 
 
+@pytest.mark.slow
 def test_words_of_the_tokenizer_of_smollm2(smollm2_tokenizer):
     words, word_of = words_of(smollm2_tokenizer, "<|im_start|>user\nunbelievable  你喜<|im_end|>")
     assert words == [

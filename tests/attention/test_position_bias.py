@@ -190,6 +190,7 @@ def test_only_the_difference_of_positions_counts(bias):
     assert empty.shape == (BATCH, HEADS, 0, KEYS)
 
 
+@pytest.mark.slow
 def test_biases_compile_and_export_with_a_free_length(tracing_server):
     code = """
 import torch

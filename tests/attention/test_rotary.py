@@ -337,6 +337,7 @@ def test_interleaved_rotation_equals_gpt_j_and_deepseek():
 # -- compiled ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rotation_compiles_to_one_graph_for_all_lengths(tracing_server):
     tracing_server.run("""
 import torch

@@ -103,6 +103,7 @@ def test_completion_scripts_are_shown(shell):
     assert "_HEADWISE_COMPLETE" in result.stdout
 
 
+@pytest.mark.slow
 def test_options_and_their_choices_are_completed():
     def completions(line):
         environment = {"_HEADWISE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}

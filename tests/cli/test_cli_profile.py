@@ -59,6 +59,7 @@ def test_the_profile_of_minilm_has_the_known_roles(headwise, tmp_path):
     assert profile.head(0, 2).statistics["entropy"].value < 0.02
 
 
+@pytest.mark.slow
 def test_the_profile_of_smollm2_finds_its_induction_heads(headwise, smollm2, tmp_path, monkeypatch):
     """On repeated random tokens they are far above the median head, and this decides their role."""
     (tmp_path / "text.txt").write_text(SENTENCES[0])
