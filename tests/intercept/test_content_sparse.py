@@ -105,3 +105,34 @@ def test_padding_of_a_mask_by_position_is_found_without_an_argument(pattern):
         hidden = ~visible[: int(is_real.sum()), : int(is_real.sum())]
         weights.append((q @ k.mT * 7**-0.5)[0].masked_fill(hidden, -torch.inf).softmax(-1))
     require_statistics(heads.rows(), mean_statistics(weights))
+
+
+class ByMask(nn.Module):
+    """Attention of two heads with the mask that it receives; the padding mask is not used."""
+
+    def __init__(self, fused):
+        super().__init__()
+        self.qkv, self.out_proj, self.fused = nn.Linear(WIDTH, 30), nn.Linear(10, WIDTH), fused
+
+    def forward(self, x, mask, padding_mask=None):
+        q, k, v = (part.unflatten(-1, (2, 5)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        self.weights = (q @ k.mT * 5**-0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+        out = F.scaled_dot_product_attention(q, k, v, mask) if self.fused else self.weights @ v
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["sdpa", "softmax"])
+@torch.no_grad()
+def test_layers_with_equal_masks_have_the_padding_of_their_own_arguments(fused):
+    torch.manual_seed(0)
+    model = nn.ModuleList([ByMask(fused), ByMask(fused)])
+    x, real = torch.randn(2, LENGTH, WIDTH), RIGHT
+    mask = (torch.rand(2, 1, LENGTH, LENGTH) < 0.5) & real[:, None, None]
+    mask[..., 0] = True
+    model.forward = lambda x: model[1](model[0](x, mask), mask, padding_mask=real)
+    with hw.watch(model) as heads:
+        model(x)
+    of_rows = torch.special.entr(model[0].weights).sum(-1), torch.special.entr(model[1].weights).sum(-1)
+    expected = of_rows[0].mean((0, 2)), torch.stack([of_rows[1][i][:, real[i]].mean(-1) for i in range(2)]).mean(0)
+    got = [row["entropy"] for row in heads.rows()]
+    assert got == pytest.approx(torch.cat(expected).tolist(), rel=1e-5)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.intercept.documents import first_tokens_of_documents, ids_by_document
-from headwise.intercept.hidden_keys import without_unselected
+from headwise.intercept.hidden_keys import shaped_as_padding, without_unselected
 from headwise.intercept.interceptor import Call, SiteKey
 from headwise.intercept.mask_facts import MaskFacts
 from headwise.intercept.padding import (
@@ -122,7 +122,10 @@ class CallContexts(threading.local):
         """Return the tokens, padding and positions of a call, and the sequences that it belongs to."""
         results, mask_inputs = self._model_call.results, ("mask", call.grid, *call.mask_source.origin)
         received = results.of(call.mask, *mask_inputs) if call.mask_source.origin else results.latest_of(call.mask())
-        facts = None if received is None else results.of(lambda: _facts_of(call, received), "facts", received)
+        facts = None
+        if received is not None:
+            paddings = shaped_as_padding(call.module_arguments, call.grid.batch, call.grid.keys)
+            facts = results.of(lambda: _facts_of(call, received, paddings), "facts", received, *paddings)
         with torch.no_grad():
             if call.site.cross:
                 return self._read_cross(call, received, facts)
@@ -341,7 +344,7 @@ class CallContexts(threading.local):
         return torch.isin(tokens, self._special.to(tokens.device))
 
 
-def _facts_of(call: Call, received: ReceivedMask) -> MaskFacts | None:
+def _facts_of(call: Call, received: ReceivedMask, paddings: list[Tensor]) -> MaskFacts | None:
     """Return the facts about the mask that a call received, in which only padding counts as hidden from all rows."""
     facts = MaskFacts.of(received, call.grid.keys)
-    return None if facts is None else without_unselected(facts, received, call.module_arguments, call.grid.batch)
+    return None if facts is None else without_unselected(facts, received, paddings, call.grid.batch)

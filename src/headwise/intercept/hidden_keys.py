@@ -13,9 +13,15 @@ from headwise.intercept.received_mask import ReceivedMask
 from headwise.shapes import Bool, Int
 
 
-def without_unselected(
-    facts: MaskFacts, received: ReceivedMask, arguments: Iterable[Mapping[str, Any]], batch: int
-) -> MaskFacts:
+def shaped_as_padding(arguments: Iterable[Mapping[str, Any]], batch: int, keys: int) -> list[Tensor]:
+    """Return the arguments of the modules around a call that have the shape `(batch, keys)` of a padding mask, those of
+    the innermost module first.
+    """
+    values = [value for module_arguments in arguments for value in module_arguments.values()]
+    return [value for value in values if isinstance(value, Tensor) and value.shape == (batch, keys)]
+
+
+def without_unselected(facts: MaskFacts, received: ReceivedMask, arguments: Iterable[Tensor], batch: int) -> MaskFacts:
     """Return the facts about a mask, where keys that are hidden from all rows count as seen unless they are padding.
 
     They are padding if the rest of the mask follows from positions: each row sees an interval of the other keys, or the
@@ -25,7 +31,7 @@ def without_unselected(
     Args:
         facts: facts about the mask.
         received: the mask.
-        arguments: arguments of the modules around the call, those of the innermost first.
+        arguments: arguments of the modules around the call that have the shape of a padding mask.
         batch: number of sequences.
     """
     if bool(facts.is_seen.all()) or _follows_from_positions(facts, received):
@@ -70,15 +76,12 @@ def _increases(keys: Int[Tensor, "#batch heads rows"], counted: Bool[Tensor, "#b
 
 
 def _marked_as_padding(
-    hidden: Bool[Tensor, "batch keys"], arguments: Iterable[Mapping[str, Any]]
+    hidden: Bool[Tensor, "batch keys"], arguments: Iterable[Tensor]
 ) -> Bool[Tensor, "batch keys"] | None:
     """Return True at the keys that a padding mask among the arguments of a module marks, if all of these are hidden;
     None without such a mask.
     """
-    values = [value for module_arguments in arguments for value in module_arguments.values()]
-    for value in values:
-        if not isinstance(value, Tensor) or value.shape != hidden.shape:
-            continue
+    for value in arguments:
         if not bool(((value == 0) | (value == 1) | (value <= -HIDING_DIFFERENCE)).all()):
             continue
         for marked in (value == 0, value != 0):
