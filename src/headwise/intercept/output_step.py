@@ -71,8 +71,8 @@ class OutputStep:
         return moves_elements(self.call) or (is_same_shape and not keeps_order)
 
     def _loses(self, axis: int) -> bool:
-        """Return True if an axis of the output is in the argument, and in none of the results. If there are no results,
-        the function has selected tokens in a way that is not followed.
+        """Return True if an axis of the output is in the argument, and in none of the results. Return False without
+        results: the function has then selected tokens in a way that is not followed.
         """
 
         def is_in(axes: Axes) -> bool:

@@ -182,7 +182,7 @@ class WrittenNorms:
                 self._settle(path, is_confirmed=False)
         for path, weights in self._projected_by_others.items():
             if weights and path not in self._left_out and path not in self._grams:
-                self._settle(path, is_confirmed=False)  # the projection is in another module than expected
+                self._settle(path, is_confirmed=False)  # the projection has an unusual name or place
 
     def _check(self, path: str, call: _ProjectionCall) -> None:
         """Decide if `call`, of the projection found for the attention module at `path`, maps its head outputs."""
