@@ -1,0 +1,99 @@
+"""Compile the native kernels into one shared library: `python -m headwise.attention.backends.native.build`.
+
+The library has no Python code in it and uses torch's stable ABI, so that one file serves all supported versions of
+Python and of torch. Nothing here imports torch or headwise: the build of a wheel runs this file by its path.
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+FOLDER = Path(__file__).resolve().parent
+LIBRARY = FOLDER / "_native.so"
+"""The library, next to this file."""
+
+TORCH_TARGET_VERSION = "0x020b000000000000"
+"""Oldest version of torch that the library runs with: 2.11."""
+
+FLAGS = (
+    "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-maybe-uninitialized"
+)
+"""Flags of all sources. The last one silences warnings about the intrinsics of GCC 12."""
+
+INSTRUCTION_SETS = {
+    "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512",
+    "avx2": "-mavx2 -mfma",
+    "portable": "",
+}
+"""Additional flags of the sources `isa_*.cpp`."""
+
+
+def torch_folder() -> Path | None:
+    """Return the folder of an installed torch, whose headers and library are used; None if there is none.
+
+    It is searched for in the folders of this Python, which pip hides from `import` while it builds a wheel, and in the
+    environment variable `HEADWISE_TORCH`.
+    """
+    paths = sysconfig.get_paths()
+    folders = [Path(paths["purelib"]), Path(paths["platlib"]), *(Path(entry) for entry in sys.path if entry)]
+    candidates = [folder / "torch" for folder in folders]
+    if "HEADWISE_TORCH" in os.environ:
+        candidates.insert(0, Path(os.environ["HEADWISE_TORCH"]))
+    found = (each for each in candidates if (each / "include/torch/csrc/stable/library.h").is_file())
+    return next(found, None)
+
+
+def why_not() -> str | None:
+    """Return the reason that the library cannot be built here, in one sentence; None if it can."""
+    if platform.system() != "Linux":
+        return f"the native kernels are built on Linux only, and this is {platform.system()}"
+    if shutil.which(_compiler()[0]) is None:
+        return f"there is no C++ compiler {_compiler()[0]!r}"
+    if torch_folder() is None:
+        return "no installed torch was found, whose headers are needed; HEADWISE_TORCH can name its folder"
+    return None
+
+
+def build(library: Path = LIBRARY) -> None:
+    """Compile all sources and link them to the file `library`. Raises `CalledProcessError` if the compiler fails."""
+    torch = torch_folder()
+    assert torch is not None
+    with TemporaryDirectory() as folder:
+        objects, commands = [], []
+        for source in sorted((FOLDER / "cpp").glob("*.cpp")):
+            name = source.stem.removeprefix("isa_")
+            if platform.machine() not in ("x86_64", "AMD64") and name.startswith("avx"):
+                continue
+            flags = f"{FLAGS} -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} {INSTRUCTION_SETS.get(name, '')}".split()
+            objects.append(f"{folder}/{source.stem}.o")
+            commands.append([*_compiler(), *flags, "-isystem", f"{torch}/include", "-c", source, "-o", objects[-1]])
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
+        partial = library.with_suffix(".partial")
+        _run([*_compiler(), "-shared", *objects, "-o", partial, f"-L{torch}/lib", "-ltorch_cpu"])
+        partial.replace(library)
+
+
+def _compiler() -> list[str]:
+    """Return the command of the C++ compiler: the environment variable `CXX`, by default `c++`."""
+    return shlex.split(os.environ.get("CXX", "c++"))
+
+
+def _run(command: list[str | Path]) -> None:
+    """Run a command; raise `CalledProcessError` if it fails."""
+    subprocess.run([str(part) for part in command], check=True)
+
+
+if __name__ == "__main__":
+    reason = why_not()
+    if reason is not None:
+        print(f"headwise runs without native kernels: {reason}", file=sys.stderr)
+    else:
+        build()

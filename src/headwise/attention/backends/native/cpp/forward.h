@@ -1,0 +1,148 @@
+// The forward pass of a block of rows: scores, softmax and output, tile by tile (FlashAttention-2, Dao 2023,
+// algorithm 1), with statistics of the weights on request.
+#pragma once
+#include "products.h"
+#include "statistics.h"
+
+namespace headwise::HEADWISE_ISA {
+
+// Products of a block with keys and values, in float32. bfloat16 keys and values are converted tile by tile.
+template <class Element>
+class FloatProducts {
+ public:
+  static constexpr int kDegree = 6;
+
+  FloatProducts(const Problem& p, const RowBlock& block, Arena& arena) : p_(p), block_(block) {
+    queries_ = arena.take<float>(round_up(p.head_dim, kLanes) * kRows);
+    room_ = arena.take<float>(kRows * round_up(larger(p.head_dim, larger(p.value_dim, kKeys)), kLanes));
+    converted_ = arena.take<float>(kKeys * larger(p.head_dim, p.value_dim));
+    float scale[kRows];
+    for (int r = 0; r < kRows; ++r) scale[r] = p.scale[block.head[r]] * kLog2E;
+    rows_to_lanes(block, static_cast<const Element*>(p.q), p.q_strides, p.head_dim, scale, room_, queries_);
+  }
+
+  float* room() { return room_; }
+
+  // scores (keys x kRows) = K Q^T, in units of ln 2.
+  void scores(KeyRange keys, float* scores) {
+    multiply<false>(tile_of(p_.k, p_.k_strides, keys, p_.head_dim), keys.end - keys.begin, queries_, kRows,
+                    p_.head_dim, scores, kRows, block_.width);
+  }
+
+  // output (value_dim x kRows) = V^T powers, or output + it.
+  void add_values(KeyRange keys, const float* powers, float* output, bool add) {
+    const LeftMatrix values = tile_of(p_.v, p_.v_strides, keys, p_.value_dim);
+    const LeftMatrix transposed{values.data, values.column, values.row};
+    const auto product = add ? multiply<true> : multiply<false>;
+    product(transposed, p_.value_dim, powers, kRows, keys.end - keys.begin, output, kRows, block_.width);
+  }
+
+ private:
+  LeftMatrix tile_of(const void* data, const Strides& strides, KeyRange keys, int64_t width) {
+    const Element* rows = row_of(static_cast<const Element*>(data), strides, block_.batch, block_.kv_head, keys.begin);
+    return as_floats(rows, strides.row, keys.end - keys.begin, width, converted_);
+  }
+
+  const Problem& p_;
+  const RowBlock& block_;
+  float *queries_, *room_, *converted_;
+};
+
+// Sum of the powers of each row, its sink included.
+inline void divisors(const Problem& p, const RowBlock& block, const SoftmaxState& state, double* divisor) {
+  for (int r = 0; r < kRows; ++r) {
+    divisor[r] = state.sums[kPowers][r];
+    if (p.sinks) divisor[r] += __builtin_exp2(double(p.sinks[block.head[r]] * kLog2E) - state.shift[r]);
+  }
+}
+
+// Divide the output by the divisors; a row without a key gets 0. Write the log-sum-exp.
+inline void normalize(const Problem& p, const RowBlock& block, const SoftmaxState& state, const double* divisor,
+                      float* output) {
+  float inverse[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    inverse[r] = divisor[r] == 0 ? 0.0f : float(1.0 / divisor[r]);
+    if (p.lse && r < block.rows)
+      p.lse[flat_index(p, block, r)] =
+          divisor[r] == 0 ? kHidden
+                          : float((double(state.shift[r]) + __builtin_log2(divisor[r])) * 0.69314718055994530942);
+  }
+  for (int64_t d = 0; d < p.value_dim; ++d)
+    for (int r = 0; r < block.width; r += kLanes)
+      store(output + d * kRows + r,
+            state.started ? load(output + d * kRows + r) * load(inverse + r) : zero());
+}
+
+// Squared norm of each row of the output, and of its product with the output projection: O . (G O) for G = W^T W.
+inline void squared_norms(const Problem& p, const RowBlock& block, const float* output, float* product,
+                          float (&squares)[2][kRows]) {
+  const float* gram = p.statistics->gram;
+  for (int r = 0; r < kRows; ++r) squares[0][r] = squares[1][r] = 0.0f;
+  for (int64_t d = 0; d < p.value_dim; ++d)
+    for (int r = 0; r < block.width; r += kLanes) {
+      const Floats x = load(output + d * kRows + r);
+      store(squares[0] + r, multiply_add(x, x, load(squares[0] + r)));
+    }
+  for (int first = 0, last; gram && first < block.rows; first = last) {
+    for (last = first + 1; last < block.rows && block.head[last] == block.head[first];) ++last;
+    const int64_t size = p.value_dim * p.value_dim;
+    multiply<false>({gram + block.head[first] * size, p.value_dim, 1}, p.value_dim, output, kRows, p.value_dim,
+                    product, kRows, block.width);
+    for (int r = first; r < last; ++r)
+      for (int64_t d = 0; d < p.value_dim; ++d) squares[1][r] += output[d * kRows + r] * product[d * kRows + r];
+  }
+}
+
+// Bytes of memory that `forward_block` divides among its arrays, with room for their alignment.
+inline int64_t forward_memory(const Problem& p) {
+  const int64_t widest = round_up(larger(p.head_dim, larger(p.value_dim, kKeys)), kLanes);
+  int64_t floats = (6 * widest + kKeys) * kRows + kKeys * widest, bytes = 0;
+  if (p.statistics) {
+    floats += p.keys * kRows + p.keys + 16 * kRows;
+    bytes = StatisticsOfBlock::tile_capacity(p) * int64_t(sizeof(KeptTile)) + p.statistics->token_count;
+  }
+  return 4 * floats + bytes + 4096;
+}
+
+template <template <class> class Products, class Element, bool kStatistics>
+inline void forward_block(const Problem& p, const RowBlock& block, void* memory) {
+  Arena arena(memory);
+  float* scores = arena.take<float>((kStatistics ? p.keys + kKeys : kKeys) * kRows);
+  float* output = arena.take<float>(round_up(p.value_dim, kLanes) * kRows);
+  float* dense = arena.take<float>(kKeys * kRows);
+  Products<Element> products(p, block, arena);
+  const Visibility visibility(p, block);
+  SoftmaxState state;
+  start_softmax(p, block, state);
+  [[maybe_unused]] StatisticsOfBlock statistics(p, block, visibility, kStatistics ? &arena : nullptr);
+
+  for (KeyRange keys = visibility.next_tile(0); !keys.empty(); keys = visibility.next_tile(keys.end)) {
+    const int64_t count = keys.end - keys.begin;
+    if (has_dense_part(p) && !dense_tile(p, block, visibility, keys, products.room(), dense)) continue;
+    products.scores(keys, scores);
+    if (p.softcap > 0) cap_scores(p, block, count, scores);
+    if (has_dense_part(p)) add_tile(block, count, dense, scores);
+    else hide_outside_ranges(visibility, block, keys, scores);
+    const float* away = kStatistics ? statistics.start_tile(keys) : nullptr;
+    softmax_tile<kStatistics, Products<Element>::kDegree>(block, state, count, scores, output, p.value_dim, away,
+                                                          statistics.indices());
+    products.add_values(keys, scores, output, state.started);
+    state.started = true;
+    if constexpr (kStatistics) {
+      statistics.add_tile(state, keys, scores, has_dense_part(p) ? dense : nullptr);
+      scores += count * kRows;
+    }
+  }
+
+  double divisor[kRows];
+  divisors(p, block, state, divisor);
+  normalize(p, block, state, divisor, output);
+  if constexpr (kStatistics) {
+    float squares[2][kRows];
+    squared_norms(p, block, output, arena.take<float>(p.value_dim * kRows), squares);
+    statistics.finish(state, divisor, squares);
+  }
+  lanes_to_rows(block, output, p.value_dim, products.room(), static_cast<Element*>(p.out), p.out_strides);
+}
+
+}  // namespace headwise::HEADWISE_ISA

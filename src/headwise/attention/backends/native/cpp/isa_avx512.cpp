@@ -1,0 +1,13 @@
+// The kernels for AVX-512.
+#define HEADWISE_ISA avx512
+// clang-format off
+#include "vector_avx512.h"
+#include "arithmetic.h"
+#include "kernels_of_isa.h"
+// clang-format on
+
+namespace headwise {
+
+const Kernels avx512_kernels = {"avx512", &avx512::forward_tasks, &avx512::forward_memory, &avx512::forward};
+
+}  // namespace headwise

@@ -1,0 +1,178 @@
+// The operators of the library, registered with torch through its stable ABI, so that one build serves all later
+// versions of torch and of Python.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <tuple>
+
+#include "dispatch.h"
+#include "parallel.h"
+
+namespace headwise {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+Tensor allocate(std::initializer_list<int64_t> sizes, ScalarType dtype) {
+  return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), dtype);
+}
+
+// Strides of a tensor of four axes; an axis of size 1 repeats.
+Strides strides_of(const Tensor& x) {
+  const auto step = [&](int64_t axis) { return x.size(axis) == 1 ? 0 : x.stride(axis); };
+  return {step(0), step(1), step(2), step(3)};
+}
+
+template <class T>
+const T* pointer(const Tensor& x) {
+  return static_cast<const T*>(x.const_data_ptr());
+}
+template <class T>
+const T* pointer(const MaybeTensor& x) {
+  return x ? pointer<T>(*x) : nullptr;
+}
+template <class T>
+T* writable(Tensor& x) {
+  return static_cast<T*>(x.mutable_data_ptr());
+}
+
+void require(const Tensor& x, ScalarType dtype, const char* name) {
+  STD_TORCH_CHECK(x.scalar_type() == dtype && x.is_cpu(), name, " has another dtype or device than it must have");
+}
+void require(const MaybeTensor& x, ScalarType dtype, const char* name) {
+  if (x) require(*x, dtype, name);
+}
+
+// Arguments that all operators have in common.
+struct Call {
+  Tensor q, k, v;
+  double scale;
+  MaybeTensor head_scale;
+  double softcap;
+  MaybeTensor sinks, ranges, dense, bias;
+};
+
+// The call as a problem, and the tensors that it points to. `scales` must outlive the problem.
+Problem problem_of(const Call& call, float* scales) {
+  const Tensor &q = call.q, &k = call.k, &v = call.v;
+  Problem p{};
+  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 axes");
+  p.batch = q.size(0), p.heads = q.size(1), p.queries = q.size(2), p.head_dim = q.size(3);
+  p.kv_heads = k.size(1), p.keys = k.size(2), p.value_dim = v.size(3);
+  STD_TORCH_CHECK(k.size(0) == p.batch && v.size(0) == p.batch && v.size(1) == p.kv_heads && v.size(2) == p.keys &&
+                      k.size(3) == p.head_dim && p.kv_heads > 0 && p.heads % p.kv_heads == 0,
+                  "the sizes of q, k and v do not fit together");
+  p.bfloat16 = q.scalar_type() == ScalarType::BFloat16;
+  const ScalarType dtype = p.bfloat16 ? ScalarType::BFloat16 : ScalarType::Float;
+  require(q, dtype, "q"), require(k, dtype, "k"), require(v, dtype, "v");
+  for (const Tensor* x : {&q, &k, &v})
+    STD_TORCH_CHECK(x->stride(3) == 1 || x->size(3) == 1, "the last axis of q, k and v must have stride 1");
+  require(call.head_scale, ScalarType::Float, "head_scale"), require(call.sinks, ScalarType::Float, "sinks");
+  require(call.ranges, ScalarType::Int, "ranges"), require(call.dense, ScalarType::Bool, "dense");
+  require(call.bias, ScalarType::Float, "bias");
+  p.q = q.const_data_ptr(), p.k = k.const_data_ptr(), p.v = v.const_data_ptr();
+  p.q_strides = strides_of(q), p.k_strides = strides_of(k), p.v_strides = strides_of(v);
+  const float* head_scale = pointer<float>(call.head_scale);
+  for (int64_t h = 0; h < p.heads; ++h) scales[h] = float(call.scale) * (head_scale ? head_scale[h] : 1.0f);
+  p.scale = scales;
+  p.softcap = float(call.softcap);
+  p.sinks = pointer<float>(call.sinks);
+  if (call.ranges) {  // (batch, heads, queries, ranges, 2)
+    const Tensor& ranges = *call.ranges;
+    STD_TORCH_CHECK(ranges.dim() == 5 && ranges.size(3) <= 4 && ranges.size(4) == 2 && ranges.is_contiguous(),
+                    "ranges must be contiguous, with up to 4 pairs for each row");
+    p.ranges = pointer<int32_t>(ranges);
+    p.range_count = int32_t(ranges.size(3));
+    p.range_strides = strides_of(ranges);
+  }
+  p.dense = reinterpret_cast<const uint8_t*>(pointer<bool>(call.dense));
+  if (call.dense) p.dense_strides = strides_of(*call.dense);
+  p.bias = pointer<float>(call.bias);
+  if (call.bias) p.bias_strides = strides_of(*call.bias);
+  return p;
+}
+
+// Allocate the output, with the heads of one position adjacent in memory, as output projections need them, and the
+// log-sum-exp.
+std::tuple<Tensor, Tensor> allocate_results(Problem& p, ScalarType dtype) {
+  Tensor rows = allocate({p.batch, p.queries, p.heads, p.value_dim}, dtype);
+  Tensor out = torch::stable::transpose(rows, 1, 2);
+  Tensor lse = allocate({p.batch, p.heads, p.queries}, ScalarType::Float);
+  p.out = out.mutable_data_ptr();
+  p.out_strides = strides_of(out);
+  p.lse = writable<float>(lse);
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor> attend_forward(Tensor q, Tensor k, Tensor v, double scale, MaybeTensor head_scale,
+                                          double softcap, MaybeTensor sinks, MaybeTensor ranges, MaybeTensor dense,
+                                          MaybeTensor bias) {
+  std::vector<float> scales(q.size(1));
+  Problem p = problem_of({q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias}, scales.data());
+  auto results = allocate_results(p, q.scalar_type());
+  run_forward(p);
+  return results;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_statistics(
+    Tensor q, Tensor k, Tensor v, double scale, MaybeTensor head_scale, double softcap, MaybeTensor sinks,
+    MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias, Tensor first_key, MaybeTensor special,
+    MaybeTensor key_tokens, MaybeTensor query_tokens, int64_t token_count, MaybeTensor counted, MaybeTensor gram) {
+  std::vector<float> scales(q.size(1));
+  Problem p = problem_of({q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias}, scales.data());
+  auto [out, lse] = allocate_results(p, q.scalar_type());
+  for (const MaybeTensor* x : {&special, &key_tokens, &query_tokens, &counted, &gram})
+    STD_TORCH_CHECK(!*x || (*x)->is_contiguous(), "the inputs of statistics must be contiguous");
+  require(first_key, ScalarType::Int, "first_key"), require(special, ScalarType::Bool, "special");
+  require(key_tokens, ScalarType::Int, "key_tokens"), require(query_tokens, ScalarType::Int, "query_tokens");
+  require(counted, ScalarType::Bool, "counted"), require(gram, ScalarType::Float, "gram");
+  Tensor rows = allocate({kRowStatistics, p.batch, p.heads, p.queries}, ScalarType::Float);
+  Tensor received = allocate({p.batch, p.heads, p.keys}, ScalarType::Long);
+  Tensor seen_by = allocate({p.batch, p.heads, p.keys}, ScalarType::Int);
+  torch::stable::zero_(received), torch::stable::zero_(seen_by);
+  Statistics statistics;
+  statistics.special = reinterpret_cast<const uint8_t*>(pointer<bool>(special));
+  statistics.key_tokens = pointer<int32_t>(key_tokens), statistics.query_tokens = pointer<int32_t>(query_tokens);
+  statistics.token_count = int32_t(token_count);
+  statistics.first_key = pointer<int32_t>(first_key);
+  statistics.counted = reinterpret_cast<const uint8_t*>(pointer<bool>(counted));
+  statistics.gram = pointer<float>(gram);
+  statistics.rows = writable<float>(rows), statistics.received = writable<int64_t>(received);
+  statistics.seen_by = writable<int32_t>(seen_by);
+  p.statistics = &statistics;
+  run_forward(p);
+  return {out, lse, rows, received, seen_by};
+}
+
+// Name of the instruction set in use; empty if the one that HEADWISE_NATIVE names is not available.
+std::string instruction_set() {
+  const Kernels* kernels = chosen_kernels();
+  return kernels ? kernels->name : "";
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
+  m.def(
+      "attend_forward(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, "
+      "Tensor? ranges, Tensor? dense, Tensor? bias) -> (Tensor out, Tensor lse)");
+  m.def(
+      "attend_statistics(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, "
+      "Tensor? ranges, Tensor? dense, Tensor? bias, Tensor first_key, Tensor? special, Tensor? key_tokens, "
+      "Tensor? query_tokens, int token_count, Tensor? counted, Tensor? gram) "
+      "-> (Tensor out, Tensor lse, Tensor rows, Tensor received, Tensor seen_by)");
+  m.def("instruction_set() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(headwise, CPU, m) {
+  m.impl("attend_forward", TORCH_BOX(&attend_forward));
+  m.impl("attend_statistics", TORCH_BOX(&attend_statistics));
+}
+STABLE_TORCH_LIBRARY_IMPL(headwise, CompositeExplicitAutograd, m) {
+  m.impl("instruction_set", TORCH_BOX(&instruction_set));
+}
+
+}  // namespace
+}  // namespace headwise

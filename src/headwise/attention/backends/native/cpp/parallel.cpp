@@ -1,0 +1,62 @@
+#include "parallel.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <atomic>
+#include <cstdlib>
+
+#include "dispatch.h"
+
+namespace headwise {
+namespace {
+
+// Memory of one thread. It is kept for the thread's next call, since fresh pages cost more than the work done in them.
+class ThreadMemory {
+ public:
+  ~ThreadMemory() { std::free(memory_); }
+  void* get(int64_t bytes) {
+    if (bytes > size_) {
+      std::free(memory_);
+      size_ = (bytes + 4095) / 4096 * 4096;
+      memory_ = std::aligned_alloc(4096, size_t(size_));
+      STD_TORCH_CHECK(memory_, "attention needs ", size_, " bytes of memory, which are not available");
+    }
+    return memory_;
+  }
+  void release_if_large() {
+    if (size_ <= kMostKept) return;
+    std::free(memory_);
+    memory_ = nullptr, size_ = 0;
+  }
+
+ private:
+  static constexpr int64_t kMostKept = int64_t(16) << 20;
+  void* memory_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// Run `run(task, memory)` for every task. Threads take the next task when they are done with one: tasks differ in
+// length.
+template <class Run>
+void run_tasks(int64_t tasks, int64_t bytes, Run run) {
+  std::atomic<int64_t> next{0};
+  const int64_t threads = torch::stable::get_num_threads();
+  torch::stable::parallel_for(0, threads < tasks ? threads : tasks, 1, [&](int64_t begin, int64_t end) {
+    static thread_local ThreadMemory memory;
+    for (int64_t worker = begin; worker < end; ++worker)
+      for (int64_t task; (task = next++) < tasks;) run(task, memory.get(bytes));
+    memory.release_if_large();
+  });
+}
+
+}  // namespace
+
+void run_forward(const Problem& p) {
+  const Kernels* kernels = chosen_kernels();
+  STD_TORCH_CHECK(kernels, "HEADWISE_NATIVE names an instruction set that is not available here");
+  if (p.batch * p.heads * p.queries == 0) return;
+  run_tasks(kernels->forward_tasks(p), kernels->forward_memory(p),
+            [&](int64_t task, void* memory) { kernels->forward(p, task, memory); });
+}
+
+}  // namespace headwise

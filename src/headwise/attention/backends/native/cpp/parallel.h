@@ -1,0 +1,9 @@
+// Runs the tasks of a call on torch's threads.
+#pragma once
+#include "problem.h"
+
+namespace headwise {
+
+void run_forward(const Problem& p);
+
+}  // namespace headwise

@@ -1,0 +1,67 @@
+// The description of one attention call: plain pointers, strides and sizes. It knows neither torch nor vectors.
+#pragma once
+#include <cstdint>
+
+namespace headwise {
+
+// Distances, in elements, between neighbours on each axis of a tensor. An axis along which values repeat has stride 0.
+struct Strides {
+  int64_t batch = 0, head = 0, row = 0, column = 0;
+};
+
+// Inputs of the statistics of attention weights, and the arrays that the kernel fills.
+struct Statistics {
+  // Inputs: one number for each key, `(batch, keys)`, or for each query, `(batch, queries)`. Null if unknown.
+  const uint8_t* special = nullptr;     // 1 at keys that are special tokens
+  const int32_t* key_tokens = nullptr;  // dense numbers of the keys' tokens, from 0 to `token_count` - 1
+  const int32_t* query_tokens = nullptr;  // those of the queries; -1 where the query has no token
+  int32_t token_count = 0;
+  const int32_t* first_key = nullptr;  // index of the first token's key, `(batch)`; -1 if it is not among the keys
+  const uint8_t* counted = nullptr;    // 1 at queries that count in `received` and `seen_by`
+  const float* gram = nullptr;         // `W^T W` of each head's output projection, `(heads, value_dim, value_dim)`
+
+  // Results: `rows` has one number for each statistic and query row, `(kRowStatistics, batch, heads, queries)`.
+  float* rows = nullptr;
+  int64_t* received = nullptr;  // sum of the weights on each key, in units of 2^-40, `(batch, heads, keys)`
+  int32_t* seen_by = nullptr;   // number of counted rows that may attend to each key, `(batch, heads, keys)`
+};
+
+// Order of the statistics in `Statistics::rows`.
+enum RowStatistic {
+  kEntropy, kLargest, kDistance, kSelf, kPrevious, kNext, kFirst, kSpecial, kDuplicate, kInduction,
+  kOutputNorm, kWrittenNorm, kVisibleKeys, kRowStatistics
+};
+
+// Fractional bits of the fixed-point numbers in `Statistics::received`. Sums of integers do not depend on the order in
+// which threads add them.
+constexpr int kReceivedBits = 40;
+
+// One attention call. Query i of head h attends with key/value head h / (heads / kv_heads).
+struct Problem {
+  int64_t batch, heads, kv_heads, queries, keys, head_dim, value_dim;
+  bool bfloat16;  // elements of q, k, v and out: bfloat16 or float32
+
+  const void *q, *k, *v;
+  Strides q_strides, k_strides, v_strides;  // the columns of a row are adjacent
+
+  const float* scale;            // factor of the scores, `(heads)`
+  float softcap = 0.0f;          // limit of the scaled scores; 0 for none
+  const float* sinks = nullptr;  // sink logit of each head; null for none
+
+  // Visible keys. Row i sees the union of `range_count` disjoint ranges `[ranges[2n], ranges[2n + 1])`, or all keys if
+  // `ranges` is null; of these, the keys at which `dense` is not 0 and `bias` is not -inf.
+  const int32_t* ranges = nullptr;
+  int32_t range_count = 0;
+  Strides range_strides;
+  const uint8_t* dense = nullptr;
+  Strides dense_strides;
+  const float* bias = nullptr;  // added to the scores after scale and softcap
+  Strides bias_strides;
+
+  void* out = nullptr;
+  Strides out_strides;
+  float* lse = nullptr;  // log-sum-exp of each row in nats, `(batch, heads, queries)`
+  const Statistics* statistics = nullptr;
+};
+
+}  // namespace headwise

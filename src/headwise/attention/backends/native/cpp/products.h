@@ -1,0 +1,78 @@
+// Matrix products of attention, by register tiles.
+//
+// Rows of queries are the lanes of vectors everywhere: scores are stored as `(keys, rows)`, outputs as
+// `(features, rows)`. So one product with scalars from a row-major matrix on the left gives both S^T = K Q^T and
+// O^T = V^T P^T, without copies of K and V in another layout, and the softmax of a row needs no sums across lanes.
+#pragma once
+#include "transpose.h"
+
+namespace headwise::HEADWISE_ISA {
+
+// Left matrix of a product: element (m, k) is `data[m * row + k * column]`.
+struct LeftMatrix {
+  const float* data;
+  int64_t row, column;
+};
+
+// C (kM x kN vectors), or the sum of C and it, = left (kM x depth) times right (depth x kN vectors). The sums of a tile
+// stay in registers; what C has already is added last, so that sums are blocked.
+template <int kM, int kN, bool kAdd>
+inline void multiply_tile(LeftMatrix left, const float* right, int64_t right_row, int64_t depth, float* c,
+                          int64_t c_row) {
+  Floats sums[kM][kN];
+#pragma GCC unroll 8
+  for (int m = 0; m < kM; ++m)
+#pragma GCC unroll 4
+    for (int n = 0; n < kN; ++n) sums[m][n] = zero();
+  const float* column = left.data;
+  for (int64_t k = 0; k < depth; ++k, column += left.column, right += right_row) {
+    Floats vectors[kN];
+#pragma GCC unroll 4
+    for (int n = 0; n < kN; ++n) vectors[n] = load(right + n * kLanes);
+#pragma GCC unroll 8
+    for (int m = 0; m < kM; ++m) {
+      const Floats scalar = all(column[m * left.row]);
+#pragma GCC unroll 4
+      for (int n = 0; n < kN; ++n) sums[m][n] = multiply_add(scalar, vectors[n], sums[m][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < kM; ++m)
+#pragma GCC unroll 4
+    for (int n = 0; n < kN; ++n) {
+      float* to = c + m * c_row + n * kLanes;
+      store(to, kAdd ? load(to) + sums[m][n] : sums[m][n]);
+    }
+}
+
+// The last `height` rows, fewer than a register tile has.
+template <int kM, int kN, bool kAdd>
+inline void multiply_rest(int64_t height, LeftMatrix left, const float* right, int64_t right_row, int64_t depth,
+                          float* c, int64_t c_row) {
+  if (height == kM) multiply_tile<kM, kN, kAdd>(left, right, right_row, depth, c, c_row);
+  if constexpr (kM > 1)
+    if (height < kM) multiply_rest<kM - 1, kN, kAdd>(height, left, right, right_row, depth, c, c_row);
+}
+
+template <int kN, bool kAdd>
+inline void multiply_strip(LeftMatrix left, int64_t height, const float* right, int64_t right_row, int64_t depth,
+                           float* c, int64_t c_row) {
+  int64_t m = 0;
+  for (; m + kTileRows <= height; m += kTileRows) {
+    multiply_tile<kTileRows, kN, kAdd>(left, right, right_row, depth, c + m * c_row, c_row);
+    left.data += kTileRows * left.row;
+  }
+  multiply_rest<kTileRows - 1, kN, kAdd>(height - m, left, right, right_row, depth, c + m * c_row, c_row);
+}
+
+// C (height x width) = left (height x depth) times right (depth x width), or C + it. Width is a multiple of the lanes.
+template <bool kAdd>
+inline void multiply(LeftMatrix left, int64_t height, const float* right, int64_t right_row, int64_t depth, float* c,
+                     int64_t c_row, int64_t width) {
+  int64_t n = 0;
+  for (; n + kTileVectors * kLanes <= width; n += kTileVectors * kLanes)
+    multiply_strip<kTileVectors, kAdd>(left, height, right + n, right_row, depth, c + n, c_row);
+  for (; n < width; n += kLanes) multiply_strip<1, kAdd>(left, height, right + n, right_row, depth, c + n, c_row);
+}
+
+}  // namespace headwise::HEADWISE_ISA

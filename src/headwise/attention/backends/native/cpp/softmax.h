@@ -1,0 +1,139 @@
+// The online softmax of a block of rows: tiles of scores become powers of two, sums and maxima are carried along
+// (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023, section 3.1).
+//
+// Scores are in units of ln 2. The shift of a row, a number near its largest score so far, is subtracted before the
+// power is taken. It moves only if a score exceeds it by more than `kSlack`, since every move rescales the output: powers
+// of up to 2^8 lose no precision.
+#pragma once
+#include "visibility.h"
+
+namespace headwise::HEADWISE_ISA {
+
+constexpr float kSlack = 8.0f;
+
+// Sums over the keys of powers times a number, for the statistics; all are rescaled with the shift.
+enum PowerSum {
+  kPowers, kPowerScores, kPowerDistances, kPowerSelf, kPowerPrevious, kPowerNext, kPowerFirst, kPowerSpecial,
+  kPowerDuplicate, kPowerInduction, kPowerSums
+};
+
+struct SoftmaxState {
+  float shift[kRows];
+  float top[kRows];  // largest score
+  float sums[kPowerSums][kRows];
+  bool started;  // the output has sums that a moving shift must rescale
+};
+
+inline void start_softmax(const Problem& p, const RowBlock& block, SoftmaxState& state) {
+  for (int r = 0; r < kRows; ++r) {
+    // A shift of at least the sink logit keeps the sink's power at most 1.
+    const float sink = p.sinks ? p.sinks[block.head[r]] * kLog2E : kNoScore;
+    state.shift[r] = sink > kNoScore ? sink : kNoScore;
+    state.top[r] = kHidden;
+    for (auto& sums : state.sums) sums[r] = 0.0f;
+  }
+  state.started = false;
+}
+
+// Scores times one factor for each row (null for 1), then `softcap tanh(score / softcap)`, in place.
+inline void cap_scores(const Problem& p, const RowBlock& block, int64_t keys, float* scores) {
+  const Floats cap = all(p.softcap * kLog2E), inverse = all(1.0f / (p.softcap * kLog2E));
+  for (int64_t j = 0; j < keys; ++j)
+    for (int r = 0; r < block.width; r += kLanes)
+      store(scores + j * kRows + r, cap * tanh(load(scores + j * kRows + r) * inverse));
+}
+
+inline void add_tile(const RowBlock& block, int64_t keys, const float* added, float* scores) {
+  for (int64_t j = 0; j < keys; ++j)
+    for (int r = 0; r < block.width; r += kLanes)
+      store(scores + j * kRows + r, load(scores + j * kRows + r) + load(added + j * kRows + r));
+}
+
+// Move the shifts of the lanes from `r` on to the new largest scores, and rescale the sums and the output.
+inline void move_shift(SoftmaxState& state, int r, Floats top, float* output, int64_t value_dim) {
+  const Floats old = load(state.shift + r), moved = larger(old, top), factor = exp2<6>(old - moved);
+  store(state.shift + r, moved);
+  // The scores in the sum of powers times scores are relative to the shift.
+  float* scores = state.sums[kPowerScores] + r;
+  store(scores, multiply_add(load(state.sums[kPowers] + r), select(greater(old, all(kNoScore)), old - moved, zero()),
+                             load(scores)));
+  for (auto& sums : state.sums) store(sums + r, load(sums + r) * factor);
+  if (!state.started) return;
+  for (int64_t d = 0; d < value_dim; ++d) store(output + d * kRows + r, load(output + d * kRows + r) * factor);
+}
+
+// Turn the scores of `kN` vectors of rows, from row `r` on, into powers, in place, and add up the powers. With
+// statistics, also add up powers times scores, and powers times distances: `away` is the distance of the first key,
+// one for each row, if keys are on both sides of the rows; otherwise it is null, and powers times the index of the key
+// in the tile are returned in `indices`.
+template <int kN, bool kStatistics, int kDegree>
+inline void power_strip(SoftmaxState& state, int r, int64_t keys, float* scores, const float* away, float* indices) {
+  Floats shift[kN], sum[kN], weighted[kN], far[kN];
+  Floats index = zero();
+#pragma GCC unroll 4
+  for (int n = 0; n < kN; ++n)
+    shift[n] = load(state.shift + r + n * kLanes), sum[n] = weighted[n] = far[n] = zero();
+  for (int64_t j = 0; j < keys; ++j) {
+#pragma GCC unroll 4
+    for (int n = 0; n < kN; ++n) {
+      float* at = scores + j * kRows + r + n * kLanes;
+      const Floats x = load(at) - shift[n], power = exp2<kDegree>(x);
+      store(at, power);
+      sum[n] = sum[n] + power;
+      if constexpr (kStatistics) {
+        weighted[n] = multiply_add(power, larger(all(-1000.0f), x), weighted[n]);  // 0 times minus infinity is 0 here
+        const Floats distance = away ? absolute(load(away + r + n * kLanes) - index) : index;
+        far[n] = multiply_add(power, distance, far[n]);
+      }
+    }
+    if constexpr (kStatistics) index = index + all(1.0f);
+  }
+#pragma GCC unroll 4
+  for (int n = 0; n < kN; ++n) {
+    const int lane = r + n * kLanes;
+    store(state.sums[kPowers] + lane, load(state.sums[kPowers] + lane) + sum[n]);
+    if constexpr (kStatistics) {
+      store(state.sums[kPowerScores] + lane, load(state.sums[kPowerScores] + lane) + weighted[n]);
+      store(indices + lane, far[n]);
+      store(indices + kRows + lane, sum[n]);
+    }
+  }
+}
+
+// Largest score of each of `kN` vectors of rows; moves the shift where it must.
+template <int kN>
+inline void raise_shift(SoftmaxState& state, int r, int64_t keys, const float* scores, float* output,
+                        int64_t value_dim) {
+  Floats top[kN];
+#pragma GCC unroll 4
+  for (int n = 0; n < kN; ++n) top[n] = all(kHidden);
+  for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+    for (int n = 0; n < kN; ++n) top[n] = larger(load(scores + j * kRows + r + n * kLanes), top[n]);
+#pragma GCC unroll 4
+  for (int n = 0; n < kN; ++n) {
+    const int lane = r + n * kLanes;
+    store(state.top + lane, larger(top[n], load(state.top + lane)));
+    if (any(greater(top[n], load(state.shift + lane) + all(kSlack))))
+      move_shift(state, lane, top[n], output, value_dim);
+  }
+}
+
+template <bool kStatistics, int kDegree>
+inline void softmax_tile(const RowBlock& block, SoftmaxState& state, int64_t keys, float* scores, float* output,
+                         int64_t value_dim, const float* away, float* indices) {
+  constexpr int kWide = kTileVectors;
+  for (int r = 0; r < block.width;) {
+    if (r + kWide * kLanes <= block.width) {
+      raise_shift<kWide>(state, r, keys, scores, output, value_dim);
+      power_strip<kWide, kStatistics, kDegree>(state, r, keys, scores, away, indices);
+      r += kWide * kLanes;
+    } else {
+      raise_shift<1>(state, r, keys, scores, output, value_dim);
+      power_strip<1, kStatistics, kDegree>(state, r, keys, scores, away, indices);
+      r += kLanes;
+    }
+  }
+}
+
+}  // namespace headwise::HEADWISE_ISA

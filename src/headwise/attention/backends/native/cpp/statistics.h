@@ -1,0 +1,244 @@
+// Statistics of the attention weights of a block, from the powers of each tile while they are in cache.
+//
+// Sums over the keys of a row are carried along like the output. Sums over the rows of a key need the final divisor of
+// each row, so the powers of all tiles of the block are kept until the end.
+#pragma once
+#include "softmax.h"
+
+namespace headwise::HEADWISE_ISA {
+
+// A tile whose powers are kept: its keys, its place in the kept powers, and the shifts that they are relative to.
+struct KeptTile {
+  KeyRange keys;
+  const float* powers;
+  float shift[kRows];
+};
+
+class StatisticsOfBlock {
+ public:
+  StatisticsOfBlock(const Problem& p, const RowBlock& block, const Visibility& visibility, Arena* arena)
+      : p_(p), s_(p.statistics), block_(block), visibility_(visibility) {
+    if (!arena) return;  // no statistics are asked for
+    tiles_ = arena->take<KeptTile>(tile_capacity(p));
+    is_token_of_block_ = arena->take<uint8_t>(s_->token_count + 1);
+    positions_ = arena->take<float>(kRows);
+    away_ = arena->take<float>(kRows);
+    indices_ = arena->take<float>(2 * kRows);
+    tokens_ = arena->take<int32_t>(kRows);
+    seen_ = arena->take<int32_t>(p.keys + 1);
+    visible_ = arena->take<float>(kRows);
+    first_position_ = last_position_ = block.position[0];
+    for (int r = 0; r < kRows; ++r) {
+      positions_[r] = float(block.position[r]);
+      first_position_ = smaller(first_position_, block.position[r]);
+      last_position_ = larger(last_position_, block.position[r]);
+      visible_[r] = 0.0f;
+    }
+    if (s_->key_tokens) mark_tokens();
+    seen_keys_ = visibility.visible({0, p.keys});
+    for (int64_t j = seen_keys_.begin; j <= seen_keys_.end; ++j) seen_[j] = 0;
+  }
+
+  static int64_t tile_capacity(const Problem& p) { return p.keys / kKeys + 2; }
+
+  bool is_counted(int r) const {
+    return r < block_.rows && (!s_->counted || s_->counted[block_.batch * p_.queries + block_.query[r]]);
+  }
+
+  // Arguments of `softmax_tile` for the distances of a tile.
+  const float* start_tile(KeyRange keys) {
+    is_before_ = keys.end - 1 <= first_position_;
+    is_after_ = keys.begin >= last_position_;
+    for (int r = 0; r < kRows; ++r) away_[r] = positions_[r] - float(keys.begin);
+    return is_before_ || is_after_ ? nullptr : away_;
+  }
+  float* indices() { return indices_; }
+
+  // Add the powers of a tile to the sums of the rows. `dense` is the tile's dense mask and bias, or null.
+  void add_tile(SoftmaxState& state, KeyRange keys, const float* powers, const float* dense) {
+    add_distances(state);
+    add_single_keys(state, keys, powers);
+    for (int64_t key = keys.begin; key < keys.end; ++key) {
+      const float* row = powers + (key - keys.begin) * kRows;
+      if (s_->special && s_->special[block_.batch * p_.keys + key]) add_row(state.sums[kPowerSpecial], row);
+      if (s_->key_tokens) {
+        add_copies(state.sums[kPowerDuplicate], key, row);
+        if (key > 0) add_copies(state.sums[kPowerInduction], key - 1, row);
+      }
+    }
+    if (dense) count_dense(keys, dense);
+    KeptTile& tile = tiles_[tile_count_++];
+    tile.keys = keys, tile.powers = powers;
+    __builtin_memcpy(tile.shift, state.shift, sizeof tile.shift);
+  }
+
+  // Write the results of the block. `divisor` is the sum of powers of each row and its sink, and `squares` has the
+  // squared norms of the output before and after the output projection.
+  void finish(const SoftmaxState& state, const double* divisor, const float (&squares)[2][kRows]) {
+    const int64_t plane = p_.batch * p_.heads * p_.queries;
+    for (int r = 0; r < block_.rows; ++r) {
+      float* to = s_->rows + flat_index(p_, block_, r);
+      const double inverse = divisor[r] > 0 || divisor[r] != divisor[r] ? 1.0 / divisor[r] : 0.0;
+      const double total = state.sums[kPowers][r] * inverse;
+      const double mean = state.sums[kPowerScores][r] * inverse;
+      const double entropy = inverse == 0 ? 0.0 : (total * __builtin_log2(divisor[r]) - mean) * double(kLn2);
+      to[kEntropy * plane] = entropy < 0 ? 0.0f : float(entropy);
+      to[kLargest * plane] = float(__builtin_exp2(double(state.top[r]) - state.shift[r]) * inverse);
+      for (int n = kPowerDistances; n < kPowerSums; ++n)
+        to[(n - kPowerDistances + kDistance) * plane] = float(state.sums[n][r] * inverse);
+      to[kOutputNorm * plane] = __builtin_sqrtf(squares[0][r]);
+      to[kWrittenNorm * plane] = squares[1][r] > 0 ? __builtin_sqrtf(squares[1][r]) : squares[1][r] * 0.0f;
+      to[kVisibleKeys * plane] = float(visible_keys(r));
+    }
+    for (int first = 0, last; first < block_.rows; first = last) {  // the rows of one head
+      last = end_of_head(first);
+      add_received(state, divisor, first, last);
+      if (!has_dense_part(p_)) add_seen(first, last);
+    }
+  }
+
+ private:
+  void mark_tokens() {
+    for (int64_t t = 0; t <= s_->token_count; ++t) is_token_of_block_[t] = 0;
+    for (int r = 0; r < kRows; ++r) {
+      tokens_[r] = s_->query_tokens[block_.batch * p_.queries + block_.query[r]];
+      if (tokens_[r] >= 0) is_token_of_block_[tokens_[r]] = 1;
+    }
+  }
+
+  // End of the rows with the head of row `first`.
+  int end_of_head(int first) const {
+    int last = first + 1;
+    while (last < block_.rows && block_.head[last] == block_.head[first]) ++last;
+    return last;
+  }
+
+  void add_row(float* sums, const float* row) const {
+    for (int r = 0; r < block_.width; r += kLanes) store(sums + r, load(sums + r) + load(row + r));
+  }
+
+  // Add the powers in `row` to the rows whose token is that of an earlier key.
+  void add_copies(float* sums, int64_t key, const float* row) const {
+    const int32_t token = s_->key_tokens[block_.batch * p_.keys + key];
+    if (!is_token_of_block_[token]) return;
+    for (int r = 0; r < block_.width; r += kLanes) {
+      const Mask is_copy = equal(load(tokens_ + r), all(token));
+      const Floats power = select(greater(load(positions_ + r), all(float(key))), load(row + r), zero());
+      store(sums + r, load(sums + r) + select(is_copy, power, zero()));
+    }
+  }
+
+  void add_distances(SoftmaxState& state) const {
+    for (int r = 0; r < block_.width; r += kLanes) {
+      Floats sum = load(indices_ + r);
+      if (is_before_ || is_after_) {
+        sum = load(away_ + r) * load(indices_ + kRows + r) - sum;
+        if (!is_before_) sum = zero() - sum;
+      }
+      store(state.sums[kPowerDistances] + r, load(state.sums[kPowerDistances] + r) + sum);
+    }
+  }
+
+  // Read the powers of single keys: the row's own, the previous, the next and the first.
+  void add_single_keys(SoftmaxState& state, KeyRange keys, const float* powers) const {
+    const auto add = [&](PowerSum sum, int r, int64_t key) {
+      if (key >= keys.begin && key < keys.end) state.sums[sum][r] += powers[(key - keys.begin) * kRows + r];
+    };
+    const bool has_first = s_->first_key[block_.batch] >= keys.begin && s_->first_key[block_.batch] < keys.end;
+    if (!has_first && (keys.end <= first_position_ - 1 || keys.begin > last_position_ + 1)) return;
+    for (int r = 0; r < block_.rows; ++r) {
+      add(kPowerSelf, r, block_.position[r]);
+      add(kPowerPrevious, r, block_.position[r] - 1);
+      add(kPowerNext, r, block_.position[r] + 1);
+      add(kPowerFirst, r, s_->first_key[block_.batch]);
+    }
+  }
+
+  // Count the visible keys of each row, and the counted rows that may attend to each key, under a dense mask.
+  void count_dense(KeyRange keys, const float* dense) {
+    for (int first = 0, last; first < block_.rows; first = last) {
+      last = end_of_head(first);
+      float is_row[kRows], is_counted_row[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        is_row[r] = r >= first && r < last ? 1.0f : 0.0f;
+        is_counted_row[r] = is_counted(r) ? is_row[r] : 0.0f;
+      }
+      int32_t* to = s_->seen_by + (block_.batch * p_.heads + block_.head[first]) * p_.keys;
+      for (int64_t key = keys.begin; key < keys.end; ++key) {
+        Floats seen = zero();
+        for (int r = 0; r < block_.width; r += kLanes) {
+          const Mask is_visible = greater(load(dense + (key - keys.begin) * kRows + r), all(kHidden));
+          store(visible_ + r, load(visible_ + r) + select(is_visible, load(is_row + r), zero()));
+          seen = seen + select(is_visible, load(is_counted_row + r), zero());
+        }
+        add_integer(to + key, int32_t(sum(seen)));
+      }
+    }
+  }
+
+  int64_t visible_keys(int r) const {
+    if (has_dense_part(p_)) return int64_t(visible_[r]);
+    int64_t total = 0;
+    for (int n = 0; n < visibility_.count; ++n) total += visibility_.length[n][r];
+    return total;
+  }
+
+  // Add up the weights on each key in the rows of one head: powers times 2^(shift of the tile - last shift) / divisor.
+  void add_received(const SoftmaxState& state, const double* divisor, int first, int last) const {
+    float inverse[kRows], factor[kRows];
+    for (int r = 0; r < kRows; ++r)
+      inverse[r] = r >= first && r < last && is_counted(r) && divisor[r] > 0 ? float(1.0 / divisor[r]) : 0.0f;
+    int64_t* to = s_->received + (block_.batch * p_.heads + block_.head[first]) * p_.keys;
+    const int from = first / kLanes * kLanes;
+    for (int64_t t = 0; t < tile_count_; ++t) {
+      const KeptTile& tile = tiles_[t];
+      for (int r = from; r < last; r += kLanes)
+        store(factor + r, exp2<6>(load(tile.shift + r) - load(state.shift + r)) * load(inverse + r));
+      for (int64_t key = tile.keys.begin; key < tile.keys.end; ++key) {
+        const float* row = tile.powers + (key - tile.keys.begin) * kRows;
+        Floats total = zero();
+        for (int r = from; r < last; r += kLanes) total = multiply_add(load(row + r), load(factor + r), total);
+        add_integer(to + key, int64_t(sum(total) * float(int64_t(1) << kReceivedBits)));
+      }
+    }
+  }
+
+  template <class T>
+  static void add_integer(T* to, T value) {
+    __atomic_fetch_add(to, value, __ATOMIC_RELAXED);
+  }
+
+  // Add the number of counted rows of one head that may attend to each key, from the differences of the numbers of
+  // neighbouring keys: +1 where the range of a row begins, -1 where it ends.
+  void add_seen(int first, int last) {
+    int32_t* to = s_->seen_by + (block_.batch * p_.heads + block_.head[first]) * p_.keys;
+    for (int r = first; r < last; ++r)
+      for (int n = 0; is_counted(r) && n < visibility_.count; ++n) {
+        const int32_t begin = visibility_.begin[n][r], length = visibility_.length[n][r];
+        if (length > 0) ++seen_[begin], --seen_[begin + length];
+      }
+    int32_t total = 0;
+    for (int64_t key = seen_keys_.begin; key < seen_keys_.end; ++key) {
+      total += seen_[key];
+      seen_[key] = 0;
+      if (total) add_integer(to + key, total);
+    }
+    seen_[seen_keys_.end] = 0;
+  }
+
+  const Problem& p_;
+  const Statistics* s_;
+  const RowBlock& block_;
+  const Visibility& visibility_;
+  KeptTile* tiles_;
+  int64_t tile_count_ = 0;
+  uint8_t* is_token_of_block_;
+  float *positions_, *away_, *indices_ = nullptr;
+  float* visible_;
+  int32_t *tokens_, *seen_;
+  KeyRange seen_keys_;
+  int64_t first_position_, last_position_;
+  bool is_before_ = false, is_after_ = false;
+};
+
+}  // namespace headwise::HEADWISE_ISA

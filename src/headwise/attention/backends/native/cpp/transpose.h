@@ -1,0 +1,33 @@
+// Transposition of matrices of floats.
+#pragma once
+
+namespace headwise::HEADWISE_ISA {
+
+// Transpose a square of `kLanes` vectors: log2(kLanes) rounds, each of which interleaves the two halves of the list.
+inline void transpose_square(Floats (&rows)[kLanes]) {
+  for (int round = 1; round < kLanes; round *= 2) {
+    Floats mixed[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes / 2; ++i) {
+      mixed[2 * i] = interleave_low(rows[i], rows[i + kLanes / 2]);
+      mixed[2 * i + 1] = interleave_high(rows[i], rows[i + kLanes / 2]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) rows[i] = mixed[i];
+  }
+}
+
+// to (columns x rows) = from (rows x columns), transposed. Both sizes are multiples of `kLanes`.
+inline void transpose(const float* from, int64_t from_row, int64_t rows, int64_t columns, float* to, int64_t to_row) {
+  for (int64_t r = 0; r < rows; r += kLanes)
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      Floats square[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) square[i] = load(from + (r + i) * from_row + c);
+      transpose_square(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) store(to + (c + i) * to_row + r, square[i]);
+    }
+}
+
+}  // namespace headwise::HEADWISE_ISA

@@ -1,0 +1,71 @@
+// Vectors of 8 floats in AVX2 registers.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace headwise::HEADWISE_ISA {
+
+using Floats = __m256;
+using Ints = __m256i;
+using Mask = __m256;  // the sign bit of each lane counts
+constexpr int kLanes = 8;
+constexpr int kTileRows = 6, kTileVectors = 2;  // register tile of a product: 12 of 16 registers hold its sums
+
+inline Floats load(const float* from) { return _mm256_loadu_ps(from); }
+inline void store(float* to, Floats x) { _mm256_storeu_ps(to, x); }
+inline Floats all(float x) { return _mm256_set1_ps(x); }
+inline Floats zero() { return _mm256_setzero_ps(); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats multiply_subtract(Floats a, Floats b, Floats c) { return _mm256_fmsub_ps(a, b, c); }
+inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }  // b if one of the two is NaN
+inline Floats absolute(Floats x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+inline Floats round_to_integer(Floats x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+// x * 2^n for an integral n from -252 to 252, in two steps, since the exponent of a float has 8 bits.
+inline Floats scale_by_power(Floats x, Floats n) {
+  const Ints power = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(power, 1), bias = _mm256_set1_epi32(127);
+  const Ints rest = _mm256_sub_epi32(power, half);
+  const Floats first = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+  const Floats second = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
+  return _mm256_mul_ps(_mm256_mul_ps(x, first), second);
+}
+inline float sum(Floats x) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+inline Ints load(const int32_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+inline Ints all(int32_t x) { return _mm256_set1_epi32(x); }
+inline Ints subtract(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
+
+inline Mask greater(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+inline Mask equal(Ints a, Ints b) { return _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b)); }
+inline Mask less_unsigned(Ints a, Ints b) {  // AVX2 compares signed numbers only: subtract 2^31 from both
+  const Ints sign = _mm256_set1_epi32(INT32_MIN);
+  return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_xor_si256(b, sign), _mm256_xor_si256(a, sign)));
+}
+inline Mask either(Mask a, Mask b) { return _mm256_or_ps(a, b); }
+inline Mask no_lanes() { return _mm256_setzero_ps(); }
+inline bool any(Mask mask) { return _mm256_movemask_ps(mask) != 0; }
+inline int count(Mask mask) { return __builtin_popcount(unsigned(_mm256_movemask_ps(mask))); }
+inline Floats select(Mask mask, Floats yes, Floats no) { return _mm256_blendv_ps(no, yes, mask); }
+
+// Read 8 bfloat16 numbers as floats: their bits are the upper half of the bits of a float.
+inline Floats load(const uint16_t* from) {
+  const Ints bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+}
+
+// Lanes 0 to 3 of both vectors, or lanes 4 to 7, alternating.
+inline Floats interleave_low(Floats a, Floats b) {
+  return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20);
+}
+inline Floats interleave_high(Floats a, Floats b) {
+  return _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31);
+}
+
+}  // namespace headwise::HEADWISE_ISA

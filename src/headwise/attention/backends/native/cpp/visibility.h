@@ -1,0 +1,141 @@
+// Keys that the rows of a block may attend to: ranges of keys for each row, and dense masks and biases.
+#pragma once
+#include "block.h"
+
+namespace headwise::HEADWISE_ISA {
+
+constexpr int kMostRanges = 4;
+
+// A half-open range of keys.
+struct KeyRange {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+inline KeyRange intersection(KeyRange a, KeyRange b) { return {larger(a.begin, b.begin), smaller(a.end, b.end)}; }
+
+// The ranges of every row of a block, and for each of them the keys that some row, or every row, may attend to.
+struct Visibility {
+  int count;
+  int32_t begin[kMostRanges][kRows], length[kMostRanges][kRows];
+  KeyRange some[kMostRanges], every[kMostRanges];
+
+  Visibility(const Problem& p, const RowBlock& block) : count(p.ranges ? p.range_count : 1) {
+    for (int n = 0; n < count; ++n) {
+      some[n] = {p.keys, 0}, every[n] = {0, p.keys};
+      for (int r = 0; r < kRows; ++r) {
+        int64_t low = 0, high = p.keys;
+        if (p.ranges) {
+          const int32_t* row = row_of(p.ranges, p.range_strides, block.batch, block.head[r], block.query[r]) + 2 * n;
+          low = larger(row[0], 0), high = larger(smaller(row[1], p.keys), low);
+        }
+        begin[n][r] = int32_t(low), length[n][r] = int32_t(high - low);
+        every[n] = intersection(every[n], {low, high});
+        if (low < high) some[n] = {smaller(some[n].begin, low), larger(some[n].end, high)};
+      }
+    }
+  }
+
+  // The smallest range with every key of `keys` that some row may attend to.
+  KeyRange visible(KeyRange keys) const {
+    KeyRange hull{keys.end, keys.begin};
+    for (int n = 0; n < count; ++n) {
+      const KeyRange part = intersection(some[n], keys);
+      if (!part.empty()) hull = {smaller(hull.begin, part.begin), larger(hull.end, part.end)};
+    }
+    return hull;
+  }
+
+  // The keys of the next tile, from key `start` on; empty after the last.
+  KeyRange next_tile(int64_t start) const {
+    int64_t next = INT64_MAX;
+    for (int n = 0; n < count; ++n)
+      if (start < some[n].end) next = smaller(next, larger(start, some[n].begin));
+    return next == INT64_MAX ? KeyRange{0, 0} : visible({next, next + kKeys});
+  }
+
+  // The largest range in `keys` that every row may attend to.
+  KeyRange unmasked(KeyRange keys) const {
+    KeyRange best{keys.begin, keys.begin};
+    for (int n = 0; n < count; ++n) {
+      const KeyRange part = intersection(every[n], keys);
+      if (part.end - part.begin > best.end - best.begin) best = part;
+    }
+    return best;
+  }
+
+  // Lanes, from lane `r` on, of the rows that may attend to a key.
+  Mask sees(int64_t key, int r) const {
+    Mask mask = no_lanes();
+    for (int n = 0; n < count; ++n) {
+      const Ints offset = subtract(all(int32_t(key)), load(begin[n] + r));  // below 0 it is a large unsigned number
+      mask = either(mask, less_unsigned(offset, load(length[n] + r)));
+    }
+    return mask;
+  }
+
+  bool row_sees(int64_t key, int r) const {
+    for (int n = 0; n < count; ++n)
+      if (key >= begin[n][r] && key < begin[n][r] + length[n][r]) return true;
+    return false;
+  }
+};
+
+// Hide the keys of a tile that are outside of the ranges of a row: `scores (keys x kRows)`, in place.
+inline void hide_outside_ranges(const Visibility& visibility, const RowBlock& block, KeyRange keys, float* scores) {
+  const KeyRange unmasked = visibility.unmasked(keys);
+  for (int64_t key = keys.begin; key < keys.end; ++key) {
+    if (key == unmasked.begin && !unmasked.empty()) key = unmasked.end;
+    if (key >= keys.end) break;
+    float* row = scores + (key - keys.begin) * kRows;
+    for (int r = 0; r < block.width; r += kLanes)
+      store(row + r, select(visibility.sees(key, r), load(row + r), all(kHidden)));
+  }
+}
+
+inline bool has_dense_part(const Problem& p) { return p.dense || p.bias; }
+
+// One row of the dense mask and bias in units of ln 2, minus infinity at hidden keys. Returns true if a key is visible.
+inline bool dense_row(const Problem& p, int64_t batch, int64_t head, int64_t query, KeyRange keys, float* to) {
+  const int64_t count = keys.end - keys.begin;
+  for (int64_t j = 0; j < count; ++j) to[j] = 0.0f;
+  if (p.bias) {
+    const int64_t step = p.bias_strides.column;
+    const float* bias = row_of(p.bias, p.bias_strides, batch, head, query) + keys.begin * step;
+    if (step == 1)
+      for (int64_t j = 0; j < count; ++j) to[j] = bias[j] * kLog2E;
+    else
+      for (int64_t j = 0; j < count; ++j) to[j] = bias[j * step] * kLog2E;
+  }
+  if (p.dense) {
+    const int64_t step = p.dense_strides.column;
+    const uint8_t* dense = row_of(p.dense, p.dense_strides, batch, head, query) + keys.begin * step;
+    if (step == 1)
+      for (int64_t j = 0; j < count; ++j) to[j] = dense[j] ? to[j] : kHidden;
+    else
+      for (int64_t j = 0; j < count; ++j) to[j] = dense[j * step] ? to[j] : kHidden;
+  }
+  bool is_visible = false;
+  for (int64_t j = 0; j < count; ++j) is_visible |= !(to[j] == kHidden);
+  return is_visible;
+}
+
+// Write what is added to the scores of a tile, `to (keys x kRows)`: the bias in units of ln 2, and minus infinity at
+// keys hidden by mask, bias or ranges. Returns false if no row may attend to any of the keys.
+inline bool dense_tile(const Problem& p, const RowBlock& block, const Visibility& visibility, KeyRange keys,
+                       float* room, float* to) {
+  const KeyRange unmasked = visibility.unmasked(keys);
+  const int64_t padded = round_up(keys.end - keys.begin, kLanes);
+  bool is_visible = false;
+  for (int r = 0; r < block.width; ++r) {
+    float* row = room + r * padded;
+    is_visible |= dense_row(p, block.batch, block.head[r], block.query[r], keys, row);
+    for (int64_t key = keys.begin; key < keys.end; ++key) {
+      if (key == unmasked.begin && !unmasked.empty()) key = unmasked.end;
+      if (key < keys.end && !visibility.row_sees(key, r)) row[key - keys.begin] = kHidden;
+    }
+  }
+  if (is_visible) transpose(room, padded, block.width, padded, to, kRows);
+  return is_visible;
+}
+
+}  // namespace headwise::HEADWISE_ISA
