@@ -28,7 +28,8 @@ FLAGS = (
 """Flags of all sources. The last one silences warnings about the intrinsics of GCC 12."""
 
 INSTRUCTION_SETS = {
-    "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512",
+    "amx": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx512bf16 -mamx-tile -mamx-bf16",
+    "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma",
     "avx2": "-mavx2 -mfma",
     "portable": "",
 }
@@ -69,7 +70,7 @@ def build(library: Path = LIBRARY) -> None:
         objects, commands = [], []
         for source in sorted((FOLDER / "cpp").glob("*.cpp")):
             name = source.stem.removeprefix("isa_")
-            if platform.machine() not in ("x86_64", "AMD64") and name.startswith("avx"):
+            if platform.machine() not in ("x86_64", "AMD64") and name.startswith(("avx", "amx")):
                 continue
             flags = f"{FLAGS} -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} {INSTRUCTION_SETS.get(name, '')}".split()
             objects.append(f"{folder}/{source.stem}.o")

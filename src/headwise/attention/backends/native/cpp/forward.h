@@ -11,6 +11,7 @@ template <class Element>
 class FloatProducts {
  public:
   static constexpr int kDegree = 6;
+  static constexpr int kAlignment = 1;
 
   FloatProducts(const Problem& p, const RowBlock& block, Arena& arena) : p_(p), block_(block) {
     queries_ = arena.take<float>(round_up(p.head_dim, kLanes) * kRows);
@@ -22,6 +23,7 @@ class FloatProducts {
   }
 
   float* room() { return room_; }
+  const float* factor() const { return nullptr; }  // the queries are scaled
 
   // scores (keys x kRows) = K Q^T, in units of ln 2.
   void scores(KeyRange keys, float* scores) {
@@ -95,8 +97,8 @@ inline void squared_norms(const Problem& p, const RowBlock& block, const float* 
 
 // Bytes of memory that `forward_block` divides among its arrays, with room for their alignment.
 inline int64_t forward_memory(const Problem& p) {
-  const int64_t widest = round_up(larger(p.head_dim, larger(p.value_dim, kKeys)), kLanes);
-  int64_t floats = (6 * widest + kKeys) * kRows + kKeys * widest, bytes = 0;
+  const int64_t widest = round_up(larger(p.head_dim, larger(p.value_dim, kKeys)), 32);
+  int64_t floats = (8 * widest + kKeys) * kRows + kKeys * widest, bytes = 0;
   if (p.statistics) {
     floats += p.keys * kRows + p.keys + 16 * kRows;
     bytes = StatisticsOfBlock::tile_capacity(p) * int64_t(sizeof(KeptTile)) + p.statistics->token_count;
@@ -108,7 +110,7 @@ template <template <class> class Products, class Element, bool kStatistics>
 inline void forward_block(const Problem& p, const RowBlock& block, void* memory) {
   Arena arena(memory);
   float* scores = arena.take<float>((kStatistics ? p.keys + kKeys : kKeys) * kRows);
-  float* output = arena.take<float>(round_up(p.value_dim, kLanes) * kRows);
+  float* output = arena.take<float>(round_up(p.value_dim, 32) * kRows);
   float* dense = arena.take<float>(kKeys * kRows);
   Products<Element> products(p, block, arena);
   const Visibility visibility(p, block);
@@ -116,16 +118,23 @@ inline void forward_block(const Problem& p, const RowBlock& block, void* memory)
   start_softmax(p, block, state);
   [[maybe_unused]] StatisticsOfBlock statistics(p, block, visibility, kStatistics ? &arena : nullptr);
 
-  for (KeyRange keys = visibility.next_tile(0); !keys.empty(); keys = visibility.next_tile(keys.end)) {
+  constexpr int kAlignment = Products<Element>::kAlignment;
+  const bool changes_scores = p.softcap > 0 || has_dense_part(p);
+  const float* factor = products.factor();
+  if (factor && (changes_scores || !all_positive(factor))) factor = nullptr;
+
+  for (KeyRange keys = visibility.next_tile(0, kAlignment); !keys.empty();
+       keys = visibility.next_tile(round_up(keys.end, kAlignment), kAlignment)) {
     const int64_t count = keys.end - keys.begin;
     if (has_dense_part(p) && !dense_tile(p, block, visibility, keys, products.room(), dense)) continue;
     products.scores(keys, scores);
+    if (products.factor() && !factor) scale_scores(block, count, products.factor(), scores);
     if (p.softcap > 0) cap_scores(p, block, count, scores);
     if (has_dense_part(p)) add_tile(block, count, dense, scores);
     else hide_outside_ranges(visibility, block, keys, scores);
     const float* away = kStatistics ? statistics.start_tile(keys) : nullptr;
-    softmax_tile<kStatistics, Products<Element>::kDegree>(block, state, count, scores, output, p.value_dim, away,
-                                                          statistics.indices());
+    softmax_tile<kStatistics, Products<Element>::kDegree>(block, state, count, factor, scores, output,
+                                                          p.value_dim, away, statistics.indices());
     products.add_values(keys, scores, output, state.started);
     state.started = true;
     if constexpr (kStatistics) {

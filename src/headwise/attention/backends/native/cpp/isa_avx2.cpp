@@ -8,6 +8,6 @@
 
 namespace headwise {
 
-const Kernels avx2_kernels = {"avx2", &avx2::forward_tasks, &avx2::forward_memory, &avx2::forward};
+const Kernels avx2_kernels = avx2::table("avx2");
 
 }  // namespace headwise

@@ -8,6 +8,6 @@
 
 namespace headwise {
 
-const Kernels avx512_kernels = {"avx512", &avx512::forward_tasks, &avx512::forward_memory, &avx512::forward};
+const Kernels avx512_kernels = avx512::table("avx512");
 
 }  // namespace headwise

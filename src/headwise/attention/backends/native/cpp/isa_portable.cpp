@@ -8,6 +8,6 @@
 
 namespace headwise {
 
-const Kernels portable_kernels = {"portable", &portable::forward_tasks, &portable::forward_memory, &portable::forward};
+const Kernels portable_kernels = portable::table("portable");
 
 }  // namespace headwise

@@ -12,8 +12,13 @@ struct Kernels {
   int64_t (*forward_tasks)(const Problem&);
   int64_t (*forward_memory)(const Problem&);
   void (*forward)(const Problem&, int64_t task, void* memory);
+  // Copies of the keys and values of one key/value head in the layout of the products: their size, 0 if none are
+  // needed, and a function that makes a part of them, with the same memory.
+  int64_t (*packed_bytes)(const Problem&);
+  int64_t (*pack_tasks)(const Problem&);
+  void (*pack)(const Problem&, int64_t task, void* packed, void* memory);
 };
 
-extern const Kernels avx512_kernels, avx2_kernels, portable_kernels;
+extern const Kernels amx_kernels, avx512_kernels, avx2_kernels, portable_kernels;
 
 }  // namespace headwise

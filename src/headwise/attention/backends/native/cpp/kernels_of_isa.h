@@ -1,22 +1,51 @@
-// Fills the table of kernels of the instruction set that this file is compiled for.
+// The functions of a table of kernels, for the instruction set that this file is compiled for.
 #pragma once
 #include "forward.h"
 #include "kernels.h"
+#ifdef __AMX_BF16__
+#include "amx.h"
+#endif
 
 namespace headwise::HEADWISE_ISA {
 
-inline int64_t forward_tasks(const Problem& p) { return p.batch * p.kv_heads * blocks_per_kv_head(p); }
+// Tasks of each key/value head; heads are adjacent.
+inline int64_t forward_tasks(const Problem& p) { return blocks_per_kv_head(p); }
 
-template <class Element>
+template <template <class> class Products, class Element>
 inline void forward_any(const Problem& p, const RowBlock& block, void* memory) {
-  if (p.statistics) forward_block<FloatProducts, Element, true>(p, block, memory);
-  else forward_block<FloatProducts, Element, false>(p, block, memory);
+  if (p.statistics) forward_block<Products, Element, true>(p, block, memory);
+  else forward_block<Products, Element, false>(p, block, memory);
 }
+
+#ifdef __AMX_BF16__
+inline int64_t packed_bytes(const Problem& p) {
+  // Copies are worth their time only if they are read by several blocks.
+  return p.bfloat16 && blocks_per_kv_head(p) > 1 ? 2 * PackedShape(p).size() : 0;
+}
+inline int64_t pack_tasks(const Problem& p) { return PackedShape(p).blocks; }
+inline void pack(const Problem& p, int64_t task, void* packed, void* memory) {
+  const PackedShape shape(p);
+  const int64_t unit = p.first_packed + task / shape.blocks, index = task % shape.blocks;
+  uint16_t* to = static_cast<uint16_t*>(packed) + task / shape.blocks * shape.size() + index * shape.block_size();
+  pack_block(p, unit / p.kv_heads, unit % p.kv_heads, index, to, static_cast<float*>(memory));
+}
+#else
+inline int64_t packed_bytes(const Problem&) { return 0; }
+inline int64_t pack_tasks(const Problem&) { return 0; }
+inline void pack(const Problem&, int64_t, void*, void*) {}
+#endif
 
 inline void forward(const Problem& p, int64_t task, void* memory) {
   const RowBlock block = row_block(p, task);
-  if (p.bfloat16) forward_any<uint16_t>(p, block, memory);
-  else forward_any<float>(p, block, memory);
+#ifdef __AMX_BF16__
+  if (p.packed) return forward_any<TileProducts, uint16_t>(p, block, memory);
+#endif
+  if (p.bfloat16) forward_any<FloatProducts, uint16_t>(p, block, memory);
+  else forward_any<FloatProducts, float>(p, block, memory);
+}
+
+constexpr Kernels table(const char* name) {
+  return {name, &forward_tasks, &forward_memory, &forward, &packed_bytes, &pack_tasks, &pack};
 }
 
 }  // namespace headwise::HEADWISE_ISA

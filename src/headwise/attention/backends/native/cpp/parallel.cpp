@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 
@@ -35,6 +36,8 @@ class ThreadMemory {
   int64_t size_ = 0;
 };
 
+constexpr int64_t kMostPackedBytes = int64_t(32) << 20;
+
 // Run `run(task, memory)` for every task. Threads take the next task when they are done with one: tasks differ in
 // length.
 template <class Run>
@@ -51,12 +54,30 @@ void run_tasks(int64_t tasks, int64_t bytes, Run run) {
 
 }  // namespace
 
-void run_forward(const Problem& p) {
+void run_forward(const Problem& call) {
   const Kernels* kernels = chosen_kernels();
   STD_TORCH_CHECK(kernels, "HEADWISE_NATIVE names an instruction set that is not available here");
-  if (p.batch * p.heads * p.queries == 0) return;
-  run_tasks(kernels->forward_tasks(p), kernels->forward_memory(p),
-            [&](int64_t task, void* memory) { kernels->forward(p, task, memory); });
+  if (call.batch * call.heads * call.queries == 0) return;
+  Problem p = call;
+  const int64_t units = p.batch * p.kv_heads, tasks = kernels->forward_tasks(p), bytes = kernels->forward_memory(p);
+  const int64_t packed_bytes = kernels->packed_bytes(p);
+  if (!packed_bytes) {
+    run_tasks(units * tasks, bytes, [&](int64_t task, void* memory) { kernels->forward(p, task, memory); });
+    return;
+  }
+  // Some key/value heads at a time, so that their copies stay small.
+  const int64_t most = std::clamp<int64_t>(kMostPackedBytes / packed_bytes, 1, units);
+  static thread_local ThreadMemory shared;
+  void* packed = shared.get(most * packed_bytes);
+  p.packed = packed;
+  for (p.first_packed = 0; p.first_packed < units; p.first_packed += most) {
+    const int64_t count = std::min(most, units - p.first_packed);
+    run_tasks(count * kernels->pack_tasks(p), bytes,
+              [&](int64_t task, void* memory) { kernels->pack(p, task, packed, memory); });
+    run_tasks(count * tasks, bytes,
+              [&](int64_t task, void* memory) { kernels->forward(p, p.first_packed * tasks + task, memory); });
+  }
+  shared.release_if_large();
 }
 
 }  // namespace headwise

@@ -58,6 +58,11 @@ struct Problem {
   const float* bias = nullptr;  // added to the scores after scale and softcap
   Strides bias_strides;
 
+  // Copies of keys and values in the layout of the kernels' products, of the key/value heads from `first_packed` on.
+  // Null where the kernels need none.
+  const void* packed = nullptr;
+  int64_t first_packed = 0;
+
   void* out = nullptr;
   Strides out_strides;
   float* lse = nullptr;  // log-sum-exp of each row in nats, `(batch, heads, queries)`

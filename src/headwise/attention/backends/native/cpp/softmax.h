@@ -35,7 +35,20 @@ inline void start_softmax(const Problem& p, const RowBlock& block, SoftmaxState&
   state.started = false;
 }
 
-// Scores times one factor for each row (null for 1), then `softcap tanh(score / softcap)`, in place.
+inline bool all_positive(const float* factor) {
+  for (int r = 0; r < kRows; ++r)
+    if (!(factor[r] > 0.0f)) return false;
+  return true;
+}
+
+// Scores times one factor for each row, in place.
+inline void scale_scores(const RowBlock& block, int64_t keys, const float* factor, float* scores) {
+  for (int64_t j = 0; j < keys; ++j)
+    for (int r = 0; r < block.width; r += kLanes)
+      store(scores + j * kRows + r, load(scores + j * kRows + r) * load(factor + r));
+}
+
+// `softcap tanh(score / softcap)` of every score, in place.
 inline void cap_scores(const Problem& p, const RowBlock& block, int64_t keys, float* scores) {
   const Floats cap = all(p.softcap * kLog2E), inverse = all(1.0f / (p.softcap * kLog2E));
   for (int64_t j = 0; j < keys; ++j)
@@ -62,22 +75,25 @@ inline void move_shift(SoftmaxState& state, int r, Floats top, float* output, in
   for (int64_t d = 0; d < value_dim; ++d) store(output + d * kRows + r, load(output + d * kRows + r) * factor);
 }
 
-// Turn the scores of `kN` vectors of rows, from row `r` on, into powers, in place, and add up the powers. With
+// Turn the scores of `kN` vectors of rows, from row `r` on, times `factor`, into powers, in place, and add up the powers. With
 // statistics, also add up powers times scores, and powers times distances: `away` is the distance of the first key,
 // one for each row, if keys are on both sides of the rows; otherwise it is null, and powers times the index of the key
 // in the tile are returned in `indices`.
-template <int kN, bool kStatistics, int kDegree>
-inline void power_strip(SoftmaxState& state, int r, int64_t keys, float* scores, const float* away, float* indices) {
-  Floats shift[kN], sum[kN], weighted[kN], far[kN];
+template <int kN, bool kStatistics, bool kScaled, int kDegree>
+inline void power_strip(SoftmaxState& state, int r, int64_t keys, const float* factor, float* scores,
+                        const float* away, float* indices) {
+  Floats shift[kN], scale[kN], sum[kN], weighted[kN], far[kN];
   Floats index = zero();
 #pragma GCC unroll 4
   for (int n = 0; n < kN; ++n)
     shift[n] = load(state.shift + r + n * kLanes), sum[n] = weighted[n] = far[n] = zero();
+  for (int n = 0; kScaled && n < kN; ++n) scale[n] = load(factor + r + n * kLanes);
   for (int64_t j = 0; j < keys; ++j) {
 #pragma GCC unroll 4
     for (int n = 0; n < kN; ++n) {
       float* at = scores + j * kRows + r + n * kLanes;
-      const Floats x = load(at) - shift[n], power = exp2<kDegree>(x);
+      const Floats x = kScaled ? multiply_subtract(load(at), scale[n], shift[n]) : load(at) - shift[n];
+      const Floats power = exp2<kDegree>(x);
       store(at, power);
       sum[n] = sum[n] + power;
       if constexpr (kStatistics) {
@@ -102,8 +118,8 @@ inline void power_strip(SoftmaxState& state, int r, int64_t keys, float* scores,
 
 // Largest score of each of `kN` vectors of rows; moves the shift where it must.
 template <int kN>
-inline void raise_shift(SoftmaxState& state, int r, int64_t keys, const float* scores, float* output,
-                        int64_t value_dim) {
+inline void raise_shift(SoftmaxState& state, int r, int64_t keys, const float* factor, const float* scores,
+                        float* output, int64_t value_dim) {
   Floats top[kN];
 #pragma GCC unroll 4
   for (int n = 0; n < kN; ++n) top[n] = all(kHidden);
@@ -113,27 +129,31 @@ inline void raise_shift(SoftmaxState& state, int r, int64_t keys, const float* s
 #pragma GCC unroll 4
   for (int n = 0; n < kN; ++n) {
     const int lane = r + n * kLanes;
+    if (factor) top[n] = top[n] * load(factor + lane);
     store(state.top + lane, larger(top[n], load(state.top + lane)));
     if (any(greater(top[n], load(state.shift + lane) + all(kSlack))))
       move_shift(state, lane, top[n], output, value_dim);
   }
 }
 
+template <int kN, bool kStatistics, int kDegree>
+inline void softmax_strip(SoftmaxState& state, int r, int64_t keys, const float* factor, float* scores, float* output,
+                          int64_t value_dim, const float* away, float* indices) {
+  raise_shift<kN>(state, r, keys, factor, scores, output, value_dim);
+  const auto strip = factor ? power_strip<kN, kStatistics, true, kDegree> : power_strip<kN, kStatistics, false, kDegree>;
+  strip(state, r, keys, factor, scores, away, indices);
+}
+
+// Turn the scores of a tile, times the positive `factor` of each row (null for 1), into powers, in place.
 template <bool kStatistics, int kDegree>
-inline void softmax_tile(const RowBlock& block, SoftmaxState& state, int64_t keys, float* scores, float* output,
-                         int64_t value_dim, const float* away, float* indices) {
+inline void softmax_tile(const RowBlock& block, SoftmaxState& state, int64_t keys, const float* factor, float* scores,
+                         float* output, int64_t value_dim, const float* away, float* indices) {
   constexpr int kWide = kTileVectors;
-  for (int r = 0; r < block.width;) {
-    if (r + kWide * kLanes <= block.width) {
-      raise_shift<kWide>(state, r, keys, scores, output, value_dim);
-      power_strip<kWide, kStatistics, kDegree>(state, r, keys, scores, away, indices);
-      r += kWide * kLanes;
-    } else {
-      raise_shift<1>(state, r, keys, scores, output, value_dim);
-      power_strip<1, kStatistics, kDegree>(state, r, keys, scores, away, indices);
-      r += kLanes;
-    }
-  }
+  int r = 0;
+  for (; r + kWide * kLanes <= block.width; r += kWide * kLanes)
+    softmax_strip<kWide, kStatistics, kDegree>(state, r, keys, factor, scores, output, value_dim, away, indices);
+  for (; r < block.width; r += kLanes)
+    softmax_strip<1, kStatistics, kDegree>(state, r, keys, factor, scores, output, value_dim, away, indices);
 }
 
 }  // namespace headwise::HEADWISE_ISA

@@ -47,6 +47,16 @@ inline Floats load(const uint16_t* from) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
+#ifdef __AVX512BF16__
+// 16 pairs of bfloat16 numbers, each of a lane of `first` and of `second`.
+inline Floats narrow_pairs(Floats first, Floats second) {
+  alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i order = _mm512_load_si512(kOrder);
+  return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first)));
+}
+#endif
+
 // Lanes 0 to 7 of both vectors, or lanes 8 to 15, alternating.
 inline Floats interleave_low(Floats a, Floats b) {
   const Ints order = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);

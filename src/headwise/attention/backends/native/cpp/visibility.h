@@ -45,12 +45,14 @@ struct Visibility {
     return hull;
   }
 
-  // The keys of the next tile, from key `start` on; empty after the last.
-  KeyRange next_tile(int64_t start) const {
+  // The keys of the next tile, from key `start` on; empty after the last. A tile begins at a multiple of `alignment`.
+  KeyRange next_tile(int64_t start, int64_t alignment) const {
     int64_t next = INT64_MAX;
     for (int n = 0; n < count; ++n)
       if (start < some[n].end) next = smaller(next, larger(start, some[n].begin));
-    return next == INT64_MAX ? KeyRange{0, 0} : visible({next, next + kKeys});
+    if (next == INT64_MAX) return {0, 0};
+    next = larger(next / alignment * alignment, start);
+    return {next, visible({next, next + kKeys}).end};
   }
 
   // The largest range in `keys` that every row may attend to.
