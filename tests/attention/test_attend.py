@@ -11,12 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from headwise.attention.backends.blockwise import tiles
+from headwise.attention.backends.native.library import why_not_loaded
 from headwise.attention.masks.grid import Grid
 from oracles import PlainResult, distance, plain_attention, plain_errors
 from shape_checks import check_first_shapes
 from strategies import MASKS, DrawnProblem, problems
 
-BACKENDS = ("fused", "blockwise", "reference")
+BACKENDS = ("fused", "blockwise", "native", "reference")
 
 
 def check_random_problems(check, number: int, **options) -> None:
@@ -39,6 +40,7 @@ def capable_backends(drawn: DrawnProblem, q, k, v) -> list[str]:
     """Return the backends that can compute a problem; the reference always can."""
     capable = [backend for backend in BACKENDS if hw.why_not(backend, q, k, v, **drawn.attend_options) is None]
     refused = {"fused": drawn.softcap or drawn.talking, "blockwise": drawn.talking, "reference": False}
+    refused["native"] = drawn.talking or q.dtype == torch.float64 or why_not_loaded()
     assert capable == [backend for backend in BACKENDS if not refused[backend]]
     return capable
 

@@ -9,8 +9,9 @@ import headwise as hw
 from headwise.attention.backends.blockwise import plan as block_plan
 from headwise.attention.backends.blockwise import tiles
 from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.backends.native.library import why_not_loaded
 from headwise.attention.problem import Problem
-from headwise.statistics import row_blocks
+from headwise.statistics import native_statistics, row_blocks
 from headwise.statistics.attend_observed import attend_observed
 from headwise.statistics.registry import STATISTICS
 from headwise.statistics.row_blocks import row_blocks_of_problem
@@ -53,7 +54,19 @@ def during_attention(attention_problem: Problem, context: CallContext | None = N
     return tally
 
 
-WAYS = pytest.mark.parametrize("way", [from_weight_rows, during_attention], ids=lambda way: way.__name__)
+def in_native_kernels(attention_problem: Problem, context: CallContext | None = None, gram=None) -> Tally:
+    """Return the statistics that the native kernels compute with the attention output."""
+    if why_not_loaded():
+        pytest.skip(why_not_loaded())
+    context, tally = context or CallContext(), Tally(gram)
+    reason = native_statistics.why_not(attention_problem, context)
+    if reason:
+        pytest.skip(reason)
+    assert native_statistics.attend_tallied(attention_problem, context, tally) is not None
+    return tally
+
+
+WAYS = pytest.mark.parametrize("way", [from_weight_rows, during_attention, in_native_kernels], ids=lambda way: way.__name__)
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from headwise.attention.backend_choice import Choice, choose_fastest, choose_nam
 from headwise.attention.backends import fused, reference
 from headwise.attention.backends.blockwise import backend as blockwise
 from headwise.attention.backends.blockwise.backend import Blockwise
+from headwise.attention.backends.native import backend as native
 from headwise.attention.masks.base import Mask
 from headwise.attention.nonfinite import run_contained
 from headwise.attention.problem import Answer, Backend, Problem
@@ -21,7 +22,7 @@ from headwise.shapes import Bool, Float, Int
 interception_hook: Callable[[Problem, Callable[[Problem], Answer]], Answer] | None = None
 """Hook that answers attention problems in place of the chosen backend while a model is intercepted; otherwise None."""
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (fused, blockwise, reference)}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (fused, blockwise, native, reference)}
 """All backends, by name."""
 
 

@@ -11,7 +11,9 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer
 from headwise.attention.nonfinite import has_nonfinite_keys_or_values
 from headwise.attention.problem import Answer, Problem
+from headwise.statistics import native_statistics
 from headwise.statistics.row_blocks import row_blocks_of_problem
+from headwise.statistics.tally import Tally
 
 
 def attend_observed(
@@ -19,12 +21,16 @@ def attend_observed(
     observer: Observer,
     call_context: CallContext | None = None,
     compute: Callable[[Problem], Answer] = reference.run,
+    tally: Tally | None = None,
 ) -> Answer:
     """Compute one attention call and return its answer: the output, and the other results that the problem requests.
     Also pass each of its attention weights once to `observer`, in row blocks (some query rows at a time), with the
     tokens and padding in `call_context`. The blockwise backend computes the answer. `compute` does so instead if that
     backend does not support the problem, if the weights are requested, if there is no query or no key, or if a key or
     value is NaN or infinite, which blockwise attention would spread to rows that do not attend to it.
+
+    If `tally` is passed, the observer does nothing but add row blocks to it. Then the native kernels compute answer and
+    statistics in one pass where they can, and `observer` is not called.
 
     Row blocks are observed while blockwise attention computes them, from scores in float32 at least, at about the cost
     of the answer alone. For problems that blockwise attention cannot solve, the row blocks are computed separately.
@@ -34,7 +40,12 @@ def attend_observed(
         observer: function that receives each row block.
         call_context: tokens and padding of the call.
         compute: function that answers problems that blockwise attention cannot solve.
+        tally: the sums to which `observer` adds each row block, if it does nothing else.
     """
+    if tally is not None and native_statistics.why_not(problem, call_context or CallContext()) is None:
+        tallied = native_statistics.attend_tallied(problem, call_context or CallContext(), tally)
+        if tallied is not None:
+            return tallied
     is_empty = 0 in (*problem.q.shape, *problem.k.shape)
     is_finite = not has_nonfinite_keys_or_values(problem)
     if blockwise.why_not(problem) is None and not problem.return_weights and not is_empty and is_finite:

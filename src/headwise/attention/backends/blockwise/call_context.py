@@ -51,7 +51,7 @@ class CallContext:
     @cached_property
     def is_repeat(self) -> Bool[Tensor, "batch keys"] | None:
         """True at keys whose token id occurs earlier in the same sequence too; None if the token ids are unknown."""
-        ids = self._distinct_ids
+        ids = self.distinct_ids
         if ids is None:
             return None
         order = ids.argsort(dim=1, stable=True)
@@ -99,11 +99,11 @@ class CallContext:
             The cells as flat indices `row * columns + column`, row by row; and the number of cells before each row,
             with their total at the end. Cached for later layers, up to `CACHED_CELLS` in all.
         """
-        assert self._distinct_ids is not None
+        assert self.distinct_ids is not None
         key = (sequence, positions, tuple(block.spans), shift)
         if key in self._copy_cells:
             return self._copy_cells[key]
-        ids = self._distinct_ids[sequence]
+        ids = self.distinct_ids[sequence]
         rows = torch.arange(positions.start, positions.stop, device=ids.device)
         copied = key_indices(block, ids.device) - shift
         is_copy = ids[rows][:, None] == ids[copied.clamp(min=0)]
@@ -115,7 +115,7 @@ class CallContext:
         return result
 
     @cached_property
-    def _distinct_ids(self) -> Int[Tensor, "batch keys"] | None:
+    def distinct_ids(self) -> Int[Tensor, "batch keys"] | None:
         """Token ids of the keys, with a different negative id at each padding token, so that padding is no copy of a
         token; None if the token ids are unknown.
         """

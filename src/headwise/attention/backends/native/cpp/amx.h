@@ -129,20 +129,21 @@ class TileProducts {
                               scores + (key - keys.begin) * kRows + r);
   }
 
-  // output (value_dim x kRows) = V^T powers, or output + it.
-  void add_values(KeyRange keys, const float* powers, float* output, bool add) {
+  // output (value_dim x kRows) = V^T powers, or output + it. The powers are overwritten unless they are kept.
+  void add_values(KeyRange keys, float* powers, bool keeps_powers, float* output, bool add) {
+    uint32_t* pairs = keeps_powers ? powers_ : reinterpret_cast<uint32_t*>(powers);
     const int64_t count = keys.end - keys.begin;
     for (int64_t j = 0; j < round_up(count, kTileKeys); j += 2)
       for (int r = 0; r < width_; r += kLanes) {
         const float* from = powers + j * kRows + r;
         const Floats first = j < count ? load(from) : zero(), second = j + 1 < count ? load(from + kRows) : zero();
-        store(reinterpret_cast<float*>(powers_ + j / 2 * kRows + r), narrow_pairs(first, second));
+        store(reinterpret_cast<float*>(pairs + j / 2 * kRows + r), narrow_pairs(first, second));
       }
     const auto product = add ? multiply_tiles<true> : multiply_tiles<false>;
     const uint16_t* values = block_of(keys.begin) + kTileKeys * shape_.head_dim;
     for (int64_t d = 0; d < shape_.value_dim; d += 32)
       for (int64_t r = 0; r < width_; r += 32)
-        product(values + d * kTileKeys, kTileKeys, shape_.block_size(), powers_ + r,
+        product(values + d * kTileKeys, kTileKeys, shape_.block_size(), pairs + r,
                 round_up(count, kTileKeys) / kTileKeys, output + d * kRows + r);
   }
 

@@ -5,7 +5,11 @@
 namespace headwise::HEADWISE_ISA {
 
 constexpr int kRows = 64;  // rows of a block: lanes of the vectors
+#ifdef __AMX_BF16__
+constexpr int kKeys = 128;  // keys of a tile
+#else
 constexpr int kKeys = 96;  // keys of a tile: its scores and the queries of a block fit a first-level cache of 48 KB
+#endif
 
 // The query rows of one block. With few queries, rows of several heads of a group are stacked (Ainslie et al. 2023,
 // grouped-query attention), so that keys are read once for all of them.

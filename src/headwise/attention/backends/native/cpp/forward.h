@@ -32,7 +32,7 @@ class FloatProducts {
   }
 
   // output (value_dim x kRows) = V^T powers, or output + it.
-  void add_values(KeyRange keys, const float* powers, float* output, bool add) {
+  void add_values(KeyRange keys, const float* powers, bool, float* output, bool add) {
     const LeftMatrix values = tile_of(p_.v, p_.v_strides, keys, p_.value_dim);
     const LeftMatrix transposed{values.data, values.column, values.row};
     const auto product = add ? multiply<true> : multiply<false>;
@@ -135,7 +135,7 @@ inline void forward_block(const Problem& p, const RowBlock& block, void* memory)
     const float* away = kStatistics ? statistics.start_tile(keys) : nullptr;
     softmax_tile<kStatistics, Products<Element>::kDegree>(block, state, count, factor, scores, output,
                                                           p.value_dim, away, statistics.indices());
-    products.add_values(keys, scores, output, state.started);
+    products.add_values(keys, scores, kStatistics, output, state.started);
     state.started = true;
     if constexpr (kStatistics) {
       statistics.add_tile(state, keys, scores, has_dense_part(p) ? dense : nullptr);

@@ -1,0 +1,77 @@
+"""The native backend: attention by kernels in C++, in float32 and bfloat16, for the CPU.
+
+Scores and sums are in float32. Masks reach the kernels as ranges of keys for each query, or as a boolean matrix where
+they are no such ranges. Keys that a mask hides cost nothing where whole tiles of them are hidden.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends import reference
+from headwise.attention.backends.native import library
+from headwise.attention.masks.key_ranges import VisibleKeys, visible_keys
+from headwise.attention.problem import Answer, Problem
+
+name = "native"
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes that the kernels compute in."""
+
+
+def why_not(problem: Problem) -> str | None:
+    """Return one sentence that says why the native kernels cannot compute an attention problem (tensors, mask and
+    options of one call); None if they can.
+    """
+    if problem.q.device.type != "cpu":
+        return f"the native kernels are for the CPU, and q is on {problem.q.device}"
+    if problem.q.dtype not in DTYPES:
+        return f"the native kernels compute in float32 and bfloat16, and q is in {problem.q.dtype}"
+    if problem.talking is not None:
+        return "the native kernels keep heads apart, and talking_heads mixes them"
+    if problem.dropout > 0:
+        return "the native kernels have no dropout"
+    if _needs_grad(problem):
+        return "the native kernels have no backward pass"
+    return library.why_not_loaded()
+
+
+def run(problem: Problem) -> Answer:
+    """Compute attention with the native kernels, or with the reference backend if the call is to return the weights.
+    The gate (a factor of the output) is not applied. `why_not` must have returned None for the problem.
+    """
+    if problem.return_weights:
+        return reference.run(problem)  # the caller asks for the matrix that kernels avoid
+    out, lse = torch.ops.headwise.attend_forward(*arguments(problem))
+    return Answer(out, lse if problem.return_lse else None, None)
+
+
+def arguments(problem: Problem, visible: VisibleKeys | None = None) -> tuple[Any, ...]:
+    """Return the arguments that all native operators share, from an attention problem. By default the keys that each
+    query attends to are found from its mask.
+    """
+    ranges, matrix = visible_keys(problem.mask, problem.grid) if visible is None else visible
+    scale = problem.scale
+    head_scale = scale[:, 0, 0].contiguous() if isinstance(scale, Tensor) else None
+    return (
+        *(_with_unit_stride(tensor) for tensor in (problem.q, problem.k, problem.v)),
+        1.0 if isinstance(scale, Tensor) else scale,
+        head_scale,
+        0.0 if problem.softcap is None else problem.softcap,
+        None if problem.sinks is None else problem.sinks[:, 0].contiguous(),
+        ranges,
+        matrix,
+        problem.bias,
+    )
+
+
+def _with_unit_stride(tensor: Tensor) -> Tensor:
+    """Return a tensor whose last axis has stride 1; copied only if necessary."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def _needs_grad(problem: Problem) -> bool:
+    """Return True if a gradient of the result may be asked for."""
+    tensors = (problem.q, problem.k, problem.v, problem.bias, problem.sinks, problem.scale)
+    return torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in tensors)

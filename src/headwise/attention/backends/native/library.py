@@ -1,0 +1,60 @@
+"""Loader of the library of native kernels. It is loaded by the first call that may use it, never by an import."""
+
+import os
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.native.build import LIBRARY
+
+VARIABLE = "HEADWISE_NATIVE"
+"""Environment variable that names the instruction set to use, such as "avx2", or "off"."""
+
+ROW_STATISTICS = 13
+"""Number of statistics of each query row that the kernels compute."""
+
+
+@cache
+def why_not_loaded() -> str | None:
+    """Load the library of native kernels, and return None; or return the reason that it is not available, in one
+    sentence.
+    """
+    if os.environ.get(VARIABLE) == "off":
+        return f"the native kernels are switched off by {VARIABLE}=off"
+    if not LIBRARY.is_file():
+        return "the native kernels were not compiled when headwise was installed"
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        return f"the native kernels cannot be loaded: {error}"
+    if not instruction_set():
+        return f"the native kernels have no {VARIABLE}={os.environ[VARIABLE]} for this processor"
+    torch.library.register_fake("headwise::attend_forward", _fake_forward)
+    torch.library.register_fake("headwise::attend_statistics", _fake_statistics)
+    return None
+
+
+def instruction_set() -> str:
+    """Return the name of the instruction set that the loaded kernels use, such as "avx512"."""
+    name: str = torch.ops.headwise.instruction_set()
+    return name
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp without values, for tracing."""
+    batch, heads, queries, _head_dim = q.shape
+    out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
+    return out, q.new_empty(batch, heads, queries, dtype=torch.float32)
+
+
+def _fake_statistics(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:
+    """Return the output, the log-sum-exp and the statistics without values, for tracing."""
+    batch, heads, queries, _head_dim = q.shape
+    sums = (batch, heads, k.shape[2])
+    return (
+        *_fake_forward(q, k, v),
+        q.new_empty(ROW_STATISTICS, batch, heads, queries, dtype=torch.float32),
+        q.new_empty(sums, dtype=torch.int64),
+        q.new_empty(sums, dtype=torch.int32),
+    )
