@@ -23,7 +23,7 @@ TORCH_TARGET_VERSION = "0x020b000000000000"
 """Oldest version of torch that the library runs with: 2.11."""
 
 FLAGS = (
-    "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-maybe-uninitialized"
+    "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized"
 )
 """Flags of all sources. The last one silences warnings about the intrinsics of GCC 12."""
 

@@ -50,29 +50,25 @@ class FloatProducts {
   float *queries_, *room_, *converted_;
 };
 
-// Sum of the powers of each row, its sink included.
-inline void divisors(const Problem& p, const RowBlock& block, const SoftmaxState& state, double* divisor) {
-  for (int r = 0; r < kRows; ++r) {
-    divisor[r] = state.sums[kPowers][r];
-    if (p.sinks) divisor[r] += __builtin_exp2(double(p.sinks[block.head[r]] * kLog2E) - state.shift[r]);
-  }
-}
-
 // Divide the output by the divisors; a row without a key gets 0. Write the log-sum-exp.
-inline void normalize(const Problem& p, const RowBlock& block, const SoftmaxState& state, const double* divisor,
+inline void normalize(const Problem& p, const RowBlock& block, const SoftmaxState& state, const Divisors& divisors,
                       float* output) {
-  float inverse[kRows];
-  for (int r = 0; r < kRows; ++r) {
-    inverse[r] = divisor[r] == 0 ? 0.0f : float(1.0 / divisor[r]);
-    if (p.lse && r < block.rows)
-      p.lse[flat_index(p, block, r)] =
-          divisor[r] == 0 ? kHidden
-                          : float((double(state.shift[r]) + __builtin_log2(divisor[r])) * 0.69314718055994530942);
+  for (int r = 0; p.lse && r < block.rows; ++r) {
+    const double lse = (double(state.shift[r]) + divisors.log2[r]) * 0.69314718055994530942;
+    p.lse[flat_index(p, block, r)] = divisors.inverse[r] == 0.0f ? kHidden : float(lse);
   }
   for (int64_t d = 0; d < p.value_dim; ++d)
+    for (int r = 0; r < block.width; r += kLanes) {
+      float* at = output + d * kRows + r;
+      store(at, state.started ? load(at) * load(divisors.inverse + r) : zero());
+    }
+}
+
+// Add the product of two `(value_dim x kRows)` matrices, row by row, to `sums`.
+inline void add_row_products(const Problem& p, const RowBlock& block, const float* a, const float* b, float* sums) {
+  for (int64_t d = 0; d < p.value_dim; ++d)
     for (int r = 0; r < block.width; r += kLanes)
-      store(output + d * kRows + r,
-            state.started ? load(output + d * kRows + r) * load(inverse + r) : zero());
+      store(sums + r, multiply_add(load(a + d * kRows + r), load(b + d * kRows + r), load(sums + r)));
 }
 
 // Squared norm of each row of the output, and of its product with the output projection: O . (G O) for G = W^T W.
@@ -80,18 +76,15 @@ inline void squared_norms(const Problem& p, const RowBlock& block, const float* 
                           float (&squares)[2][kRows]) {
   const float* gram = p.statistics->gram;
   for (int r = 0; r < kRows; ++r) squares[0][r] = squares[1][r] = 0.0f;
-  for (int64_t d = 0; d < p.value_dim; ++d)
-    for (int r = 0; r < block.width; r += kLanes) {
-      const Floats x = load(output + d * kRows + r);
-      store(squares[0] + r, multiply_add(x, x, load(squares[0] + r)));
-    }
-  for (int first = 0, last; gram && first < block.rows; first = last) {
+  add_row_products(p, block, output, output, squares[0]);
+  for (int first = 0, last; gram && first < block.rows; first = last) {  // the rows of one head
     for (last = first + 1; last < block.rows && block.head[last] == block.head[first];) ++last;
     const int64_t size = p.value_dim * p.value_dim;
     multiply<false>({gram + block.head[first] * size, p.value_dim, 1}, p.value_dim, output, kRows, p.value_dim,
                     product, kRows, block.width);
-    for (int r = first; r < last; ++r)
-      for (int64_t d = 0; d < p.value_dim; ++d) squares[1][r] += output[d * kRows + r] * product[d * kRows + r];
+    float of_head[kRows] = {};
+    add_row_products(p, block, output, product, of_head);
+    for (int r = first; r < last; ++r) squares[1][r] = of_head[r];
   }
 }
 
@@ -143,13 +136,12 @@ inline void forward_block(const Problem& p, const RowBlock& block, void* memory)
     }
   }
 
-  double divisor[kRows];
-  divisors(p, block, state, divisor);
-  normalize(p, block, state, divisor, output);
+  const Divisors divisors(p, block, state);
+  normalize(p, block, state, divisors, output);
   if constexpr (kStatistics) {
     float squares[2][kRows];
     squared_norms(p, block, output, arena.take<float>(p.value_dim * kRows), squares);
-    statistics.finish(state, divisor, squares);
+    statistics.finish(state, divisors, squares);
   }
   lanes_to_rows(block, output, p.value_dim, products.room(), static_cast<Element*>(p.out), p.out_strides);
 }

@@ -132,6 +132,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_statistics(
   require(counted, ScalarType::Bool, "counted"), require(gram, ScalarType::Float, "gram");
   Tensor rows = allocate({kRowStatistics, p.batch, p.heads, p.queries}, ScalarType::Float);
   Tensor received = allocate({p.batch, p.heads, p.keys}, ScalarType::Long);
+  Tensor locks = allocate({p.batch, p.heads}, ScalarType::Byte);
+  torch::stable::zero_(locks);
   Tensor seen_by = allocate({p.batch, p.heads, p.keys}, ScalarType::Int);
   torch::stable::zero_(received), torch::stable::zero_(seen_by);
   Statistics statistics;
@@ -142,6 +144,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_statistics(
   statistics.counted = reinterpret_cast<const uint8_t*>(pointer<bool>(counted));
   statistics.gram = pointer<float>(gram);
   statistics.rows = writable<float>(rows), statistics.received = writable<int64_t>(received);
+  statistics.locks = writable<uint8_t>(locks);
   statistics.seen_by = writable<int32_t>(seen_by);
   p.statistics = &statistics;
   run_forward(p);

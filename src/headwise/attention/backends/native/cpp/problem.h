@@ -23,6 +23,7 @@ struct Statistics {
   // Results: `rows` has one number for each statistic and query row, `(kRowStatistics, batch, heads, queries)`.
   float* rows = nullptr;
   int64_t* received = nullptr;  // sum of the weights on each key, in units of 2^-40, `(batch, heads, keys)`
+  uint8_t* locks = nullptr;     // one for each sequence and head, 0 at first
   int32_t* seen_by = nullptr;   // number of counted rows that may attend to each key, `(batch, heads, keys)`
 };
 

@@ -24,6 +24,22 @@ struct SoftmaxState {
   bool started;  // the output has sums that a moving shift must rescale
 };
 
+// The sums of the powers of each row, its sink included: their inverses, and their logarithms to base 2. In a row that
+// has neither a key nor a sink, both are 0.
+struct Divisors {
+  float inverse[kRows];
+  double log2[kRows];
+
+  Divisors(const Problem& p, const RowBlock& block, const SoftmaxState& state) {
+    for (int r = 0; r < kRows; ++r) {
+      double sum = state.sums[kPowers][r];
+      if (p.sinks) sum += __builtin_exp2(double(p.sinks[block.head[r]] * kLog2E) - state.shift[r]);
+      inverse[r] = sum == 0 ? 0.0f : float(1.0 / sum);
+      log2[r] = sum == 0 ? 0.0 : __builtin_log2(sum);
+    }
+  }
+};
+
 inline void start_softmax(const Problem& p, const RowBlock& block, SoftmaxState& state) {
   for (int r = 0; r < kRows; ++r) {
     // A shift of at least the sink logit keeps the sink's power at most 1.

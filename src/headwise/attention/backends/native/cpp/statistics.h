@@ -58,32 +58,29 @@ class StatisticsOfBlock {
   void add_tile(SoftmaxState& state, KeyRange keys, const float* powers, const float* dense) {
     add_distances(state);
     add_single_keys(state, keys, powers);
-    for (int64_t key = keys.begin; key < keys.end; ++key) {
-      const float* row = powers + (key - keys.begin) * kRows;
-      if (s_->special && s_->special[block_.batch * p_.keys + key]) add_row(state.sums[kPowerSpecial], row);
-      if (s_->key_tokens) {
-        add_copies(state.sums[kPowerDuplicate], key, row);
-        if (key > 0) add_copies(state.sums[kPowerInduction], key - 1, row);
-      }
-    }
+    for (int64_t key = keys.begin; s_->special && key < keys.end; ++key)
+      if (s_->special[block_.batch * p_.keys + key])
+        add_row(state.sums[kPowerSpecial], powers + (key - keys.begin) * kRows);
+    if (s_->key_tokens) add_copies(state, keys, powers);
     if (dense) count_dense(keys, dense);
     KeptTile& tile = tiles_[tile_count_++];
     tile.keys = keys, tile.powers = powers;
     __builtin_memcpy(tile.shift, state.shift, sizeof tile.shift);
   }
 
-  // Write the results of the block. `divisor` is the sum of powers of each row and its sink, and `squares` has the
-  // squared norms of the output before and after the output projection.
-  void finish(const SoftmaxState& state, const double* divisor, const float (&squares)[2][kRows]) {
+  // Write the results of the block. `squares` has the squared norms of the output before and after the output
+  // projection.
+  void finish(const SoftmaxState& state, const Divisors& divisors, const float (&squares)[2][kRows]) {
+    float largest[kRows];
+    for (int r = 0; r < kRows; r += kLanes)
+      store(largest + r, exp2<6>(load(state.top + r) - load(state.shift + r)) * load(divisors.inverse + r));
     const int64_t plane = p_.batch * p_.heads * p_.queries;
     for (int r = 0; r < block_.rows; ++r) {
       float* to = s_->rows + flat_index(p_, block_, r);
-      const double inverse = divisor[r] > 0 || divisor[r] != divisor[r] ? 1.0 / divisor[r] : 0.0;
-      const double total = state.sums[kPowers][r] * inverse;
-      const double mean = state.sums[kPowerScores][r] * inverse;
-      const double entropy = inverse == 0 ? 0.0 : (total * __builtin_log2(divisor[r]) - mean) * double(kLn2);
-      to[kEntropy * plane] = entropy < 0 ? 0.0f : float(entropy);
-      to[kLargest * plane] = float(__builtin_exp2(double(state.top[r]) - state.shift[r]) * inverse);
+      const double inverse = divisors.inverse[r], total = state.sums[kPowers][r] * inverse;
+      const double entropy = total * divisors.log2[r] - state.sums[kPowerScores][r] * inverse;
+      to[kEntropy * plane] = entropy < 0 ? 0.0f : float(entropy * double(kLn2));
+      to[kLargest * plane] = largest[r];
       for (int n = kPowerDistances; n < kPowerSums; ++n)
         to[(n - kPowerDistances + kDistance) * plane] = float(state.sums[n][r] * inverse);
       to[kOutputNorm * plane] = __builtin_sqrtf(squares[0][r]);
@@ -92,7 +89,7 @@ class StatisticsOfBlock {
     }
     for (int first = 0, last; first < block_.rows; first = last) {  // the rows of one head
       last = end_of_head(first);
-      add_received(state, divisor, first, last);
+      add_received(state, divisors, first, last);
       if (!has_dense_part(p_)) add_seen(first, last);
     }
   }
@@ -117,14 +114,29 @@ class StatisticsOfBlock {
     for (int r = 0; r < block_.width; r += kLanes) store(sums + r, load(sums + r) + load(row + r));
   }
 
-  // Add the powers in `row` to the rows whose token is that of an earlier key.
-  void add_copies(float* sums, int64_t key, const float* row) const {
-    const int32_t token = s_->key_tokens[block_.batch * p_.keys + key];
-    if (!is_token_of_block_[token]) return;
+  // Add the powers of earlier copies of each row's token, and of the keys after them. Only keys whose token is that of
+  // some row are compared with the rows.
+  void add_copies(SoftmaxState& state, KeyRange keys, const float* powers) {
+    const int32_t* tokens = s_->key_tokens + block_.batch * p_.keys;
+    int64_t copies[kKeys + 1];  // keys whose token is one of the block; the first may be before the tile
+    int count = 0;
+    for (int64_t key = larger(keys.begin - 1, 0); key < keys.end; ++key) {
+      copies[count] = key;
+      count += is_token_of_block_[tokens[key]];
+    }
     for (int r = 0; r < block_.width; r += kLanes) {
-      const Mask is_copy = equal(load(tokens_ + r), all(token));
-      const Floats power = select(greater(load(positions_ + r), all(float(key))), load(row + r), zero());
-      store(sums + r, load(sums + r) + select(is_copy, power, zero()));
+      const Ints row_tokens = load(tokens_ + r);
+      const Floats position = load(positions_ + r);
+      Floats duplicate = load(state.sums[kPowerDuplicate] + r), induction = load(state.sums[kPowerInduction] + r);
+      for (int n = 0; n < count; ++n) {
+        const int64_t key = copies[n];
+        const float* row = powers + (key - keys.begin) * kRows + r;
+        const Mask is_copy = both(equal(row_tokens, all(tokens[key])), greater(position, all(float(key))));
+        if (key >= keys.begin) duplicate = select(is_copy, duplicate + load(row), duplicate);
+        if (key + 1 < keys.end) induction = select(is_copy, induction + load(row + kRows), induction);
+      }
+      store(state.sums[kPowerDuplicate] + r, duplicate);
+      store(state.sums[kPowerInduction] + r, induction);
     }
   }
 
@@ -184,23 +196,38 @@ class StatisticsOfBlock {
   }
 
   // Add up the weights on each key in the rows of one head: powers times 2^(shift of the tile - last shift) / divisor.
-  void add_received(const SoftmaxState& state, const double* divisor, int first, int last) const {
+  void add_received(const SoftmaxState& state, const Divisors& divisors, int first, int last) const {
     float inverse[kRows], factor[kRows];
-    for (int r = 0; r < kRows; ++r)
-      inverse[r] = r >= first && r < last && is_counted(r) && divisor[r] > 0 ? float(1.0 / divisor[r]) : 0.0f;
-    int64_t* to = s_->received + (block_.batch * p_.heads + block_.head[first]) * p_.keys;
+    for (int r = 0; r < kRows; ++r) inverse[r] = r >= first && r < last && is_counted(r) ? divisors.inverse[r] : 0.0f;
+    const int64_t head = block_.batch * p_.heads + block_.head[first];
     const int from = first / kLanes * kLanes;
     for (int64_t t = 0; t < tile_count_; ++t) {
       const KeptTile& tile = tiles_[t];
       for (int r = from; r < last; r += kLanes)
         store(factor + r, exp2<6>(load(tile.shift + r) - load(state.shift + r)) * load(inverse + r));
-      for (int64_t key = tile.keys.begin; key < tile.keys.end; ++key) {
-        const float* row = tile.powers + (key - tile.keys.begin) * kRows;
-        Floats total = zero();
-        for (int r = from; r < last; r += kLanes) total = multiply_add(load(row + r), load(factor + r), total);
-        add_integer(to + key, int64_t(sum(total) * float(int64_t(1) << kReceivedBits)));
+      float sums[kKeys + kLanes];
+      const int64_t count = tile.keys.end - tile.keys.begin;
+      for (int64_t j = 0; j < count; j += kLanes) {
+        Floats columns[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          const float* row = tile.powers + smaller(j + i, count - 1) * kRows;
+          columns[i] = zero();
+          for (int r = from; r < last; r += kLanes)
+            columns[i] = multiply_add(load(row + r), load(factor + r), columns[i]);
+        }
+        store(sums + j, sums_of_vectors(columns));
       }
+      add_sums(head, tile.keys, sums);
     }
+  }
+
+  // Add column sums as fixed-point numbers, while no other thread adds to the same head.
+  void add_sums(int64_t head, KeyRange keys, const float* sums) const {
+    int64_t* to = s_->received + head * p_.keys + keys.begin;
+    while (__atomic_test_and_set(s_->locks + head, __ATOMIC_ACQUIRE)) {
+    }
+    for (int64_t j = 0; j < keys.end - keys.begin; ++j) to[j] += int64_t(sums[j] * float(int64_t(1) << kReceivedBits));
+    __atomic_clear(s_->locks + head, __ATOMIC_RELEASE);
   }
 
   template <class T>

@@ -17,6 +17,14 @@ inline void transpose_square(Floats (&rows)[kLanes]) {
   }
 }
 
+// The sums of the lanes of `kLanes` vectors, as one vector.
+inline Floats sums_of_vectors(Floats (&vectors)[kLanes]) {
+  transpose_square(vectors);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) vectors[i] = vectors[i] + vectors[i + half];
+  return vectors[0];
+}
+
 // to (columns x rows) = from (rows x columns), transposed. Both sizes are multiples of `kLanes`.
 inline void transpose(const float* from, int64_t from_row, int64_t rows, int64_t columns, float* to, int64_t to_row) {
   for (int64_t r = 0; r < rows; r += kLanes)

@@ -48,6 +48,7 @@ inline Mask less_unsigned(Ints a, Ints b) {  // AVX2 compares signed numbers onl
   const Ints sign = _mm256_set1_epi32(INT32_MIN);
   return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_xor_si256(b, sign), _mm256_xor_si256(a, sign)));
 }
+inline Mask both(Mask a, Mask b) { return _mm256_and_ps(a, b); }
 inline Mask either(Mask a, Mask b) { return _mm256_or_ps(a, b); }
 inline Mask no_lanes() { return _mm256_setzero_ps(); }
 inline bool any(Mask mask) { return _mm256_movemask_ps(mask) != 0; }

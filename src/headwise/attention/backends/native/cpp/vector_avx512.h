@@ -35,6 +35,7 @@ inline Ints subtract(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 inline Mask greater(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 inline Mask equal(Ints a, Ints b) { return _mm512_cmpeq_epi32_mask(a, b); }
 inline Mask less_unsigned(Ints a, Ints b) { return _mm512_cmplt_epu32_mask(a, b); }
+inline Mask both(Mask a, Mask b) { return Mask(a & b); }
 inline Mask either(Mask a, Mask b) { return Mask(a | b); }
 inline Mask no_lanes() { return 0; }
 inline bool any(Mask mask) { return mask != 0; }

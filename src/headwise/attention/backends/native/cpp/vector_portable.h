@@ -49,6 +49,7 @@ inline Ints subtract(Ints a, Ints b) { return a - b; }
 inline Mask greater(Floats a, Floats b) { return a > b; }
 inline Mask equal(Ints a, Ints b) { return a == b; }
 inline Mask less_unsigned(Ints a, Ints b) { return (Mask)((UnsignedInts)a < (UnsignedInts)b); }
+inline Mask both(Mask a, Mask b) { return a & b; }
 inline Mask either(Mask a, Mask b) { return a | b; }
 inline Mask no_lanes() { return Mask{}; }
 inline int count(Mask mask) { return -(mask[0] + mask[1] + mask[2] + mask[3]); }
