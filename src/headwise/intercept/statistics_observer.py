@@ -165,7 +165,8 @@ class StatisticsObserver(Interceptor):
                 if captured is not None:
                     self._heads.set_captured(call.site, captured)
 
-        return Observation(observer, observed.context, on_end)
+        only_tallies = head_outputs is None and captured is None
+        return Observation(observer, observed.context, on_end, tally=tally if only_tallies else None)
 
     def finish(self) -> None:
         """End the observation: leave out the statistics that no call of the model has confirmed, and name modules that

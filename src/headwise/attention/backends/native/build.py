@@ -25,7 +25,7 @@ TORCH_TARGET_VERSION = "0x020b000000000000"
 FLAGS = (
     "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized"
 )
-"""Flags of all sources. The last one silences warnings about the intrinsics of GCC 12."""
+"""Flags of all sources. The last two silence warnings about the intrinsics of GCC 12."""
 
 INSTRUCTION_SETS = {
     "amx": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx512bf16 -mamx-tile -mamx-bf16",
