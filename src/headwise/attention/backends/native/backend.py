@@ -4,6 +4,7 @@ Scores and sums are in float32. Masks reach the kernels as ranges of keys for ea
 they are no such ranges. Keys that a mask hides cost nothing where whole tiles of them are hidden.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ def why_not(problem: Problem) -> str | None:
         return "the native kernels keep heads apart, and talking_heads mixes them"
     if problem.dropout > 0:
         return "the native kernels have no dropout"
-    if _needs_grad(problem):
-        return "the native kernels have no backward pass"
+    if problem.bias is not None and problem.bias.requires_grad and torch.is_grad_enabled():
+        return "the native kernels have no gradient of a bias, and bias requires one"
     return library.why_not_loaded()
 
 
@@ -41,10 +42,14 @@ def run(problem: Problem) -> Answer:
     """Compute attention with the native kernels, or with the reference backend if the call is to return the weights.
     The gate (a factor of the output) is not applied. `why_not` must have returned None for the problem.
     """
+    dtype = problem.q.dtype
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that kernels avoid
-    out, lse = torch.ops.headwise.attend_forward(*arguments(problem))
-    return Answer(out, lse if problem.return_lse else None, None)
+    if isinstance(problem.scale, Tensor) and problem.scale.requires_grad:
+        q, k, v = (tensor.float() for tensor in (problem.q, problem.k, problem.v))
+        problem = replace(problem, q=q * problem.scale, k=k, v=v, scale=1.0)
+    out, lse, _ = torch.ops.headwise.attend_forward(*arguments(problem))
+    return Answer(out.to(dtype), lse if problem.return_lse else None, None)
 
 
 def arguments(problem: Problem, visible: VisibleKeys | None = None) -> tuple[Any, ...]:
@@ -70,8 +75,3 @@ def _with_unit_stride(tensor: Tensor) -> Tensor:
     """Return a tensor whose last axis has stride 1; copied only if necessary."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
-
-def _needs_grad(problem: Problem) -> bool:
-    """Return True if a gradient of the result may be asked for."""
-    tensors = (problem.q, problem.k, problem.v, problem.bias, problem.sinks, problem.scale)
-    return torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in tensors)

@@ -2,10 +2,12 @@
 
 import os
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headwise.attention.backends.native import gradients
 from headwise.attention.backends.native.build import LIBRARY
 
 VARIABLE = "HEADWISE_NATIVE"
@@ -32,6 +34,8 @@ def why_not_loaded() -> str | None:
         return f"the native kernels have no {VARIABLE}={os.environ[VARIABLE]} for this processor"
     torch.library.register_fake("headwise::attend_forward", _fake_forward)
     torch.library.register_fake("headwise::attend_statistics", _fake_statistics)
+    torch.library.register_fake("headwise::attend_backward", _fake_backward)
+    gradients.register()
     return None
 
 
@@ -41,11 +45,17 @@ def instruction_set() -> str:
     return name
 
 
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp without values, for tracing."""
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output and the log-sum-exp, rounded and its rest, without values, for tracing."""
     batch, heads, queries, _head_dim = q.shape
     out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
-    return out, q.new_empty(batch, heads, queries, dtype=torch.float32)
+    return out, *(q.new_empty(batch, heads, queries, dtype=torch.float32) for _ in range(2))
+
+
+def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v without values, for tracing."""
+    q, k, v = arguments[5:8]
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _fake_statistics(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:
@@ -53,7 +63,7 @@ def _fake_statistics(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tenso
     batch, heads, queries, _head_dim = q.shape
     sums = (batch, heads, k.shape[2])
     return (
-        *_fake_forward(q, k, v),
+        *_fake_forward(q, k, v)[:2],
         q.new_empty(ROW_STATISTICS, batch, heads, queries, dtype=torch.float32),
         q.new_empty(sums, dtype=torch.int64),
         q.new_empty(sums, dtype=torch.int32),

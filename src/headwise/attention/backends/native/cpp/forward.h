@@ -55,7 +55,9 @@ inline void normalize(const Problem& p, const RowBlock& block, const SoftmaxStat
                       float* output) {
   for (int r = 0; p.lse && r < block.rows; ++r) {
     const double lse = (double(state.shift[r]) + divisors.log2[r]) * 0.69314718055994530942;
-    p.lse[flat_index(p, block, r)] = divisors.inverse[r] == 0.0f ? kHidden : float(lse);
+    const float rounded = divisors.inverse[r] == 0.0f ? kHidden : float(lse);
+    p.lse[flat_index(p, block, r)] = rounded;
+    p.lse_rest[flat_index(p, block, r)] = divisors.inverse[r] == 0.0f ? 0.0f : float(lse - rounded);
   }
   for (int64_t d = 0; d < p.value_dim; ++d)
     for (int r = 0; r < block.width; r += kLanes) {

@@ -17,7 +17,16 @@ struct Kernels {
   int64_t (*packed_bytes)(const Problem&);
   int64_t (*pack_tasks)(const Problem&);
   void (*pack)(const Problem&, int64_t task, void* packed, void* memory);
+  // The backward pass: tasks `task = head * splits + split` add to sums of their own, zeros at first, of
+  // `partial_floats` floats each; then `reduce` adds these up for `kReducedKeys` keys of a head.
+  int64_t (*backward_splits)(const Problem&);
+  int64_t (*backward_memory)(const Problem&);
+  int64_t (*partial_floats)(const Problem&);
+  void (*backward)(const Problem&, const Gradients&, int64_t task, float* partials, void* memory);
+  void (*reduce)(const Problem&, const Gradients&, int64_t task, const float* partials);
 };
+
+constexpr int64_t kReducedKeys = 256;
 
 extern const Kernels amx_kernels, avx512_kernels, avx2_kernels, portable_kernels;
 

@@ -1,5 +1,6 @@
 // The functions of a table of kernels, for the instruction set that this file is compiled for.
 #pragma once
+#include "backward.h"
 #include "forward.h"
 #include "kernels.h"
 #ifdef __AMX_BF16__
@@ -44,8 +45,27 @@ inline void forward(const Problem& p, int64_t task, void* memory) {
   else forward_any<FloatProducts, float>(p, block, memory);
 }
 
+inline int64_t backward_memory(const Problem& p) { return BackwardTask<float>::memory(p); }
+
+inline void backward(const Problem& p, const Gradients& g, int64_t task, float* partials, void* memory) {
+  const int64_t splits = backward_splits(p);
+  float* partial = partials + task * partial_floats(p);
+  if (p.bfloat16) BackwardTask<uint16_t>(p, g, memory).run(task / splits, task % splits, splits, partial);
+  else BackwardTask<float>(p, g, memory).run(task / splits, task % splits, splits, partial);
+}
+
+inline void reduce(const Problem& p, const Gradients& g, int64_t task, const float* partials) {
+  const int64_t splits = backward_splits(p), parts = (p.keys + kReducedKeys - 1) / kReducedKeys;
+  const int64_t unit = task / parts, first = task % parts * kReducedKeys;
+  const KeyRange keys{first, smaller(first + kReducedKeys, p.keys)};
+  const float* of_unit = partials + unit * splits * partial_floats(p);
+  if (p.bfloat16) reduce_partials<uint16_t>(p, g, unit, keys, of_unit, splits);
+  else reduce_partials<float>(p, g, unit, keys, of_unit, splits);
+}
+
 constexpr Kernels table(const char* name) {
-  return {name, &forward_tasks, &forward_memory, &forward, &packed_bytes, &pack_tasks, &pack};
+  return {name, &forward_tasks, &forward_memory, &forward, &packed_bytes, &pack_tasks, &pack,
+          &backward_splits, &backward_memory, &partial_floats, &backward, &reduce};
 }
 
 }  // namespace headwise::HEADWISE_ISA

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <memory>
 
 #include "dispatch.h"
 
@@ -78,6 +79,21 @@ void run_forward(const Problem& call) {
               [&](int64_t task, void* memory) { kernels->forward(p, p.first_packed * tasks + task, memory); });
   }
   shared.release_if_large();
+}
+
+void run_backward(const Problem& p, const Gradients& gradients) {
+  const Kernels* kernels = chosen_kernels();
+  STD_TORCH_CHECK(kernels, "HEADWISE_NATIVE names an instruction set that is not available here");
+  const int64_t tasks = p.batch * p.kv_heads * kernels->backward_splits(p), size = kernels->partial_floats(p);
+  // Fresh zeros of the operating system: keys that no query sees take no memory.
+  const std::unique_ptr<float, decltype(&std::free)> partials(
+      static_cast<float*>(std::calloc(size_t(tasks * size), sizeof(float))), &std::free);
+  STD_TORCH_CHECK(partials || tasks * size == 0, "the backward pass of attention needs ", tasks * size * 4, " bytes");
+  run_tasks(tasks, kernels->backward_memory(p),
+            [&](int64_t task, void* memory) { kernels->backward(p, gradients, task, partials.get(), memory); });
+  const int64_t parts = (p.keys + kReducedKeys - 1) / kReducedKeys;
+  run_tasks(p.batch * p.kv_heads * parts, 64,
+            [&](int64_t task, void*) { kernels->reduce(p, gradients, task, partials.get()); });
 }
 
 }  // namespace headwise

@@ -6,4 +6,6 @@ namespace headwise {
 
 void run_forward(const Problem& p);
 
+void run_backward(const Problem& p, const Gradients& gradients);
+
 }  // namespace headwise

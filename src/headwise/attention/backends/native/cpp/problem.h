@@ -66,8 +66,19 @@ struct Problem {
 
   void* out = nullptr;
   Strides out_strides;
-  float* lse = nullptr;  // log-sum-exp of each row in nats, `(batch, heads, queries)`
+  float* lse = nullptr;       // log-sum-exp of each row in nats, `(batch, heads, queries)`
+  float* lse_rest = nullptr;  // what rounding to float took from it, for the backward pass
   const Statistics* statistics = nullptr;
+};
+
+// Inputs of the backward pass in addition to those of the problem, whose `out` is then an input, and its results.
+struct Gradients {
+  const float *lse, *lse_rest;
+  const float* lse_gradient = nullptr;  // `(batch, heads, queries)`; null for zeros
+  const void* out;                      // gradient of the output
+  Strides out_strides;
+  void *q, *k, *v;  // results
+  Strides q_strides, k_strides, v_strides;
 };
 
 }  // namespace headwise

@@ -1,0 +1,61 @@
+"""Gradient of the native attention operator."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.shapes import Float
+
+FORWARD, BACKWARD = "headwise::attend_forward", "headwise::attend_backward"
+"""Names of the operators."""
+
+
+def register() -> None:
+    """Register the gradient of the operator of the forward pass, and an error for the gradient of this gradient, which
+    would otherwise silently be 0.
+    """
+    torch.library.register_autograd(FORWARD, _backward, setup_context=_save)
+    torch.library.register_autograd(BACKWARD, _refuse_second_derivative)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save the inputs and results that the backward pass needs."""
+    q, k, v, ctx.scale, head_scale, ctx.softcap, *others = inputs
+    ctx.save_for_backward(q, k, v, head_scale, *others, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any,
+    out_gradient: Float[Tensor, "batch heads queries value_dim"] | None,
+    lse_gradient: Float[Tensor, "batch heads queries"] | None,
+    _: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all inputs of the forward pass, given those of its output and its log-sum-exp. Only q, k,
+    v and the sinks have one.
+    """
+    q, k, v, head_scale, sinks, ranges, matrix, bias, out, lse, lse_rest = ctx.saved_tensors
+    out_gradient = torch.zeros_like(out) if out_gradient is None else out_gradient
+    if out_gradient.stride(-1) != 1:
+        out_gradient = out_gradient.contiguous()
+    lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
+    q_gradient, k_gradient, v_gradient = torch.ops.headwise.attend_backward(
+        *(out_gradient, lse_gradient, out, lse, lse_rest, q, k, v),
+        *(ctx.scale, head_scale, ctx.softcap, sinks, ranges, matrix, bias),
+    )
+    sinks_gradient = None
+    if ctx.needs_input_grad[6]:
+        # The weight of a sink takes its share from the output, whose value it lacks, and adds to the log-sum-exp.
+        delta = (out_gradient.float() * out.float()).sum(-1)
+        upstream = -delta if lse_gradient is None else lse_gradient - delta
+        weight = torch.exp(sinks[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
+        sinks_gradient = (weight * upstream).sum((0, 2))
+    return q_gradient, k_gradient, v_gradient, None, None, None, sinks_gradient, None, None, None
+
+
+def _refuse_second_derivative(ctx: Any, *_: Tensor | None) -> None:
+    """Raise `RuntimeError`, since the second derivative of native attention is not implemented."""
+    raise RuntimeError(
+        "the derivative for the gradient of native attention is not implemented; backend='reference' has one"
+    )
