@@ -17,7 +17,10 @@ from oracles import PlainResult, distance, plain_attention, plain_errors
 from shape_checks import check_first_shapes
 from strategies import MASKS, DrawnProblem, problems
 
-BACKENDS = ("fused", "blockwise", "native", "reference")
+NATIVE = () if why_not_loaded() else ("native",)
+BACKENDS = ("fused", "blockwise", *NATIVE, "reference")
+COMPLETE_BACKENDS = ("fused", "blockwise", "reference")
+"""Backends with float64, dropout and gradients of a bias."""
 
 
 def check_random_problems(check, number: int, **options) -> None:
@@ -40,7 +43,7 @@ def capable_backends(drawn: DrawnProblem, q, k, v) -> list[str]:
     """Return the backends that can compute a problem; the reference always can."""
     capable = [backend for backend in BACKENDS if hw.why_not(backend, q, k, v, **drawn.attend_options) is None]
     refused = {"fused": drawn.softcap or drawn.talking, "blockwise": drawn.talking, "reference": False}
-    refused["native"] = drawn.talking or q.dtype == torch.float64 or why_not_loaded()
+    refused["native"] = drawn.talking or q.dtype == torch.float64
     assert capable == [backend for backend in BACKENDS if not refused[backend]]
     return capable
 
@@ -166,7 +169,7 @@ def test_gradients_in_float64_of_more_problems(asked):
     check_random_problems(check_gradients, 21, asked=asked)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", COMPLETE_BACKENDS)
 def test_gradient_of_a_bias(backend):
     q, k, v = (torch.randn(2, 3, n, 11, dtype=torch.float64) for n in (5, 7, 7))
     bias = torch.randn(1, 3, 5, 7, dtype=torch.float64, requires_grad=True)
@@ -272,7 +275,7 @@ def test_gate_multiplies_the_output_and_nothing_else(backend, shape):
     assert torch.equal(gated[2], plain[2])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", COMPLETE_BACKENDS)
 def test_a_permutation_of_the_keys_leaves_the_output(backend):
     q, k, v = (torch.randn(2, 3, n, 7, dtype=torch.float64) for n in (5, 11, 11))
     order = torch.randperm(11)
@@ -329,7 +332,7 @@ def test_gqa_equals_attention_with_repeated_heads():
 # -- dropout ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", COMPLETE_BACKENDS)
 def test_dropout_drops_weights_and_scales_the_others(backend):
     q, k = torch.randn(2, 3, 50, 7), torch.randn(2, 3, 40, 7)
     v = torch.eye(40).expand(2, 3, 40, 40)  # so that the output is the matrix of weights that were used
@@ -347,7 +350,7 @@ def test_dropout_drops_weights_and_scales_the_others(backend):
     assert abs(int(dropped.sum()) - 0.3 * drawn) < 4 * (drawn * 0.3 * 0.7) ** 0.5
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", COMPLETE_BACKENDS)
 def test_dropout_follows_the_seed(backend):
     q = torch.randn(2, 3, 5, 7)
 
@@ -506,7 +509,7 @@ MISTAKES = {
     "bias type": ((Q, K, K, {"bias": 0.5}), "bias: expected a float tensor, added to the scores, got float"),
     "backend type": (
         (Q, K, K, {"backend": ["fused"]}),
-        r"backend: expected one of fused, blockwise, reference, got \['fused'\]",
+        r"backend: expected one of fused, blockwise, native, reference, got \['fused'\]",
     ),
     "padding mask": (
         (Q, K, K, {"mask": zeros(2, 11, dtype=torch.bool)}),
@@ -548,7 +551,10 @@ MISTAKES = {
         (Q, K, K, {"return_weights": "False"}),
         "return_weights: expected True or False, got 'False'",
     ),
-    "backend": ((Q, K, K, {"backend": "flash"}), "backend: expected one of fused, blockwise, reference, got 'flash'"),
+    "backend": (
+        (Q, K, K, {"backend": "flash"}),
+        "backend: expected one of fused, blockwise, native, reference, got 'flash'",
+    ),
 }
 
 

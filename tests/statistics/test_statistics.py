@@ -66,7 +66,9 @@ def in_native_kernels(attention_problem: Problem, context: CallContext | None = 
     return tally
 
 
-WAYS = pytest.mark.parametrize("way", [from_weight_rows, during_attention, in_native_kernels], ids=lambda way: way.__name__)
+WAYS = pytest.mark.parametrize(
+    "way", [from_weight_rows, during_attention, in_native_kernels], ids=lambda way: way.__name__
+)
 
 
 @pytest.fixture(autouse=True)

@@ -137,8 +137,8 @@ class Observation(NamedTuple):
             receives each row block, whose `out` is the observed weights times the values, and the output that the
             model's own function returned for these rows. With a check, the model continues with its own output. A
             check is not called where that output is known to be the product of the weights and the values.
-        tally: the sums of statistics that `observer` adds row blocks to, if it does nothing else. The native kernels may
-            then compute the statistics without any row blocks.
+        tally: the sums of statistics that `observer` adds row blocks to, if it does nothing else. The native kernels
+            may then compute the statistics without any row blocks.
     """
 
     observer: Observer

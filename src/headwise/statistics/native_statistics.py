@@ -67,6 +67,8 @@ def why_not(problem: Problem, context: CallContext) -> str | None:
         return "the native kernels know default positions only"
     if context.first_keys is not None and context.first_keys.shape[1] != 1:
         return "the native kernels know one first token for each sequence"
+    if _needs_grad(problem):
+        return "the native kernels have no gradient of an output with statistics"
     if problem.return_weights or 0 in (*problem.q.shape, *problem.k.shape):
         return "there are no rows of weights to compute, or the matrix is asked for"
     return native.why_not(problem)
@@ -154,17 +156,22 @@ def _make_kernel_inputs(context: CallContext, batch: int, queries: int, keys: in
         first_key = context.first_keys[:, 0].int().contiguous()
     elif context.real_keys is not None:
         first_key = context.real_keys.int().argmax(-1).int()
-    if context.is_repeat is None:
+    if context.is_repeat is None or context.distinct_ids is None:
         return KernelInputs(first_key, None, None, 0, has_value)
     exists = position >= 0
     has_copy = (context.is_repeat[:, position.clamp(min=0)] & exists)[:, None]
     has_value |= {"duplicate": has_copy, "induction": has_copy}
-    tokens, numbers = context.distinct_ids.unique(return_inverse=True)
+    tokens, numbers = torch.unique(context.distinct_ids, return_inverse=True)
     query_tokens = numbers[:, position.clamp(min=0)].masked_fill(~exists, -1)
     return KernelInputs(first_key, numbers.int(), query_tokens.int().contiguous(), len(tokens), has_value)
+
+
+def _needs_grad(problem: Problem) -> bool:
+    """Return True if a gradient of the output may be asked for."""
+    tensors = (problem.q, problem.k, problem.v, problem.bias, problem.sinks, problem.scale)
+    return torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     """Return a tensor that is contiguous in memory; copied only if necessary."""
     return None if tensor is None else tensor.contiguous()
-

@@ -128,7 +128,7 @@ def _combined_ranges(mask: And | Or | Not, grid: Grid) -> Ranges | None:
     if isinstance(mask, Not):
         return _subtract(everything, known[0], grid)
     if isinstance(mask, And):
-        return _intersect(*known, grid)
+        return _intersect(known[0], known[1], grid)
     return known[0] + _subtract(known[1], known[0], grid)
 
 
@@ -242,5 +242,3 @@ def _is_constant(mask: Mask) -> bool:
     if isinstance(mask, PerHead):
         return all(_is_constant(part) for part in mask.masks)
     return isinstance(mask, Band | Prefix | Chunked)
-
-

@@ -35,7 +35,8 @@ def why_not(problem: Problem) -> str | None:
         return "the native kernels have no dropout"
     if problem.bias is not None and problem.bias.requires_grad and torch.is_grad_enabled():
         return "the native kernels have no gradient of a bias, and bias requires one"
-    return library.why_not_loaded()
+    reason: str | None = library.why_not_loaded()
+    return reason
 
 
 def run(problem: Problem) -> Answer:
@@ -74,4 +75,3 @@ def arguments(problem: Problem, visible: VisibleKeys | None = None) -> tuple[Any
 def _with_unit_stride(tensor: Tensor) -> Tensor:
     """Return a tensor whose last axis has stride 1; copied only if necessary."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-

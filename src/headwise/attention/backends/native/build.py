@@ -22,10 +22,11 @@ LIBRARY = FOLDER / "_native.so"
 TORCH_TARGET_VERSION = "0x020b000000000000"
 """Oldest version of torch that the library runs with: 2.11."""
 
-FLAGS = (
-    "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized"
-)
-"""Flags of all sources. The last two silence warnings about the intrinsics of GCC 12."""
+FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -Wall -Wextra"
+"""Flags of all sources."""
+
+INTRINSICS_WARNINGS = "-Wno-maybe-uninitialized -Wno-uninitialized"
+"""Flags that silence warnings about the intrinsics of GCC 12."""
 
 INSTRUCTION_SETS = {
     "amx": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx512bf16 -mamx-tile -mamx-bf16",
@@ -72,7 +73,7 @@ def build(library: Path = LIBRARY) -> None:
             name = source.stem.removeprefix("isa_")
             if platform.machine() not in ("x86_64", "AMD64") and name.startswith(("avx", "amx")):
                 continue
-            flags = f"{FLAGS} -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} {INSTRUCTION_SETS.get(name, '')}".split()
+            flags = f"{FLAGS} {INTRINSICS_WARNINGS} -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} {INSTRUCTION_SETS.get(name, '')}".split()
             objects.append(f"{folder}/{source.stem}.o")
             commands.append([*_compiler(), *flags, "-isystem", f"{torch}/include", "-c", source, "-o", objects[-1]])
         with ThreadPoolExecutor(os.cpu_count()) as pool:

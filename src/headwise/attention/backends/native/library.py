@@ -17,26 +17,38 @@ ROW_STATISTICS = 13
 """Number of statistics of each query row that the kernels compute."""
 
 
-@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def why_not_loaded() -> str | None:
     """Load the library of native kernels, and return None; or return the reason that it is not available, in one
-    sentence.
+    sentence. The compiler calls this function instead of tracing it.
     """
+    return load()
+
+
+@cache
+def load() -> str | None:
+    """Load the library at the first call. The result is that of `why_not_loaded`."""
     if os.environ.get(VARIABLE) == "off":
         return f"the native kernels are switched off by {VARIABLE}=off"
     if not LIBRARY.is_file():
         return "the native kernels were not compiled when headwise was installed"
     try:
-        torch.ops.load_library(str(LIBRARY))
+        torch.ops.load_library(str(LIBRARY))  # type: ignore[no-untyped-call]
     except OSError as error:
         return f"the native kernels cannot be loaded: {error}"
     if not instruction_set():
         return f"the native kernels have no {VARIABLE}={os.environ[VARIABLE]} for this processor"
+    _register()
+    return None
+
+
+@cache
+def _register() -> None:
+    """Register with torch the rules by which it traces and differentiates the operators."""
     torch.library.register_fake("headwise::attend_forward", _fake_forward)
     torch.library.register_fake("headwise::attend_statistics", _fake_statistics)
     torch.library.register_fake("headwise::attend_backward", _fake_backward)
     gradients.register()
-    return None
 
 
 def instruction_set() -> str:
@@ -49,7 +61,8 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, 
     """Return the output and the log-sum-exp, rounded and its rest, without values, for tracing."""
     batch, heads, queries, _head_dim = q.shape
     out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
-    return out, *(q.new_empty(batch, heads, queries, dtype=torch.float32) for _ in range(2))
+    lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
+    return out, lse, torch.empty_like(lse)
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:

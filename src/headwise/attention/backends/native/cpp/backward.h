@@ -108,6 +108,7 @@ class BackwardTask {
       const Element* out =
           row_of(static_cast<const Element*>(p_.out), p_.out_strides, block.batch, block.head[r], block.query[r]);
       const float* row = upstream_rows_ + r * padded(p_.value_dim);
+      // In the order of the products dO . V, which delta cancels in a row in which one key has all weight.
       float product = 0.0f;
       for (int64_t d = 0; d < p_.value_dim; ++d) product += row[d] * widen(out[d]);
       delta_[r] = product - (g_.lse_gradient ? g_.lse_gradient[flat_index(p_, block, r)] : 0.0f);

@@ -1,0 +1,156 @@
+"""Checks of the native kernels for one instruction set, which the environment variable HEADWISE_NATIVE names.
+
+python tests/attention/backends/native_checks.py
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+import headwise as hw
+from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.backends.native import library
+from headwise.attention.masks.grid import Grid
+from headwise.attention.problem import Problem
+from headwise.statistics import native_statistics
+from headwise.statistics.attend_observed import attend_observed
+from headwise.statistics.tally import Tally
+from oracles import distance, plain_attention
+
+SIZES = [
+    # batch, heads, kv_heads, queries, keys, head_dim, value_dim: several tiles of keys and blocks of rows, and rests
+    (2, 6, 3, 5, 37, 11, 13),
+    (1, 2, 1, 67, 131, 64, 32),
+    (1, 2, 2, 259, 317, 19, 96),
+    (2, 3, 1, 7, 401, 80, 37),
+    (1, 3, 3, 130, 23, 2, 5),
+]
+
+
+@dataclass
+class Options:
+    """Options of `attend`, of which the oracle needs some in another form."""
+
+    mask: hw.Mask | None = None
+    others: dict = field(default_factory=dict)
+
+
+def options_for(heads: int, queries: int, keys: int) -> dict[str, Options]:
+    """Return options to test, by name, for a problem of these sizes."""
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(1, heads, queries, keys, generator=generator)
+    bias[..., ::7] = -torch.inf
+    matrix = torch.rand(1, 1, queries, keys, generator=generator) < 0.3
+    return {
+        "nothing": Options(),
+        "causal": Options(hw.causal()),
+        "window": Options(hw.window(50)),
+        "window and sinks": Options(hw.causal() & (hw.window(20) | hw.prefix(3))),
+        "a matrix": Options(hw.dense(matrix) & hw.causal()),
+        "a bias": Options(hw.causal(), {"bias": bias}),
+        "softcap": Options(hw.causal(), {"softcap": 3.0}),
+        "sinks": Options(hw.window(9), {"sinks": torch.randn(heads, generator=generator)}),
+        "scales": Options(None, {"scale": torch.rand(heads, generator=generator) - 0.2}),
+    }
+
+
+def results(attention, *tensors, upstream) -> list[torch.Tensor]:
+    """Return output and log-sum-exp (0 in empty rows) of an attention function, and the gradients of its arguments."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    out, lse = attention(*leaves)
+    lse = torch.where(lse > -torch.inf, lse, 0.0)
+    loss = (out * upstream.to(out.dtype)).sum() + lse.sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def check_results(dtype: torch.dtype, sets: int = 4) -> None:
+    """Check output, log-sum-exp and gradients against float64: over some sets of values, the largest error of the first
+    two, and the root of the summed squared errors of gradients, may be at most twice that of plain attention.
+
+    Single gradients may be further off. In a row that sees one key, plain attention subtracts a number from itself, and
+    the kernel two sums of the same products.
+    """
+    for batch, heads, kv_heads, queries, keys, head_dim, value_dim in SIZES:
+        shapes = ((heads, queries, head_dim), (kv_heads, keys, head_dim), (kv_heads, keys, value_dim))
+        for name, options in options_for(heads, queries, keys).items():
+            grid = Grid(batch, heads, queries, keys)
+            allowed = None if options.mask is None else options.mask.block(grid).expand(batch, heads, queries, keys)
+
+            def native(q, k, v, options=options):
+                return hw.attend(q, k, v, mask=options.mask, **options.others, return_lse=True, backend="native")
+
+            def plain(q, k, v, allowed=allowed, options=options):
+                result = plain_attention(q, k, v, allowed, **options.others)
+                return result.out, result.lse
+
+            errors, budgets = [0.0] * 5, [0.0] * 5
+            for _ in range(sets):
+                tensors = [torch.randn(batch, *shape).to(dtype) for shape in shapes]
+                upstream = torch.randn(batch, heads, queries, value_dim)
+                exact = results(plain, *(tensor.double() for tensor in tensors), upstream=upstream)
+                ours, theirs = (results(each, *tensors, upstream=upstream) for each in (native, plain))
+                for n, right in enumerate(exact):
+                    rounding = torch.finfo(theirs[n].dtype).eps / 2 * right.abs().max().item()
+                    if n < 2:
+                        errors[n] = max(errors[n], distance(ours[n], right))
+                        budgets[n] = max(budgets[n], 2 * max(distance(theirs[n], right), rounding))
+                    else:
+                        errors[n] = math.hypot(errors[n], (ours[n].double() - right).norm())
+                        budgets[n] = math.hypot(budgets[n], 2 * (theirs[n].double() - right).norm())
+            for n, result in enumerate(("out", "lse", "q", "k", "v")):
+                assert errors[n] <= budgets[n], f"{dtype} {name} {result}: {errors[n]} beyond {budgets[n]}"
+
+
+def check_statistics(dtype: torch.dtype) -> None:
+    """Check the statistics of several tiles and blocks against those of blockwise attention."""
+    q, k, v = (torch.randn(2, heads, length, 48).to(dtype) for heads, length in ((4, 211), (2, 331), (2, 331)))
+    tokens = torch.randint(0, 40, (2, 331))
+    real = torch.ones(2, 331, dtype=torch.bool)
+    real[1, :9] = False
+    gram = torch.randn(4, 48, 48)
+    context = CallContext(tokens, tokens == 3, real[:, -211:], real)
+    for mask in (None, hw.causal(), hw.causal() & (hw.window(30) | hw.prefix(4)), hw.dense(torch.rand(211, 331) < 0.5)):
+        problem = Problem.checked(q, k, v, mask=mask)
+        ours, theirs = Tally(gram @ gram.mT), Tally(gram @ gram.mT)
+        assert native_statistics.why_not(problem, context) is None
+        assert native_statistics.attend_tallied(problem, context, ours) is not None
+        attend_observed(problem, theirs.add, context)
+        assert ours.means().keys() == theirs.means().keys()
+        for name, value in ours.means().items():
+            # The kernels round weights to bfloat16 before they compute the output.
+            is_rounded = dtype == torch.bfloat16 and name in ("output_norm", "written_norm")
+            difference = (value / theirs.means()[name] - 1).abs().nan_to_num(0.0).max()
+            assert difference < (1e-3 if is_rounded else 2e-5), f"{name}: {difference}"
+
+
+def check_threads() -> None:
+    """Check that results have the same bits with one and two threads."""
+    q, k, v = (torch.randn(1, heads, 300, 32, requires_grad=True) for heads in (4, 2, 2))
+
+    def results_with(threads: int) -> list[torch.Tensor]:
+        torch.set_num_threads(threads)
+        out = hw.attend(q, k, v, mask=hw.causal(), backend="native")
+        tally = Tally()
+        with torch.no_grad():
+            problem = Problem.checked(q, k, v, mask=hw.causal())
+            native_statistics.attend_tallied(problem, CallContext(), tally)
+        return [out, *torch.autograd.grad(out.sum(), (q, k, v)), *tally.means().values()]
+
+    for one, two in zip(results_with(1), results_with(2), strict=True):
+        assert torch.equal(one, two)
+
+
+def main() -> None:
+    """Run all checks."""
+    torch.manual_seed(0)
+    assert library.why_not_loaded() is None, library.why_not_loaded()
+    for dtype in (torch.float32, torch.bfloat16):
+        check_results(dtype)
+        check_statistics(dtype)
+    check_threads()
+    print(library.instruction_set())
+
+
+if __name__ == "__main__":
+    main()

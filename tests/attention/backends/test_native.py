@@ -1,0 +1,201 @@
+"""The native backend: its kernels on each instruction set, its operators in torch, and its refusals."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import native_checks
+import pytest
+import torch
+
+import headwise as hw
+from headwise.attention.backends.native import build, library
+from headwise.attention.backends.native.backend import arguments
+from headwise.attention.masks.grid import Grid
+from headwise.attention.masks.key_ranges import visible_keys
+from headwise.attention.problem import Problem
+from oracles import distance, plain_attention
+
+NATIVE = pytest.mark.skipif(library.why_not_loaded() is not None, reason=str(library.why_not_loaded()))
+
+
+def tensors(*shape: int, keys: int = 0, dtype: torch.dtype = torch.float32, **options) -> list[torch.Tensor]:
+    """Return random q, k and v of one shape, or with another number of keys."""
+    batch, heads, queries, width = shape
+    return [
+        torch.randn(batch, heads, length, width, dtype=dtype, **options) for length in (queries, *2 * [keys or queries])
+    ]
+
+
+def run_python(code: str, **environment: str) -> str:
+    """Run code in a fresh interpreter with environment variables, and return what it prints."""
+    paths = os.pathsep.join([str(Path(hw.__file__).parents[1]), *sys.path])
+    variables = {**os.environ, "PYTHONPATH": paths, **environment}
+    result = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@NATIVE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_results_of_several_tiles_and_blocks_are_within_the_error_budget(dtype):
+    native_checks.check_results(dtype)
+
+
+@NATIVE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_statistics_of_several_tiles_and_blocks_are_those_of_blockwise_attention(dtype):
+    native_checks.check_statistics(dtype)
+
+
+@NATIVE
+def test_results_do_not_depend_on_the_number_of_threads():
+    threads = torch.get_num_threads()
+    try:
+        native_checks.check_threads()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@NATIVE
+@pytest.mark.slow
+@pytest.mark.parametrize("name", build.INSTRUCTION_SETS)
+def test_every_instruction_set_passes_the_checks(name):
+    question = "from headwise.attention.backends.native import library; print(library.why_not_loaded())"
+    reason = run_python(question, **{library.VARIABLE: name})
+    if reason != "None":
+        pytest.skip(reason)
+    assert run_python("import native_checks; native_checks.main()", **{library.VARIABLE: name}) == name
+
+
+QUESTION = "import torch, headwise as hw; x = torch.randn(1, 2, 5, 8); print(hw.why_not('native', x, x, x))"
+
+
+@NATIVE
+def test_the_environment_switches_the_kernels_off():
+    assert run_python(QUESTION, HEADWISE_NATIVE="off") == "the native kernels are switched off by HEADWISE_NATIVE=off"
+    missing = "the native kernels have no HEADWISE_NATIVE=mmx for this processor"
+    assert run_python(QUESTION, HEADWISE_NATIVE="mmx") == missing
+
+
+def test_without_the_library_the_backend_states_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "missing.so")
+    library.load.cache_clear()
+    try:
+        reason = hw.why_not("native", *tensors(1, 2, 5, 8))
+    finally:
+        monkeypatch.undo()
+        library.load.cache_clear()
+    assert reason == "the native kernels were not compiled when headwise was installed"
+
+
+REFUSALS = {
+    "in torch.float64": (torch.float64, {}),
+    "no dropout": (torch.float32, {"dropout": 0.5}),
+    "talking_heads mixes them": (torch.float32, {"talking_heads": (torch.eye(2), torch.eye(2))}),
+    "no gradient of a bias": (torch.float32, {"bias": torch.zeros(5, 5, requires_grad=True)}),
+}
+
+
+@NATIVE
+@pytest.mark.parametrize("words", REFUSALS)
+def test_what_the_kernels_cannot_compute_is_refused_by_name(words):
+    dtype, options = REFUSALS[words]
+    assert words in hw.why_not("native", *tensors(1, 2, 5, 8, dtype=dtype), **options)
+
+
+@NATIVE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_of_any_size_and_rows_without_keys(dtype):
+    q, k, v = tensors(2, 3, 70, 16, keys=190, dtype=dtype)
+    q[:, :, ::2] *= 1e5
+    allowed = (torch.rand(2, 1, 70, 190) < 0.5).expand(2, 3, 70, 190).clone()
+    allowed[:, :, 11:40] = False
+    out, lse = hw.attend(q, k, v, mask=allowed, return_lse=True, backend="native")
+    exact = plain_attention(q.double(), k.double(), v.double(), allowed)
+    scores = (q.double() @ k.double().mT).abs().max() / 4
+    assert scores > 1e5
+    assert not out[:, :, 11:40].any()
+    assert (lse[:, :, 11:40] == -torch.inf).all()
+    # A score has half a unit in its last place of error, and a weight that times itself.
+    assert distance(lse, exact.lse) < scores * 2**-22
+    normal = slice(41, None, 2)
+    assert distance(out[:, :, normal], exact.out[:, :, normal]) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@NATIVE
+@pytest.mark.parametrize("shape", [(0, 2, 5, 8), (1, 2, 0, 8)])
+def test_calls_without_queries_have_results_without_numbers(shape):
+    q, k, v = tensors(*shape, keys=7)
+    assert hw.attend(q, k, v, backend="native").shape == shape
+
+
+@NATIVE
+def test_without_keys_the_output_is_zero():
+    q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 0, 8), torch.randn(1, 2, 0, 8)
+    out, lse = hw.attend(q, k, v, return_lse=True, backend="native")
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+@NATIVE
+def test_torch_accepts_the_operators():
+    q, k, v = tensors(1, 4, 9, 8, requires_grad=True)
+    problem = Problem.checked(q, k, v, mask=hw.causal(), sinks=torch.randn(4, requires_grad=True))
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.headwise.attend_forward, arguments(problem), test_utils=tests)
+
+
+COMPILED = """
+import torch, headwise as hw
+
+def function(q, k, v):
+    return hw.attend(q, k, v, mask=hw.causal() & (hw.window(5) | hw.prefix(2)), backend="native")
+
+compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+for length in (17, 19, 23):
+    q, k, v = (torch.randn(1, 4, length, 8, requires_grad=True) for _ in range(3))
+    results = []
+    for each in (function, compiled):
+        out = each(q, k, v)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    assert all(map(torch.equal, *results))
+print("equal")
+"""
+"""Program that compares a compiled function with itself; in a fresh interpreter, without the checks of shapes in tests,
+which torch cannot compile."""
+
+
+@NATIVE
+def test_a_compiled_function_has_the_same_results_and_gradients():
+    assert run_python(COMPILED) == "equal"
+
+
+@NATIVE
+def test_the_gradient_cannot_be_differentiated_again():
+    q, k, v = tensors(1, 2, 5, 8, requires_grad=True)
+    out = hw.attend(q, k, v, backend="native")
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="derivative for the gradient of native attention is not implemented"):
+        torch.autograd.grad(grad.sum(), q)
+
+
+@NATIVE
+def test_a_window_reads_only_the_keys_that_it_shows():
+    """Without NaN in hidden tiles being read, no row needs to be computed again."""
+    q, k, v = tensors(1, 1, 1000, 8)
+    ranges, _ = visible_keys(hw.window(10), Grid(1, 1, 1000, 1000))
+    k[:, :, :800], v[:, :, :800] = torch.nan, torch.nan
+    out = torch.ops.headwise.attend_forward(q, k, v, 0.3, None, 0.0, None, ranges, None, None)[0]
+    assert out[:, :, 896 + 9 :].isfinite().all()
+    assert out[:, :, :800].isnan().all()
+
+
+def test_the_build_states_why_it_cannot_compile(monkeypatch):
+    monkeypatch.setenv("CXX", "/no/compiler")
+    assert build.why_not() == "there is no C++ compiler '/no/compiler'"
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "torch_folder", lambda: None)
+    monkeypatch.setattr(build.shutil, "which", lambda name: name)
+    assert "no installed torch was found" in build.why_not()
