@@ -7,9 +7,11 @@ NATIVE := $(VENV)/.native
 NATIVE_SOURCES := src/headwise/attention/backends/native
 
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=15
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined
+SANITIZED := $(VENV)/_sanitized.so
 RESEARCH_TESTS := tests/research tests/benchmarks
 
-.PHONY: plain-models demo test test-slow test-research coverage lint pictures tables census findings claims bench bench-quick clean
+.PHONY: plain-models demo test sanitize test-slow test-research coverage lint pictures tables census findings claims bench bench-quick clean
 
 demo: $(NATIVE)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
@@ -22,6 +24,14 @@ test-slow: $(NATIVE)  ## run the long versions of unit tests
 
 test-research: $(INSTALLED)  ## test the census, the claims, the findings and the benchmarks
 	$(PYTEST) $(RESEARCH_TESTS)
+
+sanitize: $(INSTALLED)  ## check the native kernels with AddressSanitizer and UndefinedBehaviorSanitizer
+	CXXFLAGS="-O1 -g $(SANITIZERS)" LDFLAGS="$(SANITIZERS)" $(BIN)/python $(NATIVE_SOURCES)/build.py $(SANITIZED)
+	for name in amx avx512 avx2 portable; do \
+	  LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  HEADWISE_NATIVE=$$name PYTHONPATH=.:tests $(BIN)/python tests/attention/backends/native_checks.py $(SANITIZED) \
+	  || exit 1; \
+	done
 
 coverage: $(INSTALLED)  ## run the unit tests and report the lines and branches they cover
 	$(PYTEST) $(RESEARCH_TESTS:%=--ignore=%) --cov --cov-report=term

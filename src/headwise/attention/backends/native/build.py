@@ -1,4 +1,4 @@
-"""Compile the native kernels into one shared library: `python -m headwise.attention.backends.native.build`.
+"""Compile the native kernels into one shared library: `python build.py [library]`.
 
 The library has no Python code in it and uses torch's stable ABI, so that one file serves all supported versions of
 Python and of torch. Nothing here imports torch or headwise: the build of a wheel runs this file by its path.
@@ -64,7 +64,9 @@ def why_not() -> str | None:
 
 
 def build(library: Path = LIBRARY) -> None:
-    """Compile all sources and link them to the file `library`. Raises `CalledProcessError` if the compiler fails."""
+    """Compile all sources and link them to the file `library`. Raises `CalledProcessError` if the compiler fails. The
+    environment variables `CXXFLAGS` and `LDFLAGS` add flags.
+    """
     torch = torch_folder()
     assert torch is not None
     with TemporaryDirectory() as folder:
@@ -74,12 +76,14 @@ def build(library: Path = LIBRARY) -> None:
             if platform.machine() not in ("x86_64", "AMD64") and name.startswith(("avx", "amx")):
                 continue
             flags = f"{FLAGS} {INTRINSICS_WARNINGS} -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} {INSTRUCTION_SETS.get(name, '')}".split()
+            flags += shlex.split(os.environ.get("CXXFLAGS", ""))
             objects.append(f"{folder}/{source.stem}.o")
             commands.append([*_compiler(), *flags, "-isystem", f"{torch}/include", "-c", source, "-o", objects[-1]])
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))
+        linking = shlex.split(os.environ.get("LDFLAGS", ""))
         partial = library.with_suffix(".partial")
-        _run([*_compiler(), "-shared", *objects, "-o", partial, f"-L{torch}/lib", "-ltorch_cpu"])
+        _run([*_compiler(), "-shared", *objects, "-o", partial, f"-L{torch}/lib", "-ltorch_cpu", *linking])
         partial.replace(library)
 
 
@@ -98,4 +102,4 @@ if __name__ == "__main__":
     if reason is not None:
         print(f"headwise runs without native kernels: {reason}", file=sys.stderr)
     else:
-        build()
+        build(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else LIBRARY)
