@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import tiny
+from headwise.attention.backends.native import library
 from headwise.cli import app as cli
 
 QUESTION = "Which do you like better, coffee or tea?"
@@ -76,7 +77,9 @@ def test_a_file_with_chosen_heads_is_written_to_a_page(in_process, tmp_path):
 
 def test_the_version_is_printed(in_process):
     result = in_process("--version")
-    assert (result.returncode, result.stdout, result.stderr) == (0, b"headwise 0.1.0\n", b"")
+    reason = library.why_not_loaded()
+    kernels = f"native kernels: {library.instruction_set()}" if reason is None else f"plain torch: {reason}"
+    assert (result.returncode, result.stdout.decode(), result.stderr) == (0, f"headwise 0.1.0\n{kernels}\n", b"")
 
 
 MISTAKES = pytest.mark.parametrize(

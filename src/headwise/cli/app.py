@@ -10,6 +10,7 @@ import torch
 import typer
 
 from headwise import __version__
+from headwise.attention.backends.native import library
 from headwise.cli import ablate, compare, importance, profile, study, view
 from headwise.cli.option_groups import expand_option_groups
 from headwise.cli.single_use import SingleUseCommand
@@ -105,7 +106,9 @@ def headwise(
     print this help.
     """
     if version:
+        reason = library.why_not_loaded()
         typer.echo(f"headwise {__version__}")
+        typer.echo(f"native kernels: {library.instruction_set()}" if reason is None else f"plain torch: {reason}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
