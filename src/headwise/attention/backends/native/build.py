@@ -75,7 +75,8 @@ def build(library: Path = LIBRARY) -> None:
             name = source.stem.removeprefix("isa_")
             if platform.machine() not in ("x86_64", "AMD64") and name.startswith(("avx", "amx")):
                 continue
-            flags = f"{FLAGS} {INTRINSICS_WARNINGS} -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} {INSTRUCTION_SETS.get(name, '')}".split()
+            version = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"
+            flags = [*FLAGS.split(), *INTRINSICS_WARNINGS.split(), version, *INSTRUCTION_SETS.get(name, "").split()]
             flags += shlex.split(os.environ.get("CXXFLAGS", ""))
             objects.append(f"{folder}/{source.stem}.o")
             commands.append([*_compiler(), *flags, "-isystem", f"{torch}/include", "-c", source, "-o", objects[-1]])

@@ -1,6 +1,7 @@
 // The functions of a table of kernels, for the instruction set that this file is compiled for.
 #pragma once
 #include "backward.h"
+#include "few_rows.h"
 #include "forward.h"
 #include "kernels.h"
 #ifdef __AMX_BF16__
@@ -41,8 +42,14 @@ inline void forward(const Problem& p, int64_t task, void* memory) {
 #ifdef __AMX_BF16__
   if (p.packed) return forward_any<TileProducts, uint16_t>(p, block, memory);
 #endif
-  if (p.bfloat16) forward_any<FloatProducts, uint16_t>(p, block, memory);
-  else forward_any<FloatProducts, float>(p, block, memory);
+  if (has_few_rows(p)) {
+    if (p.bfloat16) forward_any<FewRowsProducts, uint16_t>(p, block, memory);
+    else forward_any<FewRowsProducts, float>(p, block, memory);
+  } else if (p.bfloat16) {
+    forward_any<FloatProducts, uint16_t>(p, block, memory);
+  } else {
+    forward_any<FloatProducts, float>(p, block, memory);
+  }
 }
 
 inline int64_t backward_memory(const Problem& p) { return BackwardTask<float>::memory(p); }
