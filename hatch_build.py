@@ -39,7 +39,8 @@ class NativeBuildHook(BuildHookInterface):
 def _load(path: Path) -> ModuleType:
     """Return the module in a file of the source tree, which is not installed while it is built."""
     spec = importlib.util.spec_from_file_location("native_build", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

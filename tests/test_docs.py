@@ -6,6 +6,7 @@ import io
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -104,8 +105,11 @@ def test_links_between_documents_have_targets():
 
 
 def test_the_table_of_backends_matches_why_not():
+    from headwise.attention.backends.native import library
     from research.tables import backends as make_backends
 
+    if library.why_not_loaded() is not None:
+        pytest.skip("the table was written with native kernels")
     written = (ROOT / "docs" / "reports" / "backends.md").read_text(encoding="utf-8")
     assert "\n".join(make_backends.table()) in written
 

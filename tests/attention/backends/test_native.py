@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import native_checks
@@ -199,3 +200,31 @@ def test_the_build_states_why_it_cannot_compile(monkeypatch):
     monkeypatch.setattr(build, "torch_folder", lambda: None)
     monkeypatch.setattr(build.shutil, "which", lambda name: name)
     assert "no installed torch was found" in build.why_not()
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_kernels_where_there_is_a_compiler(tmp_path):
+    """Build wheels with and without a compiler, and run both from their files alone."""
+    pytest.importorskip("hatchling")
+    root = Path(hw.__file__).parents[2]
+    for compiler, expected in (("c++", "None"), ("/no/compiler", "the native kernels were not compiled")):
+        folder = tmp_path / compiler.strip("/").replace("/", "_")
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+        environment = {**os.environ, "CXX": compiler}
+        subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True)
+        (wheel,) = folder.glob("*.whl")
+        assert ("py3-none-any" in wheel.name) == (expected != "None")
+        code = f"import headwise; print(headwise.__file__); {QUESTION}"
+        unpacked = folder / "unpacked"
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(unpacked)
+        printed = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env={**environment, "PYTHONPATH": str(unpacked)},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        assert printed.startswith(str(unpacked))
+        assert expected in printed
