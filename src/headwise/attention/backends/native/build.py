@@ -30,6 +30,7 @@ INTRINSICS_WARNINGS = "-Wno-maybe-uninitialized -Wno-uninitialized"
 
 INSTRUCTION_SETS = {
     "amx": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx512bf16 -mamx-tile -mamx-bf16",
+    "avx512_bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx512bf16",
     "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma",
     "avx2": "-mavx2 -mfma",
     "portable": "",

@@ -5,7 +5,7 @@
 namespace headwise::HEADWISE_ISA {
 
 constexpr int kRows = 64;  // rows of a block: lanes of the vectors
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
 constexpr int kKeys = 128;  // keys of a tile
 #else
 constexpr int kKeys = 96;  // keys of a tile: its scores and the queries of a block fit a first-level cache of 48 KB

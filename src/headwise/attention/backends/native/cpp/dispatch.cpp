@@ -36,6 +36,7 @@ const Kernels* choose() {
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const Candidate candidates[] = {{&amx_kernels, has_avx512 && may_use_amx()},
+                                  {&avx512_bf16_kernels, has_avx512 && __builtin_cpu_supports("avx512bf16")},
                                   {&avx512_kernels, has_avx512},
                                   {&avx2_kernels, has_avx2},
                                   {&portable_kernels, true}};

@@ -4,8 +4,8 @@
 #include "few_rows.h"
 #include "forward.h"
 #include "kernels.h"
-#ifdef __AMX_BF16__
-#include "amx.h"
+#ifdef __AVX512BF16__
+#include "bfloat16.h"
 #endif
 
 namespace headwise::HEADWISE_ISA {
@@ -19,7 +19,7 @@ inline void forward_any(const Problem& p, const RowBlock& block, void* memory) {
   else forward_block<Products, Element, false>(p, block, memory);
 }
 
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
 inline int64_t packed_bytes(const Problem& p) {
   // Copies are worth their time only if they are read by several blocks.
   return p.bfloat16 && blocks_per_kv_head(p) > 1 ? 2 * PackedShape(p).size() : 0;
@@ -39,8 +39,8 @@ inline void pack(const Problem&, int64_t, void*, void*) {}
 
 inline void forward(const Problem& p, int64_t task, void* memory) {
   const RowBlock block = row_block(p, task);
-#ifdef __AMX_BF16__
-  if (p.packed) return forward_any<TileProducts, uint16_t>(p, block, memory);
+#ifdef __AVX512BF16__
+  if (p.packed) return forward_any<PairProducts, uint16_t>(p, block, memory);
 #endif
   if (has_few_rows(p)) {
     if (p.bfloat16) forward_any<FewRowsProducts, uint16_t>(p, block, memory);

@@ -1,9 +1,14 @@
-// Products in bfloat16 with sums in float32, in the matrix unit AMX of Intel processors: tiles of 16 x 16 sums.
+// Products in bfloat16 with sums in float32, of pairs of numbers.
 //
-// A product takes its left factor as rows of 32 numbers, and its right factor as rows of 16 pairs, two neighbouring
-// numbers of a column. So keys are left factors where they lie, queries become pairs of features once for each block,
-// and values are copied once for each call, transposed. Powers become pairs of keys.
+// A product takes its left factor as rows of 32 numbers, and its right factor as rows of pairs, two neighbouring numbers
+// of a column. So keys are left factors where they lie, queries become pairs of features once for each block, and values
+// are copied once for each call, transposed. Powers become pairs of keys.
 #pragma once
+#ifdef __AMX_BF16__
+#include "pairs_amx.h"
+#else
+#include "pairs_avx512_bf16.h"
+#endif
 #include "products.h"
 #include "softmax.h"
 
@@ -46,61 +51,14 @@ inline void pack_block(const Problem& p, int64_t batch, int64_t kv_head, int64_t
             reinterpret_cast<float*>(to + kTileKeys * shape.head_dim), kTileKeys / 2);
 }
 
-// Turns the tile registers on for the lifetime of the object.
-class TileRegisters {
- public:
-  TileRegisters() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } const configuration;
-    _tile_loadconfig(&configuration);
-  }
-  ~TileRegisters() { _tile_release(); }
-};
-
-// C (32 x 32) = left (32 x 32 depth) times right (16 depth pairs x 32), or C + it. Sizes in elements: rows of `left`
-// are `left_row` numbers apart, and the blocks of 32 columns `left_step`.
-template <bool kAdd>
-inline void multiply_tiles(const uint16_t* left, int64_t left_row, int64_t left_step, const uint32_t* right,
-                           int64_t depth, float* c) {
-  constexpr int kRowBytes = kRows * 4;
-  if constexpr (kAdd) {
-    _tile_loadd(0, c, kRowBytes);
-    _tile_loadd(1, c + 16, kRowBytes);
-    _tile_loadd(2, c + 16 * kRows, kRowBytes);
-    _tile_loadd(3, c + 16 * kRows + 16, kRowBytes);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int64_t k = 0; k < depth; ++k, left += left_step, right += 16 * kRows) {
-    _tile_loadd(4, left, left_row * 2);
-    _tile_loadd(6, right, kRowBytes);
-    _tile_loadd(7, right + 16, kRowBytes);
-    _tile_loadd(5, left + 16 * left_row, left_row * 2);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-  _tile_stored(0, c, kRowBytes);
-  _tile_stored(1, c + 16, kRowBytes);
-  _tile_stored(2, c + 16 * kRows, kRowBytes);
-  _tile_stored(3, c + 16 * kRows + 16, kRowBytes);
-}
-
 // Products of a block with packed keys and values.
 template <class Element>
-class TileProducts {
+class PairProducts {
  public:
   static constexpr int kDegree = 4;
   static constexpr int kAlignment = kTileKeys;  // tiles begin at a multiple of it
 
-  TileProducts(const Problem& p, const RowBlock& block, Arena& arena) : shape_(p), block_(block) {
+  PairProducts(const Problem& p, const RowBlock& block, Arena& arena) : shape_(p), block_(block) {
     const int64_t widest = larger(shape_.head_dim, larger(shape_.value_dim, kKeys));
     room_ = arena.take<float>(kRows * widest);
     queries_ = arena.take<uint32_t>(shape_.head_dim / 2 * kRows);
@@ -125,7 +83,7 @@ class TileProducts {
   void scores(KeyRange keys, float* scores) const {
     for (int64_t key = keys.begin; key < keys.end; key += kTileKeys)
       for (int64_t r = 0; r < width_; r += 32)
-        multiply_tiles<false>(block_of(key), shape_.head_dim, kTileKeys, queries_ + r, shape_.head_dim / kTileKeys,
+        multiply_pairs<false>(block_of(key), shape_.head_dim, kTileKeys, queries_ + r, shape_.head_dim / kTileKeys,
                               scores + (key - keys.begin) * kRows + r);
   }
 
@@ -139,7 +97,7 @@ class TileProducts {
         const Floats first = j < count ? load(from) : zero(), second = j + 1 < count ? load(from + kRows) : zero();
         store(reinterpret_cast<float*>(pairs + j / 2 * kRows + r), narrow_pairs(first, second));
       }
-    const auto product = add ? multiply_tiles<true> : multiply_tiles<false>;
+    const auto product = add ? multiply_pairs<true> : multiply_pairs<false>;
     const uint16_t* values = block_of(keys.begin) + kTileKeys * shape_.head_dim;
     for (int64_t d = 0; d < shape_.value_dim; d += 32)
       for (int64_t r = 0; r < width_; r += 32)
@@ -157,7 +115,7 @@ class TileProducts {
   float* room_;
   uint32_t *queries_, *powers_;
   int64_t width_;
-  TileRegisters registers_;
+  PairRegisters registers_;
 };
 
 }  // namespace headwise::HEADWISE_ISA
