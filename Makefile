@@ -11,7 +11,7 @@ SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZED := $(VENV)/_sanitized.so
 RESEARCH_TESTS := tests/research tests/benchmarks
 
-.PHONY: plain-models demo test sanitize test-slow test-research coverage lint pictures tables census findings claims bench bench-quick clean
+.PHONY: plain-models demo test sanitize test-slow test-research coverage lint lint-cpp pictures tables census findings claims bench bench-quick clean
 
 demo: $(NATIVE)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
@@ -41,6 +41,9 @@ lint: $(INSTALLED)  ## check style, English and types
 	$(BIN)/ruff format --check
 	$(BIN)/python tools/check_english.py
 	$(BIN)/mypy
+
+lint-cpp: $(INSTALLED)  ## check the layout and the code of the C++ sources
+	$(BIN)/python tools/check_cpp.py
 
 pictures: $(INSTALLED)  ## draw the pictures of the README
 	$(BIN)/python -m research.tables.pictures

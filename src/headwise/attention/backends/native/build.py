@@ -41,11 +41,14 @@ INSTRUCTION_SETS = {
 def torch_folder() -> Path | None:
     """Return the folder of an installed torch, whose headers and library are used; None if there is none.
 
-    It is searched for in the folders of this Python, which pip hides from `import` while it builds a wheel, and in the
-    environment variable `HEADWISE_TORCH`.
+    It is the folder that the environment variable `HEADWISE_TORCH` names. By default it is searched for in the folders
+    of this Python, which pip hides from `import` while it builds a wheel, and in the active virtual environment, which
+    `python -m build` replaces by one of its own.
     """
     paths = sysconfig.get_paths()
     folders = [Path(paths["purelib"]), Path(paths["platlib"]), *(Path(entry) for entry in sys.path if entry)]
+    if "VIRTUAL_ENV" in os.environ:
+        folders += sorted(Path(os.environ["VIRTUAL_ENV"]).glob("lib/python*/site-packages"))
     candidates = [folder / "torch" for folder in folders]
     if "HEADWISE_TORCH" in os.environ:
         candidates.insert(0, Path(os.environ["HEADWISE_TORCH"]))
@@ -64,28 +67,33 @@ def why_not() -> str | None:
     return None
 
 
+def sources_with_flags() -> list[tuple[Path, list[str]]]:
+    """Return the sources that are compiled for this processor, each with the flags of the compiler that it needs."""
+    common = [*FLAGS.split(), *INTRINSICS_WARNINGS.split(), f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
+    common += ["-isystem", f"{torch_folder()}/include"]
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    sources = {source.stem.removeprefix("isa_"): source for source in sorted((FOLDER / "cpp").glob("*.cpp"))}
+    return [
+        (source, [*common, *INSTRUCTION_SETS.get(name, "").split()])
+        for name, source in sources.items()
+        if is_x86 or not name.startswith(("avx", "amx"))
+    ]
+
+
 def build(library: Path = LIBRARY) -> None:
     """Compile all sources and link them to the file `library`. Raises `CalledProcessError` if the compiler fails. The
     environment variables `CXXFLAGS` and `LDFLAGS` add flags.
     """
-    torch = torch_folder()
-    assert torch is not None
+    compiling, linking = (shlex.split(os.environ.get(name, "")) for name in ("CXXFLAGS", "LDFLAGS"))
     with TemporaryDirectory() as folder:
         objects, commands = [], []
-        for source in sorted((FOLDER / "cpp").glob("*.cpp")):
-            name = source.stem.removeprefix("isa_")
-            if platform.machine() not in ("x86_64", "AMD64") and name.startswith(("avx", "amx")):
-                continue
-            version = f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"
-            flags = [*FLAGS.split(), *INTRINSICS_WARNINGS.split(), version, *INSTRUCTION_SETS.get(name, "").split()]
-            flags += shlex.split(os.environ.get("CXXFLAGS", ""))
+        for source, flags in sources_with_flags():
             objects.append(f"{folder}/{source.stem}.o")
-            commands.append([*_compiler(), *flags, "-isystem", f"{torch}/include", "-c", source, "-o", objects[-1]])
+            commands.append([*_compiler(), *flags, *compiling, "-c", source, "-o", objects[-1]])
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))
-        linking = shlex.split(os.environ.get("LDFLAGS", ""))
         partial = library.with_suffix(".partial")
-        _run([*_compiler(), "-shared", *objects, "-o", partial, f"-L{torch}/lib", "-ltorch_cpu", *linking])
+        _run([*_compiler(), "-shared", *objects, "-o", partial, f"-L{torch_folder()}/lib", "-ltorch_cpu", *linking])
         partial.replace(library)
 
 
