@@ -1,65 +1,173 @@
-"""Masks as ranges of keys: the keys that each query attends to, as a union of a few half-open ranges.
+"""The keys that each query attends to, as a few ranges of keys for each query, and a boolean matrix where a mask is no
+such ranges.
 
-Causal masks, windows, prefixes, lengths, chunks and packed documents are one range of keys for each query, and so is
-what `&` makes of them. `causal() & (window(w) | prefix(4))` is two ranges. Kernels read these instead of a matrix: a
-few numbers for each query, from which they also know which blocks of the score matrix they can leave out.
+Kernels read ranges instead of a matrix: a few numbers for each query, from which they also know which blocks of the
+score matrix they can leave out. A matrix is evaluated for some rows of queries at a time, so that a mask computed by a
+function needs little memory at any length.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.base import And, Mask, Not, Or
 from headwise.attention.masks.by_head import PerHead
-from headwise.attention.masks.by_position import MAX_DISTANCE, Band, Chunked, Prefix
-from headwise.attention.masks.by_sequence import Padding, Segments
+from headwise.attention.masks.by_position import MAX_DISTANCE, Band, Chunked, HasPosition, Prefix
 from headwise.attention.masks.grid import Grid
+from headwise.attention.masks.position_ranges import (
+    MOST_RANGES,
+    Range,
+    Ranges,
+    at_most,
+    constant_range,
+    hull,
+    intersect,
+    position_ranges,
+    query_positions,
+)
 from headwise.checks import has_readable_values
 from headwise.shapes import Bool, Int
 
-MOST_RANGES = 4
-"""Largest number of ranges for each query; masks that need more are evaluated as matrices."""
+Ranges32 = Int[Tensor, "#batch #heads queries ranges 2"]
+Matrix = Bool[Tensor, "#batch #heads #queries #keys"]
 
-Indices = Int[Tensor, "#batch #heads #queries"]
+MATRIX_ELEMENTS = 2**25
+"""Largest number of elements of a matrix that is evaluated at once, 32 MiB, unless the caller stores a larger one."""
 
+PIECE_ELEMENTS = 2**20
+"""Number of elements that a mask is evaluated for in one step. Rules compute with int64 numbers, of eight bytes."""
 
-class KeyRange(NamedTuple):
-    """One range of keys for each query: `start`, which is included, and `stop`, which is not. A range whose stop is not
-    above its start is empty.
-    """
+CACHED_ELEMENTS = 2**22
+"""Largest number of elements of a matrix that is cached for other layers."""
 
-    start: Indices
-    stop: Indices
-
-
-Ranges = list[KeyRange]
-"""Disjoint ranges, whose union are the keys that a query attends to."""
+ROW_STEP, COLUMN_STEP = 64, 128
+"""The rows and the columns of a part begin at multiples of these numbers, as do the blocks and tiles of kernels."""
 
 
-class VisibleKeys(NamedTuple):
-    """The keys that each query attends to: those in one of its ranges at which the matrix is True.
+class Part(NamedTuple):
+    """Rectangle of the score matrix: some query rows, and a range of keys with all that these rows attend to."""
+
+    rows: range
+    columns: range
+
+
+@dataclass(frozen=True, eq=False)
+class VisibleKeys:
+    """The keys that each query attends to: those in one of its ranges that all further masks allow.
 
     Attributes:
         ranges: starts and stops, int32; None if the ranges exclude no key.
-        matrix: boolean matrix; None if it excludes no further key.
+        others: masks that are not ranges.
+        grid: sizes and positions that these masks are evaluated for.
     """
 
-    ranges: Int[Tensor, "#batch #heads queries ranges 2"] | None
-    matrix: Bool[Tensor, "#batch #heads queries keys"] | None
+    ranges: Ranges32 | None
+    others: tuple[Mask, ...]
+    grid: Grid
+
+    @property
+    def stores_matrix(self) -> bool:
+        """True if there is nothing to evaluate: no further mask, or one that stores its matrix."""
+        return not self.others or (len(self.others) == 1 and isinstance(self.others[0], Dense))
+
+    def parts(self) -> list[Part]:
+        """Return parts of the score matrix, in the order of their rows, whose matrices have at most `MATRIX_ELEMENTS`
+        elements. There is one part, the whole, if no matrix is evaluated or if the whole one is small enough.
+        """
+        queries, keys = self.grid.queries, self.grid.keys
+        whole = [Part(range(queries), range(keys))]
+        if self.stores_matrix or self.grid.batch * self.grid.heads * queries * keys <= MATRIX_ELEMENTS:
+            return whole
+        batch, heads, rows, _ = self._evaluate(range(2), range(keys)).shape
+        if rows == 1 or batch * heads * queries * keys <= MATRIX_ELEMENTS:
+            return whole
+        parts, stop, step = [], 0, ROW_STEP
+        while stop < queries:
+            part = self._part(range(stop, min(stop + 2 * step, queries)))
+            while batch * heads * len(part.rows) * len(part.columns) > MATRIX_ELEMENTS and len(part.rows) > ROW_STEP:
+                part = self._part(range(stop, stop + max(len(part.rows) // 2 // ROW_STEP, 1) * ROW_STEP))
+            parts.append(part)
+            stop, step = part.rows.stop, len(part.rows)
+        return parts
+
+    def of_part(self, part: Part) -> tuple[Ranges32 | None, Matrix | None]:
+        """Return the ranges and the matrix of a part of the score matrix; the ranges count keys from the first column
+        of the part. None for ranges or a matrix that exclude nothing.
+        """
+        rows, columns = part
+        if len(rows) == self.grid.queries and len(columns) == self.grid.keys:
+            return self.ranges, self.matrix()
+        ranges = None
+        if self.ranges is not None:
+            ranges = (self.ranges[:, :, rows.start : rows.stop] - columns.start).contiguous()
+        return ranges, self._evaluate_in_pieces(part)
+
+    def matrix(self) -> Matrix | None:
+        """Return the matrix of the further masks; None without such masks. Keys that the ranges hide may be False or
+        True.
+        """
+        if not self.others:
+            return None
+        if self.stores_matrix:
+            return _unexpanded(self.others[0].block(self.grid))
+        if not _can_read(self.grid):
+            return self._evaluate(None, None)
+        is_small = self.grid.heads * self.grid.queries * self.grid.keys <= CACHED_ELEMENTS
+        if is_small and self.grid.uses_default_positions and all(map(_is_constant, self.others)):
+            return _constant_matrix(self.others, self.grid)
+        return self._evaluate_in_pieces(Part(range(self.grid.queries), range(self.grid.keys)))
+
+    def _part(self, rows: range) -> Part:
+        """Return the part of the score matrix with some rows, and the keys that their ranges show."""
+        first, stop = 0, self.grid.keys
+        if self.ranges is not None and _can_read(self.grid):
+            starts, stops = self.ranges[:, :, rows.start : rows.stop].unbind(-1)
+            is_empty = stops <= starts
+            first = int(starts.masked_fill(is_empty, self.grid.keys).amin())
+            stop = int(stops.masked_fill(is_empty, 0).amax())
+        # One key more, since statistics read the token before a key.
+        first = max(min(first, stop) - 1, 0) // COLUMN_STEP * COLUMN_STEP
+        return Part(rows, range(first, max(stop, first)))
+
+    def _evaluate(self, rows: range | None, columns: range | None) -> Matrix:
+        """Return the matrix of the further masks for some rows and columns, without repetitions on an axis."""
+        return reduce(torch.logical_and, (_unexpanded(mask.block(self.grid, rows, columns)) for mask in self.others))
+
+    def _evaluate_in_pieces(self, part: Part) -> Matrix:
+        """Return the matrix of the further masks for a part, evaluated for few rows at a time, and only for the columns
+        that the ranges of these show.
+        """
+        if not _can_read(self.grid):
+            return self._evaluate(*part)
+        (first, last), origin = (part.rows.start, part.rows.stop), part.columns.start
+        matrix = torch.zeros(1, 1, len(part.rows), len(part.columns), dtype=torch.bool, device=self.grid.device)
+        step = max(PIECE_ELEMENTS // (self.grid.batch * self.grid.heads * len(part.columns) + 1), 1)
+        while first < last:
+            rows, columns = self._part(range(first, min(first + step, last)))
+            piece = self._evaluate(rows, columns)
+            batch, heads = (max(sizes) for sizes in zip(matrix.shape[:2], piece.shape[:2], strict=True))
+            if matrix.shape[:2] != (batch, heads):
+                matrix = matrix.expand(batch, heads, -1, -1).contiguous()
+            within_rows = slice(first - part.rows.start, rows.stop - part.rows.start)
+            matrix[:, :, within_rows, columns.start - origin : columns.stop - origin] = piece
+            first = rows.stop
+            per_row = piece.shape[0] * piece.shape[1] * len(columns)
+            step = min(max(PIECE_ELEMENTS // (per_row + 1), 1), 2 * step)
+        return matrix
 
 
 def visible_keys(mask: Mask | None, grid: Grid) -> VisibleKeys:
-    """Return the keys that a mask lets each query of a grid attend to, as ranges as far as possible, otherwise as a
-    boolean matrix. Of two masks that are combined with `&`, each may be one or the other.
+    """Return the keys that a mask lets each query of a grid attend to, as ranges as far as possible. Of two masks that
+    are combined with `&`, each may be ranges or a matrix.
     """
     if mask is None:
-        return VisibleKeys(None, None)
-    is_plain = has_readable_values(torch.empty(0, device=grid.device))  # not while compiling or tracing
-    if is_plain and grid.uses_default_positions and _is_constant(mask):
+        return VisibleKeys(None, (), grid)
+    if _can_read(grid) and grid.uses_default_positions and _is_constant(mask):
         return _constant_visible_keys(mask, grid)
     return _visible_keys(mask, grid)
 
@@ -70,169 +178,100 @@ def _constant_visible_keys(mask: Mask, grid: Grid) -> VisibleKeys:
     return _visible_keys(mask, grid)
 
 
+@lru_cache(maxsize=8)
+def _constant_matrix(masks: tuple[Mask, ...], grid: Grid) -> Matrix:
+    """Return the matrix of constant masks, which is cached: all layers of a model have the same mask."""
+    return VisibleKeys(None, masks, grid)._evaluate_in_pieces(Part(range(grid.queries), range(grid.keys)))
+
+
 def _visible_keys(mask: Mask, grid: Grid) -> VisibleKeys:
-    """Return the ranges and the matrix of a mask; see `visible_keys`."""
-    ranges, matrix = _ranges_and_matrix(mask, grid) if grid.uses_default_positions else (None, mask.block(grid))
-    return VisibleKeys(None if ranges is None else _as_tensor(ranges, grid), matrix)
+    """Return the ranges of a mask, and the masks that are not ranges; see `visible_keys`."""
+    runs = None if grid.key_positions is None else _ascending_runs(grid.key_positions)
+    if grid.key_positions is not None and (runs is None or not _requires_positions(mask)):
+        return VisibleKeys(None, (mask,), grid)
+    ranges, others = _split(mask, grid)
+    if ranges is not None and runs is not None:
+        ranges = at_most(MOST_RANGES, [_keys_at(each, run) for each in ranges for run in runs])
+        others = (mask,) if ranges is None else others
+    return VisibleKeys(None if ranges is None else _as_tensor(ranges, grid), others, grid)
 
 
-def _ranges_and_matrix(mask: Mask, grid: Grid) -> tuple[Ranges | None, Tensor | None]:
-    """Return the ranges of the parts of a mask that are ranges, and the matrix of the others; None where there are no
-    such parts.
+def _split(mask: Mask, grid: Grid) -> tuple[Ranges | None, tuple[Mask, ...]]:
+    """Return ranges of positions and masks that a mask is the intersection of. The ranges are None where they exclude
+    nothing.
     """
-    ranges = _ranges(mask, grid)
+    ranges = position_ranges(mask, grid)
     if ranges is not None:
-        return ranges, None
+        return ranges, ()
     if isinstance(mask, And):
-        left, right = (_ranges_and_matrix(part, grid) for part in mask.parts)
-        both = left[0] if right[0] is None else right[0] if left[0] is None else _intersect(left[0], right[0], grid)
-        if both is not None and len(both) <= MOST_RANGES:
-            matrices = [matrix for _, matrix in (left, right) if matrix is not None]
-            return both, matrices[0] if len(matrices) == 1 else matrices[0] & matrices[1]
-    return None, mask.block(grid)
+        (left, left_masks), (right, right_masks) = (_split(part, grid) for part in mask.parts)
+        both = right if left is None else left if right is None else intersect(left, right, grid)
+        if both is None or len(both) <= MOST_RANGES:
+            return both, (*left_masks, *right_masks)
+    return hull(mask, grid), (mask,)
 
 
-def _ranges(mask: Mask, grid: Grid) -> Ranges | None:
-    """Return a mask as ranges of keys for each query; None if they are unknown, or more than `MOST_RANGES`."""
-    ranges = None
-    if isinstance(mask, Band):
-        ranges = _band_ranges(mask, grid)
-    elif isinstance(mask, Prefix):
-        ranges = [_constant_range(0, mask.length, grid)]
-    elif isinstance(mask, Chunked):
-        chunk = _positions(grid).div(min(mask.size, MAX_DISTANCE), rounding_mode="floor")
-        ranges = [KeyRange(chunk * min(mask.size, MAX_DISTANCE), (chunk + 1) * min(mask.size, MAX_DISTANCE))]
-    elif isinstance(mask, Padding):
-        lengths = mask.lengths.to(grid.device)[:, None, None]
-        zeros, keys = torch.zeros_like(lengths), torch.full_like(lengths, grid.keys)
-        ranges = [KeyRange(zeros, lengths) if mask.side == "right" else KeyRange(keys - lengths, keys)]
-    elif isinstance(mask, Segments):
-        ranges = _segment_ranges(mask, grid)
-    elif isinstance(mask, PerHead):
-        ranges = _ranges_per_head(mask, grid)
-    elif isinstance(mask, And | Or | Not):
-        ranges = _combined_ranges(mask, grid)
-    if ranges is None:
-        return None
-    ranges = _within(ranges, grid)
-    return ranges if len(ranges) <= MOST_RANGES else None
-
-
-def _combined_ranges(mask: And | Or | Not, grid: Grid) -> Ranges | None:
-    """Return the ranges of a mask made by `&`, `|` or `~`; None if those of a part are unknown."""
-    parts = [_ranges(part, grid) for part in mask.parts]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    everything = [_constant_range(0, grid.keys, grid)]
-    if isinstance(mask, Not):
-        return _subtract(everything, known[0], grid)
+def _requires_positions(mask: Mask) -> bool:
+    """Return True if a mask is known to hide all keys at position -1, as `attend` makes it do."""
     if isinstance(mask, And):
-        return _intersect(known[0], known[1], grid)
-    return known[0] + _subtract(known[1], known[0], grid)
+        return any(map(_requires_positions, mask.parts))
+    return isinstance(mask, HasPosition)
 
 
-def _band_ranges(mask: Band, grid: Grid) -> Ranges | None:
-    """Return the one range of a causal mask or a window; None for a window with a dilation."""
-    if mask.dilation != 1:
-        return None
-    position = _positions(grid)
-    start = torch.zeros_like(position) if mask.width is None else position - min(mask.width, MAX_DISTANCE) + 1
-    return [KeyRange(start, position + min(mask.ahead, MAX_DISTANCE) + 1)]
-
-
-def _segment_ranges(mask: Segments, grid: Grid) -> Ranges | None:
-    """Return the range of each query's document; None if a document is in several pieces, or the documents cannot be
-    read, as while compiling.
+def _ascending_runs(positions: Int[Tensor, "batch keys"]) -> list[Int[Tensor, "batch keys"]] | None:
+    """Divide the keys that exist into runs of adjacent keys whose positions ascend. Return for each run the positions
+    of all keys as rows that ascend: those of keys before the run are replaced by a negative number, and those of keys
+    after it by `MAX_DISTANCE`. None if there are more than `MOST_RANGES` runs, or if positions cannot be read.
     """
-    ids = mask.ids.to(grid.device)
-    if not has_readable_values(ids) or grid.keys == 0:
+    if not has_readable_values(positions) or positions.shape[1] == 0:
         return None
-    is_start = torch.ones_like(ids, dtype=torch.bool)
-    is_start[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    if any(int(starts.sum()) != len(row.unique()) for starts, row in zip(is_start, ids, strict=True)):
+    positions = positions.long()
+    exists, previous = positions >= 0, F.pad(positions, (1, 0), value=-1)[:, :-1]
+    starts_run = exists & ((previous < 0) | (positions < previous))
+    count = int(starts_run.sum(1).max()) if len(positions) else 0
+    if count > MOST_RANGES:
         return None
-    index = torch.arange(grid.keys, device=grid.device).expand_as(ids)
-    start = torch.where(is_start, index, 0).cummax(1).values
-    is_stop = is_start.roll(-1, 1)
-    is_stop[:, -1] = True
-    stop = torch.where(is_stop, index + 1, grid.keys).flip(1).cummin(1).values.flip(1)
-    position = _positions(grid)[0, 0]
-    exists = position >= 0
-    start, stop = (edge[:, position.clamp(min=0)].masked_fill(~exists, 0)[:, None] for edge in (start, stop))
-    return [KeyRange(start, stop)]
+    numbers = torch.where(exists, starts_run.cumsum(1), 0)
+    index = torch.arange(positions.shape[1], device=positions.device)
+    runs = []
+    for number in range(1, count + 1):
+        inside = numbers == number
+        start = inside.int().argmax(1, keepdim=True)
+        stop = start + inside.sum(1, keepdim=True)
+        runs.append(positions.masked_fill(index < start, -1).masked_fill(index >= stop, MAX_DISTANCE))
+    return runs
 
 
-def _ranges_per_head(mask: PerHead, grid: Grid) -> Ranges | None:
-    """Return the ranges of a mask with one rule for each head; None if those of one of the rules are unknown."""
-    one_head = replace(grid, heads=1)
-    per_head = [_ranges(mask.for_head(head), one_head) for head in range(len(mask.masks))]
-    known = [ranges for ranges in per_head if ranges is not None]
-    if len(known) < len(per_head):
-        return None
-    count = max(len(ranges) for ranges in known)
-    padded = [ranges + [_constant_range(0, 0, grid)] * (count - len(ranges)) for ranges in known]
-    return [_stack_heads([ranges[number] for ranges in padded]) for number in range(count)]
+def _keys_at(positions: Range, run: Int[Tensor, "batch keys"]) -> Range:
+    """Return the keys of a run, one of `_ascending_runs`, whose positions are in a range."""
+    start, stop = torch.broadcast_tensors(*positions)  # type: ignore[no-untyped-call]
+    batch = max(len(start), len(run))
+    run = run.expand(batch, -1).contiguous()
+    sizes = (batch, *start.shape[1:])
+    flat = (each.expand(sizes).reshape(batch, -1) for each in (start, stop))
+    return Range(*(torch.searchsorted(run, each).view(sizes) for each in flat))
 
 
-def _stack_heads(ranges: Sequence[KeyRange]) -> KeyRange:
-    """Return one range with a head axis from the ranges of single heads."""
-    edges = [torch.broadcast_tensors(*each) for each in zip(*ranges, strict=True)]  # type: ignore[no-untyped-call]
-    start, stop = (torch.cat(list(each), 1) for each in edges)
-    return KeyRange(*torch.broadcast_tensors(start, stop))  # type: ignore[no-untyped-call]
-
-
-def _intersect(left: Ranges, right: Ranges, grid: Grid) -> Ranges:
-    """Return the ranges of the keys in both unions of ranges."""
-    pairs = [(a, b) for a in left for b in right]
-    return _within([KeyRange(torch.maximum(a.start, b.start), torch.minimum(a.stop, b.stop)) for a, b in pairs], grid)
-
-
-def _subtract(ranges: Ranges, removed: Ranges, grid: Grid) -> Ranges:
-    """Return the ranges of the keys in `ranges` that are in none of `removed`."""
-    for hole in _within(removed, grid):
-        before = [KeyRange(each.start, torch.minimum(each.stop, hole.start)) for each in ranges]
-        after = [KeyRange(torch.maximum(each.start, hole.stop), each.stop) for each in ranges]
-        # Without the second term, an empty hole would leave every range twice.
-        after = [
-            KeyRange(each.start, torch.where(hole.stop > hole.start, each.stop, 0).expand_as(each.start + each.stop))
-            for each in after
-        ]
-        is_empty = hole.stop <= hole.start
-        before = [
-            KeyRange(each.start, torch.where(is_empty, full.stop, each.stop))
-            for each, full in zip(before, ranges, strict=True)
-        ]
-        ranges = _within(before + after, grid)
-    return ranges
-
-
-def _within(ranges: Ranges, grid: Grid) -> Ranges:
-    """Return ranges cut to the keys of the grid, without those that are empty for every query, where that is known."""
-    cut = [KeyRange(each.start.clamp(0, grid.keys), each.stop.clamp(0, grid.keys)) for each in ranges]
-    if not all(has_readable_values(edge) for each in cut for edge in each):
-        return cut
-    return [each for each in cut if bool((each.stop > each.start).any())]
-
-
-def _positions(grid: Grid) -> Indices:
-    """Return the position of each query, `(1, 1, queries)`."""
-    return (torch.arange(grid.queries, device=grid.device) + grid.offset)[None, None]
-
-
-def _constant_range(start: int, stop: int, grid: Grid) -> KeyRange:
-    """Return the same range for every query, `(1, 1, 1)`."""
-    edges = (torch.full((1, 1, 1), min(edge, MAX_DISTANCE), device=grid.device) for edge in (start, stop))
-    return KeyRange(*edges)
-
-
-def _as_tensor(ranges: Ranges, grid: Grid) -> Int[Tensor, "#batch #heads queries ranges 2"]:
+def _as_tensor(ranges: Ranges, grid: Grid) -> Ranges32:
     """Return ranges as one tensor, with a range without keys if there are none."""
-    ranges = ranges or [_constant_range(0, 0, grid)]
+    ranges = ranges or [constant_range(0, 0, grid)]
     edges = [edge for each in ranges for edge in each]
-    edges = list(torch.broadcast_tensors(*edges, _positions(grid)))[:-1]  # type: ignore[no-untyped-call]
+    edges = list(torch.broadcast_tensors(*edges, query_positions(grid)[:1]))[:-1]  # type: ignore[no-untyped-call]
     stacked = torch.stack(edges, -1).int()
     return stacked.view(*stacked.shape[:3], len(ranges), 2).contiguous()
+
+
+def _unexpanded(matrix: Matrix) -> Matrix:
+    """Return a view of a matrix with one element on each axis along which `expand` repeats it."""
+    for axis, stride in enumerate(matrix.stride()):
+        if stride == 0 and matrix.shape[axis] > 1:
+            matrix = matrix.narrow(axis, 0, 1)
+    return matrix
+
+
+def _can_read(grid: Grid) -> bool:
+    """Return True if masks can be evaluated now: torch is neither compiling nor tracing."""
+    return has_readable_values(torch.empty(0, device=grid.device))
 
 
 def _is_constant(mask: Mask) -> bool:

@@ -57,7 +57,7 @@ def arguments(problem: Problem, visible: VisibleKeys | None = None) -> tuple[Any
     """Return the arguments that all native operators share, from an attention problem. By default the keys that each
     query attends to are found from its mask.
     """
-    ranges, matrix = visible_keys(problem.mask, problem.grid) if visible is None else visible
+    visible = visible_keys(problem.mask, problem.grid) if visible is None else visible
     scale = problem.scale
     head_scale = scale[:, 0, 0].contiguous() if isinstance(scale, Tensor) else None
     return (
@@ -66,8 +66,8 @@ def arguments(problem: Problem, visible: VisibleKeys | None = None) -> tuple[Any
         head_scale,
         0.0 if problem.softcap is None else problem.softcap,
         None if problem.sinks is None else problem.sinks[:, 0].contiguous(),
-        ranges,
-        matrix,
+        visible.ranges,
+        visible.matrix(),
         problem.bias,
     )
 
