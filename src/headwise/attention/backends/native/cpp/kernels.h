@@ -22,8 +22,8 @@ struct Kernels {
   int64_t (*backward_splits)(const Problem&);
   int64_t (*backward_memory)(const Problem&);
   int64_t (*partial_floats)(const Problem&);
-  void (*backward)(const Problem&, const Gradients&, int64_t task, float* partials, void* memory);
-  void (*reduce)(const Problem&, const Gradients&, int64_t task, const float* partials);
+  void (*backward)(const Problem&, int64_t task, float* partials, void* memory);
+  void (*reduce)(const Problem&, int64_t task, const float* partials);
 };
 
 constexpr int64_t kReducedKeys = 256;

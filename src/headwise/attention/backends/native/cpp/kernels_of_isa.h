@@ -21,8 +21,8 @@ inline void forward_any(const Problem& p, const RowBlock& block, void* memory) {
 
 #ifdef __AVX512BF16__
 inline int64_t packed_bytes(const Problem& p) {
-  // Copies are worth their time only if they are read by several blocks.
-  return p.bfloat16 && blocks_per_kv_head(p) > 1 ? 2 * PackedShape(p).size() : 0;
+  // In the forward pass, copies are worth their time only if they are read by several blocks.
+  return p.bfloat16 && (p.gradients || blocks_per_kv_head(p) > 1) ? 2 * PackedShape(p).size() : 0;
 }
 inline int64_t pack_tasks(const Problem& p) { return PackedShape(p).blocks; }
 inline void pack(const Problem& p, int64_t task, void* packed, void* memory) {
@@ -52,22 +52,30 @@ inline void forward(const Problem& p, int64_t task, void* memory) {
   }
 }
 
-inline int64_t backward_memory(const Problem& p) { return BackwardTask<float>::memory(p); }
-
-inline void backward(const Problem& p, const Gradients& g, int64_t task, float* partials, void* memory) {
-  const int64_t splits = backward_splits(p);
-  float* partial = partials + task * partial_floats(p);
-  if (p.bfloat16) BackwardTask<uint16_t>(p, g, memory).run(task / splits, task % splits, splits, partial);
-  else BackwardTask<float>(p, g, memory).run(task / splits, task % splits, splits, partial);
+inline int64_t backward_memory(const Problem& p) {
+#ifdef __AVX512BF16__
+  if (p.bfloat16) return BackwardBlock<PairGradientProducts, uint16_t>::memory(p);
+#endif
+  return BackwardBlock<FloatGradientProducts, float>::memory(p);
 }
 
-inline void reduce(const Problem& p, const Gradients& g, int64_t task, const float* partials) {
+inline void backward(const Problem& p, int64_t task, float* partials, void* memory) {
+  const int64_t splits = backward_splits(p), unit = task / splits, split = task % splits;
+  float* partial = partials + (task - p.first_packed * splits) * partial_floats(p);
+#ifdef __AVX512BF16__
+  if (p.bfloat16) return backward_task<PairGradientProducts, uint16_t>(p, unit, split, splits, partial, memory);
+#endif
+  if (p.bfloat16) backward_task<FloatGradientProducts, uint16_t>(p, unit, split, splits, partial, memory);
+  else backward_task<FloatGradientProducts, float>(p, unit, split, splits, partial, memory);
+}
+
+inline void reduce(const Problem& p, int64_t task, const float* partials) {
   const int64_t splits = backward_splits(p), parts = (p.keys + kReducedKeys - 1) / kReducedKeys;
   const int64_t unit = task / parts, first = task % parts * kReducedKeys;
   const KeyRange keys{first, smaller(first + kReducedKeys, p.keys)};
-  const float* of_unit = partials + unit * splits * partial_floats(p);
-  if (p.bfloat16) reduce_partials<uint16_t>(p, g, unit, keys, of_unit, splits);
-  else reduce_partials<float>(p, g, unit, keys, of_unit, splits);
+  const float* of_unit = partials + (unit - p.first_packed) * splits * partial_floats(p);
+  if (p.bfloat16) reduce_partials<uint16_t>(p, unit, keys, of_unit, splits);
+  else reduce_partials<float>(p, unit, keys, of_unit, splits);
 }
 
 constexpr Kernels table(const char* name) {

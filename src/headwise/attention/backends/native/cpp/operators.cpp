@@ -144,7 +144,8 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(Tensor out_gradient, MaybeTen
   g.q = q_gradient.mutable_data_ptr(), g.q_strides = strides_of(q_gradient);
   g.k = k_gradient.mutable_data_ptr(), g.k_strides = strides_of(k_gradient);
   g.v = v_gradient.mutable_data_ptr(), g.v_strides = strides_of(v_gradient);
-  run_backward(p, g);
+  p.gradients = &g;
+  run_backward(p);
   return {q_gradient, k_gradient, v_gradient};
 }
 

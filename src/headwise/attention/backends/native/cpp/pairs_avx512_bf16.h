@@ -1,6 +1,5 @@
 // Products of bfloat16 pairs in AVX-512 registers, by the instruction VDPBF16PS.
 #pragma once
-#include "block.h"
 
 namespace headwise::HEADWISE_ISA {
 
@@ -9,26 +8,24 @@ struct PairRegisters {
   PairRegisters() {}
 };
 
-// C (32 x 32) = left (32 x 32 depth) times right (16 depth pairs x 32), or C + it. Sizes in elements: rows of `left`
-// are `left_row` numbers apart, and the blocks of 32 columns `left_step`.
+// C (32 x 32) = left (32 x 32 depth) times right (16 depth pairs x 32), or C + it.
 template <bool kAdd>
-inline void multiply_pairs(const uint16_t* left, int64_t left_row, int64_t left_step, const uint32_t* right,
-                           int64_t depth, float* c) {
+inline void multiply_pair_tile(NumberRows left, PairRows right, int64_t depth, float* c, int64_t c_row) {
   constexpr int kHeight = 8, kPairs = 16;
-  for (int first = 0; first < 32; first += kHeight, left += kHeight * left_row, c += kHeight * kRows) {
+  for (int first = 0; first < 32; first += kHeight, left.data += kHeight * left.row, c += kHeight * c_row) {
     Floats sums[kHeight][2];
 #pragma GCC unroll 8
     for (int m = 0; m < kHeight; ++m)
 #pragma GCC unroll 2
-      for (int n = 0; n < 2; ++n) sums[m][n] = kAdd ? load(c + m * kRows + n * kLanes) : zero();
+      for (int n = 0; n < 2; ++n) sums[m][n] = kAdd ? load(c + m * c_row + n * kLanes) : zero();
     for (int64_t k = 0; k < depth; ++k)
       for (int pair = 0; pair < kPairs; ++pair) {
-        const uint32_t* row = right + (k * kPairs + pair) * kRows;
+        const uint32_t* row = right.data + (k * kPairs + pair) * right.row;
         const __m512bh vectors[2] = {(__m512bh)_mm512_loadu_si512(row), (__m512bh)_mm512_loadu_si512(row + kLanes)};
 #pragma GCC unroll 8
         for (int m = 0; m < kHeight; ++m) {
           int32_t both;
-          __builtin_memcpy(&both, left + m * left_row + k * left_step + 2 * pair, sizeof both);
+          __builtin_memcpy(&both, left.data + m * left.row + k * left.step + 2 * pair, sizeof both);
           const __m512bh numbers = (__m512bh)_mm512_set1_epi32(both);
 #pragma GCC unroll 2
           for (int n = 0; n < 2; ++n) sums[m][n] = _mm512_dpbf16_ps(sums[m][n], numbers, vectors[n]);
@@ -37,7 +34,7 @@ inline void multiply_pairs(const uint16_t* left, int64_t left_row, int64_t left_
 #pragma GCC unroll 8
     for (int m = 0; m < kHeight; ++m)
 #pragma GCC unroll 2
-      for (int n = 0; n < 2; ++n) store(c + m * kRows + n * kLanes, sums[m][n]);
+      for (int n = 0; n < 2; ++n) store(c + m * c_row + n * kLanes, sums[m][n]);
   }
 }
 

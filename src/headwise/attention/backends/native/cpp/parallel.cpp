@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <memory>
 
 #include "dispatch.h"
 
@@ -37,7 +36,7 @@ class ThreadMemory {
   int64_t size_ = 0;
 };
 
-constexpr int64_t kMostPackedBytes = int64_t(32) << 20;
+constexpr int64_t kMostPackedBytes = int64_t(32) << 20, kMostPartialBytes = int64_t(128) << 20;
 
 // Run `run(task, memory)` for every task. Threads take the next task when they are done with one: tasks differ in
 // length.
@@ -81,19 +80,30 @@ void run_forward(const Problem& call) {
   shared.release_if_large();
 }
 
-void run_backward(const Problem& p, const Gradients& gradients) {
+void run_backward(const Problem& call) {
   const Kernels* kernels = chosen_kernels();
   STD_TORCH_CHECK(kernels, "HEADWISE_NATIVE names an instruction set that is not available here");
-  const int64_t tasks = p.batch * p.kv_heads * kernels->backward_splits(p), size = kernels->partial_floats(p);
-  // Fresh zeros of the operating system: keys that no query sees take no memory.
-  const std::unique_ptr<float, decltype(&std::free)> partials(
-      static_cast<float*>(std::calloc(size_t(tasks * size), sizeof(float))), &std::free);
-  STD_TORCH_CHECK(partials || tasks * size == 0, "the backward pass of attention needs ", tasks * size * 4, " bytes");
-  run_tasks(tasks, kernels->backward_memory(p),
-            [&](int64_t task, void* memory) { kernels->backward(p, gradients, task, partials.get(), memory); });
-  const int64_t parts = (p.keys + kReducedKeys - 1) / kReducedKeys;
-  run_tasks(p.batch * p.kv_heads * parts, 64,
-            [&](int64_t task, void*) { kernels->reduce(p, gradients, task, partials.get()); });
+  Problem p = call;
+  const int64_t units = p.batch * p.kv_heads, splits = kernels->backward_splits(p);
+  const int64_t partial_bytes = 4 * splits * kernels->partial_floats(p), packed_bytes = kernels->packed_bytes(p);
+  const int64_t bytes = kernels->backward_memory(p), parts = (p.keys + kReducedKeys - 1) / kReducedKeys;
+  // Some key/value heads at a time, so that their sums and copies stay small.
+  const int64_t most = std::clamp<int64_t>(kMostPartialBytes / (partial_bytes + packed_bytes + 1), 1, units);
+  static thread_local ThreadMemory shared;
+  char* packed = static_cast<char*>(shared.get(most * (partial_bytes + packed_bytes)));
+  float* partials = reinterpret_cast<float*>(packed + most * packed_bytes);
+  if (packed_bytes) p.packed = packed;
+  for (p.first_packed = 0; p.first_packed < units; p.first_packed += most) {
+    const int64_t count = std::min(most, units - p.first_packed);
+    run_tasks(packed_bytes ? count * kernels->pack_tasks(p) : 0, bytes,
+              [&](int64_t task, void* memory) { kernels->pack(p, task, packed, memory); });
+    run_tasks(count * splits, bytes, [&](int64_t task, void* memory) {
+      kernels->backward(p, p.first_packed * splits + task, partials, memory);
+    });
+    run_tasks(count * parts, 64,
+              [&](int64_t task, void*) { kernels->reduce(p, p.first_packed * parts + task, partials); });
+  }
+  shared.release_if_large();
 }
 
 }  // namespace headwise

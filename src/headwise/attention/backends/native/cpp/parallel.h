@@ -6,6 +6,7 @@ namespace headwise {
 
 void run_forward(const Problem& p);
 
-void run_backward(const Problem& p, const Gradients& gradients);
+// The backward pass of a problem with `gradients`.
+void run_backward(const Problem& p);
 
 }  // namespace headwise

@@ -37,6 +37,16 @@ enum RowStatistic {
 // which threads add them.
 constexpr int kReceivedBits = 40;
 
+// Inputs of the backward pass in addition to those of the problem, whose `out` is then an input, and its results.
+struct Gradients {
+  const float *lse, *lse_rest;
+  const float* lse_gradient = nullptr;  // `(batch, heads, queries)`; null for zeros
+  const void* out;                      // gradient of the output
+  Strides out_strides;
+  void *q, *k, *v;  // results
+  Strides q_strides, k_strides, v_strides;
+};
+
 // One attention call. Query i of head h attends with key/value head h / (heads / kv_heads).
 struct Problem {
   int64_t batch, heads, kv_heads, queries, keys, head_dim, value_dim;
@@ -69,16 +79,7 @@ struct Problem {
   float* lse = nullptr;       // log-sum-exp of each row in nats, `(batch, heads, queries)`
   float* lse_rest = nullptr;  // what rounding to float took from it, for the backward pass
   const Statistics* statistics = nullptr;
-};
-
-// Inputs of the backward pass in addition to those of the problem, whose `out` is then an input, and its results.
-struct Gradients {
-  const float *lse, *lse_rest;
-  const float* lse_gradient = nullptr;  // `(batch, heads, queries)`; null for zeros
-  const void* out;                      // gradient of the output
-  Strides out_strides;
-  void *q, *k, *v;  // results
-  Strides q_strides, k_strides, v_strides;
+  const Gradients* gradients = nullptr;  // of the backward pass; null in the forward pass
 };
 
 }  // namespace headwise

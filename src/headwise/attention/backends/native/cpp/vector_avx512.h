@@ -56,6 +56,11 @@ inline Floats narrow_pairs(Floats first, Floats second) {
   const __m512i order = _mm512_load_si512(kOrder);
   return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first)));
 }
+
+// Round the lanes of two vectors to 32 bfloat16 numbers.
+inline void store_numbers(Floats first, Floats second, uint16_t* to) {
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
 #endif
 
 // Lanes 0 to 7 of both vectors, or lanes 8 to 15, alternating.

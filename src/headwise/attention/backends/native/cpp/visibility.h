@@ -45,14 +45,15 @@ struct Visibility {
     return hull;
   }
 
-  // The keys of the next tile, from key `start` on; empty after the last. A tile begins at a multiple of `alignment`.
-  KeyRange next_tile(int64_t start, int64_t alignment) const {
+  // The keys of the next tile, up to `most`, from key `start` on; empty after the last. A tile begins at a multiple of
+  // `alignment`.
+  KeyRange next_tile(int64_t start, int64_t alignment, int64_t most = kKeys) const {
     int64_t next = INT64_MAX;
     for (int n = 0; n < count; ++n)
       if (start < some[n].end) next = smaller(next, larger(start, some[n].begin));
     if (next == INT64_MAX) return {0, 0};
     next = larger(next / alignment * alignment, start);
-    return {next, visible({next, next + kKeys}).end};
+    return {next, visible({next, next + most}).end};
   }
 
   // The largest range in `keys` that every row may attend to.

@@ -1,0 +1,117 @@
+// The five products of the backward pass for a block of rows, in float32. bfloat16 numbers are converted tile by tile.
+//
+// `PairGradientProducts` in gradient_pairs.h has the same members and computes in bfloat16.
+#pragma once
+#include "products.h"
+#include "softmax.h"
+
+namespace headwise::HEADWISE_ISA {
+
+// The weights of some rows for one key, and the gradients of their scores times the scale.
+struct Derivative {
+  Floats weight, gradient;
+};
+
+template <class Element>
+class FloatGradientProducts {
+ public:
+  static constexpr int kDegree = 6;
+  static constexpr int kAlignment = 1;  // tiles begin at a multiple of it
+  static constexpr int kTileKeys = kKeys;
+  static int64_t padded(int64_t width) { return round_up(width, kLanes); }
+
+  FloatGradientProducts(const Problem& p, Arena& arena) : p_(p) {
+    const int64_t widest = padded(larger(p.head_dim, larger(p.value_dim, kKeys)));
+    float** const blocks[] = {&queries_, &query_rows_, &upstream_, &upstream_rows_, &query_sums_, &room_};
+    for (float** block : blocks) *block = arena.take<float>(widest * kRows);
+    keys_ = arena.take<float>(kKeys * p.head_dim);
+    values_ = arena.take<float>(kKeys * p.value_dim);
+  }
+  static int64_t memory(const Problem& p) {
+    const int64_t widest = padded(larger(p.head_dim, larger(p.value_dim, kKeys)));
+    return 4 * (6 * widest * kRows + 2 * kKeys * widest);
+  }
+
+  // Prepare the queries and the gradients of the output of a block.
+  void start(const RowBlock& block) {
+    block_ = &block;
+    float ones[kRows], log2_scale[kRows];
+    for (int r = 0; r < kRows; ++r) ones[r] = 1.0f, log2_scale[r] = p_.scale[block.head[r]] * kLog2E;
+    const Element* q = static_cast<const Element*>(p_.q);
+    const Element* upstream = static_cast<const Element*>(p_.gradients->out);
+    rows_to_lanes(block, q, p_.q_strides, p_.head_dim, log2_scale, room_, queries_);
+    block_rows(q, p_.q_strides, p_.head_dim, query_rows_);
+    rows_to_lanes(block, upstream, p_.gradients->out_strides, p_.value_dim, ones, room_, upstream_);
+    block_rows(upstream, p_.gradients->out_strides, p_.value_dim, upstream_rows_);
+  }
+
+  // Products `O . dO` of each row, in the order of the products `V . dO`: in a row in which one key has all weight, the
+  // two cancel.
+  void output_products(float* to) {
+    float ones[kRows], *out = query_sums_;
+    for (float& one : ones) one = 1.0f;
+    rows_to_lanes(*block_, static_cast<const Element*>(p_.out), p_.out_strides, p_.value_dim, ones, room_, out);
+    for (int r = 0; r < kRows; ++r) to[r] = 0.0f;
+    for (int64_t d = 0; d < p_.value_dim; ++d)
+      for (int r = 0; r < block_->width; r += kLanes)
+        store(to + r, multiply_add(load(out + d * kRows + r), load(upstream_ + d * kRows + r), load(to + r)));
+  }
+
+  float* room() { return room_; }
+  const float* factor() const { return nullptr; }  // the queries are scaled
+  float* query_sums() { return query_sums_; }
+
+  // scores (keys x kRows) = K Q^T, in units of ln 2.
+  void scores(KeyRange keys, float* scores) {
+    key_rows_ = tile_of(p_.k, p_.k_strides, keys, p_.head_dim, keys_);
+    multiply<false>(key_rows_, keys.end - keys.begin, queries_, kRows, p_.head_dim, scores, kRows, block_->width);
+  }
+
+  // Gradients of the weights (keys x kRows) = V dO^T.
+  void weight_gradients(KeyRange keys, float* to) {
+    const LeftMatrix values = tile_of(p_.v, p_.v_strides, keys, p_.value_dim, values_);
+    multiply<false>(values, keys.end - keys.begin, upstream_, kRows, p_.value_dim, to, kRows, block_->width);
+  }
+
+  // Add the products of a tile to the gradients of queries, keys and values. `derivative(j, r)` returns weights and
+  // gradients of scores of key j of the tile; they replace `weights` and `slopes`, from which they are computed.
+  template <class Differentiate>
+  void add(KeyRange keys, const Differentiate& derivative, float* weights, float* slopes, bool started,
+           float* key_sums, float* value_sums) {
+    const int64_t count = keys.end - keys.begin, head_dim = padded(p_.head_dim), value_dim = padded(p_.value_dim);
+    for (int64_t j = 0; j < count; ++j)
+      for (int r = 0; r < block_->width; r += kLanes) {
+        const Derivative result = derivative(j, r);
+        store(weights + j * kRows + r, result.weight);
+        store(slopes + j * kRows + r, result.gradient);
+      }
+    multiply<true>({weights, kRows, 1}, count, upstream_rows_, value_dim, block_->rows, value_sums, value_dim,
+                   value_dim);
+    multiply<true>({slopes, kRows, 1}, count, query_rows_, head_dim, block_->rows, key_sums, head_dim, head_dim);
+    const auto product = started ? multiply<true> : multiply<false>;
+    product({key_rows_.data, key_rows_.column, key_rows_.row}, p_.head_dim, slopes, kRows, count, query_sums_, kRows,
+            block_->width);
+  }
+
+ private:
+  // Rows of the block: `to (kRows x padded width)`, zeros in lanes without a row.
+  void block_rows(const Element* data, const Strides& strides, int64_t width, float* to) const {
+    for (int r = 0; r < kRows; ++r, to += padded(width)) {
+      const Element* from = row_of(data, strides, block_->batch, block_->head[r], block_->query[r]);
+      for (int64_t d = 0; d < padded(width); ++d) to[d] = r < block_->rows && d < width ? widen(from[d]) : 0.0f;
+    }
+  }
+
+  LeftMatrix tile_of(const void* data, const Strides& strides, KeyRange keys, int64_t width, float* room) const {
+    const Element* rows =
+        row_of(static_cast<const Element*>(data), strides, block_->batch, block_->kv_head, keys.begin);
+    return as_floats(rows, strides.row, keys.end - keys.begin, width, room);
+  }
+
+  const Problem& p_;
+  const RowBlock* block_ = nullptr;
+  float *queries_, *query_rows_, *upstream_, *upstream_rows_, *query_sums_, *room_, *keys_, *values_;
+  LeftMatrix key_rows_;
+};
+
+}  // namespace headwise::HEADWISE_ISA
