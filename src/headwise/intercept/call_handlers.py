@@ -23,9 +23,8 @@ from headwise.intercept.origin import CallOrigins
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.intercept.unreadable_tensors import why_not_observed
 from headwise.shapes import Float
-from headwise.statistics.attend_observed import attend_observed
+from headwise.statistics.attend_observed import WholeCall, attend_observed
 from headwise.statistics.row_blocks import row_blocks_of_problem, row_blocks_of_weights
-from headwise.statistics.tally import Tally
 
 
 class CallHandlers(NamedTuple):
@@ -70,11 +69,11 @@ class CallHandlers(NamedTuple):
                     answer = compute()
                     with torch.no_grad():
                         attend_observed(
-                            problem.without_dropout(), self._observe, self._call_context, tally=self._only_tally
+                            problem.without_dropout(), self._observe, self._call_context, whole_call=self._whole_call
                         )
                 else:
                     answer = attend_observed(
-                        problem, self._observe, self._call_context, lambda _: compute(), self._only_tally
+                        problem, self._observe, self._call_context, lambda _: compute(), self._whole_call
                     )
         self._end()
         return answer
@@ -127,7 +126,7 @@ class CallHandlers(NamedTuple):
                     self._observe_checked(row_blocks_of_problem(problem, self._call_context, True), out)
             else:
                 undropped, answer = problem.without_dropout(), Answer(out, None, None)
-                attend_observed(undropped, self._observe, self._call_context, lambda _: answer, self._only_tally)
+                attend_observed(undropped, self._observe, self._call_context, lambda _: answer, self._whole_call)
         self._end()
 
     def changed(
@@ -159,9 +158,11 @@ class CallHandlers(NamedTuple):
         return any(observation.check is not None for observation in self.observations)
 
     @property
-    def _only_tally(self) -> Tally | None:
-        """Tally of the call's only observation, if this observation does nothing but add to it; otherwise None."""
-        return self.observations[0].tally if len(self.observations) == 1 else None
+    def _whole_call(self) -> WholeCall | None:
+        """What the call's only observation does with row blocks, if it needs no weights of single rows; otherwise
+        None.
+        """
+        return self.observations[0].whole_call if len(self.observations) == 1 else None
 
     def _observe(self, row_block: RowBlock) -> None:
         """Pass one row block (attention weights of some query rows) to the observer function of every observation of

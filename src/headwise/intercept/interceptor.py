@@ -13,7 +13,7 @@ from headwise.attention.masks.grid import Grid
 from headwise.intercept.compared_tokens import ComparedTokens
 from headwise.intercept.received_mask import NO_MASK_SOURCE, MaskSource, ReceivedMask
 from headwise.shapes import Float
-from headwise.statistics.tally import Tally
+from headwise.statistics.attend_observed import WholeCall
 
 
 class SiteKey(NamedTuple):
@@ -137,7 +137,7 @@ class Observation(NamedTuple):
             receives each row block, whose `out` is the observed weights times the values, and the output that the
             model's own function returned for these rows. With a check, the model continues with its own output. A
             check is not called where that output is known to be the product of the weights and the values.
-        tally: the sums of statistics that `observer` adds row blocks to, if it does nothing else. The native kernels
+        whole_call: what `observer` does with row blocks, if it needs no weights of single rows. The native kernels
             may then compute the statistics without any row blocks.
     """
 
@@ -145,7 +145,7 @@ class Observation(NamedTuple):
     call_context: CallContext
     on_end: Callable[[], None]
     check: Callable[[RowBlock, Float[Tensor, "batch heads rows value_dim"]], None] | None = None
-    tally: Tally | None = None
+    whole_call: WholeCall | None = None
 
 
 NO_EFFECT = Observation(lambda row_block: None, CallContext(), lambda: None)

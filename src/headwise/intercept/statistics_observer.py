@@ -17,6 +17,7 @@ from headwise.intercept.recurrence import Recurrence
 from headwise.intercept.stated_padding import StatedPadding
 from headwise.intercept.written_norms import NOT_CONFIRMED, WrittenNorms
 from headwise.shapes import Float
+from headwise.statistics.attend_observed import WholeCall
 from headwise.statistics.registry import STATISTICS
 from headwise.statistics.tally import Tally
 from headwise.statistics.weight_capture import CapturedWeights, WeightCapture
@@ -36,10 +37,10 @@ ADDED_LATER = (
 
 
 class _HeadOutputs:
-    """Head outputs of one attention call, collected from row blocks.
+    """Head outputs of one attention call, collected from row blocks, or kept whole.
 
     Attributes:
-        out: the outputs; None if no row block contains any.
+        out: the outputs; None if there were none.
     """
 
     def __init__(self, call: Call) -> None:
@@ -53,6 +54,10 @@ class _HeadOutputs:
             if self.out is None:
                 self.out = out.new_zeros(grid.batch, grid.heads, grid.queries, out.shape[-1])
             self.out[row_block.tile.row_slices] = out
+
+    def set_whole(self, out: Float[Tensor, "batch heads queries value_dim"]) -> None:
+        """Keep the head outputs of all rows."""
+        self.out = out.detach()
 
 
 class StatisticsObserver(Interceptor):
@@ -165,8 +170,8 @@ class StatisticsObserver(Interceptor):
                 if captured is not None:
                     self._heads.set_captured(call.site, captured)
 
-        only_tallies = head_outputs is None and captured is None
-        return Observation(observer, observed.context, on_end, tally=tally if only_tallies else None)
+        whole_call = WholeCall(tally, None if head_outputs is None else head_outputs.set_whole)
+        return Observation(observer, observed.context, on_end, whole_call=whole_call if captured is None else None)
 
     def finish(self) -> None:
         """End the observation: leave out the statistics that no call of the model has confirmed, and name modules that

@@ -1,8 +1,10 @@
 """Attention whose weights pass through an observer while they are computed."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from headwise.attention.autocast import without_autocast
 from headwise.attention.backends import reference
@@ -11,9 +13,23 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer
 from headwise.attention.nonfinite import has_nonfinite_keys_or_values
 from headwise.attention.problem import Answer, Problem
+from headwise.shapes import Float
 from headwise.statistics import native_statistics
 from headwise.statistics.row_blocks import row_blocks_of_problem
 from headwise.statistics.tally import Tally
+
+
+class WholeCall(NamedTuple):
+    """What an observer does with row blocks, if it needs no weights of single rows. The native kernels may then do the
+    same for the whole call at once.
+
+    Attributes:
+        tally: the sums to which the observer adds each row block.
+        on_output: function that receives the head outputs of all rows; None if the observer does not need them.
+    """
+
+    tally: Tally
+    on_output: Callable[[Float[Tensor, "batch heads queries value_dim"]], None] | None = None
 
 
 def attend_observed(
@@ -21,7 +37,7 @@ def attend_observed(
     observer: Observer,
     call_context: CallContext | None = None,
     compute: Callable[[Problem], Answer] = reference.run,
-    tally: Tally | None = None,
+    whole_call: WholeCall | None = None,
 ) -> Answer:
     """Compute one attention call and return its answer: the output, and the other results that the problem requests.
     Also pass each of its attention weights once to `observer`, in row blocks (some query rows at a time), with the
@@ -29,8 +45,8 @@ def attend_observed(
     backend does not support the problem, if the weights are requested, if there is no query or no key, or if a key or
     value is NaN or infinite, which blockwise attention would spread to rows that do not attend to it.
 
-    If `tally` is passed, the observer does nothing but add row blocks to it. Then the native kernels compute answer and
-    statistics in one pass where they can, and `observer` is not called.
+    If `whole_call` is passed, the observer does nothing but what this states. Then the native kernels compute answer
+    and statistics in one pass where they can, and `observer` is not called.
 
     Row blocks are observed while blockwise attention computes them, from scores in float32 at least, at about the cost
     of the answer alone. For problems that blockwise attention cannot solve, the row blocks are computed separately.
@@ -40,11 +56,14 @@ def attend_observed(
         observer: function that receives each row block.
         call_context: tokens and padding of the call.
         compute: function that answers problems that blockwise attention cannot solve.
-        tally: the sums to which `observer` adds each row block, if it does nothing else.
+        whole_call: what `observer` does with the row blocks, if it needs no weights of single rows.
     """
-    if tally is not None and native_statistics.why_not(problem, call_context or CallContext()) is None:
-        tallied = native_statistics.attend_tallied(problem, call_context or CallContext(), tally)
+    context = call_context or CallContext()
+    if whole_call is not None and native_statistics.why_not(problem, context) is None:
+        tallied = native_statistics.attend_tallied(problem, context, whole_call.tally)
         if tallied is not None:
+            if whole_call.on_output is not None:
+                whole_call.on_output(tallied.out)
             return tallied
     is_empty = 0 in (*problem.q.shape, *problem.k.shape)
     is_finite = not has_nonfinite_keys_or_values(problem)
