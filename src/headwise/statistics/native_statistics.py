@@ -9,6 +9,7 @@ from torch import Tensor
 from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.native import backend as native
+from headwise.attention.masks.key_ranges import visible_keys
 from headwise.attention.problem import Answer, Problem
 from headwise.shapes import Bool, Float, Int
 from headwise.statistics.registry import STATISTICS
@@ -85,9 +86,10 @@ def attend_tallied(problem: Problem, context: CallContext, tally: Tally) -> Answ
         tally: sums to add to.
     """
     inputs = _kernel_inputs(context, problem)
+    visible = visible_keys(problem.mask, problem.grid)
     with torch.no_grad(), without_autocast(problem.q.device):
         out, lse, rows, received, seen_by = torch.ops.headwise.attend_statistics(
-            *native.arguments(problem),
+            *native.arguments(problem, visible.ranges, visible.matrix()),
             inputs.first_key,
             _contiguous(context.is_special),
             inputs.key_tokens,

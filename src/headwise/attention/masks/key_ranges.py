@@ -36,10 +36,10 @@ from headwise.shapes import Bool, Int
 Ranges32 = Int[Tensor, "#batch #heads queries ranges 2"]
 Matrix = Bool[Tensor, "#batch #heads #queries #keys"]
 
-MATRIX_ELEMENTS = 2**25
-"""Largest number of elements of a matrix that is evaluated at once, 32 MiB, unless the caller stores a larger one."""
+MATRIX_ELEMENTS = 2**24
+"""Largest number of elements of a matrix that is evaluated at once, 16 MiB, unless the caller stores a larger one."""
 
-PIECE_ELEMENTS = 2**20
+PIECE_ELEMENTS = 2**18
 """Number of elements that a mask is evaluated for in one step. Rules compute with int64 numbers, of eight bytes."""
 
 CACHED_ELEMENTS = 2**22

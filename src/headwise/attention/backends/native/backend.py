@@ -12,8 +12,10 @@ from torch import Tensor
 
 from headwise.attention.backends import reference
 from headwise.attention.backends.native import library
-from headwise.attention.masks.key_ranges import VisibleKeys, visible_keys
+from headwise.attention.backends.native.parts import Options, attend_in_parts
+from headwise.attention.masks.key_ranges import visible_keys
 from headwise.attention.problem import Answer, Problem
+from headwise.shapes import Bool, Int
 
 name = "native"
 
@@ -49,15 +51,25 @@ def run(problem: Problem) -> Answer:
     if isinstance(problem.scale, Tensor) and problem.scale.requires_grad:
         q, k, v = (tensor.float() for tensor in (problem.q, problem.k, problem.v))
         problem = replace(problem, q=q * problem.scale, k=k, v=v, scale=1.0)
-    out, lse, _ = torch.ops.headwise.attend_forward(*arguments(problem))
+    visible = visible_keys(problem.mask, problem.grid)
+    parts = visible.parts()
+    if len(parts) == 1:
+        out, lse, _ = torch.ops.headwise.attend_forward(*arguments(problem, *visible.of_part(parts[0])))
+    else:
+        q, k, v, scale, head_scale, softcap, sinks, _, _, bias = arguments(problem, None, None)
+        options = Options(scale, head_scale, softcap, sinks, bias)
+        out, lse = attend_in_parts(q, k, v, options, visible, parts)
     return Answer(out.to(dtype), lse if problem.return_lse else None, None)
 
 
-def arguments(problem: Problem, visible: VisibleKeys | None = None) -> tuple[Any, ...]:
-    """Return the arguments that all native operators share, from an attention problem. By default the keys that each
-    query attends to are found from its mask.
+def arguments(
+    problem: Problem,
+    ranges: Int[Tensor, "#batch #heads queries ranges 2"] | None,
+    matrix: Bool[Tensor, "#batch #heads #queries #keys"] | None,
+) -> tuple[Any, ...]:
+    """Return the arguments that all native operators share, from an attention problem and the keys that each query
+    attends to: those in one of its ranges at which the matrix is True.
     """
-    visible = visible_keys(problem.mask, problem.grid) if visible is None else visible
     scale = problem.scale
     head_scale = scale[:, 0, 0].contiguous() if isinstance(scale, Tensor) else None
     return (
@@ -66,8 +78,8 @@ def arguments(problem: Problem, visible: VisibleKeys | None = None) -> tuple[Any
         head_scale,
         0.0 if problem.softcap is None else problem.softcap,
         None if problem.sinks is None else problem.sinks[:, 0].contiguous(),
-        visible.ranges,
-        visible.matrix(),
+        ranges,
+        matrix,
         problem.bias,
     )
 

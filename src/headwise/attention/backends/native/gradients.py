@@ -36,22 +36,45 @@ def _backward(
     v and the sinks have one.
     """
     q, k, v, head_scale, sinks, ranges, matrix, bias, out, lse, lse_rest = ctx.saved_tensors
-    out_gradient = torch.zeros_like(out) if out_gradient is None else out_gradient
-    if out_gradient.stride(-1) != 1:
-        out_gradient = out_gradient.contiguous()
-    lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
+    out_gradient, lse_gradient = with_usual_strides(out_gradient, lse_gradient, out)
     q_gradient, k_gradient, v_gradient = torch.ops.headwise.attend_backward(
         *(out_gradient, lse_gradient, out, lse, lse_rest, q, k, v),
         *(ctx.scale, head_scale, ctx.softcap, sinks, ranges, matrix, bias),
     )
     sinks_gradient = None
     if ctx.needs_input_grad[6]:
-        # The weight of a sink takes its share from the output, whose value it lacks, and adds to the log-sum-exp.
-        delta = (out_gradient.float() * out.float()).sum(-1)
-        upstream = -delta if lse_gradient is None else lse_gradient - delta
-        weight = torch.exp(sinks[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
-        sinks_gradient = (weight * upstream).sum((0, 2))
+        sinks_gradient = gradient_of_sinks(out_gradient, lse_gradient, out, lse, sinks)
     return q_gradient, k_gradient, v_gradient, None, None, None, sinks_gradient, None, None, None
+
+
+def with_usual_strides(
+    out_gradient: Float[Tensor, "batch heads queries value_dim"] | None,
+    lse_gradient: Float[Tensor, "batch heads queries"] | None,
+    out: Float[Tensor, "batch heads queries value_dim"],
+) -> tuple[Float[Tensor, "batch heads queries value_dim"], Float[Tensor, "batch heads queries"] | None]:
+    """Return the gradients of the output and of the log-sum-exp with strides that the operator of the backward pass
+    accepts. Zeros stand for a missing gradient of the output.
+    """
+    out_gradient = torch.zeros_like(out) if out_gradient is None else out_gradient
+    if out_gradient.stride(-1) != 1:
+        out_gradient = out_gradient.contiguous()
+    return out_gradient, None if lse_gradient is None else lse_gradient.contiguous()
+
+
+def gradient_of_sinks(
+    out_gradient: Float[Tensor, "batch heads queries value_dim"],
+    lse_gradient: Float[Tensor, "batch heads queries"] | None,
+    out: Float[Tensor, "batch heads queries value_dim"],
+    lse: Float[Tensor, "batch heads queries"],
+    sinks: Float[Tensor, " heads"],
+) -> Float[Tensor, " heads"]:
+    """Return the gradient of the sink logits. The weight of a sink takes its share from the output, whose value it
+    lacks, and adds to the log-sum-exp.
+    """
+    delta = (out_gradient.float() * out.float()).sum(-1)
+    upstream = -delta if lse_gradient is None else lse_gradient - delta
+    weight = torch.exp(sinks[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
+    return (weight * upstream).sum((0, 2))
 
 
 def _refuse_second_derivative(ctx: Any, *_: Tensor | None) -> None:

@@ -1,0 +1,171 @@
+"""Attention in parts of the score matrix, for masks whose boolean matrix is too large to be evaluated at once.
+
+A part has some query rows, and the keys that these rows may attend to. The matrix of a part exists only while the
+kernels compute the part. The backward pass evaluates it again, and compares checksums: a rule that returned another
+matrix, because it draws random numbers or reads a tensor that has changed, would make the gradient silently wrong.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.native import gradients
+from headwise.attention.masks.key_ranges import Matrix, Part, VisibleKeys
+from headwise.errors import InputError
+from headwise.shapes import Float
+
+Output = Float[Tensor, "batch heads queries value_dim"]
+LogSumExp = Float[Tensor, "batch heads queries"]
+
+
+class Options(NamedTuple):
+    """Arguments of the operators between `v` and the mask, and the bias, which follows it."""
+
+    scale: float
+    head_scale: Float[Tensor, " heads"] | None
+    softcap: float
+    sinks: Float[Tensor, " heads"] | None
+    bias: Float[Tensor, "#batch #heads #queries #keys"] | None
+
+    def arguments(self, part: Part, ranges: Tensor | None, matrix: Matrix | None) -> tuple[Any, ...]:
+        """Return the arguments of the operators after `v` for one part."""
+        bias = self.bias
+        if bias is not None:
+            for axis, indices in ((2, part.rows), (3, part.columns)):
+                bias = bias if bias.shape[axis] == 1 else bias.narrow(axis, indices.start, len(indices))
+        return self.scale, self.head_scale, self.softcap, self.sinks, ranges, matrix, bias
+
+
+def attend_in_parts(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, visible: VisibleKeys, parts: list[Part]
+) -> tuple[Output, LogSumExp]:
+    """Return the output and the log-sum-exp, computed part by part. They can be differentiated with respect to q, k, v
+    and the sinks.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        options: further arguments of the operators.
+        visible: keys that each query may attend to.
+        parts: parts of the score matrix, in the order of their rows.
+    """
+    if torch.compiler.is_compiling():
+        return _traced(q, k, v, options, visible, parts)
+    out, lse, _ = _AttentionInParts.apply(  # type: ignore[no-untyped-call]
+        q, k, v, options.sinks, options, visible, parts
+    )
+    return out, lse
+
+
+def _traced(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, visible: VisibleKeys, parts: list[Part]
+) -> tuple[Output, LogSumExp]:
+    """Return the results as a sequence of operators that the compiler can trace. It decides which matrices it keeps."""
+    # Gradients of parts are added up in float32.
+    wide = [each.float() for each in (k, v)]
+    results = []
+    for part in parts:
+        of_part = (each[:, :, part.columns.start : part.columns.stop].to(q.dtype) for each in wide)
+        arguments = options.arguments(part, *visible.of_part(part))
+        rows = q[:, :, part.rows.start : part.rows.stop]
+        results.append(torch.ops.headwise.attend_forward(rows, *of_part, *arguments))
+    out, lse, _ = zip(*results, strict=True)
+    return torch.cat(out, 2), torch.cat(lse, 2)
+
+
+class _AttentionInParts(torch.autograd.Function):
+    """Attention in parts, whose backward pass evaluates the matrix of each part again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        options: Options,
+        visible: VisibleKeys,
+        parts: list[Part],
+    ) -> tuple[Output, LogSumExp, LogSumExp]:
+        """Return the output and the log-sum-exp, rounded and its rest."""
+        batch, heads, queries, _ = q.shape
+        out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
+        lse, lse_rest = torch.empty(2, batch, heads, queries)
+        checksums = []
+        for part in parts:
+            ranges, matrix = visible.of_part(part)
+            checksums.append(_checksum(matrix))
+            results = torch.ops.headwise.attend_forward(
+                *_rows_and_keys(part, q, k, v), *options.arguments(part, ranges, matrix)
+            )
+            for whole, of_part in zip((out, lse, lse_rest), results, strict=True):
+                _rows(part, whole).copy_(of_part)
+        ctx.save_for_backward(q, k, v, sinks, options.head_scale, options.bias, out, lse, lse_rest)
+        ctx.others = options, visible, parts, checksums
+        ctx.mark_non_differentiable(lse_rest)
+        ctx.set_materialize_grads(False)
+        return out, lse, lse_rest
+
+    @staticmethod
+    def backward(
+        ctx: Any, out_gradient: Output | None, lse_gradient: LogSumExp | None, _: None
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v and the sinks, given those of the output and the log-sum-exp."""
+        q, k, v, sinks, head_scale, bias, out, lse, lse_rest = ctx.saved_tensors
+        options, visible, parts, checksums = ctx.others
+        options = options._replace(sinks=sinks, head_scale=head_scale, bias=bias)
+        out_gradient, lse_gradient = gradients.with_usual_strides(out_gradient, lse_gradient, out)
+        q_gradient = torch.empty_like(q)
+        k_gradient, v_gradient = (torch.zeros_like(each, dtype=torch.float32) for each in (k, v))
+        for part, checksum in zip(parts, checksums, strict=True):
+            ranges, matrix = visible.of_part(part)
+            if _checksum(matrix) != checksum:
+                raise InputError(
+                    "mask_rule(rule)",
+                    expected="a function with the same result in the backward pass as in the forward pass",
+                    got="another result",
+                    remedy="pass its matrix, a boolean tensor, as mask=",
+                )
+            row_tensors = (None if each is None else _rows(part, each).contiguous() for each in (lse_gradient,))
+            of_q, of_k, of_v = torch.ops.headwise.attend_backward(
+                *(_rows(part, out_gradient), *row_tensors, _rows(part, out)),
+                *(_rows(part, each).contiguous() for each in (lse, lse_rest)),
+                *(*_rows_and_keys(part, q, k, v), *options.arguments(part, ranges, matrix)),
+            )
+            _rows(part, q_gradient).copy_(of_q)
+            _columns(part, k_gradient).add_(of_k)
+            _columns(part, v_gradient).add_(of_v)
+        of_sinks = None
+        if ctx.needs_input_grad[3]:
+            of_sinks = gradients.gradient_of_sinks(out_gradient, lse_gradient, out, lse, sinks)
+        return q_gradient, k_gradient.to(k.dtype), v_gradient.to(v.dtype), of_sinks, None, None, None
+
+
+def _rows(part: Part, tensor: Tensor) -> Tensor:
+    """Return the rows of a part, on the third axis of a tensor."""
+    return tensor[:, :, part.rows.start : part.rows.stop]
+
+
+def _columns(part: Part, tensor: Tensor) -> Tensor:
+    """Return the keys of a part, on the third axis of a tensor."""
+    return tensor[:, :, part.columns.start : part.columns.stop]
+
+
+def _rows_and_keys(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the queries, keys and values of a part."""
+    return _rows(part, q), _columns(part, k), _columns(part, v)
+
+
+def _checksum(matrix: Matrix | None) -> int:
+    """Return a number that is the same for equal matrices, and different for others but for a chance of about 2^-56: a
+    sum of the matrix, in words of eight elements, with fixed random weights.
+    """
+    if matrix is None:
+        return 0
+    flat = matrix.contiguous().view(-1, matrix.shape[-1])
+    words = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 8)).view(torch.int64)
+    generator = torch.Generator().manual_seed(0)
+    of_columns, of_rows = (torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator) for n in words.shape[::-1])
+    return int(((words * (of_columns | 1)).sum(1) * (of_rows | 1)).sum())
