@@ -126,6 +126,20 @@ def test_scores_of_any_size_and_rows_without_keys(dtype):
 
 
 @NATIVE
+@pytest.mark.parametrize("queries", [1, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_whose_whole_bias_is_the_least_number_is_not_empty(dtype, queries):
+    """Models add such a bias to the scores of padding."""
+    q, k, v = tensors(1, 2, queries, 16, keys=150, dtype=dtype)
+    bias = torch.zeros(queries, 150, dtype=dtype)
+    bias[:, :40] = bias[-1] = torch.finfo(dtype).min
+    out, lse = hw.attend(q, k, v, bias=bias, return_lse=True, backend="native")
+    exact = hw.attend(q, k, v, bias=bias, return_lse=True, backend="reference")
+    assert distance(out, exact[0].double()) < (1e-6 if dtype == torch.float32 else 1e-2)
+    torch.testing.assert_close(lse, exact[1], rtol=5e-3, atol=1e-5)
+
+
+@NATIVE
 @pytest.mark.parametrize("shape", [(0, 2, 5, 8), (1, 2, 0, 8)])
 def test_calls_without_queries_have_results_without_numbers(shape):
     q, k, v = tensors(*shape, keys=7)

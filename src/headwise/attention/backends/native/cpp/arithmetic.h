@@ -5,7 +5,7 @@ namespace headwise::HEADWISE_ISA {
 
 constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 constexpr float kHidden = -__builtin_inff();  // score of a key that a row may not attend to
-constexpr float kNoScore = -1e30f;            // shift of a row that has not seen any key
+constexpr float kNoScore = -3.402823466e38f;  // shift of a row that has not seen any key: the least float
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }

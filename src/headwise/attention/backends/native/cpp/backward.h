@@ -86,8 +86,8 @@ class BackwardBlock {
       const int64_t index = flat_index(p_, block, r);
       const double lse = (double(g.lse[index]) + g.lse_rest[index]) * 1.44269504088896341;
       const bool is_empty = r >= block.rows || g.lse[index] == kHidden;
-      lse_[r] = is_empty ? -kHidden : float(lse);  // an infinite sum makes all weights of the row 0
-      lse_rest_[r] = is_empty ? 0.0f : float(lse - lse_[r]);
+      lse_[r] = is_empty ? -kHidden : float(lse < kNoScore ? kNoScore : lse);  // an infinite sum makes all weights 0
+      lse_rest_[r] = is_empty || lse < kNoScore ? 0.0f : float(lse - lse_[r]);
       if (g.lse_gradient) delta_[r] -= g.lse_gradient[index];
       if (lse_[r] == -kHidden) delta_[r] = 0.0f;  // the gradient of an infinite log-sum-exp counts for nothing
     }

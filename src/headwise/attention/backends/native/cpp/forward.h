@@ -53,12 +53,8 @@ class FloatProducts {
 // Divide the output by the divisors; a row without a key gets 0. Write the log-sum-exp.
 inline void normalize(const Problem& p, const RowBlock& block, const SoftmaxState& state, const Divisors& divisors,
                       float* output) {
-  for (int r = 0; p.lse && r < block.rows; ++r) {
-    const double lse = (double(state.shift[r]) + divisors.log2[r]) * 0.69314718055994530942;
-    const float rounded = divisors.inverse[r] == 0.0f ? kHidden : float(lse);
-    p.lse[flat_index(p, block, r)] = rounded;
-    p.lse_rest[flat_index(p, block, r)] = divisors.inverse[r] == 0.0f ? 0.0f : float(lse - rounded);
-  }
+  for (int r = 0; r < block.rows; ++r)
+    write_lse(p, flat_index(p, block, r), divisors.inverse[r] == 0.0f, state.shift[r], divisors.log2[r]);
   for (int64_t d = 0; d < p.value_dim; ++d)
     for (int r = 0; r < block.width; r += kLanes) {
       float* at = output + d * kRows + r;

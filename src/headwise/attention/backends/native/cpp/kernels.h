@@ -12,6 +12,13 @@ struct Kernels {
   int64_t (*forward_tasks)(const Problem&);
   int64_t (*forward_memory)(const Problem&);
   void (*forward)(const Problem&, int64_t task, void* memory);
+  // With few rows, a call is divided into pieces of the keys instead: their number for each key/value head, 0 if the
+  // call has too many rows, the bytes of the result of each piece, and functions that compute a piece and that merge
+  // all pieces of a head, `unit` of (batch, kv_heads), whose results are adjacent.
+  int64_t (*pieces)(const Problem&);
+  int64_t (*piece_bytes)(const Problem&);
+  void (*attend_piece)(const Problem&, int64_t unit, int64_t piece, void* result, void* memory);
+  void (*merge_pieces)(const Problem&, int64_t unit, void* results);
   // Copies of the keys and values of one key/value head in the layout of the products: their size, 0 if none are
   // needed, and a function that makes a part of them, with the same memory.
   int64_t (*packed_bytes)(const Problem&);

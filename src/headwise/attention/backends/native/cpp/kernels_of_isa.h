@@ -42,14 +42,20 @@ inline void forward(const Problem& p, int64_t task, void* memory) {
 #ifdef __AVX512BF16__
   if (p.packed) return forward_any<PairProducts, uint16_t>(p, block, memory);
 #endif
-  if (has_few_rows(p)) {
-    if (p.bfloat16) forward_any<FewRowsProducts, uint16_t>(p, block, memory);
-    else forward_any<FewRowsProducts, float>(p, block, memory);
-  } else if (p.bfloat16) {
-    forward_any<FloatProducts, uint16_t>(p, block, memory);
-  } else {
-    forward_any<FloatProducts, float>(p, block, memory);
-  }
+  if (p.bfloat16) forward_any<FloatProducts, uint16_t>(p, block, memory);
+  else forward_any<FloatProducts, float>(p, block, memory);
+}
+
+inline int64_t piece_bytes(const Problem& p) {
+  return p.bfloat16 ? PieceResult<uint16_t>::bytes(p) : PieceResult<float>::bytes(p);
+}
+inline void attend_piece(const Problem& p, int64_t unit, int64_t piece, void* result, void* memory) {
+  if (p.bfloat16) FewRowsPiece<uint16_t>(p, unit, result, memory).run(piece, piece_count(p));
+  else FewRowsPiece<float>(p, unit, result, memory).run(piece, piece_count(p));
+}
+inline void merge_pieces(const Problem& p, int64_t unit, void* results) {
+  if (p.bfloat16) merge_pieces_of<uint16_t>(p, unit, static_cast<char*>(results), piece_count(p));
+  else merge_pieces_of<float>(p, unit, static_cast<char*>(results), piece_count(p));
 }
 
 inline int64_t backward_memory(const Problem& p) {
@@ -79,8 +85,8 @@ inline void reduce(const Problem& p, int64_t task, const float* partials) {
 }
 
 constexpr Kernels table(const char* name) {
-  return {name, &forward_tasks, &forward_memory, &forward, &packed_bytes, &pack_tasks, &pack,
-          &backward_splits, &backward_memory, &partial_floats, &backward, &reduce};
+  return {name, &forward_tasks, &forward_memory, &forward, &piece_count, &piece_bytes, &attend_piece, &merge_pieces,
+          &packed_bytes, &pack_tasks, &pack, &backward_splits, &backward_memory, &partial_floats, &backward, &reduce};
 }
 
 }  // namespace headwise::HEADWISE_ISA

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <vector>
 
 #include "dispatch.h"
 
@@ -52,12 +53,28 @@ void run_tasks(int64_t tasks, int64_t bytes, Run run) {
   });
 }
 
+// Pieces of the keys of every key/value head; the thread that computes the last piece of a head merges them.
+void run_pieces(const Kernels* kernels, const Problem& p, int64_t pieces) {
+  const int64_t units = p.batch * p.kv_heads, bytes = kernels->piece_bytes(p);
+  std::vector<std::atomic<int64_t>> left(units);
+  for (auto& count : left) count = pieces;
+  static thread_local ThreadMemory shared;
+  char* const results = static_cast<char*>(shared.get(units * pieces * bytes));
+  run_tasks(units * pieces, kernels->forward_memory(p), [&](int64_t task, void* memory) {
+    const int64_t unit = task / pieces;
+    kernels->attend_piece(p, unit, task % pieces, results + task * bytes, memory);
+    if (--left[unit] == 0) kernels->merge_pieces(p, unit, results + unit * pieces * bytes);
+  });
+  shared.release_if_large();
+}
+
 }  // namespace
 
 void run_forward(const Problem& call) {
   const Kernels* kernels = chosen_kernels();
   STD_TORCH_CHECK(kernels, "HEADWISE_NATIVE names an instruction set that is not available here");
   if (call.batch * call.heads * call.queries == 0) return;
+  if (const int64_t pieces = kernels->pieces(call)) return run_pieces(kernels, call, pieces);
   Problem p = call;
   const int64_t units = p.batch * p.kv_heads, tasks = kernels->forward_tasks(p), bytes = kernels->forward_memory(p);
   const int64_t packed_bytes = kernels->packed_bytes(p);

@@ -40,6 +40,14 @@ struct Divisors {
   }
 };
 
+// Write the log-sum-exp of a row from the logarithm to base 2 of its sum of powers. Where all scores are below the range
+// of floats in units of ln 2, and were replaced by the least float, it is the least float too.
+inline void write_lse(const Problem& p, int64_t index, bool is_empty, float shift, double log2) {
+  const double lse = shift == kNoScore ? shift : (shift + log2) * 0.69314718055994530942;
+  p.lse[index] = is_empty ? kHidden : float(lse);
+  p.lse_rest[index] = is_empty ? 0.0f : float(lse - p.lse[index]);
+}
+
 inline void start_softmax(const Problem& p, const RowBlock& block, SoftmaxState& state) {
   for (int r = 0; r < kRows; ++r) {
     // A shift of at least the sink logit keeps the sink's power at most 1.

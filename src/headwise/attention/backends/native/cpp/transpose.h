@@ -17,11 +17,14 @@ inline void transpose_square(Floats (&rows)[kLanes]) {
   }
 }
 
-// The sums of the lanes of `kLanes` vectors, as one vector.
+// The sums of the lanes of `kLanes` vectors, as one vector. Each round interleaves the two halves of the list as in a
+// transposition, and adds the results, so that half as many vectors are left.
 inline Floats sums_of_vectors(Floats (&vectors)[kLanes]) {
-  transpose_square(vectors);
+#pragma GCC unroll 4
   for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) vectors[i] = vectors[i] + vectors[i + half];
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i)
+      vectors[i] = interleave_low(vectors[i], vectors[i + half]) + interleave_high(vectors[i], vectors[i + half]);
   return vectors[0];
 }
 

@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace headwise::HEADWISE_ISA {
 
@@ -60,6 +61,18 @@ inline Floats load(const uint16_t* from) {
   const Ints bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
 }
+
+// Read the first `bytes` bytes of a vector, fewer than it has, and zeros.
+inline Ints load_part(const void* from, int64_t bytes) {
+  int32_t part[8] = {};
+  std::memcpy(part, from, size_t(bytes));
+  return load(part);
+}
+inline Floats as_floats(Ints bits) { return _mm256_castsi256_ps(bits); }
+
+// A vector of 16 bfloat16 numbers as floats: those with an even index, and those with an odd one.
+inline Floats even_numbers(Ints pairs) { return as_floats(_mm256_slli_epi32(pairs, 16)); }
+inline Floats odd_numbers(Ints pairs) { return as_floats(_mm256_and_si256(pairs, all(int32_t(0xffff0000)))); }
 
 // Lanes 0 to 3 of both vectors, or lanes 4 to 7, alternating.
 inline Floats interleave_low(Floats a, Floats b) {

@@ -48,6 +48,16 @@ inline Floats load(const uint16_t* from) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
+// Read the first `bytes` bytes of a vector, fewer than it has, and zeros.
+inline Ints load_part(const void* from, int64_t bytes) {
+  return _mm512_maskz_loadu_epi8((uint64_t(1) << bytes) - 1, from);
+}
+inline Floats as_floats(Ints bits) { return _mm512_castsi512_ps(bits); }
+
+// A vector of 32 bfloat16 numbers as floats: those with an even index, and those with an odd one.
+inline Floats even_numbers(Ints pairs) { return as_floats(_mm512_slli_epi32(pairs, 16)); }
+inline Floats odd_numbers(Ints pairs) { return as_floats(_mm512_and_si512(pairs, all(int32_t(0xffff0000)))); }
+
 #ifdef __AVX512BF16__
 // 16 pairs of bfloat16 numbers, each of a lane of `first` and of `second`.
 inline Floats narrow_pairs(Floats first, Floats second) {

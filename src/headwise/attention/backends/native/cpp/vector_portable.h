@@ -62,6 +62,19 @@ inline Floats load(const uint16_t* from) {
   return (Floats)(bits << 16);
 }
 
+// Read the first `bytes` bytes of a vector, fewer than it has, and zeros.
+inline Ints load_part(const void* from, int64_t bytes) {
+  int32_t part[4] = {};
+  std::memcpy(part, from, size_t(bytes));
+  return load(part);
+}
+inline Floats as_floats(Ints bits) { return (Floats)bits; }
+
+// A vector of 8 bfloat16 numbers as floats: those with an even index, and those with an odd one. The first number of a
+// pair is the lower half of its 32 bits.
+inline Floats even_numbers(Ints pairs) { return (Floats)((UnsignedInts)pairs << 16); }
+inline Floats odd_numbers(Ints pairs) { return (Floats)(pairs & all(int32_t(0xffff0000))); }
+
 // Lanes 0 and 1 of both vectors, or lanes 2 and 3, alternating.
 inline Floats interleave_low(Floats a, Floats b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
 inline Floats interleave_high(Floats a, Floats b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }

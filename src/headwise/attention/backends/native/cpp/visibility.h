@@ -13,24 +13,30 @@ struct KeyRange {
 };
 inline KeyRange intersection(KeyRange a, KeyRange b) { return {larger(a.begin, b.begin), smaller(a.end, b.end)}; }
 
+inline int range_count(const Problem& p) { return p.ranges ? p.range_count : 1; }
+
+// Range number `n` of the keys that a query may attend to.
+inline KeyRange visible_range(const Problem& p, int64_t batch, int64_t head, int64_t query, int n) {
+  if (!p.ranges) return {0, p.keys};
+  const int32_t* range = row_of(p.ranges, p.range_strides, batch, head, query) + 2 * n;
+  const int64_t begin = larger(range[0], 0);
+  return {begin, larger(smaller(range[1], p.keys), begin)};
+}
+
 // The ranges of every row of a block, and for each of them the keys that some row, or every row, may attend to.
 struct Visibility {
   int count;
   int32_t begin[kMostRanges][kRows], length[kMostRanges][kRows];
   KeyRange some[kMostRanges], every[kMostRanges];
 
-  Visibility(const Problem& p, const RowBlock& block) : count(p.ranges ? p.range_count : 1) {
+  Visibility(const Problem& p, const RowBlock& block) : count(range_count(p)) {
     for (int n = 0; n < count; ++n) {
       some[n] = {p.keys, 0}, every[n] = {0, p.keys};
       for (int r = 0; r < kRows; ++r) {
-        int64_t low = 0, high = p.keys;
-        if (p.ranges) {
-          const int32_t* row = row_of(p.ranges, p.range_strides, block.batch, block.head[r], block.query[r]) + 2 * n;
-          low = larger(row[0], 0), high = larger(smaller(row[1], p.keys), low);
-        }
-        begin[n][r] = int32_t(low), length[n][r] = int32_t(high - low);
-        every[n] = intersection(every[n], {low, high});
-        if (low < high) some[n] = {smaller(some[n].begin, low), larger(some[n].end, high)};
+        const KeyRange range = visible_range(p, block.batch, block.head[r], block.query[r], n);
+        begin[n][r] = int32_t(range.begin), length[n][r] = int32_t(range.end - range.begin);
+        every[n] = intersection(every[n], range);
+        if (!range.empty()) some[n] = {smaller(some[n].begin, range.begin), larger(some[n].end, range.end)};
       }
     }
   }
@@ -97,6 +103,13 @@ inline void hide_outside_ranges(const Visibility& visibility, const RowBlock& bl
 
 inline bool has_dense_part(const Problem& p) { return p.dense || p.bias; }
 
+// A bias in units of ln 2. A finite bias stays finite: models write the least float where they hide a key, and a row in
+// which all keys have it is not empty.
+inline float bias_in_bits(float bias) {
+  const float bits = bias * kLog2E;
+  return bits == kHidden && bias != kHidden ? kNoScore : bits;
+}
+
 // One row of the dense mask and bias in units of ln 2, minus infinity at hidden keys. Returns true if a key is visible.
 inline bool dense_row(const Problem& p, int64_t batch, int64_t head, int64_t query, KeyRange keys, float* to) {
   const int64_t count = keys.end - keys.begin;
@@ -105,9 +118,9 @@ inline bool dense_row(const Problem& p, int64_t batch, int64_t head, int64_t que
     const int64_t step = p.bias_strides.column;
     const float* bias = row_of(p.bias, p.bias_strides, batch, head, query) + keys.begin * step;
     if (step == 1)
-      for (int64_t j = 0; j < count; ++j) to[j] = bias[j] * kLog2E;
+      for (int64_t j = 0; j < count; ++j) to[j] = bias_in_bits(bias[j]);
     else
-      for (int64_t j = 0; j < count; ++j) to[j] = bias[j * step] * kLog2E;
+      for (int64_t j = 0; j < count; ++j) to[j] = bias_in_bits(bias[j * step]);
   }
   if (p.dense) {
     const int64_t step = p.dense_strides.column;
