@@ -35,10 +35,10 @@ def _backward(
     """Return the gradients of all inputs of the forward pass, given those of its output and its log-sum-exp. Only q, k,
     v and the sinks have one.
     """
-    q, k, v, head_scale, sinks, ranges, matrix, bias, out, lse, lse_rest = ctx.saved_tensors
+    q, k, v, head_scale, sinks, ranges, matrix, bias, out, lse, normalizers = ctx.saved_tensors
     out_gradient, lse_gradient = with_usual_strides(out_gradient, lse_gradient, out)
     q_gradient, k_gradient, v_gradient = torch.ops.headwise.attend_backward(
-        *(out_gradient, lse_gradient, out, lse, lse_rest, q, k, v),
+        *(out_gradient, lse_gradient, out, normalizers, q, k, v),
         *(ctx.scale, head_scale, ctx.softcap, sinks, ranges, matrix, bias),
     )
     sinks_gradient = None

@@ -58,16 +58,16 @@ def instruction_set() -> str:
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output and the log-sum-exp, rounded and its rest, without values, for tracing."""
+    """Return the output, the log-sum-exp and the normalizers of each row, without values, for tracing."""
     batch, heads, queries, _head_dim = q.shape
     out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
-    return out, lse, torch.empty_like(lse)
+    return out, lse, lse.new_empty(*lse.shape, 2)
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v without values, for tracing."""
-    q, k, v = arguments[5:8]
+    q, k, v = arguments[4:7]
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

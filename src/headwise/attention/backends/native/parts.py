@@ -88,11 +88,11 @@ class _AttentionInParts(torch.autograd.Function):
         options: Options,
         visible: VisibleKeys,
         parts: list[Part],
-    ) -> tuple[Output, LogSumExp, LogSumExp]:
-        """Return the output and the log-sum-exp, rounded and its rest."""
+    ) -> tuple[Output, LogSumExp, Tensor]:
+        """Return the output, the log-sum-exp and the normalizers of each row."""
         batch, heads, queries, _ = q.shape
         out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
-        lse, lse_rest = torch.empty(2, batch, heads, queries)
+        lse, normalizers = torch.empty(batch, heads, queries), torch.empty(batch, heads, queries, 2)
         checksums = []
         for part in parts:
             ranges, matrix = visible.of_part(part)
@@ -100,20 +100,20 @@ class _AttentionInParts(torch.autograd.Function):
             results = torch.ops.headwise.attend_forward(
                 *_rows_and_keys(part, q, k, v), *options.arguments(part, ranges, matrix)
             )
-            for whole, of_part in zip((out, lse, lse_rest), results, strict=True):
+            for whole, of_part in zip((out, lse, normalizers), results, strict=True):
                 _rows(part, whole).copy_(of_part)
-        ctx.save_for_backward(q, k, v, sinks, options.head_scale, options.bias, out, lse, lse_rest)
+        ctx.save_for_backward(q, k, v, sinks, options.head_scale, options.bias, out, lse, normalizers)
         ctx.others = options, visible, parts, checksums
-        ctx.mark_non_differentiable(lse_rest)
+        ctx.mark_non_differentiable(normalizers)
         ctx.set_materialize_grads(False)
-        return out, lse, lse_rest
+        return out, lse, normalizers
 
     @staticmethod
     def backward(
         ctx: Any, out_gradient: Output | None, lse_gradient: LogSumExp | None, _: None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v and the sinks, given those of the output and the log-sum-exp."""
-        q, k, v, sinks, head_scale, bias, out, lse, lse_rest = ctx.saved_tensors
+        q, k, v, sinks, head_scale, bias, out, lse, normalizers = ctx.saved_tensors
         options, visible, parts, checksums = ctx.others
         options = options._replace(sinks=sinks, head_scale=head_scale, bias=bias)
         out_gradient, lse_gradient = gradients.with_usual_strides(out_gradient, lse_gradient, out)
@@ -131,7 +131,7 @@ class _AttentionInParts(torch.autograd.Function):
             row_tensors = (None if each is None else _rows(part, each).contiguous() for each in (lse_gradient,))
             of_q, of_k, of_v = torch.ops.headwise.attend_backward(
                 *(_rows(part, out_gradient), *row_tensors, _rows(part, out)),
-                *(_rows(part, each).contiguous() for each in (lse, lse_rest)),
+                _rows(part, normalizers).contiguous(),
                 *(*_rows_and_keys(part, q, k, v), *options.arguments(part, ranges, matrix)),
             )
             _rows(part, q_gradient).copy_(of_q)

@@ -3,7 +3,8 @@
 
 namespace headwise::HEADWISE_ISA {
 
-constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+constexpr double kLog2EExact = 1.44269504088896341, kLn2Exact = 0.693147180559945309;
+constexpr float kLog2E = float(kLog2EExact), kLn2 = float(kLn2Exact);
 constexpr float kHidden = -__builtin_inff();  // score of a key that a row may not attend to
 constexpr float kNoScore = -3.402823466e38f;  // shift of a row that has not seen any key: the least float
 

@@ -1,15 +1,16 @@
-// The backward pass: weights are computed again from the log-sum-exp, tile by tile (FlashAttention, Dao et al. 2022,
+// The backward pass: weights are computed again from the normalizers of rows, tile by tile (FlashAttention, Dao et al. 2022,
 // appendix B).
 //
 // With S the scores, A the weights, dO and g the gradients of the output and the log-sum-exp,
 //
-//     dV_j = sum_i A_ij dO_i     dS_ij = A_ij (dO_i . V_j - delta_i)     delta_i = dO_i . O_i - g_i
+//     dV_j = sum_i A_ij dO_i     dS_ij = A_ij (dO_i . V_j - delta_i + g_i)     delta_i = dO_i . O_i
 //     dQ_i = scale sum_j dS_ij K_j     dK_j = scale sum_i dS_ij Q_i
 //
 // A task computes some row blocks of one key/value head, and adds up the gradients of its keys and values in sums of
 // its own. Row blocks are divided among tasks by the sizes of the call, not by the number of threads, and the sums of
 // tasks are added in order: the result does not depend on threads.
 #pragma once
+#include "few_rows.h"
 #include "gradient_products.h"
 #ifdef __AVX512BF16__
 #include "gradient_pairs.h"
@@ -59,12 +60,12 @@ class BackwardBlock {
   void run(const RowBlock& block, float* key_sums, float* value_sums) {
     start(block);
     const Visibility visibility(p_, block);
-    constexpr int kAlignment = Products<Element>::kAlignment;
+    if (has_few_rows(p_)) normalize_again(block, visibility);
     bool started = false;
-    for (KeyRange keys = visibility.next_tile(0, kAlignment, kTileKeys); !keys.empty();
-         keys = visibility.next_tile(round_up(keys.end, kAlignment), kAlignment, kTileKeys)) {
+    for (KeyRange keys = first_tile(visibility); !keys.empty(); keys = next_tile(visibility, keys)) {
       if (has_dense_part(p_) && !dense_tile(p_, block, visibility, keys, products_.room(), dense_)) continue;
-      compute_tile(block, visibility, keys);
+      compute_scores(block, visibility, keys);
+      products_.weight_gradients(keys, weight_gradients_);
       products_.add(keys, [this](int64_t j, int r) { return derivative(j, r); }, scores_, weight_gradients_, started,
                     key_sums + keys.begin * padded(p_, p_.head_dim), value_sums + keys.begin * padded(p_, p_.value_dim));
       started = true;
@@ -76,7 +77,15 @@ class BackwardBlock {
   }
 
  private:
-  // Prepare the factors of products, the log-sum-exp in units of ln 2, and delta.
+  static KeyRange first_tile(const Visibility& visibility) {
+    return visibility.next_tile(0, Products<Element>::kAlignment, kTileKeys);
+  }
+  static KeyRange next_tile(const Visibility& visibility, KeyRange keys) {
+    constexpr int kAlignment = Products<Element>::kAlignment;
+    return visibility.next_tile(round_up(keys.end, kAlignment), kAlignment, kTileKeys);
+  }
+
+  // Prepare the factors of products, the normalizers of the rows, and delta.
   void start(const RowBlock& block) {
     products_.start(block);
     products_.output_products(delta_);
@@ -84,20 +93,36 @@ class BackwardBlock {
     for (int r = 0; r < kRows; ++r) {
       scale_[r] = p_.scale[block.head[r]];
       const int64_t index = flat_index(p_, block, r);
-      const double lse = (double(g.lse[index]) + g.lse_rest[index]) * 1.44269504088896341;
-      const bool is_empty = r >= block.rows || g.lse[index] == kHidden;
-      lse_[r] = is_empty ? -kHidden : float(lse < kNoScore ? kNoScore : lse);  // an infinite sum makes all weights 0
-      lse_rest_[r] = is_empty || lse < kNoScore ? 0.0f : float(lse - lse_[r]);
-      if (g.lse_gradient) delta_[r] -= g.lse_gradient[index];
-      if (lse_[r] == -kHidden) delta_[r] = 0.0f;  // the gradient of an infinite log-sum-exp counts for nothing
+      shift_[r] = g.normalizers[2 * index];
+      inverse_[r] = r < block.rows ? g.normalizers[2 * index + 1] : 0.0f;
+      lse_gradient_[r] = g.lse_gradient ? g.lse_gradient[index] : 0.0f;
     }
     const float* factor = products_.factor();
     scales_late_ = factor && p_.softcap == 0 && !has_dense_part(p_) && all_positive(factor);
     for (int r = 0; r < kRows; ++r) factor_[r] = scales_late_ ? factor[r] : 1.0f;
   }
 
-  // Compute the masked scores and the gradients of the weights of a tile.
-  void compute_tile(const RowBlock& block, const Visibility& visibility, KeyRange keys) {
+  // Compute the normalizers from the scores of this pass. A forward pass over few rows adds up its products in another
+  // order, and a weight of a large score has the error of that score.
+  void normalize_again(const RowBlock& block, const Visibility& visibility) {
+    SoftmaxState state;
+    start_softmax(state);
+    for (KeyRange keys = first_tile(visibility); !keys.empty(); keys = next_tile(visibility, keys)) {
+      if (has_dense_part(p_) && !dense_tile(p_, block, visibility, keys, products_.room(), dense_)) continue;
+      compute_scores(block, visibility, keys);
+      softmax_tile<false, Products<Element>::kDegree>(block, state, keys.end - keys.begin,
+                                                      scales_late_ ? factor_ : nullptr, scores_, nullptr, 0, nullptr,
+                                                      nullptr);
+    }
+    const Divisors divisors(p_, block, state);
+    for (int r = 0; r < kRows; ++r) {
+      shift_[r] = state.shift[r];
+      inverse_[r] = r < block.rows ? divisors.inverse[r] : 0.0f;
+    }
+  }
+
+  // Compute the masked scores of a tile.
+  void compute_scores(const RowBlock& block, const Visibility& visibility, KeyRange keys) {
     const int64_t count = keys.end - keys.begin;
     products_.scores(keys, scores_);
     if (products_.factor() && !scales_late_) scale_scores(block, count, products_.factor(), scores_);
@@ -107,15 +132,15 @@ class BackwardBlock {
     }
     if (has_dense_part(p_)) add_tile(block, count, dense_, scores_);
     else hide_outside_ranges(visibility, block, keys, scores_);
-    products_.weight_gradients(keys, weight_gradients_);
   }
 
   // The weights of the rows from `r` on for key j of the tile, and the gradients of their scores times the scale.
   Derivative derivative(int64_t j, int r) const {
     const int64_t at = j * kRows + r;
-    const Floats score = multiply_subtract(load(scores_ + at), load(factor_ + r), load(lse_ + r));
-    const Floats weight = exp2<Products<Element>::kDegree>(score - load(lse_rest_ + r));
-    const Floats gradient = weight * load(scale_ + r) * (load(weight_gradients_ + at) - load(delta_ + r));
+    const Floats score = multiply_subtract(load(scores_ + at), load(factor_ + r), load(shift_ + r));
+    const Floats weight = exp2<Products<Element>::kDegree>(score) * load(inverse_ + r);
+    const Floats slope = load(weight_gradients_ + at) - load(delta_ + r) + load(lse_gradient_ + r);
+    const Floats gradient = weight * load(scale_ + r) * slope;
     return {weight, p_.softcap > 0 ? gradient * load(slopes_ + at) : gradient};
   }
 
@@ -133,7 +158,7 @@ class BackwardBlock {
   Products<Element> products_;
   bool scales_late_;  // scores are multiplied by the scale where the weights are computed
   float *scores_, *slopes_, *dense_, *weight_gradients_;
-  float factor_[kRows], scale_[kRows], lse_[kRows], lse_rest_[kRows], delta_[kRows];
+  float factor_[kRows], scale_[kRows], shift_[kRows], inverse_[kRows], lse_gradient_[kRows], delta_[kRows];
 };
 
 // Compute the row blocks of one task, and add to `partial`, the task's sums of gradients of keys and values.

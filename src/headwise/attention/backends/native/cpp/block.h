@@ -104,15 +104,17 @@ inline LeftMatrix as_floats(const uint16_t* rows, int64_t stride, int64_t count,
   return {room, width, 1};
 }
 
-// Transpose rows of a block, times one factor for each row, into lanes: `to (width x kRows)`.
-template <class T>
-inline void rows_to_lanes(const RowBlock& block, const T* data, const Strides& strides,
-                          int64_t width, const float* factor, float* room, float* to) {
+// Transpose rows of a block, times one factor for each row, into lanes: `to (width x kRows)`. Factors in double
+// precision are worth their time where they belong to all numbers of a row: one rounding of a factor would be an error
+// of all of them in the same direction.
+template <class T, class Factor>
+inline void rows_to_lanes(const RowBlock& block, const T* data, const Strides& strides, int64_t width,
+                          const Factor* factor, float* room, float* to) {
   const int64_t padded = round_up(width, kLanes);
   for (int r = 0; r < block.width; ++r) {
     const T* from = row_of(data, strides, block.batch, block.head[r], block.query[r]);
     float* row = room + r * padded;
-    for (int64_t d = 0; d < width; ++d) row[d] = r < block.rows ? widen(from[d]) * factor[r] : 0.0f;
+    for (int64_t d = 0; d < width; ++d) row[d] = r < block.rows ? float(widen(from[d]) * factor[r]) : 0.0f;
     for (int64_t d = width; d < padded; ++d) row[d] = 0.0f;
   }
   transpose(room, padded, block.width, padded, to, kRows);

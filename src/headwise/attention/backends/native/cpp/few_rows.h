@@ -87,10 +87,10 @@ class FewRowsPiece {
     for (int r = 0; r < rows_; ++r) {
       const int64_t head = head_of(r);
       const Element* from = row_of(static_cast<const Element*>(p.q), p.q_strides, batch_, head, query_of(r));
-      const float scale = p.scale[head] * kLog2E;
+      const double scale = p.scale[head] * kLog2EExact;
       float* to = queries_ + r * width;
       for (int64_t d = 0; d < width; ++d) to[d] = 0.0f;
-      for (int64_t d = 0; d < p.head_dim; ++d) to[index_of<Element>(d)] = widen(from[d]) * scale;
+      for (int64_t d = 0; d < p.head_dim; ++d) to[index_of<Element>(d)] = float(widen(from[d]) * scale);
       for (int n = 0; n < range_count(p); ++n) {
         visible_[r][n] = visible_range(p, batch_, head, query_of(r), n);
         if (!visible_[r][n].empty())
@@ -290,11 +290,10 @@ inline void merge_pieces_of(const Problem& p, int64_t unit, char* results, int64
   PieceResult<Element> merged(p, results);
   for (int r = 0; r < group_size(p) * p.queries; ++r) {
     const int64_t head = unit % p.kv_heads * group_size(p) + r / p.queries, query = r % p.queries;
-    const float sink = p.sinks ? p.sinks[head] * kLog2E : kHidden;
-    float shift = larger_float(sink, kNoScore);
+    float shift = kNoScore;
     for (int64_t n = 0; n < pieces; ++n)
       shift = larger_float(PieceResult<Element>(p, results + n * bytes).shift[r], shift);
-    double sum = __builtin_exp2(double(sink) - shift);
+    double sum = 0.0;
     float* output = merged.output + r * merged.width;
     for (int64_t n = 0; n < pieces; ++n) {
       const PieceResult<Element> piece(p, results + n * bytes);
@@ -304,11 +303,10 @@ inline void merge_pieces_of(const Problem& p, int64_t unit, char* results, int64
       for (int64_t d = 0; d < merged.width; d += kLanes)
         store(output + d, multiply_add(load(from + d), all(factor), n ? load(output + d) : zero()));
     }
-    const bool is_empty = sum == 0;
-    write_lse(p, (batch * p.heads + head) * p.queries + query, is_empty, shift, is_empty ? 0.0 : __builtin_log2(sum));
-    const float inverse = is_empty ? 0.0f : float(1.0 / sum);
+    const Divisor divisor(shift, sum, sink_of(p, head));
+    write_normalizers(p, (batch * p.heads + head) * p.queries + query, divisor.lse, shift, divisor.inverse);
     Element* to = row_of(static_cast<Element*>(p.out), p.out_strides, batch, head, query);
-    for (int64_t d = 0; d < p.value_dim; ++d) narrow(output[index_of<Element>(d)] * inverse, to + d);
+    for (int64_t d = 0; d < p.value_dim; ++d) narrow(output[index_of<Element>(d)] * divisor.inverse, to + d);
   }
 }
 

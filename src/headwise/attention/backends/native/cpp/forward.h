@@ -17,8 +17,8 @@ class FloatProducts {
     queries_ = arena.take<float>(round_up(p.head_dim, kLanes) * kRows);
     room_ = arena.take<float>(kRows * round_up(larger(p.head_dim, larger(p.value_dim, kKeys)), kLanes));
     converted_ = arena.take<float>(kKeys * larger(p.head_dim, p.value_dim));
-    float scale[kRows];
-    for (int r = 0; r < kRows; ++r) scale[r] = p.scale[block.head[r]] * kLog2E;
+    double scale[kRows];
+    for (int r = 0; r < kRows; ++r) scale[r] = p.scale[block.head[r]] * kLog2EExact;
     rows_to_lanes(block, static_cast<const Element*>(p.q), p.q_strides, p.head_dim, scale, room_, queries_);
   }
 
@@ -54,7 +54,7 @@ class FloatProducts {
 inline void normalize(const Problem& p, const RowBlock& block, const SoftmaxState& state, const Divisors& divisors,
                       float* output) {
   for (int r = 0; r < block.rows; ++r)
-    write_lse(p, flat_index(p, block, r), divisors.inverse[r] == 0.0f, state.shift[r], divisors.log2[r]);
+    write_normalizers(p, flat_index(p, block, r), divisors.lse[r], state.shift[r], divisors.inverse[r]);
   for (int64_t d = 0; d < p.value_dim; ++d)
     for (int r = 0; r < block.width; r += kLanes) {
       float* at = output + d * kRows + r;
@@ -106,7 +106,7 @@ inline void forward_block(const Problem& p, const RowBlock& block, void* memory)
   Products<Element> products(p, block, arena);
   const Visibility visibility(p, block);
   SoftmaxState state;
-  start_softmax(p, block, state);
+  start_softmax(state);
   [[maybe_unused]] StatisticsOfBlock statistics(p, block, visibility, kStatistics ? &arena : nullptr);
 
   constexpr int kAlignment = Products<Element>::kAlignment;

@@ -35,8 +35,9 @@ class FloatGradientProducts {
   // Prepare the queries and the gradients of the output of a block.
   void start(const RowBlock& block) {
     block_ = &block;
-    float ones[kRows], log2_scale[kRows];
-    for (int r = 0; r < kRows; ++r) ones[r] = 1.0f, log2_scale[r] = p_.scale[block.head[r]] * kLog2E;
+    float ones[kRows];
+    double log2_scale[kRows];
+    for (int r = 0; r < kRows; ++r) ones[r] = 1.0f, log2_scale[r] = p_.scale[block.head[r]] * kLog2EExact;
     const Element* q = static_cast<const Element*>(p_.q);
     const Element* upstream = static_cast<const Element*>(p_.gradients->out);
     rows_to_lanes(block, q, p_.q_strides, p_.head_dim, log2_scale, room_, queries_);
@@ -45,16 +46,13 @@ class FloatGradientProducts {
     block_rows(upstream, p_.gradients->out_strides, p_.value_dim, upstream_rows_);
   }
 
-  // Products `O . dO` of each row, in the order of the products `V . dO`: in a row in which one key has all weight, the
+  // Products `O . dO` of each row, with the operations of the products `V . dO`: in a row in which one key has all weight, the
   // two cancel.
   void output_products(float* to) {
     float ones[kRows], *out = query_sums_;
     for (float& one : ones) one = 1.0f;
     rows_to_lanes(*block_, static_cast<const Element*>(p_.out), p_.out_strides, p_.value_dim, ones, room_, out);
-    for (int r = 0; r < kRows; ++r) to[r] = 0.0f;
-    for (int64_t d = 0; d < p_.value_dim; ++d)
-      for (int r = 0; r < block_->width; r += kLanes)
-        store(to + r, multiply_add(load(out + d * kRows + r), load(upstream_ + d * kRows + r), load(to + r)));
+    multiply_rows(out, upstream_, kRows, p_.value_dim, block_->width, to);
   }
 
   float* room() { return room_; }

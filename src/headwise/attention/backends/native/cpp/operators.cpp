@@ -102,11 +102,11 @@ std::tuple<Tensor, Tensor, Tensor> allocate_results(Problem& p, ScalarType dtype
   Tensor rows = allocate({p.batch, p.queries, p.heads, p.value_dim}, dtype);
   Tensor out = torch::stable::transpose(rows, 1, 2);
   Tensor lse = allocate({p.batch, p.heads, p.queries}, ScalarType::Float);
-  Tensor lse_rest = allocate({p.batch, p.heads, p.queries}, ScalarType::Float);
+  Tensor normalizers = allocate({p.batch, p.heads, p.queries, 2}, ScalarType::Float);
   p.out = out.mutable_data_ptr();
   p.out_strides = strides_of(out);
-  p.lse = writable<float>(lse), p.lse_rest = writable<float>(lse_rest);
-  return {out, lse, lse_rest};
+  p.lse = writable<float>(lse), p.normalizers = writable<float>(normalizers);
+  return {out, lse, normalizers};
 }
 
 std::tuple<Tensor, Tensor, Tensor> attend_forward(Tensor q, Tensor k, Tensor v, double scale, MaybeTensor head_scale,
@@ -120,25 +120,23 @@ std::tuple<Tensor, Tensor, Tensor> attend_forward(Tensor q, Tensor k, Tensor v, 
 }
 
 std::tuple<Tensor, Tensor, Tensor> attend_backward(Tensor out_gradient, MaybeTensor lse_gradient, Tensor out,
-                                                   Tensor lse, Tensor lse_rest, Tensor q, Tensor k, Tensor v,
-                                                   double scale, MaybeTensor head_scale, double softcap,
-                                                   MaybeTensor sinks, MaybeTensor ranges, MaybeTensor dense,
-                                                   MaybeTensor bias) {
+                                                   Tensor normalizers, Tensor q, Tensor k, Tensor v, double scale,
+                                                   MaybeTensor head_scale, double softcap, MaybeTensor sinks,
+                                                   MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias) {
   std::vector<float> scales(q.size(1));
   Problem p = problem_of({q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias}, scales.data());
   require(out_gradient, q.scalar_type(), "out_gradient"), require(out, q.scalar_type(), "out");
   STD_TORCH_CHECK(out_gradient.stride(3) == 1 || p.value_dim == 1, "the last axis of out_gradient must have stride 1");
-  for (const Tensor* x : {&lse, &lse_rest}) {
-    require(*x, ScalarType::Float, "lse");
-    STD_TORCH_CHECK(x->is_contiguous(), "lse must be contiguous");
-  }
+  require(normalizers, ScalarType::Float, "normalizers");
+  STD_TORCH_CHECK(normalizers.is_contiguous() && normalizers.numel() == 2 * p.batch * p.heads * p.queries,
+                  "normalizers must be contiguous, with two numbers for each row");
   require(lse_gradient, ScalarType::Float, "lse_gradient");
   STD_TORCH_CHECK(!lse_gradient || lse_gradient->is_contiguous(), "lse_gradient must be contiguous");
   p.out = const_cast<void*>(out.const_data_ptr()), p.out_strides = strides_of(out);
   Tensor q_gradient = torch::stable::empty_like(q), k_gradient = torch::stable::empty_like(k);
   Tensor v_gradient = torch::stable::empty_like(v);
   Gradients g{};
-  g.lse = pointer<float>(lse), g.lse_rest = pointer<float>(lse_rest);
+  g.normalizers = pointer<float>(normalizers);
   g.lse_gradient = pointer<float>(lse_gradient);
   g.out = out_gradient.const_data_ptr(), g.out_strides = strides_of(out_gradient);
   g.q = q_gradient.mutable_data_ptr(), g.q_strides = strides_of(q_gradient);
@@ -155,7 +153,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_statistics(
     MaybeTensor key_tokens, MaybeTensor query_tokens, int64_t token_count, MaybeTensor counted, MaybeTensor gram) {
   std::vector<float> scales(q.size(1));
   Problem p = problem_of({q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias}, scales.data());
-  auto [out, lse, lse_rest] = allocate_results(p, q.scalar_type());
+  auto [out, lse, normalizers] = allocate_results(p, q.scalar_type());
   for (const MaybeTensor* x : {&special, &key_tokens, &query_tokens, &counted, &gram})
     STD_TORCH_CHECK(!*x || (*x)->is_contiguous(), "the inputs of statistics must be contiguous");
   require(first_key, ScalarType::Int, "first_key"), require(special, ScalarType::Bool, "special");
@@ -191,9 +189,9 @@ std::string instruction_set() {
 STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
   m.def(
       "attend_forward(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, "
-      "Tensor? ranges, Tensor? dense, Tensor? bias) -> (Tensor out, Tensor lse, Tensor lse_rest)");
+      "Tensor? ranges, Tensor? dense, Tensor? bias) -> (Tensor out, Tensor lse, Tensor normalizers)");
   m.def(
-      "attend_backward(Tensor out_gradient, Tensor? lse_gradient, Tensor out, Tensor lse, Tensor lse_rest, Tensor q, "
+      "attend_backward(Tensor out_gradient, Tensor? lse_gradient, Tensor out, Tensor normalizers, Tensor q, "
       "Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
       "Tensor? dense, Tensor? bias) -> (Tensor q_gradient, Tensor k_gradient, Tensor v_gradient)");
   m.def(

@@ -101,7 +101,9 @@ void run_backward(const Problem& call) {
   const Kernels* kernels = chosen_kernels();
   STD_TORCH_CHECK(kernels, "HEADWISE_NATIVE names an instruction set that is not available here");
   Problem p = call;
-  const int64_t units = p.batch * p.kv_heads, splits = kernels->backward_splits(p);
+  const int64_t units = p.batch * p.kv_heads;
+  if (units == 0) return;
+  const int64_t splits = kernels->backward_splits(p);
   const int64_t partial_bytes = 4 * splits * kernels->partial_floats(p), packed_bytes = kernels->packed_bytes(p);
   const int64_t bytes = kernels->backward_memory(p), parts = (p.keys + kReducedKeys - 1) / kReducedKeys;
   // Some key/value heads at a time, so that their sums and copies stay small.

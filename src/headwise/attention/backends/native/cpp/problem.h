@@ -39,7 +39,7 @@ constexpr int kReceivedBits = 40;
 
 // Inputs of the backward pass in addition to those of the problem, whose `out` is then an input, and its results.
 struct Gradients {
-  const float *lse, *lse_rest;
+  const float* normalizers;
   const float* lse_gradient = nullptr;  // `(batch, heads, queries)`; null for zeros
   const void* out;                      // gradient of the output
   Strides out_strides;
@@ -76,8 +76,10 @@ struct Problem {
 
   void* out = nullptr;
   Strides out_strides;
-  float* lse = nullptr;       // log-sum-exp of each row in nats, `(batch, heads, queries)`
-  float* lse_rest = nullptr;  // what rounding to float took from it, for the backward pass
+  float* lse = nullptr;  // log-sum-exp of each row in nats, `(batch, heads, queries)`
+  // For the backward pass, `(batch, heads, queries, 2)`: the shift that is subtracted from the scores of a row in units
+  // of ln 2, and the inverse of the sum of the powers of two of these differences.
+  float* normalizers = nullptr;
   const Statistics* statistics = nullptr;
   const Gradients* gradients = nullptr;  // of the backward pass; null in the forward pass
 };

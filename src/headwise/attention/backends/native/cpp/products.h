@@ -65,14 +65,55 @@ inline void multiply_strip(LeftMatrix left, int64_t height, const float* right, 
   multiply_rest<kTileRows - 1, kN, kAdd>(height - m, left, right, right_row, depth, c + m * c_row, c_row);
 }
 
+// Numbers that are summed up in a register before they are added to other such sums: the error of a long sum grows with
+// its length, and more so where a product is rounded before it is added. Libraries sum up a single row in many lanes, so
+// that their sums are short.
+#ifdef __FMA__
+template <int kN>
+constexpr int64_t kSumLength = kN == 1 ? 16 : 64;
+#else
+template <int kN>
+constexpr int64_t kSumLength = 16;
+#endif
+
+// A strip of a product, in sums of at most `kSumLength` numbers.
+template <int kN, bool kAdd>
+inline void multiply_in_blocks(LeftMatrix left, int64_t height, const float* right, int64_t right_row, int64_t depth,
+                               float* c, int64_t c_row) {
+  multiply_strip<kN, kAdd>(left, height, right, right_row, smaller(depth, kSumLength<kN>), c, c_row);
+  for (int64_t k = kSumLength<kN>; k < depth; k += kSumLength<kN>) {
+    const LeftMatrix rest{left.data + k * left.column, left.row, left.column};
+    multiply_strip<kN, true>(rest, height, right + k * right_row, right_row, smaller(depth - k, kSumLength<kN>), c,
+                             c_row);
+  }
+}
+
 // C (height x width) = left (height x depth) times right (depth x width), or C + it. Width is a multiple of the lanes.
 template <bool kAdd>
 inline void multiply(LeftMatrix left, int64_t height, const float* right, int64_t right_row, int64_t depth, float* c,
                      int64_t c_row, int64_t width) {
   int64_t n = 0;
   for (; n + kTileVectors * kLanes <= width; n += kTileVectors * kLanes)
-    multiply_strip<kTileVectors, kAdd>(left, height, right + n, right_row, depth, c + n, c_row);
-  for (; n < width; n += kLanes) multiply_strip<1, kAdd>(left, height, right + n, right_row, depth, c + n, c_row);
+    multiply_in_blocks<kTileVectors, kAdd>(left, height, right + n, right_row, depth, c + n, c_row);
+  for (; n < width; n += kLanes) multiply_in_blocks<1, kAdd>(left, height, right + n, right_row, depth, c + n, c_row);
+}
+
+// Product of each row of one matrix with the same row of another, both `(depth x width)` with a stride of `row`. It has
+// the bits that `multiply` has for the same numbers.
+inline void multiply_rows(const float* left, const float* right, int64_t row, int64_t depth, int64_t width,
+                          float* products) {
+  constexpr int64_t kWide = kTileVectors * kLanes;
+  for (int64_t n = 0; n < width; n += kLanes) {
+    const int64_t length = n / kWide * kWide + kWide <= width ? kSumLength<kTileVectors> : kSumLength<1>;
+    Floats total = zero();
+    for (int64_t begin = 0; begin < depth; begin += length) {
+      Floats sum = zero();
+      for (int64_t k = begin; k < smaller(begin + length, depth); ++k)
+        sum = multiply_add(load(left + k * row + n), load(right + k * row + n), sum);
+      total = begin ? total + sum : sum;
+    }
+    store(products + n, total);
+  }
 }
 
 }  // namespace headwise::HEADWISE_ISA

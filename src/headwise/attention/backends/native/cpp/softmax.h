@@ -10,6 +10,7 @@
 namespace headwise::HEADWISE_ISA {
 
 constexpr float kSlack = 8.0f;
+constexpr int kSummedPowers = 16;  // summed up before they are added to other sums, since long sums lose digits
 
 // Sums over the keys of powers times a number, for the statistics; all are rescaled with the shift.
 enum PowerSum {
@@ -24,36 +25,50 @@ struct SoftmaxState {
   bool started;  // the output has sums that a moving shift must rescale
 };
 
-// The sums of the powers of each row, its sink included: their inverses, and their logarithms to base 2. In a row that
-// has neither a key nor a sink, both are 0.
+// The sum of the powers of a row, its sink included: its inverse, its logarithm to base 2, and the log-sum-exp of the row
+// in nats. The first two are 0 in a row without a key.
+struct Divisor {
+  float inverse = 0.0f;
+  double log2 = 0.0, lse;
+
+  // `powers` is the sum without the sink, relative to `shift`. Relative to the larger one of the shift and the sink logit
+  // no power overflows. Where all scores are below the range of floats in units of ln 2, and were replaced by the least
+  // float, the log-sum-exp is the least float too.
+  Divisor(double shift, double powers, double sink) : lse(sink * kLn2Exact) {
+    if (powers == 0) return;
+    const double top = sink > shift ? sink : shift, below = __builtin_exp2(shift - top);
+    const double sum = powers * below + __builtin_exp2(sink - top), log2_sum = top + __builtin_log2(sum);
+    inverse = float(below / sum);
+    log2 = log2_sum - shift;
+    lse = top == kNoScore ? top : log2_sum * kLn2Exact;
+  }
+};
+
+// The sink logit of a head in units of ln 2; minus infinity for none.
+inline double sink_of(const Problem& p, int64_t head) { return p.sinks ? p.sinks[head] * kLog2EExact : kHidden; }
+
+// Write the log-sum-exp of a row, and what the backward pass needs.
+inline void write_normalizers(const Problem& p, int64_t index, double lse, float shift, float inverse) {
+  p.lse[index] = float(lse);
+  p.normalizers[2 * index] = shift, p.normalizers[2 * index + 1] = inverse;
+}
+
+// The divisors of the rows of a block.
 struct Divisors {
   float inverse[kRows];
-  double log2[kRows];
+  double log2[kRows], lse[kRows];
 
   Divisors(const Problem& p, const RowBlock& block, const SoftmaxState& state) {
     for (int r = 0; r < kRows; ++r) {
-      double sum = state.sums[kPowers][r];
-      if (p.sinks) sum += __builtin_exp2(double(p.sinks[block.head[r]] * kLog2E) - state.shift[r]);
-      inverse[r] = sum == 0 ? 0.0f : float(1.0 / sum);
-      log2[r] = sum == 0 ? 0.0 : __builtin_log2(sum);
+      const Divisor divisor(state.shift[r], state.sums[kPowers][r], sink_of(p, block.head[r]));
+      inverse[r] = divisor.inverse, log2[r] = divisor.log2, lse[r] = divisor.lse;
     }
   }
 };
 
-// Write the log-sum-exp of a row from the logarithm to base 2 of its sum of powers. Where all scores are below the range
-// of floats in units of ln 2, and were replaced by the least float, it is the least float too.
-inline void write_lse(const Problem& p, int64_t index, bool is_empty, float shift, double log2) {
-  const double lse = shift == kNoScore ? shift : (shift + log2) * 0.69314718055994530942;
-  p.lse[index] = is_empty ? kHidden : float(lse);
-  p.lse_rest[index] = is_empty ? 0.0f : float(lse - p.lse[index]);
-}
-
-inline void start_softmax(const Problem& p, const RowBlock& block, SoftmaxState& state) {
+inline void start_softmax(SoftmaxState& state) {
   for (int r = 0; r < kRows; ++r) {
-    // A shift of at least the sink logit keeps the sink's power at most 1.
-    const float sink = p.sinks ? p.sinks[block.head[r]] * kLog2E : kNoScore;
-    state.shift[r] = sink > kNoScore ? sink : kNoScore;
-    state.top[r] = kHidden;
+    state.shift[r] = kNoScore, state.top[r] = kHidden;
     for (auto& sums : state.sums) sums[r] = 0.0f;
   }
   state.started = false;
@@ -106,20 +121,24 @@ inline void move_shift(SoftmaxState& state, int r, Floats top, float* output, in
 template <int kN, bool kStatistics, bool kScaled, int kDegree>
 inline void power_strip(SoftmaxState& state, int r, int64_t keys, const float* factor, float* scores,
                         const float* away, float* indices) {
-  Floats shift[kN], scale[kN], sum[kN], weighted[kN], far[kN];
+  Floats shift[kN], scale[kN], sum[kN], part[kN], weighted[kN], far[kN];
   Floats index = zero();
 #pragma GCC unroll 4
   for (int n = 0; n < kN; ++n)
-    shift[n] = load(state.shift + r + n * kLanes), sum[n] = weighted[n] = far[n] = zero();
+    shift[n] = load(state.shift + r + n * kLanes), sum[n] = part[n] = weighted[n] = far[n] = zero();
   for (int n = 0; kScaled && n < kN; ++n) scale[n] = load(factor + r + n * kLanes);
   for (int64_t j = 0; j < keys; ++j) {
+    if (j % kSummedPowers == 0) {
+#pragma GCC unroll 4
+      for (int n = 0; n < kN; ++n) sum[n] = sum[n] + part[n], part[n] = zero();
+    }
 #pragma GCC unroll 4
     for (int n = 0; n < kN; ++n) {
       float* at = scores + j * kRows + r + n * kLanes;
       const Floats x = kScaled ? multiply_subtract(load(at), scale[n], shift[n]) : load(at) - shift[n];
       const Floats power = exp2<kDegree>(x);
       store(at, power);
-      sum[n] = sum[n] + power;
+      part[n] = part[n] + power;
       if constexpr (kStatistics) {
         weighted[n] = multiply_add(power, larger(all(-1000.0f), x), weighted[n]);  // 0 times minus infinity is 0 here
         const Floats distance = away ? absolute(load(away + r + n * kLanes) - index) : index;
@@ -131,6 +150,7 @@ inline void power_strip(SoftmaxState& state, int r, int64_t keys, const float* f
 #pragma GCC unroll 4
   for (int n = 0; n < kN; ++n) {
     const int lane = r + n * kLanes;
+    sum[n] = sum[n] + part[n];
     store(state.sums[kPowers] + lane, load(state.sums[kPowers] + lane) + sum[n]);
     if constexpr (kStatistics) {
       store(state.sums[kPowerScores] + lane, load(state.sums[kPowerScores] + lane) + weighted[n]);
