@@ -74,43 +74,53 @@ def results(attention, *tensors, upstream) -> list[torch.Tensor]:
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def check_results(dtype: torch.dtype, sets: int = 4) -> None:
+def check_results(dtype: torch.dtype) -> None:
     """Check output, log-sum-exp and gradients against float64: over some sets of values, the largest error of the first
-    two, and the root of the summed squared errors of gradients, may be at most twice that of plain attention.
+    two, and the root of the summed squared errors of gradients, may be at most twice that of plain attention. The
+    largest of a few errors depends on luck, so a problem beyond a limit is computed again with more sets of values.
 
-    Single gradients may be further off. In a row that sees one key, plain attention subtracts a number from itself, and
-    the kernel two sums of the same products.
+    Single gradients may be further off. In a row that sees few keys, plain attention subtracts nearly equal numbers.
     """
-    for batch, heads, kv_heads, queries, keys, head_dim, value_dim in SIZES:
-        shapes = ((heads, queries, head_dim), (kv_heads, keys, head_dim), (kv_heads, keys, value_dim))
-        for name, options in options_for(heads, queries, keys).items():
-            grid = Grid(batch, heads, queries, keys)
-            allowed = None if options.mask is None else options.mask.block(grid).expand(batch, heads, queries, keys)
+    for sizes in SIZES:
+        for name, options in options_for(sizes[1], sizes[3], sizes[4]).items():
+            beyond = {}
+            for sets in (4, 32):
+                beyond = errors_beyond(dtype, sizes, options, sets)
+                if not beyond:
+                    break
+            assert not beyond, f"{dtype} {name}: {beyond}"
 
-            def native(q, k, v, options=options):
-                return hw.attend(q, k, v, mask=options.mask, **options.others, return_lse=True, backend="native")
 
-            def plain(q, k, v, allowed=allowed, options=options):
-                result = plain_attention(q, k, v, allowed, **options.others)
-                return result.out, result.lse
+def errors_beyond(dtype: torch.dtype, sizes: tuple[int, ...], options: Options, sets: int) -> dict:
+    """Return error and limit of the results beyond their limit over some sets of values, by name."""
+    batch, heads, kv_heads, queries, keys, head_dim, value_dim = sizes
+    shapes = ((heads, queries, head_dim), (kv_heads, keys, head_dim), (kv_heads, keys, value_dim))
+    grid = Grid(batch, heads, queries, keys)
+    allowed = None if options.mask is None else options.mask.block(grid).expand(batch, heads, queries, keys)
 
-            errors, budgets = [0.0] * 5, [0.0] * 5
-            for _ in range(sets):
-                tensors = [torch.randn(batch, *shape).to(dtype) for shape in shapes]
-                upstream = torch.randn(batch, heads, queries, value_dim)
-                exact = results(plain, *(tensor.double() for tensor in tensors), upstream=upstream)
-                ours, theirs = (results(each, *tensors, upstream=upstream) for each in (native, plain))
-                for n, right in enumerate(exact):
-                    rounding = torch.finfo(theirs[n].dtype).eps / 2 * right.abs().max().item()
-                    if n < 2:
-                        errors[n] = max(errors[n], distance(ours[n], right))
-                        budgets[n] = max(budgets[n], 2 * max(distance(theirs[n], right), rounding))
-                    else:
-                        errors[n] = math.hypot(errors[n], (ours[n].double() - right).norm())
-                        budgets[n] = math.hypot(budgets[n], 2 * (theirs[n].double() - right).norm())
-            has_few_rows = queries * heads // kv_heads <= 8  # with other sums of products in the forward pass only
-            for n, result in enumerate(("out", "lse") if has_few_rows else ("out", "lse", "q", "k", "v")):
-                assert errors[n] <= budgets[n], f"{dtype} {name} {result}: {errors[n]} beyond {budgets[n]}"
+    def native(q, k, v):
+        return hw.attend(q, k, v, mask=options.mask, **options.others, return_lse=True, backend="native")
+
+    def plain(q, k, v):
+        result = plain_attention(q, k, v, allowed, **options.others)
+        return result.out, result.lse
+
+    errors, limits = [0.0] * 5, [0.0] * 5
+    for _ in range(sets):
+        tensors = [torch.randn(batch, *shape).to(dtype) for shape in shapes]
+        upstream = torch.randn(batch, heads, queries, value_dim)
+        exact = results(plain, *(tensor.double() for tensor in tensors), upstream=upstream)
+        ours, theirs = (results(each, *tensors, upstream=upstream) for each in (native, plain))
+        for n, right in enumerate(exact):
+            rounding = torch.finfo(theirs[n].dtype).eps / 2 * right.abs().max().item()
+            if n < 2:
+                errors[n] = max(errors[n], distance(ours[n], right))
+                limits[n] = max(limits[n], 2 * max(distance(theirs[n], right), rounding))
+            else:
+                errors[n] = math.hypot(errors[n], (ours[n].double() - right).norm())
+                limits[n] = math.hypot(limits[n], 2 * (theirs[n].double() - right).norm())
+    names = ("out", "lse", "q", "k", "v")
+    return {name: (error, limit) for name, error, limit in zip(names, errors, limits, strict=True) if error > limit}
 
 
 def check_statistics(dtype: torch.dtype) -> None:

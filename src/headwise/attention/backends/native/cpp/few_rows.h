@@ -5,6 +5,7 @@
 // sums of powers (Flash-Decoding, Dao, Haziza, Massa and Sizov 2023). Pieces depend on the call, not on the number of
 // threads, and so does the result.
 #pragma once
+#include "products.h"
 #include "softmax.h"
 
 namespace headwise::HEADWISE_ISA {
