@@ -10,6 +10,8 @@ from headwise.attention.backends.blockwise import plan as block_plan
 from headwise.attention.backends.blockwise import tiles
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.native.library import why_not_loaded
+from headwise.attention.masks import key_ranges
+from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Problem
 from headwise.statistics import native_statistics, row_blocks
 from headwise.statistics.attend_observed import attend_observed
@@ -69,6 +71,9 @@ def in_native_kernels(attention_problem: Problem, context: CallContext | None = 
 WAYS = pytest.mark.parametrize(
     "way", [from_weight_rows, during_attention, in_native_kernels], ids=lambda way: way.__name__
 )
+
+
+NATIVE = pytest.mark.skipif(why_not_loaded() is not None, reason=str(why_not_loaded()))
 
 
 @pytest.fixture(autouse=True)
@@ -236,3 +241,74 @@ def test_the_first_token_is_the_first_after_the_padding(way):
     real = torch.arange(KEYS) >= torch.tensor([[14], [0]])
     context = CallContext(TOKENS, real_queries=real, real_keys=real)
     require_equal(way(attention_problem, context), attention_problem, context, first=(14, 0))
+
+
+DOCUMENTS = torch.tensor([[0] * 6 + [1] * 9 + [2] * 4, [0] * 11 + [1] * 8])
+STARTS = torch.tensor([[0] * 6 + [6] * 9 + [15] * 4, [0] * 11 + [11] * 8])
+SLOTS = torch.arange(KEYS).masked_fill(torch.arange(KEYS) >= 15, -1)
+SHIFTED = torch.stack([torch.arange(KEYS) - 4, torch.arange(KEYS)]).clamp(min=-1)
+
+
+def placed(context: CallContext, queries: int = KEYS, mask=None, **options) -> tuple[Problem, CallContext]:
+    """Return a problem with positions or documents of its own, and its call context."""
+    return problem(hw.causal() if mask is None else mask, queries, **options), context
+
+
+PLACED = {
+    "documents": lambda: placed(CallContext(TOKENS, first_keys=STARTS), mask=hw.causal() & hw.segments(DOCUMENTS)),
+    "empty slots": lambda: placed(
+        CallContext(TOKENS, SPECIAL), 5, query_positions=torch.arange(10, 15), key_positions=SLOTS
+    ),
+    "padding first": lambda: placed(
+        CallContext(TOKENS, SPECIAL), query_positions=SHIFTED, key_positions=SHIFTED, mask=hw.window(6, ahead=2)
+    ),
+    "positions of the context": lambda: placed(
+        CallContext(
+            TOKENS,
+            SPECIAL,
+            positions=Grid(
+                *(BATCH, HEADS, 3, KEYS), query_positions=torch.tensor([[12, 13, 14]]), key_positions=SLOTS[None]
+            ),
+        ),
+        3,
+        mask=hw.prefix(15),
+    ),
+    "fewer positions than keys": lambda: placed(
+        CallContext(TOKENS, SPECIAL, positions=Grid(BATCH, HEADS, 3, 9)), 3, mask=hw.prefix(9)
+    ),
+    "functions": lambda: placed(
+        CallContext(TOKENS, SPECIAL), mask=hw.window(7) & hw.mask_rule(lambda b, h, q, k: (q + k + h) % 3 > 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_kernels_have_the_statistics_of_row_blocks(name, monkeypatch):
+    """Statistics of packed documents, of explicit positions, and of masks that are computed in parts."""
+    for constant, limit in {"MATRIX_ELEMENTS": 60, "PIECE_ELEMENTS": 16, "ROW_STEP": 4, "COLUMN_STEP": 2}.items():
+        monkeypatch.setattr(key_ranges, constant, limit)
+    attention_problem, context = PLACED[name]()
+    means, expected = (
+        in_native_kernels(attention_problem, context).means(),
+        during_attention(attention_problem, context),
+    )
+    assert means.keys() == expected.means().keys()
+    for statistic, mean in expected.means().items():
+        torch.testing.assert_close(means[statistic], mean, rtol=1e-5, atol=1e-6, equal_nan=True, msg=statistic)
+
+
+@NATIVE
+def test_visible_keys_without_a_position_are_left_to_row_blocks():
+    attention_problem, context = PLACED["fewer positions than keys"]()
+    seen = Problem.checked(attention_problem.q, attention_problem.k, attention_problem.v)
+    assert native_statistics.why_not(seen, context) is None
+    tally = Tally()
+    assert native_statistics.attend_tallied(seen, context, tally) is None
+    assert not tally.means()
+
+
+@NATIVE
+def test_positions_that_do_not_ascend_one_by_one_are_refused():
+    positions = {"query_positions": torch.arange(17), "key_positions": torch.arange(KEYS) * 2}
+    reason = native_statistics.why_not(problem(**positions), CallContext())
+    assert reason == "the native kernels know positions that ascend one by one"

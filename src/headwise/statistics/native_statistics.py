@@ -1,17 +1,16 @@
 """All statistics of an attention call from the native kernels, in the pass that computes its output."""
 
-from dataclasses import dataclass
-from weakref import WeakKeyDictionary
-
 import torch
 from torch import Tensor
 
 from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.native import backend as native
-from headwise.attention.masks.key_ranges import visible_keys
+from headwise.attention.backends.native.parts import Options
+from headwise.attention.masks.key_ranges import Part, visible_keys
 from headwise.attention.problem import Answer, Problem
-from headwise.shapes import Bool, Float, Int
+from headwise.shapes import Float, Int
+from headwise.statistics.kernel_inputs import KernelInputs, kernel_inputs
 from headwise.statistics.registry import STATISTICS
 from headwise.statistics.tally import Tally
 
@@ -27,33 +26,6 @@ COMPUTED = frozenset(ROWS) - {"visible keys"} | {"evenness", "received"}
 RECEIVED_UNIT = 2.0**-40
 """Unit of the kernels' sums of weights: integers, whose sums do not depend on the order of threads."""
 
-_NEIGHBOURS = {"self": 0, "previous": 1, "next": -1}
-"""Distance of the key from the query, by the statistic of its weight."""
-
-
-@dataclass(frozen=True, eq=False)
-class KernelInputs:
-    """Data of a call context in the form that the kernels read, and the rows in which statistics are defined. All
-    layers of a model share one.
-
-    Attributes:
-        first_key: index of the key of the first token, -1 if it is not among the keys.
-        key_tokens: numbers of the keys' tokens, from 0 on; None if unknown.
-        query_tokens: numbers of the queries' tokens; -1 where a query has none.
-        token_count: number of different tokens.
-        has_value: True at the rows in which a statistic is defined, by its name, for those not defined in all.
-    """
-
-    first_key: Int[Tensor, " batch"]
-    key_tokens: Int[Tensor, "batch keys"] | None
-    query_tokens: Int[Tensor, "batch queries"] | None
-    token_count: int
-    has_value: dict[str, Bool[Tensor, "#batch 1 queries"]]
-
-
-_inputs: WeakKeyDictionary[CallContext, dict[tuple[int, int, int], KernelInputs]] = WeakKeyDictionary()
-"""Kernel inputs of call contexts, by the sizes of the call."""
-
 
 def why_not(problem: Problem, context: CallContext) -> str | None:
     """Return the reason that the kernels cannot compute the statistics of a problem, in one sentence; None if they can.
@@ -64,14 +36,12 @@ def why_not(problem: Problem, context: CallContext) -> str | None:
     """
     if STATISTICS.keys() != COMPUTED:
         return "a statistic was added or removed, and the native kernels compute the others"
-    if not problem.grid.uses_default_positions or context.positions is not None:
-        return "the native kernels know default positions only"
-    if context.first_keys is not None and context.first_keys.shape[1] != 1:
-        return "the native kernels know one first token for each sequence"
     if _needs_grad(problem):
         return "the native kernels have no gradient of an output with statistics"
     if problem.return_weights or 0 in (*problem.q.shape, *problem.k.shape):
         return "there are no rows of weights to compute, or the matrix is asked for"
+    if native.why_not(problem) is None and kernel_inputs(context, problem) is None:
+        return "the native kernels know positions that ascend one by one"
     return native.why_not(problem)
 
 
@@ -85,24 +55,44 @@ def attend_tallied(problem: Problem, context: CallContext, tally: Tally) -> Answ
         context: its tokens and padding.
         tally: sums to add to.
     """
-    inputs = _kernel_inputs(context, problem)
-    visible = visible_keys(problem.mask, problem.grid)
+    inputs = kernel_inputs(context, problem)
+    assert inputs is not None
+    gram = None if tally.gram is None else tally.gram.float().contiguous()
     with torch.no_grad(), without_autocast(problem.q.device):
-        out, lse, rows, received, seen_by = torch.ops.headwise.attend_statistics(
-            *native.arguments(problem, visible.ranges, visible.matrix()),
-            inputs.first_key,
-            _contiguous(context.is_special),
-            inputs.key_tokens,
-            inputs.query_tokens,
-            inputs.token_count,
-            _contiguous(context.real_queries),
-            None if tally.gram is None else tally.gram.float().contiguous(),
-        )
+        out, lse, rows, received, seen_by = _attend(problem, inputs, gram)
+        if inputs.has_position is not None and bool((seen_by * ~inputs.has_position[:, None]).any()):
+            return None
         values = dict(zip(ROWS, rows.unbind(0), strict=True))
         if not bool((values["entropy"] + values["output_norm"]).sum().isfinite()):
             return None
         tally.merge(_tally(values, received, seen_by, context, inputs, tally))
     return Answer(out, lse if problem.return_lse else None, None)
+
+
+def _attend(problem: Problem, inputs: KernelInputs, gram: Float[Tensor, "heads _ _"] | None) -> tuple[Tensor, ...]:
+    """Return the results of the operator for a problem: output, log-sum-exp, numbers of rows, and sums of keys."""
+    visible = visible_keys(problem.mask, problem.grid)
+    parts = visible.parts()
+    q, k, v, scale, head_scale, softcap, sinks, _, _, bias = native.arguments(problem, None, None)
+    options = Options(scale, head_scale, softcap, sinks, bias)
+
+    def compute(part: Part) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = torch.ops.headwise.attend_statistics(
+            *(*part.of(q, k, v), *options.arguments(part, *visible.of_part(part)), *inputs.arguments(part), gram)
+        )
+        return results
+
+    if len(parts) == 1:
+        return compute(parts[0])
+    by_rows = []
+    sums = [torch.zeros(*q.shape[:2], k.shape[2], dtype=dtype) for dtype in (torch.int64, torch.int32)]
+    for part in parts:
+        *results, received, seen_by = compute(part)
+        by_rows.append(results)
+        for whole, of_part in zip(sums, (received, seen_by), strict=True):
+            whole[:, :, part.columns.start : part.columns.stop] += of_part
+    out, lse, rows = (torch.cat(each, axis) for each, axis in zip(zip(*by_rows, strict=True), (2, 2, 3), strict=True))
+    return out, lse, rows, *sums
 
 
 def _tally(
@@ -134,46 +124,7 @@ def _tally(
     return tally
 
 
-def _kernel_inputs(context: CallContext, problem: Problem) -> KernelInputs:
-    """Return the data of a call context that the kernels read. They are cached for other layers."""
-    grid = problem.grid
-    cached, sizes = _inputs.setdefault(context, {}), (grid.batch, grid.queries, grid.keys)
-    if sizes not in cached:
-        cached[sizes] = _make_kernel_inputs(context, *sizes)
-    return cached[sizes]
-
-
-def _make_kernel_inputs(context: CallContext, batch: int, queries: int, keys: int) -> KernelInputs:
-    """Return the data of a call context that the kernels read, for a call of these sizes."""
-    position = torch.arange(queries) + keys - queries
-    has_value = {}
-    for name, lag in _NEIGHBOURS.items():
-        neighbour = position - lag
-        exists = ((neighbour >= 0) & (neighbour < keys))[None, None]
-        if context.real_keys is not None:
-            exists = exists & context.real_keys[:, None, neighbour.clamp(0, keys - 1)]
-        has_value[name] = exists
-    first_key = torch.zeros(batch, dtype=torch.int32)
-    if context.first_keys is not None:
-        first_key = context.first_keys[:, 0].int().contiguous()
-    elif context.real_keys is not None:
-        first_key = context.real_keys.int().argmax(-1).int()
-    if context.is_repeat is None or context.distinct_ids is None:
-        return KernelInputs(first_key, None, None, 0, has_value)
-    exists = position >= 0
-    has_copy = (context.is_repeat[:, position.clamp(min=0)] & exists)[:, None]
-    has_value |= {"duplicate": has_copy, "induction": has_copy}
-    tokens, numbers = torch.unique(context.distinct_ids, return_inverse=True)
-    query_tokens = numbers[:, position.clamp(min=0)].masked_fill(~exists, -1)
-    return KernelInputs(first_key, numbers.int(), query_tokens.int().contiguous(), len(tokens), has_value)
-
-
 def _needs_grad(problem: Problem) -> bool:
     """Return True if a gradient of the output may be asked for."""
     tensors = (problem.q, problem.k, problem.v, problem.bias, problem.sinks, problem.scale)
     return torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor that is contiguous in memory; copied only if necessary."""
-    return None if tensor is None else tensor.contiguous()

@@ -31,7 +31,7 @@ from headwise.attention.masks.position_ranges import (
     query_positions,
 )
 from headwise.checks import has_readable_values
-from headwise.shapes import Bool, Int
+from headwise.shapes import Bool, Float, Int
 
 Ranges32 = Int[Tensor, "#batch #heads queries ranges 2"]
 Matrix = Bool[Tensor, "#batch #heads #queries #keys"]
@@ -54,6 +54,18 @@ class Part(NamedTuple):
 
     rows: range
     columns: range
+
+    def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, keys and values of the part."""
+        return self.rows_of(q), self.columns_of(k), self.columns_of(v)
+
+    def rows_of(self, tensor: Float[Tensor, "batch heads queries *_"]) -> Float[Tensor, "batch heads rows *_"]:
+        """Return the rows of the part on the third axis of a tensor."""
+        return tensor[:, :, self.rows.start : self.rows.stop]
+
+    def columns_of(self, tensor: Float[Tensor, "batch heads keys *_"]) -> Float[Tensor, "batch heads columns *_"]:
+        """Return the keys of the part on the third axis of a tensor."""
+        return tensor[:, :, self.columns.start : self.columns.stop]
 
 
 @dataclass(frozen=True, eq=False)

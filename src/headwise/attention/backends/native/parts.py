@@ -67,10 +67,9 @@ def _traced(
     wide = [each.float() for each in (k, v)]
     results = []
     for part in parts:
-        of_part = (each[:, :, part.columns.start : part.columns.stop].to(q.dtype) for each in wide)
+        of_part = (part.columns_of(each).to(q.dtype) for each in wide)
         arguments = options.arguments(part, *visible.of_part(part))
-        rows = q[:, :, part.rows.start : part.rows.stop]
-        results.append(torch.ops.headwise.attend_forward(rows, *of_part, *arguments))
+        results.append(torch.ops.headwise.attend_forward(part.rows_of(q), *of_part, *arguments))
     out, lse, _ = zip(*results, strict=True)
     return torch.cat(out, 2), torch.cat(lse, 2)
 
@@ -97,11 +96,9 @@ class _AttentionInParts(torch.autograd.Function):
         for part in parts:
             ranges, matrix = visible.of_part(part)
             checksums.append(_checksum(matrix))
-            results = torch.ops.headwise.attend_forward(
-                *_rows_and_keys(part, q, k, v), *options.arguments(part, ranges, matrix)
-            )
+            results = torch.ops.headwise.attend_forward(*part.of(q, k, v), *options.arguments(part, ranges, matrix))
             for whole, of_part in zip((out, lse, normalizers), results, strict=True):
-                _rows(part, whole).copy_(of_part)
+                part.rows_of(whole).copy_(of_part)
         ctx.save_for_backward(q, k, v, sinks, options.head_scale, options.bias, out, lse, normalizers)
         ctx.others = options, visible, parts, checksums
         ctx.mark_non_differentiable(normalizers)
@@ -128,34 +125,19 @@ class _AttentionInParts(torch.autograd.Function):
                     got="another result",
                     remedy="pass its matrix, a boolean tensor, as mask=",
                 )
-            row_tensors = (None if each is None else _rows(part, each).contiguous() for each in (lse_gradient,))
+            of_lse = None if lse_gradient is None else part.rows_of(lse_gradient).contiguous()
             of_q, of_k, of_v = torch.ops.headwise.attend_backward(
-                *(_rows(part, out_gradient), *row_tensors, _rows(part, out)),
-                _rows(part, normalizers).contiguous(),
-                *(*_rows_and_keys(part, q, k, v), *options.arguments(part, ranges, matrix)),
+                *(part.rows_of(out_gradient), of_lse, part.rows_of(out)),
+                part.rows_of(normalizers).contiguous(),
+                *(*part.of(q, k, v), *options.arguments(part, ranges, matrix)),
             )
-            _rows(part, q_gradient).copy_(of_q)
-            _columns(part, k_gradient).add_(of_k)
-            _columns(part, v_gradient).add_(of_v)
+            part.rows_of(q_gradient).copy_(of_q)
+            part.columns_of(k_gradient).add_(of_k)
+            part.columns_of(v_gradient).add_(of_v)
         of_sinks = None
         if ctx.needs_input_grad[3]:
             of_sinks = gradients.gradient_of_sinks(out_gradient, lse_gradient, out, lse, sinks)
         return q_gradient, k_gradient.to(k.dtype), v_gradient.to(v.dtype), of_sinks, None, None, None
-
-
-def _rows(part: Part, tensor: Tensor) -> Tensor:
-    """Return the rows of a part, on the third axis of a tensor."""
-    return tensor[:, :, part.rows.start : part.rows.stop]
-
-
-def _columns(part: Part, tensor: Tensor) -> Tensor:
-    """Return the keys of a part, on the third axis of a tensor."""
-    return tensor[:, :, part.columns.start : part.columns.stop]
-
-
-def _rows_and_keys(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the queries, keys and values of a part."""
-    return _rows(part, q), _columns(part, k), _columns(part, v)
 
 
 def _checksum(matrix: Matrix | None) -> int:

@@ -17,7 +17,7 @@ struct RowBlock {
   int64_t batch, kv_head;
   int rows;   // rows in use
   int width;  // rows, rounded up to whole vectors
-  int32_t head[kRows], query[kRows], position[kRows];
+  int32_t head[kRows], query[kRows];
 };
 
 inline int64_t group_size(const Problem& p) { return p.heads / p.kv_heads; }
@@ -32,7 +32,7 @@ inline int64_t blocks_per_kv_head(const Problem& p) {
 // The block with an index. Blocks of the last queries come first: under a causal mask these take longest.
 inline RowBlock row_block(const Problem& p, int64_t index) {
   const int64_t blocks = blocks_per_kv_head(p), unit = index / blocks;
-  RowBlock block{unit / p.kv_heads, unit % p.kv_heads, 0, 0, {}, {}, {}};
+  RowBlock block{unit / p.kv_heads, unit % p.kv_heads, 0, 0, {}, {}};
   const int64_t rest = blocks - 1 - index % blocks, length = stacks_heads(p) ? group_size(p) * p.queries : p.queries;
   const int64_t per_length = (length + kRows - 1) / kRows, start = rest % per_length * kRows;
   const int64_t first_head = block.kv_head * group_size(p) + rest / per_length;
@@ -42,7 +42,6 @@ inline RowBlock row_block(const Problem& p, int64_t index) {
     const int64_t row = start + smaller(r, block.rows - 1);  // lanes without a row repeat the last one
     block.head[r] = int32_t(first_head + row / p.queries);
     block.query[r] = int32_t(row % p.queries);
-    block.position[r] = int32_t(block.query[r] + p.keys - p.queries);
   }
   return block;
 }

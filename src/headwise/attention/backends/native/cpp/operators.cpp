@@ -149,14 +149,19 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(Tensor out_gradient, MaybeTen
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_statistics(
     Tensor q, Tensor k, Tensor v, double scale, MaybeTensor head_scale, double softcap, MaybeTensor sinks,
-    MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias, Tensor first_key, MaybeTensor special,
+    MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias, Tensor positions, Tensor first_key, MaybeTensor special,
     MaybeTensor key_tokens, MaybeTensor query_tokens, int64_t token_count, MaybeTensor counted, MaybeTensor gram) {
   std::vector<float> scales(q.size(1));
   Problem p = problem_of({q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias}, scales.data());
   auto [out, lse, normalizers] = allocate_results(p, q.scalar_type());
   for (const MaybeTensor* x : {&special, &key_tokens, &query_tokens, &counted, &gram})
     STD_TORCH_CHECK(!*x || (*x)->is_contiguous(), "the inputs of statistics must be contiguous");
-  require(first_key, ScalarType::Int, "first_key"), require(special, ScalarType::Bool, "special");
+  for (const Tensor* x : {&positions, &first_key}) {
+    require(*x, ScalarType::Int, "positions or first_key");
+    STD_TORCH_CHECK(x->is_contiguous() && x->dim() == 2 && x->size(0) == p.batch && x->size(1) == p.queries,
+                    "positions and first_key must be contiguous, with one number for each query");
+  }
+  require(special, ScalarType::Bool, "special");
   require(key_tokens, ScalarType::Int, "key_tokens"), require(query_tokens, ScalarType::Int, "query_tokens");
   require(counted, ScalarType::Bool, "counted"), require(gram, ScalarType::Float, "gram");
   Tensor rows = allocate({kRowStatistics, p.batch, p.heads, p.queries}, ScalarType::Float);
@@ -169,7 +174,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_statistics(
   statistics.special = reinterpret_cast<const uint8_t*>(pointer<bool>(special));
   statistics.key_tokens = pointer<int32_t>(key_tokens), statistics.query_tokens = pointer<int32_t>(query_tokens);
   statistics.token_count = int32_t(token_count);
-  statistics.first_key = pointer<int32_t>(first_key);
+  statistics.positions = pointer<int32_t>(positions), statistics.first_key = pointer<int32_t>(first_key);
   statistics.counted = reinterpret_cast<const uint8_t*>(pointer<bool>(counted));
   statistics.gram = pointer<float>(gram);
   statistics.rows = writable<float>(rows), statistics.received = writable<int64_t>(received);
@@ -196,7 +201,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "Tensor? dense, Tensor? bias) -> (Tensor q_gradient, Tensor k_gradient, Tensor v_gradient)");
   m.def(
       "attend_statistics(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, "
-      "Tensor? ranges, Tensor? dense, Tensor? bias, Tensor first_key, Tensor? special, Tensor? key_tokens, "
+      "Tensor? ranges, Tensor? dense, Tensor? bias, Tensor positions, Tensor first_key, Tensor? special, Tensor? key_tokens, "
       "Tensor? query_tokens, int token_count, Tensor? counted, Tensor? gram) "
       "-> (Tensor out, Tensor lse, Tensor rows, Tensor received, Tensor seen_by)");
   m.def("instruction_set() -> str");

@@ -16,7 +16,8 @@ struct Statistics {
   const int32_t* key_tokens = nullptr;  // dense numbers of the keys' tokens, from 0 to `token_count` - 1
   const int32_t* query_tokens = nullptr;  // those of the queries; -1 where the query has no token
   int32_t token_count = 0;
-  const int32_t* first_key = nullptr;  // index of the first token's key, `(batch)`; -1 if it is not among the keys
+  const int32_t* positions = nullptr;  // index that a key has, or would have, at the position of each query
+  const int32_t* first_key = nullptr;  // index of the first token's key, for each query; -1 if it is not among the keys
   const uint8_t* counted = nullptr;    // 1 at queries that count in `received` and `seen_by`
   const float* gram = nullptr;         // `W^T W` of each head's output projection, `(heads, value_dim, value_dim)`
 

@@ -27,11 +27,15 @@ class StatisticsOfBlock {
     tokens_ = arena->take<int32_t>(kRows);
     seen_ = arena->take<int32_t>(p.keys + 1);
     visible_ = arena->take<float>(kRows);
-    first_position_ = last_position_ = block.position[0];
+    first_position_ = first_of_first_ = INT32_MAX, last_position_ = last_of_first_ = INT32_MIN;
     for (int r = 0; r < kRows; ++r) {
-      positions_[r] = float(block.position[r]);
-      first_position_ = smaller(first_position_, block.position[r]);
-      last_position_ = larger(last_position_, block.position[r]);
+      const int64_t at = block.batch * p.queries + block.query[r];
+      position_[r] = s_->positions[at], first_key_[r] = s_->first_key[at];
+      positions_[r] = float(position_[r]);
+      first_position_ = smaller(first_position_, position_[r]);
+      last_position_ = larger(last_position_, position_[r]);
+      first_of_first_ = smaller(first_of_first_, first_key_[r]);
+      last_of_first_ = larger(last_of_first_, first_key_[r]);
       visible_[r] = 0.0f;
     }
     if (s_->key_tokens) mark_tokens();
@@ -156,13 +160,13 @@ class StatisticsOfBlock {
     const auto add = [&](PowerSum sum, int r, int64_t key) {
       if (key >= keys.begin && key < keys.end) state.sums[sum][r] += powers[(key - keys.begin) * kRows + r];
     };
-    const bool has_first = s_->first_key[block_.batch] >= keys.begin && s_->first_key[block_.batch] < keys.end;
+    const bool has_first = last_of_first_ >= keys.begin && first_of_first_ < keys.end;
     if (!has_first && (keys.end <= first_position_ - 1 || keys.begin > last_position_ + 1)) return;
     for (int r = 0; r < block_.rows; ++r) {
-      add(kPowerSelf, r, block_.position[r]);
-      add(kPowerPrevious, r, block_.position[r] - 1);
-      add(kPowerNext, r, block_.position[r] + 1);
-      add(kPowerFirst, r, s_->first_key[block_.batch]);
+      add(kPowerSelf, r, position_[r]);
+      add(kPowerPrevious, r, position_[r] - 1);
+      add(kPowerNext, r, position_[r] + 1);
+      add(kPowerFirst, r, first_key_[r]);
     }
   }
 
@@ -264,7 +268,8 @@ class StatisticsOfBlock {
   float* visible_;
   int32_t *tokens_, *seen_;
   KeyRange seen_keys_;
-  int64_t first_position_, last_position_;
+  int32_t position_[kRows], first_key_[kRows];
+  int64_t first_position_, last_position_, first_of_first_, last_of_first_;
   bool is_before_ = false, is_after_ = false;
 };
 
