@@ -32,6 +32,7 @@ from headwise.convert.linear import from_heads, from_projections, to_heads, to_p
 from headwise.convert.torch import from_torch, to_torch
 from headwise.convert.transformers import from_transformers, to_transformers
 from headwise.errors import HeadwiseError, InputError, MissingExtra
+from headwise.intercept.accelerate import Acceleration, accelerate
 from headwise.intercept.site import Site
 from headwise.intercept.watch import watch
 from headwise.nn.differential import DifferentialAttention
@@ -134,6 +135,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "ALiBi",
     "Ablation",
+    "Acceleration",
     "Agreement",
     "Attribution",
     "Blockwise",
@@ -176,6 +178,7 @@ __all__ = [
     "WeightCapture",
     "YaRN",
     "ablate",
+    "accelerate",
     "activation_patching",
     "agreement",
     "attend",

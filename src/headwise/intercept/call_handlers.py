@@ -13,6 +13,7 @@ from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.uniform_attention import uniform_output
+from headwise.intercept.accelerated_modules import OWN_BACKEND, accelerated_modules
 from headwise.intercept.attention_kind import UNKNOWN_KIND, attends_to_earlier_calls, is_cross_attention, may_be_cached
 from headwise.intercept.call_stack import call_stack
 from headwise.intercept.foreign_functions import is_sdpa_foreign
@@ -316,8 +317,14 @@ def answer_intercepted(problem: Problem, run: Callable[[Problem], Answer]) -> An
     `run`. While an intercepted model is running, the interceptors may observe the attention weights and change the head
     outputs. If they observe, the answer may be computed by blockwise attention in place of `run`.
     """
-    if not call_stack.intercepts:
-        return run(problem)
+    with accelerated_modules.paused(OWN_BACKEND):
+        return _answer_to_interceptors(problem, run) if call_stack.intercepts else run(problem)
+
+
+def _answer_to_interceptors(problem: Problem, run: Callable[[Problem], Answer]) -> Answer:
+    """Compute an attention problem that was passed to `headwise.attend` in an intercepted model; see
+    `answer_intercepted`.
+    """
     mask_source = MaskSource(lambda: ReceivedMask.of_problem(problem))
     origins = call_stack.origins_of(problem.q, problem.k, problem.v)
     handlers = handlers_of_call(

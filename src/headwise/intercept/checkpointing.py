@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
+from headwise.intercept.accelerated_modules import accelerated_modules
 from headwise.intercept.call_stack import call_stack
 
 
@@ -37,7 +38,7 @@ class InterceptedCheckpointFrame(_CheckpointFrame):
 
 class _Repeatable:
     """Function that checkpointing calls again in the backward pass, with the interceptions that were in effect, and the
-    module calls that were running, when this object was created.
+    module calls and accelerated modules that were running, when this object was created.
     """
 
     def __init__(self, function: Callable[..., Any], is_first_call_forward: bool) -> None:
@@ -45,6 +46,7 @@ class _Repeatable:
         self._interceptions = call_stack.current_interceptions
         self._module_calls = [replace(call, call_counts=Counter(call.call_counts)) for call in call_stack.module_calls]
         self._torch_mode, self._only_interceptor = call_stack.torch_mode, call_stack.only_interceptor
+        self._accelerated = accelerated_modules.running[:]
 
     def __call__(self, *args: Any) -> Any:
         """Call the function: in the forward pass as it is, and afterwards as a repetition."""
@@ -63,6 +65,9 @@ class _Repeatable:
         with ExitStack() as stack:
             for interception in self._interceptions:
                 stack.enter_context(interception)
+            for module in self._accelerated:
+                stack.enter_context(module.recorder.patches)
+            stack.enter_context(accelerated_modules.repeating(self._accelerated))
             stack.callback(vars(call_stack).update, before)
             call_stack.__init__()  # type: ignore[misc]
             call_stack.recomputed, call_stack.only_interceptor = self._interceptions, self._only_interceptor

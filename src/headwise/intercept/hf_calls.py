@@ -19,6 +19,7 @@ from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem
 from headwise.attention.uniform_attention import uniform_output
 from headwise.errors import InputError
+from headwise.intercept.accelerated_modules import OBSERVED, accelerated_modules
 from headwise.intercept.additive_masks import (
     fill_hidden_rows_as_torch,
     hides_all_keys,
@@ -114,6 +115,8 @@ def _intercepted_call(
     else:
         keeps_output = is_replaced or (bool(handlers.observations) and not is_uniform_where_hidden(added))
         out = handlers.answer(read_problem, compute, keeps_output).out
+        if not compute.cache_info().currsize and accelerated_modules.is_accelerated:
+            accelerated_modules.record(OBSERVED)
         if handlers.observations and not keeps_output and not options.get("dropout"):
             out = as_torch(out)
     out = handlers.changed(out, lambda: as_torch(uniform_output(read_problem())))

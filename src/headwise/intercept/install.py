@@ -38,12 +38,7 @@ def intercepted(model: nn.Module, interceptor: Interceptor, sites: Iterable[Any]
         InputError: the model is compiled or scripted, so its calls do not pass through Python; a statement is not
             about a module of the model, or contradicts what is derived.
     """
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise InputError("model", expected="modules that run in Python", got="a scripted one")
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            remedy = "give the module before it is compiled, model._orig_mod"
-            raise InputError("model", expected="modules that run in Python", got="a compiled one", remedy=remedy)
+    require_uncompiled(model)
     interception = HooksAndPatches(model, interceptor, sites_by_path(model, sites))
     with interception:
         with _lock:
@@ -56,6 +51,18 @@ def intercepted(model: nn.Module, interceptor: Interceptor, sites: Iterable[Any]
                 CallStack.interceptions = tuple(others)
             # Torch calls no hook after what is not an Exception, such as KeyboardInterrupt.
             call_stack.end_module_calls(interceptor)
+
+
+def require_uncompiled(model: nn.Module) -> None:
+    """Raise `InputError` if a module of a model is compiled or scripted, so that its calls do not pass through
+    Python.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError("model", expected="modules that run in Python", got="a scripted one")
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            remedy = "give the module before it is compiled, model._orig_mod"
+            raise InputError("model", expected="modules that run in Python", got="a compiled one", remedy=remedy)
 
 
 class HooksAndPatches:

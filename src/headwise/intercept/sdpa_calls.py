@@ -15,6 +15,7 @@ from headwise.attention.masks.factories import causal
 from headwise.attention.masks.grid import Grid
 from headwise.attention.problem import Answer, Problem, mask_and_bias
 from headwise.attention.uniform_attention import uniform_output
+from headwise.intercept.accelerated_sdpa import accelerated_sdpa
 from headwise.intercept.additive_masks import fill_hidden_rows_as_torch, with_infinite
 from headwise.intercept.attention_output import AttentionOutput
 from headwise.intercept.attention_source import AttentionSource, OutputAxes
@@ -36,11 +37,12 @@ def intercepted_sdpa(
     previous: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Compute `previous`, torch's `scaled_dot_product_attention` or what another library has put in its place, and
-    return its output. Inside an intercepted model, record the output, from which the layout of the heads is derived.
-    The interceptors then observe the attention weights and may change the output.
+    return its output. In an accelerated model, the native kernels may compute it. Inside an intercepted model, record
+    the output, from which the layout of the heads is derived. The interceptors then observe the attention weights and
+    may change the output.
     """
     if not call_stack.intercepts or reports_unreadable(query):
-        return previous(query, key, value, *args, **kwargs)
+        return accelerated_sdpa(previous, query, key, value, *args, **kwargs)
     origins = call_stack.origins_of(query, key, value)
     refuse_multiplied(query, key, value)
     options = dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
@@ -49,7 +51,7 @@ def intercepted_sdpa(
     call = before_function(FunctionCall(previous, (query, key, value), options))
     query, key, value = call.args
     with call_stack.paused():
-        out = previous(query, key, value, **options)
+        out = accelerated_sdpa(previous, query, key, value, **options)
     call_stack.lineage.set_attended(out, origins)
     if not key.shape[-2]:  # an empty memory, which nothing attends to
         return out

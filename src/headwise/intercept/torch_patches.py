@@ -5,8 +5,7 @@ Each replacement reads the call stack of its thread and leaves calls outside of 
 
 import inspect
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from headwise.intercept.fused_functions import report_fused
 from headwise.intercept.hf_calls import intercepting_dispatch
 from headwise.intercept.origin import CallOrigins
 from headwise.intercept.output_tracking import after_function, before_function, lose_outputs
+from headwise.intercept.patches import Patches, Replacement
 from headwise.intercept.score_products import follow_scores
 from headwise.intercept.sdpa_calls import intercepted_sdpa
 from headwise.intercept.softmax_weights import DROPOUT
@@ -163,63 +163,37 @@ def _is_in_torch_attention() -> bool:
 # -- replacing and restoring ------------------------------------------------------------------------------------------
 
 
-class _FunctionPatches:
-    """Context in which functions of torch, `transformers` and headwise that compute attention or parts of it (softmax,
-    dropout, bmm) are replaced by intercepting ones, in all threads. It may be entered again before it is left; the last
-    exit restores the functions.
+def _intercepting(owner: Any, name: str, intercept: Callable[..., Any]) -> Replacement:
+    """Return the replacement of the function `name` of `owner` by one that calls `intercept` with the replaced function
+    and the arguments.
     """
-
-    def __init__(self) -> None:
-        self._lock, self._depth = threading.Lock(), 0
-        self._restore: list[Callable[[], None]] = []
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._depth += 1
-            if self._depth > 1:
-                return
-            self._replace(attend, "interception_hook", answer_intercepted)
-            self._intercept(F, "scaled_dot_product_attention", intercepted_sdpa)
-            self._intercept(F, "softmax", _softmax)
-            self._intercept(F, "dropout", _following(DROPOUT))
-            self._intercept(torch, "bmm", _following(BMM))
-            self._replace(nn.Module, "__getstate__", getstate_without_hooks(nn.Module.__getstate__))
-            self._replace(checkpoint, "CheckpointFunction", InterceptedCheckpointFunction)
-            self._replace(checkpoint, "_CheckpointFrame", InterceptedCheckpointFrame)
-            transformers = sys.modules.get("transformers.modeling_utils")
-            if transformers is not None:
-                dispatch = transformers.AttentionInterface.get_interface
-                self._replace(transformers.AttentionInterface, "get_interface", intercepting_dispatch(dispatch))
-
-    def __exit__(self, *_: Any) -> None:
-        with self._lock:
-            self._depth -= 1
-            while not self._depth and self._restore:
-                self._restore.pop()()
-
-    def _intercept(self, owner: Any, name: str, intercept: Callable[..., Any]) -> None:
-        """Replace the function `name` of `owner` by one that calls `intercept` with the replaced function and the
-        arguments.
-        """
-        self._replace(owner, name, InterceptedFunction(intercept, getattr(owner, name)))
-
-    def _replace(self, owner: Any, name: str, function: Any) -> None:
-        """Replace the attribute `name` of `owner` by `function`, and store a function that undoes this. What another
-        library has put there in the meantime stays.
-        """
-        is_inherited, before = name not in vars(owner), vars(owner).get(name)
-
-        def restore() -> None:
-            if vars(owner).get(name) is not function:
-                return
-            if is_inherited:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-        self._restore.append(restore)
-        setattr(owner, name, function)
+    return Replacement(owner, name, InterceptedFunction(intercept, getattr(owner, name)))
 
 
-function_patches = _FunctionPatches()
-"""Context in which the functions are replaced; several models share it."""
+def _replacements_for_sdpa() -> Iterator[Replacement]:
+    """Yield what is replaced to intercept calls of SDPA and `attend`, also where checkpointing repeats them, and to copy
+    and pickle models without hooks.
+    """
+    yield _intercepting(F, "scaled_dot_product_attention", intercepted_sdpa)
+    yield Replacement(attend, "interception_hook", answer_intercepted)
+    yield Replacement(nn.Module, "__getstate__", getstate_without_hooks(nn.Module.__getstate__))
+    yield Replacement(checkpoint, "CheckpointFunction", InterceptedCheckpointFunction)
+    yield Replacement(checkpoint, "_CheckpointFrame", InterceptedCheckpointFrame)
+
+
+def _replacements_for_attention() -> Iterator[Replacement]:
+    """Yield what is replaced to intercept attention that is computed in other ways."""
+    yield _intercepting(F, "softmax", _softmax)
+    yield _intercepting(F, "dropout", _following(DROPOUT))
+    yield _intercepting(torch, "bmm", _following(BMM))
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is not None:
+        dispatch = transformers.AttentionInterface.get_interface
+        yield Replacement(transformers.AttentionInterface, "get_interface", intercepting_dispatch(dispatch))
+
+
+sdpa_patches = Patches(_replacements_for_sdpa)
+"""Context in which calls of SDPA are intercepted, for `accelerate`; several models share it."""
+
+function_patches = Patches(_replacements_for_attention, sdpa_patches)
+"""Context in which attention, or parts of it, is intercepted wherever it is computed, for `watch` and `gate`."""

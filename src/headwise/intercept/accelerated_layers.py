@@ -1,0 +1,162 @@
+"""Marks the modules of an accelerated model while they run: by hooks, and in torch's own layers by their forward.
+
+Torch's `nn.TransformerEncoderLayer` has a faster path for short inputs, which it leaves if a module inside of it has
+hooks. It and `nn.MultiheadAttention` therefore have none. Their `forward`, looked up in an accelerated layer, is one
+that leaves the path only where the native kernels are faster. Other layers, also copies, keep torch's.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import wraps
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from headwise.intercept.accelerated_modules import CallRecorder, accelerated_modules
+from headwise.intercept.accelerated_sdpa import SDPACall, why_not
+from headwise.intercept.patches import Patches, Replacement
+from headwise.intercept.uncopied_hooks import UncopiedHooks
+
+TORCH_LAYERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Layers of torch that have a path without `scaled_dot_product_attention`."""
+
+
+class AcceleratedHooks(UncopiedHooks):
+    """Forward hooks of one module of an accelerated model, which mark it as running."""
+
+    def __init__(self, recorder: CallRecorder, path: str) -> None:
+        self._recorder, self._path = recorder, path
+
+    def register(self, module: nn.Module) -> Iterator[RemovableHandle]:
+        """Register the hooks before and after other hooks of the module, and yield the handle that removes each."""
+        yield module.register_forward_pre_hook(self.on_start, prepend=True)
+        yield module.register_forward_hook(self.on_end, always_call=True)
+
+    def on_start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Forward pre-hook: mark the module as running. A compiler leaves this out, and its code runs as without it."""
+        if not torch.compiler.is_compiling() and not self.is_copy:
+            accelerated_modules.start(self._recorder, self._path, module)
+
+    def on_end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook: unmark the module."""
+        if not torch.compiler.is_compiling() and not self.is_copy:
+            accelerated_modules.end(self._recorder, module)
+
+
+def marked_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model that are marked while they run, with their paths: the model, every module that
+    contains others or is called attention, and torch's layers, but no module inside of such a layer.
+    """
+    inside: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        if module in inside:
+            continue
+        if isinstance(module, TORCH_LAYERS):
+            inside.update(module.modules())
+            yield path, module
+            if isinstance(module, nn.TransformerEncoderLayer):
+                yield f"{path}.self_attn".lstrip("."), module.self_attn
+        elif not path or any(module.children()) or "attention" in type(module).__name__.lower():
+            yield path, module
+
+
+# -- torch's layers ---------------------------------------------------------------------------------------------------
+
+_recorders: WeakKeyDictionary[nn.Module, list[tuple[CallRecorder, str]]] = WeakKeyDictionary()
+"""Recorders of the accelerated layers of torch, and the layers' paths."""
+
+
+def accelerate_layer(layer: nn.Module, recorder: CallRecorder, path: str) -> Callable[[], None]:
+    """Mark a layer of torch as accelerated, and return a function that undoes this."""
+    _recorders[layer] = [*_recorders.get(layer, []), (recorder, path)]
+    reference = ref(layer)
+
+    def restore() -> None:
+        accelerated = reference()
+        if accelerated is not None:
+            others = [each for each in _recorders.pop(accelerated) if each[0] is not recorder]
+            if others:
+                _recorders[accelerated] = others
+
+    return restore
+
+
+class _ForwardOfAccelerated:
+    """Descriptor in place of the `forward` of a class: in accelerated layers it is another method than in others."""
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self._own, self._accelerated = own, _accelerated_forward(own)
+
+    def __get__(self, layer: nn.Module | None, kind: type) -> Any:
+        if layer is None:
+            return self._own
+        return MethodType(self._accelerated if layer in _recorders else self._own, layer)
+
+
+def _accelerated_forward(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement for `own`, the `forward` of one of torch's layers, which marks the layer as running, and
+    leaves torch's path without SDPA if the native kernels are to compute the attention.
+    """
+    signature = inspect.signature(own)
+
+    @wraps(own)
+    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return own(layer, *args, **kwargs)
+        with ExitStack() as stack:
+            for recorder, path in _recorders.get(layer, []):
+                accelerated_modules.start(recorder, path, layer)
+                stack.callback(accelerated_modules.end, recorder, layer)
+            arguments = signature.bind(layer, *args, **kwargs).arguments
+            if accelerated_modules.is_accelerated and not layer.training and _is_for_kernels(layer, arguments):
+                stack.enter_context(_NoFastPath())
+            return own(layer, *args, **kwargs)
+
+    return forward
+
+
+class _NoFastPath(TorchFunctionMode):
+    """Torch function mode that changes nothing. Torch's layers leave their fast path in the presence of any mode."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the function."""
+        return func(*args, **(kwargs or {}))
+
+
+MASKS = ("attn_mask", "key_padding_mask", "src_mask", "src_key_padding_mask")
+"""Arguments of torch's layers that are masks."""
+
+
+def _is_for_kernels(layer: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Return True if the native kernels can compute the attention of a call of one of torch's layers, and are expected
+    to be faster: self-attention without weights, and without masks, whose fully masked rows are NaN on the fast path.
+    """
+    x = arguments.get("src", arguments.get("query"))
+    attention: Any = layer if isinstance(layer, nn.MultiheadAttention) else layer.self_attn
+    needs_weights = attention is layer and arguments.get("need_weights", True)
+    is_self_attention = attention is not layer or arguments.get("key") is x
+    if needs_weights or not is_self_attention or any(arguments.get(name) is not None for name in MASKS):
+        return False
+    if not isinstance(x, Tensor) or x.ndim != 3 or x.is_nested or not attention.batch_first:
+        return False
+    batch, length, width = x.shape
+    like_q = x.detach().new_empty(1).expand(batch, attention.num_heads, length, width // attention.num_heads)
+    return why_not(SDPACall(like_q, like_q, like_q)) is None
+
+
+def _replacements_for_layers() -> Iterator[Replacement]:
+    """Yield the replacements of the methods `forward` of torch's layers."""
+    for layer in TORCH_LAYERS:
+        yield Replacement(layer, "forward", _ForwardOfAccelerated(layer.forward))
+
+
+layer_patches = Patches(_replacements_for_layers)
+"""Context in which accelerated layers of torch have a `forward` of their own."""

@@ -1,0 +1,228 @@
+"""Calls of torch's `scaled_dot_product_attention` in accelerated models, computed by the native kernels where they can.
+
+A call is computed with exactly the arguments that the model passes. What the kernels cannot compute, or would compute
+more slowly, is passed on to torch unchanged.
+"""
+
+import math
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend
+
+from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
+from headwise.attention.backends.native import backend as native
+from headwise.attention.masks.base import Mask
+from headwise.attention.masks.factories import causal
+from headwise.attention.masks.key_ranges import VisibleKeys
+from headwise.attention.problem import DTYPES, Problem
+from headwise.checks import has_readable_values
+from headwise.intercept.accelerated_modules import accelerated_modules
+from headwise.intercept.foreign_functions import SDPA, is_foreign
+from headwise.shapes import Float, Int
+
+FOREIGN = "another library replaced scaled_dot_product_attention"
+UNUSUAL = "the tensors are of a class of their own, or have no values, as under torch.func or torch.jit.trace"
+DROPOUT = "the call has dropout, whose random numbers are torch's"
+SIZES = "the sizes of queries, keys and values are not (batch, heads, length, head_dim) with the same batch and heads"
+TWO_MASKS = "the call has a mask and is_causal, which torch combines in its own way"
+SCALE = "the scale is not a positive number"
+KERNEL_CHOSEN = "torch.nn.attention.sdpa_kernel names the kernel to use"
+SECOND_DERIVATIVE = "torch computes the call in a way that has second derivatives"
+MASK_GRADIENT = "the mask requires a gradient"
+MASK = "the mask does not broadcast to (batch, heads, queries, keys), or its dtype is not one that torch adds"
+
+
+class SDPACall(NamedTuple):
+    """The arguments of one call of torch's `scaled_dot_product_attention`, by their names there."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @staticmethod
+    def of(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> "SDPACall":
+        """Return the arguments of a call; raise `TypeError` for others than torch's."""
+        return SDPACall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Queries, keys and values."""
+        return self[:3]
+
+    @property
+    def needs_gradient(self) -> bool:
+        """True if the gradient of queries, keys or values may be needed."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
+
+
+def accelerated_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Return the output of `previous`, torch's `scaled_dot_product_attention` or what another library has put in its
+    place. In an accelerated model, the native kernels compute the same output where they can and are faster. The call
+    is recorded for the summary.
+    """
+    if not accelerated_modules.is_accelerated:
+        return previous(*args, **kwargs)
+    try:
+        call = SDPACall.of(*args, **kwargs)
+    except TypeError:
+        return previous(*args, **kwargs)  # which raises its own error, or has an argument that is new in torch
+    answer = FOREIGN if is_foreign(previous, SDPA) else _answer(call)
+    if isinstance(answer, str):
+        accelerated_modules.record(answer)
+        return previous(*args, **kwargs)
+    accelerated_modules.record(None)
+    return answer
+
+
+def _answer(call: SDPACall) -> Float[Tensor, "*batch queries value_dim"] | str:
+    """Return the output of a call as the native kernels compute it, or the reason that torch is to compute it."""
+    mask = call.attn_mask
+    if forward_ad._current_level >= 0 or torch._C._is_tracing():
+        return UNUSUAL
+    if not all(map(_is_usual, call.tensors if mask is None else (*call.tensors, mask))):
+        return UNUSUAL
+    dtype = autocast_dtype(call.query.device)
+    if dtype is not None:
+        q, k, v = (each.to(dtype) if each.dtype in AUTOCAST_DTYPES else each for each in call.tensors)
+        call = call._replace(query=q, key=k, value=v)
+    reason = why_not(call)
+    if reason is not None:
+        return reason
+    ranges = _causal_ranges(call.query.shape[-2], call.key.shape[-2]) if call.is_causal else None
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.ndim)]
+        ranges, reason = accelerated_modules.ranges_of(mask, dtype if mask.dtype in AUTOCAST_DTYPES else None)
+        if reason is not None:
+            return reason
+    out = native.run(_problem_of(call), VisibleKeys(ranges, None)).out
+    return out if call.query.ndim == 4 else out[0]
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    """Return True if a tensor is of torch's own class and its values can be read."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_nested and has_readable_values(tensor)
+
+
+def _problem_of(call: SDPACall, mask: Mask | None = None) -> Problem:
+    """Return a call as a `Problem`, with a mask in place of its own. Without an axis of sequences, there is one."""
+    q, k, v = (tensor[(None,) * (4 - tensor.ndim)] for tensor in call.tensors)
+    return Problem.checked(q, k, v, mask=mask, scale=call.scale)
+
+
+@lru_cache(maxsize=8)
+def _causal_ranges(queries: int, keys: int) -> Int[Tensor, "1 1 queries 1 2"]:
+    """Return the keys that torch's flag `is_causal` lets each query attend to: the first query attends to the first
+    key.
+    """
+    stop = torch.arange(1, queries + 1, dtype=torch.int32, device="cpu").clamp(max=keys)
+    return torch.stack([torch.zeros_like(stop), stop], -1)[None, None, :, None].contiguous()
+
+
+# -- reasons for which torch computes a call ---------------------------------------------------------------------------
+
+_reasons: dict[Hashable, str | None] = {}
+"""Results of `why_not` by all that they depend on, since the layers of a model make equal calls."""
+
+MOST_REASONS = 1024
+"""Number of stored results, after which all are removed."""
+
+
+def why_not(call: SDPACall) -> str | None:
+    """Return the reason that torch is to compute a call, from the sizes and options of the call alone, in one sentence;
+    None if the native kernels can compute it and are expected to be faster.
+    """
+    mask = call.attn_mask
+    key = (
+        *((tensor.shape, tensor.dtype, tensor.device) for tensor in call.tensors),
+        *(None if mask is None else (mask.shape, mask.dtype, mask.requires_grad), call[4:]),
+        *(call.needs_gradient, torch.get_num_threads(), torch._C._get_flash_sdp_enabled()),
+    )
+    if key not in _reasons:
+        if len(_reasons) >= MOST_REASONS:
+            _reasons.clear()
+        _reasons[key] = _examine(call)
+    return _reasons[key]
+
+
+def _examine(call: SDPACall) -> str | None:
+    """Return the result of `why_not`, which is stored."""
+    if not _has_usual_sizes(call):
+        return SIZES
+    if call.scale is not None and not 0 < call.scale < math.inf:
+        return SCALE
+    is_square = call.query.shape[-2] == call.key.shape[-2]
+    problem = _problem_of(call, causal() if call.is_causal and is_square else None)
+    return native.why_not(problem) or _why_not_options(call) or _why_slower(problem)
+
+
+def _has_usual_sizes(call: SDPACall) -> bool:
+    """Return True if queries, keys and values have the axes (batch, heads, length, head_dim), or the last three of
+    them, no axis is empty, and heads share keys only if `enable_gqa` says so.
+    """
+    q, k, v = (tensor.shape for tensor in call.tensors)
+    if len(q) not in (3, 4) or len(k) != len(q) or len(v) != len(q) or 0 in (*q, *k, *v):
+        return False
+    if len({(tensor.dtype, tensor.device) for tensor in call.tensors}) > 1 or call.query.dtype not in DTYPES:
+        return False
+    heads_fit = q[-3] % k[-3] == 0 if call.enable_gqa else q[-3] == k[-3]
+    return heads_fit and q[:-3] == k[:-3] == v[:-3] and k[-3:-1] == v[-3:-1] and q[-1] == k[-1]
+
+
+def _why_not_options(call: SDPACall) -> str | None:
+    """Return the reason that the options of a call exclude the native kernels; None if they do not."""
+    if call.dropout_p > 0:
+        return DROPOUT
+    reason = None if call.attn_mask is None else _why_not_mask(call, call.attn_mask)
+    if reason is not None:
+        return reason
+    if not torch._C._get_flash_sdp_enabled():
+        return KERNEL_CHOSEN
+    q, k, v, mask, *_ = call
+    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "enable_gqa": call.enable_gqa}
+    if call.needs_gradient and torch._fused_sdp_choice(q, k, v, mask, **options) == SDPBackend.MATH.value:
+        return SECOND_DERIVATIVE
+    return None
+
+
+def _why_not_mask(call: SDPACall, mask: Tensor) -> str | None:
+    """Return the reason that a mask excludes the native kernels, whatever its values are; None if it does not."""
+    sizes = (*call.query.shape[:-1], call.key.shape[-2])
+    fits = all(size in (1, wanted) for size, wanted in zip(mask.shape[::-1], sizes[::-1], strict=False))
+    if not fits or not 2 <= mask.ndim <= len(sizes) or mask.device != call.query.device:
+        return MASK
+    if mask.dtype not in (torch.bool, torch.float32, call.query.dtype):
+        return MASK
+    if call.is_causal:
+        return TWO_MASKS
+    return MASK_GRADIENT if mask.requires_grad and torch.is_grad_enabled() else None
+
+
+SMALLEST_QUERIES = 512
+"""Number of queries from which the native kernels are faster than torch's."""
+
+
+def _why_slower(problem: Problem) -> str | None:
+    """Return the reason that torch is expected to be as fast as the native kernels; None if it is not."""
+    if problem.grid.queries < SMALLEST_QUERIES:
+        return f"torch is as fast for fewer than {SMALLEST_QUERIES} queries"
+    return None
