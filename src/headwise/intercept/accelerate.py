@@ -19,6 +19,7 @@ from headwise.intercept.accelerated_layers import (
     layer_patches,
     marked_modules,
 )
+from headwise.intercept.accelerated_modules import accelerated_modules
 from headwise.intercept.install import require_uncompiled
 from headwise.intercept.layer_index import innermost_attention_modules, is_related
 from headwise.intercept.torch_patches import sdpa_patches
@@ -76,6 +77,7 @@ class Acceleration:
         """Let the model compute its attention as before. Further calls do nothing."""
         self.is_active = False
         self._remove()
+        accelerated_modules.discard_ended()
 
     def on_start(self, path: str) -> None:
         """Note that the module at `path` runs."""

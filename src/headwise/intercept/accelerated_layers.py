@@ -8,7 +8,7 @@ that leaves the path only where the native kernels are faster. Other layers, als
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -96,6 +96,8 @@ class _ForwardOfAccelerated:
     def __get__(self, layer: nn.Module | None, kind: type) -> Any:
         if layer is None:
             return self._own
+        if torch.compiler.is_compiling():
+            return partial(self._own, layer)  # a compiler does not trace the making of a method
         return MethodType(self._accelerated if layer in _recorders else self._own, layer)
 
 
@@ -107,8 +109,6 @@ def _accelerated_forward(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(own)
     def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return own(layer, *args, **kwargs)
         with ExitStack() as stack:
             for recorder, path in _recorders.get(layer, []):
                 accelerated_modules.start(recorder, path, layer)

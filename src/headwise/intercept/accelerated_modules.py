@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ OWN_BACKEND = "headwise.attend chooses its own backend"
 """Reason for attention in headwise's own layers."""
 
 
+@runtime_checkable
 class CallRecorder(Protocol):
     """Object that counts attention calls by the path of the module that made them.
 
@@ -76,18 +77,23 @@ class AcceleratedModules(threading.local):
     def is_accelerated(self) -> bool:
         """True if attention calls of this thread are to be accelerated: a module of an accelerated model runs."""
         if not self.is_repeating and not all(module.recorder.is_active for module in self.running):
-            # The acceleration has ended in another thread while its modules ran in this one.
-            self.running = [module for module in self.running if module.recorder.is_active]
+            self.discard_ended()
         return bool(self.running)
+
+    def discard_ended(self) -> None:
+        """Remove the modules of accelerations that have ended while the modules ran: in another thread, or by an
+        exception after which torch calls no hook, such as KeyboardInterrupt.
+        """
+        self.running = [module for module in self.running if module.recorder.is_active]
 
     def start(self, recorder: CallRecorder, path: str, module: nn.Module) -> None:
         """Push a module that starts. In a backward pass, do so only while activation checkpointing repeats what was
         accelerated in the forward pass: otherwise the two would differ in what they save for the gradient.
         """
         is_backward = torch._C._current_graph_task_id() != -1
-        if is_backward and not self.is_repeating:
+        if is_backward and not (self.is_repeating and self.running):
             return
-        self.end(recorder, module)  # torch calls no hook after KeyboardInterrupt, so an earlier call may be left
+        self.end(recorder, module)  # torch calls no hook after KeyboardInterrupt, so it may be there
         self.running.append(RunningModule(recorder, path, module))
         recorder.on_start(path)
 
@@ -112,7 +118,7 @@ class AcceleratedModules(threading.local):
 
     @contextmanager
     def paused(self, reason: str) -> Iterator[None]:
-        """Accelerate no calls within the context, in which headwise computes one attention call, and report `reason`."""
+        """Accelerate no calls within the context, in which headwise computes one attention call. Report `reason`."""
         if self.is_accelerated:
             self.record(reason)
         before, self.running = self.running, []

@@ -6,13 +6,14 @@ more slowly, is passed on to torch unchanged.
 
 import math
 from collections.abc import Callable, Hashable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import CausalBias
 
 from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
 from headwise.attention.backends.native import backend as native
@@ -22,7 +23,7 @@ from headwise.attention.masks.key_ranges import VisibleKeys
 from headwise.attention.problem import DTYPES, Problem
 from headwise.checks import has_readable_values
 from headwise.intercept.accelerated_modules import accelerated_modules
-from headwise.intercept.foreign_functions import SDPA, is_foreign
+from headwise.intercept.foreign_functions import SDPA, call_replaced, is_foreign
 from headwise.shapes import Float, Int
 
 FOREIGN = "another library replaced scaled_dot_product_attention"
@@ -80,16 +81,18 @@ def accelerated_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any)
     place. In an accelerated model, the native kernels compute the same output where they can and are faster. The call
     is recorded for the summary.
     """
+    own: Callable[..., Tensor] = partial(call_replaced, previous)
     if not accelerated_modules.is_accelerated:
-        return previous(*args, **kwargs)
+        return own(*args, **kwargs)
     try:
         call = SDPACall.of(*args, **kwargs)
     except TypeError:
-        return previous(*args, **kwargs)  # which raises its own error, or has an argument that is new in torch
+        return own(*args, **kwargs)  # which raises its own error, or has an argument that is new in torch
     answer = FOREIGN if is_foreign(previous, SDPA) else _answer(call)
     if isinstance(answer, str):
-        accelerated_modules.record(answer)
-        return previous(*args, **kwargs)
+        if not isinstance(call.attn_mask, CausalBias):  # which makes another call
+            accelerated_modules.record(answer)
+        return own(*args, **kwargs)
     accelerated_modules.record(None)
     return answer
 

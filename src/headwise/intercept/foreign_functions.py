@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 
 SDPA: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 """Torch's own `scaled_dot_product_attention`, also while other functions replace it."""
@@ -35,8 +36,19 @@ class InterceptedFunction:
         reads the other function alone.
         """
         if torch.compiler.is_dynamo_compiling():
-            return self.previous(*args, **kwargs)
+            return call_replaced(self.previous, *args, **kwargs)
         return self._intercept(self.previous, *args, **kwargs)
+
+
+def call_replaced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch in whose place another one is, and return its result.
+
+    The class `CausalBias` of masks computes calls of SDPA itself, but knows them by what is under the name of SDPA.
+    """
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    if function is SDPA and isinstance(mask, CausalBias):
+        return CausalBias._dispatch(*args, **kwargs)
+    return function(*args, **kwargs)
 
 
 def is_foreign(function: Callable[..., Any], own: Callable[..., Any]) -> bool:

@@ -33,15 +33,23 @@ from headwise.intercept.unreadable_tensors import reports_unreadable
 from headwise.shapes import Float
 
 
-def intercepted_sdpa(
+def intercepted_sdpa(previous: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Compute `previous`, torch's `scaled_dot_product_attention` or what another library has put in its place, and
+    return its output. In an accelerated model, the native kernels may compute it. Inside an intercepted model, the
+    interceptors observe the attention weights and may change the output.
+    """
+    if not call_stack.intercepts:
+        return accelerated_sdpa(previous, *args, **kwargs)
+    return _reported_sdpa(previous, *args, **kwargs)
+
+
+def _reported_sdpa(
     previous: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute `previous`, torch's `scaled_dot_product_attention` or what another library has put in its place, and
-    return its output. In an accelerated model, the native kernels may compute it. Inside an intercepted model, record
-    the output, from which the layout of the heads is derived. The interceptors then observe the attention weights and
-    may change the output.
+    """Compute a call of SDPA inside an intercepted model, and return its output. Record the output, from which the
+    layout of the heads is derived. The interceptors then observe the attention weights and may change the output.
     """
-    if not call_stack.intercepts or reports_unreadable(query):
+    if reports_unreadable(query):
         return accelerated_sdpa(previous, query, key, value, *args, **kwargs)
     origins = call_stack.origins_of(query, key, value)
     refuse_multiplied(query, key, value)

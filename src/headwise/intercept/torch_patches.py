@@ -171,8 +171,8 @@ def _intercepting(owner: Any, name: str, intercept: Callable[..., Any]) -> Repla
 
 
 def _replacements_for_sdpa() -> Iterator[Replacement]:
-    """Yield what is replaced to intercept calls of SDPA and `attend`, also where checkpointing repeats them, and to copy
-    and pickle models without hooks.
+    """Yield what is replaced to intercept calls of SDPA and `attend`, also where checkpointing repeats them, and to
+    copy modules without hooks.
     """
     yield _intercepting(F, "scaled_dot_product_attention", intercepted_sdpa)
     yield Replacement(attend, "interception_hook", answer_intercepted)
