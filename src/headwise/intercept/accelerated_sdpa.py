@@ -19,7 +19,6 @@ from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
 from headwise.attention.backends.native import backend as native
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal
-from headwise.attention.masks.key_ranges import VisibleKeys
 from headwise.attention.problem import DTYPES, Problem
 from headwise.checks import has_readable_values
 from headwise.intercept.accelerated_modules import accelerated_modules
@@ -117,7 +116,7 @@ def _answer(call: SDPACall) -> Float[Tensor, "*batch queries value_dim"] | str:
         ranges, reason = accelerated_modules.ranges_of(mask, dtype if mask.dtype in AUTOCAST_DTYPES else None)
         if reason is not None:
             return reason
-    out = native.run(_problem_of(call), VisibleKeys(ranges, None)).out
+    out: Tensor = torch.ops.headwise.attend_forward(*native.arguments(_problem_of(call), ranges, None))[0]
     return out if call.query.ndim == 4 else out[0]
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.attention.masks.key_ranges import MOST_RANGES
+from headwise.attention.masks.position_ranges import MOST_RANGES
 from headwise.shapes import Bool, Int
 
 HIDING = -1e30
