@@ -274,6 +274,19 @@ def test_second_derivatives_where_torch_has_them():
         torch.testing.assert_close(model(), SDPA(q, k, v))
 
 
+@pytest.mark.parametrize(("dtype", "smallest"), accelerated_sdpa.SMALLEST_QUERIES.items())
+def test_few_queries_stay_with_torch(dtype, smallest, monkeypatch):
+    monkeypatch.undo()  # the rule itself
+    for queries in (1, smallest - 1, smallest):
+        q, k = torch.randn(1, 1, queries, 4, dtype=dtype), torch.randn(1, 1, 2000, 4, dtype=dtype)
+        model = Calls(q, k, k)
+        if queries < smallest:
+            assert reason_of(model) == f"torch is as fast for fewer than {smallest:,} queries in {dtype}"
+        with hw.accelerate(model) as acceleration:
+            model()
+        assert acceleration.modules[0].accelerated == int(queries == smallest)
+
+
 def test_an_error_of_torch_is_its_own():
     q, k, v = torch.randn(2, 3, 5, 11), torch.randn(2, 3, 5, 12), torch.randn(2, 3, 5, 12)
     for arguments in ((q, k, v), (q, q), (q, q, q, torch.ones(4, 4, dtype=torch.bool)), (q, q, q, q.double())):

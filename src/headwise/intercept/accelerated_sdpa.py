@@ -219,12 +219,15 @@ def _why_not_mask(call: SDPACall, mask: Tensor) -> str | None:
     return MASK_GRADIENT if mask.requires_grad and torch.is_grad_enabled() else None
 
 
-SMALLEST_QUERIES = 512
-"""Number of queries from which the native kernels are faster than torch's."""
+SMALLEST_QUERIES = {torch.float32: 512, torch.bfloat16: 1024}
+"""Number of queries from which the native kernels are expected to be faster than torch's, by dtype; measured with
+SmolLM2 on a processor with AMX (docs/lab-notes.md).
+"""
 
 
 def _why_slower(problem: Problem) -> str | None:
     """Return the reason that torch is expected to be as fast as the native kernels; None if it is not."""
-    if problem.grid.queries < SMALLEST_QUERIES:
-        return f"torch is as fast for fewer than {SMALLEST_QUERIES} queries"
+    smallest = SMALLEST_QUERIES[problem.q.dtype]
+    if problem.grid.queries < smallest:
+        return f"torch is as fast for fewer than {smallest:,} queries in {problem.q.dtype}"
     return None
