@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 import headwise
+import tiny
 from headwise.analysis.roles import ROLES
 from headwise.attention.masks import factories
 from headwise.show.terminal import print_view
@@ -35,12 +36,13 @@ def run(blocks: list[tuple[str, str]], names: dict) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.filterwarnings("ignore:nothing is accelerated")  # without a compiler
 def test_the_code_of_the_readme_runs_and_prints_the_shown_output(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.jsonl").write_text('{"text": "A cup of tea."}\n{"text": "And one of coffee."}\n')
     names = {"folder": minilm.model.config._name_or_path}
     blocks = code_blocks("README.md")
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     assert run(blocks, names) == "".join(output for _, output in blocks)
     assert len(names["table"]) == len(names["effects"].table()) == len(names["scores"].table()) == 72
     assert names["out"].shape == (1, 8, 4096, 64)
@@ -51,6 +53,13 @@ def test_the_code_of_the_page_about_view_runs(minilm):
     run(code_blocks("docs/view.md"), names)
     assert names["seen"].head(0, 2).role.name == "previous token"
     assert round(names["seen"].head(0, 2).means["entropy"], 4) == 0.0008
+
+
+@pytest.mark.filterwarnings("ignore:nothing is accelerated")
+def test_the_code_of_the_page_about_acceleration_runs():
+    names = {"model": tiny.model("decoder", top="ForCausalLM"), "inputs": {"input_ids": tiny.TOKENS}}
+    assert "self_attn" in run(code_blocks("docs/accelerate.md"), names)
+    assert not names["acceleration"].is_active
 
 
 def test_the_code_of_the_pages_about_masks_and_conversion_runs():

@@ -7,7 +7,7 @@ some models read.
 
 import sys
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -94,9 +94,7 @@ def _intercepted_call(
     def compute_without_dropout() -> Answer:
         return Answer(attention(*args, **{**kwargs, "dropout": 0.0})[0].transpose(1, 2), None, None)
 
-    def as_torch(out: Tensor) -> Tensor:
-        return fill_hidden_rows_as_torch(out, v, added)
-
+    as_torch = partial(fill_hidden_rows_as_torch, v=v, mask=added)
     is_replaced = implementation == "sdpa" and (is_sdpa_foreign() or not _is_own_sdpa(attention))
     if is_replaced and not is_attention(read_problem, compute, compute_without_dropout):
         return compute().out.transpose(1, 2), *others
