@@ -110,48 +110,68 @@ inline float bias_in_bits(float bias) {
   return bits == kHidden && bias != kHidden ? kNoScore : bits;
 }
 
-// One row of the dense mask and bias in units of ln 2, minus infinity at hidden keys. Returns true if a key is visible.
+// Bits of a float, and of minus infinity. Loops over bits are vectorized, also those that look for a visible key.
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+constexpr uint32_t kHiddenBits = 0xff800000u;
+
+// One row of the bias, `column` elements apart, in units of ln 2. Returns true if a key is visible.
+inline bool bias_row(const float* bias, int64_t column, int64_t count, float* to) {
+  uint32_t visible = 0;
+  if (column == 1)
+    for (int64_t j = 0; j < count; ++j) to[j] = bias_in_bits(bias[j]);
+  else
+    for (int64_t j = 0; j < count; ++j) to[j] = bias_in_bits(bias[j * column]);
+  for (int64_t j = 0; j < count; ++j) visible |= bits_of(to[j]) ^ kHiddenBits;
+  return visible;
+}
+
+// Minus infinity at the keys of one row that the mask hides, or the bias that is in `to` already, elsewhere 0. Returns
+// true if a key is visible.
+template <bool kHasBias>
+inline bool mask_row(const uint8_t* mask, int64_t column, int64_t count, float* to) {
+  uint32_t visible = 0;
+  uint32_t* bits = reinterpret_cast<uint32_t*>(to);
+  const auto hide = [&](int64_t j, uint8_t sees) {
+    bits[j] = sees ? (kHasBias ? bits[j] : 0u) : kHiddenBits;
+    visible |= bits[j] ^ kHiddenBits;
+  };
+  if (column == 1)
+    for (int64_t j = 0; j < count; ++j) hide(j, mask[j]);
+  else
+    for (int64_t j = 0; j < count; ++j) hide(j, mask[j * column]);
+  return visible;
+}
+
+// One row of the dense mask and bias. Returns true if a key is visible.
 inline bool dense_row(const Problem& p, int64_t batch, int64_t head, int64_t query, KeyRange keys, float* to) {
   const int64_t count = keys.end - keys.begin;
-  for (int64_t j = 0; j < count; ++j) to[j] = 0.0f;
+  bool is_visible = true;
   if (p.bias) {
-    const int64_t step = p.bias_strides.column;
-    const float* bias = row_of(p.bias, p.bias_strides, batch, head, query) + keys.begin * step;
-    if (step == 1)
-      for (int64_t j = 0; j < count; ++j) to[j] = bias_in_bits(bias[j]);
-    else
-      for (int64_t j = 0; j < count; ++j) to[j] = bias_in_bits(bias[j * step]);
+    const float* bias = row_of(p.bias, p.bias_strides, batch, head, query) + keys.begin * p.bias_strides.column;
+    is_visible = bias_row(bias, p.bias_strides.column, count, to);
   }
-  if (p.dense) {
-    const int64_t step = p.dense_strides.column;
-    const uint8_t* dense = row_of(p.dense, p.dense_strides, batch, head, query) + keys.begin * step;
-    if (step == 1)
-      for (int64_t j = 0; j < count; ++j) to[j] = dense[j] ? to[j] : kHidden;
-    else
-      for (int64_t j = 0; j < count; ++j) to[j] = dense[j * step] ? to[j] : kHidden;
-  }
-  bool is_visible = false;
-  for (int64_t j = 0; j < count; ++j) is_visible |= !(to[j] == kHidden);
-  return is_visible;
+  if (!p.dense) return is_visible;
+  const int64_t column = p.dense_strides.column;
+  const uint8_t* mask = row_of(p.dense, p.dense_strides, batch, head, query) + keys.begin * column;
+  return p.bias ? mask_row<true>(mask, column, count, to) : mask_row<false>(mask, column, count, to);
 }
 
 // Write what is added to the scores of a tile, `to (keys x kRows)`: the bias in units of ln 2, and minus infinity at
-// keys hidden by mask, bias or ranges. Returns false if no row may attend to any of the keys.
+// keys hidden by mask, bias or ranges. Returns false if mask and bias hide all keys from all rows.
 inline bool dense_tile(const Problem& p, const RowBlock& block, const Visibility& visibility, KeyRange keys,
                        float* room, float* to) {
-  const KeyRange unmasked = visibility.unmasked(keys);
   const int64_t padded = round_up(keys.end - keys.begin, kLanes);
   bool is_visible = false;
-  for (int r = 0; r < block.width; ++r) {
-    float* row = room + r * padded;
-    is_visible |= dense_row(p, block.batch, block.head[r], block.query[r], keys, row);
-    for (int64_t key = keys.begin; key < keys.end; ++key) {
-      if (key == unmasked.begin && !unmasked.empty()) key = unmasked.end;
-      if (key < keys.end && !visibility.row_sees(key, r)) row[key - keys.begin] = kHidden;
-    }
-  }
-  if (is_visible) transpose(room, padded, block.width, padded, to, kRows);
-  return is_visible;
+  for (int r = 0; r < block.width; ++r)
+    is_visible |= dense_row(p, block.batch, block.head[r], block.query[r], keys, room + r * padded);
+  if (!is_visible) return false;
+  transpose(room, padded, block.width, padded, to, kRows);
+  hide_outside_ranges(visibility, block, keys, to);
+  return true;
 }
 
 }  // namespace headwise::HEADWISE_ISA
