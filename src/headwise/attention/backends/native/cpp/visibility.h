@@ -81,12 +81,6 @@ struct Visibility {
     }
     return mask;
   }
-
-  bool row_sees(int64_t key, int r) const {
-    for (int n = 0; n < count; ++n)
-      if (key >= begin[n][r] && key < begin[n][r] + length[n][r]) return true;
-    return false;
-  }
 };
 
 // Hide the keys of a tile that are outside of the ranges of a row: `scores (keys x kRows)`, in place.
