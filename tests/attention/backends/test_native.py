@@ -107,6 +107,25 @@ def test_what_the_kernels_cannot_compute_is_refused_by_name(words):
 
 
 @NATIVE
+def test_forward_mode_differentiation_is_refused():
+    """Torch's operators without a forward-mode derivative silently have a derivative of 0."""
+    q, k, v = tensors(1, 2, 5, 8)
+    with pytest.raises(hw.InputError, match="native: the native kernels have no forward-mode derivative"):
+        torch.func.jvp(lambda q: hw.attend(q, k, v, backend="native"), (q,), (q,))
+
+
+@NATIVE
+def test_a_call_has_the_same_bits_with_and_without_gradients():
+    q, k, v = tensors(2, 3, 5, 8, keys=70, requires_grad=True)
+    options = {"mask": hw.causal(), "return_lse": True, "backend": "native"}
+    with torch.no_grad():
+        plain = hw.attend(q, k, v, **options)
+    with_gradients = hw.attend(q, k, v, **options)
+    assert with_gradients[0].requires_grad
+    assert all(map(torch.equal, plain, with_gradients))
+
+
+@NATIVE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_scores_of_any_size_and_rows_without_keys(dtype):
     q, k, v = tensors(2, 3, 70, 16, keys=190, dtype=dtype)
@@ -160,6 +179,8 @@ def test_torch_accepts_the_operators():
     problem = Problem.checked(q, k, v, sinks=torch.randn(4, requires_grad=True))
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.headwise.attend_forward, arguments(problem, None, None), test_utils=tests)
+    plain = [each.detach() if isinstance(each, torch.Tensor) else each for each in arguments(problem, None, None)]
+    torch.library.opcheck(torch.ops.headwise.attend, tuple(plain), test_utils=tests)
 
 
 COMPILED = """

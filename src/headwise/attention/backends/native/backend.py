@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from headwise.attention.backends import reference
 from headwise.attention.backends.native import library
@@ -35,10 +36,19 @@ def why_not(problem: Problem) -> str | None:
         return "the native kernels keep heads apart, and talking_heads mixes them"
     if problem.dropout > 0:
         return "the native kernels have no dropout"
+    reason: str | None = _why_no_derivative(problem) or library.why_not_loaded()
+    return reason
+
+
+def _why_no_derivative(problem: Problem) -> str | None:
+    """Return one sentence that names a derivative which torch may compute here, and which the native kernels do not
+    have; None if there is none.
+    """
     if problem.bias is not None and problem.bias.requires_grad and torch.is_grad_enabled():
         return "the native kernels have no gradient of a bias, and bias requires one"
-    reason: str | None = library.why_not_loaded()
-    return reason
+    if forward_ad._current_level >= 0:
+        return "the native kernels have no forward-mode derivative, and one may be computed here"
+    return None
 
 
 def run(problem: Problem) -> Answer:
@@ -51,15 +61,39 @@ def run(problem: Problem) -> Answer:
     if isinstance(problem.scale, Tensor) and problem.scale.requires_grad:
         q, k, v = (tensor.float() for tensor in (problem.q, problem.k, problem.v))
         problem = replace(problem, q=q * problem.scale, k=k, v=v, scale=1.0)
+    if problem.mask is None:
+        out, lse = _attend(*arguments(problem, None, None))
+        return Answer(out if out.dtype == dtype else out.to(dtype), lse if problem.return_lse else None, None)
     visible = visible_keys(problem.mask, problem.grid)
     parts = visible.parts()
     if len(parts) == 1:
-        out, lse, _ = torch.ops.headwise.attend_forward(*arguments(problem, *visible.of_part(parts[0])))
+        out, lse = _attend(*arguments(problem, *visible.of_part(parts[0])))
     else:
         q, k, v, scale, head_scale, softcap, sinks, _, _, bias = arguments(problem, None, None)
         options = Options(scale, head_scale, softcap, sinks, bias)
         out, lse = attend_in_parts(q, k, v, options, visible, parts)
     return Answer(out.to(dtype), lse if problem.return_lse else None, None)
+
+
+def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of a call of the native operator with these arguments. Where nothing is
+    differentiated, that is the operator without a gradient, since torch's function for gradients of custom operators
+    takes longer than a short call's attention.
+    """
+    if _may_be_differentiated(arguments):
+        out, lse, _ = torch.ops.headwise.attend_forward(*arguments)
+    else:
+        out, lse = torch.ops.headwise.attend(*arguments)
+    return out, lse
+
+
+def _may_be_differentiated(arguments: tuple[Any, ...]) -> bool:
+    """Return True if torch may differentiate a call with these arguments: an argument requires grad, a transform of
+    `torch.func` is active, or the call is being compiled.
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return torch.is_grad_enabled() and any(each.requires_grad for each in arguments if isinstance(each, Tensor))
 
 
 def arguments(

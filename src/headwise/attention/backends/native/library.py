@@ -46,6 +46,7 @@ def load() -> str | None:
 def _register() -> None:
     """Register with torch the rules by which it traces and differentiates the operators."""
     torch.library.register_fake("headwise::attend_forward", _fake_forward)
+    torch.library.register_fake("headwise::attend", _fake_attend)
     torch.library.register_fake("headwise::attend_statistics", _fake_statistics)
     torch.library.register_fake("headwise::attend_backward", _fake_backward)
     gradients.register()
@@ -63,6 +64,11 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, 
     out = q.new_empty(batch, queries, heads, v.shape[3]).transpose(1, 2)
     lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
     return out, lse, lse.new_empty(*lse.shape, 2)
+
+
+def _fake_attend(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp without values, for tracing."""
+    return _fake_forward(q, k, v)[:2]
 
 
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:

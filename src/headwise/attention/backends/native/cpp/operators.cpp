@@ -21,6 +21,15 @@ Tensor allocate(std::initializer_list<int64_t> sizes, ScalarType dtype) {
   return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), dtype);
 }
 
+// Allocate a tensor with given strides, without torch's dispatcher, which takes longer than a short call's attention.
+Tensor allocate(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides, ScalarType dtype) {
+  AtenTensorHandle handle;
+  const int32_t type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(), strides.begin(), type,
+                                                         aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
 // Strides of a tensor of four axes; an axis of size 1 repeats.
 Strides strides_of(const Tensor& x) {
   const auto step = [&](int64_t axis) { return x.size(axis) == 1 ? 0 : x.stride(axis); };
@@ -99,10 +108,10 @@ Problem problem_of(const Call& call, float* scales) {
 // Allocate the output, with the heads of one position adjacent in memory, as output projections need them, and the
 // log-sum-exp.
 std::tuple<Tensor, Tensor, Tensor> allocate_results(Problem& p, ScalarType dtype) {
-  Tensor rows = allocate({p.batch, p.queries, p.heads, p.value_dim}, dtype);
-  Tensor out = torch::stable::transpose(rows, 1, 2);
-  Tensor lse = allocate({p.batch, p.heads, p.queries}, ScalarType::Float);
-  Tensor normalizers = allocate({p.batch, p.heads, p.queries, 2}, ScalarType::Float);
+  const int64_t row = p.heads * p.value_dim, rows = p.heads * p.queries;
+  Tensor out = allocate({p.batch, p.heads, p.queries, p.value_dim}, {p.queries * row, p.value_dim, row, 1}, dtype);
+  Tensor lse = allocate({p.batch, p.heads, p.queries}, {rows, p.queries, 1}, ScalarType::Float);
+  Tensor normalizers = allocate({p.batch, p.heads, p.queries, 2}, {2 * rows, 2 * p.queries, 2, 1}, ScalarType::Float);
   p.out = out.mutable_data_ptr();
   p.out_strides = strides_of(out);
   p.lse = writable<float>(lse), p.normalizers = writable<float>(normalizers);
@@ -145,6 +154,13 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(Tensor out_gradient, MaybeTen
   p.gradients = &g;
   run_backward(p);
   return {q_gradient, k_gradient, v_gradient};
+}
+
+// The same without what the backward pass needs.
+std::tuple<Tensor, Tensor> attend(Tensor q, Tensor k, Tensor v, double scale, MaybeTensor head_scale, double softcap,
+                                  MaybeTensor sinks, MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias) {
+  const auto results = attend_forward(q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias);
+  return {std::get<0>(results), std::get<1>(results)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_statistics(
@@ -196,6 +212,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "attend_forward(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, "
       "Tensor? ranges, Tensor? dense, Tensor? bias) -> (Tensor out, Tensor lse, Tensor normalizers)");
   m.def(
+      "attend(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, "
+      "Tensor? ranges, Tensor? dense, Tensor? bias) -> (Tensor out, Tensor lse)");
+  m.def(
       "attend_backward(Tensor out_gradient, Tensor? lse_gradient, Tensor out, Tensor normalizers, Tensor q, "
       "Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
       "Tensor? dense, Tensor? bias) -> (Tensor q_gradient, Tensor k_gradient, Tensor v_gradient)");
@@ -209,6 +228,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(headwise, CPU, m) {
   m.impl("attend_forward", TORCH_BOX(&attend_forward));
+  m.impl("attend", TORCH_BOX(&attend));
   m.impl("attend_backward", TORCH_BOX(&attend_backward));
   m.impl("attend_statistics", TORCH_BOX(&attend_statistics));
 }
