@@ -31,6 +31,7 @@ from headwise.errors import InputError
 from headwise.nn import layout
 from headwise.nn.base import AttentionLayer
 from headwise.nn.call import LayerCall
+from headwise.nn.linear_engine import project
 from headwise.nn.options import Scores
 from headwise.nn.projections import apply_norm, is_plain_linear, reset_linear
 from headwise.shapes import Bool, Float, Int
@@ -210,7 +211,7 @@ class LatentAttention(AttentionLayer):
         is_absorbed = self._is_absorbed(absorbed, queries=prepared.q.shape[2], keys=prepared.k.shape[2])
         heads, weights = (self._attend_absorbed if is_absorbed else self._attend_expanded)(prepared, call)
         # heads (batch, heads, queries, value_dim), weights (batch, heads, queries, keys) or None
-        y = self.out_proj(heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
+        y = project(self.out_proj, heads.transpose(1, 2).flatten(2))  # (batch, queries, out_dim)
         self._commit(prepared, call)
         return layout_of_x.restore(y, weights)
 
@@ -218,7 +219,10 @@ class LatentAttention(AttentionLayer):
         """Return the queries of each head, projected from x, with features in the order of `Rotary`: first the
         `rotary_dim` to be rotated, then the `head_dim` others.
         """
-        q = self.q_proj(x) if self.q_rank is None else self.q_up(apply_norm(self.q_norm, self.q_down(x)))
+        if self.q_rank is None:
+            q = project(self.q_proj, x)
+        else:
+            q = project(self.q_up, apply_norm(self.q_norm, project(self.q_down, x)))
         content, rotated = torch.split(self._split_heads(q, self.num_heads), [self.head_dim, self.rotary_dim], dim=-1)
         return torch.cat((rotated, content), dim=-1)
 
@@ -226,7 +230,7 @@ class LatentAttention(AttentionLayer):
         """Return the key and value features of each token of x, side by side as in a cache: the key part that all heads
         share, not rotated yet, followed by the normalised latent vector that keys and values are computed from.
         """
-        latent, rotated = torch.split(self.kv_down(x), [self.kv_rank, self.rotary_dim], dim=-1)
+        latent, rotated = torch.split(project(self.kv_down, x), [self.kv_rank, self.rotary_dim], dim=-1)
         return torch.cat((rotated, apply_norm(self.kv_norm, latent).to(rotated.dtype)), dim=-1).unsqueeze(1)
 
     # -- the two forms ----------------------------------------------------------------------------------------
@@ -238,7 +242,7 @@ class LatentAttention(AttentionLayer):
         latent vectors with `kv_up` and attending to those (DeepSeek-V2, equations 9 to 11 and 16 to 19).
         """
         rotated, latent = torch.split(inputs.k, [self.rotary_dim, self.kv_rank], dim=-1)
-        expanded = self._split_heads(self.kv_up(latent.squeeze(1)), self.num_heads)
+        expanded = self._split_heads(project(self.kv_up, latent.squeeze(1)), self.num_heads)
         content, v = torch.split(expanded, [self.head_dim, self.value_dim], dim=-1)
         k = torch.cat((rotated.to(content.dtype).expand(-1, self.num_heads, -1, -1), content), dim=-1)
         parameters = self._score_parameters(self.head_dim + self.rotary_dim)

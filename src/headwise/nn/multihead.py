@@ -36,6 +36,7 @@ from headwise.checks import flag, float_dtype, probability
 from headwise.errors import InputError
 from headwise.nn import layout
 from headwise.nn.call import LayerCall
+from headwise.nn.linear_engine import project
 from headwise.nn.options import OutputGate, QKNorm, Scores
 from headwise.nn.packed_sequences import check_packed_options, each_sequence, query_and_key_offsets
 from headwise.nn.projections import reset_linear
@@ -240,8 +241,8 @@ class MultiHeadAttention(QKVProjection):
             heads, weights = self._attend_packed(prepared, call, call.offsets)
         # heads (batch, heads, queries, value_dim), weights (batch, heads, queries, keys) or None
         if self.output_gate is not None:
-            heads = heads * torch.sigmoid(self._split_heads(self.gate_proj(inputs.x), self.num_heads))
-        y = self.out_proj(heads.transpose(1, 2).flatten(2))
+            heads = heads * torch.sigmoid(self._split_heads(project(self.gate_proj, inputs.x), self.num_heads))
+        y = project(self.out_proj, heads.transpose(1, 2).flatten(2))
         # y (batch, queries, out_dim)
         self._commit(prepared, call)
         return layout_of_x.restore(y, weights)

@@ -2,11 +2,13 @@
 
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from headwise.checks import size_argument
 from headwise.errors import InputError
 from headwise.nn.base import AttentionLayer
+from headwise.nn.linear_engine import project
 from headwise.nn.options import QKNorm
 from headwise.nn.projections import apply_norm
 from headwise.shapes import Float
@@ -158,7 +160,7 @@ class QKVProjection(AttentionLayer):
             InputError: inputs that do not fit the layer; a layer with `fused_qkv`, which projects x alone.
         """
         context, value_context = self._checked_contexts(context, value_context)
-        k, v = self.k_proj(context), self.v_proj(value_context)
+        k, v = project(self.k_proj, context), project(self.v_proj, value_context)
         return ProjectedContext(self._key_heads(k), self._split_heads(v, self.num_kv_heads))
 
     def _project(
@@ -172,11 +174,13 @@ class QKVProjection(AttentionLayer):
         normalised if the layer has a `qk_norm`. Keys and values of a `ProjectedContext` are returned unchanged.
         """
         if isinstance(inputs.context, ProjectedContext):
-            return self._query_heads(self.q_proj(inputs.x)), inputs.context.k, inputs.context.v
+            return self._query_heads(project(self.q_proj, inputs.x)), inputs.context.k, inputs.context.v
         if self.fused_qkv:
-            q, k, v = self.qkv_proj(inputs.x).split(self.qkv_widths, dim=-1)
+            q, k, v = torch.split(project(self.qkv_proj, inputs.x), list(self.qkv_widths), dim=-1)
         else:
-            q, k, v = self.q_proj(inputs.x), self.k_proj(inputs.context), self.v_proj(inputs.value_context)
+            q = project(self.q_proj, inputs.x)
+            assert inputs.value_context is not None
+            k, v = project(self.k_proj, inputs.context), project(self.v_proj, inputs.value_context)
         return self._query_heads(q), self._key_heads(k), self._split_heads(v, self.num_kv_heads)
 
     def _query_heads(

@@ -1,0 +1,107 @@
+"""Choice of the engine of linear projections on this processor: torch's `F.linear`, or oneDNN directly.
+
+    float32     oneDNN where it has AVX-512 and MKL, torch's library, does not use it: on processors by AMD
+    bfloat16    oneDNN for a projection with a bias, without gradients: `F.linear` computes this product with oneDNN
+                too, but writes the bias into the output before
+
+The choice depends on the instructions of both engines, and on nothing that is timed while a model runs.
+"""
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from headwise.errors import InputError
+
+VARIABLE = "HEADWISE_LINEAR"
+"""Environment variable that names the engine: "torch" for `F.linear` everywhere, or "onednn" for oneDNN in float32 on
+every processor. It is read by the first projection.
+"""
+
+FIRST_AVX512_BRANCH = 11
+"""Smallest number by which MKL names a code branch with AVX-512: `MKL_CBWR_AVX512_MIC` in its header."""
+
+
+class LinearChoice(NamedTuple):
+    """Engine of a linear projection, and the reason for the choice.
+
+    Attributes:
+        engine: "torch" or "onednn".
+        because: reason, in one sentence.
+    """
+
+    engine: str
+    because: str
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def uses_onednn(dtype: torch.dtype) -> bool:
+    """Return True if plain projections in this dtype are computed by oneDNN directly. The compiler calls this function
+    instead of tracing it.
+    """
+    return engine_of(dtype).engine == "onednn"
+
+
+@cache
+def engine_of(dtype: torch.dtype) -> LinearChoice:
+    """Return the engine of plain projections in a dtype on this processor, and the reason.
+
+    Raises:
+        InputError: the environment variable names another engine than "torch" and "onednn".
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "torch", "onednn"):
+        raise InputError(VARIABLE, expected="'torch' or 'onednn'", got=repr(wanted))
+    if wanted == "torch":
+        return LinearChoice("torch", f"{VARIABLE}=torch")
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return LinearChoice("torch", "this torch was built without oneDNN")
+    if dtype == torch.bfloat16:
+        return _bfloat16_engine()
+    if dtype != torch.float32:
+        return LinearChoice("torch", "oneDNN is chosen in float32 and bfloat16 only")
+    if wanted == "onednn":
+        return LinearChoice("onednn", f"{VARIABLE}=onednn")
+    return _engine_by_instructions(torch.backends.cpu.get_cpu_capability(), _mkl_branch())
+
+
+def _bfloat16_engine() -> LinearChoice:
+    """Return the engine of projections in bfloat16: oneDNN where torch computes such products with oneDNN too."""
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return LinearChoice("onednn", "in bfloat16, oneDNN adds the bias to the product itself")
+    return LinearChoice("torch", "oneDNN does not compute in bfloat16 on this processor")
+
+
+def _engine_by_instructions(capability: str, mkl_branch: int | None) -> LinearChoice:
+    """Return the engine of projections in float32 by the instructions of both engines, as measured (docs/lab-notes.md):
+    oneDNN with AVX-512 takes about half the time of MKL without, and with the same instructions MKL is faster.
+
+    Args:
+        capability: instruction set of torch and of oneDNN, such as "AVX512".
+        mkl_branch: number of MKL's code branch; None if it is unknown.
+    """
+    if capability != "AVX512":
+        return LinearChoice("torch", f"oneDNN has no advantage with the instructions {capability}")
+    if mkl_branch is None:
+        return LinearChoice("torch", "the instructions of torch's library for float32 products are unknown")
+    if mkl_branch >= FIRST_AVX512_BRANCH:
+        return LinearChoice("torch", "MKL, which torch computes float32 products with, uses AVX-512")
+    return LinearChoice("onednn", "MKL, which torch computes float32 products with, does not use AVX-512 here")
+
+
+def _mkl_branch() -> int | None:
+    """Return the number of the code branch that MKL chose for this processor, from the function of MKL inside torch's
+    library; None if torch has no MKL or does not export this function. The public header of MKL declares the function
+    as `mkl_cbwr_get_auto_branch`.
+    """
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return None
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return int(library.mkl_serv_cbwr_get_auto_branch())
+    except (OSError, AttributeError):
+        return None

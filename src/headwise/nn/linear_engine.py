@@ -1,0 +1,135 @@
+"""Linear projections of the layers, computed by the faster engine: the module itself, or oneDNN directly.
+
+OneDNN replaces only the call of a plain `nn.Linear` on plain tensors. An `nn.Linear` with hooks, another module in its
+place, tensors of other types, and whatever torch traces, transforms or observes, are called as before.
+`explain_linear` states the choice.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from headwise.nn import linear_operator
+from headwise.nn.linear_choice import LinearChoice, engine_of, uses_onednn
+from headwise.nn.projections import has_hooks
+from headwise.shapes import Float
+
+
+def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
+    """Return `linear(x)`, computed by the faster engine if `linear` is a plain `nn.Linear`.
+
+    Args:
+        linear: projection of a layer, usually an `nn.Linear`; adapters and quantised modules are called.
+        x: input.
+    """
+    if torch.compiler.is_compiling():
+        uses_operator = not torch.compiler.is_exporting() and _is_compiled_with_operator(linear, x)
+    else:
+        uses_operator = _why_module_is_called(linear, x) is None
+    result: Tensor
+    if not uses_operator:
+        result = linear(x)
+    elif x.dtype == torch.float32:
+        result = linear_operator.linear(x, linear.weight, linear.bias)  # type: ignore[arg-type]
+    else:
+        result = linear_operator.product(x, linear.weight, linear.bias)  # type: ignore[arg-type]
+    return result
+
+
+def explain_linear(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> LinearChoice:
+    """Return the engine by which a layer of headwise computes its projection `linear(x)`, and the reason.
+
+    Example:
+        >>> layer = hw.MultiHeadAttention(512, num_heads=8)
+        >>> hw.explain_linear(layer.q_proj, torch.randn(2, 1024, 512)).engine  # on a processor by Intel
+        'torch'
+
+    Args:
+        linear: projection, such as `layer.q_proj`.
+        x: its input, `(..., width)`.
+    """
+    reason = _why_module_is_called(linear, x)
+    return LinearChoice("onednn", engine_of(x.dtype).because) if reason is None else LinearChoice("torch", reason)
+
+
+def _is_compiled_with_operator(linear: nn.Module, x: Tensor) -> bool:
+    """Return True if the compiler receives the operator `headwise::linear` in place of the call of `linear`. It decides
+    when it runs whether the product is large enough for oneDNN. Other products are left to the compiler.
+    """
+    return (
+        uses_onednn(torch.float32)
+        and type(linear) is nn.Linear
+        and not has_hooks(linear)
+        and x.device.type == "cpu"
+        and x.dtype == linear.weight.dtype == torch.float32
+    )
+
+
+def _why_module_is_called(linear: nn.Module, x: Tensor) -> str | None:
+    """Return the reason to call the module `linear`, in one sentence; None if oneDNN computes its result."""
+    if not (type(linear) is nn.Linear and type(x) is Tensor and x.device.type == "cpu"):
+        return "only a plain nn.Linear on the CPU is computed by another engine"
+    choice = engine_of(x.dtype)
+    if choice.engine == "torch":
+        return choice.because
+    return _why_not_plain(linear, x) or _why_torch_is_faster(x, linear.weight, linear.bias)
+
+
+def _why_not_plain(linear: nn.Linear, x: Tensor) -> str | None:
+    """Return the reason that the call of an `nn.Linear` is not a plain product of its tensors; None if it is one."""
+    weight, bias = linear.weight, linear.bias
+    if _is_observed(linear):
+        return "hooks, traces, transforms and modes of torch receive the call of the module"
+    if not all(_is_plain(tensor, x.dtype) for tensor in (x, weight, bias) if tensor is not None):
+        return "x, weight and bias are not plain tensors of one dtype"
+    if x.ndim < 2 or x.shape[-1] != weight.shape[1] or x.numel() == 0 or weight.numel() == 0:
+        return "x is empty, or does not fit the weight"
+    if torch.is_autocast_enabled("cpu") or not torch._C._get_mkldnn_enabled():
+        return "autocast is on, or oneDNN is switched off"
+    return None
+
+
+def _why_torch_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Return the reason that `F.linear` is at least as fast as oneDNN for these plain tensors; None if it is slower."""
+    if x.dtype == torch.bfloat16:
+        if bias is None:
+            return "without a bias, torch computes the same"
+        needs_gradient = linear_operator.needs_gradient(x, weight, bias)
+        return "with gradients, torch is as fast in bfloat16" if needs_gradient else None
+    if torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in ("none", "ieee"):
+        return "torch computes float32 products in a lower precision, by oneDNN too"
+    return None if linear_operator.gains(x, weight) else "the product is too small for oneDNN to be faster"
+
+
+def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if a tensor is of torch's own type, dense, on the CPU and of this dtype."""
+    is_own_type = type(tensor) is Tensor or type(tensor) is nn.Parameter
+    return is_own_type and tensor.dtype == dtype and tensor.layout == torch.strided and tensor.device.type == "cpu"
+
+
+def _is_observed(linear: nn.Module) -> bool:
+    """Return True if something of torch or of another library may see or change the call of an `nn.Linear`: hooks, a
+    replaced function, a mode, tracing, or a transform of `torch.func`.
+    """
+    return bool(
+        has_hooks(linear)
+        or linear._backward_hooks
+        or linear._backward_pre_hooks
+        or torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        or torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or F.linear is not torch._C._nn.linear
+        or _is_replaced(nn.Linear.forward, nn.modules.linear)
+        or _is_replaced(nn.Module.__call__, torch_module)
+    )
+
+
+def _is_replaced(function: Any, module: Any) -> bool:
+    """Return True if a function of torch's module was replaced by that of another one."""
+    return getattr(function, "__globals__", None) is not vars(module)

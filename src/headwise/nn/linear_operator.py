@@ -1,0 +1,139 @@
+"""The operator `headwise::linear`: x weight^T + bias in float32 by oneDNN, with a gradient.
+
+Torch computes `F.linear` in float32 with MKL, which uses AVX-512 on processors by Intel alone. OneDNN, which is part of
+torch too, uses it on all processors that have it. It adds the products of a row one after another, so that its rounding
+error grows with the width of x. Here the width is therefore split into blocks, whose products are added: that keeps the
+error near that of MKL (docs/lab-notes.md, "Projections").
+
+    y = x W^T + b        dx = dy W        dW = dy^T x        db = sum of dy over the tokens
+
+All three products are calls of the operator itself, so that it has derivatives of every order.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.shapes import Float
+
+BLOCK = 256
+"""Largest width over which one product sums. The width of x is split into blocks of nearly equal size up to this."""
+
+SMALLEST_WORK = 2**22
+"""Number of multiplications in a block below which a product is left to torch: oneDNN needs about 20 us to start."""
+
+SMALLEST_COPIED_FOR = 128
+"""Number of rows of x below which a product is left to torch if the blocks of the weight must be copied."""
+
+_pointwise = torch.ops.mkldnn._linear_pointwise.default
+
+
+def linear(
+    x: Float[Tensor, "*tokens width"], weight: Float[Tensor, "out width"], bias: Float[Tensor, " out"] | None
+) -> Float[Tensor, "*tokens out"]:
+    """Return `F.linear(x, weight, bias)` for float32 tensors on the CPU, computed by oneDNN unless it is too small a
+    product to gain.
+
+    Example:
+        >>> linear(torch.randn(2, 1024, 512), torch.randn(64, 512), None).shape
+        torch.Size([2, 1024, 64])
+
+    Args:
+        x: input.
+        weight: matrix of the linear map.
+        bias: addition to each token's output.
+    """
+    if torch.compiler.is_compiling() or needs_gradient(x, weight, bias):
+        register()
+        result: Tensor = torch.ops.headwise.linear(x, weight, bias)
+        return result
+    return _linear(x, weight, bias)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Return True if gradients are enabled and one of the tensors requires one."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def gains(x: Tensor, weight: Tensor) -> bool:
+    """Return True if a product is large enough for oneDNN to be faster than a library without AVX-512."""
+    out, width = weight.shape
+    rows = x.numel() // max(width, 1)
+    is_copied = width > BLOCK and not _columns_are_dense(weight)
+    return rows * min(width, BLOCK) * out >= SMALLEST_WORK and (rows >= SMALLEST_COPIED_FOR or not is_copied)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def register() -> None:
+    """Register the operator with torch at the first call. The compiler calls this function instead of tracing it."""
+    _registered()
+
+
+@cache
+def _registered() -> torch.library.Library:
+    """Register the operator with torch at the first call, and return the library that keeps it registered."""
+    library = torch.library.Library("headwise", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
+    for function, key in ((_linear, "CPU"), (F.linear, "AutocastCPU")):  # under autocast, torch computes it
+        library.impl("linear", function, key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake("headwise::linear", _fake)
+    torch.library.register_autograd("headwise::linear", _backward, setup_context=_save)
+    return library
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x weight^T + bias: by oneDNN in blocks of the width, or with `F.linear` if oneDNN gains nothing."""
+    if not gains(x, weight):
+        return F.linear(x, weight, bias)
+    width = weight.shape[1]
+    block = -(-width // -(-width // BLOCK))
+    parts = zip(torch.split(x, block, dim=-1), torch.split(weight, block, dim=-1), strict=True)
+    total = product(*next(parts), bias)
+    for x_block, weight_block in parts:
+        total += product(x_block, weight_block, None)
+    return total
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x weight^T + bias in one product of oneDNN. It is a hundred times slower for a weight with gaps between
+    its rows, so that such a weight is copied.
+    """
+    if not (weight.is_contiguous() or _columns_are_dense(weight)):
+        weight = weight.contiguous()
+    result: Tensor = _pointwise(x, weight, bias, "none", [], "")
+    return result
+
+
+def _columns_are_dense(weight: Tensor) -> bool:
+    """Return True if the columns of a weight follow each other in memory, so that no block of them has gaps."""
+    return weight.t().is_contiguous()
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the output without values, for tracing."""
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    """Save the tensors that the backward pass needs: x for the gradient of the weight, and the weight for that of x."""
+    x, weight, _ = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+
+
+def _backward(ctx: Any, upstream: Float[Tensor, "*tokens out"]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, weight and bias that are needed, given that of the output."""
+    x, weight = ctx.saved_tensors
+    rows = upstream.reshape(-1, upstream.shape[-1])
+    x_gradient = weight_gradient = bias_gradient = None
+    if weight is not None:
+        x_gradient = torch.ops.headwise.linear(upstream, weight.t(), None)
+    if x is not None:
+        columns = x.reshape(-1, x.shape[-1]).t()
+        weight_gradient = torch.ops.headwise.linear(rows.t(), columns, None)
+    if ctx.needs_input_grad[2]:
+        bias_gradient = rows.sum(0)
+    return x_gradient, weight_gradient, bias_gradient
