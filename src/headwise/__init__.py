@@ -37,6 +37,7 @@ from headwise.intercept.site import Site
 from headwise.intercept.watch import watch
 from headwise.nn.differential import DifferentialAttention
 from headwise.nn.latent import LatentAttention
+from headwise.nn.linear_engine import explain_linear
 from headwise.nn.multihead import MultiHeadAttention
 from headwise.nn.options import QKNorm, Scores
 from headwise.nn.qkv_projection import ProjectedContext
@@ -187,6 +188,7 @@ __all__ = [
     "compare",
     "dense",
     "explain",
+    "explain_linear",
     "from_heads",
     "from_projections",
     "from_torch",

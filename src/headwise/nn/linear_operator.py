@@ -127,13 +127,17 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor
 def _backward(ctx: Any, upstream: Float[Tensor, "*tokens out"]) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, weight and bias that are needed, given that of the output."""
     x, weight = ctx.saved_tensors
-    rows = upstream.reshape(-1, upstream.shape[-1])
+    rows = _rows(upstream)
     x_gradient = weight_gradient = bias_gradient = None
     if weight is not None:
         x_gradient = torch.ops.headwise.linear(upstream, weight.t(), None)
     if x is not None:
-        columns = x.reshape(-1, x.shape[-1]).t()
-        weight_gradient = torch.ops.headwise.linear(rows.t(), columns, None)
+        weight_gradient = torch.ops.headwise.linear(rows.t(), _rows(x).t(), None)
     if ctx.needs_input_grad[2]:
         bias_gradient = rows.sum(0)
     return x_gradient, weight_gradient, bias_gradient
+
+
+def _rows(tensor: Float[Tensor, "*tokens width"]) -> Float[Tensor, "rows width"]:
+    """Return the tokens as the rows of a matrix."""
+    return tensor[None] if tensor.ndim == 1 else tensor.flatten(0, -2)
