@@ -25,7 +25,8 @@ class AttentionInputs(NamedTuple):
         q: queries of this call.
         k: cached keys, and those of this call.
         v: cached values, and those of this call.
-        query_positions: positions for rotary embeddings and position biases.
+        explicit_query_positions: positions for rotary embeddings and position biases; None where they follow from the
+            sizes.
         explicit_key_positions: the same for the keys; None where key j is at position j.
         mask_query_positions: positions of the queries for masks; None where they follow from the sizes.
         mask_key_positions: positions of the keys for masks; None where they follow from the sizes.
@@ -35,11 +36,21 @@ class AttentionInputs(NamedTuple):
     q: Float[Tensor, "batch heads queries head_dim"]
     k: Float[Tensor, "batch kv_heads keys head_dim"]
     v: Float[Tensor, "batch value_heads keys value_dim"]
-    query_positions: Int[Tensor, "#batch queries"]
-    explicit_key_positions: Int[Tensor, "#batch keys"] | None
-    mask_query_positions: Int[Tensor, "#batch queries"] | None
-    mask_key_positions: Int[Tensor, "#batch keys"] | None
-    cache_update: CacheUpdate | None
+    explicit_query_positions: Int[Tensor, "#batch queries"] | None = None
+    explicit_key_positions: Int[Tensor, "#batch keys"] | None = None
+    mask_query_positions: Int[Tensor, "#batch queries"] | None = None
+    mask_key_positions: Int[Tensor, "#batch keys"] | None = None
+    cache_update: CacheUpdate | None = None
+
+    @property
+    def query_positions(self) -> Int[Tensor, "#batch queries"]:
+        """Positions of the queries for rotary embeddings and position biases: `(batch, queries)` or `(1, queries)`. By
+        default the last query is at the position of the last key.
+        """
+        if self.explicit_query_positions is None:
+            queries, keys = self.q.shape[2], self.k.shape[2]
+            return torch.arange(queries, device=self.q.device)[None] + (keys - queries)
+        return self.explicit_query_positions
 
     @property
     def key_positions(self) -> Int[Tensor, "#batch keys"]:
@@ -84,6 +95,8 @@ def prepare_qkv(
             or weights with an axis of that size.
         offsets: of packed sequences, among the queries and among the keys.
     """
+    if rotary is None and positions is None and cache is None and offsets is None:
+        return AttentionInputs(q, k, k if v is None else v)
     order, query_positions, new_positions = _positions(q, k, positions, cache, lengths, offsets)
     if rotary is not None and not rotary.depends_on_length:
         angles = rotary.angles(q, query_positions)
@@ -104,7 +117,7 @@ def prepare_qkv(
         q=q,
         k=tensors[0],
         v=tensors[-1],
-        query_positions=query_positions,
+        explicit_query_positions=query_positions,
         explicit_key_positions=key_positions,
         mask_query_positions=mask_query_positions,
         mask_key_positions=mask_key_positions,

@@ -34,6 +34,10 @@ INPUT_PROJECTIONS = ("qkv_proj", "q_proj", "q_down")
 """Names of the projections that x goes into, of which each layer has one."""
 
 
+PLAIN_SCORES = Scores()
+"""Options of the scores of a layer without any."""
+
+
 class ScoreParameters(NamedTuple):
     """Scale, softcap, sink logits and talking-heads matrices of one layer call, as arguments of `attend`. A scale that
     is a tensor, and the sink logits, have one entry per score map; a head has one score map, or two in differential
@@ -99,7 +103,7 @@ class AttentionLayer(nn.Module):
             maps: number of score maps of the layer.
             **factory: device and dtype of the parameters.
         """
-        for name, shape in (self.scores or Scores()).parameter_shapes(maps).items():
+        for name, shape in (self.scores or PLAIN_SCORES).parameter_shapes(maps).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)) if shape else None)
 
     def _reset_score_parameters(self) -> None:
@@ -120,7 +124,7 @@ class AttentionLayer(nn.Module):
         Args:
             head_dim: width of the queries and keys, from which the default scale follows.
         """
-        scores = self.scores or Scores()
+        scores = self.scores or PLAIN_SCORES
         scale = head_dim**-0.5 if scores.scale is None else scores.scale
         talking_heads = None
         if self.talking_before is not None and self.talking_after is not None:
@@ -261,7 +265,10 @@ class AttentionLayer(nn.Module):
         Inputs of the layer must have the device and dtype of this parameter. Return None if the projection has no such
         parameter, as when it is quantised.
         """
-        projection = next(module for name, module in self.named_children() if name in INPUT_PROJECTIONS)
+        projection = next(self._modules[name] for name in INPUT_PROJECTIONS if name in self._modules)
+        assert projection is not None
+        if type(projection) is nn.Linear:
+            return projection.weight
         return next((parameter for parameter in projection.parameters() if parameter.is_floating_point()), None)
 
     def _mask_and_bias(self, mask: Any, bias: Any, cache: Cache | None) -> tuple[Mask | None, Tensor | None]:

@@ -17,6 +17,9 @@ from headwise.nn.linear_choice import LinearChoice, engine_of, uses_onednn
 from headwise.nn.projections import has_hooks
 from headwise.shapes import Float
 
+SMALLEST_BFLOAT16_WORK = 2**20
+"""Number of multiplications below which the bias of a product in bfloat16 is left to torch."""
+
 
 def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens out"]:
     """Return `linear(x)`, computed by the faster engine if `linear` is a plain `nn.Linear`.
@@ -75,7 +78,7 @@ def _why_module_is_called(linear: nn.Module, x: Tensor) -> str | None:
     choice = engine_of(x.dtype)
     if choice.engine == "torch":
         return choice.because
-    return _why_not_plain(linear, x) or _why_torch_is_faster(x, linear.weight, linear.bias)
+    return _why_torch_is_faster(x, linear.weight, linear.bias) or _why_not_plain(linear, x)
 
 
 def _why_not_plain(linear: nn.Linear, x: Tensor) -> str | None:
@@ -93,12 +96,14 @@ def _why_not_plain(linear: nn.Linear, x: Tensor) -> str | None:
 
 
 def _why_torch_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Return the reason that `F.linear` is at least as fast as oneDNN for these plain tensors; None if it is slower."""
+    """Return the reason that `F.linear` is at least as fast as oneDNN for these tensors; None if it is slower."""
     if x.dtype == torch.bfloat16:
         if bias is None:
             return "without a bias, torch computes the same"
-        needs_gradient = linear_operator.needs_gradient(x, weight, bias)
-        return "with gradients, torch is as fast in bfloat16" if needs_gradient else None
+        if linear_operator.needs_gradient(x, weight, bias):
+            return "with gradients, torch is as fast in bfloat16"
+        is_small = x.numel() * len(weight) < SMALLEST_BFLOAT16_WORK
+        return "the product is too small for oneDNN to be faster" if is_small else None
     if torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in ("none", "ieee"):
         return "torch computes float32 products in a lower precision, by oneDNN too"
     return None if linear_operator.gains(x, weight) else "the product is too small for oneDNN to be faster"

@@ -3,7 +3,7 @@
 Torch computes `F.linear` in float32 with MKL, which uses AVX-512 on processors by Intel alone. OneDNN, which is part of
 torch too, uses it on all processors that have it. It adds the products of a row one after another, so that its rounding
 error grows with the width of x. Here the width is therefore split into blocks, whose products are added: that keeps the
-error near that of MKL (docs/lab-notes.md, "Projections").
+error near that of MKL (docs/lab-notes.md, "Linear projections").
 
     y = x W^T + b        dx = dy W        dW = dy^T x        db = sum of dy over the tokens
 

@@ -83,7 +83,7 @@ def each_sequence(
             q=inputs.q[:, :, queries],
             k=inputs.k[:, :, keys],
             v=inputs.v[:, :, keys],
-            query_positions=inputs.query_positions[:, queries],
+            explicit_query_positions=inputs.query_positions[:, queries],
             explicit_key_positions=inputs.key_positions[:, keys],
         )
         mask = None if call.mask is None else call.mask.for_sequence(index)
