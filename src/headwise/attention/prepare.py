@@ -106,21 +106,20 @@ def prepare_qkv(
     tensors: CachedTensors = (k,) if v is None else (k, v)
     update: CacheUpdate | None = None
     key_positions: Int[Tensor, "#batch keys"] | None = new_positions
-    mask_query_positions: Int[Tensor, "#batch queries"] | None = None
-    mask_key_positions: Int[Tensor, "#batch keys"] | None = None
+    mask_positions: tuple[Tensor | None, Tensor | None] = None, None
     if cache is not None:
         update = cache.prepare_update(tensors, order, full_capacity=full_capacity)
         tensors, key_positions = update.tensors, update.key_positions
         if key_positions is not None:
-            mask_query_positions, mask_key_positions = order, key_positions
+            mask_positions = order, key_positions
     inputs = AttentionInputs(
         q=q,
         k=tensors[0],
         v=tensors[-1],
         explicit_query_positions=query_positions,
         explicit_key_positions=key_positions,
-        mask_query_positions=mask_query_positions,
-        mask_key_positions=mask_key_positions,
+        mask_query_positions=mask_positions[0],
+        mask_key_positions=mask_positions[1],
         cache_update=update,
     )
     if rotary is not None and rotary.depends_on_length:

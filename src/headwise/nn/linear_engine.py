@@ -75,6 +75,8 @@ def _why_module_is_called(linear: nn.Module, x: Tensor) -> str | None:
     """Return the reason to call the module `linear`, in one sentence; None if oneDNN computes its result."""
     if not (type(linear) is nn.Linear and type(x) is Tensor and x.device.type == "cpu"):
         return "only a plain nn.Linear on the CPU is computed by another engine"
+    if torch._C._is_tracing():  # tracing would record the sizes that are read below
+        return "torch traces the call"
     choice = engine_of(x.dtype)
     if choice.engine == "torch":
         return choice.because
@@ -85,7 +87,7 @@ def _why_not_plain(linear: nn.Linear, x: Tensor) -> str | None:
     """Return the reason that the call of an `nn.Linear` is not a plain product of its tensors; None if it is one."""
     weight, bias = linear.weight, linear.bias
     if _is_observed(linear):
-        return "hooks, traces, transforms and modes of torch receive the call of the module"
+        return "hooks, transforms and modes of torch receive the call of the module"
     if not all(_is_plain(tensor, x.dtype) for tensor in (x, weight, bias) if tensor is not None):
         return "x, weight and bias are not plain tensors of one dtype"
     if x.ndim < 2 or x.shape[-1] != weight.shape[1] or x.numel() == 0 or weight.numel() == 0:
@@ -117,7 +119,7 @@ def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 def _is_observed(linear: nn.Module) -> bool:
     """Return True if something of torch or of another library may see or change the call of an `nn.Linear`: hooks, a
-    replaced function, a mode, tracing, or a transform of `torch.func`.
+    replaced function, a mode, or a transform of `torch.func`.
     """
     return bool(
         has_hooks(linear)
@@ -126,7 +128,6 @@ def _is_observed(linear: nn.Module) -> bool:
         or torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
         or torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or F.linear is not torch._C._nn.linear
