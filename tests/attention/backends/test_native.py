@@ -95,7 +95,6 @@ REFUSALS = {
     "in torch.float64": (torch.float64, {}),
     "no dropout": (torch.float32, {"dropout": 0.5}),
     "talking_heads mixes them": (torch.float32, {"talking_heads": (torch.eye(2), torch.eye(2))}),
-    "no gradient of a bias": (torch.float32, {"bias": torch.zeros(5, 5, requires_grad=True)}),
 }
 
 

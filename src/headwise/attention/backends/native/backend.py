@@ -44,8 +44,6 @@ def _why_no_derivative(problem: Problem) -> str | None:
     """Return one sentence that names a derivative which torch may compute here, and which the native kernels do not
     have; None if there is none.
     """
-    if problem.bias is not None and problem.bias.requires_grad and torch.is_grad_enabled():
-        return "the native kernels have no gradient of a bias, and bias requires one"
     if forward_ad._current_level >= 0:
         return "the native kernels have no forward-mode derivative, and one may be computed here"
     return None

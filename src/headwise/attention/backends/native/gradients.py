@@ -7,16 +7,21 @@ from torch import Tensor
 
 from headwise.shapes import Float
 
-FORWARD, BACKWARD = "headwise::attend_forward", "headwise::attend_backward"
+FORWARD, BACKWARD, BIAS_GRADIENT = (
+    "headwise::attend_forward",
+    "headwise::attend_backward",
+    "headwise::attend_bias_gradient",
+)
 """Names of the operators."""
 
 
 def register() -> None:
-    """Register the gradient of the operator of the forward pass, and an error for the gradient of this gradient, which
+    """Register the gradient of the operator of the forward pass, and an error for the gradients of this gradient, which
     would otherwise silently be 0.
     """
     torch.library.register_autograd(FORWARD, _backward, setup_context=_save)
-    torch.library.register_autograd(BACKWARD, _refuse_second_derivative)
+    for name in (BACKWARD, BIAS_GRADIENT):
+        torch.library.register_autograd(name, _refuse_second_derivative)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -33,18 +38,22 @@ def _backward(
     _: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of all inputs of the forward pass, given those of its output and its log-sum-exp. Only q, k,
-    v and the sinks have one.
+    v, the sinks and the bias have one.
     """
     q, k, v, head_scale, sinks, ranges, matrix, bias, out, lse, normalizers = ctx.saved_tensors
     out_gradient, lse_gradient = with_usual_strides(out_gradient, lse_gradient, out)
-    q_gradient, k_gradient, v_gradient = torch.ops.headwise.attend_backward(
+    arguments = (
         *(out_gradient, lse_gradient, out, normalizers, q, k, v),
         *(ctx.scale, head_scale, ctx.softcap, sinks, ranges, matrix, bias),
     )
+    gradients = (None, None, None)
+    if any(ctx.needs_input_grad[:3]):
+        gradients = torch.ops.headwise.attend_backward(*arguments)
+    bias_gradient = torch.ops.headwise.attend_bias_gradient(*arguments) if ctx.needs_input_grad[9] else None
     sinks_gradient = None
     if ctx.needs_input_grad[6]:
         sinks_gradient = gradient_of_sinks(out_gradient, lse_gradient, out, lse, sinks)
-    return q_gradient, k_gradient, v_gradient, None, None, None, sinks_gradient, None, None, None
+    return (*gradients, None, None, None, sinks_gradient, None, None, bias_gradient)
 
 
 def with_usual_strides(

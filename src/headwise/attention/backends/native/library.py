@@ -49,6 +49,7 @@ def _register() -> None:
     torch.library.register_fake("headwise::attend", _fake_attend)
     torch.library.register_fake("headwise::attend_statistics", _fake_statistics)
     torch.library.register_fake("headwise::attend_backward", _fake_backward)
+    torch.library.register_fake("headwise::attend_bias_gradient", _fake_bias_gradient)
     gradients.register()
 
 
@@ -75,6 +76,12 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v without values, for tracing."""
     q, k, v = arguments[4:7]
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _fake_bias_gradient(*arguments: Any) -> Tensor:
+    """Return the gradient of the bias without values, for tracing."""
+    bias: Tensor = arguments[-1]
+    return bias.new_empty(bias.shape)
 
 
 def _fake_statistics(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:

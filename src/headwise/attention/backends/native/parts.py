@@ -30,18 +30,15 @@ class Options(NamedTuple):
 
     def arguments(self, part: Part, ranges: Tensor | None, matrix: Matrix | None) -> tuple[Any, ...]:
         """Return the arguments of the operators after `v` for one part."""
-        bias = self.bias
-        if bias is not None:
-            for axis, indices in ((2, part.rows), (3, part.columns)):
-                bias = bias if bias.shape[axis] == 1 else bias.narrow(axis, indices.start, len(indices))
+        bias = None if self.bias is None else _of_part(part, self.bias)
         return self.scale, self.head_scale, self.softcap, self.sinks, ranges, matrix, bias
 
 
 def attend_in_parts(
     q: Tensor, k: Tensor, v: Tensor, options: Options, visible: VisibleKeys, parts: list[Part]
 ) -> tuple[Output, LogSumExp]:
-    """Return the output and the log-sum-exp, computed part by part. They can be differentiated with respect to q, k, v
-    and the sinks.
+    """Return the output and the log-sum-exp, computed part by part. They can be differentiated with respect to q, k, v,
+    the sinks and the bias.
 
     Args:
         q: queries.
@@ -54,7 +51,7 @@ def attend_in_parts(
     if torch.compiler.is_compiling():
         return _traced(q, k, v, options, visible, parts)
     out, lse, _ = _AttentionInParts.apply(  # type: ignore[no-untyped-call]
-        q, k, v, options.sinks, options, visible, parts
+        q, k, v, options.sinks, options.bias, options, visible, parts
     )
     return out, lse
 
@@ -84,6 +81,7 @@ class _AttentionInParts(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
+        bias: Tensor | None,
         options: Options,
         visible: VisibleKeys,
         parts: list[Part],
@@ -99,7 +97,7 @@ class _AttentionInParts(torch.autograd.Function):
             results = torch.ops.headwise.attend_forward(*part.of(q, k, v), *options.arguments(part, ranges, matrix))
             for whole, of_part in zip((out, lse, normalizers), results, strict=True):
                 part.rows_of(whole).copy_(of_part)
-        ctx.save_for_backward(q, k, v, sinks, options.head_scale, options.bias, out, lse, normalizers)
+        ctx.save_for_backward(q, k, v, sinks, options.head_scale, bias, out, lse, normalizers)
         ctx.others = options, visible, parts, checksums
         ctx.mark_non_differentiable(normalizers)
         ctx.set_materialize_grads(False)
@@ -109,13 +107,14 @@ class _AttentionInParts(torch.autograd.Function):
     def backward(
         ctx: Any, out_gradient: Output | None, lse_gradient: LogSumExp | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and the sinks, given those of the output and the log-sum-exp."""
+        """Return the gradients of q, k, v, the sinks and the bias, given those of the output and the log-sum-exp."""
         q, k, v, sinks, head_scale, bias, out, lse, normalizers = ctx.saved_tensors
         options, visible, parts, checksums = ctx.others
         options = options._replace(sinks=sinks, head_scale=head_scale, bias=bias)
         out_gradient, lse_gradient = gradients.with_usual_strides(out_gradient, lse_gradient, out)
         q_gradient = torch.empty_like(q)
         k_gradient, v_gradient = (torch.zeros_like(each, dtype=torch.float32) for each in (k, v))
+        bias_gradient = torch.zeros_like(bias) if ctx.needs_input_grad[4] else None
         for part, checksum in zip(parts, checksums, strict=True):
             ranges, matrix = visible.of_part(part)
             if _checksum(matrix) != checksum:
@@ -126,18 +125,28 @@ class _AttentionInParts(torch.autograd.Function):
                     remedy="pass its matrix, a boolean tensor, as mask=",
                 )
             of_lse = None if lse_gradient is None else part.rows_of(lse_gradient).contiguous()
-            of_q, of_k, of_v = torch.ops.headwise.attend_backward(
+            arguments = (
                 *(part.rows_of(out_gradient), of_lse, part.rows_of(out)),
                 part.rows_of(normalizers).contiguous(),
                 *(*part.of(q, k, v), *options.arguments(part, ranges, matrix)),
             )
+            of_q, of_k, of_v = torch.ops.headwise.attend_backward(*arguments)
+            if bias_gradient is not None:
+                _of_part(part, bias_gradient).add_(torch.ops.headwise.attend_bias_gradient(*arguments))
             part.rows_of(q_gradient).copy_(of_q)
             part.columns_of(k_gradient).add_(of_k)
             part.columns_of(v_gradient).add_(of_v)
         of_sinks = None
         if ctx.needs_input_grad[3]:
             of_sinks = gradients.gradient_of_sinks(out_gradient, lse_gradient, out, lse, sinks)
-        return q_gradient, k_gradient.to(k.dtype), v_gradient.to(v.dtype), of_sinks, None, None, None
+        return q_gradient, k_gradient.to(k.dtype), v_gradient.to(v.dtype), of_sinks, bias_gradient, None, None, None
+
+
+def _of_part(part: Part, bias: Tensor) -> Tensor:
+    """Return the part of a bias, which may repeat along the queries and the keys."""
+    for axis, indices in ((2, part.rows), (3, part.columns)):
+        bias = bias if bias.shape[axis] == 1 else bias.narrow(axis, indices.start, len(indices))
+    return bias
 
 
 def _checksum(matrix: Matrix | None) -> int:

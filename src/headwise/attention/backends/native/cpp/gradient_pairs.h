@@ -76,14 +76,13 @@ class PairGradientProducts {
                             {upstream_, kRows}, width_, shape_.value_dim, to + (key - keys.begin) * kRows, kRows);
   }
 
-  // Add the products of a tile to the gradients of queries, keys and values. `derivative(j, r)` returns weights and
-  // gradients of scores of key j of the tile.
+  // Add the products of a tile to the gradients of queries, keys and values.
   template <class Differentiate>
-  void add(KeyRange keys, const Differentiate& derivative, float*, float*, bool started, float* key_sums,
+  void add(KeyRange keys, const Differentiate derivative, float*, float*, bool started, float* key_sums,
            float* value_sums) {
     const int64_t count = keys.end - keys.begin, depth = round_up(count, kPairTile);
-    for (int64_t j = 0; j < depth; j += 2)
-      for (int r = 0; r < width_; r += kPairTile) narrow_derivatives(derivative, j, r, count);
+    if (count == depth && block_->width == width_) narrow_derivatives<true>(derivative, count);
+    else narrow_derivatives<false>(derivative, count);
     const int64_t head_dim = shape_.head_dim, value_dim = shape_.value_dim;
     multiply_pairs<true>({weights_, kRows, kPairTile}, depth, {upstream_pairs_, value_dim}, value_dim, width_,
                          value_sums, value_dim);
@@ -96,25 +95,38 @@ class PairGradientProducts {
   }
 
  private:
-  // Round the weights and gradients of 2 keys and 32 rows: numbers as left factors, and gradients also as pairs of keys.
-  template <class Differentiate>
-  void narrow_derivatives(const Differentiate& derivative, int64_t j, int r, int64_t count) {
-    Derivative results[2][2];
+  // Round the weights and gradients of a tile, 2 keys and 32 rows at a time: as left factors, and gradients also as pairs
+  // of keys. What the tile lacks to a multiple of 32 keys and rows is 0.
+  template <bool kWhole, class Differentiate>
+  void narrow_derivatives(const Differentiate derivative, const int64_t count) {
+    const int width = block_->width, padded_width = int(width_);
+    uint16_t *const weights = weights_, *const slopes = slopes_;
+    float* const pairs = reinterpret_cast<float*>(slope_pairs_);
+    for (int64_t j = 0; j < count; j += 2)
+      for (int r = 0; r < padded_width; r += kPairTile) {
+        Derivative results[2][2];
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; ++n) {
+          const int lane = r + n % 2 * kLanes;
+          const bool exists = kWhole || (j + n / 2 < count && lane < width);
+          results[n / 2][n % 2] = exists ? derivative(j + n / 2, lane) : Derivative{zero(), zero()};
+        }
 #pragma GCC unroll 2
-    for (int key = 0; key < 2; ++key)
+        for (int key = 0; key < 2; ++key) {
+          store_numbers(results[key][0].weight, results[key][1].weight, weights + (j + key) * kRows + r);
+          store_numbers(results[key][0].gradient, results[key][1].gradient, slopes + (j + key) * kRows + r);
+        }
 #pragma GCC unroll 2
-      for (int n = 0; n < 2; ++n)
-        results[key][n] = j + key < count && r + n * kLanes < block_->width ? derivative(j + key, r + n * kLanes)
-                                                                           : Derivative{zero(), zero()};
-#pragma GCC unroll 2
-    for (int key = 0; key < 2; ++key) {
-      store_numbers(results[key][0].weight, results[key][1].weight, weights_ + (j + key) * kRows + r);
-      store_numbers(results[key][0].gradient, results[key][1].gradient, slopes_ + (j + key) * kRows + r);
-    }
-#pragma GCC unroll 2
-    for (int n = 0; n < 2; ++n)
-      store(reinterpret_cast<float*>(slope_pairs_ + j / 2 * kRows + r + n * kLanes),
-            narrow_pairs(results[0][n].gradient, results[1][n].gradient));
+        for (int n = 0; n < 2; ++n)
+          store(pairs + j / 2 * kRows + r + n * kLanes,
+                narrow_pairs(results[0][n].gradient, results[1][n].gradient));
+      }
+    for (int64_t j = round_up(count, 2); j < round_up(count, kPairTile); j += 2)
+      for (int r = 0; r < kRows; r += kLanes) {  // 2 rows of numbers, and 1 of pairs
+        store(reinterpret_cast<float*>(weights + j * kRows) + r, zero());
+        store(reinterpret_cast<float*>(slopes + j * kRows) + r, zero());
+        store(pairs + j / 2 * kRows + r, zero());
+      }
   }
 
   const uint16_t* block_of(int64_t key) const { return packed_ + key / kPairTile * shape_.block_size(); }

@@ -12,6 +12,26 @@ struct Derivative {
   Floats weight, gradient;
 };
 
+// The softmax of a tile and its derivative, one vector at a time. All members are constant while a tile is computed, so
+// that the compiler keeps them in registers.
+template <int kDegree, bool kSoftcap>
+struct Differentiation {
+  // `(keys, kRows)`: scores, gradients of the weights, and the derivative of the softcap.
+  const float *scores, *weight_gradients, *slopes;
+  // `kRows`: factor of the scores, normalizers, gradient of the log-sum-exp, scale, and delta.
+  const float *factor, *shift, *inverse, *lse_gradient, *scale, *delta;
+
+  // The rows from `r` on, and key j of the tile.
+  Derivative operator()(int64_t j, int r) const {
+    const int64_t at = j * kRows + r;
+    const Floats score = multiply_subtract(load(scores + at), load(factor + r), load(shift + r));
+    const Floats weight = exp2<kDegree>(score) * load(inverse + r);
+    const Floats slope = load(weight_gradients + at) - load(delta + r) + load(lse_gradient + r);
+    const Floats gradient = weight * load(scale + r) * slope;
+    return {weight, kSoftcap ? gradient * load(slopes + at) : gradient};
+  }
+};
+
 template <class Element>
 class FloatGradientProducts {
  public:
@@ -71,24 +91,25 @@ class FloatGradientProducts {
     multiply<false>(values, keys.end - keys.begin, upstream_, kRows, p_.value_dim, to, kRows, block_->width);
   }
 
-  // Add the products of a tile to the gradients of queries, keys and values. `derivative(j, r)` returns weights and
-  // gradients of scores of key j of the tile; they replace `weights` and `slopes`, from which they are computed.
+  // Add the products of a tile to the gradients of queries, keys and values. Weights and gradients of scores replace
+  // `scores` and `weight_gradients`, from which they are computed.
   template <class Differentiate>
-  void add(KeyRange keys, const Differentiate& derivative, float* weights, float* slopes, bool started,
+  void add(KeyRange keys, const Differentiate derivative, float* scores, float* weight_gradients, bool started,
            float* key_sums, float* value_sums) {
     const int64_t count = keys.end - keys.begin, head_dim = padded(p_.head_dim), value_dim = padded(p_.value_dim);
     for (int64_t j = 0; j < count; ++j)
       for (int r = 0; r < block_->width; r += kLanes) {
         const Derivative result = derivative(j, r);
-        store(weights + j * kRows + r, result.weight);
-        store(slopes + j * kRows + r, result.gradient);
+        store(scores + j * kRows + r, result.weight);
+        store(weight_gradients + j * kRows + r, result.gradient);
       }
-    multiply<true>({weights, kRows, 1}, count, upstream_rows_, value_dim, block_->rows, value_sums, value_dim,
+    multiply<true>({scores, kRows, 1}, count, upstream_rows_, value_dim, block_->rows, value_sums, value_dim,
                    value_dim);
-    multiply<true>({slopes, kRows, 1}, count, query_rows_, head_dim, block_->rows, key_sums, head_dim, head_dim);
+    multiply<true>({weight_gradients, kRows, 1}, count, query_rows_, head_dim, block_->rows, key_sums, head_dim,
+                   head_dim);
     const auto product = started ? multiply<true> : multiply<false>;
-    product({key_rows_.data, key_rows_.column, key_rows_.row}, p_.head_dim, slopes, kRows, count, query_sums_, kRows,
-            block_->width);
+    product({key_rows_.data, key_rows_.column, key_rows_.row}, p_.head_dim, weight_gradients, kRows, count, query_sums_,
+            kRows, block_->width);
   }
 
  private:

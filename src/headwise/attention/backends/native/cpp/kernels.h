@@ -24,13 +24,17 @@ struct Kernels {
   int64_t (*packed_bytes)(const Problem&);
   int64_t (*pack_tasks)(const Problem&);
   void (*pack)(const Problem&, int64_t task, void* packed, void* memory);
-  // The backward pass: tasks `task = head * splits + split` add to sums of their own, zeros at first, of
-  // `partial_floats` floats each; then `reduce` adds these up for `kReducedKeys` keys of a head.
-  int64_t (*backward_splits)(const Problem&);
+  // The backward pass: the keys of each row block, of `forward_tasks` for each key/value head, the floats of a task's
+  // sums for each key, the task itself, and the sum of the tasks of one key/value head for `kReducedKeys` keys.
+  KeyRange (*keys_of_block)(const Problem&, int64_t block);
+  int64_t (*floats_per_key)(const Problem&);
   int64_t (*backward_memory)(const Problem&);
-  int64_t (*partial_floats)(const Problem&);
-  void (*backward)(const Problem&, int64_t task, float* partials, void* memory);
-  void (*reduce)(const Problem&, int64_t task, const float* partials);
+  void (*backward)(const Problem&, const BackwardTask& task, void* memory);
+  void (*reduce)(const Problem&, const BackwardTask* tasks, int64_t count, int64_t unit, int64_t part);
+  // The gradient of the bias.
+  int64_t (*bias_tasks)(const Problem&);
+  int64_t (*bias_memory)(const Problem&);
+  void (*bias)(const Problem&, int64_t task, void* memory);
 };
 
 constexpr int64_t kReducedKeys = 256;

@@ -1,6 +1,6 @@
 // The functions of a table of kernels, for the instruction set that this file is compiled for.
 #pragma once
-#include "backward.h"
+#include "bias_gradient.h"
 #include "few_rows.h"
 #include "forward.h"
 #include "kernels.h"
@@ -60,33 +60,35 @@ inline void merge_pieces(const Problem& p, int64_t unit, void* results) {
 
 inline int64_t backward_memory(const Problem& p) {
 #ifdef __AVX512BF16__
-  if (p.bfloat16) return BackwardBlock<PairGradientProducts, uint16_t>::memory(p);
+  if (p.bfloat16) return GradientTiles<PairGradientProducts, uint16_t>::memory(p);
 #endif
-  return BackwardBlock<FloatGradientProducts, float>::memory(p);
+  return GradientTiles<FloatGradientProducts, float>::memory(p);
 }
 
-inline void backward(const Problem& p, int64_t task, float* partials, void* memory) {
-  const int64_t splits = backward_splits(p), unit = task / splits, split = task % splits;
-  float* partial = partials + (task - p.first_packed * splits) * partial_floats(p);
+inline void backward(const Problem& p, const BackwardTask& task, void* memory) {
 #ifdef __AVX512BF16__
-  if (p.bfloat16) return backward_task<PairGradientProducts, uint16_t>(p, unit, split, splits, partial, memory);
+  if (p.bfloat16) return backward_task<PairGradientProducts, uint16_t>(p, task, memory);
 #endif
-  if (p.bfloat16) backward_task<FloatGradientProducts, uint16_t>(p, unit, split, splits, partial, memory);
-  else backward_task<FloatGradientProducts, float>(p, unit, split, splits, partial, memory);
+  if (p.bfloat16) backward_task<FloatGradientProducts, uint16_t>(p, task, memory);
+  else backward_task<FloatGradientProducts, float>(p, task, memory);
 }
 
-inline void reduce(const Problem& p, int64_t task, const float* partials) {
-  const int64_t splits = backward_splits(p), parts = (p.keys + kReducedKeys - 1) / kReducedKeys;
-  const int64_t unit = task / parts, first = task % parts * kReducedKeys;
-  const KeyRange keys{first, smaller(first + kReducedKeys, p.keys)};
-  const float* of_unit = partials + (unit - p.first_packed) * splits * partial_floats(p);
-  if (p.bfloat16) reduce_partials<uint16_t>(p, unit, keys, of_unit, splits);
-  else reduce_partials<float>(p, unit, keys, of_unit, splits);
+inline void reduce(const Problem& p, const BackwardTask* tasks, int64_t count, int64_t unit, int64_t part) {
+  const KeyRange keys{part * kReducedKeys, smaller((part + 1) * kReducedKeys, p.keys)};
+  if (p.bfloat16) reduce_keys<uint16_t>(p, tasks, count, unit, keys);
+  else reduce_keys<float>(p, tasks, count, unit, keys);
+}
+
+inline int64_t bias_memory(const Problem& p) { return BiasTask<float>::memory(p); }
+inline void bias(const Problem& p, int64_t task, void* memory) {
+  if (p.bfloat16) BiasTask<uint16_t>(p, task, memory).run();
+  else BiasTask<float>(p, task, memory).run();
 }
 
 constexpr Kernels table(const char* name) {
   return {name, &forward_tasks, &forward_memory, &forward, &piece_count, &piece_bytes, &attend_piece, &merge_pieces,
-          &packed_bytes, &pack_tasks, &pack, &backward_splits, &backward_memory, &partial_floats, &backward, &reduce};
+          &packed_bytes, &pack_tasks, &pack, &keys_of_block, &floats_per_key, &backward_memory, &backward, &reduce,
+          &bias_tasks, &bias_memory, &bias};
 }
 
 }  // namespace headwise::HEADWISE_ISA

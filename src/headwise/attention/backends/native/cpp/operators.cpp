@@ -128,30 +128,45 @@ std::tuple<Tensor, Tensor, Tensor> attend_forward(Tensor q, Tensor k, Tensor v, 
   return results;
 }
 
+// The results of the forward pass and their gradients, which both operators of the backward pass have.
+struct Upstream {
+  Tensor out_gradient;
+  MaybeTensor lse_gradient;
+  Tensor out, normalizers;
+};
+
+// Let a problem point to these tensors.
+void set_upstream(const Upstream& upstream, Problem& p, Gradients& g) {
+  const Tensor &out_gradient = upstream.out_gradient, &out = upstream.out;
+  const ScalarType dtype = p.bfloat16 ? ScalarType::BFloat16 : ScalarType::Float;
+  require(out_gradient, dtype, "out_gradient"), require(out, dtype, "out");
+  STD_TORCH_CHECK(out_gradient.stride(3) == 1 || p.value_dim == 1, "the last axis of out_gradient must have stride 1");
+  const Tensor& normalizers = upstream.normalizers;
+  require(normalizers, ScalarType::Float, "normalizers");
+  STD_TORCH_CHECK(normalizers.is_contiguous() && normalizers.numel() == 2 * p.batch * p.heads * p.queries,
+                  "normalizers must be contiguous, with two numbers for each row");
+  require(upstream.lse_gradient, ScalarType::Float, "lse_gradient");
+  STD_TORCH_CHECK(!upstream.lse_gradient || upstream.lse_gradient->is_contiguous(), "lse_gradient must be contiguous");
+  p.out = const_cast<void*>(out.const_data_ptr()), p.out_strides = strides_of(out);
+  g.normalizers = pointer<float>(normalizers);
+  g.lse_gradient = pointer<float>(upstream.lse_gradient);
+  g.out = out_gradient.const_data_ptr(), g.out_strides = strides_of(out_gradient);
+  p.gradients = &g;
+}
+
 std::tuple<Tensor, Tensor, Tensor> attend_backward(Tensor out_gradient, MaybeTensor lse_gradient, Tensor out,
                                                    Tensor normalizers, Tensor q, Tensor k, Tensor v, double scale,
                                                    MaybeTensor head_scale, double softcap, MaybeTensor sinks,
                                                    MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias) {
   std::vector<float> scales(q.size(1));
   Problem p = problem_of({q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias}, scales.data());
-  require(out_gradient, q.scalar_type(), "out_gradient"), require(out, q.scalar_type(), "out");
-  STD_TORCH_CHECK(out_gradient.stride(3) == 1 || p.value_dim == 1, "the last axis of out_gradient must have stride 1");
-  require(normalizers, ScalarType::Float, "normalizers");
-  STD_TORCH_CHECK(normalizers.is_contiguous() && normalizers.numel() == 2 * p.batch * p.heads * p.queries,
-                  "normalizers must be contiguous, with two numbers for each row");
-  require(lse_gradient, ScalarType::Float, "lse_gradient");
-  STD_TORCH_CHECK(!lse_gradient || lse_gradient->is_contiguous(), "lse_gradient must be contiguous");
-  p.out = const_cast<void*>(out.const_data_ptr()), p.out_strides = strides_of(out);
+  Gradients g{};
+  set_upstream({out_gradient, lse_gradient, out, normalizers}, p, g);
   Tensor q_gradient = torch::stable::empty_like(q), k_gradient = torch::stable::empty_like(k);
   Tensor v_gradient = torch::stable::empty_like(v);
-  Gradients g{};
-  g.normalizers = pointer<float>(normalizers);
-  g.lse_gradient = pointer<float>(lse_gradient);
-  g.out = out_gradient.const_data_ptr(), g.out_strides = strides_of(out_gradient);
   g.q = q_gradient.mutable_data_ptr(), g.q_strides = strides_of(q_gradient);
   g.k = k_gradient.mutable_data_ptr(), g.k_strides = strides_of(k_gradient);
   g.v = v_gradient.mutable_data_ptr(), g.v_strides = strides_of(v_gradient);
-  p.gradients = &g;
   run_backward(p);
   return {q_gradient, k_gradient, v_gradient};
 }
@@ -161,6 +176,26 @@ std::tuple<Tensor, Tensor> attend(Tensor q, Tensor k, Tensor v, double scale, Ma
                                   MaybeTensor sinks, MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias) {
   const auto results = attend_forward(q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias);
   return {std::get<0>(results), std::get<1>(results)};
+}
+
+Tensor attend_bias_gradient(Tensor out_gradient, MaybeTensor lse_gradient, Tensor out, Tensor normalizers, Tensor q,
+                            Tensor k, Tensor v, double scale, MaybeTensor head_scale, double softcap,
+                            MaybeTensor sinks, MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias) {
+  STD_TORCH_CHECK(bias && bias->dim() == 4, "a gradient of the bias needs a bias of 4 axes");
+  std::vector<float> scales(q.size(1));
+  Problem p = problem_of({q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias}, scales.data());
+  const int64_t sizes[] = {p.batch, p.heads, p.queries, p.keys};
+  for (int64_t axis = 0; axis < 4; ++axis)
+    STD_TORCH_CHECK(bias->size(axis) == 1 || bias->size(axis) == sizes[axis], "the sizes of the bias do not fit");
+  Gradients g{};
+  set_upstream({out_gradient, lse_gradient, out, normalizers}, p, g);
+  g.bias_batch = bias->size(0), g.bias_heads = bias->size(1);
+  g.bias_queries = bias->size(2), g.bias_keys = bias->size(3);
+  Tensor gradient = allocate({g.bias_batch, g.bias_heads, g.bias_queries, g.bias_keys}, ScalarType::Float);
+  torch::stable::zero_(gradient);
+  g.bias = writable<float>(gradient);
+  run_bias_gradient(p);
+  return gradient;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_statistics(
@@ -219,6 +254,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
       "Tensor? dense, Tensor? bias) -> (Tensor q_gradient, Tensor k_gradient, Tensor v_gradient)");
   m.def(
+      "attend_bias_gradient(Tensor out_gradient, Tensor? lse_gradient, Tensor out, Tensor normalizers, Tensor q, "
+      "Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
+      "Tensor? dense, Tensor? bias) -> Tensor");
+  m.def(
       "attend_statistics(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, "
       "Tensor? ranges, Tensor? dense, Tensor? bias, Tensor positions, Tensor first_key, Tensor? special, Tensor? key_tokens, "
       "Tensor? query_tokens, int token_count, Tensor? counted, Tensor? gram) "
@@ -230,6 +269,7 @@ STABLE_TORCH_LIBRARY_IMPL(headwise, CPU, m) {
   m.impl("attend_forward", TORCH_BOX(&attend_forward));
   m.impl("attend", TORCH_BOX(&attend));
   m.impl("attend_backward", TORCH_BOX(&attend_backward));
+  m.impl("attend_bias_gradient", TORCH_BOX(&attend_bias_gradient));
   m.impl("attend_statistics", TORCH_BOX(&attend_statistics));
 }
 STABLE_TORCH_LIBRARY_IMPL(headwise, CompositeExplicitAutograd, m) {

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "backward_plan.h"
 #include "dispatch.h"
 
 namespace headwise {
@@ -37,7 +38,7 @@ class ThreadMemory {
   int64_t size_ = 0;
 };
 
-constexpr int64_t kMostPackedBytes = int64_t(32) << 20, kMostPartialBytes = int64_t(128) << 20;
+constexpr int64_t kMostPackedBytes = int64_t(32) << 20;
 
 // Run `run(task, memory)` for every task. Threads take the next task when they are done with one: tasks differ in
 // length.
@@ -101,28 +102,38 @@ void run_backward(const Problem& call) {
   const Kernels* kernels = chosen_kernels();
   STD_TORCH_CHECK(kernels, "HEADWISE_NATIVE names an instruction set that is not available here");
   Problem p = call;
-  const int64_t units = p.batch * p.kv_heads;
+  const int64_t units = p.batch * p.kv_heads, blocks = kernels->forward_tasks(p);
   if (units == 0) return;
-  const int64_t splits = kernels->backward_splits(p);
-  const int64_t partial_bytes = 4 * splits * kernels->partial_floats(p), packed_bytes = kernels->packed_bytes(p);
-  const int64_t bytes = kernels->backward_memory(p), parts = (p.keys + kReducedKeys - 1) / kReducedKeys;
-  // Some key/value heads at a time, so that their sums and copies stay small.
-  const int64_t most = std::clamp<int64_t>(kMostPartialBytes / (partial_bytes + packed_bytes + 1), 1, units);
+  const int64_t packed_bytes = kernels->packed_bytes(p), bytes = kernels->backward_memory(p);
+  std::vector<KeyRange> keys(size_t(units * blocks));
+  run_tasks(units * blocks, 64, [&](int64_t block, void*) { keys[block] = kernels->keys_of_block(p, block); });
+  BackwardPlan plan(keys, units, kernels->floats_per_key(p), packed_bytes);
+  const int64_t parts = (p.keys + kReducedKeys - 1) / kReducedKeys;
   static thread_local ThreadMemory shared;
-  char* packed = static_cast<char*>(shared.get(most * (partial_bytes + packed_bytes)));
-  float* partials = reinterpret_cast<float*>(packed + most * packed_bytes);
+  char* packed = static_cast<char*>(shared.get(plan.bytes()));
   if (packed_bytes) p.packed = packed;
-  for (p.first_packed = 0; p.first_packed < units; p.first_packed += most) {
-    const int64_t count = std::min(most, units - p.first_packed);
+  for (const BackwardPlan::Group& group : plan.groups()) {
+    p.first_packed = group.first;
+    const int64_t count = group.last - group.first;
     run_tasks(packed_bytes ? count * kernels->pack_tasks(p) : 0, bytes,
               [&](int64_t task, void* memory) { kernels->pack(p, task, packed, memory); });
-    run_tasks(count * splits, bytes, [&](int64_t task, void* memory) {
-      kernels->backward(p, p.first_packed * splits + task, partials, memory);
+    BackwardTask* tasks = plan.place(group, packed + count * packed_bytes);
+    run_tasks(plan.first_task(group.last) - plan.first_task(group.first), bytes,
+              [&](int64_t task, void* memory) { kernels->backward(p, tasks[task], memory); });
+    run_tasks(count * parts, 64, [&](int64_t task, void*) {
+      const int64_t unit = group.first + task / parts, first = plan.first_task(unit);
+      kernels->reduce(p, tasks + first - plan.first_task(group.first), plan.first_task(unit + 1) - first, unit,
+                      task % parts);
     });
-    run_tasks(count * parts, 64,
-              [&](int64_t task, void*) { kernels->reduce(p, p.first_packed * parts + task, partials); });
   }
   shared.release_if_large();
+}
+
+void run_bias_gradient(const Problem& p) {
+  const Kernels* kernels = chosen_kernels();
+  STD_TORCH_CHECK(kernels, "HEADWISE_NATIVE names an instruction set that is not available here");
+  run_tasks(kernels->bias_tasks(p), kernels->bias_memory(p),
+            [&](int64_t task, void* memory) { kernels->bias(p, task, memory); });
 }
 
 }  // namespace headwise

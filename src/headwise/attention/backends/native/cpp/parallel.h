@@ -9,4 +9,7 @@ void run_forward(const Problem& p);
 // The backward pass of a problem with `gradients`.
 void run_backward(const Problem& p);
 
+// The gradient of the bias of such a problem.
+void run_bias_gradient(const Problem& p);
+
 }  // namespace headwise

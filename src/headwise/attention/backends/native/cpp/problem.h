@@ -9,6 +9,12 @@ struct Strides {
   int64_t batch = 0, head = 0, row = 0, column = 0;
 };
 
+// A half-open range of keys.
+struct KeyRange {
+  int64_t begin, end;
+  bool empty() const { return begin >= end; }
+};
+
 // Inputs of the statistics of attention weights, and the arrays that the kernel fills.
 struct Statistics {
   // Inputs: one number for each key, `(batch, keys)`, or for each query, `(batch, queries)`. Null if unknown.
@@ -46,6 +52,17 @@ struct Gradients {
   Strides out_strides;
   void *q, *k, *v;  // results
   Strides q_strides, k_strides, v_strides;
+  // Gradient of the bias, contiguous, zeros at first; its axes are those of the bias, of size 1 where it repeats.
+  float* bias = nullptr;
+  int64_t bias_batch, bias_heads, bias_queries, bias_keys;
+};
+
+// The row blocks of one key/value head, from `first` to `last`, that one thread computes in the backward pass, with sums
+// of the gradients of all keys and values that these rows may attend to.
+struct BackwardTask {
+  int64_t first, last;
+  KeyRange keys;
+  float* sums;
 };
 
 // One attention call. Query i of head h attends with key/value head h / (heads / kv_heads).

@@ -6,11 +6,6 @@ namespace headwise::HEADWISE_ISA {
 
 constexpr int kMostRanges = 4;
 
-// A half-open range of keys.
-struct KeyRange {
-  int64_t begin, end;
-  bool empty() const { return begin >= end; }
-};
 inline KeyRange intersection(KeyRange a, KeyRange b) { return {larger(a.begin, b.begin), smaller(a.end, b.end)}; }
 
 inline int range_count(const Problem& p) { return p.ranges ? p.range_count : 1; }
