@@ -202,11 +202,17 @@ def positions_argument(
     return tensor
 
 
+_TRACING_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
+"""Modes of torch in which operators return tensors without values, or are recorded."""
+
+
 def has_readable_values(tensor: Tensor) -> bool:
-    """Return True if Python code may read the tensor's values: torch is not compiling, and the tensor is neither on the
-    meta device nor wrapped by a transform of `torch.func`.
+    """Return True if Python code may read the tensor's values: torch is neither compiling nor tracing operators, as
+    with fake tensors, and the tensor is neither on the meta device nor wrapped by a transform of `torch.func`.
     """
     if torch.compiler.is_compiling() or tensor.is_meta:
+        return False
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES):
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 

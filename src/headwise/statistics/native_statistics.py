@@ -7,7 +7,7 @@ from headwise.attention.autocast import without_autocast
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.native import backend as native
 from headwise.attention.backends.native.parts import Options
-from headwise.attention.masks.key_ranges import Part, visible_keys
+from headwise.attention.masks.key_ranges import Matrix, Part, Ranges32, visible_keys
 from headwise.attention.problem import Answer, Problem
 from headwise.shapes import Float, Int
 from headwise.statistics.kernel_inputs import KernelInputs, kernel_inputs
@@ -76,21 +76,22 @@ def _attend(problem: Problem, inputs: KernelInputs, gram: Float[Tensor, "heads _
     q, k, v, scale, head_scale, softcap, sinks, _, _, bias = native.arguments(problem, None, None)
     options = Options(scale, head_scale, softcap, sinks, bias)
 
-    def compute(part: Part) -> tuple[Tensor, ...]:
+    def compute(part: Part, ranges: Ranges32 | None, matrix: Matrix | None) -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...] = torch.ops.headwise.attend_statistics(
-            *(*part.of(q, k, v), *options.arguments(part, *visible.of_part(part)), *inputs.arguments(part), gram)
+            *(*part.of(q, k, v), *options.arguments(part, ranges, matrix), *inputs.arguments(part), gram)
         )
         return results
 
-    if len(parts) == 1:
-        return compute(parts[0])
+    if parts is None:
+        whole = Part(range(problem.grid.queries), range(problem.grid.keys))
+        return compute(whole, visible.ranges, visible.matrix())
     by_rows = []
     sums = [torch.zeros(*q.shape[:2], k.shape[2], dtype=dtype) for dtype in (torch.int64, torch.int32)]
     for part in parts:
-        *results, received, seen_by = compute(part)
+        *results, received, seen_by = compute(part, *visible.of_part(part))
         by_rows.append(results)
-        for whole, of_part in zip(sums, (received, seen_by), strict=True):
-            whole[:, :, part.columns.start : part.columns.stop] += of_part
+        for total, of_part in zip(sums, (received, seen_by), strict=True):
+            total[:, :, part.columns.start : part.columns.stop] += of_part
     out, lse, rows = (torch.cat(each, axis) for each, axis in zip(zip(*by_rows, strict=True), (2, 2, 3), strict=True))
     return out, lse, rows, *sums
 

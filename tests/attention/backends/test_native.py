@@ -14,7 +14,7 @@ import headwise as hw
 from headwise.attention.backends.native import build, library
 from headwise.attention.backends.native.backend import arguments
 from headwise.attention.masks.grid import Grid
-from headwise.attention.masks.key_ranges import visible_keys
+from headwise.attention.masks.key_ranges import Part, visible_keys
 from headwise.attention.problem import Problem
 from oracles import distance, plain_attention
 
@@ -173,38 +173,64 @@ def test_without_keys_the_output_is_zero():
 
 
 @NATIVE
-def test_torch_accepts_the_operators():
-    q, k, v = tensors(1, 4, 9, 8, requires_grad=True)
-    problem = Problem.checked(q, k, v, sinks=torch.randn(4, requires_grad=True))
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.headwise.attend_forward, arguments(problem, None, None), test_utils=tests)
-    plain = [each.detach() if isinstance(each, torch.Tensor) else each for each in arguments(problem, None, None)]
-    torch.library.opcheck(torch.ops.headwise.attend, tuple(plain), test_utils=tests)
-
-
-COMPILED = """
-import torch, headwise as hw
-
-def function(q, k, v):
-    return hw.attend(q, k, v, mask=hw.causal() & (hw.window(5) | hw.prefix(2)), backend="native")
-
-compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-for length in (17, 19, 23):
-    q, k, v = (torch.randn(1, 4, length, 8, requires_grad=True) for _ in range(3))
-    results = []
-    for each in (function, compiled):
-        out = each(q, k, v)
-        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
-    assert all(map(torch.equal, *results))
-print("equal")
-"""
-"""Program that compares a compiled function with itself; in a fresh interpreter, without the checks of shapes in tests,
-which torch cannot compile."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_torch_accepts_the_operators(dtype, requires_grad):
+    q, k, v = tensors(1, 4, 9, 8, dtype=dtype, requires_grad=requires_grad)
+    problem = Problem.checked(
+        *(q, k, v),
+        mask=hw.causal() & hw.mask_rule(lambda b, h, q, k: (q + k) % 3 > 0),
+        sinks=torch.randn(4, requires_grad=requires_grad),
+        scale=torch.rand(4),
+        softcap=5.0,
+        bias=torch.randn(4, 9, 9)[None],
+    )
+    shared = arguments(problem, *visible_keys(problem.mask, problem.grid).of_part(Part(range(9), range(9))))
+    operators = torch.ops.headwise
+    torch.library.opcheck(operators.attend_forward, shared)
+    if requires_grad:
+        return
+    torch.library.opcheck(operators.attend, shared)
+    out, lse, normalizers = operators.attend_forward(*shared)
+    upstream = (torch.randn_like(out), torch.randn_like(lse), out, normalizers)
+    torch.library.opcheck(operators.attend_backward, (*upstream, *shared))
+    indices = torch.arange(9, dtype=torch.int32)[None]
+    gram = torch.randn(4, 8, 8)
+    others = (indices, indices, torch.ones(1, 9, dtype=torch.bool), indices, indices, 9, None, gram)
+    torch.library.opcheck(operators.attend_statistics, (*shared, *others))
 
 
 @NATIVE
-def test_a_compiled_function_has_the_same_results_and_gradients():
-    assert run_python(COMPILED) == "equal"
+@pytest.mark.parametrize("names", [["window with sinks", "documents"], ["function", "positions"]], ids=str)
+def test_compiled_calls_have_the_same_bits(names):
+    run_python("import native_traced\n" + "\n".join(f"native_traced.compiles({name!r})" for name in names))
+
+
+@NATIVE
+def test_exported_and_recorded_calls_have_the_same_bits():
+    run_python("import native_traced as n; n.exports('padding'); n.traces_without_values(); n.compiles_in_parts()")
+
+
+@NATIVE
+@pytest.mark.slow
+def test_every_option_can_be_compiled_and_exported():
+    run_python("import native_traced as n\nfor name in n.OPTIONS: n.compiles(name); n.exports(name)")
+    run_python("import native_traced as n; n.compiles('window with sinks', 'inductor')")
+
+
+TRANSFORMS = {
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+}
+
+
+@NATIVE
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_are_refused_by_name(name):
+    q, k, v = tensors(1, 2, 5, 8)
+    with pytest.raises(hw.InputError, match=r"rules for transforms of torch.func|no forward-mode derivative"):
+        TRANSFORMS[name](lambda x: hw.attend(x, k, v, backend="native"), q)
 
 
 @NATIVE

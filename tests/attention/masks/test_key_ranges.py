@@ -9,7 +9,7 @@ import headwise as hw
 from headwise.attention.masks import key_ranges
 from headwise.attention.masks.by_position import HasPosition
 from headwise.attention.masks.grid import Grid
-from headwise.attention.masks.key_ranges import VisibleKeys, visible_keys
+from headwise.attention.masks.key_ranges import Part, VisibleKeys, visible_keys
 from headwise.attention.masks.position_ranges import MOST_RANGES
 from strategies import masks
 
@@ -24,7 +24,7 @@ def masks_on_grids(draw):
 def allowed_by(visible: VisibleKeys, sizes: tuple[int, ...]) -> torch.Tensor:
     """Return visible keys as a matrix `(batch, heads, queries, keys)`, put together from their parts."""
     allowed = torch.zeros(sizes, dtype=torch.bool)
-    for part in visible.parts():
+    for part in visible.parts() or [Part(range(sizes[2]), range(sizes[3]))]:
         ranges, matrix = visible.of_part(part)
         key = torch.arange(len(part.columns))
         inside = torch.ones(1, 1, len(part.rows), len(key), dtype=torch.bool)

@@ -85,19 +85,20 @@ class VisibleKeys:
     @property
     def stores_matrix(self) -> bool:
         """True if there is nothing to evaluate: no further mask, or one that stores its matrix."""
-        return not self.others or (len(self.others) == 1 and isinstance(self.others[0], Dense))
+        # torch cannot compile a truth test of a tuple.
+        return len(self.others) == 0 or (len(self.others) == 1 and isinstance(self.others[0], Dense))
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Part] | None:
         """Return parts of the score matrix, in the order of their rows, whose matrices have at most `MATRIX_ELEMENTS`
-        elements. There is one part, the whole, if no matrix is evaluated or if the whole one is small enough.
+        elements; None if no matrix is evaluated or if the whole one is small enough. While compiling for any length,
+        whether it is small is unknown, and the result is None.
         """
-        queries, keys = self.grid.queries, self.grid.keys
-        whole = [Part(range(queries), range(keys))]
-        if self.stores_matrix or self.grid.batch * self.grid.heads * queries * keys <= MATRIX_ELEMENTS:
-            return whole
-        batch, heads, rows, _ = self._evaluate(range(2), range(keys)).shape
-        if rows == 1 or batch * heads * queries * keys <= MATRIX_ELEMENTS:
-            return whole
+        grid, queries = self.grid, self.grid.queries
+        if self.stores_matrix or not _is_too_large(grid.batch * grid.heads * queries * grid.keys):
+            return None
+        batch, heads, rows, keys = self._evaluate(range(2), None).shape
+        if rows == 1 or not _is_too_large(batch * heads * queries * keys):
+            return None
         parts, stop, step = [], 0, ROW_STEP
         while stop < queries:
             part = self._part(range(stop, min(stop + 2 * step, queries)))
@@ -112,18 +113,16 @@ class VisibleKeys:
         of the part. None for ranges or a matrix that exclude nothing.
         """
         rows, columns = part
-        if len(rows) == self.grid.queries and len(columns) == self.grid.keys:
-            return self.ranges, self.matrix()
         ranges = None
         if self.ranges is not None:
             ranges = (self.ranges[:, :, rows.start : rows.stop] - columns.start).contiguous()
-        return ranges, self._evaluate_in_pieces(part)
+        return ranges, None if len(self.others) == 0 else self._evaluate_in_pieces(part)
 
     def matrix(self) -> Matrix | None:
         """Return the matrix of the further masks; None without such masks. Keys that the ranges hide may be False or
         True.
         """
-        if not self.others:
+        if len(self.others) == 0:
             return None
         if self.stores_matrix:
             return _unexpanded(self.others[0].block(self.grid))
@@ -279,6 +278,15 @@ def _unexpanded(matrix: Matrix) -> Matrix:
         if stride == 0 and matrix.shape[axis] > 1:
             matrix = matrix.narrow(axis, 0, 1)
     return matrix
+
+
+def _is_too_large(elements: int) -> bool:
+    """Return True if a matrix of so many elements is known to be too large to be evaluated at once."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long to import
+
+        return statically_known_true(elements > MATRIX_ELEMENTS)
+    return elements > MATRIX_ELEMENTS
 
 
 def _can_read(grid: Grid) -> bool:

@@ -28,15 +28,11 @@ def why_not(problem: Problem) -> str | None:
     """Return one sentence that says why the native kernels cannot compute an attention problem (tensors, mask and
     options of one call); None if they can.
     """
-    if problem.q.device.type != "cpu":
-        return f"the native kernels are for the CPU, and q is on {problem.q.device}"
-    if problem.q.dtype not in DTYPES:
-        return f"the native kernels compute in float32 and bfloat16, and q is in {problem.q.dtype}"
     if problem.talking is not None:
         return "the native kernels keep heads apart, and talking_heads mixes them"
     if problem.dropout > 0:
         return "the native kernels have no dropout"
-    reason: str | None = _why_no_derivative(problem) or library.why_not_loaded()
+    reason: str | None = _why_no_derivative(problem) or _why_not_tensors(problem) or library.why_not_loaded()
     return reason
 
 
@@ -46,6 +42,23 @@ def _why_no_derivative(problem: Problem) -> str | None:
     """
     if forward_ad._current_level >= 0:
         return "the native kernels have no forward-mode derivative, and one may be computed here"
+    return None
+
+
+def _why_not_tensors(problem: Problem) -> str | None:
+    """Return the reason that the kernels cannot read the tensors of a problem, in one sentence; None if they can."""
+    if problem.q.device.type != "cpu":
+        return f"the native kernels are for the CPU, and q is on {problem.q.device}"
+    if problem.q.dtype not in DTYPES:
+        return f"the native kernels compute in float32 and bfloat16, and q is in {problem.q.dtype}"
+    if torch.compiler.is_compiling():
+        return None
+    if torch._C._is_tracing():
+        return "the native kernels cannot be recorded by torch.jit.trace"
+    tensors = (problem.q, problem.k, problem.v, problem.bias, problem.sinks, problem.scale)
+    present = (tensor for tensor in tensors if isinstance(tensor, Tensor))
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, present)):
+        return "the native kernels have no rules for transforms of torch.func"
     return None
 
 
@@ -64,8 +77,8 @@ def run(problem: Problem) -> Answer:
         return Answer(out if out.dtype == dtype else out.to(dtype), lse if problem.return_lse else None, None)
     visible = visible_keys(problem.mask, problem.grid)
     parts = visible.parts()
-    if len(parts) == 1:
-        out, lse = _attend(*arguments(problem, *visible.of_part(parts[0])))
+    if parts is None:
+        out, lse = _attend(*arguments(problem, visible.ranges, visible.matrix()))
     else:
         q, k, v, scale, head_scale, softcap, sinks, _, _, bias = arguments(problem, None, None)
         options = Options(scale, head_scale, softcap, sinks, bias)
