@@ -10,14 +10,25 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 SANITIZED := $(VENV)/_sanitized.so
 RESEARCH_TESTS := tests/research tests/benchmarks
+KERNEL_TESTS := tests/attention tests/nn tests/statistics tests/intercept/test_watch.py
 
-.PHONY: plain-models demo test sanitize test-slow test-research coverage lint lint-cpp pictures tables census findings claims bench bench-quick clean
+.PHONY: plain-models demo test test-native drawn-problems wheel sanitize test-slow test-research coverage lint lint-cpp pictures tables census findings claims bench bench-quick clean
 
 demo: $(NATIVE)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
 
 test: $(NATIVE)  ## run the unit tests
 	$(PYTEST) $(RESEARCH_TESTS:%=--ignore=%)
+
+test-native: $(NATIVE)  ## run the tests of what the native kernels compute, on AVX2 and on the portable path
+	for name in avx2 portable; do HEADWISE_NATIVE=$$name $(PYTEST) $(KERNEL_TESTS) || exit 1; done
+
+drawn-problems: $(NATIVE)  ## compare the native kernels with float64 on 20,000 problems for each instruction set (hours)
+	$(BIN)/python -m research.native_kernels --out research/native_kernels/results.json
+
+wheel: $(INSTALLED)  ## build the sdist, and from it the wheel, in dist/
+	HEADWISE_TORCH=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torch \
+	  $(BIN)/python -m build
 
 test-slow: $(NATIVE)  ## run the long versions of unit tests
 	$(PYTEST) -m slow

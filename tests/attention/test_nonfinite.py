@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.attention.backends.native.library import why_not_loaded
 from oracles import distance
 
-BACKENDS = ("fused", "blockwise", "reference", None)
+NATIVE = () if why_not_loaded() else ("native",)
+BACKENDS = ("fused", "blockwise", *NATIVE, "reference", None)
 LENGTH, BAD = 193, 101
 ROWS, KEYS = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
 MASKS = {
