@@ -6,11 +6,11 @@ the operator with statistics, and the gradients of q, k, v, the sinks and the sc
 - the norm of the error, the root of the sum of its squares, is at most 2 times that of plain attention;
 - the largest error is at most 4 times that of plain attention. Largest errors of equal distributions differ by luck.
 
-Plain attention is the formula in the dtype of the problem, on the same numbers. Its error counts at least as half a unit
-in the last place of the exact result, as in `plain_errors` in tests/oracles.py. In a problem of few numbers, plain
-attention is sometimes exact by luck, so a problem beyond a limit is computed again with `MORE_SETS` sets of values, over
-which squared errors add up. It fails if it is beyond a limit then. Infinite results, and results that must be exactly 0,
-must be equal.
+Plain attention is the formula in the dtype of the problem, on the same numbers. Its error counts at least as half a
+unit in the last place of the exact result, as in `plain_errors` in tests/oracles.py. In a problem of few numbers, plain
+attention is sometimes exact by luck, so a problem beyond a limit is computed again with `MORE_SETS` sets of values,
+over which squared errors add up. It fails if it is beyond a limit then. Infinite results, and results that must be
+exactly 0, must be equal.
 """
 
 from collections.abc import Callable
