@@ -1,0 +1,66 @@
+"""Installations of headwise: from the wheel, which has the native kernels, and from the sdist without a compiler."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import headwise as hw
+from headwise.attention.backends.native import build
+
+PROGRAM = """
+import torch, headwise as hw
+q = torch.randn(1, 2, 5, 8)
+print(hw.__file__)
+print(hw.why_not("native", q, q, q))
+print(torch.allclose(hw.attend(q, q, q), hw.attend(q, q, q, backend="reference"), atol=1e-6))
+"""
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    """Run a command, and return what it prints."""
+    result = subprocess.run(
+        list(map(str, command)), env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def environment_with(distribution: Path, folder: Path) -> Path:
+    """Install a distribution in a new virtual environment without a compiler, and return the environment's folder of
+    programs. Other packages are those of this environment.
+    """
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet")
+    pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", *options)
+    run(*pip, distribution, CXX="/no/compiler")
+    return folder / "bin"
+
+
+def reports(programs: Path) -> list[str]:
+    """Return the lines that `headwise --version` and a program with one attention call print, without a compiler."""
+    alone = {"PATH": str(programs), "PYTHONPATH": ""}
+    lines = run(programs / "headwise", "--version", **alone).splitlines()
+    file, *others = run(programs / "python", "-c", PROGRAM, **alone).splitlines()
+    assert file.startswith(str(programs.parent))
+    return [*lines[1:], *others]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+def test_the_wheel_runs_native_kernels_and_an_sdist_without_a_compiler_plain_torch(tmp_path):
+    pytest.importorskip("hatchling")
+    root = Path(hw.__file__).parents[2]
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, root)  # the wheel from the sdist
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    assert "-py3-none-linux" in wheel.name  # for every version of Python
+    version, *others = reports(environment_with(wheel, tmp_path / "wheel"))
+    assert version.startswith("native kernels: ")
+    assert others == ["None", "True"]
+    reason = "the native kernels were not compiled when headwise was installed"
+    assert reports(environment_with(sdist, tmp_path / "sdist")) == [f"plain torch: {reason}", reason, "True"]
