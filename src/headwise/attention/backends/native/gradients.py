@@ -66,7 +66,7 @@ def with_usual_strides(
     """
     out_gradient = torch.zeros_like(out) if out_gradient is None else out_gradient
     if out_gradient.stride(-1) != 1:
-        out_gradient = out_gradient.contiguous()
+        out_gradient = out_gradient.clone(memory_format=torch.contiguous_format)  # also without elements
     return out_gradient, None if lse_gradient is None else lse_gradient.contiguous()
 
 
