@@ -48,12 +48,12 @@ def test_parts_have_the_results_of_the_whole(name, dtype, monkeypatch, request):
     """
     q, k, v = tensors(dtype)
     sinks = torch.randn(HEADS, requires_grad=True)
-    bias = torch.randn(1, HEADS, QUERIES, 1)
+    bias = torch.randn(1, HEADS, QUERIES, 1, requires_grad=True)
 
     def results() -> list[torch.Tensor]:
         out, lse = hw.attend(q, k, v, mask=MASKS[name], sinks=sinks, bias=bias, return_lse=True, backend="native")
         loss = out.float().square().sum() + lse.sum()
-        return [out, lse, *torch.autograd.grad(loss, (q, k, v, sinks))]
+        return [out, lse, *torch.autograd.grad(loss, (q, k, v, sinks, bias))]
 
     whole = results()
     request.getfixturevalue("small_limits")
