@@ -12,7 +12,7 @@ SANITIZED := $(VENV)/_sanitized.so
 RESEARCH_TESTS := tests/research tests/benchmarks
 KERNEL_TESTS := tests/attention tests/nn tests/statistics tests/intercept/test_watch.py
 
-.PHONY: plain-models demo test test-native drawn-problems wheel sanitize test-slow test-research coverage lint lint-cpp pictures tables census findings claims bench bench-quick clean
+.PHONY: plain-models demo test test-native drawn-problems wheel sanitize test-slow test-research coverage lint pictures tables census findings claims bench bench-quick clean
 
 demo: $(NATIVE)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
@@ -47,13 +47,11 @@ sanitize: $(INSTALLED)  ## check the native kernels with AddressSanitizer and Un
 coverage: $(INSTALLED)  ## run the unit tests and report the lines and branches they cover
 	$(PYTEST) $(RESEARCH_TESTS:%=--ignore=%) --cov --cov-report=term
 
-lint: $(INSTALLED)  ## check style, English and types
+lint: $(INSTALLED)  ## check style, English, types and C++
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/python tools/check_english.py
 	$(BIN)/mypy
-
-lint-cpp: $(INSTALLED)  ## check the layout and the code of the C++ sources
 	$(BIN)/python tools/check_cpp.py
 
 pictures: $(INSTALLED)  ## draw the pictures of the README

@@ -1,14 +1,14 @@
-// The backward pass: weights are computed again from the normalizers of rows, tile by tile (FlashAttention, Dao et al. 2022,
-// appendix B).
+// The backward pass: weights are computed again from the normalizers of rows, tile by tile (FlashAttention, Dao et al.
+// 2022, appendix B).
 //
 // With S the scores, A the weights, dO and g the gradients of the output and the log-sum-exp,
 //
 //     dV_j = sum_i A_ij dO_i     dS_ij = A_ij (dO_i . V_j - delta_i + g_i)     delta_i = dO_i . O_i
 //     dQ_i = scale sum_j dS_ij K_j     dK_j = scale sum_i dS_ij Q_i
 //
-// A task computes a run of row blocks of one key/value head, and adds up the gradients of the keys and values that these
-// rows may attend to in sums of its own. Row blocks are divided among tasks by the sizes and the mask of the call, not by
-// the number of threads, and the sums of tasks are added in order: the result does not depend on threads.
+// A task computes a run of row blocks of one key/value head, and adds up the gradients of the keys and values that
+// these rows may attend to in sums of its own. Row blocks are divided among tasks by the sizes and the mask of the
+// call, not by the number of threads, and the sums of tasks are added in order: the result does not depend on threads.
 #pragma once
 #include "few_rows.h"
 #include "gradient_products.h"
@@ -93,9 +93,8 @@ class GradientTiles {
     SoftmaxState state;
     start_softmax(state);
     visit_scores(block, visibility, {0, p_.keys}, [&](KeyRange keys) {
-      softmax_tile<false, Products<Element>::kDegree>(block, state, keys.end - keys.begin,
-                                                      scales_late_ ? factor_ : nullptr, scores_, nullptr, 0, nullptr,
-                                                      nullptr);
+      softmax_tile<false, Products<Element>::kDegree>(
+          block, state, keys.end - keys.begin, scales_late_ ? factor_ : nullptr, scores_, nullptr, 0, nullptr, nullptr);
     });
     const Divisors divisors(p_, block, state);
     for (int r = 0; r < block.rows; ++r) shift_[r] = state.shift[r], inverse_[r] = divisors.inverse[r];

@@ -8,8 +8,8 @@
 namespace headwise {
 
 // Runs of row blocks with about the same number of visible keys. Key/value heads are computed in groups, whose sums and
-// copies of keys and values exist at the same time. Everything depends on sizes and masks only, so that the order of all
-// sums is the same for any number of threads.
+// copies of keys and values exist at the same time. Everything depends on sizes and masks only, so that the order of
+// all sums is the same for any number of threads.
 class BackwardPlan {
  public:
   struct Group {
@@ -70,8 +70,7 @@ class BackwardPlan {
       do {
         const KeyRange range = keys[size_t(block)];
         if (task.keys.empty()) task.keys = range;
-        if (!range.empty())
-          task.keys = {std::min(task.keys.begin, range.begin), std::max(task.keys.end, range.end)};
+        if (!range.empty()) task.keys = {std::min(task.keys.begin, range.begin), std::max(task.keys.end, range.end)};
         done += work_of(range);
         task.last = ++block;
       } while (block < first + blocks && done * count < total * part);

@@ -1,5 +1,5 @@
-// Products of the forward pass in bfloat16: keys are left factors as rows, values transposed, and powers become pairs of
-// keys.
+// Products of the forward pass in bfloat16: keys are left factors as rows, values transposed, and powers become pairs
+// of keys.
 #pragma once
 #include "packed.h"
 #include "softmax.h"

@@ -1,10 +1,10 @@
-// The gradient of a bias: the gradients `A_ij (dO_i . V_j - delta_i + g_i)` of the scores, without scale, added up along the
-// axes on which the bias repeats.
+// The gradient of a bias: the gradients `A_ij (dO_i . V_j - delta_i + g_i)` of the scores, without scale, added up
+// along the axes on which the bias repeats.
 //
-// This is a pass of its own, which computes the weights once more. A task owns some elements of the gradient: those of 64
-// queries, or of some keys if the bias repeats along the queries. It computes all tiles of all sequences and heads to
-// which these elements were added, always in the same order. So no thread needs the sums of another one, and the whole
-// matrix is written only if the bias has it.
+// This is a pass of its own, which computes the weights once more. A task owns some elements of the gradient: those of
+// 64 queries, or of some keys if the bias repeats along the queries. It computes all tiles of all sequences and heads
+// to which these elements were added, always in the same order. So no thread needs the sums of another one, and the
+// whole matrix is written only if the bias has it.
 #pragma once
 #include "backward.h"
 
@@ -79,8 +79,7 @@ class BiasTask {
     tiles_.visit(block, visibility, keys_, [&](KeyRange keys) {
       float* gradients = tiles_.weight_gradients();
       for (int64_t j = 0; j < keys.end - keys.begin; ++j)
-        for (int r = 0; r < block.width; r += kLanes)
-          store(gradients + j * kRows + r, derivative(j, r).gradient);
+        for (int r = 0; r < block.width; r += kLanes) store(gradients + j * kRows + r, derivative(j, r).gradient);
       if (!has_bias_rows(p_)) add_sums_of_keys(block, keys, gradients);
       else if (has_bias_keys(p_)) add_elements(block, keys, gradients);
       else add_sums_of_rows(block, keys, gradients);

@@ -11,8 +11,8 @@
 namespace headwise::HEADWISE_ISA {
 
 constexpr int kFewRows = 8;
-constexpr int kStepKeys = 64;         // keys of a tile: its keys and values fit a first-level cache
-constexpr int64_t kPieceKeys = 512;   // smallest number of keys that is worth a piece of its own
+constexpr int kStepKeys = 64;        // keys of a tile: its keys and values fit a first-level cache
+constexpr int64_t kPieceKeys = 512;  // smallest number of keys that is worth a piece of its own
 constexpr int64_t kPiecesWanted = 64;
 
 inline bool has_few_rows(const Problem& p) { return group_size(p) * p.queries <= kFewRows && !p.statistics; }
@@ -210,8 +210,7 @@ class FewRowsPiece {
       if (visible_[r][n].begin <= keys.begin && visible_[r][n].end >= keys.end) return;
     for (int64_t key = keys.begin; key < keys.end; ++key) {
       bool is_visible = false;
-      for (int n = 0; n < range_count(p_); ++n)
-        is_visible |= key >= visible_[r][n].begin && key < visible_[r][n].end;
+      for (int n = 0; n < range_count(p_); ++n) is_visible |= key >= visible_[r][n].begin && key < visible_[r][n].end;
       if (!is_visible) row[key - keys.begin] = kHidden;
     }
   }

@@ -27,8 +27,8 @@ class FloatProducts {
 
   // scores (keys x kRows) = K Q^T, in units of ln 2.
   void scores(KeyRange keys, float* scores) {
-    multiply<false>(tile_of(p_.k, p_.k_strides, keys, p_.head_dim), keys.end - keys.begin, queries_, kRows,
-                    p_.head_dim, scores, kRows, block_.width);
+    multiply<false>(tile_of(p_.k, p_.k_strides, keys, p_.head_dim), keys.end - keys.begin, queries_, kRows, p_.head_dim,
+                    scores, kRows, block_.width);
   }
 
   // output (value_dim x kRows) = V^T powers, or output + it.
@@ -78,8 +78,8 @@ inline void squared_norms(const Problem& p, const RowBlock& block, const float* 
   for (int first = 0, last; gram && first < block.rows; first = last) {  // the rows of one head
     for (last = first + 1; last < block.rows && block.head[last] == block.head[first];) ++last;
     const int64_t size = p.value_dim * p.value_dim;
-    multiply<false>({gram + block.head[first] * size, p.value_dim, 1}, p.value_dim, output, kRows, p.value_dim,
-                    product, kRows, block.width);
+    multiply<false>({gram + block.head[first] * size, p.value_dim, 1}, p.value_dim, output, kRows, p.value_dim, product,
+                    kRows, block.width);
     float of_head[kRows] = {};
     add_row_products(p, block, output, product, of_head);
     for (int r = first; r < last; ++r) squares[1][r] = of_head[r];
@@ -124,8 +124,8 @@ inline void forward_block(const Problem& p, const RowBlock& block, void* memory)
     if (has_dense_part(p)) add_tile(block, count, dense, scores);
     else hide_outside_ranges(visibility, block, keys, scores);
     const float* away = kStatistics ? statistics.start_tile(keys) : nullptr;
-    softmax_tile<kStatistics, Products<Element>::kDegree>(block, state, count, factor, scores, output,
-                                                          p.value_dim, away, statistics.indices());
+    softmax_tile<kStatistics, Products<Element>::kDegree>(block, state, count, factor, scores, output, p.value_dim,
+                                                          away, statistics.indices());
     products.add_values(keys, scores, kStatistics, output, state.started);
     state.started = true;
     if constexpr (kStatistics) {

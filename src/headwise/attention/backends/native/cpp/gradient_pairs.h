@@ -95,8 +95,8 @@ class PairGradientProducts {
   }
 
  private:
-  // Round the weights and gradients of a tile, 2 keys and 32 rows at a time: as left factors, and gradients also as pairs
-  // of keys. What the tile lacks to a multiple of 32 keys and rows is 0.
+  // Round the weights and gradients of a tile, 2 keys and 32 rows at a time: as left factors, and gradients also as
+  // pairs of keys. What the tile lacks to a multiple of 32 keys and rows is 0.
   template <bool kWhole, class Differentiate>
   void narrow_derivatives(const Differentiate derivative, const int64_t count) {
     const int width = block_->width, padded_width = int(width_);
@@ -118,8 +118,7 @@ class PairGradientProducts {
         }
 #pragma GCC unroll 2
         for (int n = 0; n < 2; ++n)
-          store(pairs + j / 2 * kRows + r + n * kLanes,
-                narrow_pairs(results[0][n].gradient, results[1][n].gradient));
+          store(pairs + j / 2 * kRows + r + n * kLanes, narrow_pairs(results[0][n].gradient, results[1][n].gradient));
       }
     for (int64_t j = round_up(count, 2); j < round_up(count, kPairTile); j += 2)
       for (int r = 0; r < kRows; r += kLanes) {  // 2 rows of numbers, and 1 of pairs

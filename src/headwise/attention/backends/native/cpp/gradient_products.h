@@ -66,8 +66,8 @@ class FloatGradientProducts {
     block_rows(upstream, p_.gradients->out_strides, p_.value_dim, upstream_rows_);
   }
 
-  // Products `O . dO` of each row, with the operations of the products `V . dO`: in a row in which one key has all weight, the
-  // two cancel.
+  // Products `O . dO` of each row, with the operations of the products `V . dO`: in a row in which one key has all
+  // weight, the two cancel.
   void output_products(float* to) {
     float ones[kRows], *out = query_sums_;
     for (float& one : ones) one = 1.0f;

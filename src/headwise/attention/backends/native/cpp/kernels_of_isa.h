@@ -86,9 +86,10 @@ inline void bias(const Problem& p, int64_t task, void* memory) {
 }
 
 constexpr Kernels table(const char* name) {
-  return {name, &forward_tasks, &forward_memory, &forward, &piece_count, &piece_bytes, &attend_piece, &merge_pieces,
-          &packed_bytes, &pack_tasks, &pack, &keys_of_block, &floats_per_key, &backward_memory, &backward, &reduce,
-          &bias_tasks, &bias_memory, &bias};
+  return {
+      name,          &forward_tasks, &forward_memory, &forward,     &piece_count,   &piece_bytes,    &attend_piece,
+      &merge_pieces, &packed_bytes,  &pack_tasks,     &pack,        &keys_of_block, &floats_per_key, &backward_memory,
+      &backward,     &reduce,        &bias_tasks,     &bias_memory, &bias};
 }
 
 }  // namespace headwise::HEADWISE_ISA

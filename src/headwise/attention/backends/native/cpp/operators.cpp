@@ -179,8 +179,8 @@ std::tuple<Tensor, Tensor> attend(Tensor q, Tensor k, Tensor v, double scale, Ma
 }
 
 Tensor attend_bias_gradient(Tensor out_gradient, MaybeTensor lse_gradient, Tensor out, Tensor normalizers, Tensor q,
-                            Tensor k, Tensor v, double scale, MaybeTensor head_scale, double softcap,
-                            MaybeTensor sinks, MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias) {
+                            Tensor k, Tensor v, double scale, MaybeTensor head_scale, double softcap, MaybeTensor sinks,
+                            MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias) {
   STD_TORCH_CHECK(bias && bias->dim() == 4, "a gradient of the bias needs a bias of 4 axes");
   std::vector<float> scales(q.size(1));
   Problem p = problem_of({q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias}, scales.data());
@@ -259,7 +259,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "Tensor? dense, Tensor? bias) -> Tensor");
   m.def(
       "attend_statistics(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, "
-      "Tensor? ranges, Tensor? dense, Tensor? bias, Tensor positions, Tensor first_key, Tensor? special, Tensor? key_tokens, "
+      "Tensor? ranges, Tensor? dense, Tensor? bias, Tensor positions, Tensor first_key, Tensor? special, Tensor? "
+      "key_tokens, "
       "Tensor? query_tokens, int token_count, Tensor? counted, Tensor? gram) "
       "-> (Tensor out, Tensor lse, Tensor rows, Tensor received, Tensor seen_by)");
   m.def("instruction_set() -> str");

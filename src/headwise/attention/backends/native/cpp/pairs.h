@@ -1,7 +1,7 @@
 // Products in bfloat16 with sums in float32, of pairs of numbers.
 //
-// A product takes its left factor as rows of numbers, and its right factor as rows of pairs, two neighbouring numbers of
-// a column. So keys are left factors where they lie, and queries become pairs of features once for each block.
+// A product takes its left factor as rows of numbers, and its right factor as rows of pairs, two neighbouring numbers
+// of a column. So keys are left factors where they lie, and queries become pairs of features once for each block.
 #pragma once
 #include "block.h"
 

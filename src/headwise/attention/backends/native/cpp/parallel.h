@@ -4,10 +4,10 @@
 
 namespace headwise {
 
-void run_forward(const Problem& p);
+void run_forward(const Problem& call);
 
 // The backward pass of a problem with `gradients`.
-void run_backward(const Problem& p);
+void run_backward(const Problem& call);
 
 // The gradient of the bias of such a problem.
 void run_bias_gradient(const Problem& p);

@@ -18,8 +18,8 @@ struct KeyRange {
 // Inputs of the statistics of attention weights, and the arrays that the kernel fills.
 struct Statistics {
   // Inputs: one number for each key, `(batch, keys)`, or for each query, `(batch, queries)`. Null if unknown.
-  const uint8_t* special = nullptr;     // 1 at keys that are special tokens
-  const int32_t* key_tokens = nullptr;  // dense numbers of the keys' tokens, from 0 to `token_count` - 1
+  const uint8_t* special = nullptr;       // 1 at keys that are special tokens
+  const int32_t* key_tokens = nullptr;    // dense numbers of the keys' tokens, from 0 to `token_count` - 1
   const int32_t* query_tokens = nullptr;  // those of the queries; -1 where the query has no token
   int32_t token_count = 0;
   const int32_t* positions = nullptr;  // index that a key has, or would have, at the position of each query
@@ -36,8 +36,20 @@ struct Statistics {
 
 // Order of the statistics in `Statistics::rows`.
 enum RowStatistic {
-  kEntropy, kLargest, kDistance, kSelf, kPrevious, kNext, kFirst, kSpecial, kDuplicate, kInduction,
-  kOutputNorm, kWrittenNorm, kVisibleKeys, kRowStatistics
+  kEntropy,
+  kLargest,
+  kDistance,
+  kSelf,
+  kPrevious,
+  kNext,
+  kFirst,
+  kSpecial,
+  kDuplicate,
+  kInduction,
+  kOutputNorm,
+  kWrittenNorm,
+  kVisibleKeys,
+  kRowStatistics
 };
 
 // Fractional bits of the fixed-point numbers in `Statistics::received`. Sums of integers do not depend on the order in
@@ -57,8 +69,8 @@ struct Gradients {
   int64_t bias_batch, bias_heads, bias_queries, bias_keys;
 };
 
-// The row blocks of one key/value head, from `first` to `last`, that one thread computes in the backward pass, with sums
-// of the gradients of all keys and values that these rows may attend to.
+// The row blocks of one key/value head, from `first` to `last`, that one thread computes in the backward pass, with
+// sums of the gradients of all keys and values that these rows may attend to.
 struct BackwardTask {
   int64_t first, last;
   KeyRange keys;

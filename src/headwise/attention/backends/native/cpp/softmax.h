@@ -2,8 +2,8 @@
 // (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023, section 3.1).
 //
 // Scores are in units of ln 2. The shift of a row, a number near its largest score so far, is subtracted before the
-// power is taken. It moves only if a score exceeds it by more than `kSlack`, since every move rescales the output: powers
-// of up to 2^8 lose no precision.
+// power is taken. It moves only if a score exceeds it by more than `kSlack`, since every move rescales the output:
+// powers of up to 2^8 lose no precision.
 #pragma once
 #include "visibility.h"
 
@@ -14,8 +14,17 @@ constexpr int kSummedPowers = 16;  // summed up before they are added to other s
 
 // Sums over the keys of powers times a number, for the statistics; all are rescaled with the shift.
 enum PowerSum {
-  kPowers, kPowerScores, kPowerDistances, kPowerSelf, kPowerPrevious, kPowerNext, kPowerFirst, kPowerSpecial,
-  kPowerDuplicate, kPowerInduction, kPowerSums
+  kPowers,
+  kPowerScores,
+  kPowerDistances,
+  kPowerSelf,
+  kPowerPrevious,
+  kPowerNext,
+  kPowerFirst,
+  kPowerSpecial,
+  kPowerDuplicate,
+  kPowerInduction,
+  kPowerSums
 };
 
 struct SoftmaxState {
@@ -25,15 +34,15 @@ struct SoftmaxState {
   bool started;  // the output has sums that a moving shift must rescale
 };
 
-// The sum of the powers of a row, its sink included: its inverse, its logarithm to base 2, and the log-sum-exp of the row
-// in nats. The first two are 0 in a row without a key.
+// The sum of the powers of a row, its sink included: its inverse, its logarithm to base 2, and the log-sum-exp of the
+// row in nats. The first two are 0 in a row without a key.
 struct Divisor {
   float inverse = 0.0f;
   double log2 = 0.0, lse;
 
-  // `powers` is the sum without the sink, relative to `shift`. Relative to the larger one of the shift and the sink logit
-  // no power overflows. Where all scores are below the range of floats in units of ln 2, and were replaced by the least
-  // float, the log-sum-exp is the least float too.
+  // `powers` is the sum without the sink, relative to `shift`. Relative to the larger one of the shift and the sink
+  // logit no power overflows. Where all scores are below the range of floats in units of ln 2, and were replaced by the
+  // least float, the log-sum-exp is the least float too.
   Divisor(double shift, double powers, double sink) : lse(sink * kLn2Exact) {
     if (powers == 0) return;
     const double top = sink > shift ? sink : shift, below = __builtin_exp2(shift - top);
@@ -45,7 +54,9 @@ struct Divisor {
 };
 
 // The sink logit of a head in units of ln 2; minus infinity for none.
-inline double sink_of(const Problem& p, int64_t head) { return p.sinks ? p.sinks[head] * kLog2EExact : kHidden; }
+inline double sink_of(const Problem& p, int64_t head) {
+  return p.sinks ? p.sinks[head] * kLog2EExact : double(kHidden);
+}
 
 // Write the log-sum-exp of a row, and what the backward pass needs.
 inline void write_normalizers(const Problem& p, int64_t index, double lse, float shift, float inverse) {
@@ -114,13 +125,13 @@ inline void move_shift(SoftmaxState& state, int r, Floats top, float* output, in
   for (int64_t d = 0; d < value_dim; ++d) store(output + d * kRows + r, load(output + d * kRows + r) * factor);
 }
 
-// Turn the scores of `kN` vectors of rows, from row `r` on, times `factor`, into powers, in place, and add up the powers. With
-// statistics, also add up powers times scores, and powers times distances: `away` is the distance of the first key,
-// one for each row, if keys are on both sides of the rows; otherwise it is null, and powers times the index of the key
-// in the tile are returned in `indices`.
+// Turn the scores of `kN` vectors of rows, from row `r` on, times `factor`, into powers, in place, and add up the
+// powers. With statistics, also add up powers times scores, and powers times distances: `away` is the distance of the
+// first key, one for each row, if keys are on both sides of the rows; otherwise it is null, and powers times the index
+// of the key in the tile are returned in `indices`.
 template <int kN, bool kStatistics, bool kScaled, int kDegree>
-inline void power_strip(SoftmaxState& state, int r, int64_t keys, const float* factor, float* scores,
-                        const float* away, float* indices) {
+inline void power_strip(SoftmaxState& state, int r, int64_t keys, const float* factor, float* scores, const float* away,
+                        float* indices) {
   Floats shift[kN], scale[kN], sum[kN], part[kN], weighted[kN], far[kN];
   Floats index = zero();
 #pragma GCC unroll 4
@@ -184,7 +195,8 @@ template <int kN, bool kStatistics, int kDegree>
 inline void softmax_strip(SoftmaxState& state, int r, int64_t keys, const float* factor, float* scores, float* output,
                           int64_t value_dim, const float* away, float* indices) {
   raise_shift<kN>(state, r, keys, factor, scores, output, value_dim);
-  const auto strip = factor ? power_strip<kN, kStatistics, true, kDegree> : power_strip<kN, kStatistics, false, kDegree>;
+  const auto strip =
+      factor ? power_strip<kN, kStatistics, true, kDegree> : power_strip<kN, kStatistics, false, kDegree>;
   strip(state, r, keys, factor, scores, away, indices);
 }
 

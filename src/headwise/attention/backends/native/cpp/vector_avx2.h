@@ -21,9 +21,7 @@ inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_p
 inline Floats multiply_subtract(Floats a, Floats b, Floats c) { return _mm256_fmsub_ps(a, b, c); }
 inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }  // b if one of the two is NaN
 inline Floats absolute(Floats x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
-inline Floats round_to_integer(Floats x) {
-  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
+inline Floats round_to_integer(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
 // x * 2^n for an integral n from -252 to 252, in two steps, since the exponent of a float has 8 bits.
 inline Floats scale_by_power(Floats x, Floats n) {
