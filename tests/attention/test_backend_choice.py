@@ -2,17 +2,92 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import headwise as hw
 from headwise.attention.backends.blockwise import backend as blockwise
 from headwise.attention.backends.blockwise import plan as block_plan
+from headwise.attention.backends.native import library
 
+HIDDEN_KEYS = "its kernels leave out hidden keys, and are as fast as torch's where none is hidden"
 FULL = "where nothing is hidden, or the causal flag says it, products in float32 are the kernel's"
 
 
 def problem(batch=1, heads=8, length=1024, width=16, dtype=torch.float32, **options):
     q = torch.randn(batch, heads, length, width, dtype=dtype)
     return {"q": q, "k": q, "v": q, **options}
+
+
+needs_kernels = pytest.mark.skipif(library.load() is not None, reason="the native kernels are not built")
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """Without the native kernels, as where there is no compiler."""
+    monkeypatch.setattr(library, "load", lambda: "there are none")
+
+
+def with_few_queries(queries, requires_grad=False, **options):
+    """A problem with fewer queries than keys."""
+    full = problem(**options)
+    return full | {"q": full["q"][:, :, :queries].clone().requires_grad_(requires_grad)}
+
+
+CASES_WITH_KERNELS = {
+    "full": (problem(), "native", HIDDEN_KEYS),
+    "causal": (problem(mask=hw.causal()), "native", HIDDEN_KEYS),
+    "window, wide": (problem(mask=hw.window(64), width=192), "native", HIDDEN_KEYS),
+    "wide": (problem(width=192), "fused", "for more than 128 features in float32"),
+    "wide, bfloat16": (problem(width=192, dtype=torch.bfloat16), "native", HIDDEN_KEYS),
+    "few queries": (with_few_queries(64), "fused", "for 9 rows to 127 queries"),
+    "a step of decoding": (with_few_queries(1), "native", HIDDEN_KEYS),
+    "a step with a gradient": (with_few_queries(1, True), "fused", "for 9 rows to 127 queries"),
+    "few queries, bfloat16, training": (
+        with_few_queries(64, True, dtype=torch.bfloat16),
+        "native",
+        HIDDEN_KEYS,
+    ),
+    "softcap": (with_few_queries(64, softcap=3.0), "native", "torch's kernel cannot"),
+    "float64": (problem(dtype=torch.float64), "fused", FULL),
+    "weights": (problem(return_weights=True), "fused", "the matrix is asked for"),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", CASES_WITH_KERNELS)
+def test_the_choice_with_native_kernels(case):
+    options, backend, because = CASES_WITH_KERNELS[case]
+    choice = hw.explain(**options)
+    assert choice.backend == backend
+    assert choice.because.startswith(because)
+
+
+@needs_kernels
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_and_subclasses_get_torchs_kernel():
+    class Subclass(torch.Tensor):
+        pass
+
+    q = problem()["q"]
+    torch.testing.assert_close(torch.func.vmap(lambda x: hw.attend(x, x, x))(q[None])[0], hw.attend(q, q, q))
+    special = q.as_subclass(Subclass)
+    assert hw.explain(special, special, special).backend == "fused"
+
+
+def test_tensors_without_values_have_sizes():
+    with FakeTensorMode():
+        q = problem()["q"]
+        assert hw.attend(q, q, q, mask=hw.window(64)).shape == q.shape
+
+
+@needs_kernels
+def test_an_exported_program_needs_torch_alone():
+    class Attention(torch.nn.Module):
+        def forward(self, q):
+            return hw.attend(q, q, q, mask=hw.causal())
+
+    program = torch.export.export(Attention(), (problem()["q"],))
+    assert "headwise" not in str(program.graph)
 
 
 CASES = {
@@ -44,7 +119,7 @@ CASES = {
         FULL,
     ),
     "dropout": (problem(dropout=0.1), "blockwise", "it is expected to take 1/"),
-    "softcap": (problem(softcap=3.0), "blockwise", "the kernels cannot"),
+    "softcap": (problem(softcap=3.0), "blockwise", "torch's kernel cannot"),
     "weights": (
         problem(mask=hw.window(64), return_weights=True),
         "fused",
@@ -55,7 +130,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_choice_and_its_reason(case):
+def test_the_choice_and_its_reason_without_native_kernels(case, without_kernels):
     options, backend, because = CASES[case]
     choice = hw.explain(**options)
     assert choice.backend == backend
@@ -72,15 +147,16 @@ def test_fused_is_chosen_on_other_devices():
     )
 
 
-def test_a_choice_prints_the_costs_compared():
+def test_a_choice_prints_the_costs_compared(without_kernels):
     assert str(hw.explain(**problem(mask=hw.window(64)))) == (
+        "native     there are none\n"
         "fused      8,388,608 scores, at a cost of 8,388,608\n"
         "blockwise  1,507,328 scores, at a cost of 3,067,085\n"
         "blockwise: it is expected to take 1/2.7 of the kernel's time"
     )
 
 
-def test_attend_uses_the_explained_backend_and_plans_once(monkeypatch):
+def test_attend_uses_the_explained_backend_and_plans_once(monkeypatch, without_kernels):
     plans = []
     plan_of = block_plan.plan_of
     monkeypatch.setattr(blockwise, "plan_of", lambda *args: plans.append(args) or plan_of(*args))
@@ -93,7 +169,9 @@ def test_attend_uses_the_explained_backend_and_plans_once(monkeypatch):
 
 def test_explain_refuses_what_attend_refuses():
     talking = (torch.eye(8), torch.eye(8))
-    with pytest.raises(hw.InputError, match="backend: expected one that can do this, got fused: .*; blockwise: "):
+    with pytest.raises(
+        hw.InputError, match="backend: expected one that can do this, got native: .*; fused: .*; blockwise: "
+    ):
         hw.explain(**problem(talking_heads=talking))
     with pytest.raises(hw.InputError, match="scale: expected a finite number, got inf"):
         hw.explain(**problem(scale=float("inf")))

@@ -1,22 +1,26 @@
-"""Choice of the fastest backend for an attention problem, by costs that were measured, and its explanation.
+"""Choice of the fastest backend for an attention problem, by rules that were measured, and its explanation.
 
-The unit of cost is the time in which torch's fused kernel computes one score. On a CPU the kernel computes every score,
-or the share `CAUSAL_FLAG_SHARE` under its causal flag. Where torch keeps the whole matrix, a score costs
-`FULL_MATRIX_COST`. Blockwise attention computes only the blocks that the mask leaves, at `FLOAT32_SCORE_COST` or
-`BFLOAT16_SCORE_COST` for a score, plus an overhead for each block. The figures were measured on two cores with AVX-512
-(docs/lab-notes.md). In most cases they decide as follows: a mask that hides much goes to `blockwise`, and so does
-bfloat16 where scores can be in bfloat16; full attention in float32 goes to `fused`. On other devices than a CPU, and
-while compiling, `fused` is chosen wherever it can: nothing has been measured there yet.
+On a CPU the native kernels are chosen wherever they can compute the problem, with the exceptions of
+`backends/native/speed.py`. Without them, the costs of torch's fused kernel and of blockwise attention are compared. The
+unit of cost is the time in which torch's kernel computes one score. On a CPU this kernel computes every score, or the
+share `CAUSAL_FLAG_SHARE` under its causal flag. Where torch keeps the whole matrix, a score costs `FULL_MATRIX_COST`.
+Blockwise attention computes only the blocks that the mask leaves, at `FLOAT32_SCORE_COST` or `BFLOAT16_SCORE_COST` for a
+score, plus an overhead for each block. All figures were measured on two cores with AVX-512 (docs/lab-notes.md). On other
+devices than a CPU, `fused` is chosen wherever it can: nothing has been measured there yet.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from headwise.attention.backends import fused
 from headwise.attention.backends.blockwise import backend as blockwise
 from headwise.attention.backends.blockwise import scores_bf16, scores_fp32
 from headwise.attention.backends.blockwise.plan import BlockwisePlan, cost_of, score_count
+from headwise.attention.backends.native import backend as native
+from headwise.attention.backends.native.speed import why_slower
 from headwise.attention.problem import Answer, Backend, Problem
 from headwise.errors import InputError
 
@@ -28,6 +32,9 @@ FULL_MATRIX_COST = 1.8
 
 FLOAT32_SCORE_COST, BFLOAT16_SCORE_COST = 1.2, 0.8
 """Cost of a score in blockwise attention, with scores in float32 and in bfloat16."""
+
+MATRIX = "the matrix is asked for, which every backend makes alike"
+"""Reason for calls with `return_weights`."""
 
 SMALLEST_PLANNED = 2**20
 """Number of scores below which no plan of blocks is made."""
@@ -80,32 +87,70 @@ class Choice(NamedTuple):
 
 
 def choose_fastest(problem: Problem) -> Choice:
-    """Return the `Choice` between the backends `fused` and `blockwise`. If only one can compute the problem, it is
-    chosen. If both can, the one with the lower expected cost is chosen. Where `_why_unplanned` returns a reason, as on
-    a GPU or for few scores, `fused` is chosen without comparing costs. Raises `InputError` if neither can compute it.
+    """Return the `Choice` between the backends `native`, `fused` and `blockwise`. On a CPU it is `native` wherever this
+    can compute the problem, unless `fused` can, too, and `_why_not_native` returns a reason to prefer it. If only one
+    of the other two can compute the problem, it is chosen. If both can, it is the one with the lower expected cost, or
+    `fused` where `_why_unplanned` returns a reason not to compare costs, as on a GPU or for few scores. Raises
+    `InputError` if none can compute it.
 
     Raises:
-        InputError: neither backend can do the problem; the message contains both reasons.
+        InputError: no backend can do the problem; the message contains all reasons.
     """
-    reasons = {backend.name: backend.why_not(problem) for backend in (fused, blockwise)}
+    reasons = {backend.name: backend.why_not(problem) for backend in (native, fused, blockwise)}
     if None not in reasons.values():
         raise _refusal(reasons)
-    kernel, blocks = (Candidate(name, reason) for name, reason in reasons.items())
-    if kernel.reason is not None:
-        return Choice("blockwise", "the kernels cannot", (kernel, blocks), blockwise.run)
+    kernels, torch_kernel, blocks = (Candidate(name, reason) for name, reason in reasons.items())
+    candidates = (kernels, torch_kernel, blocks)
+    if kernels.reason is None:
+        why_fused = "torch's kernel cannot" if torch_kernel.reason is not None else _why_not_native(problem)
+        if torch_kernel.reason is not None or why_fused is None:
+            because = why_fused or "its kernels leave out hidden keys, and are as fast as torch's where none is hidden"
+            return Choice("native", because, candidates, native.run)
+        return Choice("fused", why_fused, candidates, fused.run)
+    if torch_kernel.reason is not None:
+        return Choice("blockwise", "torch's kernel cannot", candidates, blockwise.run)
     unplanned = blocks.reason or _why_unplanned(problem)
     if unplanned is not None:
-        return Choice("fused", unplanned, (kernel, blocks), fused.run)
+        return Choice("fused", unplanned, candidates, fused.run)
+    return _choose_by_cost(problem, candidates)
+
+
+def _choose_by_cost(problem: Problem, candidates: tuple[Candidate, Candidate, Candidate]) -> Choice:
+    """Return the `Choice` between `fused` and `blockwise` by their expected costs."""
+    kernels, torch_kernel, blocks = candidates
     plan = blockwise.plan_blocks(problem)
     kernel_cost, blocks_cost = _fused_cost(problem), _blockwise_cost(problem, plan)
-    kernel = kernel._replace(scores=_fused_scores(problem), cost=kernel_cost)
+    torch_kernel = torch_kernel._replace(scores=_fused_scores(problem), cost=kernel_cost)
     blocks = blocks._replace(scores=score_count(plan), cost=blocks_cost)
-    candidates = (kernel, blocks)
+    candidates = (kernels, torch_kernel, blocks)
     if blocks_cost < kernel_cost:
         because = f"it is expected to take 1/{kernel_cost / max(blocks_cost, 1.0):.2g} of the kernel's time"
         return Choice("blockwise", because, candidates, partial(blockwise.run, plan=plan))
     because = f"blocks are expected to take {blocks_cost / kernel_cost:.2g} times as long"
     return Choice("fused", because, candidates, fused.run)
+
+
+def _why_not_native(problem: Problem) -> str | None:
+    """Return the reason to choose torch's fused kernel, although the native kernels can compute the problem, in one
+    sentence; None if there is none.
+    """
+    if problem.return_weights:
+        return MATRIX
+    if torch.compiler.is_exporting() or torch._C._is_tracing():
+        return "an exported program that calls torch's kernel runs without headwise"
+    if not all(_is_plain(tensor) for tensor in (problem.q, problem.k, problem.v)):
+        return "torch's kernel knows all kinds of tensors, and the native kernels plain ones alone"
+    return why_slower(problem, hides_nothing=problem.mask is None or fused.uses_is_causal(problem))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor that is of no subclass and not inside a transform such as `torch.func.vmap`. The compiler
+    has both replaced before it sees a call.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    is_transformed = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not is_transformed
 
 
 def choose_named(backend: Backend, problem: Problem) -> Choice:
@@ -153,7 +198,7 @@ def _why_unplanned(problem: Problem) -> str | None:
     if problem.q.device.type != "cpu":
         return f"nothing has been measured on {problem.q.device.type}"
     if problem.return_weights:
-        return "the matrix is asked for, which every backend makes alike"
+        return MATRIX
     if _all_scores(problem) < SMALLEST_PLANNED:
         return f"fewer than {SMALLEST_PLANNED:,} scores are not worth a plan"
     hides_nothing = problem.mask is None or fused.uses_is_causal(problem)

@@ -20,8 +20,8 @@ from headwise.statistics.tally import Tally
 
 
 class WholeCall(NamedTuple):
-    """What an observer does with row blocks, if it needs no weights of single rows. The native kernels may then do the
-    same for the whole call at once.
+    """Effect of an observer that needs no weights of single rows. The native kernels may then have the same effect for
+    the whole call at once, without row blocks.
 
     Attributes:
         tally: the sums to which the observer adds each row block.

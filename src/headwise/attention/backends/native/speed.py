@@ -1,0 +1,47 @@
+"""When torch's fused kernel is as fast as the native kernels: a rule that was measured (docs/lab-notes.md).
+
+In the measurements the native kernels took at most the time of torch's on every instruction set, with the exceptions
+below. Two parts of a call decide: a block of the native kernels has 64 rows of queries, so that few queries fill it
+badly, except for the few rows of a decoding step, which have kernels of their own; and the tiles of wide heads in float32
+leave the first-level cache.
+"""
+
+import torch
+
+from headwise.attention.problem import Problem
+
+MOST_STEP_ROWS = 8
+"""Most rows (queries, times query heads for each key/value head) of a decoding step, without a gradient."""
+
+FEWEST_QUERIES = 128
+"""Number of queries from which the native kernels are as fast as torch's or faster."""
+
+FEWEST_QUERIES_IN_BFLOAT16_TRAINING = 32
+"""The same with gradients in bfloat16, where torch's backward pass is slow."""
+
+WIDEST_FLOAT32_HEAD = 128
+"""Most features of a head in float32, if the mask hides nothing that torch's kernel would compute."""
+
+
+def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
+    """Return the reason to expect that torch's fused kernel computes a problem faster than the native kernels, in one
+    sentence; None if it does not.
+
+    Args:
+        problem: the attention call, which both can compute.
+        hides_nothing: True if torch's kernel computes no score that the mask hides.
+    """
+    grid, dtype = problem.grid, problem.q.dtype
+    tensors = (problem.q, problem.k, problem.v)
+    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    rows = grid.queries * grid.heads // max(problem.k.shape[1], 1)
+    if rows <= MOST_STEP_ROWS and not needs_gradient:
+        return None
+    in_bfloat16_training = needs_gradient and dtype == torch.bfloat16
+    fewest = FEWEST_QUERIES_IN_BFLOAT16_TRAINING if in_bfloat16_training else FEWEST_QUERIES
+    if grid.queries < fewest:
+        return f"for {MOST_STEP_ROWS + 1} rows to {fewest - 1} queries, torch's kernel is faster than the native ones"
+    width = max(problem.q.shape[-1], problem.v.shape[-1])
+    if hides_nothing and dtype == torch.float32 and width > WIDEST_FLOAT32_HEAD:
+        return f"for more than {WIDEST_FLOAT32_HEAD} features in float32, torch's kernel is faster than the native ones"
+    return None
