@@ -136,21 +136,12 @@ def _why_not_native(problem: Problem) -> str | None:
     """
     if problem.return_weights:
         return MATRIX
-    if torch.compiler.is_exporting() or torch._C._is_tracing():
+    if torch.compiler.is_exporting():
         return "an exported program that calls torch's kernel runs without headwise"
-    if not all(_is_plain(tensor) for tensor in (problem.q, problem.k, problem.v)):
-        return "torch's kernel knows all kinds of tensors, and the native kernels plain ones alone"
+    plain = (torch.Tensor, torch.nn.Parameter)
+    if not torch.compiler.is_compiling() and any(type(each) not in plain for each in (problem.q, problem.k, problem.v)):
+        return "torch's kernel knows subclasses of tensors, and the native kernels do not"
     return why_slower(problem, hides_nothing=problem.mask is None or fused.uses_is_causal(problem))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor that is of no subclass and not inside a transform such as `torch.func.vmap`. The compiler
-    has both replaced before it sees a call.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    is_transformed = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not is_transformed
 
 
 def choose_named(backend: Backend, problem: Problem) -> Choice:
