@@ -4,9 +4,9 @@ On a CPU the native kernels are chosen wherever they can compute the problem, wi
 `backends/native/speed.py`. Without them, the costs of torch's fused kernel and of blockwise attention are compared. The
 unit of cost is the time in which torch's kernel computes one score. On a CPU this kernel computes every score, or the
 share `CAUSAL_FLAG_SHARE` under its causal flag. Where torch keeps the whole matrix, a score costs `FULL_MATRIX_COST`.
-Blockwise attention computes only the blocks that the mask leaves, at `FLOAT32_SCORE_COST` or `BFLOAT16_SCORE_COST` for a
-score, plus an overhead for each block. All figures were measured on two cores with AVX-512 (docs/lab-notes.md). On other
-devices than a CPU, `fused` is chosen wherever it can: nothing has been measured there yet.
+Blockwise attention computes only the blocks that the mask leaves, at `FLOAT32_SCORE_COST` or `BFLOAT16_SCORE_COST` for
+a score, plus an overhead for each block. All figures were measured on two cores with AVX-512 (docs/lab-notes.md). On
+other devices than a CPU, `fused` is chosen wherever it can: nothing has been measured there yet.
 """
 
 from collections.abc import Callable

@@ -160,7 +160,7 @@ class CallHandlers(NamedTuple):
 
     @property
     def _whole_call(self) -> WholeCall | None:
-        """Effect of the call's only observation on row blocks, if it needs no weights of single rows; otherwise None."""
+        """Effect of the call's only observation, if it needs no weights of single rows; otherwise None."""
         return self.observations[0].whole_call if len(self.observations) == 1 else None
 
     def _observe(self, row_block: RowBlock) -> None:
