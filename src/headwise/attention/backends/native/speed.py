@@ -1,8 +1,8 @@
 """When torch's fused kernel is as fast as the native kernels: a rule that was measured (docs/lab-notes.md).
 
-In the measurements the native kernels took at most the time of torch's on every instruction set, with two exceptions. A
-block of the native kernels has 64 rows, which few queries do not fill; only the few rows of a decoding step have kernels
-of their own. And the tiles of wide heads in float32 do not fit into the first-level cache.
+In the measurements the native kernels took at most the time of torch's on every instruction set, with two exceptions.
+A block of the native kernels has 64 rows, which few queries do not fill; only the few rows of a decoding step have
+kernels of their own. And the tiles of wide heads in float32 do not fit into the first-level cache.
 """
 
 import torch
