@@ -108,11 +108,12 @@ def combinations(size: int) -> dict[str, int]:
 
 
 FUSED_COSTS = f"""\
-## How the faster backend is predicted
+## How the fastest backend is predicted
 
-With `backend=None`, the default, headwise uses the faster of the backends `fused` and `blockwise`. It predicts the
-cost of both. The unit of cost is the time for one attention score of torch's fused kernel at head_dim 64. The costs
-were measured on two CPU cores with AVX-512:
+With `backend=None`, the default, headwise uses `native` on a CPU wherever it can compute the call; docs/backends.md
+lists the exceptions, in which `fused` runs. Where `native` cannot, headwise uses the faster one of `fused` and
+`blockwise`. It predicts the cost of both. The unit of cost is the time for one attention score of torch's fused kernel
+at head_dim 64. The costs were measured on two CPU cores with AVX-512:
 
 | `fused` | predicted cost |
 | --- | --- |
@@ -132,7 +133,7 @@ The `blockwise` backend computes attention scores in bfloat16 only if three cond
 The scale is one positive number for all heads. The call uses no softcap, bias, sinks or dropout, and does not return
 the log-sum-exp. In all other cases the scores are float32, or float64 if the queries are float64.
 
-If both `fused` and `blockwise` can compute an attention call, headwise uses `fused` without predicting costs in five
+If `native` cannot compute an attention call, and both `fused` and `blockwise` can, headwise uses `fused` without predicting costs in five
 cases: (1) the call has fewer than {backend_choice.SMALLEST_PLANNED:,} attention scores;
 (2) the mask is stored as a matrix for each sequence or head; (3) the call returns the attention weights; (4) the mask
 is plain causal or hides nothing, `blockwise` would not compute the scores in bfloat16, and the call has neither dropout

@@ -84,8 +84,8 @@ def attend(
         return_lse: also return the log-sum-exp of each row's scores, `(batch, heads, queries)`, in nats, in float32 at
             least. It is differentiable.
         return_weights: also return the weights `(batch, heads, queries, keys)`, which takes memory for the matrix.
-        backend: "fused", "blockwise", "reference", or `Blockwise(rows=128)`. By default the faster one of "fused" and
-            "blockwise" is chosen; `explain` returns the choice. A backend that you name is never replaced by another.
+        backend: "native", "fused", "blockwise", "reference", or `Blockwise(rows=128)`. By default the fastest one of
+            the first three is chosen; `explain` returns the choice. A backend that you name is never replaced.
 
     Returns:
         The output `(batch, heads, queries, value_dim)`. With `return_lse` or `return_weights`, a tuple of the output,
@@ -165,7 +165,8 @@ def explain(
     """Return a `Choice`: the name of the backend that `attend(q, k, v, **options)` would use, and the reason. `print`
     shows a `Choice` as readable text. No attention is computed.
 
-    Costs are in scores: the unit is the time in which torch's fused kernel computes one score.
+    Where "fused" and "blockwise" are compared, costs are in scores: the unit is the time in which torch's fused kernel
+    computes one score.
 
     Args:
         q: queries, as in `attend`.
@@ -182,9 +183,10 @@ def explain(
 
     Example:
         >>> print(hw.explain(q, k, v, mask=hw.window(64)))  # q, k, v of 8 heads, 1,024 tokens, head_dim 16
-        fused      8,388,608 scores, at a cost of 8,388,608
-        blockwise  1,507,328 scores, at a cost of 3,067,085
-        blockwise: it is expected to take 1/2.7 of the kernel's time
+        native     can
+        fused      can
+        blockwise  can
+        native: its kernels leave out hidden keys, and are as fast as torch's where none is hidden
     """
     return _choice(Problem.checked(*_cast(q, k, v), **options), backend)
 
