@@ -24,7 +24,7 @@ MIN = torch.finfo(torch.float32).min
 @pytest.fixture(autouse=True)
 def _always_faster(monkeypatch):
     """Let the kernels count as faster for small inputs, too."""
-    monkeypatch.setattr(accelerated_sdpa, "_why_slower", lambda problem: None)
+    monkeypatch.setattr(accelerated_sdpa, "_why_slower", lambda problem, hides_nothing: None)
     monkeypatch.setattr(accelerated_sdpa, "_reasons", {})
 
 
@@ -282,6 +282,12 @@ def test_few_queries_stay_with_torch(dtype, smallest, monkeypatch):
         with hw.accelerate(model) as acceleration:
             model()
         assert acceleration.modules[0].accelerated == int(queries == smallest)
+
+
+def test_wide_heads_in_float32_stay_with_torch(monkeypatch):
+    monkeypatch.undo()  # the rule itself
+    q = torch.randn(1, 1, 512, 192)
+    assert reason_of(Calls(q, q, q)).startswith("for more than 128 features in float32")
 
 
 def test_an_error_of_torch_is_its_own():

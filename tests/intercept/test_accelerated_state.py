@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(library.why_not_loaded() is not None, reason=str
 @pytest.fixture(autouse=True)
 def _always_faster(monkeypatch):
     """Let the kernels count as faster for small inputs, too."""
-    monkeypatch.setattr(accelerated_sdpa, "_why_slower", lambda problem: None)
+    monkeypatch.setattr(accelerated_sdpa, "_why_slower", lambda problem, hides_nothing: None)
     monkeypatch.setattr(accelerated_sdpa, "_reasons", {})
 
 

@@ -17,6 +17,7 @@ from torch.nn.attention.bias import CausalBias
 
 from headwise.attention.autocast import AUTOCAST_DTYPES, autocast_dtype
 from headwise.attention.backends.native import backend as native
+from headwise.attention.backends.native.speed import why_slower
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal
 from headwise.attention.problem import DTYPES, Problem
@@ -174,7 +175,7 @@ def _examine(call: SDPACall) -> str | None:
         return SCALE
     is_square = call.query.shape[-2] == call.key.shape[-2]
     problem = _problem_of(call, causal() if call.is_causal and is_square else None)
-    return native.why_not(problem) or _why_not_options(call) or _why_slower(problem)
+    return native.why_not(problem) or _why_not_options(call) or _why_slower(problem, call.attn_mask is None)
 
 
 def _has_usual_sizes(call: SDPACall) -> bool:
@@ -225,9 +226,11 @@ SmolLM2 on a processor with AMX (docs/lab-notes.md).
 """
 
 
-def _why_slower(problem: Problem) -> str | None:
-    """Return the reason that torch is expected to be as fast as the native kernels; None if it is not."""
+def _why_slower(problem: Problem, hides_nothing: bool) -> str | None:
+    """Return the reason that torch is expected to be as fast as the native kernels; None if it is not. `hides_nothing`
+    is False for calls with a mask, of which torch computes every score.
+    """
     smallest = SMALLEST_QUERIES[problem.q.dtype]
     if problem.grid.queries < smallest:
         return f"torch is as fast for fewer than {smallest:,} queries in {problem.q.dtype}"
-    return None
+    return why_slower(problem, hides_nothing)
