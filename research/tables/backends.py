@@ -133,8 +133,8 @@ The `blockwise` backend computes attention scores in bfloat16 only if three cond
 The scale is one positive number for all heads. The call uses no softcap, bias, sinks or dropout, and does not return
 the log-sum-exp. In all other cases the scores are float32, or float64 if the queries are float64.
 
-If `native` cannot compute an attention call, and both `fused` and `blockwise` can, headwise uses `fused` without predicting costs in five
-cases: (1) the call has fewer than {backend_choice.SMALLEST_PLANNED:,} attention scores;
+If `native` cannot compute an attention call, and both `fused` and `blockwise` can, headwise uses `fused` without
+predicting costs in five cases: (1) the call has fewer than {backend_choice.SMALLEST_PLANNED:,} attention scores;
 (2) the mask is stored as a matrix for each sequence or head; (3) the call returns the attention weights; (4) the mask
 is plain causal or hides nothing, `blockwise` would not compute the scores in bfloat16, and the call has neither dropout
 nor a bias that requires gradients; (5) the device is not a CPU. No costs have been measured on

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from headwise.attention.backends.blockwise import tiles
+from headwise.attention.backends.native import library
 from headwise.attention.backends.native.library import why_not_loaded
 from headwise.attention.masks.grid import Grid
 from oracles import PlainResult, distance, plain_attention, plain_errors
@@ -431,7 +432,8 @@ def test_the_reference_is_never_chosen_by_default():
     torch.testing.assert_close(hw.attend(q, q, q, talking_heads=mixing, backend="reference"), hw.attend(q, q, q))
 
 
-def test_problems_that_the_kernels_cannot_compute_use_blocks():
+def test_problems_that_torchs_kernel_cannot_compute_use_blocks_without_native_kernels(monkeypatch):
+    monkeypatch.setattr(library, "load", lambda: "there are none")
     q, bias = torch.randn(2, 3, 5, 7), torch.zeros(5, 5, requires_grad=True)
     for options in ({"softcap": 3.0}, {"bias": bias, "return_lse": True}):
         assert hw.why_not("fused", q, q, q, **options) is not None

@@ -47,8 +47,8 @@ def why_not(problem: Problem, context: CallContext) -> str | None:
 
 def attend_tallied(problem: Problem, context: CallContext, tally: Tally) -> Answer | None:
     """Compute one attention call with the native kernels, add the statistics of its weights to `tally`, and return its
-    answer. If a row is not finite, return None, and leave the tally unchanged: one bad value would spread to rows that
-    do not attend to it.
+    answer. If a row or its projection is not finite, return None, and leave the tally unchanged: one bad value would
+    spread to rows that do not attend to it.
 
     Args:
         problem: the attention call; `why_not` must have returned None for it.
@@ -63,7 +63,8 @@ def attend_tallied(problem: Problem, context: CallContext, tally: Tally) -> Answ
         if inputs.has_position is not None and bool((seen_by * ~inputs.has_position[:, None]).any()):
             return None
         values = dict(zip(ROWS, rows.unbind(0), strict=True))
-        if not bool((values["entropy"] + values["output_norm"]).sum().isfinite()):
+        indicators = ("entropy", "output_norm") if gram is None else ("entropy", "output_norm", "written_norm")
+        if not all(bool(values[name].sum().isfinite()) for name in indicators):
             return None
         tally.merge(_tally(values, received, seen_by, context, inputs, tally))
     return Answer(out, lse if problem.return_lse else None, None)

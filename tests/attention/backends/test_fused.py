@@ -65,9 +65,9 @@ def test_no_mask_tensor_is_made_for_square_causal_masks_and_masks_that_hide_noth
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     q = torch.randn(2, 3, 5, 8)
-    hw.attend(q, q, q, mask=hw.causal())
-    hw.attend(q[:, :, :1], q, q, mask=hw.causal() & hw.window(5))
-    hw.attend(q, q, q, mask=hw.padding([5, 5]))
+    hw.attend(q, q, q, mask=hw.causal(), backend="fused")
+    hw.attend(q[:, :, :1], q, q, mask=hw.causal() & hw.window(5), backend="fused")
+    hw.attend(q, q, q, mask=hw.padding([5, 5]), backend="fused")
     assert seen == [(None, True), (None, False), (None, False)]
 
 
@@ -117,7 +117,8 @@ def test_one_query_row_reads_the_keys_of_a_group_once(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     k = torch.randn(2, 3, 7, 8)
     for dtype, rows in ((torch.float32, 2), (torch.bfloat16, 2)):
-        hw.attend(torch.randn(2, 6, 1, 8).to(dtype), k.to(dtype), k.to(dtype), mask=hw.causal())
+        q = torch.randn(2, 6, 1, 8).to(dtype)
+        hw.attend(q, k.to(dtype), k.to(dtype), mask=hw.causal(), backend="fused")
         assert seen.pop() == ((2, 3, rows, 8), False)
-    hw.attend(torch.randn(2, 3, 1, 8).bfloat16(), k.bfloat16(), k.bfloat16())
+    hw.attend(torch.randn(2, 3, 1, 8).bfloat16(), k.bfloat16(), k.bfloat16(), backend="fused")
     assert seen.pop() == ((2, 3, 2, 8), False)  # the row twice, so that products are of matrices

@@ -30,17 +30,17 @@ def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
         problem: the attention call, which both can compute.
         hides_nothing: True if torch's kernel computes no score that the mask hides.
     """
-    grid, dtype = problem.grid, problem.q.dtype
-    tensors = (problem.q, problem.k, problem.v)
-    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    rows = grid.queries * grid.heads // max(problem.k.shape[1], 1)
+    width = max(problem.q.shape[-1], problem.v.shape[-1])
+    is_wide = hides_nothing and problem.q.dtype == torch.float32 and width > WIDEST_FLOAT32_HEAD
+    wide = f"for more than {WIDEST_FLOAT32_HEAD} features in float32, torch's kernel is faster than the native ones"
+    if torch.compiler.is_compiling():  # one graph serves all lengths
+        return wide if is_wide else None
+    needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (problem.q, problem.k, problem.v))
+    rows = problem.grid.queries * problem.grid.heads // max(problem.k.shape[1], 1)
     if rows <= MOST_STEP_ROWS and not needs_gradient:
         return None
-    in_bfloat16_training = needs_gradient and dtype == torch.bfloat16
+    in_bfloat16_training = needs_gradient and problem.q.dtype == torch.bfloat16
     fewest = FEWEST_QUERIES_IN_BFLOAT16_TRAINING if in_bfloat16_training else FEWEST_QUERIES
-    if grid.queries < fewest:
+    if problem.grid.queries < fewest:
         return f"for {MOST_STEP_ROWS + 1} rows to {fewest - 1} queries, torch's kernel is faster than the native ones"
-    width = max(problem.q.shape[-1], problem.v.shape[-1])
-    if hides_nothing and dtype == torch.float32 and width > WIDEST_FLOAT32_HEAD:
-        return f"for more than {WIDEST_FLOAT32_HEAD} features in float32, torch's kernel is faster than the native ones"
-    return None
+    return wide if is_wide else None
