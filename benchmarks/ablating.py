@@ -12,7 +12,7 @@ as one would without a library:
 Each round removes one head of every third layer, starting at layer 1, and another head in each round. The mean depth of
 these heads equals that of all heads. The time for all heads is extrapolated from the mean time of the timed heads; that
 of `ablate` includes its first run, which finds the attention modules. The losses of all three must agree to 4e-5 nats.
-There are at most 3 rounds. A quick run has one round of 4 sequences.
+The number of rounds is `--long-rounds`. A quick run has one round of 4 sequences.
 
     python -m benchmarks.ablating [--quick] [--rounds N]
 """
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 import headwise as hw
 from benchmarks.command_line import arguments
 from benchmarks.measure import Ratio, Row, report, show
-from benchmarks.peers import FEW_ROUNDS
 from benchmarks.regime import Regime
 from benchmarks.watched_model import TINY, repeated, sections, words
 from headwise.data.models import load
@@ -182,7 +181,7 @@ def main(command_line: Sequence[str] | None = None) -> dict:
         layers = range(1, model.config.num_hidden_layers, STEP)
         number_of_heads = model.config.num_hidden_layers * regime.heads
         seconds_by_method: dict[str, list[float]] = {name: [] for name in METHODS}
-        for round_number in range(1 if options.quick else min(options.rounds, FEW_ROUNDS)):
+        for round_number in range(1 if options.quick else options.long_rounds):
             heads = [(layer, (round_number + layer) % regime.heads) for layer in layers]
             losses_by_method = {}
             for name in (list(METHODS), list(METHODS)[::-1])[round_number % 2]:

@@ -1,8 +1,9 @@
-"""Run every benchmark in its own process, one after the other, and save the results of a full run.
+"""Run every benchmark, or the named ones, each in its own process, one after the other, and save their results.
 
-    python -m benchmarks.all [--quick] [--rounds N] [--tiny] [--peers torch]
+    python -m benchmarks.all [script ...] [--quick] [--rounds N] [--tiny] [--peers fast]
 
-A full run saves the results of each script in `benchmarks/results/`, from which `benchmarks.report` writes the report.
+The results of each script are saved in `benchmarks/results/`, from which `benchmarks.report` writes the report. Those
+of `--quick`, `--tiny`, `--only` and `--peers torch` are not saved.
 The GPU benchmark runs only on a machine with a GPU; otherwise its saved results remain. The last line is JSON: for each
 target its bound, the worst median ratio, and true if every regime reaches the bound.
 """
@@ -15,12 +16,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.command_line import arguments, require
+from benchmarks.command_line import checked_options, option_parser, require
 from benchmarks.targets import HEADERS, rows_by_target, table
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-SCRIPTS = ("layer", "windows", "padding", "grouped", "decoding", "memory", "watching", "ablating")
+SCRIPTS = (
+    *("attention", "layer", "windows", "padding", "grouped", "decoding", "memory", "layer_memory"),
+    *("watching", "accelerating", "ablating"),
+)
 
 
 def run(script: str, command_line: Sequence[str]) -> dict | None:
@@ -43,16 +47,21 @@ def run(script: str, command_line: Sequence[str]) -> dict | None:
 
 def main(command_line: Sequence[str] | None = None) -> None:
     """Run all scripts, and print the table of targets and a line of JSON; exit with status 1 if a script failed."""
-    command_line = sys.argv[1:] if command_line is None else command_line
-    options = arguments(__doc__, command_line)
+    parser = option_parser(__doc__)
+    available = (*SCRIPTS, *(["gpu"] if torch.cuda.is_available() else []))
+    parser.add_argument("scripts", nargs="*", help=f"any of {', '.join(available)}; all by default")
+    chosen = parser.parse_args(command_line)
+    if unknown := sorted(set(chosen.scripts) - set(available)):
+        parser.error(f"scripts: expected any of {', '.join(available)}, got {', '.join(unknown)}")
+    options = checked_options(parser, chosen)
     require("tabulate")
     from tabulate import tabulate
 
-    save = not (options.quick or options.tiny or options.only or options.peers != "all")
+    save = not (options.quick or options.tiny or options.only or options.peers == "torch")
     all_results, failed = [], []
-    for script in (*SCRIPTS, *(["gpu"] if torch.cuda.is_available() else [])):
+    for script in chosen.scripts or available:
         print(f"\n== {script}", flush=True)
-        results = run(script, command_line)
+        results = run(script, options.command_line)
         if results is None:
             failed.append(script)
             continue

@@ -27,7 +27,7 @@ def main(command_line: Sequence[str] | None = None) -> dict:
     sizes = options.sizes(SIZES)[-1:] if options.quick else options.sizes(SIZES)
     for size, mask, dtype in product(sizes, ("full", "causal"), ("float32", "bfloat16")):
         for regime in both(Regime(*size, mask, dtype)):
-            comparison.add(regime, without=[FLEX], gemm_share=not regime.training)
+            comparison.add(regime, without=[FLEX], with_gemm_share=not regime.training)
     return report("layer", comparison.rows, options, comparison.left_out)
 
 

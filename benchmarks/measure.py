@@ -18,11 +18,14 @@ import torch
 
 from benchmarks.command_line import Options
 from benchmarks.regime import Regime
+from headwise.attention.backends.native import library
 
 LEAST = 0.02
 """Shortest sample in seconds. A faster call is repeated within the sample."""
 SHORT = 0.3
 """Duration in seconds below which a call is warmed up by one extra run before each sample."""
+GEMM = "GEMM rate"
+"""Name in `Row.against` of rows with the share of the machine's rate."""
 PEERS = ("torch", "transformers", "x-transformers", "jax", "equinox", "flax", "bertviz", "transformer-lens")
 SIDE = 1024
 """Side length of the square matrices whose product defines the machine's rate."""
@@ -140,8 +143,27 @@ class Row:
         return cls(**{**row, "regime": Regime(**row["regime"]), "ratio": Ratio(**row["ratio"])})
 
 
+def compared(regime: Regime, samples: dict[str, list[float]], ours: str, theirs: str, note: str = "") -> Row:
+    """Return the row for the seconds of the call named `theirs` divided by those of the call named `ours`."""
+    medians = statistics.median(samples[ours]), statistics.median(samples[theirs])
+    return Row(regime, theirs, Ratio.of(samples[theirs], samples[ours]), *medians, note)
+
+
+def gemm_share(regime: Regime, flops: int, samples: dict[str, list[float]], ours: str, note: str = "") -> Row:
+    """Return the row for the rate in FLOP/s of the call named `ours`, which has this number of operations, divided by
+    that of a large matrix product, named `GEMM`.
+    """
+    ratio = Ratio.of(
+        [flops * seconds for seconds in samples[GEMM]], [gemm_flops() * seconds for seconds in samples[ours]]
+    )
+    rates = flops / statistics.median(samples[ours]), gemm_flops() / statistics.median(samples[GEMM])
+    return Row(regime, GEMM, ratio, *rates, note)
+
+
 def machine() -> dict[str, object]:
-    """Return the CPU, its cores and capability, the number of threads, and the GPU of this machine."""
+    """Return the CPU, its cores and capability, the instruction set of headwise's native kernels or the reason why they
+    are not used, the number of threads, and the GPU of this machine.
+    """
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     return {
@@ -149,6 +171,7 @@ def machine() -> dict[str, object]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "native": library.why_not_loaded() or library.instruction_set(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
@@ -174,8 +197,10 @@ def report(benchmark: str, rows: Sequence[Row], options: Options, left_out: dict
         "benchmark": benchmark,
         "date": date.today().isoformat(),
         "rounds": options.rounds,
+        "long_rounds": options.long_rounds,
         "quick": options.quick,
         "only": options.only,
+        "peers": options.peers,
         "machine": machine(),
         "versions": versions(),
         "rows": [_rounded(asdict(row)) for row in rows],

@@ -1,69 +1,45 @@
-"""Peak extra memory of blockwise attention and of whole layers, forward with backward.
+"""Peak extra memory of attention alone, forward, and forward with backward.
 
-Regime: 8,192 tokens, 8 heads of 64, full, causal, and a window of 256; float32 and bfloat16. Each case runs twice in
-its own interpreter, which returns freed memory at once; the second run counts, because the first one also stores what
-is compiled for each shape. For `hw.attend(backend="blockwise")`, the extra memory is the peak minus the size of q, k,
-v, the output and the gradients of these four; the ratio is that extra memory over the size of these eight tensors. For
-whole layers, the ratio is the peak, minus input and weights, of the block around SDPA and of `nn.MultiheadAttention`,
-over that of headwise. Everything is first compared with the definition in float64.
+Regime: 8,192 tokens, 8 heads of 64, full, causal, and a window of 256; float32 and bfloat16. The extra memory of
+`hw.attend`, with the backend that it chooses, is the peak minus the size of its inputs (queries, keys, values, and in
+training the gradient of the output) and of its outputs (the output, and in training the gradients of queries, keys and
+values). The ratio is that extra memory divided by 64 MiB. It includes memory that the kernels keep for later calls:
+each case is the first call of this length, in its own interpreter, after a call with 256 tokens. Everything is first
+compared with the definition in float64.
 
     python -m benchmarks.memory [--quick] [--rounds N] [--only "causal float32"]
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from statistics import median
 
-from benchmarks.attention_only import BLOCKWISE, attention, check
+from benchmarks.attention_only import ATTEND, attention, check
 from benchmarks.command_line import Options, arguments
-from benchmarks.contestants import ours
 from benchmarks.measure import Ratio, Row, report, show
-from benchmarks.oracle import YARDSTICK
-from benchmarks.peak_memory import IS_SUPPORTED, UNSUPPORTED_REASON, measured, peak
-from benchmarks.peers import PEERS, TORCH_LAYER, Comparison, checked
-from benchmarks.regime import Regime
+from benchmarks.peak_memory import IS_SUPPORTED, PAGE, UNSUPPORTED_REASON, measured, peak
+from benchmarks.regime import Regime, both
+from benchmarks.watched_model import SHORT
 
-OURS = "ours"
-LAYERS = {OURS: ours, **{name: PEERS[name].build for name in (YARDSTICK, TORCH_LAYER)}}
-SIZES = "inputs and outputs"
-
-
-# -- in an interpreter of its own -------------------------------------------------------------------------------------
+LIMIT, LIMIT_BYTES = "64 MiB", 2**26
+MOST_ROUNDS = 3
+"""Peaks hardly vary between rounds."""
 
 
 def peak_in_this_process(name: str, regime: Regime) -> dict[str, int]:
-    """Run the named case in the current interpreter. Return its peak memory, the size of its results, and the size of
-    inputs and results together, in bytes; both sizes are 0 for a layer.
-    """
-    if name in LAYERS:
-        return {"peak": peak(LAYERS[name](regime, regime.data()).run), "results": 0, "sizes": 0}
-    run, inputs = attention(name, regime)
-    results = sum(tensor.nbytes for tensor in run())
-    return {"peak": peak(run), "results": results, "sizes": results + sum(tensor.nbytes for tensor in inputs)}
+    """Run attention in the current interpreter. Return its extra memory in bytes, at least one page."""
+    short, _ = attention(name, replace(regime, length=min(SHORT, regime.length)))
+    run, _ = attention(name, regime)
+    highest = peak(run, short)
+    return {"extra": max(highest - sum(tensor.nbytes for tensor in run()), PAGE)}
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
-
-
-def of_attention(regime: Regime, rounds: int) -> Row:
-    """Return the row for the extra memory of blockwise attention, divided by the size of its inputs and outputs."""
-    check(BLOCKWISE, regime)
-    measurements = [measured("memory", BLOCKWISE, regime) for _ in range(rounds)]
-    extra = [case["peak"] - case["results"] for case in measurements]
-    sizes = [case["sizes"] for case in measurements]
-    return Row(regime, SIZES, Ratio.of(extra, sizes), median(extra), median(sizes), "blockwise")
-
-
-def of_layers(regime: Regime, rounds: int, comparison: Comparison) -> list[Row]:
-    """Return one row for each peer's layer: its peak memory divided by that of headwise. Peers with wrong results are
-    listed as left out in `comparison`.
-    """
-    checked(regime)
-    correct = [name for name in LAYERS if name == OURS or comparison.sane(name, LAYERS[name], regime)]
-    peaks = {name: [measured("memory", name, regime)["peak"] for _ in range(rounds)] for name in correct}
-    medians = {name: median(samples) for name, samples in peaks.items()}
-    rows = [(name, Ratio.of(peaks[name], peaks[OURS])) for name in correct if name != OURS]
-    return [Row(regime, f"peak of {name}", ratio, medians[OURS], medians[name]) for name, ratio in rows]
+def row_of(regime: Regime, rounds: int) -> Row:
+    """Return the row for the extra memory of attention divided by its limit."""
+    check(ATTEND, regime)
+    extra = [measured("memory", ATTEND, regime)["extra"] for _ in range(rounds)]
+    return Row(regime, LIMIT, Ratio.of(extra, [LIMIT_BYTES] * rounds), median(extra), LIMIT_BYTES, "extra memory")
 
 
 def main(command_line: Sequence[str] | None = None) -> dict:
@@ -71,20 +47,14 @@ def main(command_line: Sequence[str] | None = None) -> dict:
     options: Options = arguments(__doc__, command_line)
     if not IS_SUPPORTED:
         raise SystemExit(f"memory: {UNSUPPORTED_REASON}")
-    comparison, rounds = Comparison(options), 1 if options.quick or options.tiny else min(options.rounds, 3)
+    rounds, rows = 1 if options.quick or options.tiny else min(options.rounds, MOST_ROUNDS), []
     length = 256 if options.tiny else 8192
-    regimes = product(("full", "causal", "window"), ("float32", "bfloat16"))
-    for mask, dtype in [("causal", "bfloat16")] if options.quick else regimes:
-        regime = Regime(1, length, 512, 8, mask, dtype, training=True)
-        if not options.wants(regime):
-            continue
-        rows = [of_attention(regime, rounds)]
-        if not options.quick:
-            rows += of_layers(regime, min(rounds, 2), comparison)
-        for row in rows:
-            show(row)
-        comparison.rows += rows
-    return report("memory", comparison.rows, options, comparison.left_out)
+    cases = product(("full", "causal", "window"), ("float32", "bfloat16"))
+    for mask, dtype in [("causal", "bfloat16")] if options.quick else cases:
+        for regime in filter(options.wants, both(Regime(1, length, 512, 8, mask, dtype))):
+            rows.append(row_of(regime, rounds))
+            show(rows[-1])
+    return report("memory", rows, options)
 
 
 if __name__ == "__main__":

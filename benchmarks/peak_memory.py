@@ -13,6 +13,8 @@ from benchmarks.regime import Regime
 
 IS_SUPPORTED = os.access("/proc/self/clear_refs", os.W_OK)
 """True if this system reports peak memory."""
+PAGE = 4096
+"""Smallest amount of memory that shows, in bytes."""
 UNSUPPORTED_REASON = "peak memory needs Linux's /proc/self/clear_refs, which does not exist"
 
 
@@ -34,7 +36,7 @@ def peak(run: Callable[[], object], first: Callable[[], object] | None = None) -
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status_bytes("VmRSS")
     run()
-    return max(status_bytes("VmHWM") - before, 4096)  # one page, the smallest amount that shows
+    return max(status_bytes("VmHWM") - before, PAGE)
 
 
 CHILD = """

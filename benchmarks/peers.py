@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from benchmarks import jax_peers, library_peers, oracle, torch_peers
 from benchmarks.command_line import Options
 from benchmarks.contestants import Contestant, LeftOutError, Peer, ours
-from benchmarks.measure import Call, Ratio, Row, gemm, gemm_flops, interleaved, show
+from benchmarks.measure import GEMM, Call, Ratio, Row, compared, gemm, gemm_share, interleaved, show
 from benchmarks.oracle import YARDSTICK, WrongError
 from benchmarks.regime import Data, Regime
 
@@ -15,7 +15,6 @@ TORCH_LAYER = "nn.MultiheadAttention"
 LLAMA = "LlamaAttention"
 FLEX = "FlexAttention block"
 FASTEST = "fastest peer"
-GEMM = "GEMM rate"
 
 PEERS = {
     YARDSTICK: Peer(torch_peers.sdpa_block),
@@ -35,13 +34,13 @@ built with the same options.
 QUICK = (YARDSTICK, TORCH_LAYER)
 """Peers of a quick run: the usual hand-written block, and torch's own layer."""
 
+FAST = (*QUICK, FLEX, "x-transformers")
+"""Peers of `--peers fast`. The others store the matrix of weights, or call SDPA as the block does."""
 
 LONGEST_MATRIX = 2048
-"""Longest sequence for peers that store the matrix of weights. Longer ones are measured in `FEW_ROUNDS` rounds, since
-each round takes seconds.
+"""Longest sequence for peers that store the matrix of weights. Longer ones are measured in fewer rounds, since each
+round takes seconds.
 """
-
-FEW_ROUNDS = 3
 
 
 @dataclass
@@ -60,14 +59,14 @@ class Comparison:
     left_out: dict[str, str] = field(default_factory=dict)
     also: dict[str, Callable[[Regime, Data], Contestant]] = field(default_factory=dict)
 
-    def add(self, regime: Regime, *, without: Sequence[str] = (), gemm_share: bool = False) -> None:
+    def add(self, regime: Regime, *, without: Sequence[str] = (), with_gemm_share: bool = False) -> None:
         """Check headwise and every peer in a regime, time them interleaved, and add one row for each peer. Exit with a
         message if a result of headwise is wrong.
 
         Args:
             regime: sizes, mask and dtype. Nothing happens if the command line excludes it.
             without: names of peers to skip.
-            gemm_share: also measure the share of the machine's matrix-multiplication rate.
+            with_gemm_share: also measure the share of the machine's matrix-multiplication rate.
         """
         if not self.options.wants(regime):
             return
@@ -76,17 +75,16 @@ class Comparison:
             names.remove(name)
             self.left_out[f"{name}, {regime.name}"] = f"keeps the matrix; compared up to {LONGEST_MATRIX:,} tokens"
         timed, opponent = self._checked(regime, names)
-        if gemm_share:
+        if with_gemm_share:
             timed[GEMM] = gemm(regime.torch_dtype)
-        rounds = self.options.rounds if regime.length <= LONGEST_MATRIX else min(self.options.rounds, FEW_ROUNDS)
+        rounds = self.options.rounds if regime.length <= LONGEST_MATRIX else self.options.long_rounds
         samples = interleaved(timed, rounds)
         self.keep(regime, samples, opponent)
         for name in self.also:
-            seconds = statistics.median(samples["ours"]), statistics.median(samples[name])
-            self.rows.append(Row(regime, name, Ratio.of(samples[name], samples["ours"]), *seconds))
+            self.rows.append(compared(regime, samples, "ours", name))
             show(self.rows[-1])
-        if gemm_share:
-            self.rows.append(_share(regime, samples))
+        if with_gemm_share:
+            self.rows.append(gemm_share(regime, regime.flops, samples, "ours"))
             show(self.rows[-1])
 
     def keep(self, regime: Regime, samples: dict[str, list[float]], opponent: dict[str, str], runs: int = 1) -> None:
@@ -110,7 +108,9 @@ class Comparison:
 
     def _asked(self, name: str, peer: Peer) -> bool:
         """Return whether the command line asks for a peer."""
-        return (peer.torch_only or self.options.peers == "all") and (name in QUICK or not self.options.quick)
+        if self.options.quick and name not in QUICK:
+            return False
+        return {"all": True, "fast": name in FAST, "torch": peer.torch_only}[self.options.peers]
 
     def _checked(self, regime: Regime, names: list[str]) -> tuple[dict[str, Call], dict[str, str]]:
         """Return the calls to time, all of which are correct, by name; and for each peer the name of the headwise
@@ -174,12 +174,3 @@ def _flavours(names: list[str]) -> list[dict[str, bool]]:
         if PEERS[name].flavour not in flavours:
             flavours.append(PEERS[name].flavour)
     return flavours
-
-
-def _share(regime: Regime, samples: dict[str, list[float]]) -> Row:
-    """Return the row for the rate of headwise's layer in FLOP/s, divided by that of a large matrix product."""
-    ratio = Ratio.of(
-        [regime.flops * seconds for seconds in samples[GEMM]], [gemm_flops() * seconds for seconds in samples["ours"]]
-    )
-    rates = regime.flops / statistics.median(samples["ours"]), gemm_flops() / statistics.median(samples[GEMM])
-    return Row(regime, GEMM, ratio, *rates)

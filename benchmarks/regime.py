@@ -120,14 +120,18 @@ class Regime:
 
     @property
     def flops(self) -> int:
-        """Of the forward pass, two for a product and its sum; of the scores only those that are not hidden."""
+        """Number of floating-point operations of the layer's forward pass: those of attention and of the projections.
+        A product and its sum are two operations.
+        """
+        return self.attention_flops + 2 * self.batch * self.length * self.embed * (sum(self.widths) + self.embed)
+
+    @property
+    def attention_flops(self) -> int:
+        """Number of floating-point operations of attention without projections. Masked scores are not counted."""
         if self.mask not in ("full", "causal"):
-            raise ValueError(f"the work under the mask {self.mask} is not worked out")
-        tokens, pairs = self.batch * self.length, self.length**2
-        if self.mask == "causal":
-            pairs = self.length * (self.length + 1) // 2
-        projections = 2 * tokens * self.embed * (sum(self.widths) + self.embed)
-        return projections + 4 * self.batch * self.embed * pairs
+            raise ValueError(f'flops are only defined for the masks "full" and "causal", not for "{self.mask}"')
+        pairs = self.length**2 if self.mask == "full" else self.length * (self.length + 1) // 2
+        return 4 * self.batch * self.embed * pairs
 
     def allowed(self, rows: range | None = None) -> Tensor | None:
         """Return the mask for the given query rows, by default all: True where a query may attend to a key, `(batch or
@@ -146,6 +150,15 @@ class Regime:
             return seen[None, None]
         is_windowed = torch.arange(self.heads) < self.heads // 2
         return (seen & ((i - j < NARROW) | ~is_windowed[:, None, None]))[None]
+
+    def attention_inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return random queries, keys, values and output gradient of attention without projections, each `(batch,
+        heads, length, head_dim)`.
+        """
+        generator = torch.Generator().manual_seed(0)
+        shape = (self.batch, self.heads, self.length, self.head_dim)
+        q, k, v, upstream = (torch.randn(shape, generator=generator).to(self.torch_dtype) for _ in range(4))
+        return q, k, v, upstream
 
     def data(self) -> Data:
         """Return random input, weights and output gradient in the regime's dtype. They depend only on the sizes. The

@@ -14,13 +14,16 @@ from benchmarks.watching import MEMORY
 
 ROOT = Path(__file__).parent.parent
 TITLES = {
+    "attention": "Attention alone",
     "layer": "The whole layer",
     "windows": "Windows",
     "padding": "Padded batches",
     "grouped": "Grouped heads",
     "decoding": "Decoding",
-    "memory": "Memory",
+    "memory": "Memory of attention alone",
+    "layer_memory": "Memory of the whole layer",
     "watching": "Watching a model",
+    "accelerating": "Accelerating a model",
     "ablating": "Removing heads, one at a time",
     "gpu": "On a GPU",
 }
@@ -54,17 +57,24 @@ def _markdown(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
 
 
 def environment(results: dict) -> str:
-    """Return date, machine, rounds and versions of a run as text, and state if the run left out regimes."""
+    """Return date, machine, rounds and versions of a run as text, and state if the run left out regimes or peers."""
     machine, versions = results["machine"], results["versions"]
     device = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores, {machine['capability']}"
+    if "native" in machine:
+        device += f", native kernels: {machine['native']}"
     part = "" if results.get("only") == "" and not results["quick"] else " Some regimes only."
+    if results.get("peers", "all") != "all":
+        part += f" Peers: {results['peers']}."
+    rounds = f"{results['rounds']} rounds"
+    if results.get("long_rounds", results["rounds"]) != results["rounds"]:
+        rounds += f", {results['long_rounds']} where a round takes seconds"
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"{results['date']}, {device}, {machine['threads']} threads, {results['rounds']} rounds; {packages}.{part}"
+    return f"{results['date']}, {device}, {machine['threads']} threads, {rounds}; {packages}.{part}"
 
 
 def _units(row: Row, benchmark: str) -> tuple[str, str]:
     """Return the two measurements of a row, of headwise and of the other, as text with their unit."""
-    if benchmark == "memory" or row.against in MEMORY:
+    if benchmark in ("memory", "layer_memory") or row.against in MEMORY:
         return tuple(f"{size / 1e6:.1f} MB" for size in (row.ours, row.theirs))
     if row.against == "GEMM rate":
         return tuple(f"{rate / 1e9:.1f} GFLOP/s" for rate in (row.ours, row.theirs))

@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.ablating import WHOLE
-from benchmarks.attention_only import SDPA
-from benchmarks.decoding import STEPS
-from benchmarks.measure import Row
-from benchmarks.memory import SIZES
+from benchmarks.attention import WITH_SHARE
+from benchmarks.attention_only import FLEX, SDPA
+from benchmarks.decoding import COMPILED, STEPS
+from benchmarks.measure import GEMM, Row
+from benchmarks.memory import LIMIT
 from benchmarks.oracle import YARDSTICK
-from benchmarks.peers import FASTEST, GEMM, LLAMA, TORCH_LAYER
+from benchmarks.peers import FASTEST, TORCH_LAYER
+from benchmarks.regime import MASKS
 from benchmarks.watching import CALL_EXTRA, EAGER, MODEL_EXTRA, PLAIN
 from benchmarks.windows import GROWTH, SHORT_AND_LONG
 
@@ -39,21 +41,49 @@ class Target:
         return (max if self.at_most else min)(rows, key=lambda row: row.ratio.median)
 
 
-def _plain(row: Row, dtype: str, *masks: str, training: bool) -> bool:
-    """Return whether a row has at least 1,024 tokens, the dtype, one of the masks, and is training or not as stated."""
+LAYERS = ("layer", "windows", "padding", "grouped")
+"""Scripts that compare whole layers with the fastest peer."""
+
+
+def _is(
+    row: Row,
+    *,
+    dtype: str | None = None,
+    training: bool | None = None,
+    length: int | None = None,
+    masks: Sequence[str] = tuple(MASKS),
+) -> bool:
+    """Return whether the regime of a row has these properties; None and the default masks accept all."""
     regime = row.regime
-    return regime.length >= 1024 and (regime.dtype, regime.training) == (dtype, training) and regime.mask in masks
+    return (
+        dtype in (None, regime.dtype)
+        and training in (None, regime.training)
+        and length in (None, regime.length)
+        and regime.mask in masks
+    )
 
 
-def _fastest(training: bool) -> Callable[[str, Row], bool]:
-    """Return the condition for rows against the fastest peer in float32."""
-    return lambda _, row: (row.against, row.regime.dtype, row.regime.training) == (FASTEST, "float32", training)
+def _alone(dtype: str, training: bool) -> Callable[[str, Row], bool]:
+    """Return the condition for rows of attention alone against SDPA."""
+    return lambda name, row: (name, row.against) == ("attention", SDPA) and _is(row, dtype=dtype, training=training)
+
+
+def _alone_share(name: str, row: Row) -> bool:
+    """Return whether a row has the share of the matrix-multiplication rate of attention alone, in bfloat16."""
+    return (name, row.against) == ("attention", GEMM) and _is(row, dtype="bfloat16", length=WITH_SHARE)
+
+
+def _fastest(dtype: str | None = None, training: bool | None = None) -> Callable[[str, Row], bool]:
+    """Return the condition for rows of whole layers against the fastest peer."""
+    return lambda name, row: name in LAYERS and row.against == FASTEST and _is(row, dtype=dtype, training=training)
 
 
 def _torch_layer(mask: str) -> Callable[[str, Row], bool]:
     """Return the condition for forward rows of the layer benchmark against torch's layer, in float32 under the mask."""
     return lambda name, row: (
-        name == "layer" and row.against == TORCH_LAYER and _plain(row, "float32", mask, training=False)
+        (name, row.against) == ("layer", TORCH_LAYER)
+        and _is(row, dtype="float32", training=False, masks=[mask])
+        and row.regime.length >= 1024
     )
 
 
@@ -64,36 +94,26 @@ def _sdpa_block(training: bool) -> Callable[[str, Row], bool]:
     return lambda name, row: (
         name in ("layer", "grouped")
         and row.against == YARDSTICK
-        and _plain(row, "bfloat16", "full", "causal", training=training)
+        and _is(row, dtype="bfloat16", training=training, masks=["full", "causal"])
+        and row.regime.length >= 1024
     )
 
 
 def _share(dtype: str) -> Callable[[str, Row], bool]:
-    """Return the condition for rows with the share of the matrix-multiplication rate, at 1,024 tokens under the full
-    mask.
+    """Return the condition for rows with the share of the matrix-multiplication rate of whole layers, at 1,024 tokens
+    under the full mask.
     """
-    return lambda _, row: (
-        (row.against, row.regime.mask, row.regime.dtype, row.regime.length)
-        == (
-            GEMM,
-            "full",
-            dtype,
-            1024,
-        )
+    return lambda name, row: (
+        (name, row.against) == ("layer", GEMM) and _is(row, dtype=dtype, length=1024, masks=["full"])
     )
 
 
-def _window(training: bool) -> Callable[[str, Row], bool]:
-    """Return the condition for rows of window attention without projections, at 8,192 tokens, against SDPA."""
+def _window(against: str, training: bool) -> Callable[[str, Row], bool]:
+    """Return the condition for rows of window attention without projections, at 8,192 tokens, against the named
+    implementation.
+    """
     return lambda name, row: (
-        (name, row.against, row.regime.mask, row.regime.length, row.regime.training)
-        == (
-            "windows",
-            SDPA,
-            "window",
-            8192,
-            training,
-        )
+        (name, row.against) == ("windows", against) and _is(row, training=training, length=8192, masks=["window"])
     )
 
 
@@ -102,19 +122,35 @@ def _padded(against: str) -> Callable[[str, Row], bool]:
     return lambda name, row: (name, row.against, row.regime.training) == ("padding", against, False)
 
 
-def _decoded(name: str, row: Row) -> bool:
-    """Return whether a row compares decoding after 4,096 tokens with a Llama cache."""
-    return name == "decoding" and row.regime.length == 4096 + STEPS and row.against.startswith(LLAMA)
+def _decoded(dtype: str, compiled: bool) -> Callable[[str, Row], bool]:
+    """Return the condition for rows of decoding after 4,096 tokens against the fastest peer with the same cache."""
+    return lambda name, row: (
+        (name, row.against, row.note.endswith(COMPILED)) == ("decoding", FASTEST, compiled)
+        and _is(row, dtype=dtype, length=4096 + STEPS)
+    )
 
 
 def _watched(against: str, length: int) -> Callable[[str, Row], bool]:
     """Return the condition for rows of a watched model of this length, against the named peer or limit."""
-    return lambda name, row: (name, row.against, row.regime.length) == ("watching", against, length)
+    return lambda name, row: (name, row.against) == ("watching", against) and _is(row, length=length)
+
+
+def _accelerated(dtype: str, length: int) -> Callable[[str, Row], bool]:
+    """Return the condition for rows of an accelerated model against its plain forward pass."""
+    return lambda name, row: (name, row.against) == ("accelerating", PLAIN) and _is(row, dtype=dtype, length=length)
 
 
 TARGETS = (
-    Target("against the fastest peer, float32, every regime, forward", 1.0, _fastest(training=False)),
-    Target("against the fastest peer, float32, every regime, training", 1.0, _fastest(training=True)),
+    Target(f"attention alone, against {SDPA}, float32, forward", 2.2, _alone("float32", training=False)),
+    Target(f"attention alone, against {SDPA}, float32, training", 1.7, _alone("float32", training=True)),
+    Target(f"attention alone, against {SDPA}, bfloat16, forward", 3.8, _alone("bfloat16", training=False)),
+    Target(f"attention alone, against {SDPA}, bfloat16, training", 2.5, _alone("bfloat16", training=True)),
+    Target("share of the GEMM rate, attention alone, forward, 4,096, bfloat16", 0.70, _alone_share),
+    Target("against the fastest peer, float32, every regime, forward", 1.8, _fastest("float32", training=False)),
+    Target("against the fastest peer, float32, every regime, training", 1.4, _fastest("float32", training=True)),
+    Target("against the fastest peer, bfloat16, every regime, forward", 1.3, _fastest("bfloat16", training=False)),
+    Target("against the fastest peer, bfloat16, every regime, training", 1.2, _fastest("bfloat16", training=True)),
+    Target("against the fastest peer, every dtype and regime, on any machine", 0.97, _fastest()),
     Target(f"against `{TORCH_LAYER}`, float32, 1,024 and more, forward, full", 1.4, _torch_layer("full")),
     Target(f"against `{TORCH_LAYER}`, float32, 1,024 and more, forward, causal", 2.5, _torch_layer("causal")),
     Target(f"against the {YARDSTICK}, bfloat16, 1,024 and more, forward", 2.0, _sdpa_block(training=False)),
@@ -122,14 +158,22 @@ TARGETS = (
     Target("share of the GEMM rate, whole layer, forward, full, 1,024, float32", 0.85, _share("float32")),
     Target("share of the GEMM rate, whole layer, forward, full, 1,024, bfloat16", 0.60, _share("bfloat16")),
     Target(
-        f"attention alone, window 256 at 8,192, against {SDPA} with that mask, forward", 15.0, _window(training=False)
+        f"attention alone, window 256 at 8,192, against {SDPA} with that mask, forward",
+        60.0,
+        _window(SDPA, training=False),
     ),
     Target(
-        f"attention alone, window 256 at 8,192, against {SDPA} with that mask, training", 10.0, _window(training=True)
+        f"attention alone, window 256 at 8,192, against {SDPA} with that mask, training",
+        35.0,
+        _window(SDPA, training=True),
     ),
+    Target(f"attention alone, window 256 at 8,192, against {FLEX}, forward", 2.0, _window(FLEX, training=False)),
     Target(f"padded batch, forward, against `{TORCH_LAYER}` with `key_padding_mask`", 3.0, _padded(TORCH_LAYER)),
     Target(f"padded batch, forward, against the {YARDSTICK} with a mask", 1.5, _padded(YARDSTICK)),
-    Target(f"decoding step, 4,096 keys, against `{LLAMA}` with its cache", 1.3, _decoded),
+    Target("decoding step, 4,096 keys, against the fastest peer, float32", 1.3, _decoded("float32", compiled=False)),
+    Target("decoding step, 4,096 keys, against the fastest peer, bfloat16", 2.0, _decoded("bfloat16", compiled=False)),
+    Target("compiled decoding step, against the fastest peer, float32", 1.5, _decoded("float32", compiled=True)),
+    Target("compiled decoding step, against the fastest peer, bfloat16", 3.0, _decoded("bfloat16", compiled=True)),
     Target(
         "cost growth from 4,096 to 32,768 tokens with window 256",
         9.0,
@@ -137,14 +181,18 @@ TARGETS = (
         at_most=True,
     ),
     Target(
-        "peak extra memory of blockwise forward with backward at 8,192, over inputs and outputs",
-        2.0,
-        lambda name, row: name == "memory" and row.against == SIZES and row.regime.length == 8192,
+        f"peak extra memory of attention at 8,192 beyond inputs and outputs, forward and training, over {LIMIT}",
+        1.0,
+        lambda name, row: (name, row.against) == ("memory", LIMIT) and _is(row, length=8192),
         at_most=True,
     ),
-    Target("SmolLM2 watched, 2,048 tokens, over its plain forward", 1.4, _watched(PLAIN, 2048), at_most=True),
-    Target("SmolLM2 watched, 8,192 tokens, over its plain forward", 1.6, _watched(PLAIN, 8192), at_most=True),
-    Target(f"SmolLM2 watched, 2,048 tokens, against {EAGER} and statistics from it", 3.0, _watched(EAGER, 2048)),
+    Target("SmolLM2 watched, 2,048 tokens, over its plain forward", 0.9, _watched(PLAIN, 2048), at_most=True),
+    Target("SmolLM2 watched, 8,192 tokens, over its plain forward", 0.7, _watched(PLAIN, 8192), at_most=True),
+    Target(f"SmolLM2 watched, 2,048 tokens, against {EAGER} and statistics from it", 6.0, _watched(EAGER, 2048)),
+    Target("SmolLM2 accelerated, 2,048 tokens, float32, against plain", 1.2, _accelerated("float32", 2048)),
+    Target("SmolLM2 accelerated, 8,192 tokens, float32, against plain", 1.5, _accelerated("float32", 8192)),
+    Target("SmolLM2 accelerated, 2,048 tokens, bfloat16, against plain", 1.5, _accelerated("bfloat16", 2048)),
+    Target("SmolLM2 accelerated, 8,192 tokens, bfloat16, against plain", 2.0, _accelerated("bfloat16", 8192)),
     Target(
         "peak extra memory of watching SmolLM2, 8,192 tokens, over 300 MB",
         1.0,

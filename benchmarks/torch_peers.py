@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.contestants import Contestant, LeftOutError, linear_parameters, of_torch
-from benchmarks.regime import Data, Regime
+from benchmarks.regime import NARROW, WINDOW, Data, Regime
 
 FLAGS = ("full", "causal")
 """Masks for which peers have a flag."""
@@ -85,28 +85,33 @@ def sdpa_block(regime: Regime, data: Data) -> Contestant:
     return _block(regime, data, attention)
 
 
-def flex_block(regime: Regime, data: Data) -> Contestant:
-    """Return the contestant for the hand-written block around compiled FlexAttention with its block mask."""
+def flex_attention(regime: Regime) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return compiled FlexAttention with the block mask of a regime, as a function of q, k and v. Raise `LeftOutError`
+    if the regime trains.
+    """
     if regime.training:
         raise LeftOutError("FlexAttention has no backward on CPU")
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention import flex_attention as flex
 
     torch.compiler.reset()  # above its limit of compilations it would silently run unfused
-    allowed, mask = regime.allowed(), None
-    if allowed is not None:
-        full_mask = allowed.expand(-1, -1, regime.length, -1)
-        batch, heads = (size if size > 1 else None for size in full_mask.shape[:2])
-        mask = create_block_mask(
-            lambda b, h, i, j: full_mask[b if batch else 0, h if heads else 0, i, j],
-            batch,
-            heads,
-            regime.length,
-            regime.length,
-            device="cpu",
-        )
-    compiled = torch.compile(flex_attention, dynamic=False)
-    grouped = regime.kv_heads is not None
-    return _block(regime, data, lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=grouped))
+    length, half, lengths, block_mask = regime.length, regime.heads // 2, regime.lengths, None
+    rules = {
+        "causal": lambda b, h, i, j: j <= i,
+        "window": lambda b, h, i, j: (j <= i) & (i - j < WINDOW),
+        "heads": lambda b, h, i, j: (j <= i) & ((i - j < NARROW) | (h >= half)),
+        "padding": lambda b, h, i, j: j < lengths[b],
+    }
+    if regime.mask in rules:
+        batch = regime.batch if regime.mask == "padding" else None
+        heads = regime.heads if regime.mask == "heads" else None
+        block_mask = flex.create_block_mask(rules[regime.mask], batch, heads, length, length, device="cpu")
+    compiled, grouped = torch.compile(flex.flex_attention, dynamic=False), regime.kv_heads is not None
+    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=grouped)
+
+
+def flex_block(regime: Regime, data: Data) -> Contestant:
+    """Return the contestant for the hand-written block around compiled FlexAttention with its block mask."""
+    return _block(regime, data, flex_attention(regime))
 
 
 def torch_layer(regime: Regime, data: Data, *, need_weights: bool = False) -> Contestant:

@@ -14,35 +14,26 @@ statistics from them, vectorised, one layer at a time:
 Memory: the peak of a watched forward pass minus that of the plain one, each measured once in its own interpreter after
 a warm-up on a short text; and the peak of one causal attention call with statistics, 32,768 tokens and 8 heads of 64,
 minus its inputs and output. All statistics are first compared, on 256 tokens, with those of the eager matrices in
-float64. The methods that return matrices, and 8,192 tokens, have at most 3 rounds. A quick run has 512 tokens in 2
-rounds, one peer, and no memory. At 2,048 tokens BertViz takes 10 GB.
+float64. The methods that return matrices, and 8,192 tokens, have `--long-rounds` rounds. A quick run has 512 tokens in
+2 rounds, one peer, and no memory. At 2,048 tokens BertViz takes 10 GB.
 
     python -m benchmarks.watching [--quick] [--rounds N] [--only "8192"]
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-import headwise as hw
-from benchmarks import weight_statistics
 from benchmarks.command_line import Options, arguments, require
 from benchmarks.measure import Call, Ratio, Row, interleaved, report, show
-from benchmarks.oracle import WrongError
-from benchmarks.peak_memory import IS_SUPPORTED, UNSUPPORTED_REASON, measured
+from benchmarks.observed_call import check_statistics, observed_call
+from benchmarks.peak_memory import IS_SUPPORTED, PAGE, UNSUPPORTED_REASON, measured
 from benchmarks.peak_memory import peak as peak_of
-from benchmarks.peers import FEW_ROUNDS
 from benchmarks.regime import Regime
-from benchmarks.watched_model import SHORT, SMOLLM2, TINY, watched_model, words
+from benchmarks.watched_model import SHORT, SMOLLM2, TINY, watched_model
 from benchmarks.watching_methods import BERTVIZ, EAGER, LENS, METHODS, OURS, PLAIN, Method, checked_methods
-from benchmarks.weight_statistics import Text
-from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.attention.problem import Problem
-from headwise.statistics.attend_observed import attend_observed
-from headwise.statistics.tally import Tally
 
 LONG = 8192
 CALL = Regime(1, 32768, 512, 8, "causal")
@@ -58,39 +49,6 @@ def _note(regime: Regime) -> str:
     return f"{'SmolLM2' if regime.embed == SMOLLM2.embed else 'a random model'}, all statistics"
 
 
-# -- one call of attention --------------------------------------------------------------------------------------------
-
-
-def one_call(regime: Regime) -> tuple[Callable[[], Tally], Problem, Tensor]:
-    """Return a function that runs one causal attention call with statistics, the attention problem it solves, and the
-    token ids.
-    """
-    generator = torch.Generator().manual_seed(0)
-    shape = (regime.batch, regime.heads, regime.length, regime.head_dim)
-    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
-    problem, tokens = Problem.checked(q, k, v, mask=hw.causal()), words(regime.length, 2**31)
-
-    def run() -> Tally:
-        tally = Tally()
-        attend_observed(problem, tally.add, CallContext(tokens[None]))
-        return tally
-
-    return run, problem, tokens
-
-
-def check_call(regime: Regime) -> None:
-    """Exit with a message unless the statistics of one attention call equal those of the whole matrix in float64."""
-    run, problem, tokens = one_call(regime)
-    q, k, v = (tensor[0].double() for tensor in (problem.q, problem.k, problem.v))
-    hidden = torch.ones(regime.length, regime.length, dtype=torch.bool).triu(1)
-    weights = (q @ k.mT / regime.head_dim**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
-    measured = {name: values[0] for name, values in run().means().items()}
-    try:
-        weight_statistics.check(measured, weight_statistics.statistics(weights, weights @ v, Text(tokens)))
-    except WrongError as reason:
-        raise SystemExit(f"{regime.name}, one call: {reason}") from reason
-
-
 # -- memory, in an interpreter of its own -----------------------------------------------------------------------------
 
 
@@ -100,10 +58,9 @@ def peak_in_this_process(name: str, regime: Regime) -> dict[str, int]:
     """
     with torch.no_grad():
         if name == CALL_EXTRA:
-            short = one_call(replace(regime, length=min(SHORT, regime.length)))[0]
-            run, problem, _ = one_call(regime)
-            # The output is as large as the values. One page is the smallest amount that shows.
-            return {"peak": max(peak_of(run, short) - problem.v.nbytes, 4096)}
+            run, short = (observed_call(replace(regime, length=n)) for n in (regime.length, min(SHORT, regime.length)))
+            peak = peak_of(run, short)
+            return {"peak": max(peak - run()[0].nbytes, PAGE)}
         run = METHODS[name](watched_model(regime))
         return {"peak": peak_of(lambda: run(regime.length), lambda: run(min(SHORT, regime.length)))}
 
@@ -113,7 +70,7 @@ def memory_rows(regime: Regime, names: Sequence[str]) -> list[Row]:
     headwise. Measured once: a peak hardly varies, and an interpreter takes up to a minute to load the model.
     """
     peaks = {name: measured("watching", name, regime)["peak"] for name in (PLAIN, OURS, *names)}
-    rows = [_row_with_limit(regime, MODEL_EXTRA, max(peaks[OURS] - peaks[PLAIN], 4096), _note(regime))]
+    rows = [_row_with_limit(regime, MODEL_EXTRA, max(peaks[OURS] - peaks[PLAIN], PAGE), _note(regime))]
     for name in names:
         ratio = Ratio.of([peaks[name]], [peaks[OURS]])
         rows.append(Row(regime, PEAKS[name], ratio, peaks[OURS], peaks[name], _note(regime)))
@@ -145,7 +102,7 @@ def time_rows(regime: Regime, methods: dict[str, Method], rounds: int) -> list[R
 
 def _method_names(options: Options) -> list[str]:
     """Return the names of the methods that the command line asks for."""
-    if options.peers == "torch" or options.quick:
+    if options.peers != "all" or options.quick:
         return [PLAIN, OURS, EAGER]
     require("bertviz", "transformer_lens")
     return list(METHODS)
@@ -163,7 +120,7 @@ def checked_time_rows(regime: Regime, options: Options, left_out: dict[str, str]
         if options.quick:
             return time_rows(regime, methods, min(options.rounds, 2))
         # The other methods are so slow that more rounds of them would dominate the run.
-        few_rounds = min(options.rounds, FEW_ROUNDS)
+        few_rounds = options.long_rounds
         fused = {name: methods[name] for name in (PLAIN, OURS)}
         rows = time_rows(regime, fused, few_rounds if regime.length >= LONG else options.rounds)
         peers = {name: method for name, method in methods.items() if name != PLAIN}
@@ -192,7 +149,7 @@ def main(command_line: Sequence[str] | None = None) -> dict:
             keep(memory_rows(regime, peers if regime.length < LONG else []))
     call = replace(CALL, length=300) if options.tiny else CALL
     if options.wants(call) and IS_SUPPORTED and not options.quick:
-        check_call(replace(call, length=SHORT))
+        check_statistics(call)
         peak = measured("watching", CALL_EXTRA, call)["peak"]
         keep([_row_with_limit(call, CALL_EXTRA, peak, "one call of attention")])
     return report("watching", all_rows, options, left_out)

@@ -1,4 +1,4 @@
-"""The statistics of attention heads, computed from whole matrices of attention weights. Causal, without padding.
+"""The statistics of attention heads, computed from whole matrices of attention weights, without padding.
 
 Nothing here imports headwise. In float64 these statistics are the definition that watched models are compared with. In
 float32 they are part of the timing of every peer that returns matrices.
@@ -53,7 +53,9 @@ class Text:
         return self.copies.any(-1)
 
 
-def statistics(weights: Tensor, out: Tensor, text: Text, written: Tensor | None = None) -> Statistics:
+def statistics(
+    weights: Tensor, out: Tensor, text: Text, written: Tensor | None = None, *, causal: bool = True
+) -> Statistics:
     """Return every statistic of one layer, by name, each `(heads,)`: means over the query rows.
 
     Args:
@@ -61,13 +63,14 @@ def statistics(weights: Tensor, out: Tensor, text: Text, written: Tensor | None 
         out: the output of every head, `(heads, length, head_dim)`.
         text: the tokens.
         written: the output projection by heads, `(heads, head_dim, embed)`; None to leave out the norm after it.
+        causal: whether a query attends to the keys up to its own; if not, it attends to all keys.
     """
     length = weights.shape[-1]
-    visible_keys = torch.arange(1, length + 1, dtype=weights.dtype)
+    visible_keys = torch.arange(1, length + 1, dtype=weights.dtype) if causal else torch.full((length,), float(length))
     entropy = torch.special.entr(weights).sum(-1)
     by_row = {
         "entropy": entropy,
-        "evenness": entropy[:, 1:] / visible_keys[1:].log(),
+        "evenness": (entropy / visible_keys.log())[:, visible_keys > 1],
         "confidence": weights.amax(-1),
         "distance": (weights * text.away).sum(-1),
         "self": weights.diagonal(0, -2, -1),
@@ -84,7 +87,7 @@ def statistics(weights: Tensor, out: Tensor, text: Text, written: Tensor | None 
         by_row["written_norm"] = (out @ written).norm(dim=-1)
     means = {name: rows.mean(-1) for name, rows in by_row.items()}
     # Each of these keys is visible to at least half of the rows.
-    common_keys = slice(length // 2 + 1)
+    common_keys = slice(length // 2 + 1 if causal else length)
     return means | {"received": (weights.sum(-2) / visible_keys.flip(0))[:, common_keys].amax(-1)}
 
 

@@ -7,7 +7,8 @@ Regime: float32 and bfloat16, forward, and forward with backward.
   receive a boolean matrix, FlexAttention its block mask.
 - (2, 1024, 512, 8) and (1, 4096, 512, 8) with a window of 128 keys for half of the heads and causal attention for the
   others.
-- Attention alone, without the projections of a layer, under the window of 256 at 8,192 tokens.
+- Attention alone, without the projections of a layer, under the window of 256 at 8,192 tokens, against SDPA with that
+  mask, and in forward regimes against compiled FlexAttention, which has no backward on CPU.
 - The time of headwise at 32,768 tokens over that at 4,096, under the window of 256.
 
 Everything is first compared with the definition in float64. At 32,768 tokens, which the block around SDPA cannot
@@ -22,10 +23,10 @@ from dataclasses import replace
 from itertools import product
 
 from benchmarks import oracle
-from benchmarks.attention_only import ATTEND, SDPA, attention, check
+from benchmarks.attention_only import ATTEND, FLEX, SDPA, attention, check, check_peer
 from benchmarks.command_line import Options, arguments
 from benchmarks.contestants import ours
-from benchmarks.measure import Call, Ratio, Row, interleaved, report, show
+from benchmarks.measure import Call, Ratio, Row, compared, interleaved, report, show
 from benchmarks.oracle import WrongError
 from benchmarks.peers import Comparison, checked
 from benchmarks.regime import Regime, both
@@ -33,15 +34,19 @@ from benchmarks.regime import Regime, both
 LONG = [(1, 8192, 512, 8)]
 BY_HEAD = [(2, 1024, 512, 8), (1, 4096, 512, 8)]
 SHORT_AND_LONG = (4096, 32768)
-GROWTH = "length 4,096"
+GROWTH, ALONE = "length 4,096", "attention alone"
 
 
-def attention_row(regime: Regime, options: Options) -> Row:
-    """Return the row for `hw.attend` against SDPA with the same mask, without the projections of a layer."""
+def attention_rows(regime: Regime, options: Options) -> list[Row]:
+    """Return the rows for `hw.attend` without the projections of a layer: against SDPA with the same mask, and against
+    compiled FlexAttention if the regime does not train.
+    """
+    peers = [SDPA, FLEX] if options.peers != "torch" and not regime.training else [SDPA]
     check(ATTEND, regime)
-    samples = interleaved({name: Call(attention(name, regime)[0]) for name in (ATTEND, SDPA)}, options.rounds)
-    ratio = Ratio.of(samples[SDPA], samples[ATTEND])
-    return Row(regime, SDPA, ratio, *(statistics.median(samples[name]) for name in (ATTEND, SDPA)), "attention alone")
+    if FLEX in peers:
+        check_peer(FLEX, regime)
+    samples = interleaved({name: Call(attention(name, regime)[0]) for name in (ATTEND, *peers)}, options.rounds)
+    return [compared(regime, samples, ATTEND, name, ALONE) for name in peers]
 
 
 def growth_row(regime: Regime, options: Options) -> Row:
@@ -73,8 +78,10 @@ def main(command_line: Sequence[str] | None = None) -> dict:
     for size, dtype in product(options.sizes(LONG) if options.tiny else LONG, ("float32", "bfloat16")):
         for regime in both(Regime(*size, "window", dtype)):
             if options.wants(regime):
-                comparison.rows.append(attention_row(regime, options))
-                show(comparison.rows[-1])
+                rows = attention_rows(regime, options)
+                comparison.rows += rows
+                for row in rows:
+                    show(row)
     for dtype in ("float32",) if options.quick else ("float32", "bfloat16"):
         for regime in both(Regime(1, SHORT_AND_LONG[1], 512, 8, "window", dtype)):
             if options.wants(regime):

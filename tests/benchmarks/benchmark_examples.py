@@ -58,9 +58,9 @@ def results(*rows, benchmark="layer", left_out=None):
     }
 
 
-def row(median, regime=None, against=peers.TORCH_LAYER):
+def row(median, regime=None, against=peers.TORCH_LAYER, note=""):
     """Return a row of results with this median ratio; the lowest and highest are 0.1 away from it."""
-    return Row(regime or Regime(2, 1024, 512, 8), against, Ratio(median, median - 0.1, median + 0.1), 0.01, 0.02)
+    return Row(regime or Regime(2, 1024, 512, 8), against, Ratio(median, median - 0.1, median + 0.1), 0.01, 0.02, note)
 
 
 def line(text, *parts):

@@ -63,11 +63,13 @@ def test_preparation_of_a_run_is_not_timed():
     assert measure.interleaved({"one": clock.call(2.0, prepare=prepare)}, 2, clock) == {"one": [2.0, 2.0]}
 
 
-def test_gemm_share_is_the_layers_rate_over_that_of_a_matrix_product(monkeypatch):
+def test_gemm_share_is_the_layers_rate_over_that_of_a_matrix_product():
     regime = Regime(2, 1024, 512, 8)
-    assert regime.flops == 2 * 2048 * 512 * 2048 + 4 * 2 * 512 * 1024**2
-    half = {"ours": [regime.flops / 1e9] * 2, peers.GEMM: [measure.gemm_flops() / 2e9] * 2}
-    row = peers._share(regime, half)
+    assert regime.attention_flops == 4 * 2 * 512 * 1024**2
+    assert regime.flops == 2 * 2048 * 512 * 2048 + regime.attention_flops
+    assert Regime(2, 3, 512, 8, "causal").attention_flops == 4 * 2 * 512 * 6
+    half = {"ours": [regime.flops / 1e9] * 2, measure.GEMM: [measure.gemm_flops() / 2e9] * 2}
+    row = measure.gemm_share(regime, regime.flops, half, "ours")
     assert (row.ratio.median, row.ours, row.theirs) == pytest.approx((0.5, 1e9, 2e9))
 
 

@@ -1,37 +1,51 @@
 """Each benchmark script at tiny sizes: it runs, prints JSON, and rejects wrong results before timing."""
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from benchmark_examples import ROOT
 
+import headwise as hw
 from benchmarks import (
     ablating,
+    accelerating,
+    attention,
     attention_only,
     command_line,
     decoding,
     gpu,
     layer,
+    memory,
+    observed_call,
     peak_memory,
+    peers,
     watching,
     watching_methods,
     weight_statistics,
     windows,
 )
+from benchmarks import all as all_scripts
 from benchmarks.measure import Row
-from benchmarks.oracle import WrongError
+from benchmarks.observed_call import check_statistics
+from benchmarks.oracle import YARDSTICK, WrongError
 from benchmarks.regime import Regime
 from benchmarks.watched_model import TINY, watched_model
 from benchmarks.watching_methods import EAGER, METHODS, OURS, PLAIN, checked_methods
 
-SCRIPTS = [layer, windows, decoding, watching, ablating, gpu]
+SCRIPTS = [attention, layer, windows, memory, watching, accelerating, ablating, gpu]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_script_runs_and_prints_json_last(script, capsys, monkeypatch):
     # A separate interpreter takes seconds to start.
-    monkeypatch.setattr(watching, "measured", lambda _, name, regime: watching.peak_in_this_process(name, regime))
+    for measuring in (watching, memory):
+        in_this_process = measuring.peak_in_this_process
+        monkeypatch.setattr(measuring, "measured", lambda _, *case, here=in_this_process: here(*case))
     results = script.main(["--tiny", "--peers", "torch", "--rounds", "1", "--only", "forward"])
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == results
@@ -40,9 +54,25 @@ def test_script_runs_and_prints_json_last(script, capsys, monkeypatch):
     assert all(Row.read(row).ratio.median > 0 for row in last["rows"])
 
 
+def test_decoding_script_compares_compiled_steps():
+    # In its own interpreter, since torch cannot trace the type checks of the tests.
+    command = [sys.executable, "-m", "benchmarks.decoding", "--tiny", "--peers", "torch", "--rounds", "1"]
+    done = subprocess.run(
+        [*command, "--only", "8) causal float32"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    results = json.loads(done.stdout.splitlines()[-1])
+    fastest = {row.note: row.ratio.median for row in map(Row.read, results["rows"]) if row.against == peers.FASTEST}
+    caches = [f"{YARDSTICK}, {kind}" for kind in decoding.CACHES]
+    assert list(fastest) == [*caches, *(f"{name}, {decoding.COMPILED}" for name in caches)]
+    assert all(ratio > 0 for ratio in fastest.values())
+    assert not results["left_out"]
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
-@pytest.mark.parametrize("name", [attention_only.ATTEND, attention_only.BLOCKWISE])
+@pytest.mark.parametrize("name", [attention_only.ATTEND, attention_only.OBSERVED])
 def test_attention_without_projections_is_checked_before_timing(name, training, monkeypatch):
+    if training and name == attention_only.OBSERVED:
+        pytest.skip("statistics have no gradient")
     regime = Regime(1, 64, 30, 5, "window", training=training)
     attention_only.check(name, regime)
     original = attention_only.attention
@@ -77,6 +107,33 @@ def test_wrong_statistics_of_headwise_end_the_script(monkeypatch):
         monkeypatch.setitem(METHODS, OURS, wrong)
         with pytest.raises(SystemExit, match="watched, 40 tokens: distance is off by 1.0e-03 of its size in 12 heads"):
             checked_methods(watched, [OURS], 40)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_wrong_statistics_of_one_call_end_the_script(mask, monkeypatch):
+    regime = Regime(1, 8192, 30, 5, mask, "bfloat16")
+    check_statistics(regime)
+    monkeypatch.setitem(observed_call.MASKS, mask, hw.causal() & hw.window(255))
+    with pytest.raises(
+        SystemExit, match=r"\(1, 256, 30, 5\) .*, one call with statistics: .* is off by .* of its size"
+    ):
+        check_statistics(regime)
+
+
+def test_wrong_output_of_an_accelerated_model_ends_the_script(monkeypatch):
+    watched = watched_model(replace(TINY, length=accelerating.CHECKED))
+    accelerating.check(watched.model, watched.tokens, TINY)
+    with pytest.raises(SystemExit, match=r"(?s)not every attention call was accelerated; .* fewer than 512 queries"):
+        accelerating.check(watched.model, watched.tokens[:40], TINY)
+    original, calls = accelerating.forward, []
+
+    def wrong(model, tokens):
+        calls.append(original(model, tokens))
+        return calls[-1] + 1e-5 if len(calls) == 2 else calls[-1]  # the second call is the accelerated one
+
+    monkeypatch.setattr(accelerating, "forward", wrong)
+    with pytest.raises(SystemExit, match="accelerated: out is off by .* and the SDPA block by"):
+        accelerating.check(watched.model, watched.tokens, TINY)
 
 
 def test_losses_that_differ_from_whole_forwards_end_the_script():
@@ -116,3 +173,15 @@ def test_missing_and_additional_statistics_are_rejected():
 def test_missing_package_gives_a_one_sentence_message():
     with pytest.raises(SystemExit, match=r'not_there: not installed, .*; pip install "headwise\[bench\]"'):
         command_line.require("torch", "not_there")
+
+
+def test_options_are_passed_on_as_a_command_line():
+    options = command_line.arguments("", ["--tiny", "--rounds", "5", "--long-rounds", "9", "--peers", "torch"])
+    assert options == command_line.Options(tiny=True, rounds=5, long_rounds=5, peers="torch")
+    assert command_line.arguments("", options.command_line) == options
+
+
+def test_unknown_script_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        all_scripts.main(["layer", "layers"])
+    assert "scripts: expected any of attention, layer, " in capsys.readouterr().err
