@@ -23,7 +23,7 @@ from benchmarks.regime import Regime, both
 from benchmarks.watched_model import SHORT
 
 LIMIT, LIMIT_BYTES = "64 MiB", 2**26
-MOST_ROUNDS = 3
+MOST_ROUNDS = 2
 """Peaks hardly vary between rounds."""
 
 

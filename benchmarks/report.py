@@ -64,7 +64,7 @@ def environment(results: dict) -> str:
         device += f", native kernels: {machine['native']}"
     part = "" if results.get("only") == "" and not results["quick"] else " Some regimes only."
     if results.get("peers", "all") != "all":
-        part += f" Peers: {results['peers']}."
+        part += f" Only the peers of `--peers {results['peers']}`."
     rounds = f"{results['rounds']} rounds"
     if results.get("long_rounds", results["rounds"]) != results["rounds"]:
         rounds += f", {results['long_rounds']} where a round takes seconds"

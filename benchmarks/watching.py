@@ -13,9 +13,10 @@ statistics from them, vectorised, one layer at a time:
 
 Memory: the peak of a watched forward pass minus that of the plain one, each measured once in its own interpreter after
 a warm-up on a short text; and the peak of one causal attention call with statistics, 32,768 tokens and 8 heads of 64,
-minus its inputs and output. All statistics are first compared, on 256 tokens, with those of the eager matrices in
-float64. The methods that return matrices, and 8,192 tokens, have `--long-rounds` rounds. A quick run has 512 tokens in
-2 rounds, one peer, and no memory. At 2,048 tokens BertViz takes 10 GB.
+minus its inputs and output. With `--peers all`, the peaks of the other methods are also measured. All statistics are
+first compared, on 256 tokens, with those of the eager matrices in float64. The methods that return matrices, and 8,192
+tokens, have `--long-rounds` rounds. A quick run has 512 tokens in 2 rounds, one peer, and no memory. At 2,048 tokens
+BertViz takes 10 GB.
 
     python -m benchmarks.watching [--quick] [--rounds N] [--only "8192"]
 """
@@ -145,7 +146,8 @@ def main(command_line: Sequence[str] | None = None) -> dict:
             continue
         keep(checked_time_rows(regime, options, left_out))
         if IS_SUPPORTED and not options.quick:
-            peers = [name for name in _method_names(options)[2:] if f"{name}, {regime.name}" not in left_out]
+            names = _method_names(options)[2:] if options.peers == "all" else []
+            peers = [name for name in names if f"{name}, {regime.name}" not in left_out]
             keep(memory_rows(regime, peers if regime.length < LONG else []))
     call = replace(CALL, length=300) if options.tiny else CALL
     if options.wants(call) and IS_SUPPORTED and not options.quick:
