@@ -28,7 +28,7 @@ class PlainResult:
 
 
 def plain_attention(
-    q, k, v, allowed=None, bias=None, scale=None, softcap=None, sinks=None, talking=None
+    q, k, v, allowed=None, bias=None, scale=None, softcap=None, sinks=None, talking=None, factors=None
 ) -> PlainResult:
     """Compute softmax attention directly from its formula, with all scores at once, in the dtype of its inputs.
 
@@ -45,6 +45,7 @@ def plain_attention(
         softcap: limit of the scores, which are replaced by softcap * tanh(score / softcap).
         sinks: score of one additional key with value 0, one for each head.
         talking: two matrices `(heads, heads)`; the first mixes the scores of heads, the second their weights.
+        factors: factors of the weights in the output alone, of the same shape as `allowed`: those of dropout.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -68,7 +69,38 @@ def plain_attention(
     if talking is not None:
         weights = (weights.movedim(1, -1) @ talking[1].to(scores.dtype).T).movedim(-1, 1)
     lse = torch.where(empty[..., 0], -torch.inf, torch.logsumexp(torch.where(empty, 0.0, scores), -1))
-    return PlainResult(weights @ v, lse, weights)
+    return PlainResult((weights if factors is None else weights * factors.to(weights.dtype)) @ v, lse, weights)
+
+
+def philox(counter, seed: int) -> list[Tensor]:
+    """Return four random words of 32 bits by Philox 4x32-10 (Salmon et al. 2011), as int64 tensors.
+
+    Args:
+        counter: the four words of the counter, integers or int64 tensors that broadcast.
+        seed: the key of 64 bits.
+    """
+    lower_word = 2**32 - 1
+    words = [torch.as_tensor(word) for word in counter]
+    for n in range(10):
+        keys = (seed + n * 0x9E3779B9) & lower_word, ((seed >> 32) + n * 0xBB67AE85) & lower_word
+        products = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]  # int64 keeps all 64 bits; the sign is cut off below
+        upper, lower = [p >> 32 & lower_word for p in products], [p & lower_word for p in products]
+        words = [upper[1] ^ words[1] ^ keys[0], lower[1], upper[0] ^ words[3] ^ keys[1], lower[0]]
+    return words
+
+
+def kept_by_dropout(dropout: float, seed: int, batch: int, heads: int, queries: int, keys: int) -> Tensor:
+    """Return True at the weights, `(batch, heads, queries, keys)`, that dropout of the native kernels keeps: those
+    whose uniform number of 48 bits, of which the upper 16 are one of 8 in a counter, is not below the probability.
+    """
+    sizes = (batch, heads, queries, keys)
+    shapes = torch.ones(4, 4, dtype=torch.int64).fill_diagonal_(-1).tolist()
+    b, h, i, j = (torch.arange(size).reshape(shape) for size, shape in zip(sizes, shapes, strict=True))
+    words = [word.expand(sizes) for word in philox((j // 8, h, i, b), seed)]
+    halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)])
+    upper = halves.gather(0, (j % 8).expand(1, *sizes))[0]
+    lower = philox((j, h, i, b + 2**31), seed)[0]
+    return (upper << 32) + lower >= round(dropout * 2**48)
 
 
 def plain_errors(q, k, v, exact: PlainResult, allowed=None, bias=None, **options) -> dict[str, float]:

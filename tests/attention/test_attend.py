@@ -21,7 +21,7 @@ from strategies import MASKS, DrawnProblem, problems
 NATIVE = () if why_not_loaded() else ("native",)
 BACKENDS = ("fused", "blockwise", *NATIVE, "reference")
 COMPLETE_BACKENDS = ("fused", "blockwise", "reference")
-"""Backends with float64, dropout and gradients of a bias."""
+"""Backends with float64 and gradients of a bias."""
 
 
 def check_random_problems(check, number: int, **options) -> None:
@@ -333,7 +333,7 @@ def test_gqa_equals_attention_with_repeated_heads():
 # -- dropout ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", COMPLETE_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_drops_weights_and_scales_the_others(backend):
     q, k = torch.randn(2, 3, 50, 7), torch.randn(2, 3, 40, 7)
     v = torch.eye(40).expand(2, 3, 40, 40)  # so that the output is the matrix of weights that were used
@@ -351,7 +351,7 @@ def test_dropout_drops_weights_and_scales_the_others(backend):
     assert abs(int(dropped.sum()) - 0.3 * drawn) < 4 * (drawn * 0.3 * 0.7) ** 0.5
 
 
-@pytest.mark.parametrize("backend", COMPLETE_BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_dropout_follows_the_seed(backend):
     q = torch.randn(2, 3, 5, 7)
 

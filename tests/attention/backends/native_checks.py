@@ -8,6 +8,7 @@ An instruction set that this processor does not have is skipped.
 import math
 import sys
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -15,12 +16,14 @@ import torch
 import headwise as hw
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.native import library
+from headwise.attention.backends.native.backend import arguments
 from headwise.attention.masks.grid import Grid
+from headwise.attention.masks.key_ranges import visible_keys
 from headwise.attention.problem import Problem
 from headwise.statistics import native_statistics
 from headwise.statistics.attend_observed import attend_observed
 from headwise.statistics.tally import Tally
-from oracles import distance, plain_attention
+from oracles import distance, kept_by_dropout, plain_attention
 
 SIZES = [
     # batch, heads, kv_heads, queries, keys, head_dim, value_dim: several tiles of keys and blocks of rows, and rests
@@ -36,6 +39,9 @@ SIZES = [
     (1, 4, 1, 2, 700, 19, 128),
     (3, 2, 1, 3, 603, 32, 71),
 ]
+
+SEED = 1234567890123456789
+"""Seed of the dropout."""
 
 
 @dataclass
@@ -74,7 +80,16 @@ def results(attention, *tensors, upstream) -> list[torch.Tensor]:
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def check_results(dtype: torch.dtype) -> None:
+def attend_with_seed(q, k, v, options: Options, dropout: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and log-sum-exp of the native operator with dropout."""
+    problem = Problem.checked(q, k, v, mask=options.mask, **options.others)
+    visible = visible_keys(problem.mask, problem.grid)
+    inputs = arguments(problem, visible.ranges, visible.matrix())
+    out, lse, _ = torch.ops.headwise.attend_forward(*inputs, dropout, torch.tensor(seed))
+    return out, lse
+
+
+def check_results(dtype: torch.dtype, dropout: float = 0.0) -> None:
     """Check output, log-sum-exp and gradients against float64: over some sets of values, the largest error of the first
     two, and the root of the summed squared errors of gradients, may be at most twice that of plain attention. The
     largest of a few errors depends on luck, so a problem beyond a limit is computed again with more sets of values.
@@ -85,24 +100,29 @@ def check_results(dtype: torch.dtype) -> None:
         for name, options in options_for(sizes[1], sizes[3], sizes[4]).items():
             beyond = {}
             for sets in (4, 32):
-                beyond = errors_beyond(dtype, sizes, options, sets)
+                beyond = errors_beyond(dtype, sizes, options, sets, dropout)
                 if not beyond:
                     break
             assert not beyond, f"{dtype} {name}: {beyond}"
 
 
-def errors_beyond(dtype: torch.dtype, sizes: tuple[int, ...], options: Options, sets: int) -> dict:
+def errors_beyond(dtype: torch.dtype, sizes: tuple[int, ...], options: Options, sets: int, dropout: float) -> dict:
     """Return error and limit of the results beyond their limit over some sets of values, by name."""
     batch, heads, kv_heads, queries, keys, head_dim, value_dim = sizes
     shapes = ((heads, queries, head_dim), (kv_heads, keys, head_dim), (kv_heads, keys, value_dim))
     grid = Grid(batch, heads, queries, keys)
     allowed = None if options.mask is None else options.mask.block(grid).expand(batch, heads, queries, keys)
 
+    kept = kept_by_dropout(dropout, SEED, batch, heads, queries, keys) if dropout else None
+    factors = None if kept is None else kept / (1 - dropout)
+
     def native(q, k, v):
+        if dropout:
+            return attend_with_seed(q, k, v, options, dropout, SEED)
         return hw.attend(q, k, v, mask=options.mask, **options.others, return_lse=True, backend="native")
 
     def plain(q, k, v):
-        result = plain_attention(q, k, v, allowed, **options.others)
+        result = plain_attention(q, k, v, allowed, **options.others, factors=factors)
         return result.out, result.lse
 
     errors, limits = [0.0] * 5, [0.0] * 5
@@ -121,6 +141,26 @@ def errors_beyond(dtype: torch.dtype, sizes: tuple[int, ...], options: Options, 
                 limits[n] = math.hypot(limits[n], 2 * (theirs[n].double() - right).norm())
     names = ("out", "lse", "q", "k", "v")
     return {name: (error, limit) for name, error, limit in zip(names, errors, limits, strict=True) if error > limit}
+
+
+def check_dropped_weights() -> None:
+    """Check that the weights that are not 0, read from the output with the identity matrix as values, are those that an
+    independent implementation of the generator keeps: with several tiles of keys that begin anywhere, heads of a group
+    in one block, few rows, and probabilities whose lower bits count.
+    """
+    for batch, heads, kv_heads, queries, keys in ((2, 6, 3, 5, 37), (1, 3, 1, 70, 300), (3, 2, 2, 259, 131)):
+        q, k = torch.randn(batch, heads, queries, 4), torch.randn(batch, kv_heads, keys, 4)
+        v = torch.eye(keys).expand(batch, kv_heads, keys, keys)
+        for mask in (None, hw.causal(), hw.window(77)):
+            grid = Grid(batch, heads, queries, keys)
+            allowed = torch.tensor(True) if mask is None else mask.block(grid)
+            for dropout in (0.1, 0.5, 2**-17, 1 - 2**-17):
+                seed = int(torch.randint(2**62, ()))
+                kept = kept_by_dropout(dropout, seed, batch, heads, queries, keys)
+                for dtype in (torch.float32, torch.bfloat16):
+                    tensors = (tensor.to(dtype) for tensor in (q, k, v))
+                    out, _ = attend_with_seed(*tensors, Options(mask), dropout, seed)
+                    assert torch.equal(out > 0, kept & allowed), f"{dtype} {dropout} {mask}"
 
 
 def check_statistics(dtype: torch.dtype) -> None:
@@ -156,11 +196,13 @@ def check_threads() -> None:
     def results_with(threads: int) -> list[torch.Tensor]:
         torch.set_num_threads(threads)
         out = hw.attend(q, k, v, mask=hw.causal(), backend="native")
+        dropped, _ = attend_with_seed(q, k, v, Options(hw.causal()), 0.3, SEED)
         tally = Tally()
         with torch.no_grad():
             problem = Problem.checked(q, k, v, mask=hw.causal())
             native_statistics.attend_tallied(problem, CallContext(), tally)
-        return [out, *steps(), *torch.autograd.grad(out.sum(), (q, k, v)), *tally.means().values()]
+        gradients = (torch.autograd.grad(result.sum(), (q, k, v)) for result in (out, dropped))
+        return [out, dropped, *steps(), *chain(*gradients), *tally.means().values()]
 
     for one, two in zip(results_with(1), results_with(2), strict=True):
         assert torch.equal(one, two)
@@ -175,7 +217,9 @@ def main() -> None:
         return
     for dtype in (torch.float32, torch.bfloat16):
         check_results(dtype)
+        check_results(dtype, dropout=0.3)
         check_statistics(dtype)
+    check_dropped_weights()
     check_threads()
     print(library.instruction_set())
 

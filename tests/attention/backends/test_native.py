@@ -92,7 +92,6 @@ def test_without_the_library_the_backend_states_it(monkeypatch, tmp_path):
 
 REFUSALS = {
     "in torch.float64": (torch.float64, {}),
-    "no dropout": (torch.float32, {"dropout": 0.5}),
     "talking_heads mixes them": (torch.float32, {"talking_heads": (torch.eye(2), torch.eye(2))}),
 }
 

@@ -1,4 +1,4 @@
-"""Gradients of the native backend: those of a bias, and the memory of training."""
+"""Gradients of the native backend: those of a bias, also with dropout, and the memory of training."""
 
 import itertools
 import math
@@ -7,12 +7,13 @@ import sys
 
 import pytest
 import torch
+from native_checks import SEED, Options, attend_with_seed
 
 import headwise as hw
 from headwise.attention.backends.native import library
 from headwise.attention.masks import key_ranges
 from headwise.attention.masks.grid import Grid
-from oracles import plain_attention
+from oracles import kept_by_dropout, plain_attention
 
 pytestmark = pytest.mark.skipif(library.why_not_loaded() is not None, reason=str(library.why_not_loaded()))
 
@@ -25,6 +26,8 @@ OPTIONS = {
     "causal": {"mask": hw.causal()},
     "softcap": {"softcap": 3.0},
     "sinks": {"mask": hw.window(100), "sinks": torch.linspace(-1, 1, HEADS)},
+    "dropout": {"mask": hw.causal(), "dropout": 0.3},
+    "dropout and more": {"mask": hw.window(300), "softcap": 3.0, "sinks": torch.zeros(HEADS), "dropout": 0.6},
 }
 
 
@@ -42,15 +45,19 @@ def bias_gradients(dtype: torch.dtype, shape: tuple[int, ...], options: dict) ->
     q, k, v = (torch.randn(BATCH, *size, WIDTH).to(dtype) for size in sizes)
     upstream, lse_upstream = torch.randn(BATCH, HEADS, QUERIES, WIDTH), torch.randn(BATCH, HEADS, QUERIES)
     bias, options = random_bias(shape), dict(options)
-    mask = options.pop("mask", None)
+    mask, dropout = options.pop("mask", None), options.pop("dropout", 0.0)
+    kept = kept_by_dropout(dropout, SEED, BATCH, HEADS, QUERIES, KEYS) if dropout else None
     grid = Grid(BATCH, HEADS, QUERIES, KEYS)
     allowed = None if mask is None else mask.block(grid).expand(BATCH, HEADS, QUERIES, KEYS)
 
     def native(q, k, v, bias):
+        if dropout:
+            return attend_with_seed(q, k, v, Options(mask, {"bias": bias, **options}), dropout, SEED)
         return hw.attend(q, k, v, mask=mask, bias=bias, return_lse=True, backend="native", **options)
 
     def plain(q, k, v, bias):
-        result = plain_attention(q, k, v, allowed, bias=bias, **options)
+        factors = None if kept is None else kept / (1 - dropout)
+        result = plain_attention(q, k, v, allowed, bias=bias, factors=factors, **options)
         return result.out, result.lse
 
     def gradient(attention, tensor_type):

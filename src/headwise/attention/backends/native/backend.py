@@ -30,8 +30,6 @@ def why_not(problem: Problem) -> str | None:
     """
     if problem.talking is not None:
         return "the native kernels keep heads apart, and talking_heads mixes them"
-    if problem.dropout > 0:
-        return "the native kernels have no dropout"
     reason: str | None = _why_no_derivative(problem) or _why_not_tensors(problem) or library.why_not_loaded()
     return reason
 
@@ -72,27 +70,28 @@ def run(problem: Problem) -> Answer:
     if isinstance(problem.scale, Tensor) and problem.scale.requires_grad:
         q, k, v = (tensor.float() for tensor in (problem.q, problem.k, problem.v))
         problem = replace(problem, q=q * problem.scale, k=k, v=v, scale=1.0)
+    dropout = _dropout_arguments(problem)
     if problem.mask is None:
-        out, lse = _attend(*arguments(problem, None, None))
+        out, lse = _attend(arguments(problem, None, None), dropout)
         return Answer(out if out.dtype == dtype else out.to(dtype), lse if problem.return_lse else None, None)
     visible = visible_keys(problem.mask, problem.grid)
     parts = visible.parts()
     if parts is None:
-        out, lse = _attend(*arguments(problem, visible.ranges, visible.matrix()))
+        out, lse = _attend(arguments(problem, visible.ranges, visible.matrix()), dropout)
     else:
         q, k, v, scale, head_scale, softcap, sinks, _, _, bias = arguments(problem, None, None)
-        options = Options(scale, head_scale, softcap, sinks, bias)
+        options = Options(scale, head_scale, softcap, sinks, bias, *dropout)
         out, lse = attend_in_parts(q, k, v, options, visible, parts)
     return Answer(out.to(dtype), lse if problem.return_lse else None, None)
 
 
-def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of a call of the native operator with these arguments. Where nothing is
-    differentiated, that is the operator without a gradient, since torch's function for gradients of custom operators
-    takes longer than a short call's attention.
+    dropped or differentiated, that is the operator without a gradient, since torch's function for gradients of custom
+    operators takes longer than a short call's attention.
     """
-    if _may_be_differentiated(arguments):
-        out, lse, _ = torch.ops.headwise.attend_forward(*arguments)
+    if dropout[0] > 0 or _may_be_differentiated(arguments):
+        out, lse, _ = torch.ops.headwise.attend_forward(*arguments, *dropout)
     else:
         out, lse = torch.ops.headwise.attend(*arguments)
     return out, lse
@@ -127,6 +126,17 @@ def arguments(
         matrix,
         problem.bias,
     )
+
+
+def _dropout_arguments(problem: Problem) -> tuple[float, Int[Tensor, ""] | None]:
+    """Return the probability of dropout and the seed of the kernels' generator, which is drawn from torch's; without
+    dropout, nothing is drawn.
+
+    The seed is an argument of the operator, so the operator is a pure function: the compiler may move it, and a second
+    forward pass of activation checkpointing, for which torch restores its generator, drops the same weights.
+    """
+    seed = torch.randint(2**62, (), dtype=torch.int64, device="cpu") if problem.dropout > 0 else None
+    return problem.dropout, seed
 
 
 def _with_unit_stride(tensor: Tensor) -> Tensor:

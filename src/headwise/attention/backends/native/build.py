@@ -25,8 +25,8 @@ TORCH_TARGET_VERSION = "0x020b000000000000"
 FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math -Wall -Wextra"
 """Flags of all sources."""
 
-INTRINSICS_WARNINGS = "-Wno-maybe-uninitialized -Wno-uninitialized"
-"""Flags that silence warnings about the intrinsics of GCC 12."""
+INTRINSICS_WARNINGS = "-Wno-maybe-uninitialized -Wno-uninitialized -Wno-ignored-attributes"
+"""Flags that silence warnings about the intrinsics of GCC 12, and about their types as template arguments."""
 
 INSTRUCTION_SETS = {
     "amx": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx512bf16 -mamx-tile -mamx-bf16",

@@ -26,8 +26,8 @@ def register() -> None:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save the inputs and results that the backward pass needs."""
-    q, k, v, ctx.scale, head_scale, ctx.softcap, *others = inputs
-    ctx.save_for_backward(q, k, v, head_scale, *others, *output)
+    q, k, v, ctx.scale, head_scale, ctx.softcap, sinks, ranges, matrix, bias, ctx.dropout, seed, *ctx.origin = inputs
+    ctx.save_for_backward(q, k, v, head_scale, sinks, ranges, matrix, bias, seed, *output)
     ctx.set_materialize_grads(False)
 
 
@@ -40,11 +40,11 @@ def _backward(
     """Return the gradients of all inputs of the forward pass, given those of its output and its log-sum-exp. Only q, k,
     v, the sinks and the bias have one.
     """
-    q, k, v, head_scale, sinks, ranges, matrix, bias, out, lse, normalizers = ctx.saved_tensors
+    q, k, v, head_scale, sinks, ranges, matrix, bias, seed, out, lse, normalizers = ctx.saved_tensors
     out_gradient, lse_gradient = with_usual_strides(out_gradient, lse_gradient, out)
     arguments = (
         *(out_gradient, lse_gradient, out, normalizers, q, k, v),
-        *(ctx.scale, head_scale, ctx.softcap, sinks, ranges, matrix, bias),
+        *(ctx.scale, head_scale, ctx.softcap, sinks, ranges, matrix, bias, ctx.dropout, seed, *ctx.origin),
     )
     gradients = (None, None, None)
     if any(ctx.needs_input_grad[:3]):
@@ -53,7 +53,7 @@ def _backward(
     sinks_gradient = None
     if ctx.needs_input_grad[6]:
         sinks_gradient = gradient_of_sinks(out_gradient, lse_gradient, out, lse, sinks)
-    return (*gradients, None, None, None, sinks_gradient, None, None, bias_gradient)
+    return (*gradients, None, None, None, sinks_gradient, None, None, bias_gradient, *4 * [None])
 
 
 def with_usual_strides(

@@ -13,25 +13,31 @@ from torch import Tensor
 from headwise.attention.backends.native import gradients
 from headwise.attention.masks.key_ranges import Matrix, Part, VisibleKeys
 from headwise.errors import InputError
-from headwise.shapes import Float
+from headwise.shapes import Float, Int
 
 Output = Float[Tensor, "batch heads queries value_dim"]
 LogSumExp = Float[Tensor, "batch heads queries"]
 
 
 class Options(NamedTuple):
-    """Arguments of the operators between `v` and the mask, and the bias, which follows it."""
+    """Arguments of the operators between `v` and the mask, and those that follow it."""
 
     scale: float
     head_scale: Float[Tensor, " heads"] | None
     softcap: float
     sinks: Float[Tensor, " heads"] | None
     bias: Float[Tensor, "#batch #heads #queries #keys"] | None
+    dropout: float = 0.0
+    seed: Int[Tensor, ""] | None = None
 
     def arguments(self, part: Part, ranges: Tensor | None, matrix: Matrix | None) -> tuple[Any, ...]:
         """Return the arguments of the operators after `v` for one part."""
         bias = None if self.bias is None else _of_part(part, self.bias)
         return self.scale, self.head_scale, self.softcap, self.sinks, ranges, matrix, bias
+
+    def dropout_arguments(self, part: Part) -> tuple[Any, ...]:
+        """Return the further arguments of the operators with dropout for one part."""
+        return self.dropout, self.seed, part.rows.start, part.columns.start
 
 
 def attend_in_parts(
@@ -65,7 +71,7 @@ def _traced(
     results = []
     for part in parts:
         of_part = (part.columns_of(each).to(q.dtype) for each in wide)
-        arguments = options.arguments(part, *visible.of_part(part))
+        arguments = *options.arguments(part, *visible.of_part(part)), *options.dropout_arguments(part)
         results.append(torch.ops.headwise.attend_forward(part.rows_of(q), *of_part, *arguments))
     out, lse, _ = zip(*results, strict=True)
     return torch.cat(out, 2), torch.cat(lse, 2)
@@ -94,10 +100,12 @@ class _AttentionInParts(torch.autograd.Function):
         for part in parts:
             ranges, matrix = visible.of_part(part)
             checksums.append(_checksum(matrix))
-            results = torch.ops.headwise.attend_forward(*part.of(q, k, v), *options.arguments(part, ranges, matrix))
+            results = torch.ops.headwise.attend_forward(
+                *part.of(q, k, v), *options.arguments(part, ranges, matrix), *options.dropout_arguments(part)
+            )
             for whole, of_part in zip((out, lse, normalizers), results, strict=True):
                 part.rows_of(whole).copy_(of_part)
-        ctx.save_for_backward(q, k, v, sinks, options.head_scale, bias, out, lse, normalizers)
+        ctx.save_for_backward(q, k, v, sinks, options.head_scale, bias, options.seed, out, lse, normalizers)
         ctx.others = options, visible, parts, checksums
         ctx.mark_non_differentiable(normalizers)
         ctx.set_materialize_grads(False)
@@ -108,9 +116,9 @@ class _AttentionInParts(torch.autograd.Function):
         ctx: Any, out_gradient: Output | None, lse_gradient: LogSumExp | None, _: None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v, the sinks and the bias, given those of the output and the log-sum-exp."""
-        q, k, v, sinks, head_scale, bias, out, lse, normalizers = ctx.saved_tensors
+        q, k, v, sinks, head_scale, bias, seed, out, lse, normalizers = ctx.saved_tensors
         options, visible, parts, checksums = ctx.others
-        options = options._replace(sinks=sinks, head_scale=head_scale, bias=bias)
+        options = options._replace(sinks=sinks, head_scale=head_scale, bias=bias, seed=seed)
         out_gradient, lse_gradient = gradients.with_usual_strides(out_gradient, lse_gradient, out)
         q_gradient = torch.empty_like(q)
         k_gradient, v_gradient = (torch.zeros_like(each, dtype=torch.float32) for each in (k, v))
@@ -128,7 +136,7 @@ class _AttentionInParts(torch.autograd.Function):
             arguments = (
                 *(part.rows_of(out_gradient), of_lse, part.rows_of(out)),
                 part.rows_of(normalizers).contiguous(),
-                *(*part.of(q, k, v), *options.arguments(part, ranges, matrix)),
+                *(*part.of(q, k, v), *options.arguments(part, ranges, matrix), *options.dropout_arguments(part)),
             )
             of_q, of_k, of_v = torch.ops.headwise.attend_backward(*arguments)
             if bias_gradient is not None:

@@ -3,13 +3,16 @@
 //
 // With S the scores, A the weights, dO and g the gradients of the output and the log-sum-exp,
 //
-//     dV_j = sum_i A_ij dO_i     dS_ij = A_ij (dO_i . V_j - delta_i + g_i)     delta_i = dO_i . O_i
+//     dV_j = sum_i D_ij A_ij dO_i     dS_ij = A_ij (D_ij dO_i . V_j - delta_i + g_i)     delta_i = dO_i . O_i
 //     dQ_i = scale sum_j dS_ij K_j     dK_j = scale sum_i dS_ij Q_i
+//
+// with D the factors of dropout: 0 at weights that are dropped, and 1 / (1 - probability) at the others.
 //
 // A task computes a run of row blocks of one key/value head, and adds up the gradients of the keys and values that
 // these rows may attend to in sums of its own. Row blocks are divided among tasks by the sizes and the mask of the
 // call, not by the number of threads, and the sums of tasks are added in order: the result does not depend on threads.
 #pragma once
+#include "dropout.h"
 #include "few_rows.h"
 #include "gradient_products.h"
 #ifdef __AVX512BF16__
@@ -47,8 +50,9 @@ class GradientTiles {
   GradientTiles(const Problem& p, Arena& arena) : p_(p), products_(p, arena) {
     float** const tiles[] = {&scores_, &slopes_, &dense_, &weight_gradients_};
     for (float** tile : tiles) *tile = arena.take<float>(kTileKeys * kRows);
+    kept_ = arena.take<Mask>(kTileKeys * kRows / kLanes);
   }
-  static int64_t memory(const Problem& p) { return Products<Element>::memory(p) + 16 * kTileKeys * kRows + 4096; }
+  static int64_t memory(const Problem& p) { return Products<Element>::memory(p) + 20 * kTileKeys * kRows + 4096; }
 
   // Prepare the factors of products, the normalizers of the rows, and delta.
   void start(const RowBlock& block, const Visibility& visibility) {
@@ -72,15 +76,20 @@ class GradientTiles {
   // Compute each tile of the keys `within` that some row may attend to, and call `use(keys)`.
   template <class Use>
   void visit(const RowBlock& block, const Visibility& visibility, KeyRange within, const Use& use) {
+    const Dropout dropout(p_, block);
     visit_scores(block, visibility, within, [&](KeyRange keys) {
       products_.weight_gradients(keys, weight_gradients_);
+      if (p_.dropout > 0)
+        dropout.for_each_vector(keys, [this](int64_t at, int, Mask kept) { kept_[at / kLanes] = kept; });
       use(keys);
     });
   }
 
-  template <bool kSoftcap>
-  Differentiation<Products<Element>::kDegree, kSoftcap> derivative() const {
-    return {scores_, weight_gradients_, slopes_, factor_, shift_, inverse_, lse_gradient_, scale_, delta_};
+  template <bool kSoftcap, bool kDropout>
+  Differentiation<Products<Element>::kDegree, kSoftcap, kDropout> derivative() const {
+    const float kept_factor = float(dropout_factor(p_));
+    return {scores_, weight_gradients_, slopes_, factor_, shift_, inverse_, lse_gradient_, scale_, delta_,
+            kept_,   kept_factor};
   }
   Products<Element>& products() { return products_; }
   float* scores() { return scores_; }
@@ -140,12 +149,13 @@ class GradientTiles {
   Products<Element> products_;
   bool scales_late_;  // scores are multiplied by the scale where the weights are computed
   float *scores_, *slopes_, *dense_, *weight_gradients_;
+  Mask* kept_;  // by dropout
   float factor_[kRows], scale_[kRows], shift_[kRows], inverse_[kRows], lse_gradient_[kRows], delta_[kRows];
 };
 
 // Add the gradients of keys and values of a block of rows to the sums of a task, `(keys, padded head_dim)` and then
 // `(keys, padded value_dim)`, and write the gradients of its queries.
-template <bool kSoftcap, template <class> class Products, class Element>
+template <bool kSoftcap, bool kDropout, template <class> class Products, class Element>
 inline void backward_block(const Problem& p, const RowBlock& block, const BackwardTask& task,
                            GradientTiles<Products, Element>& tiles) {
   const int64_t head_dim = padded(p, p.head_dim), value_dim = padded(p, p.value_dim);
@@ -156,8 +166,8 @@ inline void backward_block(const Problem& p, const RowBlock& block, const Backwa
   tiles.start(block, visibility);
   tiles.visit(block, visibility, {0, p.keys}, [&](KeyRange keys) {
     const int64_t first = keys.begin - task.keys.begin;
-    products.add(keys, tiles.template derivative<kSoftcap>(), tiles.scores(), tiles.weight_gradients(), started,
-                 key_sums + first * head_dim, value_sums + first * value_dim);
+    products.add(keys, tiles.template derivative<kSoftcap, kDropout>(), tiles.scores(), tiles.weight_gradients(),
+                 started, key_sums + first * head_dim, value_sums + first * value_dim);
     started = true;
   });
   float* sums = products.query_sums();
@@ -173,7 +183,11 @@ inline void backward_task(const Problem& p, const BackwardTask& task, void* memo
   GradientTiles<Products, Element> tiles(p, arena);
   const int64_t count = (task.keys.end - task.keys.begin) * floats_per_key(p);
   for (int64_t n = 0; n < count; ++n) task.sums[n] = 0.0f;
-  const auto run = p.softcap > 0 ? backward_block<true, Products, Element> : backward_block<false, Products, Element>;
+  const auto plain =
+      p.dropout > 0 ? backward_block<false, true, Products, Element> : backward_block<false, false, Products, Element>;
+  const auto capped =
+      p.dropout > 0 ? backward_block<true, true, Products, Element> : backward_block<true, false, Products, Element>;
+  const auto run = p.softcap > 0 ? capped : plain;
   for (int64_t index = task.first; index < task.last; ++index) run(p, row_block(p, index), task, tiles);
 }
 

@@ -1,5 +1,5 @@
-// The gradient of a bias: the gradients `A_ij (dO_i . V_j - delta_i + g_i)` of the scores, without scale, added up
-// along the axes on which the bias repeats.
+// The gradient of a bias: the gradients `A_ij (D_ij dO_i . V_j - delta_i + g_i)` of the scores, without scale, added up
+// along the axes on which the bias repeats. The symbols are those of backward.h.
 //
 // This is a pass of its own, which computes the weights once more. A task owns some elements of the gradient: those of
 // 64 queries, or of some keys if the bias repeats along the queries. It computes all tiles of all sequences and heads
@@ -56,8 +56,11 @@ class BiasTask {
     const KeyRange heads = g_.bias_heads > 1 ? KeyRange{head_, head_ + 1} : KeyRange{0, p_.heads};
     for (int64_t batch = batches.begin; batch < batches.end; ++batch)
       for (int64_t head = heads.begin; head < heads.end; ++head)
-        for (int64_t start = rows_.begin; start < rows_.end; start += kRows)
-          add_block(block_of_head(p_, batch, head, start));
+        for (int64_t start = rows_.begin; start < rows_.end; start += kRows) {
+          const RowBlock block = block_of_head(p_, batch, head, start);
+          if (p_.dropout > 0) add_block<true>(block);
+          else add_block<false>(block);
+        }
     if (has_bias_rows(p_) && has_bias_keys(p_)) return;
     const KeyRange owned = has_bias_rows(p_) ? rows_ : has_bias_keys(p_) ? keys_ : KeyRange{0, 1};
     for (int64_t n = owned.begin; n < owned.end; ++n)
@@ -69,10 +72,11 @@ class BiasTask {
 
   int64_t matrix() const { return batch_ * g_.bias_heads + head_; }
 
+  template <bool kDropout>
   void add_block(const RowBlock& block) {
     const Visibility visibility(p_, block);
     tiles_.start(block, visibility);
-    auto derivative = tiles_.template derivative<false>();
+    auto derivative = tiles_.template derivative<false, kDropout>();
     float ones[kRows];
     for (float& one : ones) one = 1.0f;
     derivative.scale = ones;  // the bias is added to the scores after the scale

@@ -1,6 +1,7 @@
 // A block of query rows that share a key/value head, and the memory in which it is computed.
 #pragma once
 #include "problem.h"
+#include "products.h"
 
 namespace headwise::HEADWISE_ISA {
 

@@ -15,7 +15,10 @@ constexpr int kStepKeys = 64;        // keys of a tile: its keys and values fit 
 constexpr int64_t kPieceKeys = 512;  // smallest number of keys that is worth a piece of its own
 constexpr int64_t kPiecesWanted = 64;
 
-inline bool has_few_rows(const Problem& p) { return group_size(p) * p.queries <= kFewRows && !p.statistics; }
+// Dropout, which is for training, is left to blocks of rows.
+inline bool has_few_rows(const Problem& p) {
+  return group_size(p) * p.queries <= kFewRows && !p.statistics && !(p.dropout > 0);
+}
 
 // Number of pieces of each key/value head.
 inline int64_t piece_count(const Problem& p) {

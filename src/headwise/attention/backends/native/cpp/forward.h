@@ -1,6 +1,7 @@
 // The forward pass of a block of rows: scores, softmax and output, tile by tile (FlashAttention-2, Dao 2023,
 // algorithm 1), with statistics of the weights on request.
 #pragma once
+#include "dropout.h"
 #include "products.h"
 #include "statistics.h"
 
@@ -50,7 +51,7 @@ class FloatProducts {
   float *queries_, *room_, *converted_;
 };
 
-// Divide the output by the divisors; a row without a key gets 0. Write the log-sum-exp.
+// Divide the output by the divisors; a row without a key gets 0. Scale it up for dropout. Write the log-sum-exp.
 inline void normalize(const Problem& p, const RowBlock& block, const SoftmaxState& state, const Divisors& divisors,
                       float* output) {
   for (int r = 0; r < block.rows; ++r)
@@ -58,7 +59,7 @@ inline void normalize(const Problem& p, const RowBlock& block, const SoftmaxStat
   for (int64_t d = 0; d < p.value_dim; ++d)
     for (int r = 0; r < block.width; r += kLanes) {
       float* at = output + d * kRows + r;
-      store(at, state.started ? load(at) * load(divisors.inverse + r) : zero());
+      store(at, state.started ? load(at) * load(divisors.scaled_inverse + r) : zero());
     }
 }
 
@@ -105,6 +106,7 @@ inline void forward_block(const Problem& p, const RowBlock& block, void* memory)
   float* dense = arena.take<float>(kKeys * kRows);
   Products<Element> products(p, block, arena);
   const Visibility visibility(p, block);
+  const Dropout dropout(p, block);
   SoftmaxState state;
   start_softmax(state);
   [[maybe_unused]] StatisticsOfBlock statistics(p, block, visibility, kStatistics ? &arena : nullptr);
@@ -126,6 +128,7 @@ inline void forward_block(const Problem& p, const RowBlock& block, void* memory)
     const float* away = kStatistics ? statistics.start_tile(keys) : nullptr;
     softmax_tile<kStatistics, Products<Element>::kDegree>(block, state, count, factor, scores, output, p.value_dim,
                                                           away, statistics.indices());
+    if (p.dropout > 0) dropout.drop(keys, scores);
     products.add_values(keys, scores, kStatistics, output, state.started);
     state.started = true;
     if constexpr (kStatistics) {

@@ -7,28 +7,35 @@
 
 namespace headwise::HEADWISE_ISA {
 
-// The weights of some rows for one key, and the gradients of their scores times the scale.
+// The weights of some rows for one key, after dropout, and the gradients of their scores times the scale.
 struct Derivative {
   Floats weight, gradient;
 };
 
 // The softmax of a tile and its derivative, one vector at a time. All members are constant while a tile is computed, so
 // that the compiler keeps them in registers.
-template <int kDegree, bool kSoftcap>
+template <int kDegree, bool kSoftcap, bool kDropout>
 struct Differentiation {
   // `(keys, kRows)`: scores, gradients of the weights, and the derivative of the softcap.
   const float *scores, *weight_gradients, *slopes;
   // `kRows`: factor of the scores, normalizers, gradient of the log-sum-exp, scale, and delta.
   const float *factor, *shift, *inverse, *lse_gradient, *scale, *delta;
+  const Mask* kept;   // `(keys, kRows / kLanes)`: the lanes whose weights dropout keeps
+  float kept_factor;  // of these weights
 
   // The rows from `r` on, and key j of the tile.
   Derivative operator()(int64_t j, int r) const {
     const int64_t at = j * kRows + r;
     const Floats score = multiply_subtract(load(scores + at), load(factor + r), load(shift + r));
     const Floats weight = exp2<kDegree>(score) * load(inverse + r);
-    const Floats slope = load(weight_gradients + at) - load(delta + r) + load(lse_gradient + r);
+    Floats used_weight = weight, weight_gradient = load(weight_gradients + at);
+    if constexpr (kDropout) {
+      const Floats dropout = select(kept[at / kLanes], all(kept_factor), zero());
+      used_weight = weight * dropout, weight_gradient = weight_gradient * dropout;
+    }
+    const Floats slope = weight_gradient - load(delta + r) + load(lse_gradient + r);
     const Floats gradient = weight * load(scale + r) * slope;
-    return {weight, kSoftcap ? gradient * load(slopes + at) : gradient};
+    return {used_weight, kSoftcap ? gradient * load(slopes + at) : gradient};
   }
 };
 

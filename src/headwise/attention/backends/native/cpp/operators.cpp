@@ -105,6 +105,18 @@ Problem problem_of(const Call& call, float* scales) {
   return p;
 }
 
+// Set the probability of dropout, its seed, and the indices of the first query and key in a larger matrix of which the
+// call is a part. The seed is a tensor with one element, since the compiler would make a number a constant.
+void set_dropout(Problem& p, double dropout, const MaybeTensor& seed, int64_t first_query, int64_t first_key) {
+  STD_TORCH_CHECK(dropout >= 0 && dropout < 1, "dropout must be 0 or more and less than 1");
+  if (dropout == 0) return;
+  STD_TORCH_CHECK(seed && seed->numel() == 1, "dropout needs a seed with one element");
+  require(*seed, ScalarType::Long, "seed");
+  p.dropout = dropout;
+  p.seed = uint64_t(*pointer<int64_t>(*seed));
+  p.first_query = first_query, p.first_key = first_key;
+}
+
 // Allocate the output, with the heads of one position adjacent in memory, as output projections need them, and the
 // log-sum-exp.
 std::tuple<Tensor, Tensor, Tensor> allocate_results(Problem& p, ScalarType dtype) {
@@ -120,9 +132,11 @@ std::tuple<Tensor, Tensor, Tensor> allocate_results(Problem& p, ScalarType dtype
 
 std::tuple<Tensor, Tensor, Tensor> attend_forward(Tensor q, Tensor k, Tensor v, double scale, MaybeTensor head_scale,
                                                   double softcap, MaybeTensor sinks, MaybeTensor ranges,
-                                                  MaybeTensor dense, MaybeTensor bias) {
+                                                  MaybeTensor dense, MaybeTensor bias, double dropout, MaybeTensor seed,
+                                                  int64_t first_query, int64_t first_key) {
   std::vector<float> scales(q.size(1));
   Problem p = problem_of({q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias}, scales.data());
+  set_dropout(p, dropout, seed, first_query, first_key);
   auto results = allocate_results(p, q.scalar_type());
   run_forward(p);
   return results;
@@ -157,9 +171,12 @@ void set_upstream(const Upstream& upstream, Problem& p, Gradients& g) {
 std::tuple<Tensor, Tensor, Tensor> attend_backward(Tensor out_gradient, MaybeTensor lse_gradient, Tensor out,
                                                    Tensor normalizers, Tensor q, Tensor k, Tensor v, double scale,
                                                    MaybeTensor head_scale, double softcap, MaybeTensor sinks,
-                                                   MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias) {
+                                                   MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias,
+                                                   double dropout, MaybeTensor seed, int64_t first_query,
+                                                   int64_t first_key) {
   std::vector<float> scales(q.size(1));
   Problem p = problem_of({q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias}, scales.data());
+  set_dropout(p, dropout, seed, first_query, first_key);
   Gradients g{};
   set_upstream({out_gradient, lse_gradient, out, normalizers}, p, g);
   Tensor q_gradient = torch::stable::empty_like(q), k_gradient = torch::stable::empty_like(k);
@@ -174,19 +191,21 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(Tensor out_gradient, MaybeTen
 // The same without what the backward pass needs.
 std::tuple<Tensor, Tensor> attend(Tensor q, Tensor k, Tensor v, double scale, MaybeTensor head_scale, double softcap,
                                   MaybeTensor sinks, MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias) {
-  const auto results = attend_forward(q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias);
+  const auto results = attend_forward(q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias, 0.0, {}, 0, 0);
   return {std::get<0>(results), std::get<1>(results)};
 }
 
 Tensor attend_bias_gradient(Tensor out_gradient, MaybeTensor lse_gradient, Tensor out, Tensor normalizers, Tensor q,
                             Tensor k, Tensor v, double scale, MaybeTensor head_scale, double softcap, MaybeTensor sinks,
-                            MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias) {
+                            MaybeTensor ranges, MaybeTensor dense, MaybeTensor bias, double dropout, MaybeTensor seed,
+                            int64_t first_query, int64_t first_key) {
   STD_TORCH_CHECK(bias && bias->dim() == 4, "a gradient of the bias needs a bias of 4 axes");
   std::vector<float> scales(q.size(1));
   Problem p = problem_of({q, k, v, scale, head_scale, softcap, sinks, ranges, dense, bias}, scales.data());
   const int64_t sizes[] = {p.batch, p.heads, p.queries, p.keys};
   for (int64_t axis = 0; axis < 4; ++axis)
     STD_TORCH_CHECK(bias->size(axis) == 1 || bias->size(axis) == sizes[axis], "the sizes of the bias do not fit");
+  set_dropout(p, dropout, seed, first_query, first_key);
   Gradients g{};
   set_upstream({out_gradient, lse_gradient, out, normalizers}, p, g);
   g.bias_batch = bias->size(0), g.bias_heads = bias->size(1);
@@ -245,18 +264,23 @@ std::string instruction_set() {
 STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
   m.def(
       "attend_forward(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, "
-      "Tensor? ranges, Tensor? dense, Tensor? bias) -> (Tensor out, Tensor lse, Tensor normalizers)");
+      "Tensor? ranges, Tensor? dense, Tensor? bias, float dropout=0.0, Tensor? seed=None, "
+      "SymInt first_query=0, SymInt first_key=0) "
+      "-> (Tensor out, Tensor lse, Tensor normalizers)");
   m.def(
       "attend(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, "
       "Tensor? ranges, Tensor? dense, Tensor? bias) -> (Tensor out, Tensor lse)");
   m.def(
       "attend_backward(Tensor out_gradient, Tensor? lse_gradient, Tensor out, Tensor normalizers, Tensor q, "
       "Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
-      "Tensor? dense, Tensor? bias) -> (Tensor q_gradient, Tensor k_gradient, Tensor v_gradient)");
+      "Tensor? dense, Tensor? bias, float dropout=0.0, Tensor? seed=None, "
+      "SymInt first_query=0, SymInt first_key=0) "
+      "-> (Tensor q_gradient, Tensor k_gradient, Tensor v_gradient)");
   m.def(
       "attend_bias_gradient(Tensor out_gradient, Tensor? lse_gradient, Tensor out, Tensor normalizers, Tensor q, "
       "Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
-      "Tensor? dense, Tensor? bias) -> Tensor");
+      "Tensor? dense, Tensor? bias, float dropout=0.0, Tensor? seed=None, "
+      "SymInt first_query=0, SymInt first_key=0) -> Tensor");
   m.def(
       "attend_statistics(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, "
       "Tensor? ranges, Tensor? dense, Tensor? bias, Tensor positions, Tensor first_key, Tensor? special, Tensor? "

@@ -99,6 +99,10 @@ struct Problem {
   const float* bias = nullptr;  // added to the scores after scale and softcap
   Strides bias_strides;
 
+  double dropout = 0.0;                    // probability with which a weight is dropped; not with statistics
+  uint64_t seed = 0;                       // of the dropout
+  int64_t first_query = 0, first_key = 0;  // indices of the first query and key for the dropout
+
   // Copies of keys and values in the layout of the kernels' products, of the key/value heads from `first_packed` on.
   // Null where the kernels need none.
   const void* packed = nullptr;
@@ -113,5 +117,8 @@ struct Problem {
   const Statistics* statistics = nullptr;
   const Gradients* gradients = nullptr;  // of the backward pass; null in the forward pass
 };
+
+// Factor of the weights that dropout keeps, so that the expected value of each weight stays the same.
+inline double dropout_factor(const Problem& p) { return 1.0 / (1.0 - p.dropout); }
 
 }  // namespace headwise

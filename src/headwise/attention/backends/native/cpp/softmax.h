@@ -66,13 +66,14 @@ inline void write_normalizers(const Problem& p, int64_t index, double lse, float
 
 // The divisors of the rows of a block.
 struct Divisors {
-  float inverse[kRows];
+  float inverse[kRows], scaled_inverse[kRows];  // the latter with the factor of dropout
   double log2[kRows], lse[kRows];
 
   Divisors(const Problem& p, const RowBlock& block, const SoftmaxState& state) {
     for (int r = 0; r < kRows; ++r) {
       const Divisor divisor(state.shift[r], state.sums[kPowers][r], sink_of(p, block.head[r]));
-      inverse[r] = divisor.inverse, log2[r] = divisor.log2, lse[r] = divisor.lse;
+      inverse[r] = divisor.inverse, scaled_inverse[r] = float(divisor.inverse * dropout_factor(p));
+      log2[r] = divisor.log2, lse[r] = divisor.lse;
     }
   }
 };

@@ -41,6 +41,16 @@ inline Ints load(const int32_t* from) { return _mm256_loadu_si256(reinterpret_ca
 inline Ints all(int32_t x) { return _mm256_set1_epi32(x); }
 inline Ints subtract(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
 
+// Products of words, numbers of 32 bits: a vector has kLanes / 2 pairs of words, each a number of 64 bits.
+inline Ints product_of_lower_words(Ints a, Ints b) { return _mm256_mul_epu32(a, b); }
+inline Ints upper_words(Ints pairs) { return _mm256_srli_epi64(pairs, 32); }
+inline Ints pairs_of_lower_words(Ints lower, Ints upper) {
+  return _mm256_blend_epi32(lower, _mm256_slli_epi64(upper, 32), 0xaa);
+}
+inline Ints exclusive_or(Ints a, Ints b, Ints c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
+inline Ints lower_half_moved_up(Ints words) { return _mm256_slli_epi32(words, 16); }
+inline bool has_equal_half(Ints a, Ints b) { return _mm256_movemask_epi8(_mm256_cmpeq_epi16(a, b)) != 0; }
+
 inline Mask greater(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
 inline Mask equal(Ints a, Ints b) { return _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b)); }
 inline Mask less_unsigned(Ints a, Ints b) {  // AVX2 compares signed numbers only: subtract 2^31 from both

@@ -32,6 +32,16 @@ inline Ints load(const int32_t* from) { return _mm512_loadu_si512(from); }
 inline Ints all(int32_t x) { return _mm512_set1_epi32(x); }
 inline Ints subtract(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 
+// Products of words, numbers of 32 bits: a vector has kLanes / 2 pairs of words, each a number of 64 bits.
+inline Ints product_of_lower_words(Ints a, Ints b) { return _mm512_mul_epu32(a, b); }
+inline Ints upper_words(Ints pairs) { return _mm512_shuffle_epi32(pairs, _MM_PERM_DDBB); }
+inline Ints pairs_of_lower_words(Ints lower, Ints upper) {
+  return _mm512_mask_shuffle_epi32(lower, 0xaaaa, upper, _MM_PERM_CCAA);
+}
+inline Ints exclusive_or(Ints a, Ints b, Ints c) { return _mm512_ternarylogic_epi32(a, b, c, 0x96); }
+inline Ints lower_half_moved_up(Ints words) { return _mm512_slli_epi32(words, 16); }
+inline bool has_equal_half(Ints a, Ints b) { return _mm512_cmpeq_epi16_mask(a, b) != 0; }
+
 inline Mask greater(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 inline Mask equal(Ints a, Ints b) { return _mm512_cmpeq_epi32_mask(a, b); }
 inline Mask less_unsigned(Ints a, Ints b) { return _mm512_cmplt_epu32_mask(a, b); }

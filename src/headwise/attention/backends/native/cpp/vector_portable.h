@@ -8,6 +8,8 @@ namespace headwise::HEADWISE_ISA {
 typedef float Floats __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(16)));
 typedef uint32_t UnsignedInts __attribute__((vector_size(16)));
+typedef uint64_t UnsignedPairs __attribute__((vector_size(16)));
+typedef uint16_t UnsignedHalves __attribute__((vector_size(16)));
 using Mask = Ints;  // -1 in the lanes that are set, 0 in the others
 constexpr int kLanes = 4;
 constexpr int kTileRows = 6, kTileVectors = 2;  // register tile of a product: 12 of 16 registers hold its sums
@@ -45,6 +47,21 @@ inline Ints load(const int32_t* from) {
 }
 inline Ints all(int32_t x) { return Ints{x, x, x, x}; }
 inline Ints subtract(Ints a, Ints b) { return a - b; }
+
+// Products of words, numbers of 32 bits: a vector has kLanes / 2 pairs of words, each a number of 64 bits.
+inline Ints product_of_lower_words(Ints a, Ints b) {
+  return (Ints)(((UnsignedPairs)a & 0xffffffff) * ((UnsignedPairs)b & 0xffffffff));
+}
+inline Ints upper_words(Ints pairs) { return (Ints)((UnsignedPairs)pairs >> 32); }
+inline Ints pairs_of_lower_words(Ints lower, Ints upper) {
+  return (Ints)(((UnsignedPairs)lower & 0xffffffff) | ((UnsignedPairs)upper << 32));
+}
+inline Ints exclusive_or(Ints a, Ints b, Ints c) { return a ^ b ^ c; }
+inline Ints lower_half_moved_up(Ints words) { return (Ints)((UnsignedInts)words << 16); }
+inline bool has_equal_half(Ints a, Ints b) {
+  const UnsignedPairs equal = (UnsignedPairs)((UnsignedHalves)a == (UnsignedHalves)b);
+  return (equal[0] | equal[1]) != 0;
+}
 
 inline Mask greater(Floats a, Floats b) { return a > b; }
 inline Mask equal(Ints a, Ints b) { return a == b; }
