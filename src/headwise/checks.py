@@ -202,6 +202,13 @@ def positions_argument(
     return tensor
 
 
+def has_own_class(tensor: Tensor) -> bool:
+    """Return True if a tensor is of torch's own class, or a parameter. A subclass may change what operators do with
+    it, and kernels that read the memory of a tensor would not notice.
+    """
+    return type(tensor) is Tensor or type(tensor) is nn.Parameter
+
+
 _TRACING_MODES = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 """Modes of torch in which operators return tensors without values, or are recorded."""
 

@@ -22,6 +22,7 @@ from headwise.attention.backends.blockwise.plan import BlockwisePlan, cost_of, s
 from headwise.attention.backends.native import backend as native
 from headwise.attention.backends.native.speed import why_slower
 from headwise.attention.problem import Answer, Backend, Problem
+from headwise.checks import has_own_class
 from headwise.errors import InputError
 
 CAUSAL_FLAG_SHARE = 0.6
@@ -138,8 +139,7 @@ def _why_not_native(problem: Problem) -> str | None:
         return MATRIX
     if torch.compiler.is_exporting():
         return "an exported program that calls torch's kernel runs without headwise"
-    plain = (torch.Tensor, torch.nn.Parameter)
-    if not torch.compiler.is_compiling() and any(type(each) not in plain for each in (problem.q, problem.k, problem.v)):
+    if not torch.compiler.is_compiling() and not all(map(has_own_class, (problem.q, problem.k, problem.v))):
         return "torch's kernel knows subclasses of tensors, and the native kernels do not"
     return why_slower(problem, hides_nothing=problem.mask is None or fused.uses_is_causal(problem))
 

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import CausalBias
@@ -21,7 +21,7 @@ from headwise.attention.backends.native.speed import why_slower
 from headwise.attention.masks.base import Mask
 from headwise.attention.masks.factories import causal
 from headwise.attention.problem import DTYPES, Problem
-from headwise.checks import has_readable_values
+from headwise.checks import has_own_class, has_readable_values
 from headwise.intercept.accelerated_modules import accelerated_modules
 from headwise.intercept.foreign_functions import SDPA, call_replaced, is_foreign
 from headwise.shapes import Float, Int
@@ -123,7 +123,7 @@ def _answer(call: SDPACall) -> Float[Tensor, "*batch queries value_dim"] | str:
 
 def _is_usual(tensor: Tensor) -> bool:
     """Return True if a tensor is of torch's own class and its values can be read."""
-    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_nested and has_readable_values(tensor)
+    return has_own_class(tensor) and not tensor.is_nested and has_readable_values(tensor)
 
 
 def _problem_of(call: SDPACall, mask: Mask | None = None) -> Problem:

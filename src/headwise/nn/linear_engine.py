@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from headwise.checks import has_own_class
 from headwise.nn import linear_operator
 from headwise.nn.linear_choice import LinearChoice, engine_of, uses_onednn
 from headwise.nn.projections import has_hooks
@@ -113,8 +114,8 @@ def _why_torch_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> str 
 
 def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Return True if a tensor is of torch's own type, dense, on the CPU and of this dtype."""
-    is_own_type = type(tensor) is Tensor or type(tensor) is nn.Parameter
-    return is_own_type and tensor.dtype == dtype and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    return has_own_class(tensor) and is_dense and tensor.dtype == dtype
 
 
 def _is_observed(linear: nn.Module) -> bool:

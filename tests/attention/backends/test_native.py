@@ -75,19 +75,35 @@ QUESTION = "import torch, headwise as hw; x = torch.randn(1, 2, 5, 8); print(hw.
 @NATIVE
 def test_the_environment_switches_the_kernels_off():
     assert run_python(QUESTION, HEADWISE_NATIVE="off") == "the native kernels are switched off by HEADWISE_NATIVE=off"
-    missing = "the native kernels have no HEADWISE_NATIVE=mmx for this processor"
+    choices = "amx, avx512_bf16, avx512, avx2, portable, off"
+    missing = f"the native kernels cannot run with HEADWISE_NATIVE=mmx here, which may be one of {choices}"
     assert run_python(QUESTION, HEADWISE_NATIVE="mmx") == missing
 
 
+@pytest.fixture
+def _loads_again():
+    library.load.cache_clear()
+    yield
+    library.load.cache_clear()
+
+
+@pytest.mark.usefixtures("_loads_again")
 def test_without_the_library_the_backend_states_it(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "LIBRARY", tmp_path / "missing.so")
-    library.load.cache_clear()
-    try:
-        reason = hw.why_not("native", *tensors(1, 2, 5, 8))
-    finally:
-        monkeypatch.undo()
-        library.load.cache_clear()
+    reason = hw.why_not("native", *tensors(1, 2, 5, 8))
     assert reason == "the native kernels were not compiled when headwise was installed"
+
+
+@NATIVE
+@pytest.mark.usefixtures("_loads_again")
+def test_a_library_of_other_sources_is_not_used_and_named(monkeypatch):
+    monkeypatch.setattr(library, "sources_checksum", lambda: "of newer sources")
+    tensor = tensors(1, 2, 200, 8)[0]
+    with pytest.warns(
+        UserWarning, match=r"compiled from other sources: install headwise again, or run python .*build\.py"
+    ):
+        choice = hw.explain(tensor, tensor, tensor)
+    assert choice.backend == "fused"
 
 
 REFUSALS = {

@@ -4,6 +4,7 @@ The library has no Python code in it and uses torch's stable ABI, so that one fi
 Python and of torch. Nothing here imports torch or headwise: the build of a wheel runs this file by its path.
 """
 
+import hashlib
 import os
 import platform
 import shlex
@@ -38,6 +39,12 @@ INSTRUCTION_SETS = {
 """Additional flags of the sources `isa_*.cpp`."""
 
 
+def sources_checksum() -> str:
+    """Return a checksum of all sources. The library has that of the sources it was compiled from."""
+    sources = sorted(path for path in (FOLDER / "cpp").iterdir() if path.suffix in (".h", ".cpp"))
+    return hashlib.sha256(b"".join(source.name.encode() + source.read_bytes() for source in sources)).hexdigest()[:16]
+
+
 def torch_folder() -> Path | None:
     """Return the folder of an installed torch, whose headers and library are used; None if there is none.
 
@@ -70,7 +77,7 @@ def why_not() -> str | None:
 def sources_with_flags() -> list[tuple[Path, list[str]]]:
     """Return the sources that are compiled for this processor, each with the flags of the compiler that it needs."""
     common = [*FLAGS.split(), *INTRINSICS_WARNINGS.split(), f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
-    common += ["-isystem", f"{torch_folder()}/include"]
+    common += ["-isystem", f"{torch_folder()}/include", f'-DHEADWISE_SOURCES="{sources_checksum()}"']
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     sources = {source.stem.removeprefix("isa_"): source for source in sorted((FOLDER / "cpp").glob("*.cpp"))}
     return [

@@ -1,6 +1,7 @@
 """Loader of the library of native kernels. It is loaded by the first call that may use it, never by an import."""
 
 import os
+import warnings
 from functools import cache
 from typing import Any
 
@@ -8,10 +9,13 @@ import torch
 from torch import Tensor
 
 from headwise.attention.backends.native import gradients
-from headwise.attention.backends.native.build import LIBRARY
+from headwise.attention.backends.native.build import INSTRUCTION_SETS, LIBRARY, sources_checksum
 
 VARIABLE = "HEADWISE_NATIVE"
 """Environment variable that names the instruction set to use, such as "avx2", or "off"."""
+
+BUILD_COMMAND = f"python {LIBRARY.with_name('build.py')}"
+"""Command that compiles the library."""
 
 ROW_STATISTICS = 13
 """Number of statistics of each query row that the kernels compute."""
@@ -27,18 +31,35 @@ def why_not_loaded() -> str | None:
 
 @cache
 def load() -> str | None:
-    """Load the library at the first call. The result is that of `why_not_loaded`."""
+    """Load the library at the first call. The result is that of `why_not_loaded`. A library that is there and cannot be
+    used is also the subject of a warning.
+    """
     if os.environ.get(VARIABLE) == "off":
         return f"the native kernels are switched off by {VARIABLE}=off"
     if not LIBRARY.is_file():
         return "the native kernels were not compiled when headwise was installed"
+    reason = _why_unusable()
+    if reason is None:
+        _register()
+    else:
+        warnings.warn(f"{reason}; headwise computes without them", stacklevel=2)
+    return reason
+
+
+def _why_unusable() -> str | None:
+    """Load the library, and return None; or return the reason that its kernels cannot be used, in one sentence."""
     try:
         torch.ops.load_library(str(LIBRARY))  # type: ignore[no-untyped-call]
     except OSError as error:
         return f"the native kernels cannot be loaded: {error}"
+    operators = torch.ops.headwise
+    if not hasattr(operators, "sources_checksum") or operators.sources_checksum() != sources_checksum():
+        return f"the native kernels were compiled from other sources: install headwise again, or run {BUILD_COMMAND}"
     if not instruction_set():
-        return f"the native kernels have no {VARIABLE}={os.environ[VARIABLE]} for this processor"
-    _register()
+        choices = ", ".join([*INSTRUCTION_SETS, "off"])
+        return (
+            f"the native kernels cannot run with {VARIABLE}={os.environ[VARIABLE]} here, which may be one of {choices}"
+        )
     return None
 
 

@@ -1,8 +1,9 @@
 """When torch's fused kernel is as fast as the native kernels: a rule that was measured (docs/lab-notes.md).
 
-In the measurements the native kernels took at most the time of torch's on every instruction set, with two exceptions.
-A block of the native kernels has 64 rows, which few queries do not fill; only the few rows of a decoding step have
-kernels of their own. And the tiles of wide heads in float32 do not fit into the first-level cache.
+In the measurements the native kernels took at most about 1.1 times as long as torch's on every instruction set, and
+mostly less, with two exceptions. A block of the native kernels has 64 rows, which few queries do not fill; only the few
+rows of a decoding step have kernels of their own. And the tiles of wide heads in float32 do not fit into the
+first-level cache.
 """
 
 import torch
@@ -10,7 +11,9 @@ import torch
 from headwise.attention.problem import Problem
 
 MOST_STEP_ROWS = 8
-"""Most rows (queries, times query heads for each key/value head) of a decoding step, without a gradient."""
+"""Most rows (queries, times query heads for each key/value head) of a decoding step, without a gradient: the number
+`kFewRows` of the kernels, in `cpp/few_rows.h`.
+"""
 
 FEWEST_QUERIES = 128
 """Number of queries from which the native kernels are as fast as torch's or faster."""

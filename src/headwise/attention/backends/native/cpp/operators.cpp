@@ -261,6 +261,9 @@ std::string instruction_set() {
   return kernels ? kernels->name : "";
 }
 
+// Checksum of the sources that the library was compiled from.
+std::string sources_checksum() { return HEADWISE_SOURCES; }
+
 STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
   m.def(
       "attend_forward(Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, "
@@ -288,6 +291,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "Tensor? query_tokens, int token_count, Tensor? counted, Tensor? gram) "
       "-> (Tensor out, Tensor lse, Tensor rows, Tensor received, Tensor seen_by)");
   m.def("instruction_set() -> str");
+  m.def("sources_checksum() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(headwise, CPU, m) {
@@ -299,6 +303,7 @@ STABLE_TORCH_LIBRARY_IMPL(headwise, CPU, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(headwise, CompositeExplicitAutograd, m) {
   m.impl("instruction_set", TORCH_BOX(&instruction_set));
+  m.impl("sources_checksum", TORCH_BOX(&sources_checksum));
 }
 
 }  // namespace
