@@ -1,8 +1,8 @@
 """Compare the native kernels with float64 on drawn attention problems.
 
-    python -m research.native_kernels [--problems N] [--start SEED] [--instruction-sets A,B] [--workers N] [--out FILE]
+    python -m research.native_kernels [--problems N] [--start SEED] [--instruction-sets A,B] [--out FILE]
 
-Every problem is computed in float32 and in bfloat16 on each instruction set. `research.native_kernels.judge` states
+Every problem is computed in float32 and in bfloat16 on each instruction set, which has a process of its own. `research.native_kernels.judge` states
 the rule for results. The last line is JSON: for each instruction set and dtype, the number of problems, of those
 computed again, and of those that fail. The file also has the largest ratios, the root of the mean squared ratio of
 norms, and every failing problem with its seed. The exit status is 1 if a problem fails.
@@ -13,20 +13,21 @@ norms, and every failing problem with its seed. The exit status is 1 if a proble
 import argparse
 import json
 import sys
-from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
-from multiprocessing import get_context
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from headwise.attention.backends.native.build import INSTRUCTION_SETS
-from research.native_kernels.judge import Verdict
-from research.native_kernels.worker import DTYPES, judge_seeds, missing, start_worker
+from research.native_kernels.judge import Judge, Verdict
+from research.native_kernels.problems import draw_problem
+from research.native_kernels.worker import DTYPES, Worker
 
-CHUNK = 50
-"""Problems that a process computes before it returns their results."""
+AHEAD = 16
+"""Problems that the processes of instruction sets may begin before the first of them is judged."""
 
 
 @dataclass
@@ -70,16 +71,21 @@ class Summary:
         return {"problems": self.problems, "again": self.again, "failures": self.failures, "ratios": ratios}
 
 
-def measure(pool: Executor, name: str, seeds: range) -> dict[str, Summary]:
-    """Judge all problems on one instruction set, and return a summary for each dtype."""
-    summaries = {dtype: Summary() for dtype in DTYPES}
-    chunks = [seeds[first : first + CHUNK] for first in range(0, len(seeds), CHUNK)]
-    jobs = [(dtype, pool.submit(judge_seeds, chunk, dtype)) for chunk in chunks for dtype in DTYPES]
-    with tqdm(total=len(jobs) * CHUNK, unit="problem", desc=name, disable=None) as bar:
-        for dtype, job in jobs:
-            for verdict in job.result():
-                summaries[dtype].add(verdict)
-            bar.update(CHUNK)
+def measure(workers: dict[str, Worker], seeds: range) -> dict[str, dict[str, Summary]]:
+    """Judge all problems on the instruction sets of some processes. Return a summary for each of them and each dtype.
+
+    This process computes the exact results and those of plain attention, and compares; meanwhile, the others compute
+    the next problems.
+    """
+    summaries = {name: {dtype: Summary() for dtype in DTYPES} for name in workers}
+    problems = [(seed, dtype) for seed in seeds for dtype in DTYPES]
+    for n, (seed, dtype) in enumerate(tqdm(problems, unit="problem", disable=None)):
+        for ahead in problems[n + AHEAD - 1 : n + AHEAD] if n else problems[:AHEAD]:
+            for worker in workers.values():
+                worker.prepare(*ahead)
+        judge = Judge(draw_problem(seed), DTYPES[dtype])
+        for name, worker in workers.items():
+            summaries[name][dtype].add(judge.judge(partial(worker.compute, seed, dtype)))
     return summaries
 
 
@@ -89,20 +95,22 @@ def main() -> int:
     parser.add_argument("--problems", type=int, default=20_000, help="number of problems")
     parser.add_argument("--start", type=int, default=0, help="seed of the first problem")
     parser.add_argument("--instruction-sets", default=",".join(INSTRUCTION_SETS), help="separated by commas")
-    parser.add_argument("--workers", type=int, default=2, help="number of processes")
     parser.add_argument("--out", type=Path, help="file for the results")
     options = parser.parse_args()
-    seeds, results = range(options.start, options.start + options.problems), {}
+    torch.set_num_threads(1)
+    workers, results = {}, {}
     for name in options.instruction_sets.split(","):
-        with ProcessPoolExecutor(options.workers, get_context("spawn"), start_worker, (name,)) as pool:
-            reason = pool.submit(missing, None).result()
-            if reason is not None:
-                print(f"{name}: {reason}")
-                continue
-            for dtype, summary in measure(pool, name, seeds).items():
-                results[f"{name}, {dtype}"] = summary.as_json()
-                for failure in summary.failures[:20]:
-                    print(f"{name}, {dtype}: {failure[:300]}")
+        worker = Worker(name)
+        reason = worker.why_not()
+        if reason is None:
+            workers[name] = worker
+        else:
+            print(f"{name}: {reason}")
+    for name, summaries in measure(workers, range(options.start, options.start + options.problems)).items():
+        for dtype, summary in summaries.items():
+            results[f"{name}, {dtype}"] = summary.as_json()
+            for failure in summary.failures[:20]:
+                print(f"{name}, {dtype}: {failure[:300]}")
     if options.out:
         versions = {each: version(each) for each in ("headwise", "torch")}
         options.out.write_text(json.dumps({"versions": versions, "results": results}, indent=1) + "\n", "utf-8")

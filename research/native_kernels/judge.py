@@ -11,27 +11,28 @@ unit in the last place of the exact result, as in `plain_errors` in tests/oracle
 attention is sometimes exact by luck, so a problem beyond a limit is computed again with `MORE_SETS` sets of values,
 over which squared errors add up. It fails if it is beyond a limit then. Infinite results, and results that must be
 exactly 0, must be equal.
+
+Corrected on 2026-11-22: the exact gradients of the sinks and of the scales were rounded to float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
 
-import headwise as hw
-from headwise.attention.backends.blockwise.call_context import CallContext
-from headwise.attention.problem import Problem
-from headwise.statistics import native_statistics
-from headwise.statistics.tally import Tally
 from research.native_kernels.problems import DrawnProblem
-from tests.oracles import plain_attention
+from research.native_kernels.results import Results, native_results, plain_results
 
 MOST_OF_NORM, MOST_OF_LARGEST = 2.0, 4.0
 """Limits of the ratio of errors: that of the kernels over that of plain attention."""
 
 MORE_SETS = 32
 """Sets of values with which a problem beyond a limit is computed again."""
+
+Compute = Callable[[range], Iterable[Results]]
+"""Function that returns the results of a problem for each of some sets of values."""
 
 
 @dataclass
@@ -48,19 +49,23 @@ class Errors:
 
     def add(self, ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
         """Add the errors of one set of values."""
-        finite = exact.isfinite()
-        if not torch.equal(exact[~finite], ours[~finite].double()) or not bool(ours[finite].isfinite().all()):
-            self.squares[0] = self.largest[0] = float("inf")
-            return
-        exact = exact[finite]
+        unit, ours, theirs = torch.finfo(theirs.dtype).eps, ours.double(), theirs.double()
+        if not bool(exact.isfinite().all()):
+            finite = exact.isfinite()
+            if not torch.equal(exact[~finite], ours[~finite]):
+                self.squares[0] = self.largest[0] = float("inf")
+                return
+            exact, ours, theirs = exact[finite], ours[finite], theirs[finite]
         if not exact.numel():
             return
-        plain = [(theirs[finite].double() - exact).abs(), torch.finfo(theirs.dtype).eps / 2 * exact.abs()]
-        own = (ours[finite].double() - exact).abs()
-        self.squares[0] += float(own.square().sum())
-        self.squares[1] += max(float(error.square().sum()) for error in plain)
-        self.largest[0] = max(self.largest[0], float(own.max()))
-        self.largest[1] = max(self.largest[1], *(float(error.max()) for error in plain))
+        own, plain = ours - exact, [theirs - exact, unit / 2 * exact]
+        if not bool(own.isfinite().all()):
+            self.squares[0] = self.largest[0] = float("inf")
+            return
+        self.squares[0] += _square(own)
+        self.squares[1] += max(map(_square, plain))
+        self.largest[0] = max(self.largest[0], float(own.abs().max()))
+        self.largest[1] = max(self.largest[1], *(float(error.abs().max()) for error in plain))
 
     @property
     def norm_ratio(self) -> float:
@@ -78,90 +83,14 @@ class Errors:
         return self.norm_ratio <= MOST_OF_NORM and self.largest_ratio <= MOST_OF_LARGEST
 
 
+def _square(errors: Tensor) -> float:
+    """Return the sum of squares."""
+    return float(errors.square().sum())
+
+
 def _ratio(ours: float, theirs: float) -> float:
     """Return a ratio of errors; 0 if both are 0."""
     return 0.0 if ours == 0 else float("inf") if theirs == 0 else ours / theirs
-
-
-def errors_of(problem: DrawnProblem, dtype: torch.dtype, sets: range) -> dict[str, Errors]:
-    """Return the errors of every result of a problem over sets of values."""
-    errors: dict[str, Errors] = {}
-    for values in sets:
-        tensors = problem.tensors(dtype, values)
-        exact = results(problem, _plain, tensors, torch.float64)
-        theirs, ours = (results(problem, attention, tensors, dtype) for attention in (_plain, _native))
-        if problem.allowed is not None or problem.bias is not None:
-            check_empty_rows(problem, ours["out"])
-        with_statistics = output_with_statistics(problem, tensors)
-        if with_statistics is not None:
-            ours["out with statistics"] = with_statistics
-            exact["out with statistics"], theirs["out with statistics"] = exact["out"], theirs["out"]
-        for name, result in exact.items():
-            errors.setdefault(name, Errors()).add(ours[name], theirs[name], result)
-    return errors
-
-
-def check_empty_rows(problem: DrawnProblem, out: Tensor) -> None:
-    """Check that the output of rows without a key is exactly 0."""
-    options = problem.oracle_options
-    is_visible = torch.ones(1, dtype=torch.bool) if options["allowed"] is None else options["allowed"]
-    if options["bias"] is not None:
-        is_visible = is_visible & (options["bias"] > -torch.inf)
-    if out.numel() and is_visible.ndim == 4 and problem.sizes.keys:
-        assert not out[~is_visible.any(-1)].any(), "rows without a key are not 0"
-
-
-Attention = Callable[..., tuple[Tensor, Tensor]]
-
-
-def results(
-    problem: DrawnProblem, attention: Attention, tensors: list[Tensor], dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Return the output, the log-sum-exp and the gradients of one implementation, in `dtype`."""
-    *inputs, upstream, lse_upstream = tensors
-    leaves = {name: _leaf(x, dtype) for name, x in zip(("q", "k", "v"), inputs, strict=True)}
-    others: dict = {"scale": problem.scale, "sinks": problem.sinks}
-    if problem.learns_scale and isinstance(problem.scale, Tensor):
-        leaves["scale"] = others["scale"] = problem.scale.clone().requires_grad_()
-    if problem.sinks is not None:
-        leaves["sinks"] = others["sinks"] = problem.sinks.clone().requires_grad_()
-    out, lse = attention(problem, leaves["q"], leaves["k"], leaves["v"], others)
-    outputs, gradients_of_outputs = [out], [upstream.to(out.dtype)]
-    if problem.has_lse_gradient:
-        outputs.append(lse)
-        gradients_of_outputs.append(torch.where(lse > -torch.inf, lse_upstream.to(lse.dtype), 0.0))
-    gradients = torch.autograd.grad(outputs, list(leaves.values()), gradients_of_outputs)
-    named = {f"gradient of {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
-    return {"out": out.detach(), "lse": lse.detach(), **named}
-
-
-def _leaf(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in `dtype` that requires a gradient, with its strides if the dtype is the same."""
-    return tensor.detach().to(dtype).requires_grad_()
-
-
-def _plain(problem: DrawnProblem, q: Tensor, k: Tensor, v: Tensor, others: dict) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of plain attention in the dtype of q."""
-    result = plain_attention(q, k, v, **problem.oracle_options, **others)
-    return result.out, result.lse
-
-
-def _native(problem: DrawnProblem, q: Tensor, k: Tensor, v: Tensor, others: dict) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of the native kernels."""
-    out, lse = hw.attend(q, k, v, **problem.attend_options, **others, return_lse=True, backend="native")
-    return out, lse
-
-
-@torch.no_grad()
-def output_with_statistics(problem: DrawnProblem, tensors: list[Tensor]) -> Tensor | None:
-    """Return the output of the operator that also computes the statistics; None if it refuses the problem."""
-    options = {**problem.attend_options, "scale": problem.scale, "sinks": problem.sinks}
-    call, context = Problem.checked(*tensors[:3], **options), CallContext()
-    if native_statistics.why_not(call, context) is not None:
-        return None
-    answer = native_statistics.attend_tallied(call, context, Tally())
-    assert answer is not None, "a finite problem has rows that are not finite"
-    return answer.out
 
 
 @dataclass
@@ -181,11 +110,48 @@ class Verdict:
     beyond: list[str]
 
 
+class Judge:
+    """Judge of the kernels on one problem in one dtype. The exact results and those of plain attention are computed
+    once for all instruction sets.
+    """
+
+    def __init__(self, problem: DrawnProblem, dtype: torch.dtype) -> None:
+        self.problem = problem
+        self.expected = cache(lambda values: plain_results(problem, dtype, values))
+
+    def judge(self, compute: Compute) -> Verdict:
+        """Compare the errors of `compute` with those of plain attention by the rule."""
+        errors = self._errors(compute, range(1))
+        again = not all(error.is_within for error in errors.values())
+        if again:
+            errors = self._errors(compute, range(MORE_SETS))
+        ratios = {name: (error.norm_ratio, error.largest_ratio) for name, error in errors.items()}
+        beyond = [name for name, error in errors.items() if not error.is_within]
+        return Verdict(str(self.problem), again, ratios, beyond)
+
+    def _errors(self, compute: Compute, sets: range) -> dict[str, Errors]:
+        """Return the errors of every result over sets of values."""
+        errors: dict[str, Errors] = {}
+        for values, ours in zip(sets, compute(sets), strict=True):
+            exact, theirs = self.expected(values)
+            if self.problem.allowed is not None or self.problem.bias is not None:
+                check_empty_rows(self.problem, ours["out"])
+            for name, result in ours.items():
+                same = "out" if name == "out with statistics" else name
+                errors.setdefault(name, Errors()).add(result, theirs[same], exact[same])
+        return errors
+
+
+def check_empty_rows(problem: DrawnProblem, out: Tensor) -> None:
+    """Check that the output of rows without a key is exactly 0."""
+    options = problem.oracle_options
+    is_visible = torch.ones(1, dtype=torch.bool) if options["allowed"] is None else options["allowed"]
+    if options["bias"] is not None:
+        is_visible = is_visible & (options["bias"] > -torch.inf)
+    if out.numel() and is_visible.ndim == 4 and problem.sizes.keys:
+        assert not out[~is_visible.any(-1)].any(), "rows without a key are not 0"
+
+
 def judge(problem: DrawnProblem, dtype: torch.dtype) -> Verdict:
-    """Compute a problem with the kernels and with plain attention, and compare the errors by the rule."""
-    errors = errors_of(problem, dtype, range(1))
-    again = not all(error.is_within for error in errors.values())
-    if again:
-        errors = errors_of(problem, dtype, range(MORE_SETS))
-    ratios = {name: (error.norm_ratio, error.largest_ratio) for name, error in errors.items()}
-    return Verdict(str(problem), again, ratios, [name for name, error in errors.items() if not error.is_within])
+    """Judge the kernels of this process on one problem."""
+    return Judge(problem, dtype).judge(lambda sets: (native_results(problem, dtype, values) for values in sets))
