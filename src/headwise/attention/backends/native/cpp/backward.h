@@ -41,23 +41,48 @@ inline KeyRange keys_of_block(const Problem& p, int64_t index) {
   return {keys.begin / key_step(p) * key_step(p), round_up(keys.end, key_step(p))};
 }
 
-// The scores of a block of rows and the gradients of its weights, tile by tile.
+constexpr int kKeptTiles = 4;
+
+// A tile of the weights of a block of rows: matrices `(keys, kRows)`.
+struct GradientTile {
+  KeyRange keys;
+  float *weights, *weight_gradients, *slopes;  // the slopes are the derivative of the softcap
+  Mask* kept;                                  // by dropout, `(keys, kRows / kLanes)`
+
+  GradientTile part(KeyRange within) const {
+    const KeyRange rest = intersection(keys, within);
+    const int64_t offset = (rest.begin - keys.begin) * kRows;
+    return {rest, weights + offset, weight_gradients + offset, slopes + offset, kept + offset / kLanes};
+  }
+};
+
+// The weights of a block of rows and their gradients, tile by tile.
+//
+// Delta can be computed as dO . O, or as the mean of the gradients of the weights, sum_j A_ij D_ij dO_i . V_j. Where a
+// row attends to few keys, it is subtracted from numbers that nearly equal it. The first form then leaves the rounding
+// errors of O, which nothing cancels, and the second one those of the gradients, most of which cancel. So the second
+// form is used where all keys of a block are in `kKeptTiles` tiles, which are computed once, and kept until they are
+// differentiated. It is also used for few rows, which are cheap to compute twice.
 template <template <class> class Products, class Element>
 class GradientTiles {
  public:
   static constexpr int kTileKeys = Products<Element>::kTileKeys;
 
   GradientTiles(const Problem& p, Arena& arena) : p_(p), products_(p, arena) {
-    float** const tiles[] = {&scores_, &slopes_, &dense_, &weight_gradients_};
-    for (float** tile : tiles) *tile = arena.take<float>(kTileKeys * kRows);
-    kept_ = arena.take<Mask>(kTileKeys * kRows / kLanes);
+    for (GradientTile& tile : tiles_) {
+      float** const matrices[] = {&tile.weights, &tile.weight_gradients, &tile.slopes};
+      for (float** matrix : matrices) *matrix = arena.take<float>(kTileKeys * kRows);
+      tile.kept = arena.take<Mask>(kTileKeys * kRows / kLanes);
+    }
+    dense_ = arena.take<float>(kTileKeys * kRows);
   }
-  static int64_t memory(const Problem& p) { return Products<Element>::memory(p) + 20 * kTileKeys * kRows + 4096; }
+  static int64_t memory(const Problem& p) {
+    return Products<Element>::memory(p) + 4 * (4 * kKeptTiles + 1) * kTileKeys * kRows + 4096;
+  }
 
   // Prepare the factors of products, the normalizers of the rows, and delta.
   void start(const RowBlock& block, const Visibility& visibility) {
     products_.start(block);
-    products_.output_products(delta_);
     const Gradients& g = *p_.gradients;
     for (int r = 0; r < kRows; ++r) {
       scale_[r] = p_.scale[block.head[r]];
@@ -70,86 +95,155 @@ class GradientTiles {
     const float* factor = products_.factor();
     scales_late_ = factor && p_.softcap == 0 && !has_dense_part(p_) && all_positive(factor);
     for (int r = 0; r < kRows; ++r) factor_[r] = scales_late_ ? factor[r] : 1.0f;
+    tile_ = tiles_;
     if (has_few_rows(p_)) normalize_again(block, visibility);
+    keeps_tiles_ = fit_in_tiles(visibility);
+    if (keeps_tiles_ || has_few_rows(p_)) sum_delta(block, visibility);
+    else products_.output_products(delta_);
   }
 
-  // Compute each tile of the keys `within` that some row may attend to, and call `use(keys)`.
+  // Call `use(tile)` for each tile of the keys `within` that some row may attend to.
   template <class Use>
   void visit(const RowBlock& block, const Visibility& visibility, KeyRange within, const Use& use) {
-    const Dropout dropout(p_, block);
-    visit_scores(block, visibility, within, [&](KeyRange keys) {
-      products_.weight_gradients(keys, weight_gradients_);
-      if (p_.dropout > 0)
-        dropout.for_each_vector(keys, [this](int64_t at, int, Mask kept) { kept_[at / kLanes] = kept; });
-      use(keys);
-    });
+    if (!keeps_tiles_) return visit_weights(block, visibility, within, use);
+    for (const GradientTile* tile = tiles_; tile < tile_; ++tile) {
+      const GradientTile part = tile->part(within);
+      if (!part.keys.empty()) use(part);
+    }
   }
 
   template <bool kSoftcap, bool kDropout>
-  Differentiation<Products<Element>::kDegree, kSoftcap, kDropout> derivative() const {
+  Differentiation<kSoftcap, kDropout> derivative(const GradientTile& tile) const {
     const float kept_factor = float(dropout_factor(p_));
-    return {scores_, weight_gradients_, slopes_, factor_, shift_, inverse_, lse_gradient_, scale_, delta_,
-            kept_,   kept_factor};
+    return {tile.weights, tile.weight_gradients, tile.slopes, lse_gradient_, scale_, delta_, tile.kept, kept_factor};
   }
   Products<Element>& products() { return products_; }
-  float* scores() { return scores_; }
-  float* weight_gradients() { return weight_gradients_; }
 
  private:
+  static constexpr int kAlignment = Products<Element>::kAlignment;
+
+  // True if all keys that some row may attend to are in `kKeptTiles` tiles.
+  static bool fit_in_tiles(const Visibility& visibility) {
+    int64_t next = 0;
+    for (int n = 0; n <= kKeptTiles; ++n) {
+      const KeyRange keys = visibility.next_tile(next, kAlignment, kTileKeys);
+      if (keys.empty()) return true;
+      next = round_up(keys.end, kAlignment);
+    }
+    return false;
+  }
+
   // Compute the normalizers from the scores of this pass. A forward pass over few rows adds up its products in another
   // order, and a weight of a large score has the error of that score.
   void normalize_again(const RowBlock& block, const Visibility& visibility) {
     SoftmaxState state;
     start_softmax(state);
-    visit_scores(block, visibility, {0, p_.keys}, [&](KeyRange keys) {
-      softmax_tile<false, Products<Element>::kDegree>(
-          block, state, keys.end - keys.begin, scales_late_ ? factor_ : nullptr, scores_, nullptr, 0, nullptr, nullptr);
+    visit_scores(block, visibility, {0, p_.keys}, [&] {
+      softmax_tile<false, Products<Element>::kDegree>(block, state, tile_->keys.end - tile_->keys.begin,
+                                                      scales_late_ ? factor_ : nullptr, tile_->weights, nullptr, 0,
+                                                      nullptr, nullptr);
     });
     const Divisors divisors(p_, block, state);
     for (int r = 0; r < block.rows; ++r) shift_[r] = state.shift[r], inverse_[r] = divisors.inverse[r];
   }
 
+  // Compute delta from the weights and their gradients.
+  void sum_delta(const RowBlock& block, const Visibility& visibility) {
+    for (float& delta : delta_) delta = 0.0f;
+    visit_weights(block, visibility, {0, p_.keys}, [&](const GradientTile& tile) {
+      if (p_.dropout > 0) add_to_delta<true>(block, tile);
+      else add_to_delta<false>(block, tile);
+      if (keeps_tiles_) ++tile_;
+    });
+  }
+
+  template <bool kDropout>
+  void add_to_delta(const RowBlock& block, const GradientTile& tile) {
+    const Floats kept_factor = all(float(dropout_factor(p_)));
+    const int64_t count = tile.keys.end - tile.keys.begin;
+    for (int r = 0; r < block.width; r += kLanes)
+      for (int64_t first = 0; first < count; first += kSummedPowers) {
+        Floats total = zero();
+        for (int64_t j = first; j < smaller(first + kSummedPowers, count); ++j) {
+          const int64_t at = j * kRows + r;
+          Floats gradient = load(tile.weight_gradients + at);
+          if constexpr (kDropout) gradient = gradient * select(tile.kept[at / kLanes], kept_factor, zero());
+          total = multiply_add(load(tile.weights + at), gradient, total);
+        }
+        store(delta_ + r, load(delta_ + r) + total);
+      }
+  }
+
+  // Compute the weights of each tile and their gradients in `*tile_`, and call `use(*tile_)`.
+  template <class Use>
+  void visit_weights(const RowBlock& block, const Visibility& visibility, KeyRange within, const Use& use) {
+    const Dropout dropout(p_, block);
+    visit_scores(block, visibility, within, [&] {
+      write_weights(block);
+      products_.weight_gradients(tile_->keys, tile_->weight_gradients);
+      Mask* const kept = tile_->kept;
+      if (p_.dropout > 0)
+        dropout.for_each_vector(tile_->keys, [kept](int64_t at, int, Mask lanes) { kept[at / kLanes] = lanes; });
+      use(*tile_);
+    });
+  }
+
+  // Replace the scores of the tile by weights.
+  void write_weights(const RowBlock& block) {
+    float* const weights = tile_->weights;
+    const int64_t count = tile_->keys.end - tile_->keys.begin;
+    for (int64_t j = 0; j < count; ++j)
+      for (int r = 0; r < block.width; r += kLanes) {
+        float* const at = weights + j * kRows + r;
+        const Floats score = multiply_subtract(load(at), load(factor_ + r), load(shift_ + r));
+        store(at, exp2<Products<Element>::kDegree>(score) * load(inverse_ + r));
+      }
+  }
+
+  // Compute the masked scores of each tile in the place of its weights, and call `use()`.
   template <class Use>
   void visit_scores(const RowBlock& block, const Visibility& visibility, KeyRange within, const Use& use) {
-    constexpr int kAlignment = Products<Element>::kAlignment;
     for (int64_t next = within.begin;;) {
       const KeyRange keys = intersection(visibility.next_tile(next, kAlignment, kTileKeys), {next, within.end});
       if (keys.empty()) return;
       next = round_up(keys.end, kAlignment);
       if (has_dense_part(p_) && !dense_tile(p_, block, visibility, keys, products_.room(), dense_)) continue;
-      compute_scores(block, visibility, keys);
-      use(keys);
+      tile_->keys = keys;
+      write_scores(block, visibility);
+      use();
     }
   }
 
-  // Compute the masked scores of a tile.
-  void compute_scores(const RowBlock& block, const Visibility& visibility, KeyRange keys) {
+  void write_scores(const RowBlock& block, const Visibility& visibility) {
+    const KeyRange keys = tile_->keys;
     const int64_t count = keys.end - keys.begin;
-    products_.scores(keys, scores_);
-    if (products_.factor() && !scales_late_) scale_scores(block, count, products_.factor(), scores_);
+    float* const scores = tile_->weights;
+    products_.scores(keys, scores);
+    if (products_.factor() && !scales_late_) scale_scores(block, count, products_.factor(), scores);
     if (p_.softcap > 0) {
-      cap_scores(p_, block, count, scores_);
-      write_slopes(block, count);
+      cap_scores(p_, block, count, scores);
+      write_slopes(block, count, scores);
     }
-    if (has_dense_part(p_)) add_tile(block, count, dense_, scores_);
-    else hide_outside_ranges(visibility, block, keys, scores_);
+    if (has_dense_part(p_)) add_tile(block, count, dense_, scores);
+    else hide_outside_ranges(visibility, block, keys, scores);
   }
 
   // Derivative of `c tanh(s / c)`, from its value.
-  void write_slopes(const RowBlock& block, int64_t count) {
+  void write_slopes(const RowBlock& block, int64_t count, const float* scores) {
     const Floats inverse = all(1.0f / (p_.softcap * kLog2E));
     for (int64_t j = 0; j < count; ++j)
       for (int r = 0; r < block.width; r += kLanes) {
-        const Floats ratio = load(scores_ + j * kRows + r) * inverse;
-        store(slopes_ + j * kRows + r, all(1.0f) - ratio * ratio);
+        const Floats ratio = load(scores + j * kRows + r) * inverse;
+        store(tile_->slopes + j * kRows + r, all(1.0f) - ratio * ratio);
       }
   }
 
   const Problem& p_;
   Products<Element> products_;
   bool scales_late_;  // scores are multiplied by the scale where the weights are computed
-  float *scores_, *slopes_, *dense_, *weight_gradients_;
-  Mask* kept_;  // by dropout
+  bool keeps_tiles_;
+  GradientTile tiles_[kKeptTiles], *tile_;  // the tile that is computed next: after those that are kept
+  float* dense_;
   float factor_[kRows], scale_[kRows], shift_[kRows], inverse_[kRows], lse_gradient_[kRows], delta_[kRows];
 };
 
@@ -164,9 +258,9 @@ inline void backward_block(const Problem& p, const RowBlock& block, const Backwa
   bool started = false;
   const Visibility visibility(p, block);
   tiles.start(block, visibility);
-  tiles.visit(block, visibility, {0, p.keys}, [&](KeyRange keys) {
-    const int64_t first = keys.begin - task.keys.begin;
-    products.add(keys, tiles.template derivative<kSoftcap, kDropout>(), tiles.scores(), tiles.weight_gradients(),
+  tiles.visit(block, visibility, {0, p.keys}, [&](const GradientTile& tile) {
+    const int64_t first = tile.keys.begin - task.keys.begin;
+    products.add(tile.keys, tiles.template derivative<kSoftcap, kDropout>(tile), tile.weights, tile.weight_gradients,
                  started, key_sums + first * head_dim, value_sums + first * value_dim);
     started = true;
   });

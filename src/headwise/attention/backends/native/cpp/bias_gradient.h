@@ -76,17 +76,17 @@ class BiasTask {
   void add_block(const RowBlock& block) {
     const Visibility visibility(p_, block);
     tiles_.start(block, visibility);
-    auto derivative = tiles_.template derivative<false, kDropout>();
     float ones[kRows];
     for (float& one : ones) one = 1.0f;
-    derivative.scale = ones;  // the bias is added to the scores after the scale
-    tiles_.visit(block, visibility, keys_, [&](KeyRange keys) {
-      float* gradients = tiles_.weight_gradients();
-      for (int64_t j = 0; j < keys.end - keys.begin; ++j)
+    tiles_.visit(block, visibility, keys_, [&](const GradientTile& tile) {
+      auto derivative = tiles_.template derivative<false, kDropout>(tile);
+      derivative.scale = ones;  // the bias is added to the scores after the scale
+      float* gradients = tile.weight_gradients;
+      for (int64_t j = 0; j < tile.keys.end - tile.keys.begin; ++j)
         for (int r = 0; r < block.width; r += kLanes) store(gradients + j * kRows + r, derivative(j, r).gradient);
-      if (!has_bias_rows(p_)) add_sums_of_keys(block, keys, gradients);
-      else if (has_bias_keys(p_)) add_elements(block, keys, gradients);
-      else add_sums_of_rows(block, keys, gradients);
+      if (!has_bias_rows(p_)) add_sums_of_keys(block, tile.keys, gradients);
+      else if (has_bias_keys(p_)) add_elements(block, tile.keys, gradients);
+      else add_sums_of_rows(block, tile.keys, gradients);
     });
   }
 

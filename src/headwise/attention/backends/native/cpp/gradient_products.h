@@ -12,22 +12,20 @@ struct Derivative {
   Floats weight, gradient;
 };
 
-// The softmax of a tile and its derivative, one vector at a time. All members are constant while a tile is computed, so
+// The derivative of the softmax of a tile, one vector at a time. All members are constant while a tile is computed, so
 // that the compiler keeps them in registers.
-template <int kDegree, bool kSoftcap, bool kDropout>
+template <bool kSoftcap, bool kDropout>
 struct Differentiation {
-  // `(keys, kRows)`: scores, gradients of the weights, and the derivative of the softcap.
-  const float *scores, *weight_gradients, *slopes;
-  // `kRows`: factor of the scores, normalizers, gradient of the log-sum-exp, scale, and delta.
-  const float *factor, *shift, *inverse, *lse_gradient, *scale, *delta;
-  const Mask* kept;   // `(keys, kRows / kLanes)`: the lanes whose weights dropout keeps
-  float kept_factor;  // of these weights
+  // `(keys, kRows)`: weights, their gradients, and the derivative of the softcap.
+  const float *weights, *weight_gradients, *slopes;
+  const float *lse_gradient, *scale, *delta;  // `kRows`
+  const Mask* kept;                           // `(keys, kRows / kLanes)`: the lanes whose weights dropout keeps
+  float kept_factor;                          // of these weights
 
   // The rows from `r` on, and key j of the tile.
   Derivative operator()(int64_t j, int r) const {
     const int64_t at = j * kRows + r;
-    const Floats score = multiply_subtract(load(scores + at), load(factor + r), load(shift + r));
-    const Floats weight = exp2<kDegree>(score) * load(inverse + r);
+    const Floats weight = load(weights + at);
     Floats used_weight = weight, weight_gradient = load(weight_gradients + at);
     if constexpr (kDropout) {
       const Floats dropout = select(kept[at / kLanes], all(kept_factor), zero());
@@ -88,8 +86,8 @@ class FloatGradientProducts {
 
   // scores (keys x kRows) = K Q^T, in units of ln 2.
   void scores(KeyRange keys, float* scores) {
-    key_rows_ = tile_of(p_.k, p_.k_strides, keys, p_.head_dim, keys_);
-    multiply<false>(key_rows_, keys.end - keys.begin, queries_, kRows, p_.head_dim, scores, kRows, block_->width);
+    const LeftMatrix key_rows = tile_of(p_.k, p_.k_strides, keys, p_.head_dim, keys_);
+    multiply<false>(key_rows, keys.end - keys.begin, queries_, kRows, p_.head_dim, scores, kRows, block_->width);
   }
 
   // Gradients of the weights (keys x kRows) = V dO^T.
@@ -98,24 +96,25 @@ class FloatGradientProducts {
     multiply<false>(values, keys.end - keys.begin, upstream_, kRows, p_.value_dim, to, kRows, block_->width);
   }
 
-  // Add the products of a tile to the gradients of queries, keys and values. Weights and gradients of scores replace
-  // `scores` and `weight_gradients`, from which they are computed.
+  // Add the products of a tile to the gradients of queries, keys and values. Gradients of scores replace those of the
+  // weights, and weights after dropout the weights before.
   template <class Differentiate>
-  void add(KeyRange keys, const Differentiate derivative, float* scores, float* weight_gradients, bool started,
+  void add(KeyRange keys, const Differentiate derivative, float* weights, float* weight_gradients, bool started,
            float* key_sums, float* value_sums) {
     const int64_t count = keys.end - keys.begin, head_dim = padded(p_.head_dim), value_dim = padded(p_.value_dim);
     for (int64_t j = 0; j < count; ++j)
       for (int r = 0; r < block_->width; r += kLanes) {
         const Derivative result = derivative(j, r);
-        store(scores + j * kRows + r, result.weight);
+        store(weights + j * kRows + r, result.weight);
         store(weight_gradients + j * kRows + r, result.gradient);
       }
-    multiply<true>({scores, kRows, 1}, count, upstream_rows_, value_dim, block_->rows, value_sums, value_dim,
+    multiply<true>({weights, kRows, 1}, count, upstream_rows_, value_dim, block_->rows, value_sums, value_dim,
                    value_dim);
     multiply<true>({weight_gradients, kRows, 1}, count, query_rows_, head_dim, block_->rows, key_sums, head_dim,
                    head_dim);
     const auto product = started ? multiply<true> : multiply<false>;
-    product({key_rows_.data, key_rows_.column, key_rows_.row}, p_.head_dim, weight_gradients, kRows, count, query_sums_,
+    const LeftMatrix key_rows = tile_of(p_.k, p_.k_strides, keys, p_.head_dim, keys_);
+    product({key_rows.data, key_rows.column, key_rows.row}, p_.head_dim, weight_gradients, kRows, count, query_sums_,
             kRows, block_->width);
   }
 
@@ -137,7 +136,6 @@ class FloatGradientProducts {
   const Problem& p_;
   const RowBlock* block_ = nullptr;
   float *queries_, *query_rows_, *upstream_, *upstream_rows_, *query_sums_, *room_, *keys_, *values_;
-  LeftMatrix key_rows_;
 };
 
 }  // namespace headwise::HEADWISE_ISA
