@@ -1,5 +1,6 @@
 """Gradient of the native attention operator."""
 
+import math
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def _backward(
     bias_gradient = torch.ops.headwise.attend_bias_gradient(*arguments) if ctx.needs_input_grad[9] else None
     sinks_gradient = None
     if ctx.needs_input_grad[6]:
-        sinks_gradient = gradient_of_sinks(out_gradient, lse_gradient, out, lse, sinks)
+        sinks_gradient = gradient_of_sinks(out_gradient, lse_gradient, out, lse, normalizers, sinks)
     return (*gradients, None, None, None, sinks_gradient, None, None, bias_gradient, *4 * [None])
 
 
@@ -75,15 +76,22 @@ def gradient_of_sinks(
     lse_gradient: Float[Tensor, "batch heads queries"] | None,
     out: Float[Tensor, "batch heads queries value_dim"],
     lse: Float[Tensor, "batch heads queries"],
+    normalizers: Float[Tensor, "batch heads queries shift_and_inverse"],
     sinks: Float[Tensor, " heads"],
 ) -> Float[Tensor, " heads"]:
     """Return the gradient of the sink logits. The weight of a sink takes its share from the output, whose value it
     lacks, and adds to the log-sum-exp.
+
+    The rounding error of a log-sum-exp would be one of the weight, so the normalizers are used: a shift in units of
+    ln 2, and the inverse of the sum of powers of two relative to it. Where the inverse is tiny, the sink has all weight
+    of the row, and the log-sum-exp equals its logit.
     """
-    delta = (out_gradient.float() * out.float()).sum(-1)
+    delta = (out_gradient.float() * out.float()).sum(-1, dtype=torch.float64)
     upstream = -delta if lse_gradient is None else lse_gradient - delta
-    weight = torch.exp(sinks[:, None] - lse).masked_fill(lse == -torch.inf, 0.0)
-    return (weight * upstream).sum((0, 2))
+    shift, inverse = normalizers.double().unbind(-1)
+    log_sum = torch.where(inverse > 1e-30, (shift - inverse.log2()) * math.log(2), lse)
+    weight = torch.exp(sinks[:, None] - log_sum).masked_fill(lse == -torch.inf, 0.0)
+    return (weight * upstream).sum((0, 2)).float()
 
 
 def _refuse_second_derivative(ctx: Any, *_: Tensor | None) -> None:

@@ -146,7 +146,7 @@ class _AttentionInParts(torch.autograd.Function):
             part.columns_of(v_gradient).add_(of_v)
         of_sinks = None
         if ctx.needs_input_grad[3]:
-            of_sinks = gradients.gradient_of_sinks(out_gradient, lse_gradient, out, lse, sinks)
+            of_sinks = gradients.gradient_of_sinks(out_gradient, lse_gradient, out, lse, normalizers, sinks)
         return q_gradient, k_gradient.to(k.dtype), v_gradient.to(v.dtype), of_sinks, bias_gradient, None, None, None
 
 

@@ -36,9 +36,14 @@ inline Floats exp2(Floats exponent) {
   return select(greater(smallest, exponent), zero(), scale_by_power(multiply_add(p, f, all(1.0f)), n));
 }
 
-// tanh(x): near 0 by the odd polynomial of Cephes (Moshier 1989, tanhf), elsewhere as 1 - 2 / (e^2|x| + 1), with the
-// sign of x. The first form avoids the cancellation of the second.
-inline Floats tanh(Floats x) {
+struct Tanh {
+  Floats value, slope;
+};
+
+// tanh(x), and its derivative 1 - tanh^2(x): near 0 by the odd polynomial of Cephes (Moshier 1989, tanhf), elsewhere as
+// 1 - y with y = 2 / (e^2|x| + 1), with the sign of x, and the derivative as y (2 - y). The first form avoids the
+// cancellation of the second near 0, and the last one the cancellation of 1 - tanh^2 for large scores.
+inline Tanh tanh(Floats x) {
   const Floats size = absolute(x), square = x * x;
   Floats p = multiply_add(all(-5.70498872745e-3f), square, all(2.06390887954e-2f));
   p = multiply_add(p, square, all(-5.37397155531e-2f));
@@ -47,8 +52,10 @@ inline Floats tanh(Floats x) {
   const Floats near_zero = multiply_add(p * square, x, x);
   const Mask is_huge = greater(size, all(20.0f));  // where the exponential could overflow, the result is 1
   const Floats power = exp2<6>(select(is_huge, all(20.0f), size) * all(2.0f * kLog2E));
-  const Floats far = all(1.0f) - all(2.0f) / (power + all(1.0f));
-  return select(greater(size, all(0.625f)), select(greater(x, zero()), far, zero() - far), near_zero);
+  const Floats rest = all(2.0f) / (power + all(1.0f)), far = all(1.0f) - rest;
+  const Mask is_far = greater(size, all(0.625f));
+  return {select(is_far, select(greater(x, zero()), far, zero() - far), near_zero),
+          select(is_far, rest * (all(2.0f) - rest), all(1.0f) - near_zero * near_zero)};
 }
 
 }  // namespace headwise::HEADWISE_ISA

@@ -220,22 +220,9 @@ class GradientTiles {
     float* const scores = tile_->weights;
     products_.scores(keys, scores);
     if (products_.factor() && !scales_late_) scale_scores(block, count, products_.factor(), scores);
-    if (p_.softcap > 0) {
-      cap_scores(p_, block, count, scores);
-      write_slopes(block, count, scores);
-    }
+    if (p_.softcap > 0) cap_scores(p_, block, count, scores, tile_->slopes);
     if (has_dense_part(p_)) add_tile(block, count, dense_, scores);
     else hide_outside_ranges(visibility, block, keys, scores);
-  }
-
-  // Derivative of `c tanh(s / c)`, from its value.
-  void write_slopes(const RowBlock& block, int64_t count, const float* scores) {
-    const Floats inverse = all(1.0f / (p_.softcap * kLog2E));
-    for (int64_t j = 0; j < count; ++j)
-      for (int r = 0; r < block.width; r += kLanes) {
-        const Floats ratio = load(scores + j * kRows + r) * inverse;
-        store(tile_->slopes + j * kRows + r, all(1.0f) - ratio * ratio);
-      }
   }
 
   const Problem& p_;

@@ -187,7 +187,7 @@ class FewRowsPiece {
     float* row = scores_ + r * kStepKeys;
     if (p_.softcap > 0) {
       const Floats cap = all(p_.softcap * kLog2E), inverse = all(1.0f / (p_.softcap * kLog2E));
-      for (int j = 0; j < padded; j += kLanes) store(row + j, cap * tanh(load(row + j) * inverse));
+      for (int j = 0; j < padded; j += kLanes) store(row + j, cap * tanh(load(row + j) * inverse).value);
     }
     if (has_dense_part(p_)) {
       float dense[kStepKeys];

@@ -43,6 +43,7 @@ class FloatGradientProducts {
   static constexpr int kDegree = 6;
   static constexpr int kAlignment = 1;  // tiles begin at a multiple of it
   static constexpr int kTileKeys = kKeys;
+  static constexpr int64_t kSummedHeads = 16;  // rows of several heads that are added up at a time
   static int64_t padded(int64_t width) { return round_up(width, kLanes); }
 
   FloatGradientProducts(const Problem& p, Arena& arena) : p_(p) {
@@ -108,10 +109,13 @@ class FloatGradientProducts {
         store(weights + j * kRows + r, result.weight);
         store(weight_gradients + j * kRows + r, result.gradient);
       }
-    multiply<true>({weights, kRows, 1}, count, upstream_rows_, value_dim, block_->rows, value_sums, value_dim,
-                   value_dim);
-    multiply<true>({weight_gradients, kRows, 1}, count, query_rows_, head_dim, block_->rows, key_sums, head_dim,
-                   head_dim);
+    // Sums over rows of several heads are shorter than those over the rows of one head, since plain attention adds up
+    // each head alone, and then the heads.
+    const int64_t most = block_->head[0] == block_->head[kRows - 1] ? kRows : kSummedHeads;
+    multiply_in_sums<true>({weights, kRows, 1}, count, upstream_rows_, value_dim, block_->rows, value_sums, value_dim,
+                           value_dim, most);
+    multiply_in_sums<true>({weight_gradients, kRows, 1}, count, query_rows_, head_dim, block_->rows, key_sums, head_dim,
+                           head_dim, most);
     const auto product = started ? multiply<true> : multiply<false>;
     const LeftMatrix key_rows = tile_of(p_.k, p_.k_strides, keys, p_.head_dim, keys_);
     product({key_rows.data, key_rows.column, key_rows.row}, p_.head_dim, weight_gradients, kRows, count, query_sums_,

@@ -76,26 +76,34 @@ template <int kN>
 constexpr int64_t kSumLength = 16;
 #endif
 
-// A strip of a product, in sums of at most `kSumLength` numbers.
+// A strip of a product, in sums of at most `kSumLength` numbers, or `most` if that is less.
 template <int kN, bool kAdd>
 inline void multiply_in_blocks(LeftMatrix left, int64_t height, const float* right, int64_t right_row, int64_t depth,
-                               float* c, int64_t c_row) {
-  multiply_strip<kN, kAdd>(left, height, right, right_row, smaller(depth, kSumLength<kN>), c, c_row);
-  for (int64_t k = kSumLength<kN>; k < depth; k += kSumLength<kN>) {
+                               float* c, int64_t c_row, int64_t most) {
+  const int64_t length = smaller(kSumLength<kN>, most);
+  multiply_strip<kN, kAdd>(left, height, right, right_row, smaller(depth, length), c, c_row);
+  for (int64_t k = length; k < depth; k += length) {
     const LeftMatrix rest{left.data + k * left.column, left.row, left.column};
-    multiply_strip<kN, true>(rest, height, right + k * right_row, right_row, smaller(depth - k, kSumLength<kN>), c,
-                             c_row);
+    multiply_strip<kN, true>(rest, height, right + k * right_row, right_row, smaller(depth - k, length), c, c_row);
   }
 }
 
-// C (height x width) = left (height x depth) times right (depth x width), or C + it. Width is a multiple of the lanes.
+// C (height x width) = left (height x depth) times right (depth x width), or C + it, in sums of at most `most` numbers.
+// Width is a multiple of the lanes.
+template <bool kAdd>
+inline void multiply_in_sums(LeftMatrix left, int64_t height, const float* right, int64_t right_row, int64_t depth,
+                             float* c, int64_t c_row, int64_t width, int64_t most) {
+  int64_t n = 0;
+  for (; n + kTileVectors * kLanes <= width; n += kTileVectors * kLanes)
+    multiply_in_blocks<kTileVectors, kAdd>(left, height, right + n, right_row, depth, c + n, c_row, most);
+  for (; n < width; n += kLanes)
+    multiply_in_blocks<1, kAdd>(left, height, right + n, right_row, depth, c + n, c_row, most);
+}
+
 template <bool kAdd>
 inline void multiply(LeftMatrix left, int64_t height, const float* right, int64_t right_row, int64_t depth, float* c,
                      int64_t c_row, int64_t width) {
-  int64_t n = 0;
-  for (; n + kTileVectors * kLanes <= width; n += kTileVectors * kLanes)
-    multiply_in_blocks<kTileVectors, kAdd>(left, height, right + n, right_row, depth, c + n, c_row);
-  for (; n < width; n += kLanes) multiply_in_blocks<1, kAdd>(left, height, right + n, right_row, depth, c + n, c_row);
+  multiply_in_sums<kAdd>(left, height, right, right_row, depth, c, c_row, width, kSumLength<kTileVectors>);
 }
 
 // Product of each row of one matrix with the same row of another, both `(depth x width)` with a stride of `row`. It has

@@ -99,12 +99,15 @@ inline void scale_scores(const RowBlock& block, int64_t keys, const float* facto
       store(scores + j * kRows + r, load(scores + j * kRows + r) * load(factor + r));
 }
 
-// `softcap tanh(score / softcap)` of every score, in place.
-inline void cap_scores(const Problem& p, const RowBlock& block, int64_t keys, float* scores) {
+// `softcap tanh(score / softcap)` of every score, in place, and the derivative in `slopes` unless it is null.
+inline void cap_scores(const Problem& p, const RowBlock& block, int64_t keys, float* scores, float* slopes = nullptr) {
   const Floats cap = all(p.softcap * kLog2E), inverse = all(1.0f / (p.softcap * kLog2E));
   for (int64_t j = 0; j < keys; ++j)
-    for (int r = 0; r < block.width; r += kLanes)
-      store(scores + j * kRows + r, cap * tanh(load(scores + j * kRows + r) * inverse));
+    for (int r = 0; r < block.width; r += kLanes) {
+      const Tanh result = tanh(load(scores + j * kRows + r) * inverse);
+      store(scores + j * kRows + r, cap * result.value);
+      if (slopes) store(slopes + j * kRows + r, result.slope);
+    }
 }
 
 inline void add_tile(const RowBlock& block, int64_t keys, const float* added, float* scores) {
