@@ -1,7 +1,7 @@
 """Errors of one drawn problem against float64, and the rule that they must satisfy.
 
 The rule was stated before the kernels were run on drawn problems. For every result (output, log-sum-exp, the output of
-the operator with statistics, and the gradients of q, k, v, the sinks and the scales of heads),
+the operator with statistics, and the gradients of q, k, v, the bias, the sinks and the scales of heads),
 
 - the norm of the error, the root of the sum of its squares, is at most 2 times that of plain attention;
 - the largest error is at most 4 times that of plain attention. Largest errors of equal distributions differ by luck.

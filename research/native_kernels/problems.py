@@ -9,6 +9,7 @@ from torch import Tensor
 
 import headwise as hw
 from research.native_kernels.masks import Score, draw_mask, draw_positions
+from tests.oracles import kept_by_dropout
 
 MOST_WORK = 1_500_000
 """Largest number of multiplications in the scores and the output of a problem."""
@@ -45,6 +46,8 @@ class DrawnProblem:
         has_lse_gradient: True if the loss has the log-sum-exp in it.
         learns_scale: True if the gradient of the scale is asked for.
         upstream_layout: memory layout of the gradient of the output.
+        learns_bias: True if the gradient of the bias is asked for.
+        dropout: probability with which a weight is dropped.
     """
 
     seed: int
@@ -61,6 +64,8 @@ class DrawnProblem:
     has_lse_gradient: bool
     learns_scale: bool
     upstream_layout: str
+    learns_bias: bool
+    dropout: float
 
     @property
     def attend_options(self) -> dict:
@@ -73,11 +78,28 @@ class DrawnProblem:
     @property
     def oracle_options(self) -> dict:
         """Keyword arguments for `plain_attention` that are not learned, with mask and bias as full tensors."""
-        batch, heads, _, queries, keys, _, _ = self.sizes
-        full = (batch, heads, queries, keys)
-        allowed = None if self.allowed is None else self.allowed.expand(full)
-        bias = None if self.bias is None else self.bias.expand(full)
+        allowed = None if self.allowed is None else self.allowed.expand(self.score_shape)
+        bias = None if self.bias is None else self.bias.expand(self.score_shape)
         return {"allowed": allowed, "bias": bias, "softcap": self.softcap}
+
+    @property
+    def score_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the scores."""
+        return self.sizes.batch, self.sizes.heads, self.sizes.queries, self.sizes.keys
+
+    def factors_of_dropout(self, values: int) -> Tensor | None:
+        """Return the factors of the weights in the output, for the seed that the kernels draw from torch's generator
+        after `start_dropout(values)`; None without dropout.
+        """
+        if not self.dropout:
+            return None
+        self.start_dropout(values)
+        seed = int(torch.randint(2**62, (), dtype=torch.int64))
+        return kept_by_dropout(self.dropout, seed, *self.score_shape).double() / (1 - self.dropout)
+
+    def start_dropout(self, values: int) -> None:
+        """Seed torch's generator for the dropout of a set of values."""
+        torch.manual_seed(self.seed * 1000 + values)
 
     def tensors(self, dtype: torch.dtype, values: int = 0) -> list[Tensor]:
         """Return q, k, v and the gradients of the output and of the log-sum-exp. The first four are in `dtype` with
@@ -102,6 +124,7 @@ class DrawnProblem:
         options += [f"{name} {value!r}" for name, value in named.items() if value is not None]
         flags = {"bias": self.bias, "sinks": self.sinks, "positions": self.positions}
         options += [name for name, value in flags.items() if value is not None]
+        options += [f"dropout {self.dropout}"] * (self.dropout > 0) + ["gradient of bias"] * self.learns_bias
         options += ["gradient of lse"] * self.has_lse_gradient + ["learned scale"] * self.learns_scale
         return f"seed {self.seed}: {', '.join(options)}".replace("\n", " ")
 
@@ -204,6 +227,8 @@ def draw_problem(seed: int) -> DrawnProblem:
         has_lse_gradient=random.random() < 0.5 and not has_least_numbers,
         learns_scale=learns_scale,
         upstream_layout=random.choice((*LAYOUTS, *REPEATED)),
+        learns_bias=random.random() < 0.5 and bias is not None,
+        dropout=random.choice((0.1, 0.5, 0.9)) if random.random() < 0.15 else 0.0,
     )
 
 

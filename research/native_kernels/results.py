@@ -24,10 +24,13 @@ def plain_results(problem: DrawnProblem, dtype: torch.dtype, values: int) -> tup
     """Return the exact results for a set of values in `dtype`, computed in float64, and those of plain attention, the
     formula in `dtype`.
     """
-    tensors = problem.tensors(dtype, values)
+    tensors, factors = problem.tensors(dtype, values), problem.factors_of_dropout(values)
 
-    def plain(q: Tensor, k: Tensor, v: Tensor, others: dict) -> tuple[Tensor, Tensor]:
-        result = plain_attention(q, k, v, **problem.oracle_options, **others)
+    def plain(q: Tensor, k: Tensor, v: Tensor, learned: dict) -> tuple[Tensor, Tensor]:
+        options = problem.oracle_options | learned
+        if options["bias"] is not None:
+            options["bias"] = options["bias"].expand(problem.score_shape)
+        result = plain_attention(q, k, v, **options, factors=factors)
         return result.out, result.lse
 
     exact, rounded = (_results(problem, plain, tensors, each) for each in (torch.float64, dtype))
@@ -36,12 +39,14 @@ def plain_results(problem: DrawnProblem, dtype: torch.dtype, values: int) -> tup
 
 def native_results(problem: DrawnProblem, dtype: torch.dtype, values: int) -> Results:
     """Return the results of the native kernels for a set of values in `dtype`. "out with statistics" is the output of
-    the operator that also computes the statistics, where it accepts the problem.
+    the operator that also computes the statistics, where it accepts the problem; it has no dropout.
     """
     tensors = problem.tensors(dtype, values)
 
-    def native(q: Tensor, k: Tensor, v: Tensor, others: dict) -> tuple[Tensor, Tensor]:
-        out, lse = hw.attend(q, k, v, **problem.attend_options, **others, return_lse=True, backend="native")
+    def native(q: Tensor, k: Tensor, v: Tensor, learned: dict) -> tuple[Tensor, Tensor]:
+        options = problem.attend_options | learned | {"dropout": problem.dropout}
+        problem.start_dropout(values)
+        out, lse = hw.attend(q, k, v, **options, return_lse=True, backend="native")
         return out, lse
 
     results = _results(problem, native, tensors, dtype)
@@ -52,14 +57,13 @@ def native_results(problem: DrawnProblem, dtype: torch.dtype, values: int) -> Re
 def _results(problem: DrawnProblem, attention: Attention, tensors: list[Tensor], dtype: torch.dtype) -> Results:
     """Return the output, the log-sum-exp and the gradients of one implementation, in `dtype`."""
     *inputs, upstream, lse_upstream = tensors
-    leaves = {name: _leaf(x, dtype) for name, x in zip(("q", "k", "v"), inputs, strict=True)}
-    others: dict = {"scale": problem.scale, "sinks": problem.sinks}
     wide = torch.float64 if dtype == torch.float64 else torch.float32  # the exact gradient must not be rounded
-    if problem.learns_scale and isinstance(problem.scale, Tensor):
-        leaves["scale"] = others["scale"] = _leaf(problem.scale, wide)
-    if problem.sinks is not None:
-        leaves["sinks"] = others["sinks"] = _leaf(problem.sinks, wide)
-    out, lse = attention(leaves["q"], leaves["k"], leaves["v"], others)
+    options = {"scale": problem.scale, "sinks": problem.sinks, "bias": problem.bias}
+    is_learned = {"scale": problem.learns_scale, "sinks": problem.sinks is not None, "bias": problem.learns_bias}
+    learned = {name: _leaf(option, wide) for name, option in options.items() if is_learned[name]}
+    leaves = {name: _leaf(x, dtype) for name, x in zip(("q", "k", "v"), inputs, strict=True)}
+    out, lse = attention(*leaves.values(), options | learned)
+    leaves |= learned
     outputs, gradients_of_outputs = [out], [upstream.to(out.dtype)]
     if problem.has_lse_gradient:
         outputs.append(lse)
@@ -79,7 +83,7 @@ def _output_with_statistics(problem: DrawnProblem, tensors: list[Tensor]) -> Ten
     """Return the output of the operator that also computes the statistics; None if it refuses the problem."""
     options = {**problem.attend_options, "scale": problem.scale, "sinks": problem.sinks}
     call, context = Problem.checked(*tensors[:3], **options), CallContext()
-    if native_statistics.why_not(call, context) is not None:
+    if problem.dropout or native_statistics.why_not(call, context) is not None:
         return None
     answer = native_statistics.attend_tallied(call, context, Tally())
     assert answer is not None, "a finite problem has rows that are not finite"

@@ -46,8 +46,9 @@ constexpr int kKeptTiles = 4;
 // A tile of the weights of a block of rows: matrices `(keys, kRows)`.
 struct GradientTile {
   KeyRange keys;
-  float *weights, *weight_gradients, *slopes;  // the slopes are the derivative of the softcap
-  Mask* kept;                                  // by dropout, `(keys, kRows / kLanes)`
+  float *weights, *weight_gradients;  // the latter times the factors of dropout
+  float* slopes;                      // derivative of the softcap
+  Mask* kept;                         // by dropout, `(keys, kRows / kLanes)`
 
   GradientTile part(KeyRange within) const {
     const KeyRange rest = intersection(keys, within);
@@ -151,24 +152,19 @@ class GradientTiles {
   void sum_delta(const RowBlock& block, const Visibility& visibility) {
     for (float& delta : delta_) delta = 0.0f;
     visit_weights(block, visibility, {0, p_.keys}, [&](const GradientTile& tile) {
-      if (p_.dropout > 0) add_to_delta<true>(block, tile);
-      else add_to_delta<false>(block, tile);
+      add_to_delta(block, tile);
       if (keeps_tiles_) ++tile_;
     });
   }
 
-  template <bool kDropout>
   void add_to_delta(const RowBlock& block, const GradientTile& tile) {
-    const Floats kept_factor = all(float(dropout_factor(p_)));
     const int64_t count = tile.keys.end - tile.keys.begin;
     for (int r = 0; r < block.width; r += kLanes)
       for (int64_t first = 0; first < count; first += kSummedPowers) {
         Floats total = zero();
         for (int64_t j = first; j < smaller(first + kSummedPowers, count); ++j) {
           const int64_t at = j * kRows + r;
-          Floats gradient = load(tile.weight_gradients + at);
-          if constexpr (kDropout) gradient = gradient * select(tile.kept[at / kLanes], kept_factor, zero());
-          total = multiply_add(load(tile.weights + at), gradient, total);
+          total = multiply_add(load(tile.weights + at), load(tile.weight_gradients + at), total);
         }
         store(delta_ + r, load(delta_ + r) + total);
       }
@@ -181,10 +177,18 @@ class GradientTiles {
     visit_scores(block, visibility, within, [&] {
       write_weights(block);
       products_.weight_gradients(tile_->keys, tile_->weight_gradients);
-      Mask* const kept = tile_->kept;
-      if (p_.dropout > 0)
-        dropout.for_each_vector(tile_->keys, [kept](int64_t at, int, Mask lanes) { kept[at / kLanes] = lanes; });
+      if (p_.dropout > 0) drop(dropout, *tile_, all(float(dropout_factor(p_))));
       use(*tile_);
+    });
+  }
+
+  // Multiply the gradients of the weights by the factors of dropout. The products are stored, because the compiler could
+  // fuse them with the subtraction of delta, and then numbers that must cancel would not.
+  static void drop(const Dropout& dropout, const GradientTile& tile, Floats factor) {
+    dropout.for_each_vector(tile.keys, [&tile, factor](int64_t at, int, Mask kept) {
+      tile.kept[at / kLanes] = kept;
+      float* const gradients = tile.weight_gradients + at;
+      store(gradients, select(kept, load(gradients) * factor, zero()));
     });
   }
 

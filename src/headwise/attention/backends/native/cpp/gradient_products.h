@@ -16,7 +16,7 @@ struct Derivative {
 // that the compiler keeps them in registers.
 template <bool kSoftcap, bool kDropout>
 struct Differentiation {
-  // `(keys, kRows)`: weights, their gradients, and the derivative of the softcap.
+  // `(keys, kRows)`: weights, their gradients times the factors of dropout, and the derivative of the softcap.
   const float *weights, *weight_gradients, *slopes;
   const float *lse_gradient, *scale, *delta;  // `kRows`
   const Mask* kept;                           // `(keys, kRows / kLanes)`: the lanes whose weights dropout keeps
@@ -26,12 +26,9 @@ struct Differentiation {
   Derivative operator()(int64_t j, int r) const {
     const int64_t at = j * kRows + r;
     const Floats weight = load(weights + at);
-    Floats used_weight = weight, weight_gradient = load(weight_gradients + at);
-    if constexpr (kDropout) {
-      const Floats dropout = select(kept[at / kLanes], all(kept_factor), zero());
-      used_weight = weight * dropout, weight_gradient = weight_gradient * dropout;
-    }
-    const Floats slope = weight_gradient - load(delta + r) + load(lse_gradient + r);
+    Floats used_weight = weight;
+    if constexpr (kDropout) used_weight = select(kept[at / kLanes], weight * all(kept_factor), zero());
+    const Floats slope = load(weight_gradients + at) - load(delta + r) + load(lse_gradient + r);
     const Floats gradient = weight * load(scale + r) * slope;
     return {used_weight, kSoftcap ? gradient * load(slopes + at) : gradient};
   }
