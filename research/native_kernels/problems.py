@@ -27,6 +27,21 @@ class Sizes(NamedTuple):
     value_dim: int
 
 
+class Draw(NamedTuple):
+    """Number of a set of values, and of an order of the features of queries and keys, and of values. Results are the
+    same in any order, but rounding errors are not.
+    """
+
+    values: int
+    order: int = 0
+
+    def order_of(self, width: int) -> Tensor:
+        """Return the order of `width` features."""
+        if not self.order:
+            return torch.arange(width)
+        return torch.randperm(width, generator=torch.Generator().manual_seed(self.order))
+
+
 @dataclass(frozen=True)
 class DrawnProblem:
     """One attention problem. Tensors of options are in float32.
@@ -87,34 +102,35 @@ class DrawnProblem:
         """Shape of the scores."""
         return self.sizes.batch, self.sizes.heads, self.sizes.queries, self.sizes.keys
 
-    def factors_of_dropout(self, values: int) -> Tensor | None:
+    def factors_of_dropout(self, draw: Draw) -> Tensor | None:
         """Return the factors of the weights in the output, for the seed that the kernels draw from torch's generator
-        after `start_dropout(values)`; None without dropout.
+        after `start_dropout(draw)`; None without dropout.
         """
         if not self.dropout:
             return None
-        self.start_dropout(values)
+        self.start_dropout(draw)
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
         return kept_by_dropout(self.dropout, seed, *self.score_shape).double() / (1 - self.dropout)
 
-    def start_dropout(self, values: int) -> None:
+    def start_dropout(self, draw: Draw) -> None:
         """Seed torch's generator for the dropout of a set of values."""
-        torch.manual_seed(self.seed * 1000 + values)
+        torch.manual_seed(self.seed * 1000 + draw.values)
 
-    def tensors(self, dtype: torch.dtype, values: int = 0) -> list[Tensor]:
+    def tensors(self, dtype: torch.dtype, draw: Draw) -> list[Tensor]:
         """Return q, k, v and the gradients of the output and of the log-sum-exp. The first four are in `dtype` with
-        the strides of their layouts, the last is in float32. `values` is the number of a set of values.
+        the strides of their layouts, the last is in float32.
         """
         batch, heads, kv_heads, queries, keys, head_dim, value_dim = self.sizes
         shapes = [
             *((heads, queries, head_dim), (kv_heads, keys, head_dim)),
             *((kv_heads, keys, value_dim), (heads, queries, value_dim)),
         ]
-        generator = torch.Generator().manual_seed(self.seed * 1000 + values)
+        generator = torch.Generator().manual_seed(self.seed * 1000 + draw.values)
+        orders = [draw.order_of(head_dim), draw.order_of(value_dim)]
         tensors: list[Tensor] = []
-        for shape, layout in zip(shapes, (*self.layouts, self.upstream_layout), strict=True):
-            tensor = torch.randn(batch, *shape, generator=generator)
-            factor = self.spread if not tensors else 1.0
+        for n, (shape, layout) in enumerate(zip(shapes, (*self.layouts, self.upstream_layout), strict=True)):
+            tensor = torch.randn(batch, *shape, generator=generator)[..., orders[n // 2]]
+            factor = self.spread if n == 0 else 1.0
             tensors.append(laid_out((factor * tensor).to(dtype), layout))
         return [*tensors, torch.randn(batch, heads, queries, generator=generator)]
 

@@ -10,7 +10,7 @@ from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.problem import Problem
 from headwise.statistics import native_statistics
 from headwise.statistics.tally import Tally
-from research.native_kernels.problems import DrawnProblem
+from research.native_kernels.problems import Draw, DrawnProblem
 from tests.oracles import plain_attention
 
 Results = dict[str, Tensor]
@@ -20,11 +20,11 @@ Attention = Callable[..., tuple[Tensor, Tensor]]
 """Function of q, k, v and learned options that returns the output and the log-sum-exp."""
 
 
-def plain_results(problem: DrawnProblem, dtype: torch.dtype, values: int) -> tuple[Results, Results]:
+def plain_results(problem: DrawnProblem, dtype: torch.dtype, draw: Draw) -> tuple[Results, Results]:
     """Return the exact results for a set of values in `dtype`, computed in float64, and those of plain attention, the
     formula in `dtype`.
     """
-    tensors, factors = problem.tensors(dtype, values), problem.factors_of_dropout(values)
+    tensors, factors = problem.tensors(dtype, draw), problem.factors_of_dropout(draw)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, learned: dict) -> tuple[Tensor, Tensor]:
         options = problem.oracle_options | learned
@@ -37,15 +37,15 @@ def plain_results(problem: DrawnProblem, dtype: torch.dtype, values: int) -> tup
     return exact, rounded
 
 
-def native_results(problem: DrawnProblem, dtype: torch.dtype, values: int) -> Results:
+def native_results(problem: DrawnProblem, dtype: torch.dtype, draw: Draw) -> Results:
     """Return the results of the native kernels for a set of values in `dtype`. "out with statistics" is the output of
     the operator that also computes the statistics, where it accepts the problem; it has no dropout.
     """
-    tensors = problem.tensors(dtype, values)
+    tensors = problem.tensors(dtype, draw)
 
     def native(q: Tensor, k: Tensor, v: Tensor, learned: dict) -> tuple[Tensor, Tensor]:
         options = problem.attend_options | learned | {"dropout": problem.dropout}
-        problem.start_dropout(values)
+        problem.start_dropout(draw)
         out, lse = hw.attend(q, k, v, **options, return_lse=True, backend="native")
         return out, lse
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from headwise.attention.backends.native import library
-from research.native_kernels.problems import draw_problem
+from research.native_kernels.problems import Draw, draw_problem
 from research.native_kernels.results import Results, native_results
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -32,14 +32,14 @@ class Worker:
 
     def prepare(self, seed: int, dtype: str) -> None:
         """Begin to compute the first set of values of a problem."""
-        self._first[seed, dtype] = self._pool.submit(_compute, seed, dtype, 0)
+        self._first[seed, dtype] = self._pool.submit(_compute, seed, dtype, Draw(0))
 
-    def compute(self, seed: int, dtype: str, sets: range) -> Iterator[Results]:
-        """Yield the results of a problem for each of some sets of values, while the process computes the next ones."""
-        first = self._first.pop((seed, dtype), None) if sets.start == 0 else None
+    def compute(self, seed: int, dtype: str, draws: list[Draw]) -> Iterator[Results]:
+        """Yield the results of a problem for each of some draws, while the process computes the next ones."""
+        first = self._first.pop((seed, dtype), None)  # the problem is judged by this draw before it is by others
         prepared = [] if first is None else [first]
-        futures = prepared + [self._pool.submit(_compute, seed, dtype, values) for values in sets[len(prepared) :]]
-        for future in futures:
+        futures = [self._pool.submit(_compute, seed, dtype, draw) for draw in draws[len(prepared) :]]
+        for future in prepared + futures:
             yield {name: torch.from_numpy(array) for name, array in future.result().items()}
 
     def stop(self) -> None:
@@ -56,7 +56,7 @@ def _start(instruction_set: str) -> None:
 _problem = lru_cache(64)(draw_problem)
 
 
-def _compute(seed: int, dtype: str, values: int) -> Arrays:
-    """Return the results of the problem of a seed for a set of values."""
-    results = native_results(_problem(seed), DTYPES[dtype], values)
+def _compute(seed: int, dtype: str, draw: Draw) -> Arrays:
+    """Return the results of the problem of a seed for a draw of its values."""
+    results = native_results(_problem(seed), DTYPES[dtype], draw)
     return {name: result.float().numpy() for name, result in results.items()}

@@ -81,8 +81,9 @@ class GradientTiles {
     return Products<Element>::memory(p) + 4 * (4 * kKeptTiles + 1) * kTileKeys * kRows + 4096;
   }
 
-  // Prepare the factors of products, the normalizers of the rows, and delta.
-  void start(const RowBlock& block, const Visibility& visibility) {
+  // Prepare the factors of products, the normalizers of the rows, and delta. `is_of_forward`: the block is one of the
+  // blocks of the forward pass.
+  void start(const RowBlock& block, const Visibility& visibility, bool is_of_forward) {
     products_.start(block);
     const Gradients& g = *p_.gradients;
     for (int r = 0; r < kRows; ++r) {
@@ -97,7 +98,7 @@ class GradientTiles {
     scales_late_ = factor && p_.softcap == 0 && !has_dense_part(p_) && all_positive(factor);
     for (int r = 0; r < kRows; ++r) factor_[r] = scales_late_ ? factor[r] : 1.0f;
     tile_ = tiles_;
-    if (has_few_rows(p_)) normalize_again(block, visibility);
+    if (has_few_rows(p_) || !is_of_forward) normalize_again(block, visibility);
     keeps_tiles_ = fit_in_tiles(visibility);
     if (keeps_tiles_ || has_few_rows(p_)) sum_delta(block, visibility);
     else products_.output_products(delta_);
@@ -134,8 +135,8 @@ class GradientTiles {
     return false;
   }
 
-  // Compute the normalizers from the scores of this pass. A forward pass over few rows adds up its products in another
-  // order, and a weight of a large score has the error of that score.
+  // Compute the normalizers from the scores of this pass. A forward pass over few rows, or over rows in other lanes, adds
+  // up its products in another order, and a weight of a large score has the error of that score.
   void normalize_again(const RowBlock& block, const Visibility& visibility) {
     SoftmaxState state;
     start_softmax(state);
@@ -248,7 +249,7 @@ inline void backward_block(const Problem& p, const RowBlock& block, const Backwa
   Products<Element>& products = tiles.products();
   bool started = false;
   const Visibility visibility(p, block);
-  tiles.start(block, visibility);
+  tiles.start(block, visibility, true);
   tiles.visit(block, visibility, {0, p.keys}, [&](const GradientTile& tile) {
     const int64_t first = tile.keys.begin - task.keys.begin;
     products.add(tile.keys, tiles.template derivative<kSoftcap, kDropout>(tile), tile.weights, tile.weight_gradients,

@@ -75,7 +75,7 @@ class BiasTask {
   template <bool kDropout>
   void add_block(const RowBlock& block) {
     const Visibility visibility(p_, block);
-    tiles_.start(block, visibility);
+    tiles_.start(block, visibility, group_size(p_) == 1 || !stacks_heads(p_));
     float ones[kRows];
     for (float& one : ones) one = 1.0f;
     tiles_.visit(block, visibility, keys_, [&](const GradientTile& tile) {
