@@ -2,10 +2,10 @@
 
     python -m research.native_kernels [--problems N] [--start SEED] [--instruction-sets A,B] [--out FILE]
 
-Every problem is computed in float32 and in bfloat16 on each instruction set, which has a process of its own. `research.native_kernels.judge` states
-the rule for results. The last line is JSON: for each instruction set and dtype, the number of problems, of those
-computed again, and of those that fail. The file also has the largest ratios, the root of the mean squared ratio of
-norms, and every failing problem with its seed. The exit status is 1 if a problem fails.
+Every problem is computed in float32 and in bfloat16 on each instruction set, which has a process of its own.
+`research.native_kernels.judge` states the rule for results. The last line is JSON: for each instruction set and dtype,
+the number of problems, of those computed again, and of those that fail. The file also has the largest ratios, the root
+of the mean squared ratio of norms, and every failing problem with its seed. The exit status is 1 if a problem fails.
 
     python -m research.native_kernels --start 137 --problems 1      # repeat the problem of one seed
 """

@@ -60,7 +60,8 @@ def _results(problem: DrawnProblem, attention: Attention, tensors: list[Tensor],
     wide = torch.float64 if dtype == torch.float64 else torch.float32  # the exact gradient must not be rounded
     options = {"scale": problem.scale, "sinks": problem.sinks, "bias": problem.bias}
     is_learned = {"scale": problem.learns_scale, "sinks": problem.sinks is not None, "bias": problem.learns_bias}
-    learned = {name: _leaf(option, wide) for name, option in options.items() if is_learned[name]}
+    tensors_of_options = {name: option for name, option in options.items() if isinstance(option, Tensor)}
+    learned = {name: _leaf(option, wide) for name, option in tensors_of_options.items() if is_learned[name]}
     leaves = {name: _leaf(x, dtype) for name, x in zip(("q", "k", "v"), inputs, strict=True)}
     out, lse = attention(*leaves.values(), options | learned)
     leaves |= learned

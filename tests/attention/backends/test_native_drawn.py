@@ -11,12 +11,18 @@ import torch
 
 import headwise as hw
 from headwise.attention.backends.native import build, library
-from research.native_kernels import judge
+from research.native_kernels import judge, results
 from research.native_kernels.problems import draw_problem
 
 NATIVE = pytest.mark.skipif(library.why_not_loaded() is not None, reason=str(library.why_not_loaded()))
-BEYOND = {"gradient of q", "gradient of k", "gradient of scale", "gradient of sinks", "gradient of v"}
-"""Results of which some problems are known to exceed the error budget narrowly (docs/lab-notes.md)."""
+MENDED = {
+    "delta from a rounded output": (62, 187, 200, 274),
+    "delta in another order than the gradients of the weights": (30, 51, 64, 199),
+    "slope of a softcap from a rounded score": (291,),
+    "rows of several heads in one sum": (186, 236),
+    "bias whose rows were normalized in other lanes": (234,),
+}
+"""Seeds of problems whose gradients exceeded the limits, by the reason."""
 
 
 @NATIVE
@@ -24,9 +30,27 @@ BEYOND = {"gradient of q", "gradient of k", "gradient of scale", "gradient of si
 def test_errors_of_drawn_problems_are_within_the_budget(dtype):
     for seed in range(60):
         verdict = judge.judge(draw_problem(seed), dtype)
-        assert set(verdict.beyond) <= BEYOND, verdict
-        worst = max((verdict.ratios[name][0] for name in verdict.beyond), default=0.0)
-        assert worst < 4 or dtype == torch.bfloat16, verdict
+        assert not verdict.beyond, verdict
+
+
+@NATIVE
+@pytest.mark.parametrize("reason", MENDED)
+def test_gradients_that_exceeded_the_limits_are_within(reason):
+    for seed in MENDED[reason]:
+        for dtype in (torch.float32, torch.bfloat16):
+            verdict = judge.judge(draw_problem(seed), dtype)
+            assert not verdict.beyond, verdict
+
+
+@NATIVE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_queries_that_see_one_key_have_gradient_0(dtype, dropout):
+    """The gradient of a weight and its mean cancel exactly, also where the two are rounded."""
+    q, k, v = (torch.randn(2, 3, 200, 37, dtype=dtype, requires_grad=True) for _ in range(3))
+    out = hw.attend(q, k, v, mask=hw.window(1), dropout=dropout, backend="native")
+    for gradient in torch.autograd.grad(out, (q, k), torch.randn_like(out)):
+        assert not gradient.any()
 
 
 @NATIVE
@@ -37,7 +61,7 @@ def test_the_rule_detects_a_wrong_number(monkeypatch):
         out, lse = attend(*arguments, **options)
         return out * (1 + 1e-5), lse
 
-    monkeypatch.setattr(judge.hw, "attend", wrong)
+    monkeypatch.setattr(results.hw, "attend", wrong)
     assert "out" in judge.judge(draw_problem(1), torch.float32).beyond
 
 
@@ -57,5 +81,4 @@ def test_drawn_problems_on_every_instruction_set(name, tmp_path):
     )
     assert "problems, again, failures" in printed.stdout, printed.stderr
     for result in json.loads((tmp_path / "results.json").read_text())["results"].values():
-        for failure in result["failures"]:
-            assert not failure.startswith(("{'out", "{'lse")), failure
+        assert not result["failures"]
