@@ -81,9 +81,9 @@ class GradientTiles {
     return Products<Element>::memory(p) + 4 * (4 * kKeptTiles + 1) * kTileKeys * kRows + 4096;
   }
 
-  // Prepare the factors of products, the normalizers of the rows, and delta. `is_of_forward`: the block is one of the
-  // blocks of the forward pass.
-  void start(const RowBlock& block, const Visibility& visibility, bool is_of_forward) {
+  // Prepare the factors of products, the normalizers of the rows, and delta. `has_same_lanes`: the block is one of the
+  // blocks of the forward pass. `has_same_products`: the forward pass had the same kind of products.
+  void start(const RowBlock& block, const Visibility& visibility, bool has_same_lanes, bool has_same_products) {
     products_.start(block);
     const Gradients& g = *p_.gradients;
     for (int r = 0; r < kRows; ++r) {
@@ -98,8 +98,8 @@ class GradientTiles {
     scales_late_ = factor && p_.softcap == 0 && !has_dense_part(p_) && all_positive(factor);
     for (int r = 0; r < kRows; ++r) factor_[r] = scales_late_ ? factor[r] : 1.0f;
     tile_ = tiles_;
-    if (has_few_rows(p_) || !is_of_forward) normalize_again(block, visibility);
     keeps_tiles_ = fit_in_tiles(visibility);
+    if (has_few_rows(p_) || !has_same_lanes || (keeps_tiles_ && !has_same_products)) normalize_again(block, visibility);
     if (keeps_tiles_ || has_few_rows(p_)) sum_delta(block, visibility);
     else products_.output_products(delta_);
   }
@@ -135,15 +135,19 @@ class GradientTiles {
     return false;
   }
 
-  // Compute the normalizers from the scores of this pass. A forward pass over few rows, or over rows in other lanes, adds
-  // up its products in another order, and a weight of a large score has the error of that score.
+  // Compute the normalizers from the scores of this pass. A forward pass over few rows, over rows in other lanes, or in
+  // another kind of products adds up its products in another order, and a weight of a large score has the error of that
+  // score. Tiles that are kept have scores afterwards.
   void normalize_again(const RowBlock& block, const Visibility& visibility) {
     SoftmaxState state;
     start_softmax(state);
     visit_scores(block, visibility, {0, p_.keys}, [&] {
-      softmax_tile<false, Products<Element>::kDegree>(block, state, tile_->keys.end - tile_->keys.begin,
-                                                      scales_late_ ? factor_ : nullptr, tile_->weights, nullptr, 0,
-                                                      nullptr, nullptr);
+      const int64_t count = tile_->keys.end - tile_->keys.begin;
+      float* const powers = tile_->weight_gradients;
+      __builtin_memcpy(powers, tile_->weights, size_t(count * kRows) * sizeof(float));
+      softmax_tile<false, Products<Element>::kDegree>(block, state, count, scales_late_ ? factor_ : nullptr, powers,
+                                                      nullptr, 0, nullptr, nullptr);
+      if (keeps_tiles_) ++tile_;
     });
     const Divisors divisors(p_, block, state);
     for (int r = 0; r < block.rows; ++r) shift_[r] = state.shift[r], inverse_[r] = divisors.inverse[r];
@@ -152,6 +156,12 @@ class GradientTiles {
   // Compute delta from the weights and their gradients.
   void sum_delta(const RowBlock& block, const Visibility& visibility) {
     for (float& delta : delta_) delta = 0.0f;
+    const Dropout dropout(p_, block);
+    for (GradientTile* tile = tiles_; tile < tile_; ++tile) {  // tiles that have scores already
+      write_weights(block, dropout, *tile);
+      add_to_delta(block, *tile);
+    }
+    if (tile_ > tiles_) return;
     visit_weights(block, visibility, {0, p_.keys}, [&](const GradientTile& tile) {
       add_to_delta(block, tile);
       if (keeps_tiles_) ++tile_;
@@ -176,9 +186,7 @@ class GradientTiles {
   void visit_weights(const RowBlock& block, const Visibility& visibility, KeyRange within, const Use& use) {
     const Dropout dropout(p_, block);
     visit_scores(block, visibility, within, [&] {
-      write_weights(block);
-      products_.weight_gradients(tile_->keys, tile_->weight_gradients);
-      if (p_.dropout > 0) drop(dropout, *tile_, all(float(dropout_factor(p_))));
+      write_weights(block, dropout, *tile_);
       use(*tile_);
     });
   }
@@ -193,16 +201,17 @@ class GradientTiles {
     });
   }
 
-  // Replace the scores of the tile by weights.
-  void write_weights(const RowBlock& block) {
-    float* const weights = tile_->weights;
-    const int64_t count = tile_->keys.end - tile_->keys.begin;
+  // Replace the scores of a tile by weights, and write their gradients.
+  void write_weights(const RowBlock& block, const Dropout& dropout, const GradientTile& tile) {
+    const int64_t count = tile.keys.end - tile.keys.begin;
     for (int64_t j = 0; j < count; ++j)
       for (int r = 0; r < block.width; r += kLanes) {
-        float* const at = weights + j * kRows + r;
+        float* const at = tile.weights + j * kRows + r;
         const Floats score = multiply_subtract(load(at), load(factor_ + r), load(shift_ + r));
         store(at, exp2<Products<Element>::kDegree>(score) * load(inverse_ + r));
       }
+    products_.weight_gradients(tile.keys, tile.weight_gradients);
+    if (p_.dropout > 0) drop(dropout, tile, all(float(dropout_factor(p_))));
   }
 
   // Compute the masked scores of each tile in the place of its weights, and call `use()`.
@@ -249,7 +258,7 @@ inline void backward_block(const Problem& p, const RowBlock& block, const Backwa
   Products<Element>& products = tiles.products();
   bool started = false;
   const Visibility visibility(p, block);
-  tiles.start(block, visibility, true);
+  tiles.start(block, visibility, true, true);
   tiles.visit(block, visibility, {0, p.keys}, [&](const GradientTile& tile) {
     const int64_t first = tile.keys.begin - task.keys.begin;
     products.add(tile.keys, tiles.template derivative<kSoftcap, kDropout>(tile), tile.weights, tile.weight_gradients,
