@@ -16,6 +16,7 @@ Infinite results, and results that must be exactly 0, must be equal.
 Corrected on 2026-11-22:
 
 - The exact gradients of the sinks and of the scales were rounded to float32.
+- Plain attention in bfloat16 rounded a bias of the least float32 to minus infinity.
 - There was one order of features. With large scores, errors differ by orders of magnitude between sets of values, and
   the sum of squares of 32 sets is that of one rounding error in one of them. The ratio of two such numbers is beyond 2
   by luck in 3 of 10 problems, if they are normal with equal variance (2 / pi arctan 1 / 2); the ratio of the norms of 8

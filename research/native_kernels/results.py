@@ -29,7 +29,7 @@ def plain_results(problem: DrawnProblem, dtype: torch.dtype, draw: Draw) -> tupl
     def plain(q: Tensor, k: Tensor, v: Tensor, learned: dict) -> tuple[Tensor, Tensor]:
         options = problem.oracle_options | learned
         if options["bias"] is not None:
-            options["bias"] = options["bias"].expand(problem.score_shape)
+            options["bias"] = _representable(options["bias"], q.dtype).expand(problem.score_shape)
         result = plain_attention(q, k, v, **options, factors=factors)
         return result.out, result.lse
 
@@ -72,6 +72,14 @@ def _results(problem: DrawnProblem, attention: Attention, tensors: list[Tensor],
     gradients = torch.autograd.grad(outputs, list(leaves.values()), gradients_of_outputs)
     named = {f"gradient of {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
     return {"out": out.detach(), "lse": lse.detach(), **named}
+
+
+def _representable(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bias in which finite numbers are not below the least number of a dtype, where they would be rounded to
+    minus infinity. Its gradient is that of the bias.
+    """
+    change = bias.detach().clamp(min=torch.finfo(dtype).min) - bias.detach()
+    return bias + change.masked_fill(bias == -torch.inf, 0.0)
 
 
 def _leaf(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -81,9 +81,9 @@ class GradientTiles {
     return Products<Element>::memory(p) + 4 * (4 * kKeptTiles + 1) * kTileKeys * kRows + 4096;
   }
 
-  // Prepare the factors of products, the normalizers of the rows, and delta. `has_same_lanes`: the block is one of the
-  // blocks of the forward pass. `has_same_products`: the forward pass had the same kind of products.
-  void start(const RowBlock& block, const Visibility& visibility, bool has_same_lanes, bool has_same_products) {
+  // Prepare the factors of products, the normalizers of the rows, and delta. `is_of_forward`: the block is one of the
+  // blocks of the forward pass.
+  void start(const RowBlock& block, const Visibility& visibility, bool is_of_forward) {
     products_.start(block);
     const Gradients& g = *p_.gradients;
     for (int r = 0; r < kRows; ++r) {
@@ -99,7 +99,8 @@ class GradientTiles {
     for (int r = 0; r < kRows; ++r) factor_[r] = scales_late_ ? factor[r] : 1.0f;
     tile_ = tiles_;
     keeps_tiles_ = fit_in_tiles(visibility);
-    if (has_few_rows(p_) || !has_same_lanes || (keeps_tiles_ && !has_same_products)) normalize_again(block, visibility);
+    const bool has_same_products = Products<Element>::kHasPairs == forward_has_pairs(p_);
+    if (has_few_rows(p_) || !is_of_forward || (keeps_tiles_ && !has_same_products)) normalize_again(block, visibility);
     if (keeps_tiles_ || has_few_rows(p_)) sum_delta(block, visibility);
     else products_.output_products(delta_);
   }
@@ -258,7 +259,7 @@ inline void backward_block(const Problem& p, const RowBlock& block, const Backwa
   Products<Element>& products = tiles.products();
   bool started = false;
   const Visibility visibility(p, block);
-  tiles.start(block, visibility, true, true);
+  tiles.start(block, visibility, true);
   tiles.visit(block, visibility, {0, p.keys}, [&](const GradientTile& tile) {
     const int64_t first = tile.keys.begin - task.keys.begin;
     products.add(tile.keys, tiles.template derivative<kSoftcap, kDropout>(tile), tile.weights, tile.weight_gradients,

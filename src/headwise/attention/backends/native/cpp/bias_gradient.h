@@ -70,18 +70,12 @@ class BiasTask {
  private:
   using Tiles = GradientTiles<FloatGradientProducts, Element>;
 
-#ifdef __AVX512BF16__
-  static constexpr bool kMayHavePairs = sizeof(Element) < sizeof(float);  // in the forward pass
-#else
-  static constexpr bool kMayHavePairs = false;
-#endif
-
   int64_t matrix() const { return batch_ * g_.bias_heads + head_; }
 
   template <bool kDropout>
   void add_block(const RowBlock& block) {
     const Visibility visibility(p_, block);
-    tiles_.start(block, visibility, group_size(p_) == 1 || !stacks_heads(p_), !kMayHavePairs);
+    tiles_.start(block, visibility, group_size(p_) == 1 || !stacks_heads(p_));
     float ones[kRows];
     for (float& one : ones) one = 1.0f;
     tiles_.visit(block, visibility, keys_, [&](const GradientTile& tile) {

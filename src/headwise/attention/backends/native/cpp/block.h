@@ -30,6 +30,18 @@ inline int64_t blocks_per_kv_head(const Problem& p) {
   return group_size(p) * ((p.queries + kRows - 1) / kRows);
 }
 
+// True if the forward pass multiplies pairs of bfloat16 numbers, for which keys and values are copied. Copies for the
+// matrix unit are always worth their time; without it, only if several blocks read them.
+inline bool forward_has_pairs([[maybe_unused]] const Problem& p) {
+#if defined(__AMX_BF16__)
+  return p.bfloat16;
+#elif defined(__AVX512BF16__)
+  return p.bfloat16 && blocks_per_kv_head(p) > 1;
+#else
+  return false;
+#endif
+}
+
 // The block with an index. Blocks of the last queries come first: under a causal mask these take longest.
 inline RowBlock row_block(const Problem& p, int64_t index) {
   const int64_t blocks = blocks_per_kv_head(p), unit = index / blocks;

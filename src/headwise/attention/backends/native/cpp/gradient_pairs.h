@@ -9,6 +9,7 @@ namespace headwise::HEADWISE_ISA {
 template <class Element>
 class PairGradientProducts {
  public:
+  static constexpr bool kHasPairs = true;
   static constexpr int kDegree = 4;
   static constexpr int kAlignment = kPairTile;  // tiles begin at a multiple of it
   static constexpr int kTileKeys = 64;

@@ -37,6 +37,7 @@ struct Differentiation {
 template <class Element>
 class FloatGradientProducts {
  public:
+  static constexpr bool kHasPairs = false;
   static constexpr int kDegree = 6;
   static constexpr int kAlignment = 1;  // tiles begin at a multiple of it
   static constexpr int kTileKeys = kKeys;

@@ -21,14 +21,7 @@ inline void forward_any(const Problem& p, const RowBlock& block, void* memory) {
 
 #ifdef __AVX512BF16__
 inline int64_t packed_bytes(const Problem& p) {
-  // In the forward pass, copies for the matrix unit are always worth their time; without it, only if several blocks
-  // read them.
-#ifdef __AMX_BF16__
-  constexpr int64_t kBlocks = 1;
-#else
-  constexpr int64_t kBlocks = 2;
-#endif
-  return p.bfloat16 && (p.gradients || blocks_per_kv_head(p) >= kBlocks) ? 2 * PackedShape(p).size() : 0;
+  return p.bfloat16 && (p.gradients || forward_has_pairs(p)) ? 2 * PackedShape(p).size() : 0;
 }
 inline int64_t pack_tasks(const Problem& p) { return PackedShape(p).blocks; }
 inline void pack(const Problem& p, int64_t task, void* packed, void* memory) {
