@@ -78,7 +78,8 @@ def _representable(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a bias in which finite numbers are not below the least number of a dtype, where they would be rounded to
     minus infinity. Its gradient is that of the bias.
     """
-    change = bias.detach().clamp(min=torch.finfo(dtype).min) - bias.detach()
+    least = max(torch.finfo(dtype).min, torch.finfo(bias.dtype).min)
+    change = bias.detach().clamp(min=least) - bias.detach()
     return bias + change.masked_fill(bias == -torch.inf, 0.0)
 
 
