@@ -23,7 +23,7 @@ test: $(NATIVE)  ## run the unit tests
 test-native: $(NATIVE)  ## run the tests of what the native kernels compute, on AVX2 and on the portable path
 	for name in avx2 portable; do HEADWISE_NATIVE=$$name $(PYTEST) $(KERNEL_TESTS) || exit 1; done
 
-drawn-problems: $(NATIVE)  ## compare the native kernels with float64 on 20,000 problems for each instruction set (hours)
+drawn-problems: $(NATIVE)  ## compare the native kernels with float64 on 20,000 problems for each instruction set (1.5 hours)
 	$(BIN)/python -m research.native_kernels --out research/native_kernels/results.json
 
 wheel: $(INSTALLED)  ## build the sdist, and from it the wheel, in dist/
