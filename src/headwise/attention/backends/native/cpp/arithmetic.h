@@ -17,9 +17,8 @@ inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step 
 // 3e-6 for degree 4. Below -125 the result is 0, also for minus infinity: processors take a hundred times as long for
 // results too small for normal floats. NaN stays NaN.
 template <int kDegree>
-inline Floats exp2(Floats exponent) {
+inline Floats exp2(Floats x) {
   static_assert(kDegree == 4 || kDegree == 6);
-  const Floats smallest = all(-125.0f), x = larger(smallest, exponent);
   const Floats n = round_to_integer(x), f = x - n;
   Floats p;
   if constexpr (kDegree == 6) {
@@ -33,7 +32,7 @@ inline Floats exp2(Floats exponent) {
     p = multiply_add(p, f, all(2.40240991e-1f));
     p = multiply_add(p, f, all(6.93124175e-1f));
   }
-  return select(greater(smallest, exponent), zero(), scale_by_power(multiply_add(p, f, all(1.0f)), n));
+  return scale_by_power(at_least(x, all(-125.0f)), multiply_add(p, f, all(1.0f)), n);
 }
 
 struct Tanh {

@@ -25,6 +25,7 @@ inline void multiply_tile(LeftMatrix left, const float* right, int64_t right_row
 #pragma GCC unroll 4
     for (int n = 0; n < kN; ++n) sums[m][n] = zero();
   const float* column = left.data;
+#pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k, column += left.column, right += right_row) {
     Floats vectors[kN];
 #pragma GCC unroll 4

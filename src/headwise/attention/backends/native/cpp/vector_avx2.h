@@ -23,13 +23,10 @@ inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }  // b i
 inline Floats absolute(Floats x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 inline Floats round_to_integer(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
-// x * 2^n for an integral n from -252 to 252, in two steps, since the exponent of a float has 8 bits.
-inline Floats scale_by_power(Floats x, Floats n) {
-  const Ints power = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(power, 1), bias = _mm256_set1_epi32(127);
-  const Ints rest = _mm256_sub_epi32(power, half);
-  const Floats first = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
-  const Floats second = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
-  return _mm256_mul_ps(_mm256_mul_ps(x, first), second);
+// x * 2^n for an integral n from -126 to 127 in the lanes of `mask`, and 0 in the others.
+inline Floats scale_by_power(Mask mask, Floats x, Floats n) {
+  const Ints exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_and_ps(mask, _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23))));
 }
 inline float sum(Floats x) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -52,6 +49,7 @@ inline Ints lower_half_moved_up(Ints words) { return _mm256_slli_epi32(words, 16
 inline bool has_equal_half(Ints a, Ints b) { return _mm256_movemask_epi8(_mm256_cmpeq_epi16(a, b)) != 0; }
 
 inline Mask greater(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+inline Mask at_least(Floats a, Floats b) { return _mm256_cmp_ps(a, b, _CMP_NLT_UQ); }  // true for NaN
 inline Mask equal(Ints a, Ints b) { return _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b)); }
 inline Mask less_unsigned(Ints a, Ints b) {  // AVX2 compares signed numbers only: subtract 2^31 from both
   const Ints sign = _mm256_set1_epi32(INT32_MIN);

@@ -24,8 +24,8 @@ inline Floats round_to_integer(Floats x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-// x * 2^n for an integral n of any size.
-inline Floats scale_by_power(Floats x, Floats n) { return _mm512_scalef_ps(x, n); }
+// x * 2^n for an integral n in the lanes of `mask`, and 0 in the others.
+inline Floats scale_by_power(Mask mask, Floats x, Floats n) { return _mm512_maskz_scalef_ps(mask, x, n); }
 inline float sum(Floats x) { return _mm512_reduce_add_ps(x); }
 
 inline Ints load(const int32_t* from) { return _mm512_loadu_si512(from); }
@@ -43,6 +43,7 @@ inline Ints lower_half_moved_up(Ints words) { return _mm512_slli_epi32(words, 16
 inline bool has_equal_half(Ints a, Ints b) { return _mm512_cmpeq_epi16_mask(a, b) != 0; }
 
 inline Mask greater(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline Mask at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ); }  // true for NaN
 inline Mask equal(Ints a, Ints b) { return _mm512_cmpeq_epi32_mask(a, b); }
 inline Mask less_unsigned(Ints a, Ints b) { return _mm512_cmplt_epu32_mask(a, b); }
 inline Mask both(Mask a, Mask b) { return Mask(a & b); }

@@ -33,10 +33,10 @@ inline Floats round_to_integer(Floats x) {
   return shifted - 12582912.0f;
 }
 
-// x * 2^n for an integral n from -252 to 252, in two steps, since the exponent of a float has 8 bits.
-inline Floats scale_by_power(Floats x, Floats n) {
-  const Ints power = __builtin_convertvector(n, Ints), half = power >> 1;
-  return x * (Floats)((half + 127) << 23) * (Floats)((power - half + 127) << 23);
+// x * 2^n for an integral n from -126 to 127 in the lanes of `mask`, and 0 in the others.
+inline Floats scale_by_power(Mask mask, Floats x, Floats n) {
+  const Ints exponent = __builtin_convertvector(mask ? n : Floats{}, Ints) + 127;
+  return mask ? x * (Floats)(exponent << 23) : Floats{};
 }
 inline float sum(Floats x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
@@ -64,6 +64,7 @@ inline bool has_equal_half(Ints a, Ints b) {
 }
 
 inline Mask greater(Floats a, Floats b) { return a > b; }
+inline Mask at_least(Floats a, Floats b) { return ~(a < b); }  // true for NaN
 inline Mask equal(Ints a, Ints b) { return a == b; }
 inline Mask less_unsigned(Ints a, Ints b) { return (Mask)((UnsignedInts)a < (UnsignedInts)b); }
 inline Mask both(Mask a, Mask b) { return a & b; }
