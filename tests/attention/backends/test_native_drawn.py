@@ -18,6 +18,7 @@ NATIVE = pytest.mark.skipif(library.why_not_loaded() is not None, reason=str(lib
 MENDED = {
     "delta from a rounded output": (62, 187, 200, 274),
     "delta in another order than the gradients of the weights": (30, 51, 64, 199),
+    "long sums of equal numbers in delta": (2031,),
     "slope of a softcap from a rounded score": (291,),
     "rows of several heads in one sum": (186, 236),
     "bias whose rows were normalized in other lanes": (234,),

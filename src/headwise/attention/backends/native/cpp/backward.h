@@ -169,16 +169,19 @@ class GradientTiles {
     });
   }
 
+  // Sums of four are shorter than those of plain attention, which has a lane for every eighth or sixteenth key.
   void add_to_delta(const RowBlock& block, const GradientTile& tile) {
+    constexpr int64_t kSums = 4;
     const int64_t count = tile.keys.end - tile.keys.begin;
     for (int r = 0; r < block.width; r += kLanes)
       for (int64_t first = 0; first < count; first += kSummedPowers) {
-        Floats total = zero();
+        Floats sums[kSums] = {zero(), zero(), zero(), zero()};
         for (int64_t j = first; j < smaller(first + kSummedPowers, count); ++j) {
           const int64_t at = j * kRows + r;
-          total = multiply_add(load(tile.weights + at), load(tile.weight_gradients + at), total);
+          Floats& sum = sums[j % kSums];
+          sum = multiply_add(load(tile.weights + at), load(tile.weight_gradients + at), sum);
         }
-        store(delta_ + r, load(delta_ + r) + total);
+        store(delta_ + r, load(delta_ + r) + ((sums[0] + sums[1]) + (sums[2] + sums[3])));
       }
   }
 
