@@ -40,6 +40,8 @@ CASES_WITH_KERNELS = {
     "wide": (problem(width=192), "fused", "for more than 128 features in float32"),
     "wide, bfloat16": (problem(width=192, dtype=torch.bfloat16), "native", HIDDEN_KEYS),
     "few queries": (with_few_queries(64), "fused", "for 9 rows to 127 queries"),
+    "few queries, dropout": (with_few_queries(64, dropout=0.1), "native", HIDDEN_KEYS),
+    "wide, dropout": (problem(width=192, dropout=0.1), "native", HIDDEN_KEYS),
     "a step of decoding": (with_few_queries(1), "native", HIDDEN_KEYS),
     "a step with a gradient": (with_few_queries(1, True), "fused", "for 9 rows to 127 queries"),
     "few queries, bfloat16, training": (

@@ -18,8 +18,10 @@ MOST_STEP_ROWS = 8
 FEWEST_QUERIES = 128
 """Number of queries from which the native kernels are as fast as torch's or faster."""
 
-FEWEST_QUERIES_IN_BFLOAT16_TRAINING = 32
-"""The same with gradients in bfloat16, where torch's backward pass is slow."""
+FEWEST_QUERIES_WHERE_TORCH_IS_SLOW = 32
+"""The same with gradients in bfloat16, where torch's backward pass is slow, and with dropout, for which torch keeps the
+whole matrix.
+"""
 
 WIDEST_FLOAT32_HEAD = 128
 """Most features of a head in float32, if the mask hides nothing that torch's kernel would compute."""
@@ -34,7 +36,8 @@ def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
         hides_nothing: True if torch's kernel computes no score that the mask hides.
     """
     width = max(problem.q.shape[-1], problem.v.shape[-1])
-    is_wide = hides_nothing and problem.q.dtype == torch.float32 and width > WIDEST_FLOAT32_HEAD
+    is_float32, has_dropout = problem.q.dtype == torch.float32, problem.dropout > 0
+    is_wide = hides_nothing and is_float32 and not has_dropout and width > WIDEST_FLOAT32_HEAD
     wide = f"for more than {WIDEST_FLOAT32_HEAD} features in float32, torch's kernel is faster than the native ones"
     if torch.compiler.is_compiling():  # one graph serves all lengths
         return wide if is_wide else None
@@ -42,8 +45,8 @@ def why_slower(problem: Problem, hides_nothing: bool) -> str | None:
     rows = problem.grid.queries * problem.grid.heads // max(problem.k.shape[1], 1)
     if rows <= MOST_STEP_ROWS and not needs_gradient:
         return None
-    in_bfloat16_training = needs_gradient and problem.q.dtype == torch.bfloat16
-    fewest = FEWEST_QUERIES_IN_BFLOAT16_TRAINING if in_bfloat16_training else FEWEST_QUERIES
+    torch_is_slow = has_dropout or (needs_gradient and not is_float32)
+    fewest = FEWEST_QUERIES_WHERE_TORCH_IS_SLOW if torch_is_slow else FEWEST_QUERIES
     if problem.grid.queries < fewest:
         return f"for {MOST_STEP_ROWS + 1} rows to {fewest - 1} queries, torch's kernel is faster than the native ones"
     return wide if is_wide else None
