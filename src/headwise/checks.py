@@ -219,9 +219,23 @@ def has_readable_values(tensor: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or tensor.is_meta:
         return False
-    if any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES):
+    has_modes = torch._C._len_torch_dispatch_stack() > 0
+    if has_modes and any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES):
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def makes_plain_tensors() -> bool:
+    """Return True if an operator called now computes an ordinary tensor, which later calls may use too: torch is not
+    compiling or tracing, no transform of `torch.func` is active, and no mode receives the operators.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _as_float(argument: str, value: Any) -> float:

@@ -7,9 +7,10 @@ import pickle
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import headwise as hw
-from headwise.attention.rotary import Rotary
+from headwise.attention.rotary import Rotary, _kept_frequencies
 from headwise.attention.rotary_scaling import DynamicNTK, LinearScaling, Llama3, Scaling, YaRN
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 3, 7, 22
@@ -120,6 +121,36 @@ def test_layers_with_different_thetas_share_no_table():
         torch.testing.assert_close(
             rotary.rotate(x, POSITIONS), by_hand(x, POSITIONS, plain_frequencies(theta, 22)), **EXACT
         )
+
+
+def in_inference_mode(x, positions):
+    """Rotate in inference mode, whose tensors autograd refuses."""
+    with torch.inference_mode():
+        Rotary().rotate(x, positions)
+
+
+def on_fake_tensors(x, positions):
+    """Rotate tensors without values."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        Rotary().rotate(x, positions)
+
+
+def under_a_transform(x, positions):
+    """Rotate in a gradient of `torch.func`, which wraps every tensor."""
+    torch.func.grad(lambda x: Rotary().rotate(x, positions).sum())(x)
+
+
+@pytest.mark.parametrize("rotate_first", [in_inference_mode, on_fake_tensors, under_a_transform])
+def test_an_earlier_call_of_another_kind_changes_nothing(rotate_first):
+    x, positions = torch.randn(BATCH, HEADS, LENGTH, HEAD_DIM, dtype=torch.float64), torch.arange(LENGTH)[None]
+    _kept_frequencies.cache_clear()
+    rotate_first(x, positions)
+    x.requires_grad_()
+    rotated = Rotary().rotate(x, positions)
+    assert type(rotated) is torch.Tensor
+    torch.testing.assert_close(rotated, by_hand(x, positions, plain_frequencies(1e4, HEAD_DIM)), **EXACT)
+    (gradient,) = torch.autograd.grad(rotated.square().sum() / 2, x)
+    torch.testing.assert_close(gradient, x, **EXACT)  # a rotation keeps norms
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

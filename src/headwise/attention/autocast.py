@@ -11,6 +11,8 @@ AUTOCAST_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype that autocast casts to on a device; None if autocast is off or does not exist there."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)

@@ -1,19 +1,27 @@
 """Rotary position embedding: pairs of features rotated by an angle that grows with the position.
 
 The score of a rotated query with a rotated key depends on the difference of their positions alone (Su et al. 2021,
-section 3.4). Angles are computed once per call for all heads and never stored, so layers with different options cannot
-share a wrong table.
+section 3.4). Angles are computed once per call for all heads and never stored. On a CPU, frequencies are computed once
+for all rotations with the same options.
 """
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from headwise.attention.autocast import without_autocast
-from headwise.attention.rotary_scaling import Scaling, TextLength, base_frequencies
-from headwise.checks import LARGEST_SIZE, finite_number, flag, position_ids, whole_number
+from headwise.attention.rotary_scaling import LinearScaling, Llama3, Scaling, TextLength, YaRN, base_frequencies
+from headwise.checks import (
+    LARGEST_SIZE,
+    finite_number,
+    flag,
+    makes_plain_tensors,
+    position_ids,
+    whole_number,
+)
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
 
@@ -22,6 +30,11 @@ Angles = tuple[Float[Tensor, "#batch 1 length width"], Float[Tensor, "#batch 1 l
 
 A rotated feature is the feature times its cosine, plus the other feature of its pair times the sine, which is negative
 for the first feature of a pair.
+"""
+
+SCALINGS_BY_FIELDS = (type(None), LinearScaling, Llama3, YaRN)
+"""Types of scaling for which the frequencies follow from the fields of a `Rotary` alone; a scaling of another package
+may depend on anything.
 """
 
 
@@ -147,19 +160,38 @@ class Rotary:
         rotated pair.
         """
         device = positions.device
+        if device.type == "cpu" and type(self.scaling) in SCALINGS_BY_FIELDS and makes_plain_tensors():
+            frequencies, factor = _kept_frequencies(self, width, device)
+        else:
+            frequencies, factor = self._turns_per_position(width, length, device)
+        # Full turns are removed before rounding: a float32 angle is off by thousandths at position 100,000.
+        turns = positions[:, None, :, None] * frequencies
+        angles = ((turns - turns.round()) * math.tau).to(dtype)
+        # The sine of an opposite angle has the opposite sign.
+        if self.interleaved:
+            angles = torch.stack((-angles, angles), dim=-1).flatten(-2)
+        else:
+            angles = torch.cat((-angles, angles), dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+
+    def _turns_per_position(
+        self, width: int, length: TextLength, device: torch.device
+    ) -> tuple[Float[Tensor, " pairs"], float]:
+        """Return the frequency of each pair of features, in turns per position, and the attention factor."""
         if self.scaling is None:
             frequencies, factor = base_frequencies(self.theta, width, device), 1.0
         else:
             frequencies, factor = self.scaling.frequencies(self.theta, width, length, device=device)
-        # Full turns are removed before rounding: a float32 angle is off by thousandths at position 100,000.
-        turns = positions[:, None, :, None] * (frequencies / math.tau)
-        angles = ((turns - turns.round()) * math.tau).to(dtype)
-        cos, sin = angles.cos(), angles.sin()
-        if factor != 1.0:
-            cos, sin = cos * factor, sin * factor
-        if self.interleaved:
-            return torch.stack((cos, cos), dim=-1).flatten(-2), torch.stack((-sin, sin), dim=-1).flatten(-2)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return frequencies / math.tau, factor
+
+
+@lru_cache(maxsize=64)
+def _kept_frequencies(rotary: Rotary, width: int, device: torch.device) -> tuple[Float[Tensor, " pairs"], float]:
+    """Return the turns per position and the attention factor of a rotation that does not depend on the length of the
+    text. They are computed once, and must not be changed.
+    """
+    return rotary._turns_per_position(width, None, device)
 
 
 def _rotated(

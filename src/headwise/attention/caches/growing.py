@@ -79,7 +79,7 @@ class GrowingCache(Cache):
         if buffers is None or buffers[0].shape[2] < length or not _are_writable(buffers):
             buffers = tuple(_copy_with_spare_memory(tensor, length) for tensor in self.tensors)
         for buffer, tensor in zip(buffers, new, strict=True):
-            buffer[:, :, stored_length:length] = tensor
+            buffer.narrow(2, stored_length, tensor.shape[2]).copy_(tensor)
         return first_tokens(length, buffers), buffers
 
     def __getstate__(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class StaticCache(Cache):
         """Views of the slots for tokens, one view for each stored tensor, `(batch, kv_heads, capacity, width)`. The
         first slot of each sequence, which receives padding, is left out.
         """
-        return tuple(slots[:, :, 1:] for slots in self.slots)
+        return tuple(slots.narrow(2, 1, self.capacity) for slots in self.slots)
 
     @property
     def can_omit_empty_slots(self) -> bool:
@@ -125,7 +125,8 @@ class StaticCache(Cache):
         token_counts = self._write(new, positions, span)
         tensors = self.tensors
         if not full_capacity and self.can_omit_empty_slots:
-            tensors = first_tokens(int(token_counts.max()), tensors)
+            longest = span.stop if span is not None else int(token_counts.max())
+            tensors = first_tokens(longest, tensors)
             if span is not None:
                 return CacheUpdate(tensors, None, token_counts)
         slot_positions = torch.arange(tensors[0].shape[2], device=token_counts.device)
@@ -160,10 +161,10 @@ class StaticCache(Cache):
         """
         if not (self.can_omit_empty_slots and positions.numel()):
             return None
-        first, new = int(positions[0, 0]), positions.shape[1]
-        span = torch.arange(first, first + new, device=positions.device)
-        is_shared = first >= 0 and torch.equal(positions, span.expand_as(positions))
-        return slice(first, first + new) if is_shared else None
+        # The tokens of a sequence are consecutive. So their positions agree if they fill a range of this size.
+        first, last = (int(position) for position in positions.aminmax())
+        is_shared = first >= 0 and last - first + 1 == positions.shape[1]
+        return slice(first, last + 1) if is_shared else None
 
     def _write(
         self, new: CachedTensors, positions: Int[Tensor, "batch new"], span: slice | None
@@ -174,9 +175,9 @@ class StaticCache(Cache):
         slot before position 0.
         """
         if span is not None:
-            for stored, tensor in zip(self.tensors, new, strict=True):
-                stored[:, :, span] = tensor
-            return positions[:, -1] + 1
+            for slots, tensor in zip(self.slots, new, strict=True):
+                slots.narrow(2, 1 + span.start, tensor.shape[2]).copy_(tensor)
+            return self.lengths + positions.shape[1]
         slot_indices = positions + 1  # padding has position -1
         sequence_indices = torch.arange(slot_indices.shape[0], device=slot_indices.device)[:, None]
         for slots, tensor in zip(self.slots, new, strict=True):

@@ -93,7 +93,7 @@ def _attend(arguments: tuple[Any, ...], dropout: tuple[float, Tensor | None]) ->
     if dropout[0] > 0 or _may_be_differentiated(arguments):
         out, lse, _ = torch.ops.headwise.attend_forward(*arguments, *dropout)
     else:
-        out, lse = torch.ops.headwise.attend(*arguments)
+        out, lse = torch.ops.headwise.attend.default(*arguments)
     return out, lse
 
 
