@@ -26,6 +26,13 @@ def test_each_sequence_has_its_own_length():
     torch.testing.assert_close(step.tokens, torch.tensor([[0.0, 1, 2, 7], [0.01, 5.01, 6.01, 7.01]]))
 
 
+def test_padding_of_an_empty_cache_takes_no_slot():
+    cache = static_cache()
+    step = append(cache, 0, 2, lengths=[1, 1])  # positions 0 and -1
+    torch.testing.assert_close(step.tokens, torch.tensor([[0.0], [0.01]]))
+    assert cache.lengths.tolist() == [1, 1]
+
+
 def test_full_capacity_returns_empty_slots_too():
     cache = static_cache()
     positions = cache.next_positions(BATCH, 2, None, CPU)

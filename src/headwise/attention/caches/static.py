@@ -10,7 +10,6 @@ from headwise.attention.caches.base import (
     Cache,
     CachedTensors,
     CacheUpdate,
-    first_tokens,
     reordered,
     require_same_batch,
 )
@@ -72,7 +71,11 @@ class StaticCache(Cache):
         """Views of the slots for tokens, one view for each stored tensor, `(batch, kv_heads, capacity, width)`. The
         first slot of each sequence, which receives padding, is left out.
         """
-        return tuple(slots.narrow(2, 1, self.capacity) for slots in self.slots)
+        return self._slots_of(range(self.capacity))
+
+    def _slots_of(self, positions: range) -> CachedTensors:
+        """Return views of the slots for the tokens at consecutive positions."""
+        return tuple(slots.narrow(2, 1 + positions.start, len(positions)) for slots in self.slots)
 
     @property
     def can_omit_empty_slots(self) -> bool:
@@ -121,14 +124,15 @@ class StaticCache(Cache):
         if self._has_uncommitted_writes:
             self._clear_empty_slots(slice(None))
         self._has_uncommitted_writes = True
-        span = self._common_span(positions)
+        can_omit = self.can_omit_empty_slots
+        span = _common_span(positions) if can_omit and positions.numel() else None
         token_counts = self._write(new, positions, span)
-        tensors = self.tensors
-        if not full_capacity and self.can_omit_empty_slots:
-            longest = span.stop if span is not None else int(token_counts.max())
-            tensors = first_tokens(longest, tensors)
-            if span is not None:
-                return CacheUpdate(tensors, None, token_counts)
+        if full_capacity or not can_omit:
+            tensors = self.tensors
+        elif span is not None:
+            return CacheUpdate(self._slots_of(range(span.stop)), None, token_counts)
+        else:
+            tensors = self._slots_of(range(int(token_counts.max())))
         slot_positions = torch.arange(tensors[0].shape[2], device=token_counts.device)
         key_positions = torch.where(slot_positions < token_counts[:, None], slot_positions, -1)
         return CacheUpdate(tensors, key_positions, token_counts)
@@ -154,29 +158,17 @@ class StaticCache(Cache):
                     remedy="call the layer under torch.no_grad(), or use a DynamicCache",
                 )
 
-    def _common_span(self, positions: Int[Tensor, "batch new"]) -> slice | None:
-        """Return the positions of the new tokens as one slice if they are the same consecutive positions in all
-        sequences. Return None if sequences differ, if there is padding or no token at all, on other devices than a CPU,
-        and while compiling.
-        """
-        if not (self.can_omit_empty_slots and positions.numel()):
-            return None
-        # The tokens of a sequence are consecutive. So their positions agree if they fill a range of this size.
-        first, last = (int(position) for position in positions.aminmax())
-        is_shared = first >= 0 and last - first + 1 == positions.shape[1]
-        return slice(first, last + 1) if is_shared else None
-
     def _write(
-        self, new: CachedTensors, positions: Int[Tensor, "batch new"], span: slice | None
+        self, new: CachedTensors, positions: Int[Tensor, "batch new"], span: range | None
     ) -> Int[Tensor, " batch"]:
         """Write the new tokens into their slots, and return the length of each sequence including its new tokens. With
-        `span`, a slice of positions, the new tokens of every sequence are written to these positions. Otherwise token
+        `span`, a range of positions, the new tokens of every sequence are written to these positions. Otherwise token
         j of sequence b is written to the position `positions[b, j]`. Padding, which has position -1, is written to a
         slot before position 0.
         """
         if span is not None:
-            for slots, tensor in zip(self.slots, new, strict=True):
-                slots.narrow(2, 1 + span.start, tensor.shape[2]).copy_(tensor)
+            for stored, tensor in zip(self._slots_of(span), new, strict=True):
+                stored.copy_(tensor)
             return self.lengths + positions.shape[1]
         slot_indices = positions + 1  # padding has position -1
         sequence_indices = torch.arange(slot_indices.shape[0], device=slot_indices.device)[:, None]
@@ -248,6 +240,16 @@ def _checked_sizes(tensor_sizes: Any) -> list[tuple[int, int]]:
         pair_of("tensor_sizes", sizes, of=expected) for sizes in collection_of("tensor_sizes", tensor_sizes, of="pairs")
     ]
     return [(size_argument("tensor_sizes", heads), size_argument("tensor_sizes", width)) for heads, width in pairs]
+
+
+def _common_span(positions: Int[Tensor, "batch new"]) -> range | None:
+    """Return the positions of new tokens, as `next_positions` returns them, as one range if they are the same in all
+    sequences and there is no padding; otherwise None.
+    """
+    # The real tokens of a sequence are consecutive. So all positions agree if together they fill a range of this size.
+    first, last = (int(position) for position in positions.aminmax())
+    is_shared = first >= 0 and last - first + 1 == positions.shape[1]
+    return range(first, last + 1) if is_shared else None
 
 
 def _is_cheap_to_read(values: Tensor) -> bool:
