@@ -244,7 +244,7 @@ def _checked_sizes(tensor_sizes: Any) -> list[tuple[int, int]]:
 
 def _common_span(positions: Int[Tensor, "batch new"]) -> range | None:
     """Return the positions of new tokens, as `next_positions` returns them, as one range if they are the same in all
-    sequences and there is no padding; otherwise None.
+    sequences, without padding; otherwise None.
     """
     # The real tokens of a sequence are consecutive. So all positions agree if together they fill a range of this size.
     first, last = (int(position) for position in positions.aminmax())
