@@ -1,8 +1,9 @@
-"""Choice of the engine of linear projections on this processor: torch's `F.linear`, or oneDNN directly.
+"""Choice of the engine of linear projections on this processor: torch's `F.linear`, oneDNN directly, or a native kernel.
 
     float32     oneDNN where it has AVX-512 and MKL, torch's library, does not use it: on processors by AMD
     bfloat16    oneDNN for a projection with a bias, without gradients: `F.linear` computes this product with oneDNN
                 too, but writes the bias into the output before
+    few tokens  the native kernel, without gradients, where it was measured to be faster (`native_rule`)
 
 The choice depends on the instructions of both engines, and on nothing that is timed while a model runs.
 """
@@ -15,11 +16,12 @@ from typing import NamedTuple
 
 import torch
 
+from headwise.attention.backends.native import library
 from headwise.errors import InputError
 
 VARIABLE = "HEADWISE_LINEAR"
 """Environment variable that names the engine: "torch" for `F.linear` everywhere, or "onednn" for oneDNN in float32 on
-every processor. It is read by the first projection.
+every processor. Both switch the native kernel off. It is read by the first projection.
 """
 
 FIRST_AVX512_BRANCH = 11
@@ -30,11 +32,25 @@ class LinearChoice(NamedTuple):
     """Engine of a linear projection, and the reason for the choice.
 
     Attributes:
-        engine: "torch" or "onednn".
+        engine: "torch", "onednn" or "native".
         because: reason, in one sentence.
     """
 
     engine: str
+    because: str
+
+
+class NativeRule(NamedTuple):
+    """Products for which the native kernel of few rows is chosen.
+
+    Attributes:
+        rows: numbers of tokens; empty for no product.
+        smallest_weight: number of elements below which a weight is left to the other engines.
+        because: reason of this rule, in one sentence.
+    """
+
+    rows: range
+    smallest_weight: int
     because: str
 
 
@@ -53,9 +69,7 @@ def engine_of(dtype: torch.dtype) -> LinearChoice:
     Raises:
         InputError: the environment variable names another engine than "torch" and "onednn".
     """
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted not in ("", "torch", "onednn"):
-        raise InputError(VARIABLE, expected="'torch' or 'onednn'", got=repr(wanted))
+    wanted = _wanted()
     if wanted == "torch":
         return LinearChoice("torch", f"{VARIABLE}=torch")
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -67,6 +81,71 @@ def engine_of(dtype: torch.dtype) -> LinearChoice:
     if wanted == "onednn":
         return LinearChoice("onednn", f"{VARIABLE}=onednn")
     return _engine_by_instructions(torch.backends.cpu.get_cpu_capability(), _mkl_branch())
+
+
+def _wanted() -> str:
+    """Return the engine that the environment variable names; an empty string if it is not set.
+
+    Raises:
+        InputError: it names another engine than "torch" and "onednn".
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", "torch", "onednn"):
+        raise InputError(VARIABLE, expected="'torch' or 'onednn'", got=repr(wanted))
+    return wanted
+
+
+@cache
+def native_rule(dtype: torch.dtype) -> NativeRule:
+    """Return the products in a dtype that the native kernel of few rows computes on this processor.
+
+    Raises:
+        InputError: the environment variable names another engine than "torch" and "onednn".
+    """
+    if wanted := _wanted():
+        return NativeRule(range(0), 0, f"{VARIABLE}={wanted}")
+    if dtype not in (torch.float32, torch.bfloat16):
+        return NativeRule(range(0), 0, "the native kernel computes in float32 and bfloat16 only")
+    if reason := library.why_not_loaded():
+        return NativeRule(range(0), 0, reason)
+    instructions = library.instruction_set()
+    if dtype == torch.bfloat16:
+        return _native_rule_in_bfloat16(instructions, torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return _native_rule_in_float32(instructions, _mkl_branch())
+
+
+def _native_rule_in_bfloat16(instructions: str, onednn_has_bfloat16: bool) -> NativeRule:
+    """Return the rule in bfloat16, as measured (docs/lab-notes.md).
+
+    Args:
+        instructions: instruction set of the native kernels.
+        onednn_has_bfloat16: True if oneDNN computes in bfloat16 here, which is faster from about 8 tokens on.
+    """
+    if instructions == "portable":
+        return NativeRule(range(0), 0, "the portable native kernel is slower")
+    if onednn_has_bfloat16:
+        return NativeRule(
+            range(1, 5), 2**14, "up to 4 tokens, the native kernel reads a bfloat16 weight faster than oneDNN"
+        )
+    return NativeRule(range(1, 9), 0, "up to 8 tokens, torch is slower without instructions for bfloat16")
+
+
+def _native_rule_in_float32(instructions: str, mkl_branch: int | None) -> NativeRule:
+    """Return the rule in float32, as measured (docs/lab-notes.md).
+
+    Args:
+        instructions: instruction set of the native kernels.
+        mkl_branch: number of MKL's code branch; None if it is unknown.
+    """
+    if instructions == "portable" or mkl_branch is None:
+        return NativeRule(range(0), 0, "no native kernel was measured to be faster here")
+    if mkl_branch < FIRST_AVX512_BRANCH:
+        return NativeRule(
+            range(2, 9), 2**16, "from 2 to 8 tokens, MKL without AVX-512 is slower than the native kernel"
+        )
+    if instructions == "avx2":
+        return NativeRule(range(0), 0, "MKL uses AVX-512, and the native kernels do not")
+    return NativeRule(range(4, 9), 2**19, "from 4 to 8 tokens, the native kernel reads a large weight faster than MKL")
 
 
 def _bfloat16_engine() -> LinearChoice:

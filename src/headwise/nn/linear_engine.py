@@ -1,10 +1,12 @@
-"""Linear projections of the layers, computed by the faster engine: the module itself, or oneDNN directly.
+"""Linear projections of the layers, computed by the faster engine: the module itself, oneDNN directly, or the native
+kernel of few rows.
 
-OneDNN replaces only the call of a plain `nn.Linear` on plain tensors. An `nn.Linear` with hooks, another module in its
-place, tensors of other types, and whatever torch traces, transforms or observes, are called as before.
+The other engines replace only the call of a plain `nn.Linear` on plain tensors. An `nn.Linear` with hooks, another
+module in its place, tensors of other types, and whatever torch traces, transforms or observes, are called as before.
 `explain_linear` states the choice.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.nn.modules import module as torch_module
 
 from headwise.checks import has_own_class
 from headwise.nn import linear_operator
-from headwise.nn.linear_choice import LinearChoice, engine_of, uses_onednn
+from headwise.nn.linear_choice import LinearChoice, engine_of, native_rule, uses_onednn
 from headwise.nn.projections import has_hooks
 from headwise.shapes import Float
 
@@ -30,12 +32,15 @@ def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tenso
         x: input.
     """
     if torch.compiler.is_compiling():
-        uses_operator = not torch.compiler.is_exporting() and _is_compiled_with_operator(linear, x)
+        is_replaced = not torch.compiler.is_exporting() and _is_compiled_with_operator(linear, x)
+        engine = "onednn" if is_replaced else "torch"
     else:
-        uses_operator = _why_module_is_called(linear, x) is None
+        engine = explain_linear(linear, x).engine
     result: Tensor
-    if not uses_operator:
+    if engine == "torch":
         result = linear(x)
+    elif engine == "native":
+        result = _few_rows()(x.contiguous(), linear.weight, linear.bias)
     elif x.dtype == torch.float32:
         result = linear_operator.linear(x, linear.weight, linear.bias)  # type: ignore[arg-type]
     else:
@@ -55,8 +60,28 @@ def explain_linear(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Line
         linear: projection, such as `layer.q_proj`.
         x: its input, `(..., width)`.
     """
-    reason = _why_module_is_called(linear, x)
-    return LinearChoice("onednn", engine_of(x.dtype).because) if reason is None else LinearChoice("torch", reason)
+    if not (type(linear) is nn.Linear and type(x) is Tensor and x.is_cpu):
+        return LinearChoice("torch", "only a plain nn.Linear on the CPU is computed by another engine")
+    if torch._C._is_tracing():  # tracing would record the sizes that are read below
+        return LinearChoice("torch", "torch traces the call")
+    weight, bias = linear.weight, linear.bias
+    if _gains_by_native(x, weight, bias):
+        choice = LinearChoice("native", native_rule(x.dtype).because)
+    else:
+        choice = engine_of(x.dtype)
+        if choice.engine == "torch":
+            return choice
+        reason = _why_not_onednn(x, weight, bias)
+        if reason is not None:
+            return LinearChoice("torch", reason)
+    reason = _why_not_plain(linear, x, weight, bias)
+    return choice if reason is None else LinearChoice("torch", reason)
+
+
+@cache
+def _few_rows() -> Any:
+    """Return the operator of the native kernel. Finding it anew takes as long as the product of a small weight."""
+    return torch.ops.headwise.linear_few_rows.default
 
 
 def _is_compiled_with_operator(linear: nn.Module, x: Tensor) -> bool:
@@ -72,34 +97,38 @@ def _is_compiled_with_operator(linear: nn.Module, x: Tensor) -> bool:
     )
 
 
-def _why_module_is_called(linear: nn.Module, x: Tensor) -> str | None:
-    """Return the reason to call the module `linear`, in one sentence; None if oneDNN computes its result."""
-    if not (type(linear) is nn.Linear and type(x) is Tensor and x.device.type == "cpu"):
-        return "only a plain nn.Linear on the CPU is computed by another engine"
-    if torch._C._is_tracing():  # tracing would record the sizes that are read below
-        return "torch traces the call"
-    choice = engine_of(x.dtype)
-    if choice.engine == "torch":
-        return choice.because
-    return _why_torch_is_faster(x, linear.weight, linear.bias) or _why_not_plain(linear, x)
+def _gains_by_native(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return True if the native kernel is the fastest engine for these tensors, and no gradient is needed, which it
+    does not have.
+    """
+    rule = native_rule(x.dtype)
+    return (
+        bool(rule.rows)
+        and x.numel() // max(weight.shape[-1], 1) in rule.rows
+        and weight.numel() >= rule.smallest_weight
+        and weight.is_contiguous()
+        and (bias is None or bias.is_contiguous())
+        and not linear_operator.needs_gradient(x, weight, bias)
+    )
 
 
-def _why_not_plain(linear: nn.Linear, x: Tensor) -> str | None:
+def _why_not_plain(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Return the reason that the call of an `nn.Linear` is not a plain product of its tensors; None if it is one."""
-    weight, bias = linear.weight, linear.bias
     if _is_observed(linear):
         return "hooks, transforms and modes of torch receive the call of the module"
     if not all(_is_plain(tensor, x.dtype) for tensor in (x, weight, bias) if tensor is not None):
         return "x, weight and bias are not plain tensors of one dtype"
     if x.ndim < 2 or x.shape[-1] != weight.shape[1] or x.numel() == 0 or weight.numel() == 0:
         return "x is empty, or does not fit the weight"
-    if torch.is_autocast_enabled("cpu") or not torch._C._get_mkldnn_enabled():
-        return "autocast is on, or oneDNN is switched off"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
     return None
 
 
-def _why_torch_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Return the reason that `F.linear` is at least as fast as oneDNN for these tensors; None if it is slower."""
+def _why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Return the reason to leave a product of these tensors to `F.linear`; None if oneDNN is faster."""
+    if not torch._C._get_mkldnn_enabled():
+        return "oneDNN is switched off"
     if x.dtype == torch.bfloat16:
         if bias is None:
             return "without a bias, torch computes the same"
@@ -114,7 +143,7 @@ def _why_torch_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> str 
 
 def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Return True if a tensor is of torch's own type, dense, on the CPU and of this dtype."""
-    is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
+    is_dense = tensor.layout == torch.strided and tensor.is_cpu
     return has_own_class(tensor) and is_dense and tensor.dtype == dtype
 
 

@@ -71,6 +71,7 @@ def _register() -> None:
     torch.library.register_fake("headwise::attend_statistics", _fake_statistics)
     torch.library.register_fake("headwise::attend_backward", _fake_backward)
     torch.library.register_fake("headwise::attend_bias_gradient", _fake_bias_gradient)
+    torch.library.register_fake("headwise::linear_few_rows", _fake_linear)
     gradients.register()
 
 
@@ -103,6 +104,11 @@ def _fake_bias_gradient(*arguments: Any) -> Tensor:
     """Return the gradient of the bias without values, for tracing."""
     bias: Tensor = arguments[13]
     return bias.new_empty(bias.shape)
+
+
+def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the output of a linear map without values, for tracing."""
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _fake_statistics(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:

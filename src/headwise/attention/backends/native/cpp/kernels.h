@@ -1,6 +1,7 @@
 // The kernels of one instruction set, as a table of functions. Each table is made in a source file of its own, which is
 // compiled for that instruction set.
 #pragma once
+#include "linear_map.h"
 #include "problem.h"
 
 namespace headwise {
@@ -35,6 +36,9 @@ struct Kernels {
   int64_t (*bias_tasks)(const Problem&);
   int64_t (*bias_memory)(const Problem&);
   void (*bias)(const Problem&, int64_t task, void* memory);
+  // A linear map of few rows.
+  int64_t (*linear_tasks)(const LinearMap&);
+  void (*linear)(const LinearMap&, int64_t task);
 };
 
 constexpr int64_t kReducedKeys = 256;

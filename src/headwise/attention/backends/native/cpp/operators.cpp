@@ -4,8 +4,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "dispatch.h"
 #include "parallel.h"
@@ -22,10 +24,10 @@ Tensor allocate(std::initializer_list<int64_t> sizes, ScalarType dtype) {
 }
 
 // Allocate a tensor with given strides, without torch's dispatcher, which takes longer than a short call's attention.
-Tensor allocate(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides, ScalarType dtype) {
+Tensor allocate(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype) {
   AtenTensorHandle handle;
   const int32_t type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.begin(), strides.begin(), type,
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(), type,
                                                          aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
@@ -255,6 +257,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_statistics(
   return {out, lse, rows, received, seen_by};
 }
 
+Tensor linear_few_rows(Tensor x, Tensor weight, MaybeTensor bias) {
+  LinearMap map{};
+  STD_TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2, "x must have 1 axis or more, and weight 2");
+  map.out = weight.size(0), map.width = weight.size(1);
+  STD_TORCH_CHECK(x.size(x.dim() - 1) == map.width && (!bias || (bias->dim() == 1 && bias->size(0) == map.out)),
+                  "the sizes of x, weight and bias do not fit together");
+  map.bfloat16 = x.scalar_type() == ScalarType::BFloat16;
+  const ScalarType dtype = map.bfloat16 ? ScalarType::BFloat16 : ScalarType::Float;
+  require(x, dtype, "x"), require(weight, dtype, "weight"), require(bias, dtype, "bias");
+  STD_TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && (!bias || bias->is_contiguous()),
+                  "x, weight and bias must be contiguous");
+  std::vector<int64_t> sizes(x.dim(), map.out), strides(x.dim(), 1);
+  map.rows = 1;
+  for (int64_t axis = x.dim() - 2; axis >= 0; --axis) {
+    sizes[axis] = x.size(axis), strides[axis] = std::max<int64_t>(sizes[axis + 1], 1) * strides[axis + 1];
+    map.rows *= sizes[axis];
+  }
+  Tensor y = allocate(sizes, strides, dtype);
+  map.x = x.const_data_ptr(), map.weight = weight.const_data_ptr(), map.y = y.mutable_data_ptr();
+  map.bias = bias ? bias->const_data_ptr() : nullptr;
+  if (map.rows > 0) run_linear(map);
+  return y;
+}
+
 // Name of the instruction set in use; empty if the one that HEADWISE_NATIVE names is not available.
 std::string instruction_set() {
   const Kernels* kernels = chosen_kernels();
@@ -290,6 +316,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "key_tokens, "
       "Tensor? query_tokens, int token_count, Tensor? counted, Tensor? gram) "
       "-> (Tensor out, Tensor lse, Tensor rows, Tensor received, Tensor seen_by)");
+  m.def("linear_few_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("instruction_set() -> str");
   m.def("sources_checksum() -> str");
 }
@@ -300,6 +327,7 @@ STABLE_TORCH_LIBRARY_IMPL(headwise, CPU, m) {
   m.impl("attend_backward", TORCH_BOX(&attend_backward));
   m.impl("attend_bias_gradient", TORCH_BOX(&attend_bias_gradient));
   m.impl("attend_statistics", TORCH_BOX(&attend_statistics));
+  m.impl("linear_few_rows", TORCH_BOX(&linear_few_rows));
 }
 STABLE_TORCH_LIBRARY_IMPL(headwise, CompositeExplicitAutograd, m) {
   m.impl("instruction_set", TORCH_BOX(&instruction_set));

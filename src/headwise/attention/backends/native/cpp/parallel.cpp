@@ -136,4 +136,10 @@ void run_bias_gradient(const Problem& p) {
             [&](int64_t task, void* memory) { kernels->bias(p, task, memory); });
 }
 
+void run_linear(const LinearMap& map) {
+  const Kernels* kernels = chosen_kernels();
+  STD_TORCH_CHECK(kernels, "HEADWISE_NATIVE names an instruction set that is not available here");
+  run_tasks(kernels->linear_tasks(map), 0, [&](int64_t task, void*) { kernels->linear(map, task); });
+}
+
 }  // namespace headwise

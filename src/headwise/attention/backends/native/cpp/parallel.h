@@ -1,5 +1,6 @@
 // Runs the tasks of a call on torch's threads.
 #pragma once
+#include "linear_map.h"
 #include "problem.h"
 
 namespace headwise {
@@ -11,5 +12,7 @@ void run_backward(const Problem& call);
 
 // The gradient of the bias of such a problem.
 void run_bias_gradient(const Problem& p);
+
+void run_linear(const LinearMap& map);
 
 }  // namespace headwise
