@@ -1,4 +1,4 @@
-"""Choice of the engine of linear projections on this processor: torch's `F.linear`, oneDNN directly, or a native kernel.
+"""Choice of the engine of linear projections on this processor: `F.linear` of torch, oneDNN, or a native kernel.
 
     float32     oneDNN where it has AVX-512 and MKL, torch's library, does not use it: on processors by AMD
     bfloat16    oneDNN for a projection with a bias, without gradients: `F.linear` computes this product with oneDNN

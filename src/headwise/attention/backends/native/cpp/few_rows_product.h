@@ -2,7 +2,8 @@
 // most of the time. The lanes of products are features, as in few_rows.h.
 //
 // The numbers of a row are summed up in one order, whatever the number of rows, of tasks and of threads. Sums are
-// blocked: each lane adds up at most `kSumLength` products, then the lanes are added to the total.
+// blocked: each lane adds up at most `kLaneSum` products, fewer where there are fewer lanes, then the lanes are added to
+// the total.
 #pragma once
 #include "few_rows.h"
 #include "linear_map.h"
@@ -10,15 +11,13 @@
 namespace headwise::HEADWISE_ISA {
 
 constexpr int64_t kTaskNumbers = 1 << 15;  // numbers of W that are worth a task of their own
-constexpr int64_t kLaneSum = kSumLength<2>;
+constexpr int64_t kLaneSum = kLanes < 16 ? kSumLength<1> : kSumLength<2>;
 
 // Rows of W of each task: whole vectors of results.
 inline int64_t rows_of_task(const LinearMap& map) {
   return round_up(larger(kTaskNumbers / larger(map.width, 1), 1), kLanes);
 }
-inline int64_t linear_tasks(const LinearMap& map) {
-  return (map.out + rows_of_task(map) - 1) / rows_of_task(map);
-}
+inline int64_t linear_tasks(const LinearMap& map) { return (map.out + rows_of_task(map) - 1) / rows_of_task(map); }
 
 template <class Element>
 class FewRowsProduct {

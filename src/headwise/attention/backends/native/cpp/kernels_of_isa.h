@@ -89,8 +89,7 @@ constexpr Kernels table(const char* name) {
   return {
       name,          &forward_tasks, &forward_memory, &forward,     &piece_count,   &piece_bytes,    &attend_piece,
       &merge_pieces, &packed_bytes,  &pack_tasks,     &pack,        &keys_of_block, &floats_per_key, &backward_memory,
-      &backward,     &reduce,        &bias_tasks,     &bias_memory, &bias,
-      &linear_tasks, &linear};
+      &backward,     &reduce,        &bias_tasks,     &bias_memory, &bias,          &linear_tasks,   &linear};
 }
 
 }  // namespace headwise::HEADWISE_ISA
