@@ -195,8 +195,8 @@ class GradientTiles {
     });
   }
 
-  // Multiply the gradients of the weights by the factors of dropout. The products are stored, because the compiler could
-  // fuse them with the subtraction of delta, and then numbers that must cancel would not.
+  // Multiply the gradients of the weights by the factors of dropout. The products are stored, because the compiler
+  // could fuse them with the subtraction of delta, and then numbers that must cancel would not.
   static void drop(const Dropout& dropout, const GradientTile& tile, Floats factor) {
     dropout.for_each_vector(tile.keys, [&tile, factor](int64_t at, int, Mask kept) {
       tile.kept[at / kLanes] = kept;

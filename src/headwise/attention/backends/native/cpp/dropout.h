@@ -58,7 +58,7 @@ class Dropout {
       : p_(p), block_(block), scalars_(p.seed, [](uint32_t word) { return word; }) {
     if (!(p.dropout > 0)) return;
     constexpr int64_t kOne = int64_t(1) << 48;
-    threshold_ = smaller(int64_t(p.dropout * double(kOne) + 0.5), kOne - 1);
+    threshold_ = smaller(int64_t(__builtin_llround(p.dropout * double(kOne))), kOne - 1);
     for (int r = 0; r < kRows; ++r) start_row(r);
   }
 

@@ -2,8 +2,8 @@
 // most of the time. The lanes of products are features, as in few_rows.h.
 //
 // The numbers of a row are summed up in one order, whatever the number of rows, of tasks and of threads. Sums are
-// blocked: each lane adds up at most `kLaneSum` products, fewer where there are fewer lanes, then the lanes are added to
-// the total.
+// blocked: each lane adds up at most `kLaneSum` products, fewer where there are fewer lanes, then the lanes are added
+// to the total.
 #pragma once
 #include "few_rows.h"
 #include "linear_map.h"
