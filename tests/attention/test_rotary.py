@@ -388,6 +388,7 @@ for scaling in (None, LinearScaling(2.0), DynamicNTK(2.0, 8), YaRN(4.0, 64), Lla
 """)
 
 
+@pytest.mark.slow
 def test_rotation_exports_with_a_free_length(tracing_server):
     tracing_server.run("""
 import torch

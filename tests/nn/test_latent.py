@@ -347,6 +347,7 @@ def test_dropout_acts_in_training_only(absorbed):
     torch.testing.assert_close(layer.eval()(x, absorbed=absorbed), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_layers_compile_to_one_graph(tracing_server):
     code = """
 import torch, headwise as hw

@@ -72,19 +72,25 @@ def test_every_instruction_set_passes_the_checks(name):
 QUESTION = "import torch, headwise as hw; x = torch.randn(1, 2, 5, 8); print(hw.why_not('native', x, x, x))"
 
 
-@NATIVE
-def test_the_environment_switches_the_kernels_off():
-    assert run_python(QUESTION, HEADWISE_NATIVE="off") == "the native kernels are switched off by HEADWISE_NATIVE=off"
-    choices = "amx, avx512_bf16, avx512, avx2, portable, off"
-    missing = f"the native kernels cannot run with HEADWISE_NATIVE=mmx here, which may be one of {choices}"
-    assert run_python(QUESTION, HEADWISE_NATIVE="mmx") == missing
-
-
 @pytest.fixture
 def _loads_again():
     library.load.cache_clear()
     yield
     library.load.cache_clear()
+
+
+@pytest.mark.usefixtures("_loads_again")
+def test_the_environment_switches_the_kernels_off(monkeypatch):
+    monkeypatch.setenv(library.VARIABLE, "off")
+    reason = hw.why_not("native", *tensors(1, 2, 5, 8))
+    assert reason == "the native kernels are switched off by HEADWISE_NATIVE=off"
+
+
+@NATIVE
+def test_the_environment_cannot_name_other_instructions():
+    choices = "amx, avx512_bf16, avx512, avx2, portable, off"
+    missing = f"the native kernels cannot run with HEADWISE_NATIVE=mmx here, which may be one of {choices}"
+    assert run_python(QUESTION, HEADWISE_NATIVE="mmx") == missing
 
 
 @pytest.mark.usefixtures("_loads_again")
@@ -274,12 +280,14 @@ def test_torch_accepts_the_operators(dtype, requires_grad):
 
 
 @NATIVE
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["window with sinks", "documents"], ["function", "positions"]], ids=str)
 def test_compiled_calls_have_the_same_bits(names):
     run_python("import native_traced\n" + "\n".join(f"native_traced.compiles({name!r})" for name in names))
 
 
 @NATIVE
+@pytest.mark.slow
 def test_exported_and_recorded_calls_have_the_same_bits():
     run_python("import native_traced as n; n.exports('padding'); n.traces_without_values(); n.compiles_in_parts()")
 

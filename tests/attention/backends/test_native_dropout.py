@@ -214,6 +214,7 @@ print("equal")
 tests, which torch cannot compile. The compiler adds up the gradients of parts in another order."""
 
 
+@pytest.mark.slow
 def test_a_compiled_function_drops_the_same_weights():
     assert run_python(COMPILED) == "equal"
 
