@@ -588,3 +588,13 @@ def test_gradients_are_finite_with_a_sink_of_minus_infinity_and_an_empty_row(key
     loss = out.square().sum() + lse[lse > -torch.inf].sum()
     for gradient in torch.autograd.grad(loss, (q, k, v, sinks)):
         assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["native", "blockwise"])
+def test_the_gradient_of_sinks_cannot_be_differentiated_again(backend):
+    q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    sinks = torch.zeros(2, requires_grad=True)
+    out = hw.attend(q, k, v, sinks=sinks, backend=backend)
+    (gradient,) = torch.autograd.grad(out.square().sum(), sinks, create_graph=True)
+    with pytest.raises(RuntimeError, match="derivative for the gradient of .* is not implemented"):
+        torch.autograd.grad(gradient.sum(), q)

@@ -145,7 +145,7 @@ def test_fused_is_chosen_on_other_devices():
     # A tensor on meta has no values to plan with.
     assert (choice.backend, choice.because) == (
         "fused",
-        "its blocks are planned from sizes and masks, which are not known while compiling or under vmap",
+        "its blocks are planned from sizes and masks, which cannot be read here",
     )
 
 

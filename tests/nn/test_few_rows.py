@@ -137,9 +137,11 @@ def test_torchs_checks_of_operators():
 def test_the_measured_rules():
     bfloat16, float32 = linear_choice._native_rule_in_bfloat16, linear_choice._native_rule_in_float32
     assert bfloat16("amx", True).rows == bfloat16("avx2", True).rows == range(1, 5)
+    assert bfloat16("avx512_bf16", True)[:2] == (range(1, 7), 0)
     assert bfloat16("avx2", False).rows == range(1, 9)
     assert float32("avx512", 14)[:2] == (range(4, 9), 2**19)
-    assert float32("avx512", 10)[:2] == float32("avx2", 10)[:2] == (range(2, 9), 2**16)
+    assert float32("avx2", 10)[:2] == (range(2, 9), 2**16)
+    assert float32("avx512", 10)[:2] == float32("avx512_bf16", 10)[:2] == (range(1, 9), 0)
     for rule in (bfloat16("portable", False), float32("portable", 10), float32("avx512", None), float32("avx2", 14)):
         assert not rule.rows
 

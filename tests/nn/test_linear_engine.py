@@ -390,7 +390,8 @@ def test_a_layer_trains_as_with_torchs_engine(dtype, engine):
     results = {}
     for name in ("onednn", "torch"):
         engine(name)
-        leaves = list(layer.parameters())
+        # The gradient of the keys' bias is 0, and what is computed is rounding alone: it shifts all scores of a row.
+        leaves = [leaf for parameter, leaf in layer.named_parameters() if parameter != "k_proj.bias"]
         results[name] = torch.autograd.grad(layer(x).float().square().sum(), leaves)
     for ours, plain in zip(results["onednn"], results["torch"], strict=True):
         assert rms(ours.double() - plain.double()) <= 1e-5 * rms(plain)

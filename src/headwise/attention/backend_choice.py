@@ -188,8 +188,15 @@ def _why_unplanned(problem: Problem) -> str | None:
     """
     if problem.q.device.type != "cpu":
         return f"nothing has been measured on {problem.q.device.type}"
-    if problem.return_weights:
-        return MATRIX
+    if torch.compiler.is_compiling():
+        return "costs depend on sizes, which are not known while compiling"
+    return MATRIX if problem.return_weights else _why_not_compared(problem)
+
+
+def _why_not_compared(problem: Problem) -> str | None:
+    """Return the reason that follows from the sizes of a problem to choose `fused` without a comparison, in one
+    sentence; None if there is none.
+    """
     if _all_scores(problem) < SMALLEST_PLANNED:
         return f"fewer than {SMALLEST_PLANNED:,} scores are not worth a plan"
     hides_nothing = problem.mask is None or fused.uses_is_causal(problem)

@@ -99,9 +99,7 @@ def prepare_qkv(
         return AttentionInputs(q, k, k if v is None else v)
     order, query_positions, new_positions = _positions(q, k, positions, cache, lengths, offsets)
     if rotary is not None and not rotary.depends_on_length:
-        angles = rotary.angles(q, query_positions)
-        q = rotary.apply_angles(q, angles)
-        k = rotary.apply_angles(k, angles if new_positions is query_positions else rotary.angles(k, new_positions))
+        q, k = rotary.rotate_both(q, k, query_positions, new_positions)
 
     tensors: CachedTensors = (k,) if v is None else (k, v)
     update: CacheUpdate | None = None

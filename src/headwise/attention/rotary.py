@@ -8,10 +8,12 @@ for all rotations with the same options.
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headwise.attention import few_tokens_rotation
 from headwise.attention.autocast import without_autocast
 from headwise.attention.rotary_scaling import LinearScaling, Llama3, Scaling, TextLength, YaRN, base_frequencies
 from headwise.checks import (
@@ -114,7 +116,26 @@ class Rotary:
         Raises:
             InputError: a head_dim that does not fit, positions that are not whole numbers of such a shape.
         """
+        self._check_input(x, positions)
+        if self._is_kept and few_tokens_rotation.suits(x, positions):
+            width = x.shape[3] if self.width is None else self.width
+            turns, factor = _kept_frequencies(self, width, x.device)
+            return few_tokens_rotation.rotate(x, positions, turns, factor, self.interleaved)
         return self.apply_angles(x, self.angles(x, positions, length=length))
+
+    def rotate_both(
+        self,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch kv_heads keys key_dim"],
+        query_positions: Int[Tensor, "#batch queries"],
+        key_positions: Int[Tensor, "#batch keys"],
+    ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch kv_heads keys key_dim"]]:
+        """Return queries and keys rotated by their positions, as by `rotate`. Angles of both are computed only once."""
+        if self._is_kept and few_tokens_rotation.suits(q, query_positions):
+            return self.rotate(q, query_positions), self.rotate(k, key_positions)
+        angles = self.angles(q, query_positions)
+        of_keys = angles if key_positions is query_positions else self.angles(k, key_positions)
+        return self.apply_angles(q, angles), self.apply_angles(k, of_keys)
 
     def angles(
         self,
@@ -130,16 +151,22 @@ class Rotary:
         They serve every tensor with the width and positions of `x`, whatever its number of heads. The arguments are
         those of `rotate`.
         """
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 4:
-            got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise InputError("x", expected="a float tensor (batch, heads, length, head_dim)", got=got)
-        self.check(x.shape[3])
-        position_ids("positions", positions, batch=x.shape[0], length=x.shape[2], device=x.device)
+        self._check_input(x, positions)
         if self.depends_on_length and length is None:
             length = positions.max() + 1 if positions.numel() else 0
         width = x.shape[3] if self.width is None else self.width
         with without_autocast(x.device):
             return self._cos_and_sin(width, positions, length, torch.promote_types(x.dtype, torch.float32))
+
+    def _check_input(self, x: Any, positions: Any) -> None:
+        """Raise `InputError` unless `x` is a float tensor of four axes that fits, and `positions` are those of its
+        tokens.
+        """
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 4:
+            got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise InputError("x", expected="a float tensor (batch, heads, length, head_dim)", got=got)
+        self.check(x.shape[3])
+        position_ids("positions", positions, batch=x.shape[0], length=x.shape[2], device=x.device)
 
     def apply_angles(
         self, x: Float[Tensor, "batch heads length head_dim"], angles: Angles
@@ -152,6 +179,11 @@ class Rotary:
                 return _rotated(x, *angles, self.interleaved)
             return torch.cat((_rotated(x[..., :width], *angles, self.interleaved), x[..., width:]), dim=-1)
 
+    @property
+    def _is_kept(self) -> bool:
+        """True if the frequencies may be kept: they follow from the fields of this object alone."""
+        return type(self.scaling) in SCALINGS_BY_FIELDS
+
     def _cos_and_sin(
         self, width: int, positions: Int[Tensor, "#batch length"], length: TextLength, dtype: torch.dtype
     ) -> Angles:
@@ -160,7 +192,7 @@ class Rotary:
         rotated pair.
         """
         device = positions.device
-        if device.type == "cpu" and type(self.scaling) in SCALINGS_BY_FIELDS and makes_plain_tensors():
+        if device.type == "cpu" and self._is_kept and makes_plain_tensors():
             frequencies, factor = _kept_frequencies(self, width, device)
         else:
             frequencies, factor = self._turns_per_position(width, length, device)

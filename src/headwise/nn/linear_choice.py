@@ -53,6 +53,11 @@ class NativeRule(NamedTuple):
     smallest_weight: int
     because: str
 
+    @property
+    def choice(self) -> LinearChoice:
+        """Choice of the native kernel by this rule."""
+        return LinearChoice("native", self.because)
+
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def uses_onednn(dtype: torch.dtype) -> bool:
@@ -124,6 +129,8 @@ def _native_rule_in_bfloat16(instructions: str, onednn_has_bfloat16: bool) -> Na
     if instructions == "portable":
         return NativeRule(range(0), 0, "the portable native kernel is slower")
     if onednn_has_bfloat16:
+        if instructions == "avx512_bf16":
+            return NativeRule(range(1, 7), 0, "up to 6 tokens, the native kernel is faster than oneDNN without AMX")
         return NativeRule(
             range(1, 5), 2**14, "up to 4 tokens, the native kernel reads a bfloat16 weight faster than oneDNN"
         )
@@ -139,6 +146,8 @@ def _native_rule_in_float32(instructions: str, mkl_branch: int | None) -> Native
     """
     if instructions == "portable" or mkl_branch is None:
         return NativeRule(range(0), 0, "no native kernel was measured to be faster here")
+    if mkl_branch < FIRST_AVX512_BRANCH and instructions != "avx2":
+        return NativeRule(range(1, 9), 0, "up to 8 tokens, the native kernel uses AVX-512, and MKL does not")
     if mkl_branch < FIRST_AVX512_BRANCH:
         return NativeRule(
             range(2, 9), 2**16, "from 2 to 8 tokens, MKL without AVX-512 is slower than the native kernel"

@@ -20,6 +20,9 @@ from headwise.nn.linear_choice import LinearChoice, engine_of, native_rule, uses
 from headwise.nn.projections import has_hooks
 from headwise.shapes import Float
 
+NOT_PLAIN = LinearChoice("torch", "only a plain nn.Linear on the CPU is computed by another engine")
+"""Choice for other modules and devices."""
+
 SMALLEST_BFLOAT16_WORK = 2**20
 """Number of multiplications below which the bias of a product in bfloat16 is left to torch."""
 
@@ -31,16 +34,21 @@ def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tenso
         linear: projection of a layer, usually an `nn.Linear`; adapters and quantised modules are called.
         x: input.
     """
+    weight: Any
+    weight, bias = None, None
     if torch.compiler.is_compiling():
         is_replaced = not torch.compiler.is_exporting() and _is_compiled_with_operator(linear, x)
         engine = "onednn" if is_replaced else "torch"
+    elif type(linear) is nn.Linear:
+        weight, bias = linear.weight, linear.bias  # read once: in a step of decoding, the reads of modules take time
+        engine = _choose(linear, x, weight, bias).engine
     else:
-        engine = explain_linear(linear, x).engine
+        engine = "torch"
     result: Tensor
     if engine == "torch":
         result = linear(x)
     elif engine == "native":
-        result = _few_rows()(x.contiguous(), linear.weight, linear.bias)
+        result = _few_rows()(x.contiguous(), weight, bias)
     elif x.dtype == torch.float32:
         result = linear_operator.linear(x, linear.weight, linear.bias)  # type: ignore[arg-type]
     else:
@@ -60,13 +68,19 @@ def explain_linear(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Line
         linear: projection, such as `layer.q_proj`.
         x: its input, `(..., width)`.
     """
-    if not (type(linear) is nn.Linear and type(x) is Tensor and x.is_cpu):
-        return LinearChoice("torch", "only a plain nn.Linear on the CPU is computed by another engine")
+    if type(linear) is not nn.Linear:
+        return NOT_PLAIN
+    return _choose(linear, x, linear.weight, linear.bias)
+
+
+def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearChoice:
+    """Return the engine of the projection, whose parameters are passed, and the reason."""
+    if not (type(x) is Tensor and x.is_cpu):
+        return NOT_PLAIN
     if torch._C._is_tracing():  # tracing would record the sizes that are read below
         return LinearChoice("torch", "torch traces the call")
-    weight, bias = linear.weight, linear.bias
     if _gains_by_native(x, weight, bias):
-        choice = LinearChoice("native", native_rule(x.dtype).because)
+        choice = native_rule(x.dtype).choice
     else:
         choice = engine_of(x.dtype)
         if choice.engine == "torch":
@@ -116,7 +130,8 @@ def _why_not_plain(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | 
     """Return the reason that the call of an `nn.Linear` is not a plain product of its tensors; None if it is one."""
     if _is_observed(linear):
         return "hooks, transforms and modes of torch receive the call of the module"
-    if not all(_is_plain(tensor, x.dtype) for tensor in (x, weight, bias) if tensor is not None):
+    dtype = x.dtype
+    if not (_is_plain(x, dtype) and _is_plain(weight, dtype) and (bias is None or _is_plain(bias, dtype))):
         return "x, weight and bias are not plain tensors of one dtype"
     if x.ndim < 2 or x.shape[-1] != weight.shape[1] or x.numel() == 0 or weight.numel() == 0:
         return "x is empty, or does not fit the weight"

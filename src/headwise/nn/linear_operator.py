@@ -22,6 +22,9 @@ from headwise.shapes import Float
 BLOCK = 256
 """Largest width over which one product sums. The width of x is split into blocks of nearly equal size up to this."""
 
+WIDEST_UNSPLIT = 128
+"""Width above which there are at least two blocks, as in MKL's own products without AVX-512."""
+
 SMALLEST_WORK = 2**22
 """Number of multiplications in a block below which a product is left to torch: oneDNN needs about 20 us to start."""
 
@@ -62,8 +65,15 @@ def gains(x: Tensor, weight: Tensor) -> bool:
     """Return True if a product is large enough for oneDNN to be faster than a library without AVX-512."""
     out, width = weight.shape
     rows = x.numel() // max(width, 1)
-    is_copied = width > BLOCK and not _columns_are_dense(weight)
-    return rows * min(width, BLOCK) * out >= SMALLEST_WORK and (rows >= SMALLEST_COPIED_FOR or not is_copied)
+    block = _block_of(width)
+    is_copied = width > block and not _columns_are_dense(weight)
+    return rows * block * out >= SMALLEST_WORK and (rows >= SMALLEST_COPIED_FOR or not is_copied)
+
+
+def _block_of(width: int) -> int:
+    """Return the width over which one product sums."""
+    least = 2 if width > WIDEST_UNSPLIT else 1
+    return -(-width // max(-(-width // BLOCK), least))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -88,8 +98,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x weight^T + bias: by oneDNN in blocks of the width, or with `F.linear` if oneDNN gains nothing."""
     if not gains(x, weight):
         return F.linear(x, weight, bias)
-    width = weight.shape[1]
-    block = -(-width // -(-width // BLOCK))
+    block = _block_of(weight.shape[1])
     parts = zip(torch.split(x, block, dim=-1), torch.split(weight, block, dim=-1), strict=True)
     total = product(*next(parts), bias)
     for x_block, weight_block in parts:

@@ -260,8 +260,10 @@ def test_why_not_returns_the_reason_in_one_sentence():
     assert hw.why_not("blockwise", q, q, q, softcap=30.0, dropout=0.1, return_lse=True) is None
 
 
-def test_blockwise_is_refused_while_compiling(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+def test_blockwise_is_refused_under_vmap_and_while_exporting(monkeypatch):
     q = torch.randn(2, 3, 5, 7)
-    reason = "its blocks are planned from sizes and masks, which are not known while compiling or under vmap"
-    assert hw.why_not("blockwise", q, q, q) == reason
+    with pytest.raises(hw.InputError, match="its blocks are planned from sizes and masks, which cannot be read here"):
+        torch.vmap(lambda q: hw.attend(q, q, q, backend="blockwise"))(q[None])
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert hw.why_not("blockwise", q, q, q) == blockwise.UNREADABLE

@@ -10,6 +10,8 @@ of the output. With g the gradient of the log-sum-exp and dO' = dO / l,
     dV += P^T dO'     dS = P (dO' V^T - delta)     delta_i = (dO_i . O_i - g_i) / l_i
     dQ  = dS K        dK += dS^T Q
 
+A sink logit adds its power to l, and nothing to the output.
+
 (Dao et al. 2022, FlashAttention, appendix B, with the division deferred as in Rabe and Staats 2021.)
 """
 
@@ -23,6 +25,7 @@ from headwise.attention.backends.blockwise.row_block_emitter import RowBlockEmit
 from headwise.attention.backends.blockwise.scores_bf16 import BFloat16Scores
 from headwise.attention.backends.blockwise.scores_fp32 import Float32Scores
 from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, Tile, iterate_tiles
+from headwise.attention.backends.sinks_gradient import sinks_gradient
 from headwise.shapes import Float
 
 PARTIAL_SUMS = 64
@@ -98,12 +101,13 @@ class BlockwiseAttention(torch.autograd.Function):
         k: Float[Tensor, "batch kv_heads keys head_dim"],
         v: Float[Tensor, "batch kv_heads keys value_dim"],
         bias: Float[Tensor, "#batch #heads #queries #keys"] | None,
+        sinks: Float[Tensor, "heads 1"] | None,
         options: CallOptions,
     ) -> tuple[Tensor | None, ...]:
         """Return the output, the log-sum-exp of each row (None with bfloat16 scores), and two numbers of each row: its
         shift and its sum. The shift is subtracted from the row's scores or, with bfloat16 scores, from the query's
         products with the keys before the scale. The sum adds up 2 to the power of each shifted score, over the row's
-        keys.
+        keys and the sink logit of its head.
         """
         out = _empty_rows(q, v.shape[-1], options.plan)
         shifts = q.new_zeros(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -116,6 +120,7 @@ class BlockwiseAttention(torch.autograd.Function):
             power_sum = _row_sums(powers)
             if tile.has_key is not None:
                 tile.by_head(power_sum).masked_fill_(~tile.has_key, torch.inf)
+            normalizer = power_sum if sinks is None else power_sum + _sink_powers(tile, sinks, shifts)
             factors = options.dropout_factors(number, tile, powers, pool)
             features = None
             if emitter is not None and factors is None:
@@ -127,13 +132,13 @@ class BlockwiseAttention(torch.autograd.Function):
                     powers=powers,
                     scores=shifted,
                     power_sum=power_sum,
-                    shift=tile.stack_rows(shifts),
+                    normalizer=normalizer,
                     product=product,
                     value_dim=v.shape[-1],
                 )
-            tile.write(out, product[..., : v.shape[-1]].div_(power_sum))
-            tile.write(sums, power_sum)
-        lse = None if options.bfloat16_scores else _log_sum_exp(shifts, sums)
+            tile.write(out, product[..., : v.shape[-1]].div_(normalizer))
+            tile.write(sums, normalizer)
+        lse = None if options.bfloat16_scores else _log_sum_exp(shifts, sums, sinks)
         return out, lse, shifts, sums
 
     @staticmethod
@@ -141,9 +146,9 @@ class BlockwiseAttention(torch.autograd.Function):
         """Save the inputs, the output and two numbers of each row (the shift of its scores and the sum of its
         unnormalized weights) for the backward pass.
         """
-        q, k, v, bias, ctx.options = inputs
-        out, _, shifts, sums = output
-        ctx.save_for_backward(q, k, v, bias, out, shifts, sums)
+        *tensors, ctx.options = inputs
+        out, lse, shifts, sums = output
+        ctx.save_for_backward(*tensors, out, lse, shifts, sums)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(shifts, sums)
 
@@ -154,19 +159,26 @@ class BlockwiseAttention(torch.autograd.Function):
         grad_lse: Float[Tensor, "batch heads queries"] | None,
         *_: None,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and the bias, given those of the output and the log-sum-exp."""
-        inputs = (grad_out, grad_lse, *ctx.saved_tensors, ctx.options, ctx.needs_input_grad[3])
-        return *_BlockwiseBackward.apply(*inputs), None  # type: ignore[no-untyped-call]
+        """Return the gradients of q, k, v, the bias and the sinks, given those of the output and the log-sum-exp."""
+        q, k, v, bias, sinks, out, lse, shifts, sums = ctx.saved_tensors
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        inputs = (grad_out, grad_lse, q, k, v, bias, out, shifts, sums, ctx.options, ctx.needs_input_grad[3])
+        gradients = BlockwiseBackward.apply(*inputs)  # type: ignore[no-untyped-call]
+        of_sinks = None
+        if ctx.needs_input_grad[4]:
+            rows = (shifts[..., 0], 1 / sums[..., 0])
+            of_sinks = sinks_gradient(grad_out, grad_lse, out, lse, *rows, sinks[:, 0])[:, None]
+        return *gradients, of_sinks, None
 
 
-class _BlockwiseBackward(torch.autograd.Function):
+class BlockwiseBackward(torch.autograd.Function):
     """Gradient of `BlockwiseAttention`, computed tile by tile. It is an autograd function itself, so that
     differentiating it raises `RuntimeError`; otherwise a second derivative would silently be 0.
     """
 
     @staticmethod
     def forward(
-        grad_out: Float[Tensor, "batch heads queries value_dim"] | None,
+        grad_out: Float[Tensor, "batch heads queries value_dim"],
         grad_lse: Float[Tensor, "batch heads queries"] | None,
         q: Float[Tensor, "batch heads queries head_dim"],
         k: Float[Tensor, "batch kv_heads keys head_dim"],
@@ -242,19 +254,33 @@ def _row_sums(powers: Float[Tensor, "kv stacked columns"]) -> Float[Tensor, "kv 
     return torch.cat([folded, powers[..., foldable:]], -1).sum(-1, keepdim=True, dtype=torch.float32)
 
 
-def _log_sum_exp(
-    shifts: Float[Tensor, "batch heads queries 1"], sums: Float[Tensor, "batch heads queries 1"]
-) -> Float[Tensor, "batch heads queries"]:
-    """Return the log-sum-exp of each row in nats: `(log2(sum) + shift) * ln 2`. The backend computes scores divided by
-    ln 2. A row's shift is the number that was subtracted from its scores, and its sum adds up 2^(score - shift) over
-    its keys. An infinite sum marks a row without a visible key, for which the result is -inf.
+def _sink_powers(
+    tile: Tile, sinks: Float[Tensor, "heads 1"], shifts: Float[Tensor, "batch heads queries 1"]
+) -> Float[Tensor, "kv stacked 1"]:
+    """Return 2 to the power of the sink logit of each row's head, in units of ln 2 and after subtracting the row's
+    shift. A log-sum-exp of the keys is not used: its rounding error would be one of every weight.
     """
-    lse = (sums.log2() + shifts) / LOG2_E
-    return lse.masked_fill_(sums == torch.inf, -torch.inf)[..., 0]
+    shift = tile.stack_rows(shifts)
+    logits = sinks[tile.heads, :, None].double() * LOG2_E - tile.by_head(shift).double()
+    return logits.exp2_().to(shift.dtype).view_as(shift)
+
+
+def _log_sum_exp(
+    shifts: Float[Tensor, "batch heads queries 1"],
+    sums: Float[Tensor, "batch heads queries 1"],
+    sinks: Float[Tensor, "heads 1"] | None,
+) -> Float[Tensor, "batch heads queries"]:
+    """Return the log-sum-exp of each row in nats: `(log2(sum) + shift) * ln 2`, rounded once. The backend computes
+    scores divided by ln 2. A row's shift is the number that was subtracted from its scores, and its sum adds up
+    2^(score - shift) over its keys and its sink. An infinite sum marks a row in which the sink has all weight, or -inf
+    without sinks: there is no visible key, or all scores are far below the sink.
+    """
+    lse = ((sums.double().log2() + shifts.double()) / LOG2_E).to(shifts.dtype)[..., 0]
+    return torch.where(sums[..., 0] == torch.inf, -torch.inf if sinks is None else sinks.to(lse.dtype), lse)
 
 
 def _divided_by_sums(
-    grad_out: Float[Tensor, "batch heads queries value_dim"] | None,
+    grad_out: Float[Tensor, "batch heads queries value_dim"],
     grad_lse: Float[Tensor, "batch heads queries"] | None,
     out: Float[Tensor, "batch heads queries value_dim"],
     sums: Float[Tensor, "batch heads queries 1"],
@@ -263,12 +289,10 @@ def _divided_by_sums(
     unnormalized weights), and delta. The delta of a row is (`grad_out` . `out` - `grad_lse`) / sum, in float32 at
     least.
     """
-    delta = torch.zeros_like(sums)
-    if grad_out is not None:
-        delta = (grad_out * out.to(sums.dtype)).sum(-1, keepdim=True)
+    delta = (grad_out * out.to(sums.dtype)).sum(-1, keepdim=True)
     if grad_lse is not None:
         delta = delta - grad_lse[..., None]
-    upstream = torch.zeros_like(out) if grad_out is None else torch.div(grad_out, sums, out=torch.empty_like(out))
+    upstream = torch.div(grad_out, sums, out=torch.empty_like(out))
     return upstream, delta / sums
 
 

@@ -16,16 +16,20 @@ import torch
 from torch import Tensor
 
 from headwise.attention.backends import reference
-from headwise.attention.backends.blockwise import scores_bf16, scores_fp32
+from headwise.attention.backends.blockwise import operator, scores_bf16, scores_fp32
 from headwise.attention.backends.blockwise.attention import BlockwiseAttention, CallOptions
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.plan import MOST_ROWS, BlockwisePlan, plan_of, reads_most_keys
 from headwise.attention.backends.blockwise.row_block import Observer
 from headwise.attention.backends.blockwise.row_block_emitter import RowBlockEmitter
+from headwise.attention.backends.native import backend as native
 from headwise.attention.problem import Answer, Problem
 from headwise.checks import has_readable_values, whole_number
 
 name = "blockwise"
+
+UNREADABLE = "its blocks are planned from sizes and masks, which cannot be read here"
+"""Reason to refuse tensors without values, transforms of `torch.func` and exporting."""
 
 OBSERVED_ROWS = 256
 """Largest number of rows of an observed block: it keeps scores and powers, and both must fit the cache."""
@@ -37,9 +41,23 @@ def why_not(problem: Problem) -> str | None:
     """
     if problem.talking is not None:
         return "blocks hold some heads at a time, and talking_heads mixes all"
+    if torch.compiler.is_compiling():
+        return _why_not_compiled(problem)
     if not has_readable_values(problem.q):
-        return "its blocks are planned from sizes and masks, which are not known while compiling or under vmap"
+        return UNREADABLE
     return None
+
+
+def _why_not_compiled(problem: Problem) -> str | None:
+    """Return one sentence that says why blockwise attention cannot be compiled for an attention problem; None if it
+    can.
+    """
+    if torch.compiler.is_exporting():
+        return UNREADABLE
+    if problem.q.dtype not in native.DTYPES:
+        return f"compiled blockwise attention computes in float32 and bfloat16, and q is in {problem.q.dtype}"
+    reason: str | None = operator.why_not_registered()
+    return reason
 
 
 def run(
@@ -62,6 +80,8 @@ def run(
     """
     if problem.return_weights:
         return reference.run(problem)  # the caller asks for the matrix that blocks avoid
+    if torch.compiler.is_compiling():
+        return native.run(problem)  # calls the operator, which plans its blocks
     if 0 in (*problem.q.shape, *problem.k.shape):
         return reference.run(problem)  # there is nothing to plan
     q, k, v, scale = problem.q, problem.k, problem.v, problem.scale
@@ -74,7 +94,7 @@ def run(
         plan = plan_blocks(problem, rows, MOST_ROWS if observer is None else OBSERVED_ROWS)
     emitter = None
     if observer is not None:
-        emitter = RowBlockEmitter(observer, call_context or CallContext(), problem.grid, problem.sinks)
+        emitter = RowBlockEmitter(observer, call_context or CallContext(), problem.grid)
     options = CallOptions(
         plan=plan,
         bfloat16_scores=bfloat16_scores,
@@ -89,9 +109,8 @@ def run(
         v = v.contiguous()
     elif len(k) > 1 or reads_most_keys(plan):  # few keys of one sequence are faster to read where they lie
         k, v = k.contiguous(), v.contiguous()
-    out, lse, *_ = BlockwiseAttention.apply(q, k, v, problem.bias, options)  # type: ignore[no-untyped-call]
-    if problem.sinks is not None:
-        out, lse = reference.with_sinks(out, lse, problem.sinks)
+    tensors = (q, k, v, problem.bias, problem.sinks)
+    out, lse, *_ = BlockwiseAttention.apply(*tensors, options)  # type: ignore[no-untyped-call]
     return Answer(out.to(problem.q.dtype), lse if problem.return_lse else None, None)
 
 
@@ -118,6 +137,8 @@ class Blockwise:
         """Return one sentence that says why blockwise attention cannot compute an attention problem (tensors, mask and
         options of one call); None if it can.
         """
+        if self.rows is not None and torch.compiler.is_compiling():
+            return "the number of rows in a block cannot be chosen while compiling"
         return why_not(problem)
 
     def run(self, problem: Problem) -> Answer:

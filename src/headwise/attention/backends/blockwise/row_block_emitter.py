@@ -2,12 +2,11 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import Observer, RowBlock
-from headwise.attention.backends.blockwise.tiles import LOG2_E, Tile
+from headwise.attention.backends.blockwise.tiles import Tile
 from headwise.attention.backends.blockwise.visibility import TileVisibility
 from headwise.attention.masks.grid import Grid
 from headwise.shapes import Float
@@ -21,13 +20,11 @@ class RowBlockEmitter(NamedTuple):
         observer: function that is called with each row block.
         call_context: tokens and padding of the call.
         grid: the score grid of the call.
-        sinks: sink logit of each head; None if there are none.
     """
 
     observer: Observer
     call_context: CallContext
     grid: Grid
-    sinks: Float[Tensor, "heads 1"] | None
 
     def visibility(self, tile: Tile) -> TileVisibility:
         """Return the `TileVisibility` of a tile (a rectangle of the score matrix), an object with the visible keys,
@@ -42,29 +39,25 @@ class RowBlockEmitter(NamedTuple):
         powers: Float[Tensor, "kv stacked columns"],
         scores: Float[Tensor, "kv stacked columns"],
         power_sum: Float[Tensor, "kv stacked 1"],
-        shift: Float[Tensor, "kv stacked 1"],
+        normalizer: Float[Tensor, "kv stacked 1"],
         product: Float[Tensor, "kv stacked value_dim_and_features"],
         value_dim: int,
     ) -> None:
         """Make the `RowBlock` (weights, output and row sums) of one tile, and call the observer with it. `powers` are
-        the tile's unnormalized weights 2^(score - shift), and `power_sum` is their sum in each row. `product` is their
-        product, after dropout, with the values and, if present, the key features. `scores` are the scores minus
-        `shift`, and are overwritten.
+        the tile's unnormalized weights, and `power_sum` is their sum in each row. `product` is their
+        product, after dropout, with the values and, if present, the key features. `scores` are the scores minus the
+        row's largest one, and are overwritten.
 
         Args:
             tile: the tile.
             powers: 2 to the power of each score; the largest of each row is 1.
-            scores: scores in units of ln 2 less the shift.
+            scores: scores in units of ln 2, less the largest of each row.
             power_sum: sum of each row's powers.
-            shift: largest score of each row.
+            normalizer: the same with the power of the row's sink logit, if there is one.
             product: sums over keys of powers times values, followed by the sums of powers times key features.
             value_dim: features of a value.
         """
         power_score_sum = scores.mul_(powers).sum(-1, keepdim=True)
-        normalizer = power_sum
-        if self.sinks is not None:
-            sinks = torch.exp2(self.sinks[tile.heads, :, None] * LOG2_E - tile.by_head(shift))
-            normalizer = power_sum + sinks.view_as(power_sum)
         self.observer(
             RowBlock(
                 tile=tile,

@@ -1,11 +1,11 @@
 """Gradient of the native attention operator."""
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headwise.attention.backends.sinks_gradient import sinks_gradient
 from headwise.shapes import Float
 
 FORWARD, BACKWARD, BIAS_GRADIENT = (
@@ -51,10 +51,11 @@ def _backward(
     if any(ctx.needs_input_grad[:3]):
         gradients = torch.ops.headwise.attend_backward(*arguments)
     bias_gradient = torch.ops.headwise.attend_bias_gradient(*arguments) if ctx.needs_input_grad[9] else None
-    sinks_gradient = None
+    of_sinks = None
     if ctx.needs_input_grad[6]:
-        sinks_gradient = gradient_of_sinks(out_gradient, lse_gradient, out, lse, normalizers, sinks)
-    return (*gradients, None, None, None, sinks_gradient, None, None, bias_gradient, *4 * [None])
+        rows = (normalizers[..., 0], normalizers[..., 1])
+        of_sinks = sinks_gradient(out_gradient, lse_gradient, out, lse, *rows, sinks)
+    return (*gradients, None, None, None, of_sinks, None, None, bias_gradient, *4 * [None])
 
 
 def with_usual_strides(
@@ -69,29 +70,6 @@ def with_usual_strides(
     if out_gradient.stride(-1) != 1:
         out_gradient = out_gradient.clone(memory_format=torch.contiguous_format)  # also without elements
     return out_gradient, None if lse_gradient is None else lse_gradient.contiguous()
-
-
-def gradient_of_sinks(
-    out_gradient: Float[Tensor, "batch heads queries value_dim"],
-    lse_gradient: Float[Tensor, "batch heads queries"] | None,
-    out: Float[Tensor, "batch heads queries value_dim"],
-    lse: Float[Tensor, "batch heads queries"],
-    normalizers: Float[Tensor, "batch heads queries shift_and_inverse"],
-    sinks: Float[Tensor, " heads"],
-) -> Float[Tensor, " heads"]:
-    """Return the gradient of the sink logits. The weight of a sink takes its share from the output, whose value it
-    lacks, and adds to the log-sum-exp.
-
-    The rounding error of a log-sum-exp would be one of the weight, so the normalizers are used: a shift in units of
-    ln 2, and the inverse of the sum of powers of two relative to it. Where the inverse is tiny, the sink has all weight
-    of the row, and the log-sum-exp equals its logit.
-    """
-    delta = (out_gradient.float() * out.float()).sum(-1, dtype=torch.float64)
-    upstream = -delta if lse_gradient is None else lse_gradient - delta
-    shift, inverse = normalizers.double().unbind(-1)
-    log_sum = torch.where(inverse > 1e-30, (shift - inverse.log2()) * math.log(2), lse)
-    weight = torch.exp(sinks[:, None] - log_sum).masked_fill(lse == -torch.inf, 0.0)
-    return (weight * upstream).sum((0, 2)).float()
 
 
 def _refuse_second_derivative(ctx: Any, *_: Tensor | None) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -40,7 +41,7 @@ def load() -> str | None:
         return "the native kernels were not compiled when headwise was installed"
     reason = _why_unusable()
     if reason is None:
-        _register()
+        register_rules(FAKES)
     else:
         warnings.warn(f"{reason}; headwise computes without them", stacklevel=2)
     return reason
@@ -61,18 +62,6 @@ def _why_unusable() -> str | None:
             f"the native kernels cannot run with {VARIABLE}={os.environ[VARIABLE]} here, which may be one of {choices}"
         )
     return None
-
-
-@cache
-def _register() -> None:
-    """Register with torch the rules by which it traces and differentiates the operators."""
-    torch.library.register_fake("headwise::attend_forward", _fake_forward)
-    torch.library.register_fake("headwise::attend", _fake_attend)
-    torch.library.register_fake("headwise::attend_statistics", _fake_statistics)
-    torch.library.register_fake("headwise::attend_backward", _fake_backward)
-    torch.library.register_fake("headwise::attend_bias_gradient", _fake_bias_gradient)
-    torch.library.register_fake("headwise::linear_few_rows", _fake_linear)
-    gradients.register()
 
 
 def instruction_set() -> str:
@@ -111,6 +100,12 @@ def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+def _fake_rotation(x: Tensor, *_: object) -> Tensor:
+    """Return rotated queries or keys without values, for tracing."""
+    batch, heads, tokens, width = x.shape
+    return x.new_empty(batch, tokens, heads, width).transpose(1, 2)
+
+
 def _fake_statistics(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:
     """Return the output, the log-sum-exp and the statistics without values, for tracing."""
     batch, heads, queries, _head_dim = q.shape
@@ -121,3 +116,22 @@ def _fake_statistics(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tenso
         q.new_empty(sums, dtype=torch.int64),
         q.new_empty(sums, dtype=torch.int32),
     )
+
+
+FAKES: dict[str, Callable[..., Any]] = {
+    "attend_forward": _fake_forward,
+    "attend": _fake_attend,
+    "attend_statistics": _fake_statistics,
+    "attend_backward": _fake_backward,
+    "attend_bias_gradient": _fake_bias_gradient,
+    "linear_few_rows": _fake_linear,
+    "rotate_few_tokens": _fake_rotation,
+}
+"""Functions that return the results of each operator without values."""
+
+
+def register_rules(names: Iterable[str]) -> None:
+    """Register with torch the rules by which it traces the operators with these names, and differentiates attention."""
+    for name in names:
+        torch.library.register_fake(f"headwise::{name}", FAKES[name])
+    gradients.register()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.attention.backends.native import gradients
+from headwise.attention.backends.sinks_gradient import sinks_gradient
 from headwise.attention.masks.key_ranges import Matrix, Part, VisibleKeys
 from headwise.errors import InputError
 from headwise.shapes import Float, Int
@@ -146,7 +147,8 @@ class _AttentionInParts(torch.autograd.Function):
             part.columns_of(v_gradient).add_(of_v)
         of_sinks = None
         if ctx.needs_input_grad[3]:
-            of_sinks = gradients.gradient_of_sinks(out_gradient, lse_gradient, out, lse, normalizers, sinks)
+            rows = (normalizers[..., 0], normalizers[..., 1])
+            of_sinks = sinks_gradient(out_gradient, lse_gradient, out, lse, *rows, sinks)
         return q_gradient, k_gradient.to(k.dtype), v_gradient.to(v.dtype), of_sinks, bias_gradient, None, None, None
 
 

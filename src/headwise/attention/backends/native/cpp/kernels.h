@@ -3,6 +3,7 @@
 #pragma once
 #include "linear_map.h"
 #include "problem.h"
+#include "rotation.h"
 
 namespace headwise {
 
@@ -39,6 +40,8 @@ struct Kernels {
   // A linear map of few rows.
   int64_t (*linear_tasks)(const LinearMap&);
   void (*linear)(const LinearMap&, int64_t task);
+  // A rotation of few tokens.
+  void (*rotate)(const Rotation&);
 };
 
 constexpr int64_t kReducedKeys = 256;

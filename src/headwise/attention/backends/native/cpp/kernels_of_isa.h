@@ -3,6 +3,7 @@
 #include "bias_gradient.h"
 #include "few_rows.h"
 #include "few_rows_product.h"
+#include "few_rows_rotation.h"
 #include "forward.h"
 #include "kernels.h"
 #ifdef __AVX512BF16__
@@ -89,7 +90,8 @@ constexpr Kernels table(const char* name) {
   return {
       name,          &forward_tasks, &forward_memory, &forward,     &piece_count,   &piece_bytes,    &attend_piece,
       &merge_pieces, &packed_bytes,  &pack_tasks,     &pack,        &keys_of_block, &floats_per_key, &backward_memory,
-      &backward,     &reduce,        &bias_tasks,     &bias_memory, &bias,          &linear_tasks,   &linear};
+      &backward,     &reduce,        &bias_tasks,     &bias_memory, &bias,          &linear_tasks,   &linear,
+      &rotate};
 }
 
 }  // namespace headwise::HEADWISE_ISA

@@ -1,62 +1,16 @@
-// The operators of the library, registered with torch through its stable ABI, so that one build serves all later
-// versions of torch and of Python.
+// The operators of attention, registered with torch through its stable ABI, so that one build serves all later versions
+// of torch and of Python.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
-#include <optional>
 #include <tuple>
 #include <vector>
 
 #include "dispatch.h"
 #include "parallel.h"
+#include "tensors.h"
 
 namespace headwise {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using MaybeTensor = std::optional<Tensor>;
-
-Tensor allocate(std::initializer_list<int64_t> sizes, ScalarType dtype) {
-  return torch::stable::empty(torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), dtype);
-}
-
-// Allocate a tensor with given strides, without torch's dispatcher, which takes longer than a short call's attention.
-Tensor allocate(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype) {
-  AtenTensorHandle handle;
-  const int32_t type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(), type,
-                                                         aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
-
-// Strides of a tensor of four axes; an axis of size 1 repeats.
-Strides strides_of(const Tensor& x) {
-  const auto step = [&](int64_t axis) { return x.size(axis) == 1 ? 0 : x.stride(axis); };
-  return {step(0), step(1), step(2), step(3)};
-}
-
-template <class T>
-const T* pointer(const Tensor& x) {
-  return static_cast<const T*>(x.const_data_ptr());
-}
-template <class T>
-const T* pointer(const MaybeTensor& x) {
-  return x ? pointer<T>(*x) : nullptr;
-}
-template <class T>
-T* writable(Tensor& x) {
-  return static_cast<T*>(x.mutable_data_ptr());
-}
-
-void require(const Tensor& x, ScalarType dtype, const char* name) {
-  STD_TORCH_CHECK(x.scalar_type() == dtype && x.is_cpu(), name, " has another dtype or device than it must have");
-}
-void require(const MaybeTensor& x, ScalarType dtype, const char* name) {
-  if (x) require(*x, dtype, name);
-}
 
 // Arguments that all operators have in common.
 struct Call {
@@ -257,30 +211,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attend_statistics(
   return {out, lse, rows, received, seen_by};
 }
 
-Tensor linear_few_rows(Tensor x, Tensor weight, MaybeTensor bias) {
-  LinearMap map{};
-  STD_TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2, "x must have 1 axis or more, and weight 2");
-  map.out = weight.size(0), map.width = weight.size(1);
-  STD_TORCH_CHECK(x.size(x.dim() - 1) == map.width && (!bias || (bias->dim() == 1 && bias->size(0) == map.out)),
-                  "the sizes of x, weight and bias do not fit together");
-  map.bfloat16 = x.scalar_type() == ScalarType::BFloat16;
-  const ScalarType dtype = map.bfloat16 ? ScalarType::BFloat16 : ScalarType::Float;
-  require(x, dtype, "x"), require(weight, dtype, "weight"), require(bias, dtype, "bias");
-  STD_TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && (!bias || bias->is_contiguous()),
-                  "x, weight and bias must be contiguous");
-  std::vector<int64_t> sizes(x.dim(), map.out), strides(x.dim(), 1);
-  map.rows = 1;
-  for (int64_t axis = x.dim() - 2; axis >= 0; --axis) {
-    sizes[axis] = x.size(axis), strides[axis] = std::max<int64_t>(sizes[axis + 1], 1) * strides[axis + 1];
-    map.rows *= sizes[axis];
-  }
-  Tensor y = allocate(sizes, strides, dtype);
-  map.x = x.const_data_ptr(), map.weight = weight.const_data_ptr(), map.y = y.mutable_data_ptr();
-  map.bias = bias ? bias->const_data_ptr() : nullptr;
-  if (map.rows > 0) run_linear(map);
-  return y;
-}
-
 // Name of the instruction set in use; empty if the one that HEADWISE_NATIVE names is not available.
 std::string instruction_set() {
   const Kernels* kernels = chosen_kernels();
@@ -316,7 +246,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "key_tokens, "
       "Tensor? query_tokens, int token_count, Tensor? counted, Tensor? gram) "
       "-> (Tensor out, Tensor lse, Tensor rows, Tensor received, Tensor seen_by)");
-  m.def("linear_few_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("instruction_set() -> str");
   m.def("sources_checksum() -> str");
 }
@@ -327,7 +256,6 @@ STABLE_TORCH_LIBRARY_IMPL(headwise, CPU, m) {
   m.impl("attend_backward", TORCH_BOX(&attend_backward));
   m.impl("attend_bias_gradient", TORCH_BOX(&attend_bias_gradient));
   m.impl("attend_statistics", TORCH_BOX(&attend_statistics));
-  m.impl("linear_few_rows", TORCH_BOX(&linear_few_rows));
 }
 STABLE_TORCH_LIBRARY_IMPL(headwise, CompositeExplicitAutograd, m) {
   m.impl("instruction_set", TORCH_BOX(&instruction_set));

@@ -142,4 +142,10 @@ void run_linear(const LinearMap& map) {
   run_tasks(kernels->linear_tasks(map), 0, [&](int64_t task, void*) { kernels->linear(map, task); });
 }
 
+void run_rotation(const Rotation& rotation) {
+  const Kernels* kernels = chosen_kernels();
+  STD_TORCH_CHECK(kernels, "HEADWISE_NATIVE names an instruction set that is not available here");
+  kernels->rotate(rotation);
+}
+
 }  // namespace headwise

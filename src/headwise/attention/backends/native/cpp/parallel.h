@@ -2,6 +2,7 @@
 #pragma once
 #include "linear_map.h"
 #include "problem.h"
+#include "rotation.h"
 
 namespace headwise {
 
@@ -14,5 +15,7 @@ void run_backward(const Problem& call);
 void run_bias_gradient(const Problem& p);
 
 void run_linear(const LinearMap& map);
+
+void run_rotation(const Rotation& rotation);
 
 }  // namespace headwise

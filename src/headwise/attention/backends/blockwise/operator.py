@@ -1,0 +1,191 @@
+"""The operators of the native backend in plain torch, for compiled calls where the native kernels are not available.
+
+The compiler records a call of an operator without looking into it. So the blocks can be planned when the call runs,
+from the sizes and the ranges of keys that it then has.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.blockwise import scores_fp32
+from headwise.attention.backends.blockwise.attention import (
+    BlockwiseAttention,
+    BlockwiseBackward,
+    CallOptions,
+)
+from headwise.attention.backends.blockwise.plan import BlockwisePlan, MaskGroup, plan_of
+from headwise.attention.backends.native import library
+from headwise.attention.masks.arbitrary import Dense
+from headwise.attention.masks.base import Mask
+from headwise.attention.masks.grid import Grid
+from headwise.attention.masks.in_ranges import InRanges
+from headwise.shapes import Float
+
+_PROBLEM = (
+    "Tensor q, Tensor k, Tensor v, float scale, Tensor? head_scale, float softcap, Tensor? sinks, Tensor? ranges, "
+    "Tensor? dense, Tensor? bias"
+)
+_DROPOUT = "float dropout=0.0, Tensor? seed=None, SymInt first_query=0, SymInt first_key=0"
+_UPSTREAM = "Tensor out_gradient, Tensor? lse_gradient, Tensor out, Tensor normalizers"
+
+SCHEMAS = {
+    "attend_forward": f"({_PROBLEM}, {_DROPOUT}) -> (Tensor out, Tensor lse, Tensor normalizers)",
+    "attend": f"({_PROBLEM}) -> (Tensor out, Tensor lse)",
+    "attend_backward": f"({_UPSTREAM}, {_PROBLEM}, {_DROPOUT}) "
+    "-> (Tensor q_gradient, Tensor k_gradient, Tensor v_gradient)",
+    "attend_bias_gradient": f"({_UPSTREAM}, {_PROBLEM}, {_DROPOUT}) -> Tensor",
+}
+"""Arguments and results of the operators, as in `native/cpp/operators.cpp`."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def why_not_registered() -> str | None:
+    """Register the operators if the native kernels are not available, and return None; or return the reason that
+    blockwise attention cannot be compiled, in one sentence. The compiler calls this function instead of tracing it.
+    """
+    return _register()
+
+
+@cache
+def _register() -> str | None:
+    """Register the operators at the first call. The result is that of `why_not_registered`."""
+    if library.load() is None:
+        return "while compiling, its operator is that of the native kernels"
+    if hasattr(torch.ops.headwise, "attend_forward"):
+        return "its operator cannot be registered next to that of native kernels from other sources"
+    fragment = torch.library.Library("headwise", "FRAGMENT")  # type: ignore[no-untyped-call]
+    _fragments.append(fragment)  # its operators exist as long as it does
+    functions = {
+        "attend_forward": _attend_forward,
+        "attend": _attend,
+        "attend_backward": _attend_backward,
+        "attend_bias_gradient": _attend_bias_gradient,
+    }
+    for name, function in functions.items():
+        fragment.define(name + SCHEMAS[name])  # type: ignore[no-untyped-call]
+        fragment.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    library.register_rules(functions)
+    return None
+
+
+_fragments: list[torch.library.Library] = []
+
+
+class _Call(NamedTuple):
+    """A call in the form that blockwise attention computes.
+
+    Attributes:
+        q: queries in float32, times the scales of the heads if these have their own.
+        k: keys in float32.
+        v: values in float32.
+        bias: bias of the scores; None without.
+        sinks: sink logits; None without.
+        head_scale: factor of the scores of each head, which is in `q`; None without.
+        options: the other options.
+    """
+
+    q: Float[Tensor, "batch heads queries head_dim"]
+    k: Float[Tensor, "batch kv_heads keys head_dim"]
+    v: Float[Tensor, "batch kv_heads keys value_dim"]
+    bias: Float[Tensor, "#batch #heads #queries #keys"] | None
+    sinks: Float[Tensor, "heads 1"] | None
+    head_scale: Float[Tensor, "heads 1 1"] | None
+    options: CallOptions
+
+
+def _call_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    head_scale: Tensor | None,
+    softcap: float,
+    sinks: Tensor | None,
+    ranges: Tensor | None,
+    dense: Tensor | None,
+    bias: Tensor | None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    first_query: int = 0,
+    _first_key: int = 0,
+) -> _Call:
+    """Return the call of an operator with these arguments, with its plan of blocks. A call may be a part of a larger
+    one, from query `first_query` on; each part has a seed of its own.
+    """
+    batch, heads, queries, _ = q.shape
+    grid = Grid(batch, heads, queries, k.shape[2], q.device)
+    masks: list[Mask] = [] if ranges is None else [InRanges(ranges)]
+    masks += [] if dense is None else [Dense(dense)]
+    mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
+    plan: BlockwisePlan = (MaskGroup(range(grid.batch), range(grid.heads), None, grid, ()),)  # no block to compute
+    if 0 not in (*q.shape, *k.shape):
+        plan = plan_of(mask, grid, scores_fp32.BLOCK_OVERHEAD)
+    q, k, v = (tensor.float() for tensor in (q, k, v))
+    factors = None
+    if head_scale is not None:
+        factors, scale = (scale * head_scale)[:, None, None], 1.0
+        q = q * factors
+    options = CallOptions(
+        plan=plan,
+        bfloat16_scores=False,
+        scale=scale,
+        softcap=softcap or None,
+        bias_hides=bias is not None and bias.numel() > 0 and bool(bias.amin() == -torch.inf),
+        dropout=dropout,
+        seed=0 if seed is None else (int(seed) + (first_query << 32)) % 2**63,
+        emitter=None,
+    )
+    return _Call(q, k, v, bias, None if sinks is None else sinks[:, None], factors, options)
+
+
+def _attend_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the log-sum-exp, and two numbers of each row for the backward pass: its shift, and the inverse
+    of its sum.
+    """
+    call = _call_of(*arguments)
+    tensors = (call.q, call.k, call.v, call.bias, call.sinks)
+    results: Any = BlockwiseAttention.forward(*tensors, call.options)
+    out, lse, shifts, sums = results
+    return out.to(arguments[0].dtype), lse, torch.cat([shifts, 1 / sums], -1)
+
+
+def _attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp."""
+    return _attend_forward(*arguments)[:2]
+
+
+def _attend_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    *gradients, _ = _gradients(*arguments, bias_needs_grad=False)
+    of_q, of_k, of_v = (
+        torch.empty_like(tensor).copy_(gradient) for tensor, gradient in zip(arguments[4:7], gradients, strict=True)
+    )
+    return of_q, of_k, of_v
+
+
+def _attend_bias_gradient(*arguments: Any) -> Tensor:
+    """Return the gradient of the bias."""
+    gradient: Tensor = _gradients(*arguments, bias_needs_grad=True)[3]
+    return gradient
+
+
+def _gradients(
+    out_gradient: Tensor,
+    lse_gradient: Tensor | None,
+    out: Tensor,
+    normalizers: Tensor,
+    *arguments: Any,
+    bias_needs_grad: bool,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v and the bias, in float32."""
+    call = _call_of(*arguments)
+    shifts, inverse_sums = normalizers[..., :1], normalizers[..., 1:]
+    tensors: tuple[Any, ...] = (call.q, call.k, call.v, call.bias, out.float(), shifts, 1 / inverse_sums)
+    upstream: tuple[Any, ...] = (out_gradient.float(), lse_gradient)
+    arguments = (*upstream, *tensors, call.options, bias_needs_grad)
+    gradients: Any = BlockwiseBackward.forward(*arguments)
+    of_q, *others = gradients
+    return (of_q if call.head_scale is None else of_q * call.head_scale, *others)

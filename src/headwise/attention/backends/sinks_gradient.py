@@ -1,0 +1,73 @@
+"""Gradient of the sink logits, for backends that save a shift and a sum of each row of scores, and not the weights."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.shapes import Float
+
+
+def sinks_gradient(
+    out_gradient: Float[Tensor, "batch heads queries value_dim"],
+    lse_gradient: Float[Tensor, "batch heads queries"] | None,
+    out: Float[Tensor, "batch heads queries value_dim"],
+    lse: Float[Tensor, "batch heads queries"],
+    shifts: Float[Tensor, "batch heads queries"],
+    inverse_sums: Float[Tensor, "batch heads queries"],
+    sinks: Float[Tensor, " heads"],
+) -> Float[Tensor, " heads"]:
+    """Return the gradient of the sink logits. The weight of a sink takes its share from the output, whose value it
+    lacks, and adds to the log-sum-exp. Differentiating the result raises `RuntimeError`.
+
+    The rounding error of a log-sum-exp would be one of the weight, so shifts and sums are used. Where the inverse of
+    the sum is tiny, the sink has all weight of the row, and the log-sum-exp equals its logit.
+
+    Args:
+        out_gradient: gradient of the output.
+        lse_gradient: gradient of the log-sum-exp; None for 0.
+        out: output.
+        lse: log-sum-exp, with the sinks.
+        shifts: number that was subtracted from the scores of a row, in units of ln 2.
+        inverse_sums: inverse of the sum of 2 to the power of each shifted score of a row, the sink's included.
+        sinks: sink logit of each head.
+    """
+    gradient: Tensor = _SinksGradient.apply(  # type: ignore[no-untyped-call]
+        out_gradient, lse_gradient, out, lse, shifts, inverse_sums, sinks
+    )
+    return gradient
+
+
+class _SinksGradient(torch.autograd.Function):
+    """The gradient of the sink logits, as an autograd function. Its own gradient would lack what shifts and sums depend
+    on, so it raises `RuntimeError`.
+    """
+
+    @staticmethod
+    def forward(
+        out_gradient: Float[Tensor, "batch heads queries value_dim"],
+        lse_gradient: Float[Tensor, "batch heads queries"] | None,
+        out: Float[Tensor, "batch heads queries value_dim"],
+        lse: Float[Tensor, "batch heads queries"],
+        shifts: Float[Tensor, "batch heads queries"],
+        inverse_sums: Float[Tensor, "batch heads queries"],
+        sinks: Float[Tensor, " heads"],
+    ) -> Float[Tensor, " heads"]:
+        """Compute the gradient from the arguments of `sinks_gradient`."""
+        dtype = torch.promote_types(out.dtype, torch.float32)
+        delta = (out_gradient.to(dtype) * out.to(dtype)).sum(-1, dtype=torch.float64)
+        upstream = -delta if lse_gradient is None else lse_gradient - delta
+        inverse = inverse_sums.double()
+        log_sum = torch.where(inverse > 1e-30, (shifts.double() - inverse.log2()) * math.log(2), lse)
+        weight = torch.exp(sinks[:, None] - log_sum).masked_fill(lse == -torch.inf, 0.0)
+        return (weight * upstream).sum((0, 2)).to(sinks.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save no tensors: the gradient cannot be differentiated again."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Raise `RuntimeError`, since the second derivative is not implemented."""
+        raise RuntimeError("the derivative for the gradient of sinks is not implemented; backend='reference' has one")
