@@ -52,10 +52,14 @@ def under_meta(compute):
 
 
 def require_same(compute) -> None:
-    """Check that a function returns the same tensors, bit for bit, with the meta device as the default device."""
+    """Check that a function returns the same tensors, but for rounding, with the meta device as the default device.
+
+    A default device is a mode of torch, in which projections of few tokens are left to torch. And MKL's products depend
+    on where in memory their factors lie, on some processors.
+    """
     for ours, expected in zip(under_meta(seeded(compute)), seeded(compute)(), strict=True):
         assert ours.device.type == "cpu"
-        assert torch.equal(ours, expected)
+        torch.testing.assert_close(ours, expected)
 
 
 def seeded(compute):

@@ -41,12 +41,13 @@ Tensor rotate_few_tokens(Tensor x, Tensor positions, Tensor turns, double factor
   STD_TORCH_CHECK(x.dim() == 4 && positions.dim() == 2 && turns.dim() == 1, "x must have 4 axes, and positions 2");
   r.batch = x.size(0), r.heads = x.size(1), r.tokens = x.size(2), r.width = x.size(3);
   r.rotated = 2 * turns.size(0), r.interleaved = interleaved, r.factor = factor;
-  STD_TORCH_CHECK((positions.size(0) == 1 || positions.size(0) == r.batch) && positions.size(1) == r.tokens &&
-                      r.rotated <= r.width,
-                  "the sizes of x, positions and turns do not fit together");
+  STD_TORCH_CHECK(
+      (positions.size(0) == 1 || positions.size(0) == r.batch) && positions.size(1) == r.tokens && r.rotated <= r.width,
+      "the sizes of x, positions and turns do not fit together");
   r.bfloat16 = x.scalar_type() == ScalarType::BFloat16;
   const ScalarType dtype = r.bfloat16 ? ScalarType::BFloat16 : ScalarType::Float;
-  require(x, dtype, "x"), require(positions, ScalarType::Long, "positions"), require(turns, ScalarType::Double, "turns");
+  require(x, dtype, "x"), require(positions, ScalarType::Long, "positions"),
+      require(turns, ScalarType::Double, "turns");
   STD_TORCH_CHECK((x.stride(3) == 1 || r.width == 1) && positions.is_contiguous() && turns.is_contiguous(),
                   "the last axis of x must have stride 1, and positions and turns must be contiguous");
   const int64_t row = r.heads * r.width;
