@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 import headwise as hw
 from headwise.attention.backends.native import library
-from headwise.nn import linear_choice, linear_engine
+from headwise.nn import linear_choice, linear_engine, linear_operator
 
 pytestmark = pytest.mark.skipif(library.why_not_loaded() is not None, reason="the native kernels are not available")
 
@@ -20,7 +20,7 @@ SIZES = [(1, 5), (17, 1), (513, 5), (33, 131), (512, 512), (768, 67), (2053, 19)
 @pytest.fixture
 def rule(monkeypatch):
     """Choose the kernel for up to 8 tokens on every processor."""
-    for module in (linear_choice, linear_engine):
+    for module in (linear_choice, linear_engine, linear_operator):
         monkeypatch.setattr(module, "native_rule", lambda _: linear_choice.NativeRule(range(1, 9), 0, "a test"))
 
 
@@ -206,6 +206,18 @@ def test_other_calls_are_left_to_torch():
     linear.register_forward_hook(lambda *call: call[-1] * 2)
     assert engine() == "torch"
     torch.testing.assert_close(linear_engine.project(linear, x), linear(x))
+
+
+@pytest.mark.usefixtures("rule")
+def test_the_operator_of_compiled_code_uses_the_kernel():
+    linear_operator.register()
+    x, weight, bias = (tensor.requires_grad_() for tensor in tensors(3, 65, 37, torch.float32))
+    y = torch.ops.headwise.linear(x, weight, bias)
+    assert torch.equal(y, few_rows(x, weight, bias))
+    upstream = torch.randn(3, 37)
+    ours, theirs = (torch.autograd.grad(each, (x, weight, bias), upstream) for each in (y, F.linear(x, weight, bias)))
+    for got, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.usefixtures("rule")

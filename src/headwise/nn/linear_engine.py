@@ -6,7 +6,6 @@ module in its place, tensors of other types, and whatever torch traces, transfor
 `explain_linear` states the choice.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ def project(linear: nn.Module, x: Float[Tensor, "*tokens width"]) -> Float[Tenso
     if engine == "torch":
         result = linear(x)
     elif engine == "native":
-        result = _few_rows()(x.contiguous(), weight, bias)
+        result = linear_operator.few_rows(x, weight, bias)
     elif x.dtype == torch.float32:
         result = linear_operator.linear(x, linear.weight, linear.bias)  # type: ignore[arg-type]
     else:
@@ -92,12 +91,6 @@ def _choose(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -
     return choice if reason is None else LinearChoice("torch", reason)
 
 
-@cache
-def _few_rows() -> Any:
-    """Return the operator of the native kernel. Finding it anew takes as long as the product of a small weight."""
-    return torch.ops.headwise.linear_few_rows.default
-
-
 def _is_compiled_with_operator(linear: nn.Module, x: Tensor) -> bool:
     """Return True if the compiler receives the operator `headwise::linear` in place of the call of `linear`. It decides
     when it runs whether the product is large enough for oneDNN. Other products are left to the compiler.
@@ -115,15 +108,7 @@ def _gains_by_native(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return True if the native kernel is the fastest engine for these tensors, and no gradient is needed, which it
     does not have.
     """
-    rule = native_rule(x.dtype)
-    return (
-        bool(rule.rows)
-        and x.numel() // max(weight.shape[-1], 1) in rule.rows
-        and weight.numel() >= rule.smallest_weight
-        and weight.is_contiguous()
-        and (bias is None or bias.is_contiguous())
-        and not linear_operator.needs_gradient(x, weight, bias)
-    )
+    return linear_operator.gains_by_few_rows(x, weight, bias) and not linear_operator.needs_gradient(x, weight, bias)
 
 
 def _why_not_plain(linear: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:

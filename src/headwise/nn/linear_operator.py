@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.nn.linear_choice import native_rule
 from headwise.shapes import Float
 
 BLOCK = 256
@@ -70,6 +71,30 @@ def gains(x: Tensor, weight: Tensor) -> bool:
     return rows * block * out >= SMALLEST_WORK and (rows >= SMALLEST_COPIED_FOR or not is_copied)
 
 
+def gains_by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return True if the native kernel of few tokens is the fastest engine for these tensors."""
+    rule = native_rule(x.dtype)
+    return (
+        bool(rule.rows)
+        and x.numel() // max(weight.shape[-1], 1) in rule.rows
+        and weight.numel() >= rule.smallest_weight
+        and weight.is_contiguous()
+        and (bias is None or bias.is_contiguous())
+    )
+
+
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x weight^T + bias, computed by the native kernel, without a gradient."""
+    result: Tensor = _few_rows()(x.contiguous(), weight, bias)
+    return result
+
+
+@cache
+def _few_rows() -> Any:
+    """Return the operator of the native kernel. Finding it anew takes as long as the product of a small weight."""
+    return torch.ops.headwise.linear_few_rows.default
+
+
 def _block_of(width: int) -> int:
     """Return the width over which one product sums."""
     least = 2 if width > WIDEST_UNSPLIT else 1
@@ -95,9 +120,11 @@ def _registered() -> torch.library.Library:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias: by oneDNN in blocks of the width, or with `F.linear` if oneDNN gains nothing."""
+    """Return x weight^T + bias: by oneDNN in blocks of the width, by the native kernel for few tokens, or with `F.linear`
+    if neither gains anything.
+    """
     if not gains(x, weight):
-        return F.linear(x, weight, bias)
+        return few_rows(x, weight, bias) if gains_by_few_rows(x, weight, bias) else F.linear(x, weight, bias)
     block = _block_of(weight.shape[1])
     parts = zip(torch.split(x, block, dim=-1), torch.split(weight, block, dim=-1), strict=True)
     total = product(*next(parts), bias)
