@@ -120,8 +120,8 @@ def _registered() -> torch.library.Library:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x weight^T + bias: by oneDNN in blocks of the width, by the native kernel for few tokens, or with `F.linear`
-    if neither gains anything.
+    """Return x weight^T + bias: by oneDNN in blocks of the width, by the native kernel for few tokens, or by
+    `F.linear` if neither gains anything.
     """
     if not gains(x, weight):
         return few_rows(x, weight, bias) if gains_by_few_rows(x, weight, bias) else F.linear(x, weight, bias)
