@@ -54,7 +54,7 @@ class BackwardPlan {
   }
 
  private:
-  static constexpr int64_t kTasksWanted = 8, kMostBytes = int64_t(128) << 20;
+  static constexpr int64_t kTasksWanted = 8, kMostBytes = int64_t(48) << 20;
   static constexpr int64_t kWorkOfBlock = 32;  // work of a block that does not depend on its keys, in keys
 
   int64_t bytes_of(const BackwardTask& task) const {
