@@ -84,10 +84,12 @@ def _draw_simple(random: Random, score: Score, kind: str) -> tuple[hw.Mask, Tens
         values = torch.rand(shape, generator=generator) < random.choice((0.02, 0.5, 0.98))
         return hw.dense(values), values
     if kind == "segments":
-        ids = torch.tensor([[random.randint(0, 3) for _ in range(keys)] for _ in range(random.choice((1, batch)))])
+        rows = random.choice((1, max(batch, 1)))
+        ids = torch.tensor([[random.randint(0, 3) for _ in range(keys)] for _ in range(rows)], dtype=torch.int64)
         ids = ids.sort(-1).values if random.random() < 0.7 else ids
         at_query = query[0, 0, :, 0]
-        of_query = torch.where(at_query >= 0, ids[:, at_query.clamp(min=0)], -1)
+        padded = torch.nn.functional.pad(ids, (0, 1))  # there may be no key
+        of_query = torch.where(at_query >= 0, padded[:, at_query.clamp(min=0)], -1)
         return hw.segments(ids), of_query[:, None, :, None] == ids[:, None, None, :]
     lengths = torch.tensor([random.randint(0, keys) for _ in range(batch)], dtype=torch.long)
     column = lengths[:, None, None, None]
@@ -103,7 +105,7 @@ def draw_positions(random: Random, batch: int, queries: int, keys: int) -> tuple
     were dropped from a cache, or in any order, as in a ring buffer; some are -1.
     """
     generator = torch.Generator().manual_seed(random.getrandbits(31))
-    rows = random.choice((1, batch))
+    rows = random.choice((1, max(batch, 1)))
     of_keys = torch.stack([torch.randperm(2 * keys + 1, generator=generator)[:keys] for _ in range(rows)])
     if random.random() < 0.6:
         of_keys = of_keys.sort(-1).values

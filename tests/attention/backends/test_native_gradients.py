@@ -212,3 +212,16 @@ def test_rows_whose_bias_is_the_least_number_have_the_gradients_of_uniform_atten
         results.append(torch.autograd.grad((out * torch.arange(1.0, 71.0)[:, None]).sum(), (q, k, v)))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 0, 5), (2, 3, 5, 0), (0, 3, 5, 5)], ids=str)
+def test_the_gradient_of_a_bias_of_no_elements_and_for_no_scores(sizes):
+    batch, heads, queries, keys = sizes
+    q = torch.randn(batch, heads, queries, 4, requires_grad=True)
+    k, v = (torch.randn(batch, heads, keys, 4, requires_grad=True) for _ in range(2))
+    for shape in (sizes, (1, heads, queries, 1), (1, 1, 1, keys), (1, 1, 1, 1)):
+        bias = torch.zeros(shape, requires_grad=True)
+        out = hw.attend(q, k, v, bias=bias, backend="native")
+        (gradient,) = torch.autograd.grad(out.sum(), bias)
+        assert gradient.shape == shape
+        assert not gradient.any()

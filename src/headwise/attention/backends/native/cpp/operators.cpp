@@ -168,6 +168,7 @@ Tensor attend_bias_gradient(Tensor out_gradient, MaybeTensor lse_gradient, Tenso
   g.bias_queries = bias->size(2), g.bias_keys = bias->size(3);
   Tensor gradient = allocate({g.bias_batch, g.bias_heads, g.bias_queries, g.bias_keys}, ScalarType::Float);
   torch::stable::zero_(gradient);
+  if (gradient.numel() == 0) return gradient;
   g.bias = writable<float>(gradient);
   run_bias_gradient(p);
   return gradient;
