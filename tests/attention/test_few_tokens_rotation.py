@@ -125,3 +125,14 @@ def test_wrong_input_is_named():
         hw.Rotary().rotate(torch.randn(2, 8), torch.tensor([[0]]))
     with pytest.raises(hw.InputError, match="^positions: "):
         hw.Rotary().rotate(torch.randn(1, 2, 3, 8), torch.tensor([[0, 1]]))
+
+
+def test_a_subclass_is_asked_for_its_angles():
+    class Doubled(hw.Rotary):
+        def angles(self, x, positions, *, length=None):
+            return super().angles(x, 2 * positions, length=length)
+
+    x, positions = torch.randn(1, 2, 3, 8), torch.arange(3)[None]
+    torch.testing.assert_close(Doubled().rotate(x, positions), hw.Rotary().rotate(x, 2 * positions))
+    both = Doubled().rotate_both(x, x, positions, positions)
+    torch.testing.assert_close(both[1], hw.Rotary().rotate(x, 2 * positions))

@@ -406,3 +406,46 @@ def test_a_user_who_lowers_the_precision_of_products_gets_torchs(engine):
         assert "lower precision" in linear_engine.explain_linear(linear, x).because
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("stride", [0, 2])
+def test_a_bias_with_gaps_is_read_right(stride):
+    x, weight, bias = torch.randn(300, 256), torch.randn(512, 256), torch.randn(1024)[::2]
+    bias = bias if stride else bias[:1].expand(512)
+    assert linear_operator.gains(x, weight)
+    torch.testing.assert_close(linear_operator.linear(x, weight, bias), F.linear(x, weight, bias), rtol=0, atol=1e-4)
+
+
+SEEN_BY_HOOKS = """
+import torch
+from torch import nn
+import headwise as hw
+from headwise.nn import linear_choice
+assert linear_choice.uses_onednn(torch.float32)
+layer = hw.MultiHeadAttention(64, 4, backend="reference")
+x, direction = torch.randn(1, 40, 64), torch.randn(1, 40, 64)
+
+def tangent(x, d):
+    return torch.func.jvp(layer, (x,), (d,))[1]
+
+compiled = torch.compile(tangent, backend="aot_eager")
+torch.testing.assert_close(compiled(x, direction), tangent(x, direction), rtol=0, atol=1e-4)
+calls = []
+handle = layer.q_proj.register_full_backward_hook(lambda *_: calls.append(1))
+torch.compile(layer, backend="aot_eager")(x).sum().backward()
+handle.remove()
+assert len(calls) == 1
+torch._dynamo.reset()
+
+def tripled(module, _, y, kind=nn.Linear):
+    return 3 * y if isinstance(module, kind) else None
+
+handle = nn.modules.module.register_module_forward_hook(tripled)
+torch.testing.assert_close(torch.compile(layer, backend="aot_eager")(x), layer(x), rtol=0, atol=1e-3)
+handle.remove()
+"""
+
+
+@pytest.mark.slow
+def test_compiled_code_has_derivatives_and_calls_hooks(tracing_server):
+    tracing_server.run(f"import os; os.environ['HEADWISE_LINEAR'] = 'onednn'\n{SEEN_BY_HOOKS}")

@@ -182,7 +182,7 @@ class Rotary:
     @property
     def _is_kept(self) -> bool:
         """True if the frequencies may be kept: they follow from the fields of this object alone."""
-        return type(self.scaling) in SCALINGS_BY_FIELDS
+        return type(self) is Rotary and type(self.scaling) in SCALINGS_BY_FIELDS
 
     def _cos_and_sin(
         self, width: int, positions: Int[Tensor, "#batch length"], length: TextLength, dtype: torch.dtype
@@ -223,7 +223,8 @@ def _kept_frequencies(rotary: Rotary, width: int, device: torch.device) -> tuple
     """Return the turns per position and the attention factor of a rotation that does not depend on the length of the
     text. They are computed once, and must not be changed.
     """
-    return rotary._turns_per_position(width, None, device)
+    with torch.inference_mode(False):
+        return rotary._turns_per_position(width, None, device)
 
 
 def _rotated(

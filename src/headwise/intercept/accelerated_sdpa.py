@@ -137,8 +137,9 @@ def _causal_ranges(queries: int, keys: int) -> Int[Tensor, "1 1 queries 1 2"]:
     """Return the keys that torch's flag `is_causal` lets each query attend to: the first query attends to the first
     key.
     """
-    stop = torch.arange(1, queries + 1, dtype=torch.int32, device="cpu").clamp(max=keys)
-    return torch.stack([torch.zeros_like(stop), stop], -1)[None, None, :, None].contiguous()
+    with torch.inference_mode(False):  # later calls may save this tensor for a backward pass
+        stop = torch.arange(1, queries + 1, dtype=torch.int32, device="cpu").clamp(max=keys)
+        return torch.stack([torch.zeros_like(stop), stop], -1)[None, None, :, None].contiguous()
 
 
 # -- reasons for which torch computes a call ---------------------------------------------------------------------------

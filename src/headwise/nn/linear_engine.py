@@ -98,7 +98,8 @@ def _is_compiled_with_operator(linear: nn.Module, x: Tensor) -> bool:
     return (
         uses_onednn(torch.float32)
         and type(linear) is nn.Linear
-        and not has_hooks(linear)
+        and not _has_any_hooks(linear)
+        and torch.autograd.forward_ad._current_level < 0  # the operator has no forward-mode derivative
         and x.device.type == "cpu"
         and x.dtype == linear.weight.dtype == torch.float32
     )
@@ -152,10 +153,7 @@ def _is_observed(linear: nn.Module) -> bool:
     replaced function, a mode, or a transform of `torch.func`.
     """
     return bool(
-        has_hooks(linear)
-        or linear._backward_hooks
-        or linear._backward_pre_hooks
-        or torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        _has_any_hooks(linear)
         or torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -163,6 +161,13 @@ def _is_observed(linear: nn.Module) -> bool:
         or F.linear is not torch._C._nn.linear
         or _is_replaced(nn.Linear.forward, nn.modules.linear)
         or _is_replaced(nn.Module.__call__, torch_module)
+    )
+
+
+def _has_any_hooks(linear: nn.Module) -> bool:
+    """Return True if a hook of the module, or one of all modules, sees its calls or their gradients."""
+    return bool(
+        has_hooks(linear) or linear._backward_hooks or linear._backward_pre_hooks or torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
     )
 
 

@@ -78,6 +78,7 @@ def gains_by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         bool(rule.rows)
         and x.numel() // max(weight.shape[-1], 1) in rule.rows
         and weight.numel() >= rule.smallest_weight
+        and weight.layout == torch.strided
         and weight.is_contiguous()
         and (bias is None or bias.is_contiguous())
     )
@@ -135,10 +136,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x weight^T + bias in one product of oneDNN. It is a hundred times slower for a weight with gaps between
-    its rows, so that such a weight is copied.
+    its rows, and reads a bias with gaps as if it had none, so that both are copied.
     """
     if not (weight.is_contiguous() or _columns_are_dense(weight)):
         weight = weight.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
     result: Tensor = _pointwise(x, weight, bias, "none", [], "")
     return result
 

@@ -267,3 +267,20 @@ def test_blockwise_is_refused_under_vmap_and_while_exporting(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
     assert hw.why_not("blockwise", q, q, q) == blockwise.UNREADABLE
+
+
+def test_dropout_does_not_depend_on_the_number_of_threads():
+    q, k, v = (torch.randn(1, 8, 800, 16, requires_grad=True) for _ in range(3))
+    threads, results = torch.get_num_threads(), []
+    try:
+        for forward, backward in ((1, 1), (1, 2), (2, 1)):
+            torch.set_num_threads(forward)
+            torch.manual_seed(3)
+            out = hw.attend(q, k, v, dropout=0.5, backend="blockwise")
+            torch.set_num_threads(backward)
+            results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        for got, wanted in zip(other, results[0], strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)

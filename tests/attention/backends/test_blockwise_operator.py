@@ -56,6 +56,30 @@ torch.manual_seed(0)
 dropped = torch.compile(lambda: hw.attend(q, k, torch.ones_like(v), dropout=0.25, backend="blockwise"), backend="eager")
 torch.testing.assert_close(dropped().mean(), torch.tensor(1.0), rtol=0, atol=0.05)
 assert dropped().std() > 0.02
+
+def permuted(q, k, v, table):
+    return hw.attend(q, k, v, bias=table.t()[None, None], backend="blockwise").square().sum()
+
+table = torch.randn(150, 150, requires_grad=True)
+functions = permuted, torch.compile(permuted, fullgraph=True)
+gradients = [torch.autograd.grad(function(q, k, v, table), table)[0] for function in functions]
+torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)
+
+from headwise.attention.masks import key_ranges
+key_ranges.MATRIX_ELEMENTS = 2**13
+rule = hw.mask_rule(lambda b, h, i, j: (i + 2 * j + h) % 3 > 0)
+eye = torch.eye(512)[None, None]
+
+def in_parts(x):
+    return hw.attend(x, x, eye, mask=rule, dropout=0.5, backend="blockwise")
+
+kept = (torch.compile(in_parts, dynamic=False, backend="eager")(torch.zeros(1, 1, 512, 8)) > 0)[0, 0].float()
+for distance in (63, 66, 126, 192):  # the rule has the period 3
+    shown = (torch.arange(512)[:, None] + 2 * torch.arange(512)) % 3 > 0
+    both = shown[distance:] & shown[:-distance]
+    pair = torch.stack([kept[distance:][both], kept[:-distance][both]])
+    assert pair.corrcoef()[0, 1].abs() < 0.03, distance
+
 for shape in ((0, 2, 5, 8), (1, 2, 0, 8), (1, 2, 5, 0)):
     q = torch.randn(*shape[:3], 8)
     k = torch.randn(*shape[:2], 0 if shape[3] == 0 else 7, 8)

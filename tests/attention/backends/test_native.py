@@ -12,6 +12,7 @@ import torch
 import headwise as hw
 from headwise.attention.backends.native import build, library
 from headwise.attention.backends.native.backend import arguments
+from headwise.attention.masks import key_ranges
 from headwise.attention.masks.grid import Grid
 from headwise.attention.masks.key_ranges import Part, visible_keys
 from headwise.attention.problem import Problem
@@ -341,3 +342,13 @@ def test_the_build_states_why_it_cannot_compile(monkeypatch):
     monkeypatch.setattr(build, "torch_folder", lambda: None)
     monkeypatch.setattr(build.shutil, "which", lambda name: name)
     assert "no installed torch was found" in build.why_not()
+
+
+@pytest.mark.parametrize("mask", [hw.causal(), hw.window(5), hw.window(5, dilation=2)], ids=str)
+def test_a_call_in_inference_mode_leaves_nothing_that_training_cannot_use(mask):
+    key_ranges._constant_visible_keys.cache_clear()
+    key_ranges._constant_matrix.cache_clear()
+    q = torch.randn(1, 2, 130, 8, requires_grad=True)
+    with torch.inference_mode():
+        hw.attend(q, q, q, mask=mask)
+    assert torch.autograd.grad(hw.attend(q, q, q, mask=mask).sum(), q)[0].isfinite().all()

@@ -122,3 +122,13 @@ def test_a_mask_with_gaps_needs_little_memory():
     result = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     outputs_and_gradients = 5 * 8  # of 8 MiB each
     assert float(result.stdout) < 128 + outputs_and_gradients
+
+
+def test_parts_without_a_key_are_empty():
+    q, k, v = (torch.randn(1, 1, n, 8, requires_grad=True) for n in (6000, 4000, 4000))
+    mask = hw.causal() & hw.mask_rule(lambda b, h, q, k: (q + k) % 3 > 0)
+    out = hw.attend(q, k, v, mask=mask, backend="native")
+    assert not out[:, :, :2000].any()
+    exact = hw.attend(q[:, :, -500:].double(), k.double(), v.double(), mask=mask, backend="reference")
+    torch.testing.assert_close(out[:, :, -500:].double(), exact, rtol=0, atol=1e-5)
+    assert all(each.isfinite().all() for each in torch.autograd.grad(out.sum(), (q, k, v)))

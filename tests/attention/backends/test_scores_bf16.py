@@ -41,11 +41,11 @@ def test_the_heavy_scores_of_every_row_are_near_the_shift(kind, mask):
     q, k = torch.randn(BATCH, HEADS, QUERIES, HEAD_DIM).bfloat16(), keys_of(kind)
     plan = plan_of(mask, Grid(BATCH, HEADS, QUERIES, KEYS), 1)
     shifts = torch.zeros(*q.shape[:-1], 1)
-    scores = scores_bf16.BFloat16Scores(q, k, SCALE, plan, Pool(plan, q, k), shifts)
+    scores = scores_bf16.BFloat16Scores(q, k, SCALE, plan, Pool(plan, q, k, 2), shifts)
     exact = q.double() @ k.double().repeat_interleave(2, 1).mT
     if mask is not None:
         exact = exact.masked_fill(~mask.block(Grid(BATCH, HEADS, QUERIES, KEYS)), -torch.inf)
-    for tile in iterate_tiles(plan, q, k, None):
+    for tile in iterate_tiles(plan, q, k, None, 2):
         shifted = tile.by_head(scores.shifted_scores(tile).clone()).double()
         assert torch.equal(shifted, tile.by_head(scores.recompute(tile)).double())
         wanted = (exact[tile.row_slices] - shifts[tile.row_slices].double()) * SCALE * LOG2_E

@@ -186,13 +186,15 @@ def visible_keys(mask: Mask | None, grid: Grid) -> VisibleKeys:
 @lru_cache(maxsize=32)
 def _constant_visible_keys(mask: Mask, grid: Grid) -> VisibleKeys:
     """Return the result of `_visible_keys`, which is cached: all layers of a model have the same mask."""
-    return _visible_keys(mask, grid)
+    with torch.inference_mode(False):  # later calls may save these tensors for a backward pass
+        return _visible_keys(mask, grid)
 
 
 @lru_cache(maxsize=8)
 def _constant_matrix(masks: tuple[Mask, ...], grid: Grid) -> Matrix:
     """Return the matrix of constant masks, which is cached: all layers of a model have the same mask."""
-    return VisibleKeys(None, masks, grid)._evaluate_in_pieces(Part(range(grid.queries), range(grid.keys)))
+    with torch.inference_mode(False):
+        return VisibleKeys(None, masks, grid)._evaluate_in_pieces(Part(range(grid.queries), range(grid.keys)))
 
 
 def _visible_keys(mask: Mask, grid: Grid) -> VisibleKeys:
@@ -259,7 +261,7 @@ def _keys_at(positions: Range, run: Int[Tensor, "batch keys"]) -> Range:
     batch = max(len(start), len(run))
     run = run.expand(batch, -1).contiguous()
     sizes = (batch, *start.shape[1:])
-    flat = (each.expand(sizes).reshape(batch, -1) for each in (start, stop))
+    flat = (each.expand(sizes).reshape(batch, -1).contiguous() for each in (start, stop))
     return Range(*(torch.searchsorted(run, each).view(sizes) for each in flat))
 
 

@@ -15,77 +15,19 @@ A sink logit adds its power to l, and nothing to the output.
 (Dao et al. 2022, FlashAttention, appendix B, with the division deferred as in Rabe and Staats 2021.)
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headwise.attention.backends.blockwise.call_options import CallOptions
 from headwise.attention.backends.blockwise.plan import BlockwisePlan
-from headwise.attention.backends.blockwise.row_block_emitter import RowBlockEmitter
-from headwise.attention.backends.blockwise.scores_bf16 import BFloat16Scores
-from headwise.attention.backends.blockwise.scores_fp32 import Float32Scores
-from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, Tile, iterate_tiles
+from headwise.attention.backends.blockwise.tiles import LOG2_E, Pool, Tile
 from headwise.attention.backends.sinks_gradient import sinks_gradient
 from headwise.shapes import Float
 
 PARTIAL_SUMS = 64
 """Number of bfloat16 sums into which a row is added before these are added in float32."""
-
-
-class CallOptions(NamedTuple):
-    """Options of one blockwise attention call: the blocks of the score matrix to compute; the dtype, scale and softcap
-    of the scores; the dropout; and, if a function observes the call, the object that passes the attention weights to
-    that function.
-
-    Attributes:
-        plan: the blocks to compute.
-        bfloat16_scores: True for scores in bfloat16, False for scores in the dtype of q.
-        scale: factor of the scores.
-        softcap: cap of the scores; None without.
-        bias_hides: True if the bias is -inf somewhere.
-        dropout: probability with which a weight is dropped.
-        seed: seed of the dropout.
-        emitter: object that sends the weights of each tile to an observer; None if nothing is observed.
-    """
-
-    plan: BlockwisePlan
-    bfloat16_scores: bool
-    scale: float
-    softcap: float | None
-    bias_hides: bool
-    dropout: float
-    seed: int
-    emitter: RowBlockEmitter | None
-
-    def prepare_scores(
-        self,
-        q: Tensor,
-        k: Tensor,
-        bias: Tensor | None,
-        pool: Pool,
-        shifts: Float[Tensor, "batch heads queries 1"],
-    ) -> BFloat16Scores | Float32Scores:
-        """Return the object that computes the scores of each tile (rectangle of the score matrix) and their gradient,
-        in bfloat16 or in the dtype of q. In the forward pass the object chooses one number for each query row,
-        subtracts it from the row's scores, and writes it to `shifts`. In the backward pass it reads the numbers from
-        `shifts`.
-        """
-        if self.bfloat16_scores:
-            return BFloat16Scores(q, k, self.scale, self.plan, pool, shifts)
-        return Float32Scores(q, k, bias, self.scale, self.softcap, self.bias_hides, pool, shifts)
-
-    def dropout_factors(
-        self, number: int, tile: Tile, weights: Float[Tensor, "kv stacked columns"], pool: Pool
-    ) -> Float[Tensor, "kv stacked columns"] | None:
-        """Return one random factor for each weight of a tile, a rectangle of the score matrix: 0 with probability
-        `dropout`, otherwise 1 / (1 - dropout). None without dropout. The factors depend on the call's seed and on
-        `number`, the index of the tile, so they are the same in the forward and the backward pass.
-        """
-        if self.dropout == 0:
-            return None
-        generator = torch.Generator(weights.device).manual_seed(self.seed + number)
-        factors = pool.buffer("dropout", tile, weights)
-        return factors.bernoulli_(1 - self.dropout, generator=generator).div_(1 - self.dropout)
 
 
 class BlockwiseAttention(torch.autograd.Function):
@@ -112,9 +54,9 @@ class BlockwiseAttention(torch.autograd.Function):
         out = _empty_rows(q, v.shape[-1], options.plan)
         shifts = q.new_zeros(*q.shape[:-1], 1, dtype=torch.promote_types(q.dtype, torch.float32))
         sums = torch.full_like(shifts, torch.inf)
-        pool, emitter = Pool(options.plan, q, k), options.emitter
+        pool, emitter = Pool(options.plan, q, k, options.threads), options.emitter
         scores = options.prepare_scores(q, k, bias, pool, shifts)
-        for number, tile in enumerate(iterate_tiles(options.plan, q, k, bias if options.bias_hides else None)):
+        for number, tile in enumerate(options.tiles(q, k, bias)):
             shifted = scores.shifted_scores(tile)
             powers = torch.exp2(shifted, out=shifted if emitter is None else pool.buffer("powers", tile, shifted))
             power_sum = _row_sums(powers)
@@ -201,10 +143,10 @@ class BlockwiseBackward(torch.autograd.Function):
             torch.zeros(x.mT.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device) for x in (k, v)
         )
         grad_bias = torch.zeros_like(bias) if bias_needs_grad and bias is not None else None
-        pool = Pool(options.plan, q, k)
+        pool = Pool(options.plan, q, k, options.threads)
         scores = options.prepare_scores(q, k, bias, pool, shifts)
         scores.start_backward(v, upstream, delta, grad_bias)
-        for number, tile in enumerate(iterate_tiles(options.plan, q, k, bias if options.bias_hides else None)):
+        for number, tile in enumerate(options.tiles(q, k, bias)):
             powers = scores.recompute(tile).exp2_()
             factors = options.dropout_factors(number, tile, powers, pool)
             used_powers = powers if factors is None else powers * factors

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from headwise.attention.backends import reference
 from headwise.attention.backends.blockwise import operator, scores_bf16, scores_fp32
-from headwise.attention.backends.blockwise.attention import BlockwiseAttention, CallOptions
+from headwise.attention.backends.blockwise.attention import BlockwiseAttention
 from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.backends.blockwise.call_options import CallOptions
 from headwise.attention.backends.blockwise.plan import MOST_ROWS, BlockwisePlan, plan_of, reads_most_keys
 from headwise.attention.backends.blockwise.row_block import Observer
 from headwise.attention.backends.blockwise.row_block_emitter import RowBlockEmitter
+from headwise.attention.backends.blockwise.tiles import threads_of
 from headwise.attention.backends.native import backend as native
 from headwise.attention.problem import Answer, Problem
 from headwise.checks import has_readable_values, whole_number
@@ -56,7 +58,7 @@ def _why_not_compiled(problem: Problem) -> str | None:
         return UNREADABLE
     if problem.q.dtype not in native.DTYPES:
         return f"compiled blockwise attention computes in float32 and bfloat16, and q is in {problem.q.dtype}"
-    reason: str | None = operator.why_not_registered()
+    reason: str | None = native.why_no_derivative() or operator.why_not_registered()
     return reason
 
 
@@ -102,6 +104,7 @@ def run(
         softcap=problem.softcap,
         bias_hides=problem.bias is not None and bool(problem.bias.amin() == -torch.inf),
         dropout=problem.dropout,
+        threads=threads_of(problem.dropout),
         seed=int(torch.randint(2**62, (), device="cpu")) if problem.dropout > 0 else 0,
         emitter=emitter,
     )

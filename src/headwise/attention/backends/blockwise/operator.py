@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from headwise.attention.backends.blockwise import scores_fp32
-from headwise.attention.backends.blockwise.attention import (
-    BlockwiseAttention,
-    BlockwiseBackward,
-    CallOptions,
-)
+from headwise.attention.backends.blockwise.attention import BlockwiseAttention, BlockwiseBackward
+from headwise.attention.backends.blockwise.call_options import CallOptions
 from headwise.attention.backends.blockwise.plan import BlockwisePlan, MaskGroup, plan_of
+from headwise.attention.backends.blockwise.tiles import threads_of
 from headwise.attention.backends.native import library
 from headwise.attention.masks.arbitrary import Dense
 from headwise.attention.masks.base import Mask
@@ -70,6 +68,11 @@ def _register() -> str | None:
     library.register_rules(functions)
     return None
 
+
+SEED_STEP = 0x9E3779B1
+"""Odd number of 32 bits, which are all that torch's generator on the CPU reads of a seed: multiples of it are far apart
+in them.
+"""
 
 _fragments: list[torch.library.Library] = []
 
@@ -135,7 +138,8 @@ def _call_of(
         softcap=softcap or None,
         bias_hides=bias is not None and bias.numel() > 0 and bool(bias.amin() == -torch.inf),
         dropout=dropout,
-        seed=0 if seed is None else (int(seed) + (first_query << 32)) % 2**63,
+        threads=threads_of(dropout),
+        seed=0 if seed is None else (int(seed) + first_query * SEED_STEP) % 2**63,
         emitter=None,
     )
     return _Call(q, k, v, bias, None if sinks is None else sinks[:, None], factors, options)
@@ -167,8 +171,8 @@ def _attend_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _attend_bias_gradient(*arguments: Any) -> Tensor:
-    """Return the gradient of the bias."""
-    gradient: Tensor = _gradients(*arguments, bias_needs_grad=True)[3]
+    """Return the gradient of the bias, contiguous like that of the native kernels."""
+    gradient: Tensor = _gradients(*arguments, bias_needs_grad=True)[3].contiguous()
     return gradient
 
 

@@ -142,7 +142,16 @@ def full_width_tile(grid: Grid, rows: range, allowed: Bool[Tensor, "#batch #head
     return Tile(PlannedBlock(rows, (KeyRange(range(grid.keys), True),)), sequences, heads, heads, [ceiling], None)
 
 
-def iterate_tiles(plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor | None) -> Iterator[Tile]:
+def threads_of(dropout: float) -> int:
+    """Return the number of threads that tiles are made for: those of torch, or 1 with dropout, whose random numbers
+    depend on the tiles and must be the same in the backward pass.
+    """
+    return 1 if dropout > 0 else torch.get_num_threads()
+
+
+def iterate_tiles(
+    plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor | None, threads: int
+) -> Iterator[Tile]:
     """Yield every tile of a plan's blocks, in the same order each time. A tile is the part of a block, for some
     sequences and heads, that is computed at once. If `hiding_bias` is passed, keys are hidden where it is -inf, in
     addition to the mask.
@@ -153,7 +162,7 @@ def iterate_tiles(plan: BlockwisePlan, q: Tensor, k: Tensor, hiding_bias: Tensor
         ceilings, has_key = cache.get(pattern) or _ceilings(group, block, hiding_bias, q)
         if pattern is not None:
             cache[pattern] = ceilings, has_key
-        for sequences, heads, kv_heads in _tile_slices(group, block, q, k):
+        for sequences, heads, kv_heads in _tile_slices(group, block, q, k, threads):
             within = (_relative(sequences, group.sequences), _relative(heads, group.heads))
             tile_ceilings = [Ceiling(offset, select(bounds, *within)) for offset, bounds in ceilings]
             tile_has_key = None if has_key is None else select(has_key, *within)
@@ -169,9 +178,11 @@ class Pool:
 
     _of_thread = threading.local()
 
-    def __init__(self, plan: BlockwisePlan, q: Tensor, k: Tensor) -> None:
+    def __init__(self, plan: BlockwisePlan, q: Tensor, k: Tensor, threads: int) -> None:
         self._like = q
-        self._size = max((_tile_size(*group_and_block, q, k) for group_and_block in _blocks_of(plan)), default=0)
+        self._size = max(
+            (_tile_size(*group_and_block, q, k, threads) for group_and_block in _blocks_of(plan)), default=0
+        )
         self._buffers: dict[str, Tensor] = {}
 
     def buffer(self, name: str, tile: Tile, rows: Float[Tensor, "kv stacked _"]) -> Float[Tensor, "kv stacked columns"]:
@@ -227,25 +238,26 @@ def _blocks_of(plan: BlockwisePlan) -> Iterator[tuple[MaskGroup, PlannedBlock]]:
     return ((group, block) for group in plan for block in group.blocks)
 
 
-def _tile_size(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) -> int:
+def _tile_size(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor, threads: int) -> int:
     """Return the number of scores in the largest tile of a block. A tile has all query rows and key columns of the
     block, for some sequences and heads.
     """
-    slices = _tile_slices(group, block, q, k)
+    slices = _tile_slices(group, block, q, k, threads)
     heads_and_sequences = max((s.stop - s.start) * (h.stop - h.start) for s, h, _ in slices)
     return int(heads_and_sequences) * len(block.rows) * block.width
 
 
-def _tile_slices(group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+def _tile_slices(
+    group: MaskGroup, block: PlannedBlock, q: Tensor, k: Tensor, threads: int
+) -> Iterator[tuple[slice, slice, slice]]:
     """Yield for each tile of a block its slices of the sequences, the query heads and the key/value heads. The scores
-    of a tile take about `TILE_BYTES` (4 MiB), or more where torch's threads would otherwise get less than one key/value
-    head each.
+    of a tile take about `TILE_BYTES` (4 MiB), or more where a number of threads would otherwise get less than one
+    key/value head each.
     """
     heads_per_kv = q.shape[1] // k.shape[1]
     first, last = group.heads.start, group.heads.stop
     kv_heads = range(first // heads_per_kv, -(-last // heads_per_kv))
     room = TILE_BYTES // (len(block.rows) * block.width * heads_per_kv * q.element_size())
-    threads = torch.get_num_threads()
     room = max(room // threads * threads, threads)  # so that no thread waits for another's last head
     # A group whose heads end between two key/value heads is computed one key/value head at a time.
     step = 1 if first % heads_per_kv or last % heads_per_kv else min(room, len(kv_heads))

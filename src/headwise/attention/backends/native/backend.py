@@ -30,13 +30,13 @@ def why_not(problem: Problem) -> str | None:
     """
     if problem.talking is not None:
         return "the native kernels keep heads apart, and talking_heads mixes them"
-    reason: str | None = _why_no_derivative(problem) or _why_not_tensors(problem) or library.why_not_loaded()
+    reason: str | None = why_no_derivative() or _why_not_tensors(problem) or library.why_not_loaded()
     return reason
 
 
-def _why_no_derivative(problem: Problem) -> str | None:
-    """Return one sentence that names a derivative which torch may compute here, and which the native kernels do not
-    have; None if there is none.
+def why_no_derivative() -> str | None:
+    """Return one sentence that names a derivative which torch may compute here, and which the operators of the native
+    kernels do not have; None if there is none.
     """
     if forward_ad._current_level >= 0:
         return "the native kernels have no forward-mode derivative, and one may be computed here"

@@ -163,7 +163,7 @@ def _checksum(matrix: Matrix | None) -> int:
     """Return a number that is the same for equal matrices, and different for others but for a chance of about 2^-56: a
     sum of the matrix, in words of eight elements, with fixed random weights.
     """
-    if matrix is None:
+    if matrix is None or matrix.numel() == 0:
         return 0
     flat = matrix.contiguous().view(-1, matrix.shape[-1])
     words = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 8)).view(torch.int64)
