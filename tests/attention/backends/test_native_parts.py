@@ -43,8 +43,8 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_parts_have_the_results_of_the_whole(name, dtype, monkeypatch, request):
-    """In float32 the output has the same bits. Sums of gradients over parts are rounded differently, and parts with few
-    rows are not computed in pairs of bfloat16.
+    """Sums are rounded differently: gradients are sums over parts, blocks of parts may have fewer rows, and parts with
+    few rows are not computed in pairs of bfloat16.
     """
     q, k, v = tensors(dtype)
     sinks = torch.randn(HEADS, requires_grad=True)
@@ -67,9 +67,6 @@ def test_parts_have_the_results_of_the_whole(name, dtype, monkeypatch, request):
     monkeypatch.setattr(torch.ops.headwise, "attend_forward", counted)
     parts = results()
     assert len(calls) > 2
-    if dtype == torch.float32:
-        assert torch.equal(parts[0], whole[0])
-        assert torch.equal(parts[1], whole[1])
     for ours, expected in zip(parts, whole, strict=True):
         is_row = expected > -torch.inf
         assert distance(ours[is_row], expected[is_row]) <= 4 * torch.finfo(dtype).eps * expected[is_row].abs().max()

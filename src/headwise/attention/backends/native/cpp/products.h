@@ -77,6 +77,10 @@ template <int kN>
 constexpr int64_t kSumLength = 16;
 #endif
 
+// The same for a product of this width: few rows, which are in one vector or in two, have short sums on every
+// processor.
+inline int64_t most_summed(int64_t width) { return width <= 16 ? 16 : kSumLength<kTileVectors>; }
+
 // A strip of a product, in sums of at most `kSumLength` numbers, or `most` if that is less.
 template <int kN, bool kAdd>
 inline void multiply_in_blocks(LeftMatrix left, int64_t height, const float* right, int64_t right_row, int64_t depth,
@@ -104,7 +108,7 @@ inline void multiply_in_sums(LeftMatrix left, int64_t height, const float* right
 template <bool kAdd>
 inline void multiply(LeftMatrix left, int64_t height, const float* right, int64_t right_row, int64_t depth, float* c,
                      int64_t c_row, int64_t width) {
-  multiply_in_sums<kAdd>(left, height, right, right_row, depth, c, c_row, width, kSumLength<kTileVectors>);
+  multiply_in_sums<kAdd>(left, height, right, right_row, depth, c, c_row, width, most_summed(width));
 }
 
 // Product of each row of one matrix with the same row of another, both `(depth x width)` with a stride of `row`. It has
@@ -113,7 +117,8 @@ inline void multiply_rows(const float* left, const float* right, int64_t row, in
                           float* products) {
   constexpr int64_t kWide = kTileVectors * kLanes;
   for (int64_t n = 0; n < width; n += kLanes) {
-    const int64_t length = n / kWide * kWide + kWide <= width ? kSumLength<kTileVectors> : kSumLength<1>;
+    const int64_t of_strip = n / kWide * kWide + kWide <= width ? kSumLength<kTileVectors> : kSumLength<1>;
+    const int64_t length = smaller(of_strip, most_summed(width));
     Floats total = zero();
     for (int64_t begin = 0; begin < depth; begin += length) {
       Floats sum = zero();
