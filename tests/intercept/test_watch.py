@@ -53,7 +53,7 @@ def test_statistics_of_a_transformers_model_are_those_of_eager_weights(name, imp
     with hw.watch(model) as heads:
         output = model(**inputs).last_hidden_state
     real = PADDED[padding].bool()
-    torch.testing.assert_close(output[real], plain[real], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output[real], plain[real], rtol=1e-4, atol=1e-4)
     require_statistics(heads, weights, real, TOKENS)
 
 
@@ -195,8 +195,9 @@ def test_each_sequence_has_the_same_weight_in_any_batch():
         model(TOKENS[1:])
     for record, other in zip(at_once.records, one_by_one.records, strict=True):
         for name, spread in record.statistics.items():
-            torch.testing.assert_close(other.statistics[name].value, spread.value, equal_nan=True)
-            torch.testing.assert_close(other.statistics[name].standard_error, spread.standard_error, equal_nan=True)
+            close = {"rtol": 1e-5, "atol": 1e-6, "equal_nan": True}  # sums in float64 of numbers in float32
+            torch.testing.assert_close(other.statistics[name].value, spread.value, **close)
+            torch.testing.assert_close(other.statistics[name].standard_error, spread.standard_error, **close)
 
 
 def replaced_functions() -> tuple:
