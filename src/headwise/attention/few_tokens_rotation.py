@@ -24,7 +24,8 @@ def suits(x: Float[Tensor, "batch heads length head_dim"], positions: Int[Tensor
     operators of torch. It has no gradient.
     """
     return (
-        x.shape[0] * x.shape[2] <= MOST_TOKENS
+        makes_plain_tensors()  # first: while exporting, reading sizes would fix them
+        and x.shape[0] * x.shape[2] <= MOST_TOKENS
         and x.is_cpu
         and x.dtype in (torch.float32, torch.bfloat16)
         and x.stride(3) == 1
@@ -33,7 +34,6 @@ def suits(x: Float[Tensor, "batch heads length head_dim"], positions: Int[Tensor
         and positions.dtype == torch.int64
         and positions.is_contiguous()
         and not (x.requires_grad and torch.is_grad_enabled())
-        and makes_plain_tensors()
         and forward_ad._current_level < 0
         and library.load() is None
     )
