@@ -20,6 +20,7 @@ SOURCE = Path(headwise.__file__).parent
 FLOORS = (
     ("errors", "shapes"),
     ("checks",),
+    ("page", "plots"),
     ("attention",),
     ("nn",),
     ("compat",),

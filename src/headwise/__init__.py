@@ -49,16 +49,22 @@ if TYPE_CHECKING:
     from headwise.analysis.ablation_result import Ablation, SetAblation
     from headwise.analysis.attribution import Attribution, logit_attribution
     from headwise.analysis.compare import compare
+    from headwise.analysis.focus import Focus
     from headwise.analysis.gate import gate
     from headwise.analysis.importance.agreement import Agreement, agreement
     from headwise.analysis.importance.importance import Importance, importance
     from headwise.analysis.losses import EmbeddingDistance, MaskedTokenLoss, next_token_loss
+    from headwise.analysis.page import write_page
     from headwise.analysis.patching import Patching, activation_patching, patch_together
     from headwise.analysis.profile import Profile, load_profile, profile
     from headwise.analysis.recording import record_outputs
     from headwise.analysis.redundancy.redundancy import redundancy
     from headwise.analysis.redundancy.result import Redundancy
     from headwise.analysis.view import view
+    from headwise.analysis.view_examples import view_examples
+    from headwise.analysis.view_image import view_image
+    from headwise.analysis.view_result import View
+    from headwise.analysis.view_set import ViewSet
     from headwise.data.models import load
     from headwise.data.random_repeats import random_repeats
     from headwise.data.texts import Texts
@@ -78,6 +84,7 @@ _LAZY = {
     "Agreement": "headwise.analysis.importance.agreement",
     "Attribution": "headwise.analysis.attribution",
     "EmbeddingDistance": "headwise.analysis.losses",
+    "Focus": "headwise.analysis.focus",
     "Importance": "headwise.analysis.importance.importance",
     "MaskedTokenLoss": "headwise.analysis.losses",
     "OptunaOptions": "headwise.studies.optuna_storage",
@@ -92,6 +99,8 @@ _LAZY = {
     "StudyBudget": "headwise.studies.budget",
     "TextOptions": "headwise.studies.corpus",
     "Texts": "headwise.data.texts",
+    "View": "headwise.analysis.view_result",
+    "ViewSet": "headwise.analysis.view_set",
     "ablate": "headwise.analysis.ablate",
     "activation_patching": "headwise.analysis.patching",
     "agreement": "headwise.analysis.importance.agreement",
@@ -111,6 +120,9 @@ _LAZY = {
     "study": "headwise.studies.study",
     "study_texts": "headwise.studies.text_study",
     "view": "headwise.analysis.view",
+    "view_examples": "headwise.analysis.view_examples",
+    "view_image": "headwise.analysis.view_image",
+    "write_page": "headwise.analysis.page",
 }
 """Module of each public name that is imported on first use."""
 
@@ -145,6 +157,7 @@ __all__ = [
     "DynamicCache",
     "DynamicNTK",
     "EmbeddingDistance",
+    "Focus",
     "HeadwiseError",
     "Importance",
     "InputError",
@@ -176,6 +189,8 @@ __all__ = [
     "StudyBudget",
     "TextOptions",
     "Texts",
+    "View",
+    "ViewSet",
     "WeightCapture",
     "YaRN",
     "ablate",
@@ -219,7 +234,10 @@ __all__ = [
     "to_torch",
     "to_transformers",
     "view",
+    "view_examples",
+    "view_image",
     "watch",
     "why_not",
     "window",
+    "write_page",
 ]

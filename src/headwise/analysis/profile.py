@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.nonfinite import nonfinite_error
-from headwise.analysis.roles import COPYING_ROLES, ROLES, role_of
+from headwise.analysis.roles import COPYING_ROLES, ROLES, page_roles, role_of
 from headwise.checks import require_module, token_ids
 from headwise.data.batches import POSITIONAL, call_model, device_of, digest_of, evaluation_mode, to_device
 from headwise.data.random_repeats import repeats_for_model
@@ -22,6 +22,7 @@ from headwise.errors import InputError
 from headwise.intercept.heads import Heads
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch
+from headwise.page.contents import Contents
 from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import SiteProgress, prepare_texts, require_same_data, run_pass
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
@@ -29,12 +30,10 @@ from headwise.runs.fingerprint import attention_digest, run_settings
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, head_estimates
 from headwise.runs.table import HeadTable
 from headwise.shapes import Int
+from headwise.statistics.meanings import RANDOM_SUFFIX
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-RANDOM_SUFFIX = "_random"
-"""Suffix of a statistic's name where it was measured on random tokens that repeat."""
 
 ATTENTION_DIGEST = "attention_weights"
 """Name of the hash of the attention modules' weights in the metadata of a profile."""
@@ -79,6 +78,10 @@ class Profile(HeadTable[ProfiledHead]):
             role.name: [(head.layer, head.head) for head in self.heads if head.role == role.name] for role in ROLES
         }
         return {role: members for role, members in heads.items() if members}
+
+    def contents(self) -> Contents:
+        """Return the contents of a page with this profile alone."""
+        return self.columns().contents(page_roles(head.role for head in self.heads))
 
     def plot(self, statistic: str | None = "entropy") -> "Figure":
         """Return a matplotlib heatmap of one statistic's mean for every head, by default the entropy of attention

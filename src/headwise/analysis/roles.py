@@ -11,8 +11,10 @@ it *induction* or *duplicate token* as well, with the larger of both shares. Att
 two roles, because a copying head attends to a sink wherever there is nothing to copy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from headwise.page.contents import PageRole
 
 HALF = 0.5
 """Share of a head's attention from which a position names its role."""
@@ -102,3 +104,23 @@ def role_of(means: Mapping[str, float], rows: Mapping[str, float], random: Mappi
     if shares:
         return max(shares, key=lambda role: shares[role])
     return BROAD if reaches(BROAD) else MIXED
+
+
+def page_roles(names: Iterable[str | None], first_word: str | None = None) -> tuple[PageRole, ...]:
+    """Return the roles with these names for display, in the order of `ROLES`.
+
+    Args:
+        names: names of roles; None for heads without one.
+        first_word: word that takes the place of "the first token" in titles.
+    """
+    occurring = set(names)
+    return tuple(
+        PageRole(
+            role.name,
+            role.name if first_word is None else role.name.replace("the first token", first_word),
+            role.rule,
+            role.statistic,
+        )
+        for role in ROLES
+        if role.name in occurring
+    )

@@ -1,94 +1,63 @@
-"""Result of `view`: statistics, words and pictures of every head on one text."""
+"""Result of `view`: statistics, links between words and attention weights of every head on one text."""
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from torch import Tensor
-
+from headwise.analysis.focus import Focus, find_heads
+from headwise.analysis.head_view import HeadView, Link, ViewedText, shortened
 from headwise.analysis.roles import Role
+from headwise.analysis.view_contents import view_html
 from headwise.data.tokenization import Word
-from headwise.errors import InputError
-from headwise.shapes import Float, Int
+from headwise.errors import InputError, require
 
 SMALLEST_SHOWN_WEIGHT = 0.005
 """Weight of the weakest link that is shown: a smaller one would print as 0.00."""
 
 
-@dataclass(frozen=True)
-class Link:
-    """Link between two words in one head: a word of the text, the other word that it attends to most, and the attention
-    weight. Special tokens and words without a letter or digit are not linked.
-
-    Attributes:
-        query: index of the word.
-        key: index of the other word.
-        weight: attention weight from the first to the second.
-        back: weight from the second to the first, if each is the other's strongest and both weights are larger than
-            under uniform attention; otherwise None.
-    """
-
-    query: int
-    key: int
-    weight: float
-    back: float | None
-
-
-def link_strength(link: Link) -> tuple[float, int]:
-    """Return a key that sorts links by attention weight, largest first, and links of equal rounded weight in the order
-    of the text.
-    """
-    return -round(link.weight, 4), link.query
-
-
-@dataclass(frozen=True)
-class HeadView:
-    """Attention of one head on one text: statistics, role, strongest links between words, and a small picture of the
-    weights.
-
-    Attributes:
-        layer, head: zero-based numbers of the head.
-        role: what the head mostly attends to, by its statistics.
-        means: value of every statistic, by name.
-        links: strongest link of each word, strongest first.
-        top_keys: indices of the words that each word attends to most, strongest first.
-        top_weights: their weights.
-        picture: weights between words, pooled to at most 64 rows and columns.
-    """
-
-    layer: int
-    head: int
-    role: Role
-    means: Mapping[str, float]
-    links: tuple[Link, ...]
-    top_keys: Int[Tensor, "words top"]
-    top_weights: Float[Tensor, "words top"]
-    picture: Float[Tensor, "side side"]
-
-    @property
-    def name(self) -> str:
-        """Name of the head, `layer.head`, zero-based."""
-        return f"{self.layer}.{self.head}"
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class View:
-    """Attention of every head of a model on one text.
+    """Attention of every head of a model on one text, or on a source and a target text.
 
     Attributes:
         title: name of the model, for display.
-        text: the text, up to where it was truncated.
-        truncated: True if the end of the text was cut off.
-        words: words of the text, special tokens included.
-        tokens: number of tokens.
+        texts: the texts that the model read, one or two.
         heads: views of the heads, by layer and head.
     """
 
     title: str
-    text: str
-    truncated: bool
-    words: tuple[Word, ...]
-    tokens: int
+    texts: tuple[ViewedText, ...]
     heads: tuple[HeadView, ...]
+
+    @property
+    def text(self) -> str:
+        """The first text, up to where it was truncated."""
+        return self.texts[0].text
+
+    @property
+    def truncated(self) -> bool:
+        """True if the end of a text was cut off."""
+        return any(text.truncated for text in self.texts)
+
+    @property
+    def words(self) -> tuple[Word, ...]:
+        """Words of the first text, special tokens included."""
+        return self.texts[0].words
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all texts."""
+        return sum(len(text.tokens) for text in self.texts)
+
+    def query_words(self, head: HeadView) -> tuple[Word, ...]:
+        """Return the words that a head attends from."""
+        return self.texts[head.attention.queries].words
+
+    def key_words(self, head: HeadView) -> tuple[Word, ...]:
+        """Return the words that a head attends to."""
+        return self.texts[head.attention.keys].words
 
     def head(self, layer: int, head: int) -> HeadView:
         """Return the attention of one head on the text, by zero-based layer and head.
@@ -103,16 +72,27 @@ class View:
 
     def strongest_links(self, head: HeadView, count: int) -> list[Link]:
         """Return up to `count` links of a head with the largest attention weights, each from a word to the other word
-        that it attends to most. Links with a weight below 0.005 (`SMALLEST_SHOWN_WEIGHT`) are left out. If words occur
-        several times in the text, only the strongest link from one spelling to another is included.
+        that it attends to most. Links with a weight below 0.005 (`SMALLEST_SHOWN_WEIGHT`) are left out.
         """
-        visible = [link for link in head.links if link.weight >= SMALLEST_SHOWN_WEIGHT]
-        by_pair = {(self.words[link.query].text, self.words[link.key].text): link for link in reversed(visible)}
-        return sorted(by_pair.values(), key=link_strength)[:count]
+        return [link for link in head.links if link.weight >= SMALLEST_SHOWN_WEIGHT][:count]
+
+    def word_label(self, text: int, index: int) -> str:
+        """Return a word of text number `text` for display: long words are shortened, and a word that occurs several
+        times is followed by its position among all words of the text, counted from 1, such as `the (3)`.
+        """
+        words = self.texts[text].words
+        label = shortened(words[index].text)
+        occurrences = self._occurrences[text][words[index].text]
+        return label if occurrences == 1 else f"{label} ({index + 1})"
+
+    @cached_property
+    def _occurrences(self) -> list[Counter[str]]:
+        """Number of occurrences of each word, for each text."""
+        return [Counter(word.text for word in text.words) for text in self.texts]
 
     def role_title(self, role: Role) -> str:
         """Return the name of a role for display, with "the first token" replaced by the first word of the text."""
-        return role.name.replace("the first token", self.words[0].text)
+        return role.name.replace("the first token", shortened(self.words[0].text))
 
     def select(self, layers: Collection[int] = (), heads: Collection[int] = ()) -> "View":
         """Return a view with only the heads in these layers and with these indices; an empty collection selects all.
@@ -133,3 +113,40 @@ class View:
             view for view in self.heads if (not layers or view.layer in layers) and (not heads or view.head in heads)
         ]
         return replace(self, heads=tuple(views))
+
+    def table(self) -> Any:
+        """Return a pandas DataFrame with one row per head: layer, head, module, kind, role, and the value of every
+        statistic on the text.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+        """
+        return require("pandas", purpose="a table", extra="tables").DataFrame(
+            [{**head.identifiers, "role": head.role.name, **head.means} for head in self.heads]
+        )
+
+    def find(self, focus: Sequence[Any], *, kind: str = "received", name: str | None = None) -> Focus:
+        """Rank the heads by how much more attention given words receive, or exchange, than under uniform attention over
+        the same keys.
+
+        The module `headwise.analysis.focus` has the formulas, and the rule by which a head has a focus.
+
+        Args:
+            focus: words, each with all its occurrences in the text, or indices of words. Of an encoder-decoder, words
+                of the source.
+            kind: "received" from other words, or "exchanged" between the words.
+            name: name of the focus, for display; by default the words.
+
+        Raises:
+            InputError: a word does not occur, no word is left to compare with, or the weights of a long text were not
+                kept.
+
+        Example:
+            >>> seen = headwise.view(model, tokenizer, "Do you like coffee or tea?")  # doctest: +SKIP
+            >>> seen.find(["coffee", "tea"]).verdict  # doctest: +SKIP
+        """
+        return find_heads([self], focus, kind, name)
+
+    def _repr_html_(self) -> str:
+        """Return a table of the heads and their page for a notebook."""
+        return view_html([self])

@@ -1,9 +1,11 @@
-"""Attention weights between the words of a text."""
+"""Attention weights between the words of a text, or from the words of one text to those of another."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headwise.analysis.view_result import Link, link_strength
+from headwise.analysis.head_view import Link, link_strength
 from headwise.attention.backends.blockwise.row_block import RowBlock
 from headwise.shapes import Bool, Float, Int
 
@@ -14,10 +16,33 @@ PICTURE = 64
 """Largest number of rows and columns of a head's picture; longer texts are pooled."""
 
 
+@dataclass(frozen=True, eq=False)
+class TokensOfWords:
+    """Words of one side of attention, the queries or the keys.
+
+    Attributes:
+        word_of: index of each token's word.
+        is_lexical: True for the words that a link may join.
+    """
+
+    word_of: Int[Tensor, " tokens"]
+    is_lexical: Bool[Tensor, " words"]
+
+    @property
+    def count(self) -> int:
+        """Number of words."""
+        return len(self.is_lexical)
+
+    @property
+    def cell_of(self) -> Int[Tensor, " words"]:
+        """Row or column of each word in a head's picture."""
+        return torch.arange(self.count) * min(self.count, PICTURE) // self.count
+
+
 class WordWeights:
-    """Attention weights between the words of a text for each head, added up from blocks of token rows. They are reduced
-    to the strongest link of each word to another word, the words that each word attends to most, and a small picture of
-    the weight matrix.
+    """Attention weights between words for each head, added up from blocks of token rows. They are reduced to the
+    strongest link of each word to another word, the words that each word attends to most, and a small picture of the
+    weight matrix.
 
     Weights to the tokens of a word are summed, and those from its tokens averaged, so that each word's weights still
     add up to 1 (Clark et al. 2019, section 4.1). The row blocks of a head come in the order of the rows; a word may
@@ -25,37 +50,48 @@ class WordWeights:
 
     Args:
         heads: number of heads.
-        word_of: index of each token's word.
-        is_lexical: True for the words that a link may join.
+        queries: words of the queries.
+        keys: words of the keys; the same object in self-attention.
+
+    Attributes:
+        leaves_out_first: True if no link goes to the first word, because the first token sees no other token. Such a
+            token is the attention sink of most decoders (Xiao et al. 2023), and would be the end of nearly all links.
     """
 
-    def __init__(self, heads: int, word_of: Int[Tensor, " tokens"], is_lexical: Bool[Tensor, " words"]) -> None:
-        words = len(is_lexical)
-        self.word_of, self.is_lexical, self.words = word_of, is_lexical, words
-        self.token_counts = torch.bincount(word_of, minlength=words)
-        self.side = min(words, PICTURE)
-        self.cell_of = torch.arange(words) * self.side // words  # the picture's row and column of each word
-        self.picture = torch.zeros(heads, self.side, self.side)
-        self.top_keys = torch.zeros(heads, words, min(TOP, words), dtype=torch.int64)
-        self.top_weights = torch.zeros(heads, words, min(TOP, words))
-        self.best_key = torch.zeros(heads, words, dtype=torch.int64)
-        self.best_weight = torch.full((heads, words), -1.0)
-        self._unfinished = torch.zeros(heads, words)  # weights of the word whose last rows are still to come
+    def __init__(self, heads: int, queries: TokensOfWords, keys: TokensOfWords) -> None:
+        self.queries, self.keys = queries, keys
+        self.token_counts = torch.bincount(queries.word_of, minlength=queries.count)
+        top = min(TOP, keys.count)
+        self.picture = torch.zeros(heads, min(queries.count, PICTURE), min(keys.count, PICTURE))
+        self.top_keys = torch.zeros(heads, queries.count, top, dtype=torch.int64)
+        self.top_weights = torch.zeros(heads, queries.count, top)
+        self.best_key = torch.zeros(heads, queries.count, dtype=torch.int64)
+        self.best_weight = torch.full((heads, queries.count), -1.0)
+        self.leaves_out_first = False
+        self._unfinished = torch.zeros(heads, keys.count)  # weights of the word whose last rows are still to come
+
+    @property
+    def is_self_attention(self) -> bool:
+        """True if queries and keys are the same words."""
+        return self.queries is self.keys
 
     def add(self, row_block: RowBlock) -> None:
         """Add the attention weights of one block of token rows. The weights of a word enter the strongest links, the
         lists of most attended words and the picture once the rows of all tokens of the word have been added.
         """
         weights = row_block.weights[0].float().cpu()  # (heads, rows, columns)
-        part, rows = row_block.sequences_and_heads[1], row_block.rows
-        word_of_rows = self.word_of[rows.start : rows.stop]
-        word_of_columns = self.word_of[row_block.visibility.key_indices.cpu()]
+        part, rows, word_of = row_block.sequences_and_heads[1], row_block.rows, self.queries.word_of
+        if self.is_self_attention and rows.start == 0 and len(word_of) > 1:
+            self.leaves_out_first = int(row_block.visibility.visible_keys[..., 0].max()) == 1
+        word_of_rows = word_of[rows.start : rows.stop]
+        word_of_columns = self.keys.word_of[row_block.visibility.key_indices.cpu()]
         first, last = int(word_of_rows[0]), int(word_of_rows[-1])
-        to_words = torch.zeros(len(weights), len(word_of_rows), self.words).index_add_(2, word_of_columns, weights)
-        sums = torch.zeros(len(weights), last - first + 1, self.words).index_add_(1, word_of_rows - first, to_words)
+        words = self.keys.count
+        to_words = torch.zeros(len(weights), len(word_of_rows), words).index_add_(2, word_of_columns, weights)
+        sums = torch.zeros(len(weights), last - first + 1, words).index_add_(1, word_of_rows - first, to_words)
         sums[:, 0] += self._unfinished[part]
         self._unfinished[part] = 0.0
-        if rows.stop < len(self.word_of) and int(self.word_of[rows.stop]) == last:
+        if rows.stop < len(word_of) and int(word_of[rows.stop]) == last:
             self._unfinished[part] = sums[:, -1]
             sums, last = sums[:, :-1], last - 1
         if last >= first:
@@ -72,12 +108,15 @@ class WordWeights:
         """
         queries = torch.arange(words.start, words.stop)
         selected = slice(words.start, words.stop)
-        cells = self.cell_of[queries]
-        pooled = torch.zeros(len(weights), len(words), self.side).index_add_(2, self.cell_of, weights)
-        self.picture[part].index_add_(1, cells, pooled / torch.bincount(self.cell_of)[cells, None])
-        self.top_weights[part, selected], self.top_keys[part, selected] = weights.topk(min(TOP, self.words), dim=-1)
-        is_eligible = self.is_lexical[queries, None] & self.is_lexical
-        is_eligible[torch.arange(len(words)), queries] = False  # a link joins two words
+        rows, columns = self.queries.cell_of, self.keys.cell_of
+        pooled = torch.zeros(len(weights), len(words), self.picture.shape[2]).index_add_(2, columns, weights)
+        row_of_words = rows[queries]
+        self.picture[part].index_add_(1, row_of_words, pooled / torch.bincount(rows)[row_of_words, None])
+        self.top_weights[part, selected], self.top_keys[part, selected] = weights.topk(min(TOP, self.keys.count))
+        is_eligible = self.queries.is_lexical[queries, None] & self.keys.is_lexical
+        if self.is_self_attention:
+            is_eligible[torch.arange(len(words)), queries] = False  # a link joins two words
+            is_eligible[:, 0] &= not self.leaves_out_first
         best = weights.masked_fill(~is_eligible, -1.0).max(-1)
         self.best_weight[part, selected], self.best_key[part, selected] = best
 
@@ -87,12 +126,12 @@ class WordWeights:
         weight (1 / number of words), share one link.
         """
         weights, keys = self.best_weight[head].tolist(), self.best_key[head].tolist()
-        uniform_weight = 1 / self.words
+        uniform_weight = 1 / self.keys.count
         links = []
         for query, (key, weight) in enumerate(zip(keys, weights, strict=True)):
             if weight < 0:
                 continue  # no other word is eligible
-            is_mutual = keys[key] == query and min(weight, weights[key]) > uniform_weight
+            is_mutual = self.is_self_attention and keys[key] == query and min(weight, weights[key]) > uniform_weight
             back = weights[key] if is_mutual else None
             if back is not None and (back, query) > (weight, key):
                 continue  # the link is listed from the word with the larger weight

@@ -7,13 +7,15 @@ from typing import Annotated
 import typer
 
 from headwise.analysis.ablate import ablate as measure
+from headwise.analysis.ablation_result import Ablation
 from headwise.analysis.ablation_units import UNIT_KINDS
 from headwise.analysis.profile import load_profile
 from headwise.analysis.profiled_model import require_profile_of
 from headwise.analysis.replacements import Replacement, mean, uniform, zero
 from headwise.cli.loading import find_inputs, find_loss, resumable
-from headwise.cli.options import Data, Force, LossName, ModelFlags, Out, TextFlags, Top
+from headwise.cli.options import Data, Force, Html, LossName, ModelFlags, Out, TextFlags, Top
 from headwise.cli.output import OutputFlags
+from headwise.cli.pages import require_writable_page, write_example_page
 from headwise.cli.quantities import choice, path
 from headwise.data.texts import Texts
 from headwise.errors import InputError
@@ -55,6 +57,7 @@ def ablate(
     ] = None,
     texts: TextFlags,
     top: Top = 20,
+    html: Html = None,
     force: Force = False,
     output: OutputFlags,
 ) -> None:
@@ -65,6 +68,9 @@ def ablate(
     if (units == "roles") != (roles is not None):
         expected = "the folder of a profile if, and only if, --units is roles"
         raise InputError("roles", expected=expected, got="none" if roles is None else repr(str(roles)))
+    if html is not None and units != "heads":
+        raise InputError("html", expected="--units heads, whose effects a page shows", got=f"--units {units}")
+    require_writable_page(html)
     profile = None if roles is None else load_profile(roles)
     device = LocalProcess(True, 0).device(model.device)
     with resumable(out):
@@ -84,4 +90,6 @@ def ablate(
             progress=not output.quiet,
             title=source.title,
         )
+        if isinstance(result, Ablation):
+            write_example_page(html, result, loaded, dataset, source.title)
     output.show(lambda: table_records(result), lambda console: print_ablation(result, console, top), written=out)

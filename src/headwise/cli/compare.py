@@ -6,9 +6,11 @@ from typing import Annotated
 import typer
 
 from headwise.analysis.compare import compare as compare_profiles
+from headwise.analysis.page import write_page
 from headwise.analysis.profile import load_profile
-from headwise.cli.options import Top
+from headwise.cli.options import Html, Top
 from headwise.cli.output import OutputFlags
+from headwise.cli.pages import require_writable_page
 from headwise.cli.quantities import path
 from headwise.show.profiles import print_comparison
 from headwise.show.records import comparison_records
@@ -16,6 +18,7 @@ from headwise.show.records import comparison_records
 EXAMPLES = """
 headwise compare text-profile code-profile
 headwise compare before after --statistic entropy --statistic first --top 50
+headwise compare before after --html differences.html
 headwise compare before after --json > differences.json
 """
 
@@ -31,15 +34,20 @@ def compare(
         list[str] | None, typer.Option(metavar="NAME", help="Compare only this statistic. Can be repeated.")
     ] = None,
     top: Top = 20,
+    html: Html = None,
     output: OutputFlags,
 ) -> None:
     """Show the heads that differ most between two profiles. Each profile is a folder that `headwise profile` wrote,
     with the attention statistics of every head. Prints a table with one row per head and statistic; the largest
     differences, measured in standard errors, are first. Lists the heads whose role differs.
     """
+    require_writable_page(html)
     comparison = compare_profiles(load_profile(a), load_profile(b))
     statistics = statistic or []
+    if html is not None:
+        write_page(html, comparison.a, against=[comparison.b])
     output.show(
         lambda: comparison_records(comparison, statistics),
         lambda console: print_comparison(comparison, console, statistics, top),
+        written=html,
     )

@@ -9,8 +9,9 @@ from headwise.analysis.importance.importance import METHODS, create_method
 from headwise.analysis.importance.importance import importance as score
 from headwise.analysis.losses import EmbeddingDistance
 from headwise.cli.loading import find_inputs, find_loss, resumable
-from headwise.cli.options import Data, Force, LossName, ModelFlags, Out, TextFlags, Top
+from headwise.cli.options import Data, Force, Html, LossName, ModelFlags, Out, TextFlags, Top
 from headwise.cli.output import OutputFlags
+from headwise.cli.pages import require_writable_page, write_example_page
 from headwise.cli.quantities import choice
 from headwise.runs.distributed import LocalProcess
 from headwise.show.records import table_records
@@ -58,6 +59,7 @@ def importance(
     method_options: MethodFlags,
     texts: TextFlags,
     top: Top = 20,
+    html: Html = None,
     force: Force = False,
     output: OutputFlags,
 ) -> None:
@@ -65,6 +67,7 @@ def importance(
     on head outputs), these gradients integrated over gate values from 0 to 1, removal of each head, or learned gates.
     Prints the heads with the largest scores, and saves all scores in --out.
     """
+    require_writable_page(html)
     device = LocalProcess(True, 0).device(model.device)
     of_method: dict[str, Any] = {name: value for name, value in asdict(method_options).items() if value is not None}
     with resumable(out):
@@ -73,8 +76,9 @@ def importance(
         if method is None:  # the gradient of a distance is 0 at the unchanged model
             method = "ablation" if isinstance(loss_function, EmbeddingDistance) else "gradient"
         create_method(method, of_method, loss_function, normalise=normalise)
+        loaded = source.model(lm_head, model.torch_dtype).to(device)
         result = score(
-            source.model(lm_head, model.torch_dtype).to(device),
+            loaded,
             dataset,
             loss_function,
             method,
@@ -85,4 +89,5 @@ def importance(
             title=source.title,
             **of_method,
         )
+        write_example_page(html, result, loaded, dataset, source.title)
     output.show(lambda: table_records(result), lambda console: print_importance(result, console, top), written=out)

@@ -24,6 +24,10 @@ Out = Annotated[
         help="Folder for the results. An interrupted run resumes when you repeat the command.",
     ),
 ]
+Html = Annotated[
+    Path | None,
+    typer.Option(parser=path, metavar="FILE", help="Also write an interactive page to this file. It works offline."),
+]
 LossName = Annotated[
     str | None,
     typer.Option("--loss", help="Default: a language model's own loss, otherwise embedding.", **choice(LOSSES)),

@@ -6,14 +6,15 @@ import typer
 
 from headwise.analysis.profile import profile as measure
 from headwise.cli.loading import find_inputs, resumable
-from headwise.cli.options import Data, Force, ModelFlags, Out, TextFlags
+from headwise.cli.options import Data, Force, Html, ModelFlags, Out, TextFlags
 from headwise.cli.output import OutputFlags
+from headwise.cli.pages import require_writable_page, write_example_page
 from headwise.runs.distributed import process_group
 from headwise.show.profiles import print_profile
 from headwise.show.records import table_records
 
 EXAMPLES = """
-headwise profile --data corpus.txt --documents cut --out profile
+headwise profile --data corpus.txt --documents cut --out profile --html profile.html
 headwise profile --model smollm2 --data corpus.jsonl --documents pack --context 1024 --out smollm2-profile
 headwise profile --data corpus.jsonl --out profile --csv > heads.csv
 """
@@ -26,6 +27,7 @@ def profile(
     model: ModelFlags,
     texts: TextFlags,
     repeats: Annotated[bool, typer.Option(help="Also measure induction on repeated random tokens.")] = True,
+    html: Html = None,
     force: Force = False,
     output: OutputFlags,
 ) -> None:
@@ -33,12 +35,14 @@ def profile(
     token, induction or broad), prints the heads of each role, and saves roles and statistics in --out as a profile.
     Processes started by torchrun share the work.
     """
+    require_writable_page(html)
     with process_group() as process, resumable(out):
         device = process.device(model.device)
         shown = process.is_first and not output.quiet
         source, dataset = find_inputs(model, data, texts, out, shown=shown)
+        loaded = source.model(dtype=model.torch_dtype).to(device)
         result = measure(
-            source.model(dtype=model.torch_dtype).to(device),
+            loaded,
             dataset,
             repeats=repeats,
             out=out,
@@ -47,4 +51,5 @@ def profile(
             title=source.title,
         )
         if process.is_first:
+            write_example_page(html, result, loaded, dataset, source.title)
             output.show(lambda: table_records(result), lambda console: print_profile(result, console), written=out)

@@ -1,27 +1,33 @@
 """The command `headwise view`."""
 
-import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from headwise.analysis.focus import KINDS, Focus
+from headwise.analysis.page import write_page
 from headwise.analysis.view import view as view_text
+from headwise.analysis.view_result import View
+from headwise.analysis.view_set import ViewSet
 from headwise.cli.loading import quiet_libraries
-from headwise.cli.options import ModelFlags
+from headwise.cli.options import Html, ModelFlags
 from headwise.cli.output import OutputFlags
-from headwise.cli.quantities import path
+from headwise.cli.pages import require_writable_page
+from headwise.cli.quantities import choice
+from headwise.data.models import find_model
 from headwise.data.tokenization import require_text
 from headwise.errors import InputError
 from headwise.runs.distributed import LocalProcess
-from headwise.show.html import require_jinja, write_page
 from headwise.show.records import view_records
-from headwise.show.terminal import print_view
+from headwise.show.terminal import print_foci, print_view, print_views
 
 EXAMPLES = """
 headwise view "Which do you like better, coffee or tea?"
+headwise view "Which do you like better, coffee or tea?" --focus object=you,coffee,tea --html page.html
 headwise view @notes.txt --model smollm2 --html page.html
+headwise view "Once upon a time" --model smollm2 --generate 40 --html story.html
 cat notes.txt | headwise view - --layer 0 --head 9
 """
 
@@ -30,17 +36,30 @@ def view(
     *,
     text: Annotated[str, typer.Argument(help="The text. - reads standard input, @FILE reads a file.")],
     model: ModelFlags,
+    lines: Annotated[bool, typer.Option("--lines", help="Treat each line of the text as a text of its own.")] = False,
     layer: Annotated[list[int] | None, typer.Option(metavar="N", help="Show only this layer. Can be repeated.")] = None,
     head: Annotated[
         list[int] | None,
         typer.Option(metavar="N", help="Show only this head, and what each word attends to. Can be repeated."),
     ] = None,
-    html: Annotated[
-        Path | None,
+    focus: Annotated[
+        list[str] | None,
         typer.Option(
-            parser=path, metavar="FILE", help="Also write an interactive page to this file. It works offline."
+            metavar="WORDS",
+            help="Rank the heads by the attention on these words, such as coffee,tea or drinks=coffee,tea. "
+            "Can be repeated.",
         ),
     ] = None,
+    focus_kind: Annotated[
+        str, typer.Option(help="Attention that the words receive from others, or exchange.", **choice(KINDS))
+    ] = "received",
+    generate: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Let the model continue the text by N tokens, and view them too.")
+    ] = 0,
+    against: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Compare with this model on the page of --html.")
+    ] = None,
+    html: Html = None,
     truncate: Annotated[
         bool, typer.Option("--truncate", help="Cut a text that is longer than the model's limit.")
     ] = False,
@@ -52,19 +71,48 @@ def view(
     """
     content = _read_text(text)
     require_text(content)
-    _require_writable(html)
-    device = LocalProcess(True, 0).device(model.device)
+    texts: Any = [line for line in content.splitlines() if line.strip()] if lines else content
+    require_writable_page(html)
+    if against is not None and html is None:
+        raise InputError("against", expected="--html, whose page compares both models", got="no --html")
+    other = None if against is None else find_model(against, argument="against")
     quiet_libraries()
-    source = model.find()
-    tokenizer = source.tokenizer()
-    loaded = source.model(dtype=model.torch_dtype).to(device)
-    shown = view_text(loaded, tokenizer, content, title=source.title, truncate=truncate)
-    shown = shown.select(layer or (), head or ())
+    options = {"generate": generate, "truncate": truncate}
+    seen = _view(model, model.find(), texts, options).select(layer or (), head or ())
+    foci = [_find(seen, each, focus_kind) for each in focus or ()]
     if html is not None:
-        write_page(shown, html)
-    output.show(
-        lambda: view_records(shown), lambda console: print_view(shown, console, detail=bool(head)), written=html
-    )
+        compared = () if other is None else (_view(model, other, texts, options).select(layer or (), head or ()),)
+        write_page(html, seen, against=compared, foci=foci)
+
+    def print_text(console: Any) -> None:
+        if isinstance(seen, View):
+            print_view(seen, console, detail=bool(head))
+        else:
+            print_views(seen, console)
+        print_foci(foci, console)
+
+    output.show(lambda: view_records(seen, foci), print_text, written=html)
+
+
+def _view(flags: ModelFlags, source: Any, texts: Any, options: dict[str, Any]) -> View | ViewSet:
+    """Load a model, and return the view of a text, or of each of several texts."""
+    device = LocalProcess(True, 0).device(flags.device)
+    tokenizer = source.tokenizer()
+    lm_head = source.lm_head() if options["generate"] else None
+    loaded = source.model(lm_head, flags.torch_dtype).to(device)
+    seen: View | ViewSet = view_text(loaded, tokenizer, texts, title=source.title, **options)
+    return seen
+
+
+def _find(seen: View | ViewSet, focus: str, kind: str) -> Focus:
+    """Return the heads by the focus that an option states: words between commas, after a name and `=` or alone."""
+    name, separator, words = focus.rpartition("=")
+    if not separator or not name.strip():
+        name, words = "", focus
+    chosen = [word for word in words.split(",") if word.strip()]
+    if not chosen:
+        raise InputError("focus", expected="words between commas, such as coffee,tea", got=repr(focus))
+    return seen.find(chosen, kind=kind, name=name.strip() or None)
 
 
 def _read_text(text: str) -> str:
@@ -85,12 +133,3 @@ def _read_text(text: str) -> str:
     except UnicodeDecodeError as error:
         got = f"a byte that is not UTF-8 at offset {error.start}"
         raise InputError("text", expected=f"UTF-8 in {name}", got=got) from None
-
-
-def _require_writable(html: Path | None) -> None:
-    """Raise `InputError` if the HTML page cannot be written to the path `html`; do nothing if it is None."""
-    if html is None:
-        return
-    require_jinja()
-    if html.is_dir() or not html.parent.is_dir() or not os.access(html if html.exists() else html.parent, os.W_OK):
-        raise InputError("html", expected="a file in an existing, writable folder", got=repr(str(html)))

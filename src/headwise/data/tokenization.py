@@ -30,9 +30,26 @@ class Word:
     lexical: bool
 
 
+@dataclass(frozen=True)
+class Token:
+    """A token of a text, for display.
+
+    Attributes:
+        text: its characters on one line, with visible blanks and control characters.
+        special: True for a special token such as `[CLS]`.
+        follows_blank: True if white space separates it from the token before.
+        starts_line: True if a line break separates it from the token before.
+    """
+
+    text: str
+    special: bool
+    follows_blank: bool
+    starts_line: bool
+
+
 class EncodedText(NamedTuple):
     """A tokenized text: the text up to where it was truncated, the model's input tensors, the words (special tokens
-    included), and the index of each token's word.
+    included), the tokens, and the index of each token's word.
 
     Attributes:
         text: the text, up to where it was truncated.
@@ -40,6 +57,7 @@ class EncodedText(NamedTuple):
         inputs: arguments of the model, each `(1, tokens)`.
         words: the words of the text, special tokens included.
         word_of: index of each token's word, `(tokens,)`.
+        tokens: the tokens.
     """
 
     text: str
@@ -47,6 +65,7 @@ class EncodedText(NamedTuple):
     inputs: dict[str, Int[Tensor, "1 tokens"]]
     words: tuple[Word, ...]
     word_of: Int[Tensor, " tokens"]
+    tokens: tuple[Token, ...]
 
 
 def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> EncodedText:
@@ -83,12 +102,14 @@ def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encode
     is_special = [bool(added) or token in special_ids for added, token in zip(added_by_tokenizer, ids, strict=True)]
     if spans is None:
         words, word_of = _tokens_as_words(tokenizer, ids, is_special)
+        tokens = tuple(Token(word.text, word.special, True, False) for word in words)
     else:
-        tokens = tokenizer.convert_ids_to_tokens(ids)
-        words, word_of = _group_into_words(text, tokens, encoding.word_ids(), spans, is_special)
+        names = tokenizer.convert_ids_to_tokens(ids)
+        words, word_of = _group_into_words(text, names, encoding.word_ids(), spans, is_special)
+        tokens = _displayed_tokens(text, names, spans, is_special)
     end = max(stop for _, stop in spans) if spans is not None and truncates else len(text)
     is_cut = bool(text[end:].strip())
-    return EncodedText(text[:end] if is_cut else text, is_cut, dict(encoding), words, word_of)
+    return EncodedText(text[:end] if is_cut else text, is_cut, dict(encoding), words, word_of, tokens)
 
 
 def text_model(model: Any) -> nn.Module:
@@ -198,9 +219,40 @@ def _group_into_words(
                 word_start = start
                 words.append(Word("", False, False))
             word_piece, word_end = piece, max(stop, word_end) if continues else stop
-            words[-1] = _displayed_word(text[word_start:word_end])
+            words[-1] = displayed_word(text[word_start:word_end])
         word_of.append(len(words) - 1)
     return tuple(words), torch.tensor(word_of)
+
+
+def _displayed_tokens(text: str, names: list[str], spans: list[list[int]], is_special: list[bool]) -> tuple[Token, ...]:
+    """Return the tokens of a text for display.
+
+    Args:
+        text: the tokenized text.
+        names: the tokenizer's names of the tokens, shown for special tokens.
+        spans: start and end of each token in the text, in characters; blanks at its ends belong to the token or not.
+        is_special: True for each special token.
+    """
+    tokens, end = [], 0
+    for name, (start, stop), special in zip(names, spans, is_special, strict=True):
+        if special or start == stop:
+            tokens.append(displayed_token(name, special, " "))
+            continue
+        tokens.append(displayed_token(text[start:stop], False, text[end:stop]))
+        end = max(stop, end)
+    return tuple(tokens)
+
+
+def displayed_token(characters: str, special: bool, with_blanks: str) -> Token:
+    """Return a token for display.
+
+    Args:
+        characters: its characters; the tokenizer's name of a special token.
+        special: True for a special token.
+        with_blanks: the characters of the text since the token before, the token's own included.
+    """
+    blanks = with_blanks[: len(with_blanks) - len(with_blanks.lstrip())]
+    return Token(_on_one_line(characters), special, bool(blanks), "\n" in blanks)
 
 
 def _tokens_as_words(
@@ -212,16 +264,20 @@ def _tokens_as_words(
     words = [
         Word(tokenizer.convert_ids_to_tokens(token), True, False)
         if special
-        else _displayed_word(tokenizer.decode([token]))
+        else displayed_word(tokenizer.decode([token]))
         for token, special in zip(ids, is_special, strict=True)
     ]
     return tuple(words), torch.arange(len(ids))
 
 
-def _displayed_word(characters: str) -> Word:
-    """Return a `Word` for display from the characters of a word. Blanks at its ends are removed, and inner ones become
-    single spaces. A word of spaces alone becomes `␣`, and control characters are written as escapes.
+def displayed_word(characters: str) -> Word:
+    """Return a `Word` for display from the characters of a word."""
+    return Word(_on_one_line(characters), False, any(character.isalnum() for character in characters))
+
+
+def _on_one_line(characters: str) -> str:
+    """Return characters for display on one line. Blanks at the ends are removed, and inner ones become single spaces.
+    Blanks alone become `␣`, and control characters are written as escapes.
     """
     shown = " ".join(characters.split()) or characters.replace(" ", "") or "␣"
-    shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)
-    return Word(shown, False, any(character.isalnum() for character in characters))
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)

@@ -1,12 +1,16 @@
 """Result of `watch`: the statistics of every head of a model."""
 
+import math
 from typing import Any
 
 from torch import nn
 
 from headwise.errors import require
 from headwise.intercept.interceptor import SiteKey
-from headwise.intercept.sites import SiteRegistry
+from headwise.intercept.sites import SiteRecord, SiteRegistry
+from headwise.page.columns import Columns, HeadPlace, estimates_of
+from headwise.page.notebook import notebook_html
+from headwise.statistics.meanings import page_statistic
 from headwise.statistics.weight_capture import CapturedWeights
 
 
@@ -68,3 +72,33 @@ class Heads(SiteRegistry):
             MissingExtra: pandas is not installed.
         """
         return require("pandas", purpose="a table", extra="tables").DataFrame(self.rows())
+
+    def columns(self) -> Columns:
+        """Return the statistics of each head as columns of a page.
+
+        Raises:
+            InputError: the model did not run, or no attention was intercepted.
+        """
+        self.require_attention()
+        names = list(dict.fromkeys(name for record in self.records for name in record.statistics))
+        labels = list(self.head_labels())
+        places = tuple(HeadPlace(each["layer"], each["head"], each["kind"], each["module"]) for _, each in labels)
+        table = [[_estimate(record, name, each["head"]) for record, each in labels] for name in names]
+        statistics = tuple(page_statistic(name, "watched calls") for name in names)
+        model = type(self._modules[""]).__name__
+        return Columns(model, "watched calls", places, statistics, estimates_of(table), (None,) * len(places))
+
+    def _repr_html_(self) -> str:
+        """Return the statistics of each head and their page for a notebook."""
+        if not self.ran or not self.records:
+            return "<p>The model did not run while it was watched, or no attention was intercepted.</p>"
+        columns = self.columns()
+        return notebook_html(f"{len(columns.places)} heads of {columns.model}", columns, columns.contents())
+
+
+def _estimate(record: SiteRecord, name: str, head: int) -> tuple[float, float, int]:
+    """Return mean, standard error and number of sequences of a statistic of one head; NaN if it was not measured."""
+    moments = record.statistics.get(name)
+    if moments is None:
+        return math.nan, math.nan, 0
+    return float(moments.value[head]), float(moments.standard_error[head]), int(moments.count[head])

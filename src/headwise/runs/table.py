@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from headwise.checks import folder_path
 from headwise.errors import InputError, require
+from headwise.page.columns import Columns, HeadPlace, estimates_of
+from headwise.page.contents import Contents
+from headwise.page.notebook import notebook_html
 from headwise.runs.files import writable_folder, write_atomically
 from headwise.runs.heatmap import draw_heatmap
 from headwise.runs.rows import HeadRow, MeanEstimate, Row
+from headwise.statistics.meanings import page_statistic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -219,6 +223,24 @@ class HeadTable(Table[HeadRowT]):
             if (row.layer, row.head) == (layer, head):
                 return row
         raise InputError("head", expected=f"a (layer, head) of this {self.NAME}", got=(layer, head))
+
+    def columns(self) -> Columns:
+        """Return the numbers of each head as columns of a page."""
+        statistics = tuple(page_statistic(name, self.NAME) for name in self.statistics)
+        estimates = estimates_of([[row.statistics[each.name] for row in self.rows] for each in statistics])
+        places = tuple(HeadPlace(row.layer, row.head, row.kind, row.module) for row in self.rows)
+        roles = tuple(getattr(row, "role", None) for row in self.rows)
+        model = self.metadata.get("model", {}).get("name", "model")
+        return Columns(model, self.NAME, places, statistics, estimates, roles)
+
+    def contents(self) -> Contents:
+        """Return the contents of a page with this table alone."""
+        return self.columns().contents()
+
+    def _repr_html_(self) -> str:
+        """Return the table and its page for a notebook."""
+        columns = self.columns()
+        return notebook_html(f"{self.NAME} of {len(self.rows)} heads of {columns.model}", columns, self.contents())
 
     def plot(self, statistic: str | None = None) -> "Figure":
         """Return a matplotlib heatmap of the mean of one statistic for every head, with layers down and heads across.

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from headwise.analysis.compare import Comparison
-from headwise.analysis.view_result import HeadView, View
+from headwise.analysis.focus import Focus
+from headwise.analysis.head_view import HeadView
+from headwise.analysis.view_result import View
+from headwise.analysis.view_set import ViewSet
 from headwise.runs.table import Table
 from headwise.studies.study_result import Study
 
@@ -57,18 +60,32 @@ def comparison_records(comparison: Comparison, statistics: Sequence[str]) -> Rec
     return Records(rows, {"a": comparison.a.metadata, "b": comparison.b.metadata})
 
 
-def view_records(view: View) -> Records:
-    """Return one row per head of a view: layer, head, role, the mean of every statistic, and the strongest links as a
-    list of objects with the words `query` and `key`, the attention weight, and the weight back or None.
+def view_records(seen: View | ViewSet, foci: Sequence[Focus] = ()) -> Records:
+    """Return one row per head of a view, with foci among the metadata. Rows of one text have layer, head, module, kind,
+    role, the mean of every statistic, and the strongest links as a list of objects with the words `query` and `key`,
+    their positions among all words (from 1), the attention weight, and the weight back or None. Rows of several texts
+    have layer, head, module, kind, and for every statistic its mean over texts, standard error and number of texts.
     """
+    views = [seen] if isinstance(seen, View) else list(seen)
     metadata = {
-        "model": {"name": view.title},
-        "text": view.text,
-        "truncated": view.truncated,
-        "tokens": view.tokens,
-        "words": [word.text for word in view.words],
+        "model": {"name": seen.title},
+        "texts": [_text_metadata(view) for view in views],
+        "foci": [
+            {"name": focus.name, "kind": focus.kind, "verdict": focus.verdict, "heads": focus.rows()} for focus in foci
+        ],
     }
-    return Records([_view_row(view, head) for head in view.heads], metadata)
+    if isinstance(seen, View):
+        return Records([_view_row(seen, head) for head in seen.heads], metadata)
+    return Records(seen.records(), metadata)
+
+
+def _text_metadata(view: View) -> dict[str, Any]:
+    """Return the text of a view, its words, and what was cut off or generated; the target of an encoder-decoder too."""
+    parts = [
+        {"name": text.name, "words": [word.text for word in text.words], "first_generated": text.first_generated}
+        for text in view.texts
+    ]
+    return {"text": view.text, "truncated": view.truncated, "tokens": view.tokens, "parts": parts}
 
 
 def write_json(records: Records, stream: TextIO) -> None:
@@ -91,17 +108,20 @@ def write_csv(records: Records, stream: TextIO) -> None:
 
 
 def _view_row(view: View, head: HeadView) -> dict[str, Any]:
-    """Return the row of one head of a view: layer, head, role, the mean of every statistic, and links."""
+    """Return the row of one head of a view: layer, head, module, kind, role, the mean of every statistic, and links."""
+    queries, keys = view.query_words(head), view.key_words(head)
     links = [
         {
-            "query": view.words[link.query].text,
-            "key": view.words[link.key].text,
+            "query": queries[link.query].text,
+            "query_position": link.query + 1,
+            "key": keys[link.key].text,
+            "key_position": link.key + 1,
             "weight": link.weight,
             "back": link.back,
         }
         for link in view.strongest_links(head, LINKS)
     ]
-    return {"layer": head.layer, "head": head.head, "role": head.role.name, **head.means, "links": links}
+    return {**head.identifiers, "role": head.role.name, **head.means, "links": links}
 
 
 def _finite(value: Any) -> Any:

@@ -1,11 +1,19 @@
 """View of a text in a terminal: heads grouped by role; plain text without colour in a pipe."""
 
+import math
+from collections.abc import Sequence
+
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from headwise.analysis.focus import Focus
+from headwise.analysis.head_view import HeadView, shortened
 from headwise.analysis.roles import MIXED, ROLES, Role
-from headwise.analysis.view_result import HeadView, View
+from headwise.analysis.view_result import SMALLEST_SHOWN_WEIGHT, View
+from headwise.analysis.view_set import ViewSet
+from headwise.runs.rows import MeanEstimate
 from headwise.show.wording import counted
 
 PIPE_WIDTH = 140
@@ -15,7 +23,16 @@ MAX_TITLE = 300
 """Characters of the text that are shown above the heads, at most."""
 
 LINKS = 3
-"""Number of links and of keys that a line shows."""
+"""Largest number of links and of keys that a line shows."""
+
+FOCUS_HEADS = 5
+"""Number of heads that are printed for a focus."""
+
+AVERAGED = ("entropy", "confidence", "distance", "previous", "next", "first")
+"""Statistics of several texts that are printed."""
+
+NARROW = 100
+"""Width of a terminal below which a line shows fewer numbers."""
 
 COLOURS = {
     "previous token": "cyan",
@@ -52,26 +69,88 @@ def print_view(view: View, console: Console, *, detail: bool = False) -> None:
         if members:
             console.print()
             console.print(_heading(view, role, len(members)))
-            console.print(_table(view, role, members))
+            console.print(_table(view, role, members, console.width))
     if detail:
         for head in view.heads:
             console.print()
             _print_detail(view, head, console)
 
 
-def link_text(view: View, head: HeadView) -> str:
-    """Return up to three of a head's strongest links as text. A link is the attention of one word to the word that
+def print_views(views: ViewSet, console: Console) -> None:
+    """Print the views of several texts: for each role one table, with one line per head of the means of its statistics
+    over texts, each with its standard error.
+    """
+    heads = views[0].heads
+    console.print(Text(f"{views.title}, {counted(len(views), 'text')}, {counted(len(heads), 'head')}", style="bold"))
+    roles = [views.role(index) for index in range(len(heads))]
+    for role in ROLES:
+        members = [index for index, own in enumerate(roles) if own is role]
+        if not members:
+            continue
+        console.print()
+        console.print(_heading(views[0], role, len(members)))
+        table = _plain_table("head", *AVERAGED)
+        for index in members:
+            estimates = [views.estimate(name, index) for name in AVERAGED]
+            table.add_row(Text(heads[index].name, style=f"bold {COLOURS[role.name]}"), *map(_with_error, estimates))
+        console.print(table)
+
+
+def print_foci(foci: Sequence[Focus], console: Console) -> None:
+    """Print for each focus (words whose attention was measured in every head) the heads with the largest excess over
+    uniform attention, and the verdict.
+    """
+    for focus in foci:
+        console.print()
+        console.print(Text.assemble((focus.name, "bold"), f" · attention {focus.kind}"))
+        table = _plain_table("head", "share", "uniform", "excess", *(("p",) if len(focus.words) > 1 else ()))
+        for each in focus.heads[:FOCUS_HEADS]:
+            p = [f"{each.p:.2g}"] if len(focus.words) > 1 else []
+            name = Text(each.head.name, style=f"bold {COLOURS[each.head.role.name]}")
+            table.add_row(name, f"{each.share:.2f}", f"{each.uniform:.2f}", _with_error(each.excess), *p)
+        console.print(table)
+        console.print(Text(focus.verdict))
+
+
+def _plain_table(*columns: str) -> Table:
+    """Return a table without lines, whose columns are numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _with_error(estimate: MeanEstimate) -> str:
+    """Return a mean with its standard error, if that is known; empty if there is no mean."""
+    error = "" if math.isnan(estimate.sem) else f" ± {estimate.sem:.2f}"
+    return "" if math.isnan(estimate.value) else f"{estimate.value:z.2f}{error}"
+
+
+def link_texts(view: View, head: HeadView) -> list[str]:
+    """Return up to three of a head's strongest links as texts. A link is the attention of one word to the word that
     it attends to most, written `tea → coffee 0.14`. If each of two words attends most to the other, and both weights
     are larger than under uniform attention, their link is written `coffee ↔ tea 0.32/0.17` with both weights.
     """
     texts = []
     for link in view.strongest_links(head, LINKS):
-        query, key = view.words[link.query].text, view.words[link.key].text
+        query = view.word_label(head.attention.queries, link.query)
+        key = view.word_label(head.attention.keys, link.key)
         if link.back is None:
             texts.append(f"{query} → {key} {link.weight:.2f}")
         else:
             texts.append(f"{query} ↔ {key} {link.weight:.2f}/{link.back:.2f}")
-    return "  ".join(texts)
+    return texts
+
+
+def _fitting(texts: list[str], width: int) -> str:
+    """Return as many of the texts as fit on a line of `width` characters, but at least the first."""
+    line = ""
+    for text in texts:
+        longer = f"{line}  {text}" if line else text
+        if line and cell_len(longer) > width:
+            break
+        line = longer
+    return line
 
 
 def _heading(view: View, role: Role, count: int) -> Text:
@@ -92,19 +171,26 @@ def _one_line(text: str) -> str:
     return line if len(line) <= MAX_TITLE else line[: MAX_TITLE - 1] + "…"
 
 
-def _table(view: View, role: Role, members: list[HeadView]) -> Table:
+def _table(view: View, role: Role, members: list[HeadView], width: int) -> Table:
     """Return a table with one line per head of a role: the mean of the statistic that decides the role (empty for the
-    mixed role), other mean statistics, and the strongest links between words.
+    mixed role), other mean statistics (fewer in a narrow terminal), and the strongest links between words that fit into
+    `width` columns.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    for column in ("head", "share", "entropy", "confidence", "distance"):
-        table.add_column(column, justify="right", no_wrap=True)
+    names = ("entropy", "confidence") if width < NARROW else ("entropy", "confidence", "distance", "first")
+    table = _plain_table("head", "share", *names)
+    width_of_links = width - sum(max(5, len(column)) + 2 for column in ("head", "share", *names))
     table.add_column("strongest links between words", overflow="fold")
     for head in members:
         share = "" if role is MIXED else f"{head.means[role.statistic]:.2f}"
-        numbers = (f"{head.means[name]:z.2f}" for name in ("entropy", "confidence", "distance"))
-        table.add_row(Text(head.name, style=f"bold {COLOURS[role.name]}"), share, *numbers, Text(link_text(view, head)))
+        numbers = [_number(head.means.get(name)) for name in names]
+        links = _fitting(link_texts(view, head), width_of_links)
+        table.add_row(Text(head.name, style=f"bold {COLOURS[role.name]}"), share, *numbers, Text(links))
     return table
+
+
+def _number(value: float | None) -> str:
+    """Return a statistic for display; empty if it is not defined."""
+    return "" if value is None or math.isnan(value) else f"{value:z.2f}"
 
 
 def _print_detail(view: View, head: HeadView, console: Console) -> None:
@@ -115,17 +201,22 @@ def _print_detail(view: View, head: HeadView, console: Console) -> None:
     console.print(
         Text.assemble((f"head {head.name}", "bold"), f" · {view.role_title(head.role)} · what each word attends to")
     )
-    has_all_words = head.picture.shape[0] == len(view.words)
+    queries = view.query_words(head)
+    has_all_words = head.picture.shape == (len(queries), len(view.key_words(head)))
     table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
-    table.add_column("word", justify="right", no_wrap=True, max_width=24)
-    if has_all_words:
+    table.add_column("word", justify="right", no_wrap=True)
+    if has_all_words and head.picture.shape[1] <= console.width // 3:
         table.add_column("first to last word", no_wrap=True)
     table.add_column("strongest keys")
-    for index, word in enumerate(view.words):
+    for index, word in enumerate(queries):
         keys = zip(head.top_keys[index].tolist(), head.top_weights[index].tolist(), strict=True)
-        strongest = "  ".join(f"{view.words[key].text} {weight:z.2f}" for key, weight in list(keys)[:LINKS])
-        shades = [_shade(head.picture[index].tolist())] if has_all_words else []
-        table.add_row(Text(word.text), *shades, Text(strongest))
+        strongest = "  ".join(
+            f"{view.word_label(head.attention.keys, key)} {weight:.2f}"
+            for key, weight in list(keys)[:LINKS]
+            if weight >= SMALLEST_SHOWN_WEIGHT
+        )
+        shades = [_shade(head.picture[index].tolist())] if len(table.columns) == 3 else []
+        table.add_row(Text(shortened(word.text)), *shades, Text(strongest))
     console.print(table)
 
 

@@ -71,6 +71,18 @@ class Tile(NamedTuple):
         """Slices that select the tile's rows from a tensor `(batch, heads, queries, ...)`."""
         return self.sequences, self.heads, slice(self.block.rows.start, self.block.rows.stop)
 
+    @property
+    def is_visible(self) -> Bool[Tensor, "#batch #heads rows columns"]:
+        """True where a row may attend to the key of a column. The tensor is computed at each use."""
+        bounds_at = {ceiling.offset: ceiling.bounds for ceiling in self.ceilings}
+        parts, offset = [], 0
+        for keys, _ in self.block.parts:
+            allowed = bounds_at[offset] > 0 if offset in bounds_at else torch.ones(1, 1, 1, len(keys), dtype=torch.bool)
+            parts.append(allowed)
+            offset += len(keys)
+        sizes = torch.broadcast_shapes((1, 1, len(self.block.rows)), *(part.shape[:3] for part in parts))  # type: ignore[no-untyped-call]
+        return torch.cat([part.expand(*sizes, -1).to(parts[0].device) for part in parts], -1)
+
     def stack_rows(self, tensor: Float[Tensor, "batch heads queries width"]) -> Float[Tensor, "kv stacked width"]:
         """Return the tile's query rows of a tensor `(batch, heads, queries, width)`, stacked for products with keys.
         The first axis of the result is one for each pair of sequence and key/value head. The second joins the rows of

@@ -1,0 +1,252 @@
+"""Heads by focus: how much more attention given words receive, or exchange, than under uniform attention.
+
+F are the words of the focus, A the attention weights between words (sums over the tokens of a key word, means over the
+tokens of a query word), and U the same under uniform attention over the tokens that each query token sees.
+
+    received    mean over query words i outside F of sum_{j in F} A_ij
+    exchanged   mean over query words i in F of sum_{j in F, j != i} A_ij
+
+Query words that are special tokens do not count, nor do words of F that see no other word of F. The *excess* of a head
+is its share minus the share of U. A head *has* a focus if its share is at least one half, as for roles; over several
+texts, its excess must also be positive by a t-test over texts, one-sided, at 5 %, corrected for the number of heads
+(Bonferroni).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.analysis.head_view import HeadView, ViewedText
+from headwise.analysis.roles import HALF
+from headwise.analysis.view_contents import Viewed
+from headwise.errors import InputError, require
+from headwise.page.contents import AllWeights, VisibleKeys
+from headwise.runs.rows import MeanEstimate
+from headwise.shapes import Bool, Float
+
+KINDS = ("received", "exchanged")
+"""Kinds of focus."""
+
+SIGNIFICANCE = 0.05
+"""Probability of a false finding among all heads."""
+
+
+@dataclass(frozen=True)
+class HeadFocus:
+    """Attention that one head pays to the words of a focus.
+
+    Attributes:
+        head: the head, of the first text.
+        index: index of the head in the view.
+        share: mean share of attention on the words, over texts.
+        uniform: the same under uniform attention over the same keys.
+        excess: `share - uniform`: mean over texts, standard error and number of texts.
+        p: p-value of the test that the excess is not positive, corrected for the number of heads; NaN for one text.
+    """
+
+    head: HeadView
+    index: int
+    share: float
+    uniform: float
+    excess: MeanEstimate
+    p: float
+
+    @property
+    def has_focus(self) -> bool:
+        """True if half of the attention is on the words, and the excess is significant if there are several texts."""
+        return self.share >= HALF and self.excess.value > 0 and not self.p > SIGNIFICANCE
+
+
+@dataclass(frozen=True)
+class Focus:
+    """Words of one or more texts, and the heads by the attention that these words receive or exchange.
+
+    Attributes:
+        name: name of the focus, for display.
+        kind: "received" or "exchanged".
+        words: for each text, the indices of the words.
+        heads: all heads, the one with the largest excess first.
+    """
+
+    name: str
+    kind: str
+    words: tuple[tuple[int, ...], ...]
+    heads: tuple[HeadFocus, ...]
+
+    @property
+    def verdict(self) -> str:
+        """Sentences that state which heads have the focus."""
+        texts, best = len(self.words), self.heads[0]
+        with_focus = [each.head.name for each in self.heads if each.has_focus]
+        action = "puts half of its attention on" if self.kind == "received" else "keeps half of its attention among"
+        if with_focus:
+            plural = action.replace("puts", "put").replace("keeps", "keep").replace("its", "their")
+            names, many = ", ".join(with_focus[:8]), len(with_focus) > 1
+            others = f" and {len(with_focus) - 8} others" if len(with_focus) > 8 else ""
+            first = f"{'Heads' if many else 'Head'} {names}{others} {plural if many else action} these words."
+        else:
+            first = (
+                f"No head {action} these words; the largest excess is that of head {best.head.name}, with a share of "
+                f"{best.share:.2f} where uniform attention has {best.uniform:.2f}."
+            )
+        if texts == 1:
+            return first
+        significant = sum(each.excess.value > 0 and each.p <= SIGNIFICANCE for each in self.heads)
+        return (
+            f"{first} In {significant} of {len(self.heads)} heads, they get significantly more attention than under "
+            f"uniform attention ({texts} texts, one-sided t-test at 5 %, Bonferroni-corrected)."
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one dictionary per head, the one with the largest excess first: layer, head, module, kind, role,
+        share, uniform, excess, its standard error `excess_sem` and number of texts `excess_n`, p and has_focus.
+        """
+        return [
+            {
+                "layer": each.head.layer,
+                "head": each.head.head,
+                "module": each.head.module,
+                "kind": each.head.kind,
+                "role": each.head.role.name,
+                "share": each.share,
+                "uniform": each.uniform,
+                "excess": each.excess.value,
+                "excess_sem": each.excess.sem,
+                "excess_n": each.excess.n,
+                "p": each.p,
+                "has_focus": each.has_focus,
+            }
+            for each in self.heads
+        ]
+
+    def table(self) -> Any:
+        """Return the rows as a pandas DataFrame.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+        """
+        return require("pandas", purpose="a table", extra="tables").DataFrame(self.rows())
+
+
+def find_heads(views: Sequence[Viewed], focus: Sequence[Any], kind: str, name: str | None) -> Focus:
+    """Rank the heads of views of one or more texts, for `View.find` and `ViewSet.find`, whose docstrings describe the
+    arguments.
+    """
+    if kind not in KINDS:
+        raise InputError("kind", expected='"received" or "exchanged"', got=repr(kind))
+    by_text = _words_by_text(views, focus)
+    if name is None:
+        words = [
+            view.texts[0].words[index].text for view, chosen in zip(views, by_text, strict=True) for index in chosen
+        ]
+        name = ", ".join(dict.fromkeys(words))
+    indices = [index for index, head in enumerate(views[0].heads) if head.attention.keys == 0]
+    if kind == "exchanged":
+        indices = [index for index in indices if views[0].heads[index].attention.queries == 0]
+    shares = [
+        [_shares(view, view.heads[index], words, kind) for view, words in zip(views, by_text, strict=True)]
+        for index in indices
+    ]
+    heads = [
+        _head_focus(views[0].heads[index], index, of_texts, len(indices))
+        for index, of_texts in zip(indices, shares, strict=True)
+    ]
+    heads.sort(key=lambda each: each.excess.value, reverse=True)
+    return Focus(name, kind, tuple(by_text), tuple(heads))
+
+
+def _words_by_text(views: Sequence[Viewed], focus: Any) -> list[tuple[int, ...]]:
+    """Return the indices of the words of a focus in the first text of each view."""
+    if isinstance(focus, str) or not isinstance(focus, Sequence) or not focus:
+        raise InputError("focus", expected='a list of words, such as ["coffee", "tea"]', got=repr(focus))
+    by_text = list(focus)
+    if not all(isinstance(each, Sequence) and not isinstance(each, str) for each in focus):
+        by_text = [focus] * len(views)
+    if len(by_text) != len(views):
+        raise InputError("focus", expected=f"{len(views)} lists of words, one per text", got=len(by_text))
+    return [_word_indices(view.texts[0], words) for view, words in zip(views, by_text, strict=True)]
+
+
+def _word_indices(text: ViewedText, words: Sequence[Any]) -> tuple[int, ...]:
+    """Return the indices of words in a text, in the order of the text: all occurrences of words stated as strings."""
+    chosen: set[int] = set()
+    for word in words:
+        if isinstance(word, int) and not isinstance(word, bool):
+            if not 0 <= word < len(text.words):
+                raise InputError("focus", expected=f"indices of words from 0 to {len(text.words) - 1}", got=word)
+            chosen.add(word)
+            continue
+        found = [index for index, each in enumerate(text.words) if each.text.casefold() == str(word).strip().casefold()]
+        if not found:
+            shown = ", ".join(dict.fromkeys(each.text for each in text.words[:40]))
+            raise InputError("focus", expected=f"words of the text ({shown})", got=repr(word))
+        chosen.update(found)
+    if not chosen:
+        raise InputError("focus", expected="at least one word for each text", got="none")
+    return tuple(sorted(chosen))
+
+
+def _shares(view: Viewed, head: HeadView, words: tuple[int, ...], kind: str) -> tuple[float, float]:
+    """Return the mean share of attention on the words of a focus in one head and text, and the same under uniform
+    attention.
+    """
+    attention, queries, keys = head.attention, view.texts[head.attention.queries], view.texts[head.attention.keys]
+    if not isinstance(attention.weights, AllWeights):
+        remedy = f"pass keep_all={len(keys.tokens)} to view, which then keeps all weights in memory"
+        raise InputError("focus", expected="a text whose weights were all kept", got="a longer text", remedy=remedy)
+    is_visible = _as_matrix(attention.visible, len(keys.tokens))
+    uniform = is_visible / is_visible.sum(-1, keepdim=True).clamp(min=1)
+    weights, uniform = (_between_words(matrix, queries, keys) for matrix in (attention.weights.weights, uniform))
+    in_focus = torch.zeros(len(keys.words), dtype=torch.bool)
+    in_focus[list(words)] = True
+    is_row = torch.tensor([not word.special for word in queries.words])
+    is_self = attention.queries == attention.keys
+    columns = in_focus.expand(len(queries.words), -1).clone()
+    if kind == "exchanged":
+        columns.fill_diagonal_(False)
+        is_row &= in_focus & ((uniform * columns).sum(-1) > 0)
+    else:
+        is_row &= uniform.sum(-1) > 0
+        if is_self:
+            is_row &= ~in_focus
+    if not is_row.any():
+        needed = "a word outside of the focus" if kind == "received" else "two words that can attend to each other"
+        raise InputError("focus", expected=needed, got=", ".join(keys.words[index].text for index in words))
+    share, of_uniform = (float((matrix * columns).sum(-1)[is_row].double().mean()) for matrix in (weights, uniform))
+    return share, of_uniform
+
+
+def _between_words(
+    weights: Float[Tensor, "queries keys"], queries: ViewedText, keys: ViewedText
+) -> Float[Tensor, "query_words key_words"]:
+    """Return weights between words: sums over the tokens of a key word, means over the tokens of a query word."""
+    to_words = torch.zeros(len(weights), len(keys.words)).index_add_(1, keys.word_of, weights.float())
+    sums = torch.zeros(len(queries.words), len(keys.words)).index_add_(0, queries.word_of, to_words)
+    return sums / torch.bincount(queries.word_of, minlength=len(queries.words))[:, None]
+
+
+def _as_matrix(visible: VisibleKeys, keys: int) -> Bool[Tensor, "queries keys"]:
+    """Return True where a query may attend to a key."""
+    edges = torch.zeros(len(visible.runs), keys + 1, dtype=torch.int32)
+    rows = torch.arange(len(visible.runs)).repeat_interleave(visible.runs)
+    ones = torch.ones(len(rows), dtype=torch.int32)
+    edges.index_put_((rows, visible.starts), ones, accumulate=True)
+    edges.index_put_((rows, visible.stops), -ones, accumulate=True)
+    return edges.cumsum(1)[:, :keys] > 0
+
+
+def _head_focus(head: HeadView, index: int, shares: Sequence[tuple[float, float]], heads: int) -> HeadFocus:
+    """Return the focus of one head from its share and the share under uniform attention on each text."""
+    excesses = [share - uniform for share, uniform in shares]
+    share, uniform = (math.fsum(part) / len(shares) for part in zip(*shares, strict=True))
+    p = math.nan
+    if len(shares) > 1:
+        stats = require("scipy.stats", purpose="testing several texts", extra="tables")
+        is_constant = len(set(excesses)) == 1  # as for equal texts, which are no evidence
+        p = 1.0 if is_constant else float(stats.ttest_1samp(excesses, 0.0, alternative="greater").pvalue)
+        p = min(1.0, p * heads)
+    return HeadFocus(head, index, share, uniform, MeanEstimate.of(excesses), p)

@@ -1,0 +1,179 @@
+"""`write_page`: one HTML file with every head of a model, from views, profiles, ablations and importance scores."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headwise.analysis.focus import Focus
+from headwise.analysis.profile import Profile
+from headwise.analysis.roles import page_roles
+from headwise.analysis.view_contents import passages_of, title_role_word
+from headwise.analysis.view_result import View
+from headwise.analysis.view_set import ViewSet
+from headwise.errors import InputError
+from headwise.intercept.heads import Heads
+from headwise.page import contents as page
+from headwise.page.columns import Columns, joined_estimates
+from headwise.page.write import write_page as write_contents
+from headwise.runs.table import HeadTable
+
+
+def write_page(
+    path: str | Path, *results: Any, against: Sequence[Any] = (), foci: Sequence[Focus] = (), title: str | None = None
+) -> None:
+    """Write one HTML file that shows every head of a model, and works offline: an overview, the attention of each head
+    on texts, and the numbers of all results.
+
+    Args:
+        path: the file.
+        results: results for the heads of one model: views (`View`, `ViewSet`), profiles, ablations, importance scores,
+            results of `watch`.
+            All views together are the texts of the page. Heads are those of the first result; the others need them too.
+        against: the same kinds of results of another model with the same heads, or of another checkpoint, with which
+            the page compares.
+        foci: results of `find` for the views.
+        title: title of the page; by default the name of the model.
+
+    Raises:
+        InputError: there is no result, one is of other heads, or the views of both models are of different texts.
+        MissingExtra: jinja2 is not installed.
+
+    Example:
+        >>> seen = headwise.view(model, tokenizer, "Coffee or tea?")  # doctest: +SKIP
+        >>> headwise.write_page("page.html", seen, headwise.ablate(model, texts, loss))  # doctest: +SKIP
+    """
+    write_contents(page_contents(results, against=against, foci=foci, title=title), Path(path))
+
+
+def page_contents(
+    results: Sequence[Any], *, against: Sequence[Any] = (), foci: Sequence[Focus] = (), title: str | None = None
+) -> page.Contents:
+    """Return the contents of a page with these results, for `write_page`, whose docstring describes the arguments."""
+    if not results:
+        raise InputError("results", expected="at least one view or table of heads", got="none")
+    groups = [_ModelResults(results)]
+    if against:
+        groups.append(_ModelResults(against))
+        groups[1].require_heads_of(groups[0])
+    statistics = groups[0].statistics
+    if against:
+        statistics = tuple(each for each in statistics if each in groups[1].statistics)
+        if not statistics:
+            raise InputError("against", expected="results with some of the same statistics", got="none")
+    models = [
+        page.PageModel(group.name, group.with_roles.page_heads(), joined_estimates(group.columns, statistics))
+        for group in groups
+    ]
+    names = [model.name for model in models]
+    if len(set(names)) < len(names):
+        models = [replace(model, name=f"{model.name} ({letter})") for model, letter in zip(models, "AB", strict=True)]
+    views = groups[0].views
+    return page.Contents(
+        title=title or " and ".join(dict.fromkeys(names)),
+        notes=tuple(dict.fromkeys(note for group in groups for note in group.notes)),
+        roles=page_roles(
+            (role for group in groups for role in group.with_roles.roles),
+            title_role_word(views),
+        ),
+        statistics=statistics,
+        models=tuple(models),
+        passages=passages_of([(group.views, group.columns[0].source) for group in groups], statistics),
+        foci=tuple(_page_focus(each, groups[0]) for each in foci),
+    )
+
+
+class _ModelResults:
+    """Results for the heads of one model.
+
+    Attributes:
+        views: attention on each text.
+        columns: numbers of each head, one object for each source; those of the views come first.
+    """
+
+    def __init__(self, results: Sequence[Any]) -> None:
+        self.views: list[View] = []
+        tables: list[Columns] = []
+        for result in results:
+            if isinstance(result, View | ViewSet):
+                self.views += [result] if isinstance(result, View) else result.views
+            elif isinstance(result, HeadTable | Heads):
+                tables.append(result.columns())
+            else:
+                expected = "views, profiles, ablations, importance scores or watched heads"
+                raise InputError("results", expected=expected, got=type(result).__name__)
+        columns = [*([ViewSet(tuple(self.views)).columns()] if self.views else []), *tables]
+        self.columns = [each.in_order(columns[0].places) for each in columns]
+        sources = [each.source for each in self.columns]
+        if len(set(sources)) < len(sources):
+            raise InputError("results", expected="one table of each kind", got=", ".join(sources))
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.columns[0].model
+
+    @property
+    def statistics(self) -> tuple[page.PageStatistic, ...]:
+        """Numbers of each head from all results."""
+        return tuple(statistic for each in self.columns for statistic in each.statistics)
+
+    @property
+    def with_roles(self) -> Columns:
+        """Columns that decide the roles of the heads: those of a profile, if there is one."""
+        return max(self.columns, key=lambda each: (each.source == Profile.NAME, each.roles[0] is not None))
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about the model's texts and roles."""
+        notes = []
+        if any(view.truncated for view in self.views):
+            notes.append("The end of a text was cut off at the model's limit.")
+        if self.views and self.with_roles.source == Profile.NAME:
+            notes.append("Roles are those of the profile, not of the texts on this page.")
+        return notes
+
+    def require_heads_of(self, other: "_ModelResults") -> None:
+        """Raise `InputError` if these results are of other heads than those of another model, or of other texts. Module
+        paths may differ.
+        """
+        if [place[:3] for place in self.columns[0].places] != [place[:3] for place in other.columns[0].places]:
+            expected, got = (f"{len(each.columns[0].places)} heads of {each.name}" for each in (other, self))
+            raise InputError("against", expected=f"the same heads as the {expected}", got=f"the {got}")
+        if [_token_texts(view) for view in self.views] != [_token_texts(view) for view in other.views]:
+            remedy = "view the same texts with both, which must have the same tokens"
+            raise InputError("against", expected="views of the same tokens", got="other tokens", remedy=remedy)
+
+
+def _token_texts(view: View) -> list[tuple[str, ...]]:
+    """Return the tokens of all texts of a view."""
+    return [tuple(token.text for token in text.tokens) for text in view.texts]
+
+
+def _page_focus(focus: Focus, group: _ModelResults) -> page.PageFocus:
+    """Return a focus for display.
+
+    Raises:
+        InputError: the focus is of other texts than those of the page.
+    """
+    if len(focus.words) != len(group.views):
+        raise InputError("foci", expected=f"foci of the page's {len(group.views)} texts", got=len(focus.words))
+    scores = tuple(
+        page.FocusScore(
+            model=0,
+            head=each.index,
+            share=each.share,
+            uniform=each.uniform,
+            error=_known(each.excess.sem),
+            p=_known(each.p),
+            has_focus=each.has_focus,
+        )
+        for each in focus.heads
+    )
+    return page.PageFocus(focus.name, focus.kind, focus.words, scores, focus.verdict)
+
+
+def _known(value: float) -> float | None:
+    """Return a number, None for NaN."""
+    return None if math.isnan(value) else value

@@ -1,0 +1,136 @@
+"""Attention weights between the tokens of a passage for each head: pooled tiles, and all weights or the largest."""
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.page.contents import AllWeights, HeadAttention, LargestWeights, VisibleKeys
+from headwise.shapes import Bool, Float, Int
+
+TILES = 64
+"""Largest number of rows and columns of a head's tiles."""
+
+LISTED_KEYS = 32
+"""Number of keys that are kept for each query of a long passage."""
+
+
+class TokenWeights:
+    """Attention weights between the tokens of a passage for each head, added up from blocks of query rows: pooled
+    tiles, the visible keys, and all weights of a short passage or the largest weights of each query of a long one.
+
+    Args:
+        heads: number of heads.
+        queries: number of query tokens.
+        keys: number of key tokens.
+        keeps_all: True to keep all weights.
+        known_runs: visible keys of other calls over the same tokens, which this object adds to.
+    """
+
+    def __init__(self, heads: int, queries: int, keys: int, keeps_all: bool, known_runs: "KnownRuns") -> None:
+        self.queries, self.keys, self._known_runs = queries, keys, known_runs
+        rows, columns = min(queries, TILES), min(keys, TILES)
+        self._row_of = torch.arange(queries) * rows // queries
+        self._column_of = torch.arange(keys) * columns // keys
+        self._tiles = torch.zeros(heads, rows, columns)
+        self._all = torch.zeros(heads, queries, keys) if keeps_all else None
+        listed = min(LISTED_KEYS, keys)
+        self._largest = torch.zeros(heads, queries, listed)
+        self._largest_keys = torch.zeros(heads, queries, listed, dtype=torch.int32)
+        self._totals = torch.zeros(heads, queries)
+        self._runs: dict[int, dict[int, _Runs]] = defaultdict(dict)
+
+    def add(self, row_block: RowBlock) -> None:
+        """Add the attention weights of one block of query rows, for some of the heads."""
+        weights = row_block.weights[0].float().cpu()  # (heads, rows, columns)
+        heads, rows = row_block.sequences_and_heads[1], row_block.rows
+        keys = row_block.visibility.key_indices.cpu()
+        selected = slice(rows.start, rows.stop)
+        self._totals[heads, selected] = weights.sum(-1)
+        self._add_to_tiles(heads, selected, keys, weights)
+        if self._all is not None:
+            self._all[heads, selected, keys] = weights
+        else:
+            top = weights.topk(min(LISTED_KEYS, len(keys)))
+            self._largest[heads, selected, : top.values.shape[-1]] = top.values
+            self._largest_keys[heads, selected, : top.values.shape[-1]] = keys[top.indices].int()
+        runs = self._known_runs.of(row_block, self.keys)
+        for place, head in enumerate(range(self._tiles.shape[0])[heads]):
+            self._runs[head][rows.start] = runs[place if len(runs) > 1 else 0]
+
+    def _add_to_tiles(
+        self, heads: slice, rows: slice, keys: Int[Tensor, " columns"], weights: Float[Tensor, "part rows columns"]
+    ) -> None:
+        """Add the weights of some query rows to the tiles: means over queries of sums over keys."""
+        row_of = self._row_of[rows]
+        by_column = torch.zeros(*weights.shape[:2], self._tiles.shape[2]).index_add_(2, self._column_of[keys], weights)
+        sizes = torch.bincount(self._row_of)[row_of]
+        self._tiles[heads] = self._tiles[heads].index_add(1, row_of, by_column / sizes[:, None])
+
+    def of_head(self, head: int, queries: int, keys: int) -> HeadAttention:
+        """Return the attention of one head, after all rows were added.
+
+        Args:
+            head: index of the head.
+            queries: index of the passage's side with the queries.
+            keys: index of the side with the keys.
+        """
+        weights: AllWeights | LargestWeights
+        if self._all is not None:
+            weights = AllWeights(self._all[head])
+        else:
+            weights = LargestWeights(self._largest_keys[head], self._largest[head], self._totals[head])
+        return HeadAttention(queries, keys, self.keys, self._tiles[head], weights, self._visible(head))
+
+    def _visible(self, head: int) -> VisibleKeys:
+        """Return the visible keys of each query of a head. Queries that were not added see none."""
+        counts, starts, stops = torch.zeros(self.queries, dtype=torch.int64), [], []
+        for first_row, runs in sorted(self._runs[head].items()):
+            counts[first_row : first_row + len(runs.counts)] = runs.counts
+            starts.append(runs.starts)
+            stops.append(runs.stops)
+        empty = torch.zeros(0, dtype=torch.int64)
+        return VisibleKeys(counts, torch.cat([empty, *starts]), torch.cat([empty, *stops]))
+
+
+class _Runs:
+    """Runs of neighbouring visible keys of some queries.
+
+    Attributes:
+        counts: number of runs of each query.
+        starts: first key of each run.
+        stops: key after the last one of each run.
+    """
+
+    def __init__(self, is_visible: Bool[Tensor, "rows columns"], keys: Int[Tensor, " columns"], length: int) -> None:
+        padded = torch.zeros(len(is_visible), length + 2, dtype=torch.int8)
+        padded[:, keys + 1] = is_visible.to(torch.int8)
+        change = padded.diff()
+        starts, stops = (change == 1).nonzero(), (change == -1).nonzero()
+        self.counts = torch.bincount(starts[:, 0], minlength=len(is_visible))
+        self.starts, self.stops = starts[:, 1], stops[:, 1]
+
+
+class KnownRuns:
+    """Runs of visible keys of row blocks. Most layers of a model have the same mask, so the runs of the latest block of
+    the same rows are used again if its mask is equal.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[range, tuple[Tensor, Tensor, list[_Runs]]] = {}
+
+    def of(self, row_block: RowBlock, length: int) -> list[_Runs]:
+        """Return the runs of visible keys of a row block for each of its heads, or once if all heads have the same.
+
+        Args:
+            row_block: some query rows of a call.
+            length: number of keys of the call.
+        """
+        is_visible, keys = row_block.tile.is_visible[0].cpu(), row_block.visibility.key_indices.cpu()
+        latest = self._latest.get(row_block.rows)
+        if latest is not None and torch.equal(latest[0], is_visible) and torch.equal(latest[1], keys):
+            return latest[2]
+        runs = [_Runs(of_heads, keys, length) for of_heads in is_visible]
+        self._latest[row_block.rows] = is_visible, keys, runs
+        return runs

@@ -1,0 +1,59 @@
+"""Views of a few sequences of a data set, for pages that show a profile or another table of heads."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise.analysis.head_view import ViewedText
+from headwise.analysis.view import KEPT_TOKENS, view_of
+from headwise.analysis.view_set import ViewSet
+from headwise.analysis.viewer import ReadText
+from headwise.checks import require_module, whole_number
+from headwise.data.batches import device_of, evaluation_mode
+from headwise.data.decoded_words import decoded_words
+from headwise.data.texts import Texts
+from headwise.data.tokenization import text_model
+from headwise.errors import InputError
+
+
+def view_examples(
+    model: nn.Module, texts: Texts, *, count: int = 8, tokens: int = 96, seed: int = 0, title: str = "model"
+) -> ViewSet:
+    """View the attention of each head on some sequences of a data set, drawn at random without replacement.
+
+    Args:
+        model: a `transformers` model; of an encoder-decoder, the encoder is viewed.
+        texts: the data set.
+        count: number of sequences; all if there are fewer.
+        tokens: number of tokens of a sequence, from its start, that are viewed.
+        seed: of the random choice.
+        title: name of the model, for display.
+
+    Raises:
+        InputError: an argument cannot be used; no self-attention over the sequences was intercepted.
+
+    Example:
+        >>> texts = headwise.Texts("corpus.jsonl", tokenizer)  # doctest: +SKIP
+        >>> seen = headwise.view_examples(model, texts)  # doctest: +SKIP
+        >>> headwise.write_page("page.html", headwise.profile(model, texts), seen)  # doctest: +SKIP
+    """
+    require_module(model)
+    if not isinstance(texts, Texts):
+        raise InputError("texts", expected="headwise.Texts", got=type(texts).__name__)
+    whole_number("count", count, least=1)
+    whole_number("tokens", tokens, least=1)
+    model, sequences = text_model(model), texts.within(text_model(model)).sequences
+    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed))[:count]
+    chosen = [sequences[index][:tokens].tolist() for index in sorted(order.tolist())]
+    with evaluation_mode(model):
+        return ViewSet(tuple(_view_ids(model, texts.tokenizer, ids, title) for ids in chosen))
+
+
+def _view_ids(model: Any, tokenizer: Any, ids: list[int], title: str) -> Any:
+    """Return the view of one sequence of token ids."""
+    tensor, decoded = torch.tensor([ids]), decoded_words(tokenizer, ids)
+    text = ViewedText("text", "".join(decoded.pieces).strip(), False, decoded.tokens, decoded.words, decoded.word_of)
+    inputs = {"input_ids": tensor.to(device_of(model))}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    return view_of(model, [ReadText(text, tensor)], inputs, title=title, keep_all=KEPT_TOKENS)

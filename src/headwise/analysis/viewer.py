@@ -1,0 +1,229 @@
+"""Interceptor of `view`: statistics, links and attention weights of every head that attends over given texts."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from headwise.analysis.head_view import HeadView, ViewedText
+from headwise.analysis.roles import role_of
+from headwise.analysis.token_weights import KnownRuns, TokenWeights
+from headwise.analysis.word_weights import TokensOfWords, WordWeights
+from headwise.attention.backends.blockwise.call_context import CallContext
+from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.errors import InputError
+from headwise.intercept.call_contexts import OF_COMMON_POSITIONS
+from headwise.intercept.interceptor import Call, Observation, SiteKey
+from headwise.intercept.sites import SiteRegistry
+from headwise.shapes import Float, Int
+from headwise.statistics.tally import Tally
+
+DISAGREEMENT = 1e-3
+"""Largest accepted difference between a head's output and the product of its weights and values.
+
+Relative to the output's largest value; for half precision 8 of its epsilons are accepted. Rounding stays below this.
+Attention that computes something else than softmax of its scores does not.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class ReadText:
+    """Text as a model reads it.
+
+    Attributes:
+        text: the text with its tokens and words.
+        ids: the token ids; None for the patches of an image.
+    """
+
+    text: ViewedText
+    ids: Int[Tensor, "1 tokens"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class _ViewedCall:
+    """Attention call over the texts: where it happened, and what was observed.
+
+    Attributes:
+        site: where in the model.
+        layer: number of the layer in the model's own count; None where the model does not number it.
+        sides: indices of the texts with the queries and with the keys.
+        tally: sums of the statistics.
+        word_weights: weights between words.
+        token_weights: weights between tokens.
+    """
+
+    site: SiteKey
+    layer: int | None
+    sides: tuple[int, int]
+    tally: Tally
+    word_weights: WordWeights
+    token_weights: TokenWeights
+
+
+class Viewer(SiteRegistry):
+    """Interceptor that builds a `HeadView` of every head in every attention call over some texts: from a text to
+    itself, or from the last text to the first.
+
+    Args:
+        model: the intercepted model.
+        texts: one text, or a source and a target.
+        keeps_all: True to keep all weights between tokens.
+    """
+
+    def __init__(self, model: nn.Module, texts: Sequence[ReadText], *, keeps_all: bool) -> None:
+        super().__init__(model)
+        self._texts, self._keeps_all = texts, keeps_all
+        self._words = [
+            TokensOfWords(each.text.word_of, torch.tensor([word.lexical for word in each.text.words])) for each in texts
+        ]
+        self._contexts: dict[tuple[int, int, torch.device], CallContext] = {}
+        self._known_runs: dict[tuple[int, int], KnownRuns] = {}
+        self._other_shapes: dict[str, str] = {}
+        self._calls: list[_ViewedCall] = []
+
+    def observe(self, call: Call) -> Observation | None:
+        """Return an observation that builds the views of the heads of an attention call, and checks the observed
+        weights against the head outputs. For attention over something other than the tokens of the texts, record its
+        shape and return None.
+        """
+        self.register(call)
+        grid, sides = call.grid, self._sides_of(call)
+        if sides is None:
+            shape = f"{grid.queries} queries and {grid.keys} keys"
+            shape = shape if grid.batch == 1 else f"a batch of {grid.batch} with {shape}"
+            self._other_shapes.setdefault(call.site.path, shape)
+            return None
+        queries, keys = sides
+        tally = Tally()
+        word_weights = WordWeights(grid.heads, self._words[queries], self._words[keys])
+        token_weights = TokenWeights(
+            grid.heads, grid.queries, grid.keys, self._keeps_all, self._known_runs.setdefault(sides, KnownRuns())
+        )
+
+        def observer(row_block: RowBlock) -> None:
+            tally.add(replace(row_block, out=None))  # a view shows no norms
+            word_weights.add(row_block)
+            token_weights.add(row_block)
+
+        def on_end() -> None:
+            self._calls.append(_ViewedCall(call.site, call.layer, sides, tally, word_weights, token_weights))
+
+        context = self._context_of(sides, grid.device)
+        return Observation(observer, context, on_end, partial(_require_agreement, call.site.path))
+
+    def head_views(self) -> Iterator[HeadView]:
+        """Yield the view of each head, by layer and head."""
+        layers = self._layers()
+        for layer, call in sorted(zip(layers, self._calls, strict=True), key=lambda pair: pair[0]):
+            yield from _head_views(layer, call)
+
+    def require_heads(self) -> None:
+        """Raise `InputError` if no head was viewed, because no attention of the model was over the texts' tokens."""
+        if not self._calls:
+            tokens = " and ".join(str(len(each.text.tokens)) for each in self._texts)
+            raise InputError(
+                "model", expected=f"self-attention over the {tokens} tokens of the text", got=self.left_out
+            )
+
+    @property
+    def left_out(self) -> str:
+        """Description of the attention that was not over the tokens of the texts: numbers of queries and keys, and
+        paths of the modules. It is empty if there was none.
+        """
+        return ", ".join(f"{shape} in {path}" for path, shape in self._other_shapes.items())
+
+    def _sides_of(self, call: Call) -> tuple[int, int] | None:
+        """Return the indices of the texts with the queries and with the keys of an attention call; None if the call is
+        over something else, or if it could be over either of two texts.
+        """
+        grid, lengths = call.grid, [len(each.text.tokens) for each in self._texts]
+        if grid.batch != 1:
+            return None
+        if call.site.cross:
+            source, target = 0, len(lengths) - 1
+            return (target, source) if target and (grid.queries, grid.keys) == (lengths[-1], lengths[0]) else None
+        fitting = [index for index, length in enumerate(lengths) if grid.queries == grid.keys == length]
+        if len(fitting) > 1:
+            ids = call.tokens
+            fitting = [index for index in fitting if ids is not None and _are_equal(ids, self._texts[index].ids)]
+        return (fitting[0], fitting[0]) if len(fitting) == 1 else None
+
+    def _context_of(self, sides: tuple[int, int], device: torch.device) -> CallContext:
+        """Return the tokens of a call for statistics. Calls over the same texts share it."""
+        if (*sides, device) not in self._contexts:
+            queries, keys = sides
+            read = self._texts[keys]
+            is_special = torch.tensor([[token.special for token in read.text.tokens]], device=device)
+            is_self = queries == keys
+            ids = read.ids.to(device) if is_self and read.ids is not None else None
+            left_out = frozenset() if is_self else OF_COMMON_POSITIONS
+            self._contexts[(*sides, device)] = CallContext(ids, is_special, left_out=left_out)
+        return self._contexts[(*sides, device)]
+
+    def _layers(self) -> list[int]:
+        """Return the layer number of each attention call: that of the module in tables of heads, if every module
+        attended once; otherwise the model's own number, or one more than the largest used before.
+        """
+        sites = [call.site for call in self._calls]
+        if len(set(sites)) == len(sites):
+            layer_of = dict(zip((record.site for record in self.records), self.layers, strict=True))
+            if all(site in layer_of for site in sites):
+                return [layer_of[site] for site in sites]
+        layers: list[int] = []
+        for call in self._calls:
+            is_used = call.layer is None or call.layer in layers
+            layers.append(max(layers, default=-1) + 1 if is_used or call.layer is None else call.layer)
+        return layers
+
+
+def _head_views(layer: int, call: _ViewedCall) -> Iterator[HeadView]:
+    """Yield the view (statistics, role, links and weights) of each head of one attention call."""
+    tally, words = call.tally, call.word_weights
+    means = {name: mean[0].tolist() for name, mean in tally.means().items()}
+    counts = {name: count[0].tolist() for name, count in tally.counts().items()}
+    for head in range(words.picture.shape[0]):
+        head_means = {name: values[head] for name, values in means.items()}
+        yield HeadView(
+            layer=layer,
+            head=head,
+            module=call.site.label,
+            kind="cross" if call.site.cross else "self",
+            role=role_of(head_means, {name: values[head] for name, values in counts.items()}),
+            means=head_means,
+            links=words.links(head),
+            top_keys=words.top_keys[head],
+            top_weights=words.top_weights[head],
+            picture=words.picture[head],
+            attention=call.token_weights.of_head(head, *call.sides),
+        )
+
+
+def _are_equal(ids: Tensor, others: Tensor | None) -> bool:
+    """Return True if two tensors of token ids are equal."""
+    return others is not None and ids.shape == others.shape and bool((ids.cpu() == others.cpu()).all())
+
+
+def _require_agreement(path: str, row_block: RowBlock, out: Float[Tensor, "batch heads rows value_dim"]) -> None:
+    """Raise `InputError` if the head outputs of a module differ from the product of the observed attention weights and
+    the values by more than rounding.
+
+    The observed weights would be wrong then.
+
+    Args:
+        path: path of the module.
+        row_block: rows with the product of weights and values.
+        out: output of the model's own function in these rows.
+    """
+    assert row_block.out is not None
+    product = row_block.tile.by_head(row_block.out)
+    actual = out.to(product.dtype)
+    largest = actual.abs().amax((0, 2, 3)).clamp(min=torch.finfo(actual.dtype).tiny)
+    difference = float(((product - actual).abs().amax((0, 2, 3)) / largest).max())
+    if not difference <= max(DISAGREEMENT, 8 * torch.finfo(out.dtype).eps):
+        raise InputError(
+            "model",
+            expected="attention whose output is softmax(scale q k^T + mask) v",
+            got=f"an output that differs by {difference:.1%} in {path}",
+        )

@@ -1,0 +1,1 @@
+"""One HTML file that shows the heads of a model, and works offline."""

@@ -1,0 +1,117 @@
+"""Numbers of each head from one result, and their union from several, as columns of a page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from headwise.errors import InputError
+from headwise.page.contents import Contents, Estimates, PageHead, PageModel, PageRole, PageStatistic
+
+
+class HeadPlace(NamedTuple):
+    """Place of a head in a model.
+
+    Attributes:
+        layer, head: zero-based numbers of the head.
+        kind: "self" or "cross" attention.
+        module: path of the attention module.
+    """
+
+    layer: int
+    head: int
+    kind: str
+    module: str
+
+    def is_same(self, other: "HeadPlace") -> bool:
+        """Return True if both places are equal, or differ only in a prefix of the module's path: a model with a
+        language-model head contains the model without.
+        """
+        shorter, longer = sorted((self.module, other.module), key=len)
+        return self[:3] == other[:3] and f".{longer}".endswith(f".{shorter}")
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Numbers of each head from one result.
+
+    Attributes:
+        model: name of the model.
+        source: what the numbers were measured on, for display.
+        places: the heads.
+        statistics: the numbers.
+        estimates: their values for each head.
+        roles: name of each head's role; None where it is unknown.
+    """
+
+    model: str
+    source: str
+    places: tuple[HeadPlace, ...]
+    statistics: tuple[PageStatistic, ...]
+    estimates: Estimates
+    roles: tuple[str | None, ...]
+
+    def in_order(self, places: Sequence[HeadPlace]) -> "Columns":
+        """Return these columns for the heads at `places`, in their order.
+
+        Raises:
+            InputError: one of the heads is missing.
+        """
+        by_numbers: dict[tuple[int, int, str], list[int]] = {}
+        for index, place in enumerate(self.places):
+            by_numbers.setdefault(place[:3], []).append(index)
+        indices = []
+        for place in places:
+            fitting = [index for index in by_numbers.get(place[:3], ()) if self.places[index].is_same(place)]
+            if len(fitting) != 1:
+                expected = f"numbers of head {place.layer}.{place.head} ({place.kind} attention in {place.module})"
+                raise InputError("results", expected=expected, got=f"none in the {self.source} of {self.model}")
+            indices += fitting
+        estimates, order = self.estimates, torch.tensor(indices, dtype=torch.int64)
+        parts = (part[:, order] for part in (estimates.means, estimates.errors, estimates.counts))
+        roles = tuple(self.roles[index] for index in indices)
+        return replace(self, places=tuple(places), estimates=Estimates(*parts), roles=roles)
+
+    def page_heads(self) -> tuple[PageHead, ...]:
+        """Return the heads for display. Heads with equal numbers are distinguished by the kind of attention, or by the
+        module.
+        """
+        names = [f"{place.layer}.{place.head}" for place in self.places]
+        if len(set(names)) < len(names):
+            names = [f"{place.kind} {name}" for place, name in zip(self.places, names, strict=True)]
+        if len(set(names)) < len(names):
+            names = [f"{place.module} {place.head}" for place in self.places]
+        return tuple(
+            PageHead(name, place.layer, place.head, place.module, place.kind, role)
+            for name, place, role in zip(names, self.places, self.roles, strict=True)
+        )
+
+    def contents(self, roles: tuple[PageRole, ...] = ()) -> Contents:
+        """Return the contents of a page with these columns alone. Roles that are not described are left out."""
+        described = {role.name for role in roles}
+        heads = tuple(head if head.role in described else replace(head, role=None) for head in self.page_heads())
+        return Contents(self.model, (), roles, self.statistics, (PageModel(self.model, heads, self.estimates),))
+
+
+def joined_estimates(columns: Sequence[Columns], statistics: Sequence[PageStatistic]) -> Estimates:
+    """Return the numbers of one model's heads from several results, in the order of `statistics`."""
+    row_of = {
+        (each.source, statistic.name): (each.estimates, row)
+        for each in columns
+        for row, statistic in enumerate(each.statistics)
+    }
+    rows = [row_of[statistic.source, statistic.name] for statistic in statistics]
+    means = torch.stack([estimates.means[row] for estimates, row in rows])
+    errors = torch.stack([estimates.errors[row] for estimates, row in rows])
+    counts = torch.stack([estimates.counts[row] for estimates, row in rows])
+    return Estimates(means, errors, counts)
+
+
+def estimates_of(table: Sequence[Sequence[tuple[float, float, int]]]) -> Estimates:
+    """Return estimates from the mean, standard error and number of samples of each statistic (outer sequence) and head
+    (inner sequence).
+    """
+    numbers = torch.tensor([[tuple(cell) for cell in row] for row in table], dtype=torch.float64)
+    numbers = numbers.view(len(table), -1, 3)
+    return Estimates(*numbers.unbind(-1))

@@ -1,0 +1,276 @@
+"""Contents of a page: heads, their statistics, and their attention weights on texts or images, as plain values."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headwise.shapes import Float, Int
+
+
+@dataclass(frozen=True)
+class PageRole:
+    """Role of heads (a name for what they attend to), for display.
+
+    Attributes:
+        name: the role's name, which decides its colour.
+        title: the name for display.
+        rule: the rule by which heads get the role.
+        statistic: name of the statistic that decides it.
+    """
+
+    name: str
+    title: str
+    rule: str
+    statistic: str
+
+
+@dataclass(frozen=True)
+class PageHead:
+    """Head of a model, for display.
+
+    Attributes:
+        name: name of the head, such as `3.5`; no two heads of a model have the same.
+        layer, head: zero-based numbers of the head.
+        module: path of the attention module.
+        kind: "self" or "cross" attention.
+        role: name of the head's role; None if it is unknown.
+    """
+
+    name: str
+    layer: int
+    head: int
+    module: str
+    kind: str
+    role: str | None
+
+
+@dataclass(frozen=True)
+class PageStatistic:
+    """Number of every head, such as the entropy of its weights or its ablation effect.
+
+    Attributes:
+        name: name of the statistic; no two statistics of one source have the same.
+        unit: its unit, such as "nats"; empty if there is none.
+        meaning: what it measures, in one sentence.
+        source: what it was measured on, such as "this text" or "profile".
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Mean of each statistic for each head, with its standard error and number of samples.
+
+    Attributes:
+        means: NaN where a statistic was not measured.
+        errors: standard errors; NaN where they are unknown.
+        counts: numbers of samples; 0 where they are unknown.
+    """
+
+    means: Float[Tensor, "statistics heads"]
+    errors: Float[Tensor, "statistics heads"]
+    counts: Float[Tensor, "statistics heads"]
+
+
+@dataclass(frozen=True)
+class PageModel:
+    """Model whose heads a page shows, with the statistics of each head.
+
+    Attributes:
+        name: name of the model.
+        heads: the heads; if two models are compared, the same in both.
+        estimates: the page's statistics for these heads.
+    """
+
+    name: str
+    heads: tuple[PageHead, ...]
+    estimates: Estimates
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Image whose patches are the tokens of a side.
+
+    Attributes:
+        source: the image as a `data:` address.
+        width, height: its size in pixels.
+        boxes: for each token its patch as (left, top, width, height), in fractions of the image; None for a token
+            that stands for no part of the image.
+    """
+
+    source: str
+    width: int
+    height: int
+    boxes: tuple[tuple[float, float, float, float] | None, ...]
+
+
+@dataclass(frozen=True)
+class Side:
+    """Tokens that attention goes out from, or goes to: a text or an image. In self-attention both sides are the same.
+
+    Attributes:
+        name: name for display, such as "text" or "source".
+        tokens: characters of each token, on one line.
+        follows_blank: True at tokens that have white space before them in the text.
+        line_starts: indices of the tokens before which the text has a line break.
+        special: True at special tokens such as `[CLS]`.
+        words: the words of the text.
+        word_of: index of each token's word; a word is a run of tokens.
+        first_generated: index of the first token that the model generated; None if it generated none.
+        picture: the image, if the tokens are its patches.
+    """
+
+    name: str
+    tokens: tuple[str, ...]
+    follows_blank: tuple[bool, ...]
+    line_starts: tuple[int, ...]
+    special: tuple[bool, ...]
+    words: tuple[str, ...]
+    word_of: tuple[int, ...]
+    first_generated: int | None = None
+    picture: Picture | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class VisibleKeys:
+    """Keys that each query may attend to, as runs of neighbouring keys.
+
+    Attributes:
+        runs: number of runs of each query.
+        starts: first key of each run, the runs of query 0 first.
+        stops: key after the last one of each run.
+    """
+
+    runs: Int[Tensor, " queries"]
+    starts: Int[Tensor, " all_runs"]
+    stops: Int[Tensor, " all_runs"]
+
+
+@dataclass(frozen=True, eq=False)
+class AllWeights:
+    """All attention weights of a head on a passage."""
+
+    weights: Float[Tensor, "queries keys"]
+
+
+@dataclass(frozen=True, eq=False)
+class LargestWeights:
+    """Largest attention weights of each query of a head on a passage.
+
+    Attributes:
+        keys: keys of the largest weights, largest first.
+        weights: these weights; 0 where a query sees fewer keys.
+        totals: sum of each query's weights over all keys; below 1 if it sees no key, or if the head has a sink.
+    """
+
+    keys: Int[Tensor, "queries listed"]
+    weights: Float[Tensor, "queries listed"]
+    totals: Float[Tensor, " queries"]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadAttention:
+    """Attention of one head on one passage.
+
+    Attributes:
+        queries, keys: indices of the sides with the queries and with the keys, among the passage's sides.
+        tiles: weights pooled to few rows and columns: means over the queries of a row of sums over the keys of a
+            column. Query q is in row q * rows // queries.
+        weights: all weights, or the largest of each query.
+        number_of_keys: number of tokens of the side with the keys.
+        visible: keys that each query may attend to.
+    """
+
+    queries: int
+    keys: int
+    number_of_keys: int
+    tiles: Float[Tensor, "rows columns"]
+    weights: AllWeights | LargestWeights
+    visible: VisibleKeys
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One text, pair of texts or image, with the attention of every head on it.
+
+    Attributes:
+        title: the text, for display.
+        sides: the texts or images.
+        heads: for each model, the attention of each of its heads; None for a head that did not attend on this passage.
+        means: for each model, the page's statistics for its heads on this passage alone; NaN where not measured.
+    """
+
+    title: str
+    sides: tuple[Side, ...]
+    heads: tuple[tuple[HeadAttention | None, ...], ...]
+    means: tuple[Float[Tensor, "statistics heads"], ...]
+
+
+@dataclass(frozen=True)
+class FocusScore:
+    """Attention that one head pays to the words of a focus.
+
+    Attributes:
+        model, head: index of the model, and of the head among its heads.
+        share: mean share of attention on the words.
+        uniform: the same under uniform attention over the same keys.
+        error: standard error of `share - uniform` over texts; None for one text.
+        p: p-value of the test that the difference is not positive, corrected for the number of heads; None for
+            one text.
+        has_focus: True if the head has the focus, by the rule that the verdict states.
+    """
+
+    model: int
+    head: int
+    share: float
+    uniform: float
+    error: float | None
+    p: float | None
+    has_focus: bool
+
+
+@dataclass(frozen=True)
+class PageFocus:
+    """Set of words whose attention was measured in every head.
+
+    Attributes:
+        name: name of the focus, such as "object".
+        kind: "received" or "exchanged".
+        words: for each passage, the indices of the words.
+        scores: the heads, the one with the most attention above uniform attention first.
+        verdict: which heads have the focus, in a sentence.
+    """
+
+    name: str
+    kind: str
+    words: tuple[tuple[int, ...], ...]
+    scores: tuple[FocusScore, ...]
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything that one page shows.
+
+    Attributes:
+        title: title of the page.
+        notes: sentences below the title, such as what was cut off.
+        roles: the roles that occur, in the order of display.
+        statistics: the numbers of each head.
+        models: one model, or two that are compared.
+        passages: texts or images; none for a page of tables alone.
+        foci: words whose attention was measured.
+    """
+
+    title: str
+    notes: tuple[str, ...]
+    roles: tuple[PageRole, ...]
+    statistics: tuple[PageStatistic, ...]
+    models: tuple[PageModel, ...]
+    passages: Sequence[Passage] = ()
+    foci: tuple[PageFocus, ...] = ()

@@ -1,0 +1,44 @@
+"""Meaning and unit of each number that results have for a head, in words for display."""
+
+from headwise.page.contents import PageStatistic
+from headwise.statistics.registry import STATISTICS
+
+RANDOM_SUFFIX = "_random"
+"""Suffix of a statistic's name where it was measured on random tokens that repeat."""
+
+MEANINGS = {
+    "entropy": "Mean entropy of the attention weights of a query.",
+    "evenness": "Mean entropy of the weights of a query, divided by the logarithm of its number of visible keys.",
+    "confidence": "Mean of the largest attention weight of each query.",
+    "distance": "Mean distance between a query and the keys that it attends to.",
+    "self": "Mean attention on the query's own token.",
+    "previous": "Mean attention on the token before.",
+    "next": "Mean attention on the token after.",
+    "first": "Mean attention on the first token.",
+    "special": "Mean attention on special tokens.",
+    "duplicate": "Mean attention on earlier copies of the query's token.",
+    "induction": "Mean attention on the tokens after earlier copies of the query's token.",
+    "received": "Largest mean attention that one token receives.",
+    "output_norm": "Mean norm of the head's output, before the output projection.",
+    "written_norm": "Mean norm of the head's output after its slice of the output projection.",
+    "loss": "Mean loss of the model without the head.",
+    "cost": "Mean loss without the head, minus the mean loss with it.",
+    "gradient": "Mean absolute derivative of the loss with respect to the head's gate.",
+    "first_order": "Effect of removing the head, if the loss were linear in the head's gate.",
+    "square": "Mean squared derivative of the loss with respect to the head's gate.",
+    "integrated": "Derivative of the loss with respect to the head's gate, integrated over the value of all gates.",
+    "ablation": "Mean loss without the head, minus the mean loss with it.",
+    "open": "Probability that the head's learned gate is open.",
+    "gate": "Value of the head's learned gate, without noise.",
+}
+"""What each number is, in one sentence, by its name."""
+
+
+def page_statistic(name: str, source: str) -> PageStatistic:
+    """Return the description of the number called `name`, which was measured on `source`."""
+    statistic = name.removesuffix(RANDOM_SUFFIX)
+    unit = STATISTICS[statistic].unit if statistic in STATISTICS else ""
+    meaning = MEANINGS.get(statistic, "")
+    if statistic != name:
+        meaning = f"{meaning.removesuffix('.')}, measured on random tokens that repeat."
+    return PageStatistic(name, unit, meaning, source)
