@@ -1,0 +1,157 @@
+"""Heads by focus, against loops over words with weights that are known."""
+
+import math
+
+import pytest
+import scipy.stats
+import torch
+
+import headwise as hw
+import tiny
+from headwise.analysis.focus import find_heads
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    """A tiny decoder and its tokenizer."""
+    return tiny.model("decoder"), tiny.tokenizer("decoder")
+
+
+def loops(weights, allowed, word_of, special, words, kind):
+    """Return share and uniform share of a focus, by loops over query words and their tokens."""
+    shares, uniform_shares = [], []
+    for word in range(max(word_of) + 1):
+        rows = [token for token, own in enumerate(word_of) if own == word]
+        keys = [token for token, own in enumerate(word_of) if own in words and (kind == "received" or own != word)]
+        if special[word] or (word in words) == (kind == "received"):
+            continue
+        if kind == "exchanged" and not any(allowed[row][key] for row in rows for key in keys):
+            continue
+        shares.append(sum(float(weights[row][key]) for row in rows for key in keys) / len(rows))
+        uniform_shares.append(
+            sum(sum(allowed[row][key] for key in keys) / sum(allowed[row]) for row in rows) / len(rows)
+        )
+    return math.fsum(shares) / len(shares), math.fsum(uniform_shares) / len(uniform_shares)
+
+
+@pytest.mark.parametrize("kind", ["received", "exchanged"])
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_shares_equal_loops_over_words(side, kind):
+    model, tokenizer = tiny.model(side), tiny.tokenizer(side)
+    seen = hw.view(model, tokenizer, "w5 w6 w7 w8 w6 w9 w5 w10")
+    text = seen.texts[0]
+    chosen = [index for index, word in enumerate(text.words) if word.text in ("w6", "w9")]
+    assert len(chosen) == 3  # w6 comes twice
+    tokens = len(text.tokens)
+    allowed = [[side == "encoder" or key <= query for key in range(tokens)] for query in range(tokens)]
+    focus = seen.find(["w6", "w9"], kind=kind)
+    assert focus.words == (tuple(chosen),)
+    assert len(focus.heads) == 12
+    for each in focus.heads:
+        weights = seen.heads[each.index].attention.weights.weights
+        special = [word.special for word in text.words]
+        share, uniform = loops(weights, allowed, text.word_of.tolist(), special, chosen, kind)
+        assert (each.share, each.uniform) == pytest.approx((share, uniform), rel=1e-5)
+        assert each.excess.value == pytest.approx(share - uniform, abs=1e-6)
+        assert seen.heads[each.index] is each.head
+    excesses = [each.excess.value for each in focus.heads]
+    assert excesses == sorted(excesses, reverse=True)
+
+
+def test_words_of_several_tokens_are_summed_and_averaged(minilm):
+    seen = hw.view(minilm.model, minilm.tokenizer, "Headwise prunes antidisestablishmentarianism gracefully")
+    text = seen.texts[0]
+    assert len(text.tokens) > len(text.words)
+    chosen = [index for index, word in enumerate(text.words) if word.text == "antidisestablishmentarianism"]
+    tokens, special = len(text.tokens), [word.special for word in text.words]
+    for each in seen.find(["Antidisestablishmentarianism"]).heads:
+        weights = seen.heads[each.index].attention.weights.weights
+        expected = loops(weights, [[True] * tokens] * tokens, text.word_of.tolist(), special, chosen, "received")
+        assert (each.share, each.uniform) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_objects_of_the_question_are_the_focus_of_head_5_11(coffee):
+    focus = coffee.find(["you", "coffee", "tea"])
+    assert focus.heads[0].head.name == "5.11"
+    assert focus.heads[0].share == pytest.approx(0.77, abs=0.01)
+    assert focus.heads[0].uniform == pytest.approx(3 / 12)
+    assert focus.heads[0].has_focus
+    assert focus.verdict.startswith("Heads 5.11, ")
+    assert coffee.find(["you", "coffee", "tea"], kind="exchanged").verdict == (
+        "Head 5.11 keeps half of its attention among these words."
+    )
+
+
+def test_the_verdict_says_so_if_no_head_has_the_focus(coffee):
+    focus = coffee.find(["like", "better"], name="sentiment")
+    assert not any(each.has_focus for each in focus.heads)
+    assert focus.verdict.startswith("No head puts half of its attention on these words; the largest excess is that of ")
+    assert focus.name == "sentiment"
+
+
+SENTENCES = (
+    "She ordered tea but he wanted coffee.",
+    "Tea is cheaper than coffee in this shop.",
+    "Coffee keeps me awake, and tea calms me.",
+    "They sell coffee beans and green tea.",
+)
+
+
+def test_several_sentences_have_standard_errors_and_a_corrected_test(minilm):
+    seen = hw.view(minilm.model, minilm.tokenizer, SENTENCES)
+    focus = seen.find(["coffee", "tea"], kind="exchanged")
+    single = [find_heads([view], ["coffee", "tea"], "exchanged", None) for view in seen]
+    for each in focus.heads:
+        excesses = [
+            next(other.excess.value for other in alone.heads if other.index == each.index) for alone in single
+        ]
+        mean, sem = scipy.stats.tmean(excesses), scipy.stats.sem(excesses)
+        assert (each.excess.value, each.excess.sem, each.excess.n) == pytest.approx((mean, sem, 4))
+        p = scipy.stats.t.sf(mean / sem, df=3) * 72
+        assert each.p == pytest.approx(min(1.0, p))
+    assert "4 texts, one-sided t-test at 5 %, Bonferroni-corrected" in focus.verdict
+
+
+def test_equal_sentences_are_no_evidence(minilm):
+    seen = hw.view(minilm.model, minilm.tokenizer, [SENTENCES[0]] * 3)
+    assert all(each.p == 1.0 for each in seen.find(["coffee", "tea"]).heads)
+
+
+def test_words_may_be_stated_for_each_text(minilm):
+    seen = hw.view(minilm.model, minilm.tokenizer, ["Dogs chase cats.", "Tea or coffee?"])
+    focus = seen.find([["dogs", "cats"], ["tea", "coffee"]])
+    words = [[view.words[index].text for index in chosen] for view, chosen in zip(seen, focus.words, strict=True)]
+    assert words == [["Dogs", "cats"], ["Tea", "coffee"]]
+
+
+@pytest.mark.parametrize(
+    ("focus", "options", "message"),
+    [
+        (["milk"], {}, r"^focus: expected words of the text \(\[CLS\], Which, .*\), got 'milk'"),
+        ("coffee", {}, r"^focus: expected a list of words, such as \[\"coffee\", \"tea\"\], got 'coffee'"),
+        ([], {}, "^focus: expected a list of words"),
+        ([99], {}, "^focus: expected indices of words from 0 to 11, got 99"),
+        ([["coffee"], ["tea"]], {}, "^focus: expected 1 lists of words, one per text, got 2"),
+        (["coffee"], {"kind": "liked"}, "^kind: expected \"received\" or \"exchanged\", got 'liked'"),
+        (["coffee"], {"kind": "exchanged"}, "^focus: expected two words that can attend to each other, got coffee"),
+        (list(range(12)), {}, "^focus: expected a word outside of the focus"),
+    ],
+)
+def test_mistakes_are_named(coffee, focus, options, message):
+    with pytest.raises(hw.InputError, match=message):
+        coffee.find(focus, **options)
+
+
+def test_a_long_text_needs_all_its_weights(decoder):
+    model, tokenizer = decoder
+    text = " ".join(tiny.WORDS[:40])
+    with pytest.raises(hw.InputError, match=r"^focus: expected a text whose weights were all kept.*keep_all=40"):
+        hw.view(model, tokenizer, text, keep_all=39).find(["w5"])
+    assert hw.view(model, tokenizer, text, keep_all=40).find(["w5"]).heads
+
+
+def test_the_table_of_a_focus_has_all_heads(coffee):
+    table = coffee.find(["coffee", "tea"]).table()
+    assert len(table) == 72
+    assert list(table.columns[:7]) == ["layer", "head", "module", "kind", "role", "share", "uniform"]
+    assert torch.tensor(table["excess"].values).diff().max() <= 0
