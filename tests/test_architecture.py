@@ -18,7 +18,7 @@ import headwise
 SOURCE = Path(headwise.__file__).parent
 
 FLOORS = (
-    ("errors", "shapes"),
+    ("errors", "shapes", "wording"),
     ("checks",),
     ("page", "plots"),
     ("attention",),

@@ -55,6 +55,32 @@ def test_the_code_of_the_page_about_view_runs(minilm):
     assert round(names["seen"].head(0, 2).means["entropy"], 4) == 0.0008
 
 
+def test_the_code_and_the_examples_of_the_page_about_plots_run(minilm, coffee, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names: dict = {"seen": coffee, "effects": headwise.Ablation.load(ROOT / "research/findings/results/minilm")}
+    run(code_blocks("docs/plots.md"), names)
+    assert Path("entropy.svg").stat().st_size > 1000
+    names["pyplot"].close(names["figure"])
+    inputs = minilm.tokenizer("A cup of tea.", return_tensors="pt")
+    with headwise.watch(minilm.model) as names["heads"]:
+        minilm.model(**inputs)
+    text = (ROOT / "docs" / "plots.md").read_text(encoding="utf-8")
+    rows = re.findall(r'^\| `"(\w+)"` \|.*\| `(.*)` \|$', text, re.MULTILINE)
+    assert len(rows) == 8
+    for kind, example in rows:
+        assert f'kind="{kind}"' in example or kind == "heatmap"
+        assert eval(example, names).has_data()
+
+
+def test_the_page_about_plots_names_the_kinds_of_every_result(coffee):
+    text = (ROOT / "docs" / "plots.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| .* \| ([\w, ]+) \|$", text, re.MULTILINE)
+    with pytest.raises(headwise.InputError) as caught:
+        coffee.plot(kind="no such kind")
+    assert f"one of {dict(rows)['View']}, got" in str(caught.value)
+
+
 @pytest.mark.filterwarnings("ignore:nothing is accelerated")
 def test_the_code_of_the_page_about_acceleration_runs():
     names = {"model": tiny.model("decoder", top="ForCausalLM"), "inputs": {"input_ids": tiny.TOKENS}}

@@ -7,6 +7,7 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import scipy.stats
 
@@ -297,8 +298,10 @@ def draw() -> None:
     """Draw the pictures of the report."""
     folder = RESULTS / "smollm2"
     ablation, importance = hw.Ablation.load(folder), hw.Importance.load(folder)
-    ablation.plot("cost").savefig(PICTURES / "findings-cost.png", dpi=110)
-    hw.agreement(importance, ablation).plot().savefig(PICTURES / "findings-first-order.png", dpi=110)
+    agreement = hw.agreement(importance, ablation)
+    for axes, name in ((ablation.plot("cost"), "findings-cost"), (agreement.plot(), "findings-first-order")):
+        figure: Any = axes.figure
+        figure.savefig(PICTURES / f"{name}.png", dpi=110)
 
 
 def wrap(paragraph: str) -> str:

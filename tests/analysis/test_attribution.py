@@ -174,7 +174,7 @@ def test_it_is_a_table(tmp_path):
     found.save(tmp_path)
     assert Attribution.load(tmp_path).heads == found.heads
     assert found.statistics == ("logit",)
-    assert found.plot().axes[0].images[0].get_array().shape == (2, 6)
+    assert found.plot().images[0].get_array().shape == (2, 6)
 
 
 def test_the_model_is_left_as_it_was():

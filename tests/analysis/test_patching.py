@@ -171,7 +171,7 @@ def test_it_is_a_table(tmp_path):
     found.save(tmp_path)
     assert Patching.load(tmp_path).heads == found.heads
     assert list(found.table().columns)[-2:] == ["recovered", "difference"]
-    assert found.plot().axes[0].images[0].get_array().shape == (2, 6)
+    assert found.plot().images[0].get_array().shape == (2, 6)
 
 
 REFUSED = {

@@ -325,10 +325,10 @@ def test_a_table_and_a_picture():
     row = table[(table["a"] == "1.2") & (table["b"] == "1.5")].iloc[0]
     assert [row[name] for name in MEASURES] == [getattr(found, name)[8, 11].item() for name in MEASURES]
     for name in MEASURES:
-        image = found.plot(name).axes[0].images[0].get_array()
+        image = found.plot(name).images[0].get_array()
         assert image.shape == (12, 12)
         assert image[8, 11] == pytest.approx(getattr(found, name)[8, 11].item())
-    with pytest.raises(hw.InputError, match="^measure: expected one of cosine, cka, distance, got 'mask'$"):
+    with pytest.raises(hw.InputError, match="^statistic: expected one of cosine, cka, distance, got 'mask'$"):
         found.plot("mask")
 
 

@@ -135,8 +135,7 @@ def test_a_damaged_file_is_refused(saved, profile):
 
 
 def test_a_heatmap_has_a_cell_per_head(profile):
-    figure = profile.plot("first")
-    image = figure.axes[0].images[0].get_array()
+    image = profile.plot("first").images[0].get_array()
     assert image.shape == (2, 6)
     for head in profile.heads:
         assert image[head.layer, head.head] == pytest.approx(head.statistics["first"].value)

@@ -1,17 +1,15 @@
-"""A view of the heads, printed to a terminal or a pipe, written as an HTML page, and plotted."""
+"""A view of the heads, printed to a terminal or a pipe, and written as an HTML page."""
 
 import io
 import json
 import re
 
-import pytest
 import torch
 from rich.console import Console
 
 from headwise.analysis.ablation_result import Ablation
 from headwise.analysis.view import view
 from headwise.runs.rows import HeadRow, MeanEstimate
-from headwise.show.head_lines import plot_heads
 from headwise.show.html import write_page
 from headwise.show.scores import errors, print_scores
 from headwise.show.terminal import _one_line, print_view
@@ -124,12 +122,3 @@ def test_markup_in_a_text_is_escaped_on_the_page(minilm, tmp_path):
     assert page.count("<script") == 1
     assert "&lt;b&gt;model&lt;/b&gt;" in page
     assert [word["text"] for word in data["words"]][1:4] == ["<", "/", "script"]
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_figure_has_a_plot_for_each_chosen_head(coffee):
-    figure = plot_heads(coffee, [(0, 2), (0, 9), (1, 8)])
-    assert [axes.get_title() for axes in figure.axes] == ["0.2  previous token", "0.9  mixed", "1.8  next token"]
-    lines = figure.axes[0].get_lines()
-    assert len(lines) == 12  # one key for each word
-    assert [line.get_ydata().tolist() for line in lines][5] == [5, 4]

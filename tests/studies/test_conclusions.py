@@ -276,7 +276,7 @@ def test_a_setting_without_final_trainings_has_an_empty_row(tmp_path):
     assert math.isnan(again.row(FOUR).statistics["step_ms"].value)
     assert again.frontier == (TWO,)
     assert again.recommendation.setting == TWO
-    assert {text.get_text() for text in again.plot().axes[1].texts} == {"1x16", "2x8"}
+    assert {text.get_text() for text in again.plot(kind="time").texts} == {"1x16", "2x8"}
 
 
 def test_means_are_over_the_seeds_that_all_settings_have():
@@ -316,8 +316,8 @@ def test_saved_and_loaded(baseline, tmp_path):
 
 
 def test_the_plot_has_every_seed_and_setting():
-    figure = study_of(losses(4.0, 3.0, 3.5)).plot()
-    by_heads, by_time = figure.axes
+    study = study_of(losses(4.0, 3.0, 3.5))
+    by_heads, by_time = study.plot(), study.plot(kind="time")
     points = [tuple(point) for line in by_heads.lines if line.get_marker() == "." for point in line.get_xydata()]
     assert len(points) == 9
     assert (2.0, pytest.approx(2.99)) in points

@@ -1,9 +1,20 @@
 """Result of an ablation: the loss without each head, or without each set of heads, and the ablation effect."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from headwise.checks import whole_number
+from headwise.errors import InputError
+from headwise.plots.head_numbers import standard_errors
+from headwise.plots.kinds import Kind, plot_kind, require_name
+from headwise.plots.ranking import draw_ranking
+from headwise.plots.scatter import PlottedNumbers
 from headwise.runs.rows import HeadRow, MeanEstimate, Row
 from headwise.runs.table import HeadTable, RowT, Table
+from headwise.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class _AblationTable(Table[RowT]):
@@ -12,6 +23,7 @@ class _AblationTable(Table[RowT]):
     """
 
     NAME = "ablation"
+    SAMPLES = "example"
 
     @property
     def baseline(self) -> MeanEstimate:
@@ -36,9 +48,11 @@ class Ablation(_AblationTable[HeadRow], HeadTable[HeadRow]):
     """
 
     ROW_TYPE = HeadRow
+    SIGNED = ("cost",)
+    PLOTTED = "cost"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class HeadSet(Row):
     """Row of a table of ablation effects: a named set of heads that were ablated together, with the loss of the model
     without these heads and their ablation effect.
@@ -51,6 +65,9 @@ class HeadSet(Row):
     name: str
     heads: list[str]
 
+    def _described(self) -> list[str]:
+        return [repr(self.name), counted(len(self.heads), "head")]
+
 
 class SetAblation(_AblationTable[HeadSet]):
     """Table of the ablation effects of layers, key/value groups or named sets of heads, one row per set of heads that
@@ -61,3 +78,43 @@ class SetAblation(_AblationTable[HeadSet]):
     """
 
     ROW_TYPE = HeadSet
+    UNIT = "set"
+
+    def plot(
+        self,
+        statistic: str | None = None,
+        *,
+        kind: str = "ranking",
+        errors: float | None = None,
+        top: int | None = None,
+        ax: Any = None,
+    ) -> "Axes":
+        """Draw the sets of heads in descending order of a statistic, with error bars, and return the matplotlib axes.
+
+        Args:
+            statistic: "cost" or "loss"; "cost" by default.
+            kind: the kind of plot; there is only "ranking".
+            errors: length of the error bars to each side, in standard errors; 1.96 by default.
+            top: number of sets that are named if there are more than 40; 10 by default.
+            ax: matplotlib axes to draw on; those of a new figure by default.
+
+        Raises:
+            InputError: the table has no such statistic or kind, or no number to draw.
+            MissingExtra: matplotlib is not installed.
+
+        Example:
+            >>> hw.ablate(model, texts, hw.next_token_loss, units="layers").plot()  # doctest: +SKIP
+        """
+        kinds = {"ranking": Kind(self._draw_ranking, ("statistic", "errors", "top"))}
+        return plot_kind(kinds, kind, ax, statistic=statistic, errors=errors, top=top)
+
+    def _draw_ranking(self, statistic: Any = "cost", *, errors: Any = 1.96, top: Any = 10, ax: Any = None) -> "Axes":
+        """Draw the sets in descending order of one statistic."""
+        if not self.rows:
+            raise InputError("heads", expected="at least one set of heads to plot", got="none")
+        name = require_name("statistic", statistic, self.rows[0].statistics)
+        estimates = [row.statistics[name] for row in self.rows]
+        numbers = PlottedNumbers(name, [each.value for each in estimates], [each.sem for each in estimates])
+        options: dict[str, Any] = {"errors": standard_errors(errors), "top": whole_number("top", top, least=0)}
+        names = [row.name for row in self.rows]
+        return draw_ranking(numbers, names, title=self.model_name, noun="set", **options, ax=ax)

@@ -44,6 +44,8 @@ class Attribution(HeadTable[HeadRow]):
 
     NAME = "attribution"
     ROW_TYPE = HeadRow
+    SIGNED = ("logit",)
+    SAMPLES = "prompt"
 
 
 def logit_attribution(

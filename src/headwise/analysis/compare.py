@@ -2,15 +2,22 @@
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headwise.analysis.profile import Profile, ProfiledHead
 from headwise.checks import collection_of
 from headwise.errors import InputError, require
+from headwise.plots.head_numbers import HeadNumbers
+from headwise.plots.kinds import Kind, plot_kind
 from headwise.runs.rows import MeanEstimate
 from headwise.runs.table import require_statistic
+from headwise.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,9 @@ class Difference:
     difference: float
     errors: float
 
+    def __repr__(self) -> str:
+        return f"Difference({self.a.name}, {self.statistic} {self.difference:+.4g}, {self.errors:+.3g} standard errors)"
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -46,6 +56,13 @@ class Comparison:
     a: Profile
     b: Profile
     differences: tuple[Difference, ...]
+
+    def __repr__(self) -> str:
+        statistics = counted(len({entry.statistic for entry in self.differences}), "statistic")
+        names = [profile.model_name or "a model" for profile in (self.a, self.b)]
+        model = names[0] if names[0] == names[1] else " and ".join(names)
+        changed = counted(len(self.changed_roles()), "changed role")
+        return f"Comparison({counted(len(self.a.heads), 'head')} of {model}, {statistics}, {changed})"
 
     def largest(self, statistics: Collection[str] = ()) -> list[Difference]:
         """Return the differences between two compared profiles (tables of attention statistics) in the named
@@ -91,6 +108,73 @@ class Comparison:
         """Return the rows, in both profiles, of every head whose role differs between them."""
         pairs = zip(self.a.heads, self.b.heads, strict=True)
         return [(head_a, head_b) for head_a, head_b in pairs if head_a.role != head_b.role]
+
+    def plot(
+        self,
+        statistic: str | None = None,
+        *,
+        kind: str = "heatmap",
+        errors: float | None = None,
+        top: int | None = None,
+        ax: Any = None,
+    ) -> "Axes":
+        """Draw the differences of one statistic between the profiles, the mean in b minus the mean in a, and return the
+        matplotlib axes.
+
+        | kind      | plot                                                                                             |
+        | --------- | ------------------------------------------------------------------------------------------------ |
+        | "heatmap" | the difference of every head, layers down and heads across, with colours around 0                |
+        | "ranking" | heads in descending order of the difference, with error bars from both standard errors           |
+        | "scatter" | one point per head, its mean in b against its mean in a, coloured by its role in b; the diagonal |
+
+        Args:
+            statistic: name of a statistic that both profiles have; the entropy by default, or else the first one.
+            kind: the kind of plot.
+            errors: length of error bars to each side, in standard errors: 1.96 by default for "ranking", 0 for
+                "scatter".
+            top: number of heads that "ranking" (10 by default) and "scatter" (0) name.
+            ax: matplotlib axes to draw on; those of a new figure by default.
+
+        Raises:
+            InputError: the profiles have no such statistic, there is no such kind, or there is no number to draw.
+            MissingExtra: matplotlib is not installed.
+
+        Example:
+            >>> headwise.compare(before, after).plot("entropy").figure.savefig("difference.pdf")  # doctest: +SKIP
+        """
+        numbers = self._head_numbers()
+        kinds = numbers.kinds()
+        kinds = {"heatmap": kinds["heatmap"], "ranking": kinds["ranking"]}
+        kinds["scatter"] = Kind(partial(self._draw_scatter, numbers), ("statistic", "errors", "top"))
+        return plot_kind(kinds, kind, ax, statistic=statistic, errors=errors, top=top)
+
+    def _head_numbers(self) -> HeadNumbers:
+        """Return the differences of all heads with their standard errors, in the form that plots take."""
+        common = [name for name in self.a.statistics if name in self.b.statistics]
+        pairs = list(zip(self.a.heads, self.b.heads, strict=True))
+        estimates = {name: [(a.statistics[name], b.statistics[name]) for a, b in pairs] for name in common}
+        names = dict.fromkeys(profile.model_name for profile in (self.a, self.b))
+        return HeadNumbers(
+            heads=[(head.layer, head.head) for head in self.a.heads],
+            values={name: [b.value - a.value for a, b in of_heads] for name, of_heads in estimates.items()},
+            sems={name: [math.hypot(a.sem, b.sem) for a, b in of_heads] for name, of_heads in estimates.items()},
+            roles=[head.role for head in self.b.heads],
+            title=" and ".join(name for name in names if name),
+            label_suffix=", b minus a",
+            units=self.a._head_numbers().units,
+            signed=common,
+            default="entropy" if "entropy" in common else None,
+        )
+
+    def _draw_scatter(
+        self, numbers: HeadNumbers, statistic: Any = None, *, errors: Any = 0.0, top: Any = 0, ax: Any = None
+    ) -> "Axes":
+        """Draw the means of one statistic in b against those in a."""
+        name = numbers.chosen(statistic)
+        a, b = (profile._head_numbers().axis(name) for profile in (self.a, self.b))
+        axes = [replace(axis, label=f"{axis.label} in {of}") for axis, of in ((a, "a"), (b, "b"))]
+        differences = numbers.values[name]
+        return numbers.draw_pairs(*axes, errors=errors, top=top, named_by=differences, with_diagonal=True, ax=ax)
 
 
 def compare(a: Profile, b: Profile) -> Comparison:

@@ -1,5 +1,6 @@
 """Attention of one head on one text, and the text: the parts of a view."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,8 @@ class HeadView:
         top_keys: indices of the words that each word attends to most, strongest first.
         top_weights: their weights.
         picture: weights between words, pooled to at most 64 rows and columns.
+        received: attention that each word receives: the sum over its tokens of the mean weight of the token over the
+            query rows that may attend to it; NaN if no row may.
         attention: weights between tokens.
     """
 
@@ -102,7 +105,11 @@ class HeadView:
     top_keys: Int[Tensor, "words top"]
     top_weights: Float[Tensor, "words top"]
     picture: Float[Tensor, "rows columns"]
+    received: Float[Tensor, " key_words"]
     attention: HeadAttention
+
+    def __repr__(self) -> str:
+        return f"HeadView({self.name}, {self.role.name}, entropy {self.means.get('entropy', math.nan):.4g})"
 
     @property
     def name(self) -> str:

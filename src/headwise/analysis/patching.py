@@ -45,6 +45,8 @@ class Patching(HeadTable[HeadRow]):
 
     NAME = "patching"
     ROW_TYPE = HeadRow
+    SIGNED = ("recovered", "difference")
+    SAMPLES = "prompt pair"
 
 
 def activation_patching(

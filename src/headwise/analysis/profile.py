@@ -3,9 +3,9 @@
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from headwise.intercept.heads import Heads
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.intercept.watch import watch
 from headwise.page.contents import Contents
+from headwise.plots.head_numbers import HeadNumbers
 from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import SiteProgress, prepare_texts, require_same_data, run_pass
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
@@ -31,15 +32,13 @@ from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, head_estimate
 from headwise.runs.table import HeadTable
 from headwise.shapes import Int
 from headwise.statistics.meanings import RANDOM_SUFFIX
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from headwise.statistics.registry import unit_of
 
 ATTENTION_DIGEST = "attention_weights"
 """Name of the hash of the attention modules' weights in the metadata of a profile."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ProfiledHead(HeadRow):
     """Row of a profile: the statistics of one head over a data set, and the head's role (name for what the head attends
     to), which follows from these statistics.
@@ -50,6 +49,9 @@ class ProfiledHead(HeadRow):
 
     role: str
 
+    def _described(self) -> list[str]:
+        return [self.name, self.role]
+
 
 class Profile(HeadTable[ProfiledHead]):
     """Table of the attention statistics of every head of a model over a data set, one row per head, with the head's
@@ -58,6 +60,7 @@ class Profile(HeadTable[ProfiledHead]):
 
     NAME = "profile"
     ROW_TYPE = ProfiledHead
+    PLOTTED = "entropy"
 
     def role_share(self, head: ProfiledHead) -> float:
         """Return the mean of the statistic that decides a head's role. If it was measured both on the data and on
@@ -83,18 +86,9 @@ class Profile(HeadTable[ProfiledHead]):
         """Return the contents of a page with this profile alone."""
         return self.columns().contents(page_roles(head.role for head in self.heads))
 
-    def plot(self, statistic: str | None = "entropy") -> "Figure":
-        """Return a matplotlib heatmap of one statistic's mean for every head, by default the entropy of attention
-        weights: layers down, heads across. None selects the first statistic of the profile.
-
-        Args:
-            statistic: its name; the entropy by default.
-
-        Raises:
-            InputError: the profile does not have that statistic.
-            MissingExtra: matplotlib is not installed.
-        """
-        return super().plot(statistic)
+    def _head_numbers(self) -> HeadNumbers:
+        units = {name: unit_of(name.removesuffix(RANDOM_SUFFIX)) for name in self.statistics}
+        return replace(super()._head_numbers(), roles=[row.role for row in self.rows], units=units)
 
 
 def load_profile(folder: str | Path) -> Profile:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headwise.analysis.focus import Focus, find_heads
 from headwise.analysis.head_view import HeadView, Link, ViewedText, shortened
@@ -12,6 +12,16 @@ from headwise.analysis.roles import Role
 from headwise.analysis.view_contents import view_html
 from headwise.data.tokenization import Word
 from headwise.errors import InputError, require
+from headwise.plots.kinds import plot_kind
+from headwise.plots.viewed_heads import ViewedHead, ViewedHeads
+from headwise.statistics.registry import STATISTICS
+from headwise.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LONGEST_TEXT = 60
+"""Largest number of characters of a text in `repr`."""
 
 SMALLEST_SHOWN_WEIGHT = 0.005
 """Weight of the weakest link that is shown: a smaller one would print as 0.00."""
@@ -150,3 +160,70 @@ class View:
     def _repr_html_(self) -> str:
         """Return a table of the heads and their page for a notebook."""
         return view_html([self])
+
+    def __repr__(self) -> str:
+        text = " ".join(self.text.split())
+        shown = text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT - 1]}…"
+        words = counted(len(self.words), "word")
+        return f"View({counted(len(self.heads), 'head')} of {self.title}, {words}: {shown!r})"
+
+    def plot(
+        self,
+        statistic: str | None = None,
+        *,
+        kind: str = "heatmap",
+        against: str | None = None,
+        heads: Collection[tuple[int, int]] | None = None,
+        top: int | None = None,
+        ax: Any = None,
+    ) -> "Axes":
+        """Draw a plot of the heads on this text, and return its matplotlib axes. Notebooks display these;
+        `ax.figure.savefig("x.svg")` saves the plot as SVG, PDF or PNG.
+
+        | kind          | plot                                                                        | option `heads` |
+        | ------------- | --------------------------------------------------------------------------- | -------------- |
+        | "heatmap"     | `statistic` of every head, layers down and heads across                     |                |
+        | "ranking"     | heads in descending order of `statistic`                                    |                |
+        | "scatter"     | one point per head, `statistic` against another one, coloured by role       |                |
+        | "roles"       | the role of every head, layers down and heads across                        |                |
+        | "role_counts" | the number of heads of each role in every layer                             |                |
+        | "pattern"     | the attention weights of one head between words                             | one head       |
+        | "lines"       | lines from each word to the words that it attends to most, a panel per head | some heads     |
+        | "received"    | the attention that each word receives, one line per head                    | all by default |
+
+        Args:
+            statistic: name of a statistic, such as "entropy", which is the default; "distance" for "scatter".
+            kind: the kind of plot.
+            against: statistic along the x-axis of "scatter"; "entropy" by default.
+            heads: the `(layer, head)` that are drawn, zero-based, for the last three kinds.
+            top: number of heads that "ranking" (10 by default) and "scatter" (0) name.
+            ax: matplotlib axes to draw on; those of a new figure by default, which pyplot does not keep in memory.
+
+        Raises:
+            InputError: the view has no such statistic, kind or head, or there is nothing to draw.
+            MissingExtra: matplotlib is not installed.
+
+        Example:
+            >>> seen = headwise.view(model, tokenizer, "A cup of tea.")  # doctest: +SKIP
+            >>> seen.plot(kind="pattern", heads=[(0, 2)]).figure.savefig("pattern.svg")  # doctest: +SKIP
+        """
+        heads_to_draw = [
+            ViewedHead(
+                layer=head.layer,
+                head=head.head,
+                title=f"{head.name}  {self.role_title(head.role)}",
+                role=head.role.name,
+                means=head.means,
+                queries=[word.text for word in self.query_words(head)],
+                keys=[word.text for word in self.key_words(head)],
+                special=[word.special for word in self.query_words(head)],
+                picture=head.picture,
+                top_keys=head.top_keys,
+                top_weights=head.top_weights,
+                received=head.received,
+            )
+            for head in self.heads
+        ]
+        units = {name: definition.unit for name, definition in STATISTICS.items()}
+        kinds = ViewedHeads(heads_to_draw, self.title, units).kinds()
+        return plot_kind(kinds, kind, ax, statistic=statistic, against=against, heads=heads, top=top)

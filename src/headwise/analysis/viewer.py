@@ -183,6 +183,9 @@ def _head_views(layer: int, call: _ViewedCall) -> Iterator[HeadView]:
     tally, words = call.tally, call.word_weights
     means = {name: mean[0].tolist() for name, mean in tally.means().items()}
     counts = {name: count[0].tolist() for name, count in tally.counts().items()}
+    received, seen_by = (total[0].cpu() for total in tally.other_sums["received"])
+    of_words = torch.zeros(len(received), words.keys.count, dtype=received.dtype)
+    of_words.index_add_(1, words.keys.word_of, received / seen_by)  # a word receives what its tokens receive
     for head in range(words.picture.shape[0]):
         head_means = {name: values[head] for name, values in means.items()}
         yield HeadView(
@@ -196,6 +199,7 @@ def _head_views(layer: int, call: _ViewedCall) -> Iterator[HeadView]:
             top_keys=words.top_keys[head],
             top_weights=words.top_weights[head],
             picture=words.picture[head],
+            received=of_words[head],
             attention=call.token_weights.of_head(head, *call.sides),
         )
 

@@ -63,6 +63,17 @@ AUTO_CLASSES = {None: "AutoModel", "causal": "AutoModelForCausalLM", "masked": "
 """The class of `transformers` that loads a model with each kind of language-model head, or without one."""
 
 
+def model_title(model: nn.Module) -> str:
+    """Return the name of a model for display: its hub id or folder, the last part of the hub id if it was loaded from a
+    Python package, or its class if it has neither.
+    """
+    name = getattr(getattr(model, "config", None), "name_or_path", None)
+    if not isinstance(name, str) or not name:
+        return type(model).__name__
+    packaged = (entry for entry in PACKAGED.values() if entry.location() == Path(name))
+    return next((entry.hub.split("/")[-1] for entry in packaged), name)
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A loaded model in evaluation mode, its tokenizer, and its title for display. It can be unpacked into model and

@@ -1,17 +1,28 @@
 """Result of `watch`: the statistics of every head of a model."""
 
 import math
-from typing import Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from headwise.errors import require
+from headwise.errors import InputError, require
 from headwise.intercept.interceptor import SiteKey
+from headwise.intercept.model_name import model_name
 from headwise.intercept.sites import SiteRecord, SiteRegistry
 from headwise.page.columns import Columns, HeadPlace, estimates_of
 from headwise.page.notebook import notebook_html
+from headwise.plots.head_numbers import HeadNumbers
+from headwise.plots.kinds import Kind, plot_kind
+from headwise.plots.received import chosen_heads, draw_received
+from headwise.shapes import Float
 from headwise.statistics.meanings import page_statistic
+from headwise.statistics.registry import unit_of
 from headwise.statistics.weight_capture import CapturedWeights
+from headwise.wording import counted
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class Heads(SiteRegistry):
@@ -24,6 +35,15 @@ class Heads(SiteRegistry):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._captured: dict[SiteKey, CapturedWeights] = {}
+
+    def __repr__(self) -> str:
+        model, records = model_name(self._modules[""]), self.records
+        if not records:
+            return f"Heads(no attention of {model} was observed yet)"
+        samples = max((int(m.count.max()) for each in records for m in each.statistics.values()), default=0)
+        statistics = counted(len({name for record in records for name in record.statistics}), "statistic")
+        heads = counted(sum(record.heads for record in records), "head")
+        return f"Heads({heads} of {model}, {statistics} over {counted(samples, 'sequence')})"
 
     def set_captured(self, site: SiteKey, captured: CapturedWeights) -> None:
         """Store `captured`, attention weights from the latest call at `site` (an attention module, self or cross), in
@@ -85,7 +105,7 @@ class Heads(SiteRegistry):
         places = tuple(HeadPlace(each["layer"], each["head"], each["kind"], each["module"]) for _, each in labels)
         table = [[_estimate(record, name, each["head"]) for record, each in labels] for name in names]
         statistics = tuple(page_statistic(name, "watched calls") for name in names)
-        model = type(self._modules[""]).__name__
+        model = model_name(self._modules[""])
         return Columns(model, "watched calls", places, statistics, estimates_of(table), (None,) * len(places))
 
     def _repr_html_(self) -> str:
@@ -94,6 +114,101 @@ class Heads(SiteRegistry):
             return "<p>The model did not run while it was watched, or no attention was intercepted.</p>"
         columns = self.columns()
         return notebook_html(f"{len(columns.places)} heads of {columns.model}", columns, columns.contents())
+
+    def received(self) -> dict[tuple[int, int], Float[Tensor, " keys"]]:
+        """Return the mean attention that the key at each position received, for each head by `(layer, head)`.
+
+        Positions are those of the keys of the latest call at the head's module, with calls that continued each other
+        counted as one. For a sequence, the number is the mean weight of a key over the query rows that may attend to it
+        (Gu et al. 2024, equation 7), in float64, from 0 to 1. It is averaged over the sequences of the call. It is NaN
+        at a position that no query may attend to, such as that of padding. Heads of modules without the statistic
+        `received` are missing.
+
+        Raises:
+            InputError: the model did not run, or no attention was intercepted.
+
+        Example:
+            >>> heads.received()[0, 3]  # head 3 of layer 0  # doctest: +SKIP
+        """
+        self.require_attention()
+        by_site = {record.site: record.latest_received() for record in self.records}
+        received = {}
+        for record, labels in self.head_labels():
+            means = by_site[record.site]
+            if means is not None:
+                received[labels["layer"], labels["head"]] = means[labels["head"]]
+        return received
+
+    def plot(
+        self,
+        statistic: str | None = None,
+        *,
+        kind: str = "heatmap",
+        against: str | None = None,
+        heads: Collection[tuple[int, int]] | None = None,
+        errors: float | None = None,
+        top: int | None = None,
+        ax: Any = None,
+    ) -> "Axes":
+        """Draw a plot of the observed heads, and return its matplotlib axes. Notebooks display these;
+        `ax.figure.savefig("x.svg")` saves the plot as SVG, PDF or PNG.
+
+        | kind       | plot                                                                                     |
+        | ---------- | ---------------------------------------------------------------------------------------- |
+        | "heatmap"  | the mean of `statistic` for every head, layers down and heads across                     |
+        | "ranking"  | heads in descending order of `statistic`, with error bars                                |
+        | "scatter"  | one point per head, `statistic` against another one, coloured by layer                   |
+        | "received" | the attention that each position received, one line per head (see the method `received`) |
+
+        Args:
+            statistic: name of a statistic, such as "entropy", which is the default; "distance" for "scatter".
+            kind: the kind of plot.
+            against: statistic along the x-axis of "scatter"; "entropy" by default.
+            heads: the `(layer, head)` that "received" shows, zero-based; all by default.
+            errors: length of error bars to each side, in standard errors over sequences: 1.96 by default for "ranking",
+                0 for "scatter".
+            top: number of heads that "ranking" (10 by default) and "scatter" (0) name.
+            ax: matplotlib axes to draw on; those of a new figure by default, which pyplot does not keep in memory.
+
+        Raises:
+            InputError: the model did not run; there is no such statistic, kind or head; or there is nothing to draw.
+            MissingExtra: matplotlib is not installed.
+
+        Example:
+            >>> with headwise.watch(model) as heads:  # doctest: +SKIP
+            ...     model(**inputs)
+            >>> heads.plot("entropy").figure.savefig("entropy.svg")  # doctest: +SKIP
+            >>> heads.plot(kind="received", heads=[(0, 2), (5, 11)])  # doctest: +SKIP
+        """
+        self.require_attention()
+        kinds = self._head_numbers().kinds() | {"received": Kind(self._draw_received, ("heads",))}
+        return plot_kind(kinds, kind, ax, statistic=statistic, against=against, heads=heads, errors=errors, top=top)
+
+    def _head_numbers(self) -> HeadNumbers:
+        """Return the statistics of all heads with their standard errors, in the form that plots take."""
+        of_sites = [(record.statistics, [math.nan] * record.heads) for record in self.records]
+        names = dict.fromkeys(name for statistics, _ in of_sites for name in statistics)
+        values: dict[str, list[float]] = {name: [] for name in names}
+        sems: dict[str, list[float]] = {name: [] for name in names}
+        for statistics, missing in of_sites:
+            for name in names:
+                moments = statistics.get(name)
+                values[name] += missing if moments is None else moments.value.tolist()
+                sems[name] += missing if moments is None else moments.standard_error.tolist()
+        return HeadNumbers(
+            heads=[(labels["layer"], labels["head"]) for _, labels in self.head_labels()],
+            values=values,
+            sems=sems,
+            title=model_name(self._modules[""]),
+            units={name: unit_of(name) for name in names},
+        )
+
+    def _draw_received(self, heads: Any = None, *, ax: Any = None) -> "Axes":
+        """Draw the attention that each position received in the latest call, for all or some heads."""
+        received = {head: means.tolist() for head, means in self.received().items()}
+        if not received:
+            raise InputError("kind", expected="modules with the statistic received", got="none")
+        return draw_received(chosen_heads(received, heads), title=model_name(self._modules[""]), ax=ax)
 
 
 def _estimate(record: SiteRecord, name: str, head: int) -> tuple[float, float, int]:

@@ -5,12 +5,14 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.intercept.interceptor import Call, Interceptor, SiteKey
 from headwise.intercept.layer_index import innermost_attention_modules, is_inside, is_related, layer_numbers
 from headwise.intercept.refusals import NOT_SEEN, REASONS_BESIDE_ATTENTION
+from headwise.shapes import Float
 from headwise.statistics.moments import RunningMoments
 from headwise.statistics.tally import Tally
 
@@ -72,6 +74,23 @@ class SiteRecord:
         for latest in self._latest.values():
             moments = merged_moments(moments, _moments_of(latest))
         return {name: values for name, values in moments.items() if name not in self._discarded}
+
+    def latest_received(self) -> Float[Tensor, "heads keys"] | None:
+        """Return the mean attention weight that each key received in the latest calls: the mean over the query rows
+        that may attend to the key, averaged over sequences; NaN where no row may. Return None if there was no call, or
+        if the statistic `received` is left out.
+        """
+        tallies = [tally for tally in self._latest.values() if "received" in tally.other_sums]
+        if not tallies or "received" in self._discarded:
+            return None
+        stop = max(tally.first_token + tally.other_sums["received"][0].shape[-1] for tally in tallies)
+        of_sequences = []
+        for tally in tallies:
+            received, seen_by = tally.other_sums["received"]
+            means = (received / seen_by).double().cpu()  # 0 / 0 is NaN
+            padding = tally.first_token, stop - tally.first_token - means.shape[-1]
+            of_sequences.append(nn.functional.pad(means, padding, value=torch.nan))
+        return torch.cat(of_sequences).nanmean(0)
 
     def discard(self, *names: str) -> None:
         """Remove the statistics with these names from the results of this site."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.data.batches import digest_of
+from headwise.data.models import model_title
 from headwise.data.texts import Texts
 
 SAMPLED_WEIGHTS = 64
@@ -33,7 +34,7 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
     parameter = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.empty(0))
     collected = {
         "model": {
-            "name": title or getattr(getattr(model, "config", None), "name_or_path", None) or type(model).__name__,
+            "name": title or model_title(model),
             "class": type(model).__name__,
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "device": parameter.device.type,

@@ -47,7 +47,11 @@ def head_estimates(moments: RunningMoments) -> list[MeanEstimate]:
     return [MeanEstimate(*row) for row in zip(means.tolist(), errors.tolist(), counts.tolist(), strict=True)]
 
 
-@dataclass(frozen=True)
+MOST_SHOWN = 4
+"""Largest number of statistics whose means are in the `repr` of a row."""
+
+
+@dataclass(frozen=True, repr=False)
 class Row:
     """A row of a result table: fields that identify a head or another unit (such as a head setting), and for each
     statistic its estimate: mean, standard error and sample size.
@@ -60,6 +64,16 @@ class Row:
 
     statistics: Mapping[str, MeanEstimate]
 
+    def __repr__(self) -> str:
+        statistics = ", ".join(f"{name} {estimate.value:.4g}" for name, estimate in self.statistics.items())
+        if len(self.statistics) > MOST_SHOWN:
+            statistics = f"{len(self.statistics)} statistics"
+        return f"{type(self).__name__}({', '.join([*self._described(), statistics])})"
+
+    def _described(self) -> list[str]:
+        """Return the parts of `repr` that identify the row."""
+        return [f"{name}={value!r}" for name, value in self.identifiers.items()]
+
     @property
     def identifiers(self) -> dict[str, Any]:
         """Values of the columns that identify the row, by column name."""
@@ -71,7 +85,7 @@ class Row:
         return [field.name for field in fields(cls) if field.name != "statistics"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class HeadRow(Row):
     """Row of a result table for one attention head: the head's position in the model, and for each statistic of the
     head the estimate: mean, standard error and sample size.
@@ -94,3 +108,6 @@ class HeadRow(Row):
     def name(self) -> str:
         """Name of the head: its layer and its number in the layer, both zero-based, joined by a dot, such as `3.5`."""
         return f"{self.layer}.{self.head}"
+
+    def _described(self) -> list[str]:
+        return [self.name]

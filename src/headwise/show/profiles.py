@@ -11,7 +11,7 @@ from headwise.analysis.compare import Comparison
 from headwise.analysis.profile import Profile, ProfiledHead
 from headwise.analysis.roles import MIXED, ROLES
 from headwise.show.terminal import COLOURS
-from headwise.show.wording import counted
+from headwise.wording import counted
 
 
 def print_profile(profile: Profile, console: Console) -> None:

@@ -11,7 +11,7 @@ from headwise.analysis.ablation_result import Ablation, SetAblation
 from headwise.analysis.losses import EmbeddingDistance
 from headwise.runs.rows import MeanEstimate
 from headwise.runs.table import Table
-from headwise.show.wording import counted
+from headwise.wording import counted
 
 SIGNIFICANT_ERRORS = 2.0
 """Number of standard errors from which a mean counts as different from zero."""

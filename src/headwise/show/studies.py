@@ -8,8 +8,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from headwise.runs.rows import NO_ESTIMATE, MeanEstimate
-from headwise.show.wording import counted
 from headwise.studies.study_result import SettingRow, Study
+from headwise.wording import counted
 
 FEW_TRIALS = 3
 """With fewer learning rates than this, a setting may have been trained with an unsuitable one."""

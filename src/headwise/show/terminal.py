@@ -14,7 +14,7 @@ from headwise.analysis.roles import MIXED, ROLES, Role
 from headwise.analysis.view_result import SMALLEST_SHOWN_WEIGHT, View
 from headwise.analysis.view_set import ViewSet
 from headwise.runs.rows import MeanEstimate
-from headwise.show.wording import counted
+from headwise.wording import counted
 
 PIPE_WIDTH = 140
 """Width of the output when it is not a terminal."""

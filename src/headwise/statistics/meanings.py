@@ -1,7 +1,7 @@
 """Meaning and unit of each number that results have for a head, in words for display."""
 
 from headwise.page.contents import PageStatistic
-from headwise.statistics.registry import STATISTICS
+from headwise.statistics.registry import unit_of
 
 RANDOM_SUFFIX = "_random"
 """Suffix of a statistic's name where it was measured on random tokens that repeat."""
@@ -37,8 +37,7 @@ MEANINGS = {
 def page_statistic(name: str, source: str) -> PageStatistic:
     """Return the description of the number called `name`, which was measured on `source`."""
     statistic = name.removesuffix(RANDOM_SUFFIX)
-    unit = STATISTICS[statistic].unit if statistic in STATISTICS else ""
     meaning = MEANINGS.get(statistic, "")
     if statistic != name:
         meaning = f"{meaning.removesuffix('.')}, measured on random tokens that repeat."
-    return PageStatistic(name, unit, meaning, source)
+    return PageStatistic(name, unit_of(statistic), meaning, source)

@@ -127,3 +127,10 @@ STATISTICS: dict[str, Statistic | MeanOfRows] = {
     )
 }
 """Every statistic by name."""
+
+
+def unit_of(name: str) -> str:
+    """Return the unit of the statistic called `name`, "nats", "tokens", "share" or "norm"; an empty text for a name
+    that is not in `STATISTICS`.
+    """
+    return STATISTICS[name].unit if name in STATISTICS else ""

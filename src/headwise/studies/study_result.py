@@ -5,18 +5,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headwise.errors import InputError
+from headwise.plots.kinds import Kind, plot_kind
 from headwise.runs.rows import MeanEstimate, Row
-from headwise.runs.table import Table
+from headwise.runs.table import Table, require_statistic
 from headwise.studies.conclusions import Recommendation, dominates, recommend, significant_difference
 from headwise.studies.space import Setting
-from headwise.studies.study_plot import PlottedSetting, draw_study
+from headwise.studies.study_plot import PlottedSetting, draw_by_heads, draw_by_time
 from headwise.studies.trial_store import FinishedTrial
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SettingRow(Row):
     """Row of a study's table: one head setting, with mean and standard error of its held-out loss and other
     measurements over models that were trained with different seeds.
@@ -43,6 +44,9 @@ class SettingRow(Row):
         """
         return self.setting.name
 
+    def _described(self) -> list[str]:
+        return [self.name]
+
 
 class Study(Table[SettingRow]):
     """Table of a study's results, one row per head setting: held-out loss, milliseconds per training step and further
@@ -55,6 +59,8 @@ class Study(Table[SettingRow]):
 
     NAME: ClassVar[str] = "study"
     ROW_TYPE: ClassVar[type[Any]] = SettingRow
+    UNIT: ClassVar[str] = "setting"
+    SAMPLES: ClassVar[str] = "seed"
 
     @property
     def losses(self) -> dict[Setting, dict[int, float]]:
@@ -104,27 +110,69 @@ class Study(Table[SettingRow]):
                 return row
         raise InputError("setting", expected=f"one of {', '.join(row.name for row in self.rows)}", got=str(setting))
 
-    def plot(self) -> "Figure":
-        """Return a matplotlib figure with two panels: held-out loss against number of heads, with one point per seed,
-        and against time per training step.
+    def plot(self, statistic: str | None = None, *, kind: str = "heads", ax: Any = None) -> "Axes":
+        """Draw a measurement of every head setting, and return the matplotlib axes. Notebooks display these;
+        `ax.figure.savefig("x.svg")` saves the plot as SVG, PDF or PNG.
+
+        | kind    | plot                                                                                       |
+        | ------- | ------------------------------------------------------------------------------------------ |
+        | "heads" | `statistic` against the number of heads, with one dot per seed and lines through the means |
+        | "time"  | `statistic` against time per training step, with standard errors; blue: Pareto frontier    |
+
+        Args:
+            statistic: name of a statistic of the table; "loss", the held-out loss, by default.
+            kind: the kind of plot.
+            ax: matplotlib axes to draw on; those of a new figure by default, which pyplot does not keep in memory.
 
         Raises:
+            InputError: the study has no such statistic or kind, or no setting has a value of it.
             MissingExtra: matplotlib is not installed.
+
+        Example:
+            >>> hw.Study.load("study").plot(kind="time").figure.savefig("time.pdf")  # doctest: +SKIP
         """
-        losses, frontier = self.losses, self.frontier
+        kinds = {"heads": Kind(self._draw_by_heads, ("statistic",)), "time": Kind(self._draw_by_time, ("statistic",))}
+        return plot_kind(kinds, kind, ax, statistic=statistic)
+
+    def _draw_by_heads(self, statistic: Any = "loss", *, ax: Any = None) -> "Axes":
+        """Draw a statistic against the number of heads."""
+        points, is_one_width = self._plotted(statistic), len({row.num_heads * row.head_dim for row in self.rows}) == 1
+        return draw_by_heads(points, self._label(statistic), title=self.model_name, one_width=is_one_width, ax=ax)
+
+    def _draw_by_time(self, statistic: Any = "loss", *, ax: Any = None) -> "Axes":
+        """Draw a statistic against the time per training step."""
+        return draw_by_time(self._plotted(statistic), self._label(statistic), title=self.model_name, ax=ax)
+
+    def _label(self, statistic: str) -> str:
+        """Return the label of a statistic in plots."""
+        return "held-out loss" if statistic == "loss" else statistic
+
+    def _plotted(self, statistic: Any) -> list[PlottedSetting]:
+        """Return the values of one statistic for every setting that has one.
+
+        Raises:
+            InputError: the study has no such statistic, or no setting has a value of it.
+        """
+        require_statistic(statistic, self.statistics)
+        frontier = self.frontier
+        of_seeds: dict[Setting, list[float]] = {row.setting: [] for row in self.rows}
+        for run in self.metadata["runs"]:
+            if statistic in run:
+                of_seeds[Setting(*run["setting"])].append(run[statistic])
         points = [
             PlottedSetting(
                 setting=row.setting,
-                loss=row.statistics["loss"],
+                value=row.statistics[statistic],
                 step_ms=row.statistics["step_ms"],
-                seed_losses=tuple(losses[row.setting].values()),
+                seed_values=tuple(of_seeds[row.setting]),
                 on_frontier=row.setting in frontier,
             )
             for row in self.rows
-            if row.statistics["loss"].n
+            if row.statistics[statistic].n
         ]
-        one_width = len({row.num_heads * row.head_dim for row in self.rows}) == 1
-        return draw_study(points, self.metadata["model"]["name"], one_width=one_width)
+        if not points:
+            raise InputError("statistic", expected="a statistic that some setting has", got=repr(statistic))
+        return points
 
 
 def collect_results(

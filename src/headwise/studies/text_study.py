@@ -29,7 +29,7 @@ from headwise.studies.model_shape import ModelShape
 from headwise.studies.optuna_storage import OptunaOptions, require_database_url
 from headwise.studies.space import Setting, Space
 from headwise.studies.study import DEFAULT_OPTUNA, RunOptions, check_requirements, run_study, settings_to_compare
-from headwise.studies.study_plot import require_matplotlib
+from headwise.studies.study_plot import new_panels, require_matplotlib
 from headwise.studies.study_result import Study
 from headwise.studies.tokenizer import train_tokenizer
 from headwise.studies.training import DEFAULT_RECIPE, Recipe
@@ -98,8 +98,17 @@ def study_texts(
     budget, options = budget.in_steps(text.batch * text.context), RunOptions(out, optuna, progress, force)
     title, left_out = Path(data).name, space.left_out()
     result = run_study(definition, budget, options, title=title, baseline=setting_in_use, left_out=left_out)
-    result.plot().savefig(Path(out) / "study.png", dpi=120)
+    _save_plot(result, Path(out) / "study.png")
     return result
+
+
+def _save_plot(result: Study, path: Path) -> None:
+    """Save both plots of a study, next to each other, as a picture."""
+    figure, axes = new_panels()
+    for kind, ax in zip(("heads", "time"), axes, strict=True):
+        result.plot(kind=kind, ax=ax)
+    axes[1].set_ylabel("")
+    figure.savefig(path, dpi=120)
 
 
 def _check_text_requirements(budget: Any, params: Any) -> None:

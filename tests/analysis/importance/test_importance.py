@@ -483,11 +483,12 @@ def test_correlations_of_an_agreement():
     of_ranks = torch.corrcoef(torch.tensor([[0.0, 1.5, 1.5, 3.0], [0.0, 2.0, 1.0, 3.0]]))[0, 1]
     assert found.spearman == pytest.approx(float(of_ranks), rel=1e-6)
     assert found.pearson == pytest.approx(float(torch.corrcoef(torch.tensor([x, y]))[0, 1]), rel=1e-6)
-    axes = found.plot().axes[0]
-    assert axes.get_title() == f"4 heads: Spearman {found.spearman:.2f}, Pearson {found.pearson:.2f}"
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("square", "cost")
-    points = axes.containers[0].lines[0]
-    assert (list(points.get_xdata()), list(points.get_ydata())) == (x, y)
+    axes = found.plot()
+    assert axes.get_title() == f"4 heads, Spearman {found.spearman:.2f}, Pearson {found.pearson:.2f}"
+    labels = [label.splitlines()[0] for label in (axes.get_xlabel(), axes.get_ylabel())]
+    assert labels == ["square", "cost"]
+    points = axes.collections[-1].get_offsets()
+    assert (points[:, 0].tolist(), points[:, 1].tolist()) == (x, y)
     assert {text.get_text() for text in axes.texts} == set(found.heads)
 
 

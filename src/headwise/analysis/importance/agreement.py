@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.checks import pair_of
 from headwise.errors import InputError, require
+from headwise.plots.head_numbers import HeadNumbers
+from headwise.plots.scatter import PlottedNumbers
 from headwise.runs.rows import HeadRow, MeanEstimate
 from headwise.runs.table import HeadTable, require_statistic
+from headwise.wording import counted
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 LABELLED_HEADS = 5
 """Number of heads that are labelled in the plot: those with the largest measured values."""
@@ -65,25 +68,41 @@ class Agreement:
         """
         return any(len(set(values)) < 2 for values in self._values)
 
-    def plot(self) -> "Figure":
-        """Return a matplotlib scatter plot of the measured against the predicted importance of each head: one point per
-        head with standard errors, the line of equal values, and the Spearman and Pearson correlations in the title.
+    def __repr__(self) -> str:
+        names = f"{self.names[0]} predicts {self.names[1]}"
+        return f"Agreement({counted(len(self.heads), 'head')}, {names}, Pearson {self.pearson:.3f})"
+
+    def plot(
+        self,
+        *,
+        errors: float = 1.0,
+        top: int = LABELLED_HEADS,
+        ax: Any = None,
+    ) -> "Axes":
+        """Draw the measured against the predicted importance of each head, and return the matplotlib axes: one point
+        per head with standard errors, coloured by layer, the line of equal values, and the Spearman and Pearson
+        correlations in the title.
+
+        Args:
+            errors: length of the error bars to each side, in standard errors; 0 draws none.
+            top: number of heads that are named, those with the largest absolute measured values.
+            ax: matplotlib axes to draw on; those of a new figure by default.
 
         Raises:
+            InputError: `errors` or `top` is not a number of 0 or more, or `ax` is not axes.
             MissingExtra: matplotlib or scipy is not installed.
+
+        Example:
+            >>> hw.agreement(scores, effects).plot().figure.savefig("agreement.svg")  # doctest: +SKIP
         """
-        matplotlib_figure = require("matplotlib.figure", purpose="drawing heads", extra="plot")
-        figure: Figure = matplotlib_figure.Figure(figsize=(5.2, 4.8), layout="constrained")
-        axes = figure.subplots()
-        x, y = self._values
-        x_error, y_error = (_error_bars(estimates) for estimates in (self.predicted, self.measured))
-        axes.errorbar(x, y, xerr=x_error, yerr=y_error, fmt="o", markersize=3, elinewidth=0.6, alpha=0.7)
-        axes.axline((0.0, 0.0), slope=1.0, linewidth=0.6, color="0.5", linestyle="--")
-        for index in sorted(range(len(y)), key=lambda index: -abs(y[index]))[:LABELLED_HEADS]:
-            axes.annotate(self.heads[index], (x[index], y[index]), (3, 3), textcoords="offset points", fontsize=7)
-        title = f"{len(y)} heads: Spearman {self.spearman:.2f}, Pearson {self.pearson:.2f}"
-        axes.set(title=title, xlabel=self.names[0], ylabel=self.names[1])
-        return figure
+        axis_of = [
+            PlottedNumbers(name, [each.value for each in estimates], [each.sem for each in estimates])
+            for name, estimates in zip(self.names, (self.predicted, self.measured), strict=True)
+        ]
+        heads = [(int(layer), int(head)) for layer, head in (name.split(".") for name in self.heads)]
+        correlations = f"Spearman {self.spearman:.2f}, Pearson {self.pearson:.2f}"
+        numbers = HeadNumbers(heads=heads, values={}, title=correlations)
+        return numbers.draw_pairs(*axis_of, errors=errors, top=top, with_diagonal=True, ax=ax)
 
 
 def agreement(

@@ -56,6 +56,8 @@ class Importance(HeadTable[HeadRow]):
 
     NAME = "importance"
     ROW_TYPE = HeadRow
+    SIGNED = ("first_order", "integrated", "ablation")
+    SAMPLES = "sample"
 
     def ranking(self) -> list[tuple[int, int]]:
         """Return every head as `(layer, head)`, sorted by the first statistic of the table, largest (most important)

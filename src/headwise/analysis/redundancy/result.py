@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from headwise.errors import InputError, require
+from headwise.errors import require
+from headwise.intercept.model_name import short_name
+from headwise.plots.kinds import require_name
+from headwise.plots.similarity import draw_similarity
 from headwise.runs.rows import MeanEstimate
 from headwise.shapes import Float
+from headwise.wording import counted
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 MEASURES = ("cosine", "cka", "distance")
 
@@ -78,6 +82,11 @@ class Redundancy:
     cluster_costs: tuple[ClusterCost, ...]
     metadata: Mapping[str, Any]
 
+    def __repr__(self) -> str:
+        model = short_name(self.metadata["model"]["name"])
+        clusters = counted(len(self.clusters), "cluster")
+        return f"Redundancy({counted(len(self.heads), 'head')} of {model}, {clusters} of similar heads)"
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all heads as "layer.head", zero-based, in the order of the rows and columns of the similarity
@@ -103,26 +112,22 @@ class Redundancy:
             columns=["a", "b", *MEASURES],
         )
 
-    def plot(self, measure: str = "cka") -> "Figure":
-        """Draw one measure of similarity ("cosine", "cka" or "distance") as a matrix of heads by heads, and return the
-        matplotlib figure; pairs of heads that were not compared are blank.
+    def plot(self, statistic: str = "cka", *, ax: Any = None) -> "Axes":
+        """Draw one measure of similarity as a matrix of heads by heads, and return the matplotlib axes. Pairs of heads
+        that were not compared are grey.
+
+        Args:
+            statistic: the measure: "cosine", "cka" or "distance".
+            ax: matplotlib axes to draw on; those of a new figure by default.
 
         Raises:
-            InputError: `measure` is not "cosine", "cka" or "distance".
+            InputError: there is no such measure, or `ax` is not axes.
             MissingExtra: matplotlib is not installed.
+
+        Example:
+            >>> hw.redundancy(model, texts).plot("cosine").figure.savefig("cosine.png")  # doctest: +SKIP
         """
-        if measure not in MEASURES:
-            raise InputError("measure", expected=f"one of {', '.join(MEASURES)}", got=repr(measure))
-        matplotlib_figure = require("matplotlib.figure", purpose="drawing heads", extra="plot")
-        side, layers = len(self.heads), [head["layer"] for head in self.heads]
-        size = (2.0 + 0.06 * side, 1.4 + 0.06 * side)
-        figure: Figure = matplotlib_figure.Figure(figsize=size, layout="constrained")
-        axes = figure.subplots()
-        image = axes.imshow(getattr(self, measure).tolist())
-        first_heads = [index for index in range(side) if not index or layers[index] != layers[index - 1]]
-        axes.set_xticks(first_heads, [str(layers[index]) for index in first_heads])
-        axes.set_yticks(first_heads, [str(layers[index]) for index in first_heads])
-        axes.set(title=f"{measure}, {self.metadata['model']['name']}", xlabel="layer", ylabel="layer")
-        axes.tick_params(labelsize=7)
-        figure.colorbar(image)
-        return figure
+        measure = require_name("statistic", statistic, dict.fromkeys(MEASURES))
+        layers, title = [head["layer"] for head in self.heads], short_name(self.metadata["model"]["name"])
+        is_centred = measure == "cosine"
+        return draw_similarity(getattr(self, measure), layers, measure=measure, title=title, centred=is_centred, ax=ax)

@@ -1,4 +1,4 @@
-"""Words for numbers in the output."""
+"""Words for numbers, in output and messages."""
 
 
 def counted(number: int, noun: str) -> str:

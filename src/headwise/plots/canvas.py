@@ -1,0 +1,124 @@
+"""Axes that plots are drawn on, and what many plots need on them: tick labels that fit, colour bars, legends."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headwise.errors import InputError, require
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SEQUENTIAL, DIVERGING, WEIGHTS = "cividis", "RdBu_r", "Blues"
+"""Colour maps for amounts, for effects and differences around 0, and for attention weights. Readers with any colour
+vision can read them.
+"""
+
+INK, SOFT, BLANK = "#1d2330", "#667085", "#e4e6ea"
+"""Colours of main text, of other text, and of cells without a number."""
+
+INCHES_PER_LABEL = 0.21
+"""Smallest distance of tick labels."""
+
+
+def axes_for(ax: Any, width: float, height: float) -> "Axes":
+    """Return the matplotlib axes `ax` if they are given, or the axes of a new figure of `width` by `height` inches if
+    `ax` is None.
+
+    Raises:
+        InputError: `ax` is not matplotlib axes.
+        MissingExtra: matplotlib is not installed.
+    """
+    axes_class = require("matplotlib.axes", purpose="a plot", extra="plot").Axes
+    if ax is None:
+        from headwise.plots.notebook_figure import new_axes
+
+        return new_axes(width, height)
+    if not isinstance(ax, axes_class):
+        remedy = "figure.subplots() returns axes"
+        raise InputError("ax", expected="matplotlib axes", got=type(ax).__name__, remedy=remedy)
+    axes: Axes = ax
+    return axes
+
+
+def finite(values: Iterable[float]) -> list[float]:
+    """Return the values that are neither NaN nor infinite."""
+    return [value for value in values if math.isfinite(value)]
+
+
+def require_finite(statistic: str, values: Sequence[float]) -> None:
+    """Raise `InputError` if there are no heads, or none of them has a finite number.
+
+    Args:
+        statistic: name of the statistic, for the message.
+        values: number of each head.
+    """
+    if not values:
+        raise InputError("heads", expected="at least one head to plot", got="none")
+    if not finite(values):
+        expected = "a statistic with a finite number for at least one head"
+        raise InputError("statistic", expected=expected, got=f"{statistic!r}, NaN or infinite for all {len(values)}")
+
+
+def label_ticks(axes: "Axes", which: str, labels: Sequence[str], **style: Any) -> None:
+    """Label the integers 0, 1, ... on one axis. If there are more labels than fit, every second, fifth, tenth, ... is
+    drawn.
+
+    Args:
+        axes: the axes.
+        which: "x" or "y".
+        labels: label of each integer.
+        style: properties of the text.
+    """
+    box = axes.get_window_extent()
+    inches = (box.width if which == "x" else box.height) / axes.figure.dpi
+    step = tick_step(len(labels), inches)
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_ticks(range(0, len(labels), step), labels[::step], parse_math=False, **style)
+    axis.set_tick_params(labelsize=8, length=2 if len(labels) > step else 0)
+
+
+def tick_step(count: int, inches: float) -> int:
+    """Return the distance between the labelled ones of `count` ticks on an axis of a length in inches: 1, 2, 5, 10, 20,
+    50, ..., such that labels do not overlap.
+    """
+    least = max(1.0, count * INCHES_PER_LABEL / max(inches, INCHES_PER_LABEL))
+    power = 10 ** math.floor(math.log10(least))
+    return next(int(power * factor) for factor in (1, 2, 5, 10) if power * factor >= least - 1e-9)
+
+
+def separate_cells(axes: "Axes", rows: int, columns: int) -> None:
+    """Draw white lines between the cells of a picture with rows and columns, if there are few enough, and remove the
+    frame of the axes.
+    """
+    axes.spines[:].set_visible(False)
+    if rows * columns <= 1200 and max(rows, columns) <= 64:
+        axes.set_xticks([column - 0.5 for column in range(1, columns)], minor=True)
+        axes.set_yticks([row - 0.5 for row in range(1, rows)], minor=True)
+        axes.grid(which="minor", color="white", linewidth=0.8)
+    axes.tick_params(which="minor", length=0)
+
+
+def add_colour_bar(axes: "Axes", drawn: Any, label: str) -> None:
+    """Draw a colour bar with a label to the right of the axes, for the colours of `drawn`, such as an image."""
+    bar = axes.figure.colorbar(drawn, ax=axes, pad=0.02, aspect=24)
+    bar.set_label(label, parse_math=False)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=8)
+
+
+def set_title(axes: "Axes", *parts: str) -> None:
+    """Write the parts that are not empty, joined by commas, as the title of the axes."""
+    axes.set_title(", ".join(part for part in parts if part), fontsize=10, color=INK, parse_math=False)
+
+
+def put_legend_right(axes: "Axes", handles: Sequence[Any] | None = None, *, reverse: bool = False) -> None:
+    """Draw the legend of the axes to the right of them, from bottom to top with `reverse`."""
+    options: dict[str, Any] = {"reverse": reverse} if handles is None else {"handles": handles}
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False, fontsize=8, **options)
+
+
+def without_upper_frame(axes: "Axes") -> None:
+    """Remove the lines at the top and on the right of the axes."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
