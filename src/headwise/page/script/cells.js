@@ -1,0 +1,182 @@
+/** Cells of the overview: one button for each head, with its thumbnail or a coloured square. */
+import {counted, element, formatNumber} from "./dom.js";
+import {
+  cssColour,
+  inkOn,
+  mixed,
+  propertyColour,
+  roleClass,
+  roleColour,
+  roleMark,
+  scaleColour,
+  scaleStops,
+  valueScale,
+} from "./colours.js";
+import {shownValue, statisticTitle} from "./data.js";
+import {drawDifference, drawTiles} from "./thumbnail.js";
+import {colourStatistic, isDiverging, roleChanged} from "./filter.js";
+
+/** Width and height of a thumbnail in CSS pixels. */
+const CELL_SIZE = 40;
+
+/** Return the buttons of all heads: {buttons, repaint()}. Only those that are on screen are painted. */
+export function createCells(app) {
+  const {page, state} = app;
+  const stale = new Set();
+  const onScreen = new Set();
+  let painting = {};
+  const buttons = page.heads.map((head, index) =>
+    element(
+      "button",
+      {type: "button", class: "cell", "data-head": index, tabindex: -1},
+      element("span", {class: "cell-picture", "aria-hidden": "true"}),
+      element("span", {class: "cell-name", "aria-hidden": "true"}, head.name.split(" ").pop()),
+      element("span", {class: "visually-hidden"}),
+    ),
+  );
+  const observer = new IntersectionObserver(
+    entries => {
+      for (const entry of entries) {
+        const index = Number(entry.target.dataset.head);
+        if (entry.isIntersecting) onScreen.add(index);
+        else onScreen.delete(index);
+      }
+      paintStale();
+    },
+    {rootMargin: "300px"},
+  );
+  buttons.forEach(button => observer.observe(button));
+  const print = matchMedia("print");
+  print.addEventListener("change", paintStale);
+
+  async function repaint() {
+    const started = (painting = {});
+    describe();
+    const passage = app.passage();
+    const models = state.get("model") === "difference" ? [0, 1] : [app.model()];
+    const statistic = colourStatistic(page, state);
+    const tiles = page.passages.length ? await Promise.all(models.map(model => page.tiles(passage, model))) : [];
+    if (started !== painting) return;
+    painting.tiles = tiles;
+    painting.statistic = statistic;
+    if (statistic !== null) {
+      painting.scale = valueScale(
+        page.heads.map((_, head) => shownValue(page, state.get("model"), statistic, head)),
+        isDiverging(page, state, statistic),
+      );
+    }
+    buttons.forEach((_, index) => stale.add(index));
+    paintStale();
+  }
+
+  function paintStale() {
+    if (!painting.tiles) return;
+    // On paper all cells are visible, and there is no time to wait until they come on screen.
+    for (const index of print.matches ? [...stale] : onScreen) if (stale.delete(index)) paint(index);
+  }
+
+  function paint(index) {
+    const picture = buttons[index].firstElementChild;
+    const {tiles, statistic, scale} = painting;
+    if (statistic !== null) {
+      const value = shownValue(page, state.get("model"), statistic, index);
+      paintSquare(picture, value, Number.isFinite(value) ? scale.colour(value) : propertyColour("--ground"));
+    } else if (tiles.length) {
+      paintTiles(
+        picture,
+        tiles.map(heads => heads[index]),
+        page.role(app.model(), index),
+      );
+    } else {
+      const role = page.role(app.model(), index);
+      const value = mainValue(index).value;
+      paintSquare(
+        picture,
+        value,
+        mixed(propertyColour("--panel"), roleColour(role), 0.2 + 0.6 * Math.min(Math.abs(value) || 0, 1)),
+      );
+    }
+  }
+
+  /** Set the class and the accessible name of each cell. */
+  function describe() {
+    buttons.forEach((button, index) => {
+      const role = page.role(app.model(), index);
+      const {name, value} = mainValue(index);
+      const changed = roleChanged(page, index);
+      button.className = `cell ${roleClass(role)}${changed ? " changed" : ""}`;
+      const parts = [
+        `Head ${page.heads[index].name}`,
+        role?.title,
+        Number.isFinite(value) ? `${name} ${formatNumber(value)}` : null,
+        changed ? "another role in the other model" : null,
+      ];
+      button.title = button.lastElementChild.textContent = parts.filter(Boolean).join(", ");
+    });
+  }
+
+  function mainValue(index) {
+    const role = page.role(app.model(), index);
+    const statistic = colourStatistic(page, state) ?? Math.max(page.statisticIndex(role?.statistic), 0);
+    if (!page.statistics[statistic]) return {name: "", value: NaN};
+    return {name: statisticTitle(page, statistic), value: shownValue(page, state.get("model"), statistic, index)};
+  }
+
+  return {buttons, repaint};
+}
+
+function paintSquare(picture, value, colour) {
+  const square = element("span", {class: "cell-value"}, formatNumber(value));
+  square.style.setProperty("--square", cssColour(colour));
+  square.style.setProperty("--square-ink", inkOn(colour));
+  picture.replaceChildren(square);
+}
+
+function paintTiles(picture, tiles, role) {
+  if (tiles.some(each => !each)) {
+    picture.replaceChildren(element("span", {class: "cell-value cell-empty"}, "–"));
+    return;
+  }
+  const canvas = element("canvas", {"aria-hidden": "true"});
+  const size = Math.round(CELL_SIZE * Math.max(window.devicePixelRatio, 1));
+  if (tiles.length === 2) {
+    const stops = scaleStops("diverging");
+    drawDifference(canvas, tiles[0], tiles[1], size, part => scaleColour(stops, (part + 1) / 2));
+  } else {
+    drawTiles(canvas, tiles[0], size, propertyColour("--panel"), roleColour(role));
+  }
+  picture.replaceChildren(canvas);
+}
+
+/** Return the mark of a role: its letter on its colour. */
+export function roleBadge(role) {
+  return element("span", {class: `badge ${roleClass(role)}`, "aria-hidden": "true"}, roleMark(role));
+}
+
+/** Return the heads in groups for display, [{title, badge, rule, heads}], by role, by layer, or all in one group. */
+export function groupsOf(app, heads) {
+  const {page, state} = app;
+  const by = state.get("group");
+  const model = page.models[app.model()];
+  if (by === "none") return [{title: counted(heads.length, "head"), heads}];
+  if (by === "role" && page.roles.length) {
+    const roles = [...page.roles.keys(), null];
+    return roles
+      .map(index => ({
+        title: index === null ? "no role" : page.roles[index].title,
+        rule: page.roles[index]?.rule,
+        role: page.roles[index],
+        heads: heads.filter(head => model.heads[head].role === index),
+      }))
+      .filter(group => group.heads.length);
+  }
+  const layers = new Map();
+  for (const index of heads) {
+    const {name, layer} = model.heads[index];
+    const part = name.includes(" ") ? `${name.slice(0, name.lastIndexOf(" "))}, ` : "";
+    const title = `${part}layer ${layer}`;
+    if (!layers.has(title)) layers.set(title, {title, layer, part, heads: []});
+    layers.get(title).heads.push(index);
+  }
+  return [...layers.values()].sort((a, b) => a.part.localeCompare(b.part) || a.layer - b.layer);
+}

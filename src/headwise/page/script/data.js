@@ -1,0 +1,115 @@
+/** Contents of the page. Large arrays are decompressed when they are first needed. */
+import {angularTable, bytesOfBase64, gunzip, parseDense, parseSparse, parseVisibility} from "./decode.js";
+import {unitsOf} from "./words.js";
+import {unitMatrix} from "./attention.js";
+
+/** Number of heads whose decompressed attention is kept. */
+const KEPT_HEADS = 16;
+
+/** Return the decompressed content of a data element of the page. */
+async function blobOf(id) {
+  return gunzip(bytesOfBase64(document.getElementById(id).textContent));
+}
+
+/** Return a function that calls `load` once for each key and keeps the last `limit` results. */
+function remembered(load, limit = Infinity) {
+  const results = new Map();
+  return (...parameters) => {
+    const key = parameters.join(" ");
+    const result = results.get(key) ?? load(...parameters);
+    results.delete(key);
+    results.set(key, result);
+    if (results.size > limit) results.delete(results.keys().next().value);
+    return result;
+  };
+}
+
+/** Return the contents of the page, with functions that load attention weights. */
+export async function loadContents() {
+  const contents = JSON.parse(document.getElementById("contents").textContent);
+  const {models, passages, statistics} = contents;
+  const heads = models[0].heads;
+  const values = new Float32Array(await blobOf("values"));
+  const size = models.length * statistics.length * heads.length;
+  const at = (model, statistic, head) => (model * statistics.length + statistic) * heads.length + head;
+
+  const passageValues = remembered(async passage => new Float32Array(await blobOf(`p${passage}-values`)));
+  const visibility = remembered(async (passage, index, queries) =>
+    parseVisibility(await blobOf(passages[passage].visibility[index]), queries),
+  );
+
+  const tiles = remembered(async (passage, model) => {
+    const bytes = new Uint8Array(await blobOf(`p${passage}-tiles-${model}`));
+    const table = angularTable(255);
+    let offset = 0;
+    return passages[passage].heads[model].map(head => {
+      if (!head) return null;
+      const [rows, columns] = head.tiles;
+      const codes = bytes.subarray(offset, (offset += rows * columns));
+      return {rows, columns, weights: Float32Array.from(codes, code => table[code])};
+    });
+  }, 4);
+
+  const units = remembered((passage, side, merged) => unitsOf(passages[passage].sides[side], merged));
+
+  const attention = remembered(async (passage, model, head) => {
+    const stored = passages[passage].heads[model][head];
+    const queries = passages[passage].sides[stored.queries].tokens.length;
+    const keys = passages[passage].sides[stored.keys].tokens.length;
+    const [buffer, visible] = await Promise.all([blobOf(stored.rows), visibility(passage, stored.visible, queries)]);
+    return {visible, rows: (stored.storage === "dense" ? parseDense : parseSparse)(buffer, queries, keys)};
+  }, KEPT_HEADS);
+
+  const matrix = remembered(async (passage, model, head, merged) => {
+    const stored = passages[passage].heads[model][head];
+    const {rows, visible} = await attention(passage, model, head);
+    return unitMatrix(rows, visible, units(passage, stored.queries, merged), units(passage, stored.keys, merged));
+  }, KEPT_HEADS);
+
+  return {
+    ...contents,
+    heads,
+    units,
+    tiles,
+    matrix,
+    passageValues,
+    /** Index of the head with this name, or -1. */
+    headIndex: name => heads.findIndex(head => head.name === name),
+    /** Role of a head, or null. */
+    role: (model, head) => contents.roles[models[model]?.heads[head].role] ?? null,
+    mean: (model, statistic, head) => values[at(model, statistic, head)],
+    error: (model, statistic, head) => values[size + at(model, statistic, head)],
+    samples: (model, statistic, head) => values[2 * size + at(model, statistic, head)],
+    meanOnPassage: async (passage, model, statistic, head) =>
+      (await passageValues(passage))[at(model, statistic, head)],
+    /** Index of the statistic with this name, or -1. */
+    statisticIndex: name => statistics.findIndex(statistic => statistic.name === name),
+  };
+}
+
+/** Return a statistic's name, with its source if another source has a statistic of the same name. */
+export function statisticTitle(page, index) {
+  const {name, source} = page.statistics[index];
+  const isRepeated = page.statistics.some((other, place) => place !== index && other.name === name);
+  return isRepeated ? `${name} (${source})` : name;
+}
+
+/** Return true if a statistic is an effect or a difference, so that its colours diverge around 0. */
+export function isSigned(page, index) {
+  const {name, source} = page.statistics[index];
+  if (/ablation|effect|differ/i.test(`${name} ${source}`)) return true;
+  return page.models.some((_, model) => page.heads.some((__, head) => page.mean(model, index, head) < 0));
+}
+
+/** Return the value of a statistic for a head: of model A or B, or the difference B − A. */
+export function shownValue(page, view, statistic, head) {
+  if (view === "difference") return page.mean(1, statistic, head) - page.mean(0, statistic, head);
+  return page.mean(view === "B" ? 1 : 0, statistic, head);
+}
+
+/** Return the rank of a head by a statistic, counted from 1 for the largest value, and the number of ranked heads. */
+export function rankOf(page, view, statistic, head) {
+  const value = shownValue(page, view, statistic, head);
+  const all = page.heads.map((_, other) => shownValue(page, view, statistic, other)).filter(Number.isFinite);
+  return Number.isFinite(value) ? {rank: 1 + all.filter(other => other > value).length, of: all.length} : null;
+}

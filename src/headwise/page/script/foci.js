@@ -1,0 +1,91 @@
+/** Best head for each focus: the same sentence once per focus, with the words of the focus underlined. */
+import {byId, element, formatPercent, formatWeight} from "./dom.js";
+import {receivedAttention} from "./attention.js";
+import {seriesClass} from "./colours.js";
+import {roleBadge} from "./cells.js";
+import {sentenceLine} from "./sentence.js";
+
+/** Fill the first block of the page, if the page has foci. */
+export function createFoci(app) {
+  const {page, state} = app;
+  const root = byId("foci");
+  root.hidden = !page.foci?.length || !page.passages.length;
+  if (root.hidden) return;
+  const lines = byId("foci-lines");
+  let started = null;
+
+  async function show() {
+    const job = (started = {});
+    const items = await Promise.all(page.foci.map((focus, place) => focusLine(app, focus, place)));
+    if (job === started) lines.replaceChildren(...items);
+  }
+
+  state.on(["passage"], show);
+  show();
+}
+
+/** Return the scores of a focus: of this passage if each passage has its own, otherwise those of all passages. */
+function scoresOf(focus, passage) {
+  return Array.isArray(focus.scores[0]) ? (focus.scores[passage] ?? []) : focus.scores;
+}
+
+async function focusLine(app, focus, place) {
+  const {page} = app;
+  const passage = app.passage();
+  const best = scoresOf(focus, passage)[0];
+  const words = new Set(focus.words[passage]);
+  if (!best)
+    return element("li", {class: "focus"}, element("h3", {}, focus.name), element("p", {class: "soft"}, focus.verdict));
+  const role = page.role(best.model, best.head);
+  const name = page.heads[best.head].name;
+  const stored = page.passages[passage].heads[best.model][best.head];
+  const about = element(
+    "div",
+    {class: "focus-head"},
+    element("h3", {}, focus.name),
+    element("button", {type: "button", class: "link", click: () => app.choose(best.head)}, `head ${name}`),
+    role ? element("span", {class: "focus-role"}, roleBadge(role), role.title) : null,
+  );
+  const line = stored
+    ? await focusSentence(page, passage, best, words, focus.kind)
+    : element("p", {class: "soft"}, "The head did not attend on this passage.");
+  const error = best.error ?? best.sem;
+  const numbers = element(
+    "div",
+    {class: "focus-share"},
+    element("strong", {}, formatPercent(best.share)),
+    element("span", {class: "soft"}, `uniform: ${formatPercent(best.uniform)}`),
+    meter(best),
+  );
+  if (Number.isFinite(error)) numbers.append(element("span", {class: "soft"}, `± ${formatWeight(error)}`));
+  return element(
+    "li",
+    {class: `focus ${seriesClass(place)}`},
+    about,
+    line,
+    numbers,
+    element("p", {class: "verdict soft"}, focus.verdict),
+  );
+}
+
+async function focusSentence(page, passage, {model, head}, words, kind) {
+  const matrix = await page.matrix(passage, model, head, true);
+  const {queryUnits, keyUnits} = matrix;
+  const isSelf = queryUnits === keyUnits;
+  const isRow = query => (kind === "exchanged" ? words.has(query) : !isSelf || !words.has(query));
+  const rows = matrix.visible.map((visible, query) => Number(visible && !queryUnits.special[query] && isRow(query)));
+  return sentenceLine(keyUnits, receivedAttention(matrix, rows), {underlined: words, around: [...words][0]});
+}
+
+/** Return a bar from 0 to 1 with the share, and a line at the share of uniform attention. */
+function meter({share, uniform}) {
+  const bar = element(
+    "span",
+    {class: "meter", "aria-hidden": "true"},
+    element("span", {class: "meter-value"}),
+    element("span", {class: "meter-mark"}),
+  );
+  bar.style.setProperty("--part", share.toFixed(3));
+  bar.style.setProperty("--mark", uniform.toFixed(3));
+  return bar;
+}

@@ -1,0 +1,198 @@
+/** Panel of the chosen head. */
+import {byId, choiceButtons, element, pressChoice} from "./dom.js";
+import {roleBadge} from "./cells.js";
+import {roleClass} from "./colours.js";
+import {roleChanged} from "./filter.js";
+import {createHeadView} from "./headview.js";
+import {exampleList, statisticsTable} from "./table.js";
+import {exportButtons} from "./export.js";
+import {addToTray} from "./tray.js";
+
+/** Fill the panel of the chosen head. */
+export function createHead(app) {
+  const {page, state} = app;
+  const hasText = page.passages.length > 0;
+  const views = hasText ? page.models.map((_, model) => createHeadView(app, model, {over, focused, chosen})) : [];
+  const direction = choiceButtons(
+    "Direction",
+    [
+      ["from", "from the word"],
+      ["to", "to the word"],
+    ],
+    state.get("direction"),
+    value => {
+      const pin = state.get("pin");
+      state.set({direction: value, pin: isSelf() && pin ? (value === "from" ? "q" : "k") + pin.slice(1) : pin});
+    },
+  );
+  const marking = element(
+    "button",
+    {
+      type: "button",
+      "aria-pressed": "false",
+      "aria-controls": "find",
+      id: "mark-words",
+      click: () => state.set({marking: !state.get("marking")}),
+    },
+    "Mark words",
+  );
+  const hint = element("p", {class: "soft", id: "head-hint"});
+  let hovered = null;
+  const compare = element(
+    "button",
+    {type: "button", title: "Add this head to the comparison", click: () => addToTray(app)},
+    "+ Compare",
+  );
+  byId("head-tools").append(direction, marking, compare);
+  byId("head-views").append(hint, ...views.map(view => view.root));
+  byId("head-pictures").append(...views.map(view => view.pictures));
+  byId("head-tools").hidden = !hasText;
+  if (hasText) byId("head-export").append(exportButtons(app, shownView));
+
+  function shownView() {
+    return views[app.model()];
+  }
+
+  function isSelf() {
+    const stored = page.passages[app.passage()]?.heads[app.model()][app.head()];
+    return !stored || stored.queries === stored.keys;
+  }
+
+  function pinned() {
+    const match = /^([qk])(\d+)$/.exec(state.get("pin"));
+    const current = shownView()?.current();
+    if (!match || !current) return null;
+    const axis = match[1] === "q" ? "query" : "key";
+    const unit = Number(match[2]);
+    return unit < current.matrix[`${axis}Units`].count ? {axis, unit} : null;
+  }
+
+  function over(active) {
+    hovered = active;
+    const pin = pinned();
+    if (!pin) activate();
+    else if (active) {
+      const other = active.unit;
+      const view = shownView();
+      hint.textContent = (pin.axis === "query" ? view.pair(pin.unit, other) : view.pair(other, pin.unit)) || hintText();
+    } else hint.textContent = hintText();
+  }
+
+  function focused(active) {
+    over(active);
+    app.announce(shownView().sentence());
+  }
+
+  function chosen(active, isKeySide) {
+    if (state.get("marking") && isKeySide) {
+      toggleMark(active.unit);
+      return;
+    }
+    const pin = (active.axis === "query" ? "q" : "k") + active.unit;
+    state.set({pin: state.get("pin") === pin ? "" : pin});
+    app.announce(shownView().sentence());
+  }
+
+  /** Mark a word, or remove its mark. Marks are words, also when tokens are shown. */
+  function toggleMark(unit) {
+    const stored = page.passages[app.passage()].heads[app.model()][app.head()];
+    const word = String(state.get("words") ? unit : page.passages[app.passage()].sides[stored.keys].wordOf[unit]);
+    const marks = state.get("marks");
+    const isMarked = marks.includes(word);
+    state.set({marks: isMarked ? marks.filter(mark => mark !== word) : [...marks, word]});
+    app.announce(isMarked ? "The mark was removed." : "The word is marked.");
+  }
+
+  function activate() {
+    const active = pinned() ?? hovered;
+    for (const view of views) view.activate(active);
+    showSelection();
+    hint.textContent = hintText();
+  }
+
+  function hintText() {
+    if (!hasText) return "";
+    if (state.get("marking")) return "Click words, or press Enter, to mark them. The heads are ranked below the text.";
+    return pinned()
+      ? "Escape, or another click on the word, unpins it."
+      : "Point at a word, or move to it with the arrow keys. Click or press Enter to pin it.";
+  }
+
+  function showSelection() {
+    const marks = markedUnits();
+    const pin = pinned();
+    for (const view of views) {
+      view.flagTexts("marked", marks);
+      view.select("key", state.get("marking") ? marks : new Set());
+      if (!state.get("marking")) view.select(pin?.axis ?? "query", new Set(pin ? [pin.unit] : []));
+    }
+  }
+
+  function markedUnits() {
+    const words = state.get("marks").map(Number);
+    const current = shownView()?.current();
+    if (!current || state.get("words")) return new Set(words);
+    const stored = page.passages[app.passage()].heads[app.model()][app.head()];
+    const {wordOf} = page.passages[app.passage()].sides[stored.keys];
+    return new Set([...wordOf.keys()].filter(token => words.includes(wordOf[token])));
+  }
+
+  function showTop() {
+    const head = app.head();
+    const model = page.models[app.model()];
+    const {name, module} = model.heads[head];
+    const role = page.role(app.model(), head);
+    const other = page.role(1 - app.model(), head);
+    byId("head").className = `panel ${roleClass(role)}`;
+    byId("head-title").replaceChildren(`Head ${name}`);
+    byId("head-role").replaceChildren(
+      ...(role ? [roleBadge(role), element("strong", {}, role.title), `: ${role.rule}.`] : []),
+      roleChanged(page, head)
+        ? element(
+            "span",
+            {class: "changed-note"},
+            ` In ${app.model() ? "A" : "B"} the role is “${other?.title ?? "none"}”.`,
+          )
+        : "",
+    );
+    byId("head-module").textContent = module;
+    direction.hidden = !isSelf();
+  }
+
+  async function show() {
+    hovered = null;
+    showTop();
+    const head = app.head();
+    const isPair = state.get("model") === "difference";
+    for (const id of ["head-views", "head-pictures"]) byId(id).classList.toggle("pair", isPair);
+    views.forEach((view, model) => {
+      view.root.hidden = view.pictures.hidden = !isPair && model !== app.model();
+    });
+    byId("head-statistics").replaceChildren(statisticsTable(app, head));
+    try {
+      await Promise.all(views.filter(view => !view.root.hidden).map(view => view.show(head)));
+    } catch (error) {
+      hint.textContent = `The attention of this head could not be read from the file: ${error.message}`;
+      return;
+    }
+    activate();
+    if (pinned()) for (const view of views) if (!view.root.hidden) view.reveal(pinned());
+    byId("head-examples").replaceChildren((await exampleList(app, app.model(), head)) ?? "");
+    if (hasText && !shownView().current()) hint.textContent = "This head did not attend on this passage.";
+  }
+
+  document.addEventListener("keydown", event => {
+    if (event.key === "Escape" && state.get("pin") && !document.querySelector("dialog[open]")) state.set({pin: ""});
+  });
+  state.on(["words"], () => state.set({pin: ""}));
+  state.on(["passage", "model", "head", "words", "special", "first", "generated"], show);
+  state.on(["direction", "pin", "marks", "marking"], () => {
+    pressChoice(direction, state.get("direction"));
+    marking.setAttribute("aria-pressed", String(state.get("marking")));
+    activate();
+  });
+  state.on(["scale"], () => views.forEach(view => view.matrixView.setScale(state.get("scale"))));
+  app.onTheme(() => views.forEach(view => view.redraw()));
+  marking.setAttribute("aria-pressed", String(state.get("marking")));
+  return show();
+}

@@ -1,0 +1,85 @@
+/** Start of the page. */
+import {byId, counted, element} from "./dom.js";
+import {loadContents} from "./data.js";
+import {windowState} from "./state.js";
+import {createTheme, createToolbar} from "./toolbar.js";
+import {createFoci} from "./foci.js";
+import {createOverview} from "./overview.js";
+import {createHead} from "./head.js";
+import {createFind} from "./find.js";
+import {createTray} from "./tray.js";
+import {createShortcuts} from "./shortcuts.js";
+
+/** Return the context that all parts of the page share. */
+function pageContext(page, state) {
+  const app = {
+    page,
+    state,
+    onTheme: createTheme(state),
+    passage: () => Math.min(state.get("passage"), Math.max(page.passages.length - 1, 0)),
+    model: () => (state.get("model") === "B" && page.models.length === 2 ? 1 : 0),
+    head: () => Math.max(page.headIndex(state.get("head")), state.get("head") ? 0 : firstHead(page)),
+    nextFrame: () =>
+      new Promise(resolve => {
+        requestAnimationFrame(() => setTimeout(resolve, 0));
+      }),
+    announce: text => {
+      byId("live").textContent = text;
+    },
+    choose(head, isFarAway = true) {
+      state.set({head: page.heads[head].name});
+      app.announce(`Head ${page.heads[head].name}`);
+      const panel = byId("head");
+      const top = panel.getBoundingClientRect().top;
+      if (isFarAway && (top > innerHeight * 0.6 || top < -200)) panel.scrollIntoView({block: "start"});
+    },
+  };
+  return app;
+}
+
+/** Return the head that is shown first: the best head of the first focus, or the first head of the first role. */
+function firstHead(page) {
+  const scores = page.foci?.[0]?.scores ?? [];
+  const best = Array.isArray(scores[0]) ? scores[0][0] : scores[0];
+  return (
+    best?.head ??
+    Math.max(
+      page.models[0].heads.findIndex(head => head.role === 0),
+      0,
+    )
+  );
+}
+
+function showSummary({models, heads, notes, passages}) {
+  const layers = new Set(heads.map(head => `${head.name.split(" ").slice(0, -1)} ${head.layer}`)).size;
+  const names = models.length === 2 ? `A is ${models[0].name}, B is ${models[1].name}. ` : "";
+  const texts = passages.length > 1 ? ` on ${counted(passages.length, "text")}` : "";
+  byId("summary").textContent =
+    `${names}${counted(heads.length, "attention head")} in ${counted(layers, "layer")}${texts}`;
+  byId("notes").append(...notes.map(note => element("p", {}, note)));
+}
+
+async function start() {
+  const page = await loadContents();
+  const state = windowState(window);
+  const app = pageContext(page, state);
+  showSummary(page);
+  createToolbar(app);
+  createFoci(app);
+  createOverview(app);
+  const shown = createHead(app);
+  createFind(app);
+  createTray(app);
+  createShortcuts(app);
+  byId("skip").addEventListener("click", event => {
+    event.preventDefault();
+    byId("head").focus();
+  });
+  await shown;
+  document.documentElement.dataset.ready = "true";
+}
+
+start().catch(error => {
+  byId("summary").textContent = `The page could not be shown: ${error.message}`;
+  throw error;
+});

@@ -1,0 +1,95 @@
+/** Attention of the active word, as strengths for the tint and as sentences and lists. */
+import {columnOf, receivedAttention, rowOf} from "./attention.js";
+import {element, formatWeight} from "./dom.js";
+import {unitName} from "./words.js";
+
+/** Number of words that are listed for the active word. */
+const LISTED = 8;
+
+/**
+ * Return the weights that the active word selects: {indices, weights, units}, without hidden words.
+ *
+ * @param matrix matrix of a head
+ * @param active {axis: "query" or "key", unit}, or null for the mean attention that each key receives
+ * @param shown {rows, hiddenQueries, hiddenKeys}: flags of rows that count and of hidden words
+ */
+export function activeWeights(matrix, active, {rows, hiddenKeys}) {
+  if (!active) {
+    const received = receivedAttention(matrix, rows);
+    const indices = [...received.keys()].filter(key => received[key] > 0 && !hiddenKeys[key]);
+    return {indices, weights: indices.map(key => received[key]), units: matrix.keyUnits};
+  }
+  const isQuery = active.axis === "query";
+  const {indices, weights} = (isQuery ? rowOf : columnOf)(matrix, active.unit);
+  const places = [...indices.keys()].filter(place => (isQuery ? !hiddenKeys[indices[place]] : rows[indices[place]]));
+  return {
+    indices: places.map(place => indices[place]),
+    weights: places.map(place => weights[place]),
+    units: isQuery ? matrix.keyUnits : matrix.queryUnits,
+  };
+}
+
+/** Return the strength of the tint for each weight. Means over all words are small, so the largest has full strength. */
+export function tintStrengths(weights, isMean) {
+  const largest = isMean ? weights.reduce((a, b) => Math.max(a, b), 1e-9) : 1;
+  return weights.map(weight => Math.sqrt(Math.min(weight / largest, 1)));
+}
+
+/** Return the largest weights with the names of their words, largest first. */
+export function strongestWords({indices, weights, units}, limit = LISTED) {
+  const order = [...indices.keys()].sort((a, b) => weights[b] - weights[a]).slice(0, limit);
+  return order.map(place => ({unit: indices[place], name: unitName(units, indices[place]), weight: weights[place]}));
+}
+
+/** Return the heading of the list of words for the active word. */
+export function readoutTitle(matrix, active) {
+  if (!active) return "Mean attention that each word receives";
+  if (active.axis === "query") return `Attention from “${unitName(matrix.queryUnits, active.unit)}”`;
+  return `Attention to “${unitName(matrix.keyUnits, active.unit)}”`;
+}
+
+/** Return sentences about what the list for the active word does not show. */
+export function readoutNotes(matrix, active, {hiddenKeys}) {
+  const notes = [];
+  if (active?.axis === "query") {
+    if (!matrix.visible[active.unit]) return ["No key is visible to this word."];
+    const {indices, weights} = rowOf(matrix, active.unit);
+    const hidden = weights.reduce((sum, weight, place) => sum + (hiddenKeys[indices[place]] ? weight : 0), 0);
+    if (hidden > 0) notes.push(`${formatWeight(hidden)} is on hidden words.`);
+    if (matrix.rest[active.unit] > 0)
+      notes.push(`All words that the page does not list get ${formatWeight(matrix.rest[active.unit])} together.`);
+    if (matrix.total[active.unit] < 0.99)
+      notes.push(`The weights of this word sum to ${formatWeight(matrix.total[active.unit])}.`);
+  } else if (!matrix.exact)
+    notes.push("The page lists only the largest weights of each row, so these are lower bounds.");
+  return notes;
+}
+
+/** Return the list of the strongest words as an element. */
+export function readoutList(strongest) {
+  const largest = strongest[0]?.weight ?? 1;
+  return element(
+    "ol",
+    {class: "bars"},
+    ...strongest.map(({name, weight}) => {
+      const item = element(
+        "li",
+        {},
+        element("bdi", {class: "bar-name"}, name),
+        element("span", {class: "bar"}),
+        element("span", {class: "number"}, formatWeight(weight)),
+      );
+      item.style.setProperty("--part", (weight / Math.max(largest, 1e-9)).toFixed(3));
+      return item;
+    }),
+  );
+}
+
+/** Return the active word and its strongest words as one sentence. */
+export function readoutSentence(matrix, active, strongest) {
+  const list = strongest
+    .slice(0, 5)
+    .map(({name, weight}) => `${name} ${formatWeight(weight)}`)
+    .join(", ");
+  return `${readoutTitle(matrix, active)}: ${list || "none is shown"}.`;
+}

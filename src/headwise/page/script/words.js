@@ -1,0 +1,59 @@
+/** Units of a text: its words, or its tokens when word pieces are not merged. */
+
+const PUNCTUATION = /^[\p{P}\p{Z}\p{C}\p{Sm}\p{Sc}\p{Sk}]*$/u;
+
+/** Shorten a long text in the middle, so that it has at most about `limit` characters. */
+export function shortened(text, limit = 32) {
+  if (text.length <= limit) return text;
+  const head = Array.from(text.slice(0, 2 * limit));
+  const tail = Array.from(text.slice(-limit));
+  const left = Math.ceil(limit * 0.6);
+  const right = Math.floor(limit * 0.3);
+  return `${head.slice(0, left).join("")}…${tail.slice(-right).join("")}`;
+}
+
+/**
+ * Return the units of a side.
+ *
+ * Unit u covers the tokens first[u] <= t < first[u + 1], and token t belongs to unit of[t]. Each unit has a label, and
+ * flags: special, punctuation, generated, space (white space before it) and lineBreak (a line break before it).
+ */
+export function unitsOf(side, merged) {
+  const labels = merged ? side.words : side.tokens;
+  const of = merged ? Int32Array.from(side.wordOf) : Int32Array.from(side.tokens, (_, token) => token);
+  const count = labels.length;
+  const first = new Int32Array(count + 1).fill(side.tokens.length);
+  for (let token = of.length - 1; token >= 0; token--) first[of[token]] = token;
+  const flags = test => Uint8Array.from(labels, (label, unit) => Number(test(label, unit)));
+  const breaks = new Set(side.break);
+  const times = new Map();
+  for (const label of labels) times.set(label, (times.get(label) ?? 0) + 1);
+  return {
+    count,
+    labels,
+    of,
+    first,
+    merged,
+    special: flags((_, unit) => side.special[first[unit]]),
+    punctuation: flags(label => PUNCTUATION.test(label.slice(0, 200))),
+    generated: flags((_, unit) => side.generated !== null && first[unit] >= side.generated),
+    space: flags((_, unit) => side.space[first[unit]]),
+    lineBreak: flags((_, unit) => breaks.has(first[unit])),
+    repeated: flags(label => times.get(label) > 1),
+  };
+}
+
+/** Return the label of a unit for display, with its position counted from 1 if the label occurs more than once. */
+export function unitName(units, unit, limit = 32) {
+  const label = shortened(units.labels[unit], limit);
+  return units.repeated[unit] ? `${label} (${unit + 1})` : label;
+}
+
+/** Return a flag for each unit: 1 if the settings hide it. */
+export function hiddenUnits(units, {special, first}) {
+  const hidden = new Uint8Array(units.count);
+  for (let unit = 0; unit < units.count; unit++) {
+    hidden[unit] = Number((special && units.special[unit]) || (first && unit === 0));
+  }
+  return hidden;
+}

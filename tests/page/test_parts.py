@@ -1,0 +1,246 @@
+"""Parts of the page: foci, comparison, search by focus, two models, two sides, pictures, matrix and files."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from page.synthetic import (
+    MINUS,
+    STATISTICS,
+    page_contents,
+    picture_contents,
+    text_side,
+    two_sided_contents,
+    word_matrix,
+)
+from page.test_text import SIDE, expected_list, readout, word
+
+
+def test_first_block_shows_the_best_head_of_each_focus(open_page):
+    contents, truth = page_contents(foci=True)
+    page = open_page(contents)
+    block = page.locator("#foci-lines .focus")
+    assert block.locator("h3").inner_text() == "objects"
+    assert block.locator(".underlined").all_inner_texts() == [SIDE.words[5], SIDE.words[7]]
+    assert block.locator(".focus-share strong").inner_text() == "90 %"
+    assert block.locator(".verdict").inner_text() == contents.foci[0].verdict
+    rows = [i for i, text in enumerate(SIDE.words) if i not in (5, 7) and not text.startswith("[")]
+    weight = float(word_matrix(truth[0][0][14], SIDE)[rows, 7].mean())
+    tint = float(block.locator(".word", has_text="coffee").evaluate("word => word.style.getPropertyValue('--a')"))
+    assert tint == pytest.approx(min(weight / 0.5, 1), abs=0.01)
+    top = page.locator("#foci").bounding_box()["y"]
+    assert top < page.locator("#overview").bounding_box()["y"]
+    block.get_by_role("button", name="head 2.4").click()
+    assert page.locator("#head-title").inner_text() == "Head 2.4"
+
+
+@pytest.mark.parametrize("kind", ["received", "exchanged"])
+def test_marked_words_rank_the_heads(open_page, kind):
+    contents, truth = page_contents()
+    page = open_page(contents, address=f"#focus={kind}")
+    page.keyboard.press("m")
+    marked = [SIDE.words.index("coffee"), SIDE.words.index("tea")]
+    for unit in marked:
+        word(page, unit).click()
+    page.locator("#find-result tbody tr").first.wait_for()
+    others = [i for i, text in enumerate(SIDE.words) if i not in marked and not text.startswith("[")]
+    scores = []
+    for head, weights in enumerate(truth[0][0]):
+        matrix = word_matrix(weights, SIDE)
+        pairs = matrix[marked][:, list(reversed(marked))].diagonal()
+        share = matrix[others][:, marked].sum(1).mean() if kind == "received" else pairs.mean()
+        sizes = [2, 1]
+        uniform = sum(sizes) / 13 if kind == "received" else sum(reversed(sizes)) / 2 / 13
+        scores.append((float(share) - uniform, contents.models[0].heads[head].name, float(share), uniform))
+    rows = [row.locator("th, td").all_inner_texts() for row in page.locator("#find-result tbody tr").all()]
+    best = sorted(scores, reverse=True)[:10]
+    assert [row[:3] for row in rows] == [[name, f"{share:.2f}", f"{uniform:.2f}"] for _, name, share, uniform in best]
+    assert [float(row[3].replace(MINUS, "-")) for row in rows] == pytest.approx(
+        [score[0] for score in best], abs=0.0051
+    )
+    assert [row[4] for row in rows] == ["yes" if share >= 0.5 else "no" for _, _, share, _ in best]
+    assert re.search(
+        r"(No head puts half|put at least half|puts at least half)", page.locator("#find-status").inner_text()
+    )
+    word(page, marked[0]).focus()
+    page.keyboard.press("Enter")
+    assert page.locator(".head-view:visible .word.marked").count() == 1
+
+
+def test_comparison_shows_a_line_for_each_head_and_the_mean_of_a_layer(open_page):
+    contents, truth = page_contents()
+    page = open_page(contents, address="#head=0.1")
+    page.keyboard.press("+")
+    page.get_by_role("button", name="Head 1.0,").click()
+    page.get_by_role("button", name="+ Compare").click()
+    page.get_by_role("button", name="Overlay all heads of a layer").click()
+    lines = page.locator("#tray-lines .focus")
+    lines.nth(2).wait_for()
+    assert lines.locator(".focus-head > :first-child").all_inner_texts() == [
+        "head 0.1",
+        "head 1.0",
+        "layer 0, mean of 5 heads",
+    ]
+    mean = torch.stack([word_matrix(w, SIDE).mean(0) for w in truth[0][0][:5]]).mean(0)
+    mean[[0, -1]] = 0
+    summary = [
+        f"{SIDE.words[i]} {round(100 * float(mean[i]))} %" for i in mean.topk(3).indices.tolist() if mean[i] > 1 / 12
+    ]
+    assert lines.nth(2).locator("p.soft").inner_text() == (", ".join(summary) or "no word is above uniform attention")
+    word(page, 3).click()
+    row = word_matrix(truth[0][0][1], SIDE)[3].clone()
+    row[[0, -1]] = 0
+    best = int(row.argmax())
+    lines.nth(0).locator("p.soft", has_text=f"{SIDE.words[best]} {round(100 * float(row[best]))} %").wait_for()
+    lines.nth(1).get_by_role("button", name="Remove head 1.0").click()
+    page.locator("#tray-lines .focus").nth(2).wait_for(state="detached")
+
+
+def test_two_models_show_both_heads_and_the_difference(open_page):
+    contents, truth = page_contents(models=2)
+    page = open_page(contents, address="#head=0.3")
+    assert readout(page)[1] == expected_list(word_matrix(truth[0][0][3], SIDE).mean(0))
+    page.get_by_role("button", name="B", exact=True).click()
+    page.locator(".model-name:visible", has_text="B: synthetic B").first.wait_for()
+    assert readout(page)[1] == expected_list(word_matrix(truth[0][1][3], SIDE).mean(0))
+    page.get_by_role("button", name=f"B {MINUS} A").click()
+    views = page.locator(".head-view:visible")
+    views.nth(1).wait_for()
+    views.nth(0).locator('.word[data-unit="7"]').hover()
+    for model in range(2):
+        bars = views.nth(model).locator(".readout .number").all_inner_texts()
+        assert bars == list(expected_list(word_matrix(truth[0][model][3], SIDE)[7]).values())
+    means = [model.estimates.means[3, 3] for model in contents.models]
+    cells = page.locator("#head-statistics tr", has_text="entropy").locator("td").all_inner_texts()
+    assert cells[:3] == [
+        f"{means[0]:.2f} ± 0.02",
+        f"{means[1]:.2f} ± 0.02",
+        f"{float(means[1] - means[0]):.2f}".replace("-", MINUS),
+    ]
+    assert f"B {MINUS} A of entropy" in page.locator("#overview-legend").inner_text()
+    page.get_by_text("Filter", exact=True).click()
+    page.get_by_label("only heads whose role changed").check()
+    assert sorted(page.locator("#overview .cell-name").all_inner_texts()) == ["0.0", "1.0", "2.0"]
+
+
+def test_two_sides_tint_each_other(open_page):
+    queries, keys = (
+        text_side(("Kaffee", "oder", "Tee", "?"), "target"),
+        text_side(("coffee", "or", "tea", "?"), "source"),
+    )
+    contents, weights = two_sided_contents(queries, keys)
+    page = open_page(contents, address="#head=0.1")
+    assert page.locator(".side-title").all_inner_texts() == ["Queries: target", "Keys: source"]
+    texts = page.locator(".head-view .text")
+    texts.nth(0).locator('.word[data-unit="2"]').hover()
+    assert readout(page) == ("Attention from “Tee”", expected_list(weights[1][2], keys.words))
+    tints = [
+        float(w.evaluate("word => word.style.getPropertyValue('--a') || 0"))
+        for w in texts.nth(1).locator(".word").all()
+    ]
+    assert tints == pytest.approx([float(w) ** 0.5 for w in weights[1][2]], abs=0.01)
+    texts.nth(1).locator('.word[data-unit="0"]').hover()
+    assert readout(page) == ("Attention to “coffee”", expected_list(weights[1][:, 0], queries.words))
+
+
+def test_picture_has_a_rectangle_for_each_patch(open_page):
+    contents, weights = picture_contents()
+    page = open_page(contents, address="#head=0.2")
+    assert page.locator(".head-view .patch").count() == 6
+    assert page.locator(".picture-tokens .word").all_inner_texts() == ["[CLS]"]
+    frame, patch = page.locator(".picture-frame").bounding_box(), page.locator('.patch[data-unit="6"]').bounding_box()
+    assert patch["x"] - frame["x"] == pytest.approx(frame["width"] * 2 / 3, abs=1)
+    assert patch["y"] - frame["y"] == pytest.approx(frame["height"] / 2, abs=1)
+    page.locator('.patch[data-unit="6"]').hover()
+    words = contents.passages[0].sides[0].words
+    assert readout(page) == ("Attention from “row 2, column 3”", expected_list(weights[2][6], words))
+
+
+def test_passages_can_be_chosen_and_examples_open_them(open_page):
+    sides = [text_side(), text_side(("a", "b", "c")), text_side(("d", "e", "##f"))]
+    contents, truth = page_contents(sides=sides)
+    page = open_page(contents, address="#head=0.0")
+    choice = page.get_by_role("combobox", name="Text")
+    choice.select_option("1")
+    page.locator(".head-view:visible .word", has_text="a").first.wait_for()
+    assert readout(page)[1] == expected_list(truth[1][0][0].mean(0), sides[1].words)
+    values = [float(passage.means[0][0, 0]) for passage in contents.passages]
+    order = sorted(range(3), key=lambda i: -values[i])
+    assert page.locator(".examples .number").all_inner_texts() == [f"{values[i]:.2f}" for i in order]
+    page.locator(".examples button").first.click()
+    assert choice.input_value() == str(order[0])
+
+
+def test_matrix_zooms_and_names_its_cells(open_page):
+    contents, truth = page_contents()
+    page = open_page(contents, address="#head=1.4")
+    plot = page.locator(".matrix-plot:visible")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    cell = (box["width"] - 122) / len(SIDE.words)
+    page.mouse.move(box["x"] + 92 + 3.5 * cell, box["y"] + 74 + 7.5 * cell)
+    weight = float(word_matrix(truth[0][0][9], SIDE)[7, 3])
+    assert page.locator(".tip:visible").inner_text() == f"coffee → you: {weight:.2f}"
+    plot.focus()
+    page.keyboard.press("+")
+    page.mouse.wheel(0, -300)
+    page.locator(".matrix-plot.zoomed").wait_for()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("0")
+    page.locator(".matrix-plot.zoomed").wait_for(state="detached")
+    page.get_by_role("button", name="linear scale").click()
+    assert "scale=linear" in page.url
+
+
+def test_sparse_matrix_states_bounds(open_page):
+    contents, truth = page_contents(layers=1, heads=2, listed=3, sharpness=0.7, causal=True)
+    page = open_page(contents, address="#head=0.1&words=false")
+    plot = page.locator(".matrix-plot:visible")
+    plot.scroll_into_view_if_needed()
+    box, weights = plot.bounding_box(), truth[0][0][1]
+    cell = (box["width"] - 122) / 13
+    key = int(weights[9, :10].argmin())
+    page.mouse.move(box["x"] + 92 + (key + 0.5) * cell, box["y"] + 74 + 9.5 * cell)
+    text = page.locator(".tip:visible").inner_text()
+    assert float(re.search(r"at most ([\d.]+)", text)[1]) >= float(weights[9, key]) - 0.005
+    page.mouse.move(box["x"] + 92 + 11.5 * cell, box["y"] + 74 + 9.5 * cell)
+    page.locator(".tip:visible", has_text="not visible").wait_for()
+
+
+@pytest.mark.parametrize("button", ["Matrix PNG", "Matrix SVG", "Curves PNG", "Curves SVG"])
+def test_pictures_are_saved(open_page, button, tmp_path):
+    page = open_page(page_contents()[0], address="#head=0.3")
+    page.locator("svg.lines:visible").wait_for()
+    with page.expect_download() as download:
+        page.get_by_role("button", name=button).click()
+    path = tmp_path / download.value.suggested_filename
+    download.value.save_as(path)
+    kind, suffix = button.lower().split()
+    assert path.name == f"head-0.3-{kind}.{suffix}"
+    content = path.read_bytes()
+    if suffix == "svg":
+        assert b"<svg" in content
+        assert "coffee" in content.decode("utf-8")
+    else:
+        assert content.startswith(b"\x89PNG")
+        assert len(content) > 2000
+
+
+def test_statistics_have_units(open_page):
+    page = open_page(page_contents()[0])
+    text = page.locator("#head-statistics").inner_text()
+    assert all(f"{each.name} {each.unit}" in text for each in STATISTICS)
+
+
+def test_head_that_was_not_called_on_a_passage(open_page):
+    contents, _ = page_contents(sides=[text_side(), text_side(("a", "b", "c"))])
+    absent = (None, *contents.passages[1].heads[0][1:])
+    passages = (contents.passages[0], dataclasses.replace(contents.passages[1], heads=(absent,)))
+    page = open_page(dataclasses.replace(contents, passages=passages), address="#head=0.0&passage=1&tray=A0+AL0")
+    page.locator("#head-hint", has_text="This head did not attend on this passage.").wait_for()
+    page.locator("#tray-lines", has_text="layer 0, mean of 4 heads").wait_for()
+    assert page.locator(".cell-empty").count() == 1
+    page.get_by_role("combobox", name="Text").select_option("0")
+    page.locator(".head-view:visible .word").first.wait_for()

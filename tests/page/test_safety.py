@@ -1,0 +1,182 @@
+"""Page under hostile text, in a sandbox, on paper, on a phone, in both themes, and for assistive technology."""
+
+import html
+
+import pytest
+
+from headwise.page.write import page_html
+from page.synthetic import MINUS, long_contents, page_contents, text_side
+from page.test_text import readout, word
+
+HOSTILE = (
+    "[CLS]",
+    "<script>document.title='broken'</script>",
+    "</script><img src=x onerror=document.title='broken'>",
+    "\"'&amp;",
+    "שלום",
+    "مرحبا",
+    "\u202eabc",
+    "a\u200bb",
+    "👩\u200d👩\u200d👧",
+    "x" * 10_000,
+    "{{ 7 * 7 }}",
+    "-->",
+    "\u200b",
+    "constructor",
+    "__proto__",
+)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_hostile_words_are_shown_as_text(open_page, width):
+    contents, _ = page_contents(sides=[text_side(HOSTILE)], title="<b>title</b> & </title>")
+    page = open_page(contents, address="#pin=q9&tray=A0+A3", width=width)
+    assert page.locator("h1").inner_text() == "<b>title</b> & </title>"
+    assert page.title() == "<b>title</b> & </title> · headwise"
+    words = page.locator(".head-view:visible .word").all_inner_texts()
+    assert words[1] == HOSTILE[1]
+    assert words[3:9] == list(HOSTILE[3:9])
+    assert len(words[9]) < 100
+    assert len(word(page, 9).get_attribute("title")) <= 350
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator("img").count() == 0
+    left, right = (word(page, unit).bounding_box() for unit in (4, 5))
+    assert (left["y"], left["x"]) < (right["y"], right["x"])
+
+
+def test_link_restores_the_state(open_page):
+    contents, _ = page_contents(models=2)
+    page = open_page(contents, address="#head=1.3")
+    page.get_by_label("Group by").select_option("layer")
+    page.get_by_label("Colour by").select_option(label="entropy")
+    page.get_by_label("hide special tokens").check()
+    page.get_by_role("button", name="to the word", exact=True).click()
+    word(page, 4).click()
+    page.keyboard.press("+")
+    page.get_by_label("Theme").select_option("dark")
+    address = "#" + page.url.split("#")[1]
+    before = readout(page)
+    again = open_page(contents, address=address)
+    assert readout(again) == before
+    assert before[0].startswith("Attention to “")
+    assert again.locator("html").get_attribute("data-theme") == "dark"
+    assert again.get_by_label("hide special tokens").is_checked()
+    assert again.get_by_label("Group by").input_value() == "layer"
+    assert again.locator("#tray-lines .focus").count() == 1
+    again.evaluate("location.hash = '#head=2.2'")
+    again.locator("#head-title", has_text="Head 2.2").wait_for()
+    assert not again.get_by_label("hide special tokens").is_checked()
+
+
+def test_sandboxed_frame_keeps_its_state(browser, tmp_path):
+    contents, _ = page_contents()
+    frame_source = html.escape(page_html(contents), quote=True)
+    path = tmp_path / "outer.html"
+    path.write_text(
+        f'<!doctype html><iframe sandbox="allow-scripts" width="1200" height="3000" srcdoc="{frame_source}"></iframe>',
+        encoding="utf-8",
+    )
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    frame = page.frame_locator("iframe")
+    frame.locator("html[data-ready]").wait_for()
+    frame.get_by_role("button", name="Head 1.2,").click()
+    frame.locator("#head-title", has_text="Head 1.2").wait_for()
+    frame.locator('.word[data-unit="3"]').first.click()
+    frame.locator(".readout h3", has_text="Attention from").wait_for()
+    frame.get_by_role("button", name="Curves SVG").click()
+    assert "<svg" in frame.locator("#export-content textarea").input_value()
+    page.close()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_serious_violation_of_accessibility_rules(open_page, axe, theme, width):
+    contents, _ = page_contents(models=2, foci=True, sides=[text_side(), text_side(first_generated=8)])
+    address = "#head=0.2&pin=q5&tray=A1+BL2&marking=true&marks=3+7&passage=1"
+    page = open_page(contents, address=address, theme=theme, width=width)
+    page.locator("#find-result tbody tr").first.wait_for()
+    page.get_by_text("Filter", exact=True).click()
+    for view in ("A", f"B {MINUS} A"):
+        page.get_by_role("button", name=view, exact=True).click()
+        page.locator("#tray-lines .focus").first.wait_for()
+        found = page.evaluate(f"(() => {{ {axe} }})(); axe.run().then(result => result.violations)")
+        serious = [
+            (each["id"], each["nodes"][0]["html"][:200], each["nodes"][0]["failureSummary"][:300])
+            for each in found
+            if each["impact"] in ("serious", "critical")
+        ]
+        assert serious == []
+
+
+def test_themes_differ_and_follow_the_system(open_page):
+    contents, _ = page_contents()
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light, dark = open_page(contents), open_page(contents, theme="dark")
+    assert light.evaluate(ground) == "rgb(245, 246, 248)"
+    assert dark.evaluate(ground) == "rgb(15, 18, 23)"
+    dark.get_by_label("Theme").select_option("light")
+    assert dark.evaluate(ground) == "rgb(245, 246, 248)"
+
+
+def test_paper_is_light_and_has_no_controls(open_page):
+    page = open_page(page_contents(layers=80, heads=8)[0], theme="dark")
+    assert page.locator(".cell canvas").count() < 640
+    page.emulate_media(media="print", color_scheme="dark")
+    page.locator(".cell canvas").nth(639).wait_for()
+    page.locator('html[data-theme="light"]').wait_for()
+    assert page.locator("#overview").is_visible()
+    assert page.locator("#head-title").is_visible()
+    assert page.locator("button:visible").count() == page.locator(".cell:visible, .links button:visible").count()
+    assert page.locator("#toolbar").is_hidden()
+    assert page.locator("#tray").is_hidden()
+
+
+def test_phone_shows_everything_without_scrolling_sideways(open_page):
+    page = open_page(page_contents(foci=True)[0], address="#tray=A0&marking=true&marks=3", width=390, touch=True)
+    page.locator("#find-result tbody tr").first.wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.get_by_role("button", name="Head 0.3,").tap()
+    page.locator("#head-title", has_text="Head 0.3").wait_for()
+    page.get_by_role("button", name="Mark words").tap()
+    word(page, 2).tap()
+    assert readout(page)[0] == "Attention from “do”"
+
+
+def test_help_lists_the_shortcuts(open_page):
+    page = open_page(page_contents()[0])
+    page.keyboard.press("?")
+    assert page.locator("#help").is_visible()
+    assert page.locator("#help kbd").count() >= 8
+    page.keyboard.press("Escape")
+    assert page.locator("#help").is_hidden()
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.dataset.setting") == "search"
+
+
+def test_large_model_answers_a_click_within_half_a_second(open_page, tmp_path):
+    path = tmp_path / "large.html"
+    path.write_text(page_html(long_contents(layers=30, heads=9, tokens=2048)), encoding="utf-8")
+    assert path.stat().st_size < 8_000_000
+    page = open_page(path)
+    page.locator(".cell canvas").first.wait_for()
+    assert page.locator(".cell canvas").count() < 270
+    times = [page.evaluate(CLICK, head) for head in (5, 117, 240, 33)]
+    # The machine may be busy with other tests; one undisturbed click is enough.
+    assert min(times) < 500, times
+
+
+CLICK = """async head => {
+  const start = performance.now();
+  document.querySelector(`.cell[data-head="${head}"]`).click();
+  const readout = document.querySelector(".readout");
+  await new Promise(resolve => new MutationObserver(resolve).observe(readout, {childList: true}));
+  await new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve, 0)));
+  return performance.now() - start;
+}"""
+
+
+def test_text_of_8192_tokens_opens(open_page):
+    page = open_page(long_contents(layers=1, heads=2, tokens=8192))
+    page.locator('.word[data-unit="5000"]').click()
+    assert readout(page)[0].startswith("Attention from “")

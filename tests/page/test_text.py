@@ -1,0 +1,160 @@
+"""Text of a head: the weights of the active word, by mouse and by keyboard, compared with the weights of the head."""
+
+import re
+
+import pytest
+import torch
+
+from page.synthetic import SENTENCE, page_contents, text_side, word_matrix
+
+SIDE = text_side()
+COFFEE = SIDE.words.index("coffee")
+
+
+def readout(page) -> tuple[str, dict[str, str]]:
+    """Return the title of the list for the active word, and its words with their weights."""
+    rows = page.locator(".readout:visible .bars li").all()
+    texts = {row.locator(".bar-name").inner_text(): row.locator(".number").inner_text() for row in rows}
+    return page.locator(".readout:visible h3").inner_text(), texts
+
+
+def shown(weight: float) -> str:
+    """Return a weight as the page writes it."""
+    return "<0.01" if 0 < weight < 0.005 else f"{weight:.2f}"
+
+
+def expected_list(weights: torch.Tensor, words: tuple[str, ...] = SIDE.words) -> dict[str, str]:
+    """Return the eight largest weights as the page lists them."""
+    top = weights.topk(min(8, len(weights)))
+    return {words[i]: shown(w) for w, i in zip(top.values.tolist(), top.indices.tolist(), strict=True)}
+
+
+def word(page, unit: int):
+    """Return a word of the visible text."""
+    return page.locator(f'.head-view:visible .word[data-unit="{unit}"]')
+
+
+@pytest.mark.parametrize("head", [0, 7])
+def test_pointer_shows_the_row_and_the_column_of_a_word(open_page, head):
+    contents, truth = page_contents()
+    page = open_page(contents, address=f"#head={contents.models[0].heads[head].name}")
+    weights = word_matrix(truth[0][0][head], SIDE)
+    assert readout(page) == ("Mean attention that each word receives", expected_list(weights.mean(0)))
+    word(page, COFFEE).hover()
+    assert readout(page) == ("Attention from “coffee”", expected_list(weights[COFFEE]))
+    strongest = int(weights[COFFEE].argmax())
+    tint = float(word(page, strongest).evaluate("word => word.style.getPropertyValue('--a')"))
+    assert tint == pytest.approx(float(weights[COFFEE, strongest]) ** 0.5, abs=0.002)
+    page.locator("h1").hover()
+    page.get_by_role("button", name="to the word", exact=True).click()
+    word(page, COFFEE).hover()
+    assert readout(page) == ("Attention to “coffee”", expected_list(weights[:, COFFEE]))
+
+
+def test_pinned_word_stays_until_escape(open_page):
+    page = open_page(page_contents()[0])
+    word(page, COFFEE).click()
+    word(page, 1).hover()
+    assert readout(page)[0] == "Attention from “coffee”"
+    assert "coffee → Which" in page.locator("#head-hint").inner_text()
+    assert "pin=q7" in page.url
+    assert word(page, COFFEE).get_attribute("aria-selected") == "true"
+    page.keyboard.press("Escape")
+    page.locator("h1").hover()
+    assert readout(page)[0].startswith("Mean attention")
+
+
+def test_arrow_keys_move_between_words_and_weights_are_announced(open_page):
+    contents, truth = page_contents()
+    page = open_page(contents, address="#head=0.0")
+    word(page, 0).focus()
+    for _ in range(COFFEE):
+        page.keyboard.press("ArrowRight")
+    weights = word_matrix(truth[0][0][0], SIDE)[COFFEE]
+    assert readout(page) == ("Attention from “coffee”", expected_list(weights))
+    best = SIDE.words[int(weights.argmax())]
+    assert f"Attention from “coffee”: {best} {shown(float(weights.max()))}" in page.locator("#live").inner_text()
+    page.keyboard.press("Enter")
+    assert "pin=q7" in page.url
+    page.keyboard.press("Home")
+    assert page.evaluate("document.activeElement.dataset.unit") == "0"
+    assert page.locator('.head-view:visible .word[tabindex="0"]').count() == 1
+
+
+def test_future_words_are_never_listed(open_page):
+    contents, truth = page_contents(causal=True)
+    page = open_page(contents, address="#head=1.1")
+    word(page, 2).hover()
+    title, weights = readout(page)
+    assert title == "Attention from “do”"
+    assert weights == expected_list(word_matrix(truth[0][0][6], SIDE)[2][:3])
+    page.get_by_role("button", name="Copy weights").click()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    rows = [line.split("\t")[:2] for line in copied.split("\n")[1:]]
+    assert len(rows) == len(SIDE.words) * (len(SIDE.words) + 1) // 2
+    assert all(SIDE.words.index(key) <= SIDE.words.index(query) for query, key in rows)
+
+
+def test_unmerged_tokens_and_hidden_words(open_page):
+    contents, truth = page_contents()
+    page = open_page(contents, address="#head=0.4")
+    page.get_by_label("merge word pieces").uncheck()
+    assert page.locator(".head-view:visible .word").all_inner_texts() == list(SENTENCE)
+    weights = truth[0][0][4]
+    page.get_by_label("hide special tokens").check()
+    rows = weights[1:-1]
+    hidden = float(rows[:, [0, -1]].sum(1).mean())
+    assert (
+        page.locator(".hidden-note:visible").inner_text()
+        == f"{round(100 * hidden)} % of this head's attention is on hidden words."
+    )
+    word(page, 7).hover()
+    kept = weights[7].clone()
+    kept[[0, -1]] = 0
+    assert readout(page) == ("Attention from “cof”", expected_list(kept, SENTENCE))
+
+
+def test_links_are_the_strongest_between_words(open_page):
+    contents, truth = page_contents()
+    page = open_page(contents, address="#head=2.2")
+    weights = word_matrix(truth[0][0][12], SIDE)
+    words = [i for i, text in enumerate(SIDE.words) if re.search(r"\w", text) and not text.startswith("[")]
+    links = sorted(((float(weights[q, k]), q, k) for q in words for k in words), reverse=True)[:8]
+    shown_links = page.locator(".link-list:visible .links li").all_inner_texts()
+    assert shown_links == [f"{SIDE.words[q]} → {SIDE.words[k]} {shown(w)}" for w, q, k in links]
+    share = sum(w for w, _, _ in links) / float(weights.sum())
+    assert (
+        f"These 8 links cover {round(100 * share)} % of the attention that is shown."
+        in page.locator(".link-list:visible").inner_text()
+    )
+    page.get_by_role("button", name="Show up to 50 links").click()
+    assert page.locator(".link-list:visible .links li").count() == 50
+
+
+def test_repeated_words_have_positions(open_page):
+    side = text_side(("the", "cat", "saw", "the", "dog"))
+    contents, _truth = page_contents(sides=[side])
+    page = open_page(contents, address="#head=0.0")
+    word(page, 3).hover()
+    assert readout(page)[0] == "Attention from “the (4)”"
+
+
+def test_sparse_rows_say_what_is_not_listed(open_page):
+    contents, truth = page_contents(layers=1, heads=2, listed=3, sharpness=0.7)
+    page = open_page(contents, address="#head=0.1&words=false")
+    page.locator('.head-view:visible .word[data-unit="4"]').hover()
+    rest = 1 - float(truth[0][0][1][4].topk(3).values.sum())
+    _title, weights = readout(page)
+    assert len(weights) == 3
+    note = page.locator(".readout:visible p").first.inner_text()
+    number = float(re.search(r"get ([\d.]+) together", note)[1])
+    assert number == pytest.approx(rest, abs=0.015)
+
+
+def test_generated_words_are_underlined_and_can_be_chosen(open_page):
+    side = text_side(first_generated=8)
+    contents, truth = page_contents(sides=[side], causal=True)
+    page = open_page(contents, address="#head=0.0&words=false")
+    assert page.locator(".head-view:visible .word.generated").all_inner_texts() == list(SENTENCE[8:])
+    page.get_by_label("only rows of generated words").check()
+    assert readout(page)[1] == expected_list(truth[0][0][0][8:].mean(0), SENTENCE)
