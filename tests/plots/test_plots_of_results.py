@@ -344,7 +344,8 @@ def test_results_have_short_names(heads, coffee):
     text = "'Which do you like better, coffee or tea?'"
     assert repr(coffee) == f"View(72 heads of all-MiniLM-L6-v2, 12 words: {text})"
     assert repr(coffee.head(0, 2)) == "HeadView(0.2, previous token, entropy 0.00084)"
-    shortened = repr(dataclasses.replace(coffee, text="a\nb" * 100))
+    long_text = dataclasses.replace(coffee.texts[0], text="a\nb" * 100)
+    shortened = repr(dataclasses.replace(coffee, texts=(long_text,)))
     assert len(shortened) < 120
     assert shortened.endswith("…')")
     agreement = hw.agreement(

@@ -113,29 +113,38 @@ everyCase("received and hidden attention equal the brute force", ({matrix, units
   }
 });
 
-everyCase("links are the largest weights between words, and their share is counted", ({matrix, units, expected}) => {
-  const hidden = hiddenUnits(units, {special: false, first: true});
-  const rows = shownRows(matrix, hidden, false);
-  const isWord = unit => !units.special[unit] && !/^,$/.test(units.labels[unit]);
-  const all = [];
-  let shown = 0;
-  expected.forEach((row, query) => {
-    if (!rows[query]) return;
-    shown += matrix.rest[query];
-    row.forEach((weight, key) => {
-      if (weight === null || hidden[key]) return;
-      shown += weight;
-      if (isWord(query) && isWord(key)) all.push(weight);
+everyCase("links are the largest weights between two words, and their share is counted", found => {
+  const {matrix, units, expected, seen} = found;
+  const seesOnlyItself = seen[0].filter(Boolean).length === 1;
+  for (const first of [true, false]) {
+    const hidden = hiddenUnits(units, {special: false, first});
+    const rows = shownRows(matrix, hidden, false);
+    const isWord = unit => !units.special[unit] && !/^,$/.test(units.labels[unit]);
+    const skipsFirst = seesOnlyItself && !first;
+    const all = [];
+    let shown = 0;
+    let onFirst = 0;
+    expected.forEach((row, query) => {
+      if (!rows[query]) return;
+      shown += matrix.rest[query];
+      row.forEach((weight, key) => {
+        if (weight === null || hidden[key]) return;
+        shown += weight;
+        if (skipsFirst && key === 0) onFirst += weight;
+        else if (isWord(query) && isWord(key) && query !== key) all.push(weight);
+      });
     });
-  });
-  const largest = all.sort((a, b) => b - a).slice(0, 7);
-  const {links, covered} = strongestLinks(matrix, rows, hidden, 7);
-  assert.equal(links.length, largest.length);
-  links.forEach((link, place) => {
-    assertClose(link.weight, largest[place], `link ${place}`);
-    assert.equal(Math.fround(link.weight), weightAt(matrix, link.query, link.key));
-  });
-  assert.ok(Math.abs(covered - largest.reduce((sum, weight) => sum + weight, 0) / shown) < 1e-5);
+    const largest = all.sort((a, b) => b - a).slice(0, 7);
+    const result = strongestLinks(matrix, rows, hidden, 7);
+    assert.equal(result.links.length, largest.length);
+    result.links.forEach((link, place) => {
+      assertClose(link.weight, largest[place], `link ${place}`);
+      assert.equal(Math.fround(link.weight), weightAt(matrix, link.query, link.key));
+    });
+    assert.ok(Math.abs(result.covered - largest.reduce((sum, weight) => sum + weight, 0) / shown) < 1e-5);
+    if (skipsFirst) assert.ok(Math.abs(result.onFirst - onFirst / shown) < 1e-5);
+    else assert.equal(result.onFirst, null);
+  }
 });
 
 everyCase("the focus of marked words equals the brute force", ({matrix, units, side, seen, expected}) => {
@@ -205,7 +214,7 @@ test("the bound of an unlisted weight holds", () => {
   }
 });
 
-test("the verdict names the head with the largest share", () => {
+test("the verdict names the head with the largest excess", () => {
   const score = (head, share, uniform) => ({head, focus: {share, uniform, rows: 3, exact: true}});
   const format = number => number.toFixed(2);
   const name = head => `3.${head}`;
@@ -216,7 +225,8 @@ test("the verdict names the head with the largest share", () => {
   );
   assert.equal(
     focusVerdict(ranked, name, format),
-    "No head puts half of its attention on these words; the largest share is 0.31 (head 3.4), where uniform attention would give 0.12.",
+    "No head puts half of its attention on these words; the largest excess is that of head 3.5, with a share of 0.30 where " +
+      "uniform attention has 0.01.",
   );
   assert.match(focusVerdict([score(1, 0.6, 0.1), ...ranked], name, format), /^One head puts at least half/);
 });

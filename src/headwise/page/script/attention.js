@@ -181,14 +181,26 @@ export function hiddenShare(matrix, rows, hiddenKeys) {
 }
 
 /**
+ * Return true if the first token of a text sees no other token, as in decoders. Such a token is the attention sink of most
+ * decoders (Xiao et al. 2023), and would be the end of nearly all links.
+ */
+export function firstSeesOnlyItself({queryUnits, keyUnits, visibility}) {
+  return queryUnits === keyUnits && queryUnits.of.length > 1 && visibleKeys(visibility, 0) === 1;
+}
+
+/**
  * Return the strongest links of the given rows, and the share of the shown attention that they cover.
  *
- * Links from or to special tokens and punctuation are left out, as are hidden keys.
+ * A link joins two words. Special tokens, punctuation and hidden keys are left out, as is the first word as a key if the
+ * first token sees no other token; `onFirst` is then the share of the shown attention that is on it, otherwise null.
  */
 export function strongestLinks(matrix, rows, hiddenKeys, limit) {
   const {queryUnits, keyUnits} = matrix;
+  const isSelf = queryUnits === keyUnits;
+  const skipsFirst = firstSeesOnlyItself(matrix) && !hiddenKeys[0];
   const links = [];
   let shown = 0;
+  let onFirst = 0;
   let smallest = 0;
   for (let query = 0; query < rows.length; query++) {
     if (!rows[query]) continue;
@@ -199,7 +211,12 @@ export function strongestLinks(matrix, rows, hiddenKeys, limit) {
       const weight = matrix.weight[entry];
       if (hiddenKeys[key]) continue;
       shown += weight;
+      if (skipsFirst && key === 0) {
+        onFirst += weight;
+        continue;
+      }
       if (!isWord || weight <= smallest || keyUnits.special[key] || keyUnits.punctuation[key]) continue;
+      if (isSelf && key === query) continue;
       let place = links.length;
       while (place > 0 && links[place - 1].weight < weight) place -= 1;
       links.splice(place, 0, {query, key, weight});
@@ -208,5 +225,6 @@ export function strongestLinks(matrix, rows, hiddenKeys, limit) {
     }
   }
   const covered = links.reduce((sum, link) => sum + link.weight, 0);
-  return {links, covered: shown > 0 ? covered / shown : 0};
+  const share = sum => (shown > 0 ? sum / shown : 0);
+  return {links, covered: share(covered), onFirst: skipsFirst ? share(onFirst) : null};
 }

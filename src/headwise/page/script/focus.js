@@ -64,10 +64,9 @@ export function focusVerdict(ranked, nameOf, format) {
   if (!ranked.length) return "No head has a row of attention that counts for these words.";
   const bound = ranked[0].focus.exact ? "" : "at least ";
   const having = ranked.filter(score => score.focus.share >= FOCUS_SHARE);
-  const largest = ranked.reduce((best, score) => (score.focus.share > best.focus.share ? score : best));
-  const {share, uniform} = largest.focus;
-  const numbers = `${bound}${format(share)} (head ${nameOf(largest.head)}), where uniform attention would give ${format(uniform)}`;
-  if (!having.length) return `No head puts half of its attention on these words; the largest share is ${numbers}.`;
+  const {share, uniform} = ranked[0].focus;
+  const best = `head ${nameOf(ranked[0].head)}, with a share of ${bound}${format(share)} where uniform attention has ${format(uniform)}`;
+  if (!having.length) return `No head puts half of its attention on these words; the largest excess is that of ${best}.`;
   const count = having.length === 1 ? "One head puts" : `${having.length} heads put`;
-  return `${count} at least half of the attention on these words. The largest share is ${numbers}.`;
+  return `${count} at least half of the attention on these words. The largest excess is that of ${best}.`;
 }

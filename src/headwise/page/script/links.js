@@ -9,7 +9,7 @@ const LIST_LENGTHS = [8, 50];
 /** Fill an element with the strongest links of a matrix. `choose(query)` is called when a link is clicked. */
 export function fillLinks(root, matrix, shown, choose, isLong = false) {
   const limit = LIST_LENGTHS[Number(isLong)];
-  const {links, covered} = strongestLinks(matrix, shown.rows, shown.hiddenKeys, limit);
+  const {links, covered, onFirst} = strongestLinks(matrix, shown.rows, shown.hiddenKeys, limit);
   if (!links.length) {
     root.replaceChildren(element("p", {class: "soft"}, "There are no links between the words that are shown."));
     return;
@@ -40,7 +40,7 @@ export function fillLinks(root, matrix, shown, choose, isLong = false) {
       "p",
       {class: "soft"},
       `${few} ${bound}${formatPercent(covered)} of the attention that is shown. Links from or to ` +
-        "special tokens and punctuation are left out.",
+        `special tokens and punctuation are left out.${firstNote(matrix, onFirst, bound)}`,
     ),
     links.length === limit || isLong
       ? element(
@@ -57,4 +57,11 @@ export function fillLinks(root, matrix, shown, choose, isLong = false) {
         )
       : "",
   );
+}
+
+/** Return a sentence about the first word if no link to it is listed. */
+function firstNote(matrix, onFirst, bound) {
+  if (onFirst === null) return "";
+  const name = unitName(matrix.keyUnits, 0, 20);
+  return ` No link to the first word is listed: ${bound}${formatPercent(onFirst)} of the attention is on “${name}”.`;
 }
