@@ -39,7 +39,9 @@ def draw_page(seen: hw.View) -> None:
     with TemporaryDirectory() as folder, sync_playwright() as playwright:
         path = Path(folder) / "page.html"
         hw.write_page(path, seen, foci=foci)
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
+        )
         for theme in ("light", "dark"):
             size: Any = {"width": 1240, "height": 1330}
             context = browser.new_context(viewport=size, color_scheme=theme, device_scale_factor=1.5)  # type: ignore[arg-type]

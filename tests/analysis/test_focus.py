@@ -102,9 +102,7 @@ def test_several_sentences_have_standard_errors_and_a_corrected_test(minilm):
     focus = seen.find(["coffee", "tea"], kind="exchanged")
     single = [find_heads([view], ["coffee", "tea"], "exchanged", None) for view in seen]
     for each in focus.heads:
-        excesses = [
-            next(other.excess.value for other in alone.heads if other.index == each.index) for alone in single
-        ]
+        excesses = [next(other.excess.value for other in alone.heads if other.index == each.index) for alone in single]
         mean, sem = scipy.stats.tmean(excesses), scipy.stats.sem(excesses)
         assert (each.excess.value, each.excess.sem, each.excess.n) == pytest.approx((mean, sem, 4))
         p = scipy.stats.t.sf(mean / sem, df=3) * 72
@@ -132,7 +130,7 @@ def test_words_may_be_stated_for_each_text(minilm):
         ([], {}, "^focus: expected a list of words"),
         ([99], {}, "^focus: expected indices of words from 0 to 11, got 99"),
         ([["coffee"], ["tea"]], {}, "^focus: expected 1 lists of words, one per text, got 2"),
-        (["coffee"], {"kind": "liked"}, "^kind: expected \"received\" or \"exchanged\", got 'liked'"),
+        (["coffee"], {"kind": "liked"}, '^kind: expected "received" or "exchanged", got \'liked\''),
         (["coffee"], {"kind": "exchanged"}, "^focus: expected two words that can attend to each other, got coffee"),
         (list(range(12)), {}, "^focus: expected a word outside of the focus"),
     ],

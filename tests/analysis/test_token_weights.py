@@ -42,7 +42,7 @@ def test_all_weights_are_kept_for_short_texts(name, implementation):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_visible_keys_are_those_of_the_mask(name):
-    model, tokenizer, text, weights = eager_weights(CONFIGS[name])
+    model, tokenizer, text, _ = eager_weights(CONFIGS[name])
     distance = torch.arange(29)[:, None] - torch.arange(29)
     allowed = torch.ones(29, 29, dtype=torch.bool) if name == "bert" else distance >= 0
     if "window" in name:

@@ -5,12 +5,12 @@ import json
 import re
 
 import torch
+from headwise.show.html import write_page
 from rich.console import Console
 
 from headwise.analysis.ablation_result import Ablation
 from headwise.analysis.view import view
 from headwise.runs.rows import HeadRow, MeanEstimate
-from headwise.show.html import write_page
 from headwise.show.scores import errors, print_scores
 from headwise.show.terminal import _one_line, print_view
 

@@ -1,7 +1,8 @@
 """Heads by focus: how much more attention given words receive, or exchange, than under uniform attention.
 
 F are the words of the focus, A the attention weights between words (sums over the tokens of a key word, means over the
-tokens of a query word), and U the same under uniform attention over the tokens that each query token sees.
+tokens of a query word that see a key), and U the same under uniform attention over the tokens that each query token
+sees.
 
     received    mean over query words i outside F of sum_{j in F} A_ij
     exchanged   mean over query words i in F of sum_{j in F, j != i} A_ij
@@ -27,6 +28,7 @@ from headwise.errors import InputError, require
 from headwise.page.contents import AllWeights, VisibleKeys
 from headwise.runs.rows import MeanEstimate
 from headwise.shapes import Bool, Float
+from headwise.wording import counted
 
 KINDS = ("received", "exchanged")
 """Kinds of focus."""
@@ -76,6 +78,11 @@ class Focus:
     kind: str
     words: tuple[tuple[int, ...], ...]
     heads: tuple[HeadFocus, ...]
+
+    def __repr__(self) -> str:
+        best = self.heads[0]
+        shares = f"{best.share:.2f}, uniform {best.uniform:.2f}"
+        return f"Focus({self.name!r} {self.kind} in {counted(len(self.words), 'text')}: head {best.head.name} {shares})"
 
     @property
     def verdict(self) -> str:
@@ -200,7 +207,10 @@ def _shares(view: Viewed, head: HeadView, words: tuple[int, ...], kind: str) -> 
         raise InputError("focus", expected="a text whose weights were all kept", got="a longer text", remedy=remedy)
     is_visible = _as_matrix(attention.visible, len(keys.tokens))
     uniform = is_visible / is_visible.sum(-1, keepdim=True).clamp(min=1)
-    weights, uniform = (_between_words(matrix, queries, keys) for matrix in (attention.weights.weights, uniform))
+    has_key = is_visible.any(-1)
+    weights, uniform = (
+        _between_words(matrix, queries, keys, has_key) for matrix in (attention.weights.weights, uniform)
+    )
     in_focus = torch.zeros(len(keys.words), dtype=torch.bool)
     in_focus[list(words)] = True
     is_row = torch.tensor([not word.special for word in queries.words])
@@ -221,12 +231,15 @@ def _shares(view: Viewed, head: HeadView, words: tuple[int, ...], kind: str) -> 
 
 
 def _between_words(
-    weights: Float[Tensor, "queries keys"], queries: ViewedText, keys: ViewedText
+    weights: Float[Tensor, "queries keys"], queries: ViewedText, keys: ViewedText, has_key: Bool[Tensor, " queries"]
 ) -> Float[Tensor, "query_words key_words"]:
-    """Return weights between words: sums over the tokens of a key word, means over the tokens of a query word."""
+    """Return weights between words: sums over the tokens of a key word, means over those tokens of a query word that
+    see a key.
+    """
     to_words = torch.zeros(len(weights), len(keys.words)).index_add_(1, keys.word_of, weights.float())
     sums = torch.zeros(len(queries.words), len(keys.words)).index_add_(0, queries.word_of, to_words)
-    return sums / torch.bincount(queries.word_of, minlength=len(queries.words))[:, None]
+    rows = torch.zeros(len(queries.words)).index_add_(0, queries.word_of, has_key.float())
+    return sums / rows.clamp(min=1)[:, None]
 
 
 def _as_matrix(visible: VisibleKeys, keys: int) -> Bool[Tensor, "queries keys"]:

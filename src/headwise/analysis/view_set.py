@@ -11,6 +11,7 @@ from headwise.analysis.view_result import View
 from headwise.errors import InputError, require
 from headwise.page.columns import Columns
 from headwise.runs.rows import MeanEstimate
+from headwise.wording import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,11 @@ class ViewSet:
             if [head.identifiers for head in view.heads] != first:
                 got = f"{len(view.heads)} heads for {view.text[:40]!r}, {len(first)} for the first text"
                 raise InputError("views", expected="the same heads for all texts", got=got)
+
+    def __repr__(self) -> str:
+        return (
+            f"ViewSet({counted(len(self.views[0].heads), 'head')} of {self.title}, {counted(len(self.views), 'text')})"
+        )
 
     def __len__(self) -> int:
         return len(self.views)

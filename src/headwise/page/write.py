@@ -67,8 +67,8 @@ def page_html(contents: Contents) -> str:
 def joined_script() -> str:
     """Return all modules of the page's script as one, each after the modules that it imports.
 
-    Import statements and the word `export` are removed: the names of all modules are different. Comments and indentation
-    are removed, too; they are a fifth of the script.
+    Import statements and the word `export` are removed: the names of all modules are different. Comments and
+    indentation are removed, too; they are a fifth of the script.
     """
     sources: dict[str, str] = {}
 

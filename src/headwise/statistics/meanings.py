@@ -31,7 +31,7 @@ MEANINGS = {
     "open": "Probability that the head's learned gate is open.",
     "gate": "Value of the head's learned gate, without noise.",
 }
-"""What each number is, in one sentence, by its name."""
+"""Meaning of each number in one sentence, by its name."""
 
 
 def page_statistic(name: str, source: str) -> PageStatistic:

@@ -1,0 +1,109 @@
+"""Views of images: patches derived from gradients, against the known grids of vision transformers."""
+
+import base64
+import io
+
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+import headwise as hw
+import tiny
+from headwise.analysis.image_patches import patch_boxes
+
+SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 37}
+MODELS = {  # configuration, tokens before the patches, patches on a side, pixels of a patch
+    "vit": (transformers.ViTConfig(**SIZES, image_size=48, patch_size=16), 1, 3, 16),
+    "deit": (transformers.DeiTConfig(**SIZES, image_size=48, patch_size=16), 2, 3, 16),
+    "dinov2": (
+        transformers.Dinov2WithRegistersConfig(**SIZES, image_size=42, patch_size=14, num_register_tokens=4),
+        5,
+        3,
+        14,
+    ),
+    "clip": (transformers.CLIPVisionConfig(**SIZES, image_size=48, patch_size=16), 1, 3, 16),
+}
+
+
+def vision_model(name, implementation="sdpa"):
+    """Return a tiny vision model with distinct heads."""
+    torch.manual_seed(0)
+    return tiny.with_distinct_heads(
+        transformers.AutoModel.from_config(MODELS[name][0], attn_implementation=implementation)
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_patch_is_found_in_the_image(name):
+    config, special, side, pixels = MODELS[name]
+    shown = hw.view_image(vision_model(name), None, torch.rand(1, 3, config.image_size, config.image_size))
+    picture = shown.texts[0].picture
+    patches = [(column / side, row / side, 1 / side, 1 / side) for row in range(side) for column in range(side)]
+    assert picture.boxes[:special] == (None,) * special
+    for box, expected in zip(picture.boxes[special:], patches, strict=True):
+        assert box == pytest.approx(expected)
+    assert [word.special for word in shown.words] == [True] * special + [False] * side**2
+    assert [word.text for word in shown.words[special:]][: side + 1] == ["(1, 1)", "(1, 2)", "(1, 3)", "(2, 1)"]
+    assert (picture.width, picture.height) == (side * pixels, side * pixels)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_between_patches_equal_eager_attention(name):
+    config, *_ = MODELS[name]
+    pixels, model = torch.rand(1, 3, config.image_size, config.image_size), vision_model(name, "eager")
+    shown = hw.view_image(model, None, pixels)
+    with torch.no_grad():
+        attentions = torch.cat(model(pixel_values=pixels, output_attentions=True).attentions).flatten(0, 1)
+    weights = torch.stack([head.attention.weights.weights for head in shown.heads])
+    torch.testing.assert_close(weights, attentions, rtol=1e-4, atol=1e-6)
+
+
+def test_the_picture_is_what_the_model_reads():
+    processor = transformers.ViTImageProcessorPil(size={"height": 48, "width": 48})
+    image = Image.new("RGB", (96, 64), (200, 100, 0))
+    image.paste((0, 50, 250), (48, 0, 96, 64))
+    shown = hw.view_image(vision_model("vit"), processor, image, title="tiny")
+    data = base64.b64decode(shown.texts[0].picture.source.removeprefix("data:image/png;base64,"))
+    stored = Image.open(io.BytesIO(data))
+    assert stored.size == (48, 48)
+    assert stored.getpixel((3, 20)) == pytest.approx((200, 100, 0), abs=1)
+    assert stored.getpixel((44, 20)) == pytest.approx((0, 50, 250), abs=1)
+
+
+def test_overlapping_patches_have_overlapping_boxes():
+    model = vision_model("vit")
+    embedding = model.embeddings.patch_embeddings
+    embedding.projection = torch.nn.Conv2d(3, 48, kernel_size=20, stride=14)
+    pixels = torch.rand(1, 3, 48, 48)
+    boxes = patch_boxes(model, "layers.0.attention", {"pixel_values": pixels}, 10)
+    assert boxes[0] is None
+    assert [tuple(box) for box in boxes[1:4]] == [(0, 0, 20, 20), (0, 14, 20, 34), (0, 28, 20, 48)]
+
+
+def test_images_whose_tokens_are_no_patches_are_refused():
+    model = vision_model("vit")
+    model.embeddings.register_forward_hook(lambda module, arguments, output: output + output.mean())
+    with pytest.raises(hw.InputError, match="^model: expected tokens that each depend on a part of the image, got tok"):
+        hw.view_image(model, None, torch.rand(1, 3, 48, 48))
+    swin = transformers.SwinConfig(embed_dim=24, depths=[1, 1], num_heads=[2, 2], image_size=64, patch_size=4)
+    with pytest.raises(hw.InputError, match="^model: expected self-attention over all tokens of the image at once"):
+        hw.view_image(transformers.AutoModel.from_config(swin).eval(), None, torch.rand(1, 3, 64, 64))
+
+
+@pytest.mark.parametrize(
+    ("processor", "image", "message"),
+    [
+        (
+            None,
+            torch.rand(3, 48, 48),
+            r"^image: expected pixel values \(1, channels, height, width\) without",
+        ),
+        (None, "cat.png", "^image: expected pixel values .* got str"),
+        (3, torch.rand(1, 3, 48, 48), "^processor: expected an image processor of transformers, got int"),
+        (transformers.ViTImageProcessorPil(), "no image", "^image: expected an image that the processor reads, got "),
+    ],
+)
+def test_mistakes_are_named(processor, image, message):
+    with pytest.raises(hw.InputError, match=message):
+        hw.view_image(vision_model("vit"), processor, image)
