@@ -17,8 +17,7 @@ from headwise.show.records import comparison_records
 
 EXAMPLES = """
 headwise compare text-profile code-profile
-headwise compare before after --statistic entropy --statistic first --top 50
-headwise compare before after --html differences.html
+headwise compare before after --statistic entropy --statistic first --top 50 --html differences.html
 headwise compare before after --json > differences.json
 """
 

@@ -24,9 +24,7 @@ from headwise.show.records import view_records
 from headwise.show.terminal import print_foci, print_view, print_views
 
 EXAMPLES = """
-headwise view "Which do you like better, coffee or tea?"
 headwise view "Which do you like better, coffee or tea?" --focus object=you,coffee,tea --html page.html
-headwise view @notes.txt --model smollm2 --html page.html
 headwise view "Once upon a time" --model smollm2 --generate 40 --html story.html
 cat notes.txt | headwise view - --layer 0 --head 9
 """
