@@ -129,7 +129,7 @@ def test_results_show_themselves_in_notebooks(encoder, coffee):
     model, tokenizer, seen, profile, ablation = encoder
     with hw.watch(model) as heads:
         model(**tokenizer("w5 w6", return_tensors="pt"))
-    for result in (heads, profile, ablation, seen, seen[0], coffee):
+    for result in (heads, profile, ablation, seen, seen[0], hw.compare(profile, profile), coffee):
         html = result._repr_html_()
         assert html.startswith("<table>")
         assert html.count("<iframe") == 1

@@ -7,9 +7,11 @@ from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from headwise.analysis.page import page_contents
 from headwise.analysis.profile import Profile, ProfiledHead
 from headwise.checks import collection_of
 from headwise.errors import InputError, require
+from headwise.page.notebook import notebook_html
 from headwise.plots.head_numbers import HeadNumbers
 from headwise.plots.kinds import Kind, plot_kind
 from headwise.runs.rows import MeanEstimate
@@ -63,6 +65,10 @@ class Comparison:
         model = names[0] if names[0] == names[1] else " and ".join(names)
         changed = counted(len(self.changed_roles()), "changed role")
         return f"Comparison({counted(len(self.a.heads), 'head')} of {model}, {statistics}, {changed})"
+
+    def _repr_html_(self) -> str:
+        """Return the first rows of the first profile, and the page of both profiles, for a notebook."""
+        return notebook_html(repr(self), self.a.columns(), page_contents([self.a], against=[self.b]))
 
     def largest(self, statistics: Collection[str] = ()) -> list[Difference]:
         """Return the differences between two compared profiles (tables of attention statistics) in the named
