@@ -1,9 +1,9 @@
 """Size of the page, and the time in which Chromium opens it and answers a click on a head.
 
-Regime: all-MiniLM-L6-v2 (72 heads) on one sentence; SmolLM2-135M-Instruct (270 heads) on 2,048 tokens of the documentation
-of this project, and on 8,192 with `--long`. Headless Chromium without a GPU. "opens" is the time from the request for
-the file until the page is ready. "click" is the time from a click on a head until its text is coloured and painted; the
-median and the largest of the clicks on 12 heads that were not opened before. The page has to show the title of the head.
+Regime: all-MiniLM-L6-v2 (72 heads) on one sentence; SmolLM2-135M-Instruct (270 heads) on 2,048 tokens of the
+documentation of this project, and on 8,192 with `--long`. Headless Chromium without a GPU. "opens" is the time from the
+request for the file until the page is ready. "click" is the time from a click on a head until its text is coloured and
+painted: the median and the largest over 12 heads that were not opened before.
 
     python -m benchmarks.page [--long]
 

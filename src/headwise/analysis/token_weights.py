@@ -128,6 +128,8 @@ class KnownRuns:
             length: number of keys of the call.
         """
         is_visible, keys = row_block.tile.is_visible[0].cpu(), row_block.visibility.key_indices.cpu()
+        if torch.equal(is_visible, is_visible[:1].expand_as(is_visible)):
+            is_visible = is_visible[:1]
         latest = self._latest.get(row_block.rows)
         if latest is not None and torch.equal(latest[0], is_visible) and torch.equal(latest[1], keys):
             return latest[2]
