@@ -78,14 +78,14 @@ def test_the_objects_of_the_question_are_the_focus_of_head_5_11(coffee):
     assert focus.heads[0].has_focus
     assert focus.verdict.startswith("Heads 5.11, ")
     assert coffee.find(["you", "coffee", "tea"], kind="exchanged").verdict == (
-        "Head 5.11 keeps half of its attention among these words."
+        "Head 5.11 has this focus: at least half of its attention is among these words, more than under uniform attention."
     )
 
 
 def test_the_verdict_says_so_if_no_head_has_the_focus(coffee):
     focus = coffee.find(["like", "better"], name="sentiment")
     assert not any(each.has_focus for each in focus.heads)
-    assert focus.verdict.startswith("No head puts half of its attention on these words; the largest excess is that of ")
+    assert focus.verdict.startswith("No head has this focus: at least half of the attention on these words, ")
     assert focus.name == "sentiment"
 
 
@@ -111,8 +111,22 @@ def test_several_sentences_have_standard_errors_and_a_corrected_test(minilm):
 
 
 def test_equal_sentences_are_no_evidence(minilm):
-    seen = hw.view(minilm.model, minilm.tokenizer, [SENTENCES[0]] * 3)
-    assert all(each.p == 1.0 for each in seen.find(["coffee", "tea"]).heads)
+    seen = hw.view(minilm.model, minilm.tokenizer, [*SENTENCES, SENTENCES[0]])
+    with pytest.raises(hw.InputError, match="^texts: expected different texts, got 'She ordered .*' twice"):
+        seen.find(["coffee", "tea"])
+
+
+def test_the_test_is_corrected_for_all_heads_also_after_a_selection(minilm):
+    seen = hw.view(minilm.model, minilm.tokenizer, SENTENCES)
+    p = {each.head.name: each.p for each in seen.find(["coffee", "tea"]).heads}
+    (selected,) = seen.select(layers=[5], heads=[11]).find(["coffee", "tea"]).heads
+    assert selected.p == pytest.approx(p["5.11"])
+
+
+def test_most_words_of_a_text_are_no_focus(coffee):
+    focus = coffee.find(list(range(1, 10)))
+    assert any(each.share >= 0.5 for each in focus.heads)
+    assert all(each.has_focus == (each.share >= 0.5 and each.share > each.uniform) for each in focus.heads)
 
 
 def test_words_may_be_stated_for_each_text(minilm):

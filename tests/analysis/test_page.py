@@ -51,10 +51,9 @@ def test_heads_are_joined_by_layer_and_not_by_place(encoder):
 
 
 def test_a_model_with_a_language_model_head_has_the_heads_of_the_model_in_it(texts):
-    inner, tokenizer = tiny.model("decoder"), tiny.tokenizer("decoder")
-    model = tiny.model("decoder", top="ForCausalLM")
+    model, tokenizer = tiny.model("decoder", top="ForCausalLM"), tiny.tokenizer("decoder")
     data = hw.Texts(texts, tokenizer)
-    contents = page_contents([hw.view(inner, tokenizer, texts[0]), hw.ablate(model, data, hw.next_token_loss)])
+    contents = page_contents([hw.view(model.model, tokenizer, texts[0]), hw.ablate(model, data, hw.next_token_loss)])
     assert {each.source for each in contents.statistics} == {"this text", "ablation"}
 
 
@@ -75,8 +74,11 @@ def test_two_models_are_compared(encoder, texts):
 
 @pytest.mark.usefixtures("as_user")
 def test_results_that_do_not_fit_are_named(encoder, texts, tmp_path):
-    _, _, seen, profile, ablation = encoder
+    _, tokenizer, seen, profile, ablation = encoder
     decoder = hw.view(tiny.model("decoder"), tiny.tokenizer("decoder"), texts[0], title="decoder")
+    another = tiny.model("encoder", seed=1)
+    other = hw.view(another, tokenizer, texts, title="other")
+    of_other = hw.profile(another, hw.Texts(texts, tokenizer), title="other")
     fewer = dataclasses.replace(profile, rows=profile.rows[1:])
     for results, options, message in (
         ([], {}, "^results: expected at least one view or table of heads, got none"),
@@ -99,11 +101,44 @@ def test_results_that_do_not_fit_are_named(encoder, texts, tmp_path):
             "^against: expected views of the same tokens, got other tokens; view",
         ),
         ([profile], {"against": [ablation]}, "^against: expected results with some of the same statistics, got none"),
-        ([seen], {"foci": [seen[0].find([1])]}, "^foci: expected foci of the page's 4 texts, got 1"),
+        (
+            [seen],
+            {"foci": [seen[0].find([1])]},
+            "^foci: expected foci of the texts of the page, got a focus of other texts",
+        ),
+        (
+            [seen[0].select([0])],
+            {"foci": [seen[0].find([1])]},
+            "^foci: expected foci of the heads of the page, got a foc",
+        ),
+        ([seen], {"foci": ["w5"]}, "^foci: expected results of find, got str"),
+        ([seen], {"against": seen[0]}, "^against: expected "),
+        (
+            [seen[0], other[1]],
+            {},
+            "^results: expected results of one model, as the view of tiny, got the view of other;",
+        ),
+        (
+            [seen, of_other],
+            {},
+            "^results: expected results of one model, as the view of tiny, got the profile of other;",
+        ),
     ):
         with pytest.raises(hw.InputError, match=message):
             hw.write_page(tmp_path / "page.html", *results, **options)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_focus_of_selected_heads_keeps_its_head(encoder):
+    _, _, seen, *_ = encoder
+    focus = seen[0].select([1], [3]).find([1, 2])
+    (shown,) = page_contents([seen[0]], foci=[focus]).foci
+    assert [page_contents([seen[0]]).models[0].heads[score.head].name for score in shown.scores] == ["1.3"]
+
+
+def test_a_page_that_cannot_be_written_is_refused(encoder, tmp_path):
+    with pytest.raises(hw.InputError, match="^path: expected a file in an existing, writable folder, got "):
+        hw.write_page(tmp_path / "no" / "page.html", encoder[2])
 
 
 def test_views_of_the_same_kind_become_the_texts_of_a_page(encoder):

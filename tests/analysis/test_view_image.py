@@ -86,9 +86,34 @@ def test_images_whose_tokens_are_no_patches_are_refused():
     model.embeddings.register_forward_hook(lambda module, arguments, output: output + output.mean())
     with pytest.raises(hw.InputError, match="^model: expected tokens that each depend on a part of the image, got tok"):
         hw.view_image(model, None, torch.rand(1, 3, 48, 48))
-    swin = transformers.SwinConfig(embed_dim=24, depths=[1, 1], num_heads=[2, 2], image_size=64, patch_size=4)
+
+
+WINDOWS = {"depths": [1, 1, 1], "num_heads": [2, 2, 2], "window_size": 4}
+OTHERS = {
+    "swin": transformers.SwinConfig(embed_dim=12, **WINDOWS, image_size=64, patch_size=4),
+    "segformer": transformers.SegformerConfig(
+        num_encoder_blocks=2, depths=[1, 1], hidden_sizes=[16, 32], num_attention_heads=[1, 2], sr_ratios=[4, 1],
+        patch_sizes=[7, 3], strides=[4, 2],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_of_several_stages_are_refused(name):
+    model = transformers.AutoModel.from_config(OTHERS[name]).eval()
     with pytest.raises(hw.InputError, match="^model: expected self-attention over all tokens of the image at once"):
-        hw.view_image(transformers.AutoModel.from_config(swin).eval(), None, torch.rand(1, 3, 64, 64))
+        hw.view_image(model, None, torch.rand(1, 3, 64, 64))
+
+
+def test_models_that_mask_patches_at_random_are_refused():
+    config = transformers.ViTMAEConfig(**SIZES, image_size=48, patch_size=8)
+    with pytest.raises(hw.InputError, match="^model: expected the same tokens for the same image, got other tokens"):
+        hw.view_image(transformers.ViTMAEModel(config).eval(), None, torch.rand(1, 3, 48, 48))
+
+
+def test_pixels_that_the_model_cannot_read_are_refused():
+    with pytest.raises(hw.InputError, match="^model: expected a vision model that reads these pixels, got ValueError"):
+        hw.view_image(vision_model("vit"), None, torch.rand(1, 3, 40, 40))
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,14 @@ def test_a_list_of_texts_needs_a_text_and_as_many_targets():
     assert len(hw.view(model, tokenizer, ["w5", "w6"], target=["w7", "w8 w9"])) == 2
 
 
+def test_a_target_that_is_not_generated():
+    model, tokenizer = pair_model("bart"), tiny.tokenizer("encoder")
+    with pytest.raises(
+        hw.InputError, match="^generate: expected 0 with a target, which the decoder reads instead, got 3"
+    ):
+        hw.view(model, tokenizer, "w5", target="w6", generate=3)
+
+
 def test_examples_are_sequences_of_the_data_set():
     model, tokenizer = tiny.model("encoder"), tiny.tokenizer("encoder")
     texts = hw.Texts(tiny.texts(*range(3, 23)), tokenizer)
@@ -194,8 +202,10 @@ def test_examples_are_sequences_of_the_data_set():
     words = [[word.text for word in view.words] for view in shown]
     assert words == [[word.text for word in view.words] for view in again]
     assert words != [[word.text for word in view.words] for view in other]
-    sequences = [tokenizer.convert_ids_to_tokens(ids.tolist())[:9] for ids in texts.sequences]
-    assert all(each in sequences for each in words)
+    whole = [tokenizer.convert_ids_to_tokens(ids.tolist()) for ids in texts.sequences]
+    shortened = [[*ids[:8], "[SEP]"] if len(ids) > 9 else ids for ids in whole]
+    assert all(each in shortened for each in words)
+    assert [view.truncated for view in shown] == [each not in whole for each in words]
     assert len({tuple(each) for each in words}) == 4
     assert len(hw.view_examples(model, texts, count=99)) == 20
 

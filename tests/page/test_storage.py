@@ -95,7 +95,7 @@ def test_the_largest_weights_are_stored_if_there_are_many(monkeypatch, keys):
         for row, truth in zip(rows, expected, strict=True):
             assert len(row) >= 2 * bool(truth.any())  # half of the budget is the same for all queries
             for key, weight in row.items():
-                assert weight == pytest.approx(float(truth[key]), abs=0.0031)
+                assert float(truth[key]) - 0.0062 <= weight <= float(truth[key]) + 1e-7
             left_out = [float(truth[key]) for key in range(47) if key not in row]
             assert not row or max(left_out) <= min(float(truth[key]) for key in row)
             listed += [float(truth[key]) for key in row]
@@ -119,7 +119,7 @@ def test_listed_and_dense_weights_of_a_view_are_the_same_page_numbers(monkeypatc
             for query, row in enumerate(rows):
                 assert len(row) >= min(query + 1, 32) - 8  # only weights that are rounded to 0 are left out
                 assert max(row) <= query
-                assert list(row.values()) == pytest.approx([float(truth[query, key]) for key in row], abs=0.0031)
+                assert list(row.values()) == pytest.approx([float(truth[query, key]) for key in row], abs=0.0062)
 
 
 def test_values_tiles_and_visible_keys_of_a_page_equal_the_view():

@@ -62,7 +62,7 @@ class DecoderText:
 def generated_text(
     model: Any, tokenizer: Any, encoded: EncodedText, inputs: Mapping[str, Tensor], count: int
 ) -> DecoderText:
-    """Continue a text by up to `count` tokens, each the most likely one, and return it with the generated tokens. An
+    """Continue a text by up to `count` tokens, without sampling and beams, and return it with the generated tokens. An
     encoder-decoder generates another text.
 
     Raises:
@@ -78,12 +78,19 @@ def generated_text(
         raise InputError("generate", expected=f"at most {limit} tokens, the model's limit", got=got)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     options = {"do_sample": False, "num_beams": 1, "output_logits": True, "return_dict_in_generate": True}
-    with torch.no_grad():
-        result = model.generate(**inputs, max_new_tokens=count, pad_token_id=pad, **options)
+    try:
+        with torch.no_grad():
+            result = model.generate(**inputs, max_new_tokens=count, pad_token_id=pad, **options)
+    except Exception as error:
+        reason = f"{type(error).__name__} ({' '.join(str(error).split())[:200]})"
+        raise InputError("generate", expected="a model that generates these tokens", got=reason) from error
+    if len(result.sequences) != 1:
+        got = f"{len(result.sequences)} of them"
+        raise InputError("generate", expected="a generation config that returns one sequence", got=got)
     ids, logits = result.sequences, torch.cat(result.logits).float()
     if has_encoder:
         return DecoderText(_read("output", tokenizer, ids, int(ids.shape[1]) - len(logits)), True, logits)
-    added = decoded_words(tokenizer, ids[0, prompt:].tolist())
+    added = decoded_words(tokenizer, ids[0, prompt:].tolist(), ids[0, :prompt].tolist())
     text = ViewedText(
         "text",
         encoded.text + "".join(added.pieces),
@@ -108,10 +115,13 @@ def target_text(model: Any, tokenizer: Any, target: Any) -> DecoderText:
         got = type(model).__name__
         raise InputError("target", expected="None for a model that is not an encoder-decoder", got=got)
     labels: Int[Tensor, "1 tokens"] = tokenizer(text_target=target, return_tensors="pt", verbose=False)["input_ids"]
-    if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        remedy = "load it with a language-model head, such as AutoModelForSeq2SeqLM"
-        raise InputError("model", expected="a model that reads a target", got=type(model).__name__, remedy=remedy)
-    ids = model.prepare_decoder_input_ids_from_labels(labels=labels.to(model.device))
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        ids = model.prepare_decoder_input_ids_from_labels(labels=labels.to(model.device))
+    else:
+        start = getattr(model.config, "decoder_start_token_id", None)
+        if start is None:
+            raise InputError("model", expected="a decoder_start_token_id in its config", got="none")
+        ids = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], 1).to(model.device)
     return DecoderText(_read("target", tokenizer, ids, None), True)
 
 

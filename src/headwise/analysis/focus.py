@@ -8,9 +8,9 @@ sees.
     exchanged   mean over query words i in F of sum_{j in F, j != i} A_ij
 
 Query words that are special tokens do not count, nor do words of F that see no other word of F. The *excess* of a head
-is its share minus the share of U. A head *has* a focus if its share is at least one half, as for roles; over several
-texts, its excess must also be positive by a t-test over texts, one-sided, at 5 %, corrected for the number of heads
-(Bonferroni).
+is its share minus the share of U. A head *has* a focus if its share is at least one half, as for roles, and its excess
+is positive; over several texts, the excess must be positive by a t-test over texts, one-sided, at 5 %, corrected for
+the number of heads of the model (Bonferroni).
 """
 
 import math
@@ -32,6 +32,9 @@ from headwise.wording import counted
 
 KINDS = ("received", "exchanged")
 """Kinds of focus."""
+
+NAMED = 8
+"""Largest number of heads that a verdict names."""
 
 SIGNIFICANCE = 0.05
 """Probability of a false finding among all heads."""
@@ -72,12 +75,14 @@ class Focus:
         kind: "received" or "exchanged".
         words: for each text, the indices of the words.
         heads: all heads, the one with the largest excess first.
+        texts: the texts.
     """
 
     name: str
     kind: str
     words: tuple[tuple[int, ...], ...]
     heads: tuple[HeadFocus, ...]
+    texts: tuple[ViewedText, ...]
 
     def __repr__(self) -> str:
         best = self.heads[0]
@@ -88,24 +93,28 @@ class Focus:
     def verdict(self) -> str:
         """Sentences that state which heads have the focus."""
         texts, best = len(self.words), self.heads[0]
-        with_focus = [each.head.name for each in self.heads if each.has_focus]
-        action = "puts half of its attention on" if self.kind == "received" else "keeps half of its attention among"
-        if with_focus:
-            plural = action.replace("puts", "put").replace("keeps", "keep").replace("its", "their")
-            names, many = ", ".join(with_focus[:8]), len(with_focus) > 1
-            others = f" and {len(with_focus) - 8} others" if len(with_focus) > 8 else ""
-            first = f"{'Heads' if many else 'Head'} {names}{others} {plural if many else action} these words."
+        names = [each.head.name for each in self.heads if each.has_focus]
+        on = "on" if self.kind == "received" else "among"
+        more = "more than under uniform attention" if texts == 1 else "significantly more than under uniform attention"
+        if names:
+            others = f" and {len(names) - NAMED} others" if len(names) > NAMED else ""
+            subject, verb, their = ("Heads", "have", "their") if len(names) > 1 else ("Head", "has", "its")
+            first = (
+                f"{subject} {', '.join(names[:NAMED])}{others} {verb} this focus: at least half of {their} attention "
+                f"is {on} these words, {more}."
+            )
         else:
             first = (
-                f"No head {action} these words; the largest excess is that of head {best.head.name}, with a share of "
-                f"{best.share:.2f} where uniform attention has {best.uniform:.2f}."
+                f"No head has this focus: at least half of the attention {on} these words, and {more}. The largest "
+                f"excess is that of head {best.head.name}, with a share of {best.share:.2f} where uniform attention "
+                f"has {best.uniform:.2f}."
             )
         if texts == 1:
             return first
         significant = sum(each.excess.value > 0 and each.p <= SIGNIFICANCE for each in self.heads)
         return (
-            f"{first} In {significant} of {len(self.heads)} heads, they get significantly more attention than under "
-            f"uniform attention ({texts} texts, one-sided t-test at 5 %, Bonferroni-corrected)."
+            f"{first} In {significant} of {len(self.heads)} heads, the words get significantly more attention than "
+            f"under uniform attention ({texts} texts, one-sided t-test at 5 %, Bonferroni-corrected)."
         )
 
     def rows(self) -> list[dict[str, Any]]:
@@ -146,6 +155,7 @@ def find_heads(views: Sequence[Viewed], focus: Sequence[Any], kind: str, name: s
     if kind not in KINDS:
         raise InputError("kind", expected='"received" or "exchanged"', got=repr(kind))
     by_text = _words_by_text(views, focus)
+    _require_different(views)
     if name is None:
         words = [
             view.texts[0].words[index].text for view, chosen in zip(views, by_text, strict=True) for index in chosen
@@ -159,11 +169,11 @@ def find_heads(views: Sequence[Viewed], focus: Sequence[Any], kind: str, name: s
         for index in indices
     ]
     heads = [
-        _head_focus(views[0].heads[index], index, of_texts, len(indices))
+        _head_focus(views[0].heads[index], index, of_texts, views[0].head_count)
         for index, of_texts in zip(indices, shares, strict=True)
     ]
     heads.sort(key=lambda each: each.excess.value, reverse=True)
-    return Focus(name, kind, tuple(by_text), tuple(heads))
+    return Focus(name, kind, tuple(by_text), tuple(heads), tuple(view.texts[0] for view in views))
 
 
 def _words_by_text(views: Sequence[Viewed], focus: Any) -> list[tuple[int, ...]]:
@@ -176,6 +186,15 @@ def _words_by_text(views: Sequence[Viewed], focus: Any) -> list[tuple[int, ...]]
     if len(by_text) != len(views):
         raise InputError("focus", expected=f"{len(views)} lists of words, one per text", got=len(by_text))
     return [_word_indices(view.texts[0], words) for view, words in zip(views, by_text, strict=True)]
+
+
+def _require_different(views: Sequence[Viewed]) -> None:
+    """Raise `InputError` if two of several texts are equal: the test would count one text as two."""
+    texts = [tuple(token.text for token in view.texts[0].tokens) for view in views]
+    repeated = [view.texts[0].text for view, tokens in zip(views, texts, strict=True) if texts.count(tokens) > 1]
+    if repeated:
+        remedy = "view each text once"
+        raise InputError("texts", expected="different texts", got=f"{repeated[0][:60]!r} twice", remedy=remedy)
 
 
 def _word_indices(text: ViewedText, words: Sequence[Any]) -> tuple[int, ...]:

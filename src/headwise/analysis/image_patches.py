@@ -55,17 +55,23 @@ def patch_boxes(model: nn.Module, path: str, inputs: Mapping[str, Tensor], token
         tokens: number of tokens.
 
     Raises:
-        InputError: the input of the module has another form; every token depends on the whole image.
+        InputError: the input of the module has another form; every token depends on the whole image; tokens differ
+            from call to call.
     """
     pixels = inputs["pixel_values"].detach().clone().requires_grad_()
     embedded = _input_of(model, path, {**inputs, "pixel_values": pixels}, tokens)
+    with torch.no_grad():
+        again = _input_of(model, path, inputs, tokens)
+    if not torch.allclose(embedded, again, rtol=1e-4, atol=1e-6):
+        got = "other tokens in a second call, as of a model that masks patches at random"
+        raise InputError("model", expected="the same tokens for the same image", got=got)
     # With random factors, contributions of a pixel do not cancel.
     factors = torch.rand(embedded.shape[-1], generator=torch.Generator().manual_seed(0)).to(embedded) + 0.5
     projected = embedded[0] @ factors
     boxes = [_box(_dependence(projected[token], pixels)) for token in range(tokens)]
     height, width = pixels.shape[2:]
     known = [box for box in boxes if box is not None]
-    if not known or (len(known) > 1 and all(box == (0, 0, height, width) for box in known)):
+    if not known or all(box == (0, 0, height, width) for box in known):
         got = "tokens that depend on no pixel" if not known else "tokens that depend on the whole image"
         raise InputError("model", expected="tokens that each depend on a part of the image", got=f"{got} in {path}")
     return boxes
@@ -85,7 +91,7 @@ def _input_of(
 
     hook = model.get_submodule(path).register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        with torch.enable_grad():
+        with torch.set_grad_enabled(inputs["pixel_values"].requires_grad):
             model(**inputs)
     except _Reached as reached:
         return reached.tokens

@@ -12,10 +12,11 @@ from headwise.analysis.roles import page_roles
 from headwise.analysis.view_contents import passages_of, title_role_word
 from headwise.analysis.view_result import View
 from headwise.analysis.view_set import ViewSet
+from headwise.checks import collection_of
 from headwise.errors import InputError
 from headwise.intercept.heads import Heads
 from headwise.page import contents as page
-from headwise.page.columns import Columns, joined_estimates
+from headwise.page.columns import Columns, HeadPlace, ModelIdentity, joined_estimates
 from headwise.page.write import write_page as write_contents
 from headwise.runs.table import HeadTable
 
@@ -37,14 +38,20 @@ def write_page(
         title: title of the page; by default the name of the model.
 
     Raises:
-        InputError: there is no result, one is of other heads, or the views of both models are of different texts.
+        InputError: there is no result, results are of other heads or of different models, the views of both models are
+            of different texts, or the file cannot be written.
         MissingExtra: jinja2 is not installed.
 
     Example:
         >>> seen = headwise.view(model, tokenizer, "Coffee or tea?")  # doctest: +SKIP
         >>> headwise.write_page("page.html", seen, headwise.ablate(model, texts, loss))  # doctest: +SKIP
     """
-    write_contents(page_contents(results, against=against, foci=foci, title=title), Path(path))
+    contents = page_contents(results, against=against, foci=foci, title=title)
+    try:
+        write_contents(contents, Path(path))
+    except OSError as error:
+        expected = "a file in an existing, writable folder"
+        raise InputError("path", expected=expected, got=f"{error.strerror}: {str(path)!r}") from error
 
 
 def page_contents(
@@ -53,6 +60,11 @@ def page_contents(
     """Return the contents of a page with these results, for `write_page`, whose docstring describes the arguments."""
     if not results:
         raise InputError("results", expected="at least one view or table of heads", got="none")
+    against = list(collection_of("against", against, of="results"))
+    foci = list(collection_of("foci", foci, of="results of find"))
+    for focus in foci:
+        if not isinstance(focus, Focus):
+            raise InputError("foci", expected="results of find", got=type(focus).__name__)
     groups = [_ModelResults(results)]
     if against:
         groups.append(_ModelResults(against))
@@ -108,11 +120,27 @@ class _ModelResults:
         sources = [each.source for each in self.columns]
         if len(set(sources)) < len(sources):
             raise InputError("results", expected="one table of each kind", got=", ".join(sources))
+        self._require_one_model()
 
     @property
     def name(self) -> str:
         """Name of the model."""
         return self.columns[0].model
+
+    @property
+    def _identities(self) -> list[tuple[str, ModelIdentity | None]]:
+        """What each result is, and the identity of its model."""
+        views = [(f"the view of {view.title}", view.identity) for view in self.views]
+        first_table = 1 if self.views else 0
+        return views + [(f"the {each.source} of {each.model}", each.identity) for each in self.columns[first_table:]]
+
+    def _require_one_model(self) -> None:
+        """Raise `InputError` if two results are known to be of different models."""
+        known = [(name, identity) for name, identity in self._identities if identity is not None]
+        for name, identity in known[1:]:
+            if identity.is_other(known[0][1]):
+                remedy = "pass the results of another model as against=[...]"
+                raise InputError("results", expected=f"results of one model, as {known[0][0]}", got=name, remedy=remedy)
 
     @property
     def statistics(self) -> tuple[page.PageStatistic, ...]:
@@ -129,9 +157,12 @@ class _ModelResults:
         """Sentences about the model's texts and roles."""
         notes = []
         if any(view.truncated for view in self.views):
-            notes.append("The end of a text was cut off at the model's limit.")
+            notes.append("The end of a text was cut off.")
         if self.views and self.with_roles.source == Profile.NAME:
             notes.append("Roles are those of the profile, not of the texts on this page.")
+        identities = [identity for _, identity in self._identities]
+        if len(identities) > 1 and len({None if each is None else each[:2] for each in identities}) > 1:
+            notes.append("It could not be checked that all results are of the same model.")
         return notes
 
     def require_heads_of(self, other: "_ModelResults") -> None:
@@ -157,19 +188,26 @@ def _page_focus(focus: Focus, group: _ModelResults) -> page.PageFocus:
     Raises:
         InputError: the focus is of other texts than those of the page.
     """
-    if len(focus.words) != len(group.views):
-        raise InputError("foci", expected=f"foci of the page's {len(group.views)} texts", got=len(focus.words))
+    texts = [_token_texts(view)[0] for view in group.views]
+    if [tuple(token.text for token in text.tokens) for text in focus.texts] != texts:
+        raise InputError("foci", expected="foci of the texts of the page", got=f"a focus of other texts: {focus.name}")
+    index_of = {place: index for index, place in enumerate(group.columns[0].places)}
+    places = [HeadPlace(each.head.layer, each.head.head, each.head.kind, each.head.module) for each in focus.heads]
+    missing = [place for place in places if place not in index_of]
+    if missing:
+        got = f"a focus of head {missing[0].layer}.{missing[0].head} in {missing[0].module}"
+        raise InputError("foci", expected="foci of the heads of the page", got=got)
     scores = tuple(
         page.FocusScore(
             model=0,
-            head=each.index,
+            head=index_of[place],
             share=each.share,
             uniform=each.uniform,
             error=_known(each.excess.sem),
             p=_known(each.p),
             has_focus=each.has_focus,
         )
-        for each in focus.heads
+        for each, place in zip(focus.heads, places, strict=True)
     )
     return page.PageFocus(focus.name, focus.kind, focus.words, scores, focus.verdict)
 

@@ -15,7 +15,7 @@ from headwise.analysis.roles import COPYING_ROLES, ROLES, page_roles, role_of
 from headwise.checks import require_module, token_ids
 from headwise.data.batches import POSITIONAL, call_model, device_of, digest_of, evaluation_mode, to_device
 from headwise.data.random_repeats import repeats_for_model
-from headwise.data.special_tokens import SpecialTokens
+from headwise.data.special_tokens import SpecialTokens, special_ids
 from headwise.data.texts import Texts
 from headwise.data.tokenization import text_model
 from headwise.errors import InputError
@@ -309,7 +309,7 @@ def _special_ids(tokenizer: Any) -> set[int]:
     unknown token, which stands for an ordinary word.
     """
     added = SpecialTokens.of(tokenizer)
-    return (set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}) | {*added.before, *added.after}
+    return special_ids(tokenizer) | {*added.before, *added.after}
 
 
 def _require_vocabulary(model: Any, texts: Texts) -> None:

@@ -22,6 +22,8 @@ from headwise.data.batches import device_of
 from headwise.data.tokenization import EncodedText, encode_text, text_model
 from headwise.errors import HeadwiseError, InputError
 from headwise.intercept.install import intercepted
+from headwise.intercept.model_name import model_name
+from headwise.runs.fingerprint import identity_of
 
 KEPT_TOKENS = 256
 """Number of tokens up to which `view` keeps all weights between tokens by default."""
@@ -35,7 +37,7 @@ def view(
     *,
     target: str | None = ...,
     generate: int = ...,
-    title: str = ...,
+    title: str | None = ...,
     truncate: bool = ...,
     keep_all: int = ...,
 ) -> View: ...
@@ -49,7 +51,7 @@ def view(
     *,
     target: Sequence[str] | None = ...,
     generate: int = ...,
-    title: str = ...,
+    title: str | None = ...,
     truncate: bool = ...,
     keep_all: int = ...,
 ) -> ViewSet: ...
@@ -62,7 +64,7 @@ def view(
     *,
     target: str | Sequence[str] | None = None,
     generate: int = 0,
-    title: str = "model",
+    title: str | None = None,
     truncate: bool = False,
     keep_all: int = KEPT_TOKENS,
 ) -> View | ViewSet:
@@ -77,9 +79,10 @@ def view(
         tokenizer: its tokenizer, of `transformers`.
         text: one text, which is not split, or a list of texts.
         target: text that the decoder of an encoder-decoder reads, one per text.
-        generate: number of tokens that the model continues the text with (of an encoder-decoder: translates it to),
-            each the most likely one; they are viewed together with the text.
-        title: name of the model, for display.
+        generate: number of tokens that the model continues the text with (of an encoder-decoder: that it generates
+            from the text), without sampling and beams, but with penalties that its generation config may have. They are
+            viewed together with the text.
+        title: name of the model, for display; by default the last part of its hub id, or its class.
         truncate: cut off a text that is longer than the model's limit, instead of refusing it.
         keep_all: number of tokens up to which all attention weights between tokens are kept in memory; of a longer
             text, the 32 largest weights of each token are kept.
@@ -101,7 +104,10 @@ def view(
         raise InputError("model", expected="a model in evaluation mode", got="training", remedy="call model.eval()")
     whole_number("generate", generate, least=0)
     whole_number("keep_all", keep_all, least=0)
+    title = model_name(model) if title is None else title
     options: dict[str, Any] = {"generate": generate, "title": title, "truncate": truncate, "keep_all": keep_all}
+    if generate and target is not None:
+        raise InputError("generate", expected="0 with a target, which the decoder reads instead", got=generate)
     if isinstance(text, str) or not isinstance(text, Sequence):
         return _view(model, tokenizer, text, target, **options)
     if not text:
@@ -176,7 +182,8 @@ def view_of(
     viewer.warn_of_unread(stacklevel=5)
     if viewer.left_out:
         warnings.warn(f"attention over something else than the text was left out: {viewer.left_out}", stacklevel=4)
-    return View(title, tuple(each.text for each in texts), tuple(viewer.head_views()))
+    heads = tuple(viewer.head_views())
+    return View(title, tuple(each.text for each in texts), heads, len(heads), identity_of(model))
 
 
 def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:

@@ -9,7 +9,7 @@ import torch
 from headwise.analysis.head_view import HeadView, ViewedText, shortened
 from headwise.analysis.roles import Role, page_roles, role_of
 from headwise.page import contents as page
-from headwise.page.columns import Columns, HeadPlace, estimates_of
+from headwise.page.columns import Columns, HeadPlace, ModelIdentity, estimates_of
 from headwise.page.notebook import notebook_html
 from headwise.runs.rows import MeanEstimate
 from headwise.shapes import Float
@@ -28,8 +28,16 @@ class Viewed(Protocol):
         """Name of the model."""
 
     @property
+    def identity(self) -> ModelIdentity | None:
+        """Identity of the model."""
+
+    @property
     def texts(self) -> Sequence[ViewedText]:
         """The texts."""
+
+    @property
+    def head_count(self) -> int:
+        """Number of heads of the model."""
 
     @property
     def heads(self) -> Sequence[HeadView]:
@@ -66,7 +74,7 @@ def columns_of(views: Sequence[Viewed]) -> Columns:
     places = tuple(HeadPlace(head.layer, head.head, head.kind, head.module) for head in heads)
     roles = tuple(role_over(views, index).name for index in range(len(heads)))
     table = [[estimate(views, each.name, index) for index in range(len(heads))] for each in statistics]
-    return Columns(views[0].title, source, places, statistics, estimates_of(table), roles)
+    return Columns(views[0].title, source, places, statistics, estimates_of(table), roles, views[0].identity)
 
 
 def title_role_word(views: Sequence[Viewed]) -> str | None:

@@ -7,18 +7,21 @@ from torch import nn
 
 from headwise.analysis.head_view import ViewedText
 from headwise.analysis.view import KEPT_TOKENS, view_of
+from headwise.analysis.view_result import View
 from headwise.analysis.view_set import ViewSet
 from headwise.analysis.viewer import ReadText
 from headwise.checks import require_module, whole_number
 from headwise.data.batches import device_of, evaluation_mode
 from headwise.data.decoded_words import decoded_words
+from headwise.data.special_tokens import SpecialTokens
 from headwise.data.texts import Texts
 from headwise.data.tokenization import text_model
 from headwise.errors import InputError
+from headwise.intercept.model_name import model_name
 
 
 def view_examples(
-    model: nn.Module, texts: Texts, *, count: int = 8, tokens: int = 96, seed: int = 0, title: str = "model"
+    model: nn.Module, texts: Texts, *, count: int = 8, tokens: int = 96, seed: int = 0, title: str | None = None
 ) -> ViewSet:
     """View the attention of each head on some sequences of a data set, drawn at random without replacement.
 
@@ -26,9 +29,9 @@ def view_examples(
         model: a `transformers` model; of an encoder-decoder, the encoder is viewed.
         texts: the data set.
         count: number of sequences; all if there are fewer.
-        tokens: number of tokens of a sequence, from its start, that are viewed.
+        tokens: number of tokens of a sequence, from its start, that the model reads; special tokens stay at both ends.
         seed: of the random choice.
-        title: name of the model, for display.
+        title: name of the model, for display; by default the last part of its hub id, or its class.
 
     Raises:
         InputError: an argument cannot be used; no self-attention over the sequences was intercepted.
@@ -43,17 +46,32 @@ def view_examples(
         raise InputError("texts", expected="headwise.Texts", got=type(texts).__name__)
     whole_number("count", count, least=1)
     whole_number("tokens", tokens, least=1)
+    title = model_name(model) if title is None else title
     model, sequences = text_model(model), texts.within(text_model(model)).sequences
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed))[:count]
-    chosen = [sequences[index][:tokens].tolist() for index in sorted(order.tolist())]
+    special_tokens = SpecialTokens.of(texts.tokenizer)
+    chosen = [_shortened(sequences[index].tolist(), special_tokens, tokens) for index in sorted(order.tolist())]
     with evaluation_mode(model):
-        return ViewSet(tuple(_view_ids(model, texts.tokenizer, ids, title) for ids in chosen))
+        return ViewSet(tuple(_view_ids(model, texts.tokenizer, ids, title, cut) for ids, cut in chosen))
 
 
-def _view_ids(model: Any, tokenizer: Any, ids: list[int], title: str) -> Any:
+def _shortened(ids: list[int], special_tokens: SpecialTokens, length: int) -> tuple[list[int], bool]:
+    """Return the first tokens of a sequence, and True if some were cut off. Special tokens that the tokenizer adds to
+    every text stay at both ends.
+    """
+    if len(ids) <= length:
+        return ids, False
+    before, after = special_tokens
+    inner = ids[len(before) :] if ids[: len(before)] == before else ids
+    if after and inner[-len(after) :] == after:
+        inner = inner[: -len(after)]
+    return special_tokens.around(inner[: max(length - special_tokens.size, 1)]), True
+
+
+def _view_ids(model: Any, tokenizer: Any, ids: list[int], title: str, is_cut: bool) -> View:
     """Return the view of one sequence of token ids."""
     tensor, decoded = torch.tensor([ids]), decoded_words(tokenizer, ids)
-    text = ViewedText("text", "".join(decoded.pieces).strip(), False, decoded.tokens, decoded.words, decoded.word_of)
+    text = ViewedText("text", "".join(decoded.pieces).strip(), is_cut, decoded.tokens, decoded.words, decoded.word_of)
     inputs = {"input_ids": tensor.to(device_of(model))}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     return view_of(model, [ReadText(text, tensor)], inputs, title=title, keep_all=KEPT_TOKENS)

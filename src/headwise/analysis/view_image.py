@@ -16,9 +16,10 @@ from headwise.analysis.viewer import ReadText
 from headwise.checks import require_module
 from headwise.data.batches import device_of
 from headwise.data.tokenization import Token, Word
-from headwise.errors import InputError, require
+from headwise.errors import HeadwiseError, InputError, require
 from headwise.intercept.install import intercepted
 from headwise.intercept.interceptor import Call, Interceptor
+from headwise.intercept.model_name import model_name
 from headwise.page.contents import Picture
 from headwise.shapes import Float
 
@@ -36,7 +37,7 @@ class _Attention(NamedTuple):
 
 
 def view_image(
-    model: nn.Module, processor: Any, image: Any, *, title: str = "model", keep_all: int = KEPT_TOKENS
+    model: nn.Module, processor: Any, image: Any, *, title: str | None = None, keep_all: int = KEPT_TOKENS
 ) -> View:
     """Run a vision model on one image, and return the attention of each head between patches of the image.
 
@@ -49,7 +50,7 @@ def view_image(
         processor: its image processor, of `transformers`; None if `image` is a tensor that the model reads.
         image: an image that the processor reads, such as a `PIL.Image`, or pixel values `(1, channels, height,
             width)`.
-        title: name of the model, for display.
+        title: name of the model, for display; by default the last part of its hub id, or its class.
         keep_all: number of tokens up to which all attention weights are kept, as for `view`.
 
     Raises:
@@ -69,6 +70,7 @@ def view_image(
     attention = _first_attention(model, inputs)
     boxes = patch_boxes(model, attention.path, inputs, attention.tokens)
     text = _patches(boxes, _picture(inputs["pixel_values"][0], processor, boxes))
+    title = model_name(model) if title is None else title
     return view_of(model, [ReadText(text, None)], inputs, title=title, keep_all=keep_all)
 
 
@@ -96,24 +98,35 @@ def _inputs(model: nn.Module, processor: Any, image: Any) -> dict[str, Tensor]:
 
 
 def _first_attention(model: nn.Module, inputs: dict[str, Tensor]) -> _Attention:
-    """Return the first self-attention of a model that is over one sequence of tokens."""
-    found: list[_Attention] = []
+    """Return the first attention of a model, which has to be self-attention over all tokens of the image at once.
+
+    In later stages of other models, a token no longer stands for a part of the image.
+    """
+    calls: list[Call] = []
 
     class Probe(Interceptor):
-        """Interceptor that records the first self-attention."""
+        """Interceptor that records all attention calls."""
 
         def observe(self, call: Call) -> None:
-            """Record the call, if it is self-attention over one sequence."""
-            grid = call.grid
-            if grid.batch == 1 and grid.queries == grid.keys and not call.site.cross:
-                found.append(_Attention(call.site.path, grid.queries))
+            """Record the call."""
+            calls.append(call)
 
-    with torch.no_grad(), intercepted(model, Probe()):
-        model(**inputs)
-    if not found:
-        expected = "self-attention over all tokens of the image at once"
-        raise InputError("model", expected=expected, got="none, or attention in windows")
-    return found[0]
+    try:
+        with torch.no_grad(), intercepted(model, Probe()):
+            model(**inputs)
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__} ({' '.join(str(error).split())[:200]})"
+        raise InputError("model", expected="a vision model that reads these pixels", got=reason) from error
+    expected = "self-attention over all tokens of the image at once, in the first attention"
+    if not calls:
+        raise InputError("model", expected=expected, got="no attention that can be seen")
+    grid, site = calls[0].grid, calls[0].site
+    if grid.batch != 1 or grid.queries != grid.keys or site.cross:
+        got = f"a batch of {grid.batch} with {grid.queries} queries and {grid.keys} keys in {site.path}"
+        raise InputError("model", expected=expected, got=got)
+    return _Attention(site.path, grid.queries)
 
 
 def _patches(boxes: list[Box | None], picture: Picture) -> ViewedText:

@@ -12,6 +12,7 @@ from headwise.analysis.roles import Role
 from headwise.analysis.view_contents import view_html
 from headwise.data.tokenization import Word
 from headwise.errors import InputError, require
+from headwise.page.columns import ModelIdentity
 from headwise.plots.kinds import plot_kind
 from headwise.plots.viewed_heads import ViewedHead, ViewedHeads
 from headwise.statistics.registry import STATISTICS
@@ -35,11 +36,15 @@ class View:
         title: name of the model, for display.
         texts: the texts that the model read, one or two.
         heads: views of the heads, by layer and head.
+        head_count: number of heads of the model that were viewed, also of those that `select` left out.
+        identity: identity of the model; None if it is unknown.
     """
 
     title: str
     texts: tuple[ViewedText, ...]
     heads: tuple[HeadView, ...]
+    head_count: int
+    identity: ModelIdentity | None = None
 
     @property
     def text(self) -> str:

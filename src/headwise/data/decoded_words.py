@@ -1,12 +1,18 @@
 """Token ids without a text, such as those that a model generated, as tokens and words for display."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+from unicodedata import east_asian_width
 
 import torch
 from torch import Tensor
 
+from headwise.data.special_tokens import special_ids
 from headwise.data.tokenization import Token, Word, displayed_token, displayed_word
 from headwise.shapes import Int
+
+CONTEXT = 16
+"""Number of tokens before those that are decoded, at most, that are decoded with them."""
 
 
 class DecodedWords(NamedTuple):
@@ -25,17 +31,23 @@ class DecodedWords(NamedTuple):
     word_of: Int[Tensor, " tokens"]
 
 
-def decoded_words(tokenizer: Any, ids: list[int]) -> DecodedWords:
+def decoded_words(tokenizer: Any, ids: list[int], context: Sequence[int] = ()) -> DecodedWords:
     """Decode token ids, and group the tokens into words. A word starts at a token that begins with white space, at a
-    special token and after it, and between letters or digits and other characters.
+    special token and after it, at a wide character (such as a Chinese one), and between letters or digits and other
+    characters.
+
+    Args:
+        tokenizer: the tokenizer.
+        ids: the token ids.
+        context: token ids before these, which may decide whether the first token begins with white space.
     """
-    special_ids = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    special = special_ids(tokenizer)
     names = tokenizer.convert_ids_to_tokens(ids)
-    pieces = _pieces(tokenizer, ids)
+    pieces = _pieces(tokenizer, ids, list(context[-CONTEXT:]))
     tokens, words, word_of = [], list[Word](), []
     characters, follows_special = "", True
     for token, name, piece in zip(ids, names, pieces, strict=True):
-        is_special = token in special_ids
+        is_special = token in special
         continues = not is_special and not follows_special and _continues(characters, piece)
         characters = characters + piece if continues else piece
         word = Word(name, True, False) if is_special else displayed_word(characters or name)
@@ -50,16 +62,19 @@ def _continues(word: str, piece: str) -> bool:
     """Return True if the characters of a token continue a word."""
     if not piece:
         return True
-    return not piece[0].isspace() and (not word.strip() or word[-1].isalnum() == piece[0].isalnum())
+    if piece[0].isspace() or east_asian_width(piece[0]) == "W":
+        return False
+    return not word.strip() or word[-1].isalnum() == piece[0].isalnum()
 
 
-def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
-    """Return the characters that each token adds to the decoded text. The last token of a character that consists of
-    several adds this character.
+def _pieces(tokenizer: Any, ids: list[int], context: list[int]) -> list[str]:
+    """Return the characters that each token adds to the decoded text after `context`. The last token of a character
+    that consists of several adds this character.
     """
-    pieces, done = [], ""
+    pieces: list[str] = []
+    done = tokenizer.decode(context, skip_special_tokens=False, clean_up_tokenization_spaces=False) if context else ""
     for stop in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:stop], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = tokenizer.decode([*context, *ids[:stop]], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if text.endswith("\ufffd") and stop < len(ids):  # the token ends in the middle of a character
             pieces.append("")
             continue

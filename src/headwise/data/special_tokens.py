@@ -3,6 +3,16 @@
 from typing import Any, NamedTuple
 
 
+def special_ids(tokenizer: Any) -> set[int]:
+    """Return the ids of a tokenizer's special tokens. The unknown token, which stands for an ordinary word, is none of
+    them, unless it is also another special token, such as the one that ends a text.
+    """
+    names = ("bos", "eos", "sep", "pad", "cls", "mask")
+    others = {getattr(tokenizer, f"{name}_token_id", None) for name in names}
+    unknown = {tokenizer.unk_token_id} - others
+    return set(tokenizer.all_special_ids) - unknown
+
+
 class SpecialTokens(NamedTuple):
     """Ids of the special tokens that a tokenizer adds before and after every text, such as `[CLS]` and `[SEP]`."""
 

@@ -7,6 +7,7 @@ from unicodedata import east_asian_width
 import torch
 from torch import Tensor, nn
 
+from headwise.data.special_tokens import special_ids
 from headwise.errors import InputError
 from headwise.shapes import Int
 
@@ -98,8 +99,8 @@ def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encode
     spans = encoding.pop("offset_mapping")[0].tolist() if tokenizer.is_fast else None
     ids = encoding["input_ids"][0].tolist()
     _check_ids(ids, limit, getattr(_input_embeddings(model), "num_embeddings", None))
-    special_ids = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}  # an unknown word is still a word
-    is_special = [bool(added) or token in special_ids for added, token in zip(added_by_tokenizer, ids, strict=True)]
+    special = special_ids(tokenizer)
+    is_special = [bool(added) or token in special for added, token in zip(added_by_tokenizer, ids, strict=True)]
     if spans is None:
         words, word_of = _tokens_as_words(tokenizer, ids, is_special)
         tokens = tuple(Token(word.text, word.special, True, False) for word in words)

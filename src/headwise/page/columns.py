@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,30 @@ class HeadPlace(NamedTuple):
         return self[:3] == other[:3] and f".{longer}".endswith(f".{shorter}")
 
 
+class ModelIdentity(NamedTuple):
+    """Identity of a model by the weights of its attention modules, which do not depend on its language-model head.
+
+    Attributes:
+        modules: number of attention modules.
+        dtype: data type of the weights.
+        digest: hash of samples of the weights.
+    """
+
+    modules: int
+    dtype: str
+    digest: str
+
+    def as_json(self) -> list[Any]:
+        """Return the identity as JSON values."""
+        return list(self)
+
+    def is_other(self, other: "ModelIdentity") -> bool:
+        """Return True if two identities are of different models. Those of different numbers of modules, such as of a
+        model and its encoder, or of different data types, cannot be compared.
+        """
+        return self[:2] == other[:2] and self.digest != other.digest
+
+
 @dataclass(frozen=True, eq=False)
 class Columns:
     """Numbers of each head from one result.
@@ -43,6 +67,7 @@ class Columns:
         statistics: the numbers.
         estimates: their values for each head.
         roles: name of each head's role; None where it is unknown.
+        identity: identity of the model; None if it is unknown.
     """
 
     model: str
@@ -51,6 +76,7 @@ class Columns:
     statistics: tuple[PageStatistic, ...]
     estimates: Estimates
     roles: tuple[str | None, ...]
+    identity: ModelIdentity | None = None
 
     def in_order(self, places: Sequence[HeadPlace]) -> "Columns":
         """Return these columns for the heads at `places`, in their order.

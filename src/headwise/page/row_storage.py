@@ -36,8 +36,8 @@ def stored_rows(heads: Sequence[HeadAttention]) -> list[StoredRows]:
     """Return the weights of all heads of a page, on all passages, as bytes.
 
     If there are at most `DENSE_WEIGHTS` of them, all are stored, with 16 bits. Otherwise the `LISTED_WEIGHTS` largest
-    are stored, with 8 bits: first the same number for every query, as far as half of the budget allows, then the
-    largest others.
+    are stored, with 8 bits, rounded down: first the same number for every query, as far as half of the budget allows,
+    then the largest others.
     """
     dense = [head.weights.weights for head in heads if isinstance(head.weights, AllWeights)]
     if len(dense) == len(heads) and sum(weights.numel() for weights in dense) <= DENSE_WEIGHTS:
@@ -88,5 +88,5 @@ def _sparse_bytes(listed: LargestWeights, number_of_keys: int, least: int, thres
         is_stored.sum(1).to(torch.uint16),
         angular(listed.totals, torch.uint16),
         keys.to(key_type),
-        angular(weights[is_stored], torch.uint8),
+        angular(weights[is_stored], torch.uint8, down=True),
     )

@@ -36,7 +36,7 @@ def write_page(contents: Contents, path: Path) -> None:
     Raises:
         MissingExtra: jinja2 is not installed.
     """
-    path.write_text(page_html(contents), encoding="utf-8")
+    path.write_text(page_html(contents), encoding="utf-8", errors="replace")
 
 
 def page_html(contents: Contents) -> str:

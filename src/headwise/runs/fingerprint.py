@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from headwise.data.batches import digest_of
 from headwise.data.models import model_title
 from headwise.data.texts import Texts
+from headwise.intercept.layer_index import innermost_attention_modules
+from headwise.page.columns import ModelIdentity
 
 SAMPLED_WEIGHTS = 64
 """About how many numbers of each parameter enter the digest: training changes nearly all of them."""
@@ -39,6 +41,7 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "device": parameter.device.type,
             "weights": _weights_digest(model),
+            "attention": identity_of(model).as_json(),
         },
         "data": None if texts is None else _text_options(texts),
         "versions": _package_versions(),
@@ -46,6 +49,15 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
     }
     normalized: dict[str, Any] = json.loads(json.dumps(collected))  # tuples become lists, as when read from a file
     return normalized
+
+
+def identity_of(model: nn.Module) -> ModelIdentity:
+    """Return the identity of a model by the weights of its attention modules."""
+    modules = dict(model.named_modules())
+    paths = innermost_attention_modules(modules, modules)
+    parameter = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.empty(0))
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return ModelIdentity(len(paths), dtype, attention_digest(model, paths))
 
 
 def _weights_digest(model: nn.Module) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from headwise.checks import folder_path
 from headwise.errors import InputError, require
 from headwise.intercept.model_name import short_name
-from headwise.page.columns import Columns, HeadPlace, estimates_of
+from headwise.page.columns import Columns, HeadPlace, ModelIdentity, estimates_of
 from headwise.page.contents import Contents
 from headwise.page.notebook import notebook_html
 from headwise.plots.head_numbers import HeadNumbers
@@ -259,7 +259,9 @@ class HeadTable(Table[HeadRowT]):
         estimates = estimates_of([[row.statistics[each.name] for row in self.rows] for each in statistics])
         places = tuple(HeadPlace(row.layer, row.head, row.kind, row.module) for row in self.rows)
         roles = tuple(getattr(row, "role", None) for row in self.rows)
-        return Columns(self.model_name, self.NAME, places, statistics, estimates, roles)
+        stored = self.metadata.get("model", {}).get("attention")
+        identity = None if stored is None else ModelIdentity(*stored)
+        return Columns(self.model_name, self.NAME, places, statistics, estimates, roles, identity)
 
     def contents(self) -> Contents:
         """Return the contents of a page with this table alone."""
