@@ -77,9 +77,9 @@ def test_the_objects_of_the_question_are_the_focus_of_head_5_11(coffee):
     assert focus.heads[0].uniform == pytest.approx(3 / 12)
     assert focus.heads[0].has_focus
     assert focus.verdict.startswith("Heads 5.11, ")
-    assert coffee.find(["you", "coffee", "tea"], kind="exchanged").verdict == (
-        "Head 5.11 has this focus: at least half of its attention is among these words, more than under uniform attention."
-    )
+    exchanged = coffee.find(["you", "coffee", "tea"], kind="exchanged")
+    half = "at least half of its attention is among these words"
+    assert exchanged.verdict == f"Head 5.11 has this focus: {half}, more than under uniform attention."
 
 
 def test_the_verdict_says_so_if_no_head_has_the_focus(coffee):

@@ -109,7 +109,11 @@ MISTAKES = pytest.mark.parametrize(
         ),
         (["view", "caf\udce9"], b"", "text: expected text that can be written as UTF-8, got bytes of another encoding"),
         (["view", "\u200b\u00a0"], b"", "text: expected at least one word, got an empty text"),
-        (["view", "hi", "--html", "/proc/page.html"], b"", "/proc/page.html: No such file or directory"),
+        (
+            ["view", "hi", "--html", "/proc/page.html"],
+            b"",
+            "path: expected a file in an existing, writable folder",
+        ),
         (["view", "hi", "--model", "{folder}"], b"", "model: expected a folder with a config.json"),
         (["view", "hi", "--model", "not a/model/name"], b"", "a hub id that can be reached, got 'not a/model/name'"),
     ],

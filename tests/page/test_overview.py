@@ -1,5 +1,7 @@
 """Overview of all heads: groups, order, filters, search, colours and the choice of a head."""
 
+import re
+
 import pytest
 import torch
 
@@ -72,8 +74,24 @@ def test_search_finds_names_and_words(open_page):
     rows = [row for row, word in enumerate(SIDE.words) if row != coffee and not word.startswith("[")]
     shares = torch.tensor([float(word_matrix(w, SIDE)[rows, coffee].mean()) for w in truth[0][0]])
     assert names(page) == [contents.models[0].heads[i].name for i in shares.argsort(descending=True).tolist()]
+    status = page.locator("#overview-status").inner_text()
+    assert status.endswith(f"sorted by the mean attention on “Coffee”: the largest is {float(shares.max()):.2f}.")
     page.get_by_label("Search").fill("espresso")
     page.locator("#overview-status", has_text="is not a word of this text").wait_for()
+
+
+def test_search_for_a_word_states_lower_bounds_and_the_model(open_page):
+    contents, truth = page_contents(listed=3, models=2, sharpness=0.7)
+    page = open_page(contents, address="#group=none&model=difference")
+    page.get_by_label("Search").fill("coffee")
+    page.locator("#overview-status", has_text="sorted by lower bounds").wait_for()
+    status = page.locator("#overview-status").inner_text()
+    assert "of the mean attention on “coffee” in model A: the largest is at least" in status
+    assert "at most" not in status
+    coffee = SIDE.words.index("coffee")
+    rows = [row for row, word in enumerate(SIDE.words) if row != coffee and not word.startswith("[")]
+    shares = [float(word_matrix(w, SIDE)[rows, coffee].mean()) for w in truth[0][0]]
+    assert float(re.search(r"at least ([\d.]+\d)", status)[1]) <= max(shares)
 
 
 def test_colours_by_a_statistic_show_the_values(open_page):

@@ -9,8 +9,10 @@ import torch
 from page.synthetic import (
     MINUS,
     STATISTICS,
+    head_attention,
     page_contents,
     picture_contents,
+    random_weights,
     text_side,
     two_sided_contents,
     word_matrix,
@@ -60,13 +62,103 @@ def test_marked_words_rank_the_heads(open_page, kind):
     assert [float(row[3].replace(MINUS, "-")) for row in rows] == pytest.approx(
         [score[0] for score in best], abs=0.0051
     )
-    assert [row[4] for row in rows] == ["yes" if share >= 0.5 else "no" for _, _, share, _ in best]
-    assert re.search(
-        r"(No head puts half|put at least half|puts at least half)", page.locator("#find-status").inner_text()
+    assert [row[4] for row in rows] == ["yes" if share >= 0.5 and excess > 0 else "no" for excess, _, share, _ in best]
+    _, name, share, uniform = best[0]
+    place = "on" if kind == "received" else "among"
+    assert page.locator("#find-status").inner_text() == (
+        f"No head has this focus: at least half of the attention {place} these words, and more than under uniform "
+        f"attention. The largest excess is that of head {name}, with a share of {share:.2f} where uniform attention "
+        f"has {uniform:.2f}."
     )
     word(page, marked[0]).focus()
     page.keyboard.press("Enter")
     assert page.locator(".head-view:visible .word.marked").count() == 1
+
+
+@pytest.mark.parametrize(("listed", "sharpness"), [(3, 0.7), (6, 1.5), (13, 2.5)])
+def test_ranking_by_the_largest_weights_states_bounds(open_page, listed, sharpness):
+    contents, truth = page_contents(layers=1, listed=listed, sharpness=sharpness)
+    page = open_page(contents, address="#marking=true&marks=0:1.2.3.4.5.7")
+    page.locator("#find-result tbody tr").first.wait_for()
+    assert (
+        "only the largest weights of this text, so heads are ranked by lower bounds"
+        in page.locator("#find-kind").inner_text()
+    )
+    marked = [1, 2, 3, 4, 5, 7]
+    others = [i for i, text in enumerate(SIDE.words) if i not in marked and not text.startswith("[")]
+    shares = {
+        head.name: float(word_matrix(w, SIDE)[others][:, marked].sum(1).mean())
+        for head, w in zip(contents.models[0].heads, truth[0][0], strict=True)
+    }
+    uniform = 7 / 13
+    answers = []
+    for row in page.locator("#find-result tbody tr").all():
+        name, share, _, excess, has_focus = row.locator("th, td").all_inner_texts()
+        assert re.fullmatch(r"at least \d\.\d\d", share)
+        assert float(share.removeprefix("at least ")) <= shares[name] + 1e-6
+        number = excess.removeprefix("at least ").replace(MINUS, "-").replace(">", "")
+        assert excess.startswith("at least ")
+        assert float(number) <= shares[name] - uniform + 1e-6
+        truly = shares[name] >= 0.5 and shares[name] > uniform
+        assert has_focus in ("unknown", "yes" if truly else "no")
+        answers.append(has_focus)
+    verdict = page.locator("#find-status").inner_text()
+    if "yes" in answers:
+        assert verdict.startswith("At least ")
+    elif "unknown" in answers:
+        assert verdict.startswith("No head is known to have this focus, because the page stores only the largest")
+    else:
+        assert verdict.startswith("No head has this focus")
+
+
+def test_marks_belong_to_the_key_side_of_the_chosen_head(open_page):
+    queries, keys = text_side(("Kaffee", "oder", "Tee", "?"), "target"), text_side(("coffee", "or", "tea"), "source")
+    contents, _ = two_sided_contents(queries, keys)
+    passage = contents.passages[0]
+    target = head_attention(random_weights(4, 4, causal=False, seed=9), causal=False, queries=1, keys=1)
+    heads = ((target, *passage.heads[0][1:]),)
+    page = open_page(
+        dataclasses.replace(contents, passages=(dataclasses.replace(passage, heads=heads),)),
+        address="#head=0.1&marking=true&marks=0:2",
+    )
+    rows = page.locator("#find-result tbody th")
+
+    def marked() -> list[str]:
+        return page.locator(".head-view:visible .word.marked").all_inner_texts()
+
+    page.locator("#find-words", has_text="Marked in “source”: tea").wait_for()
+    rows.first.wait_for()
+    assert (sorted(rows.all_inner_texts()), marked()) == (["0.1", "0.2"], ["tea"])
+    page.get_by_role("button", name="Head 0.0,").click()
+    page.locator("#find-words", has_text="No word in “target” is marked.").wait_for()
+    assert (rows.count(), marked()) == (0, [])
+    word(page, 0).click()
+    page.locator("#find-words", has_text="Marked in “target”: Kaffee").wait_for()
+    rows.first.wait_for()
+    assert (rows.all_inner_texts(), marked()) == (["0.0"], ["Kaffee"])
+    assert "marks=0%3A2%2C1%3A0" in page.url
+    page.get_by_role("button", name="Head 0.2,").click()
+    page.locator("#find-words", has_text="Marked in “source”: tea").wait_for()
+    page.locator(".head-view:visible .word.marked", has_text="tea").wait_for()
+    rows.nth(1).wait_for()
+    assert marked() == ["tea"]
+    rows.nth(0).locator("button").click()
+    page.locator("#head-title", has_text=f"Head {rows.nth(0).inner_text()}").wait_for()
+    assert page.evaluate("document.activeElement.closest('#find-result') !== null")
+    page.get_by_role("button", name="Remove all marks").click()
+    page.locator("#find-words", has_text="No word in “source” is marked.").wait_for()
+    assert "marks=" not in page.url
+
+
+def test_search_by_focus_names_the_model_that_it_uses(open_page):
+    contents, truth = page_contents(models=2)
+    page = open_page(contents, address="#marking=true&marks=0:7&model=difference")
+    others = [i for i, text in enumerate(SIDE.words) if i != 7 and not text.startswith("[")]
+    best = [max(float(word_matrix(w, SIDE)[others, 7].mean()) for w in of_model) for of_model in truth[0]]
+    for model, button in enumerate((f"B {MINUS} A", "B")):
+        page.get_by_role("button", name=button, exact=True).click()
+        page.locator("#find-kind", has_text=f"The search uses model {'AB'[model]}, synthetic {'AB'[model]}.").wait_for()
+        page.locator("#find-result tbody tr td", has_text=f"{best[model]:.2f}").first.wait_for()
 
 
 def test_comparison_shows_a_line_for_each_head_and_the_mean_of_a_layer(open_page):
@@ -204,7 +296,11 @@ def test_sparse_matrix_states_bounds(open_page):
     key = int(weights[9, :10].argmin())
     page.mouse.move(box["x"] + 92 + (key + 0.5) * cell, box["y"] + 74 + 9.5 * cell)
     text = page.locator(".tip:visible").inner_text()
-    assert float(re.search(r"at most ([\d.]+)", text)[1]) >= float(weights[9, key]) - 0.005
+    assert float(re.search(r"at most ([\d.]+\d)", text)[1]) >= float(weights[9, key])
+    key = int(weights[9, :10].argmax())
+    page.mouse.move(box["x"] + 92 + (key + 0.5) * cell, box["y"] + 74 + 9.5 * cell)
+    text = page.locator(".tip:visible", has_text="at least").inner_text()
+    assert float(weights[9, key]) - 0.017 <= float(re.search(r"at least ([\d.]+)", text)[1]) <= float(weights[9, key])
     page.mouse.move(box["x"] + 92 + 11.5 * cell, box["y"] + 74 + 9.5 * cell)
     page.locator(".tip:visible", has_text="not visible").wait_for()
 

@@ -93,7 +93,7 @@ def test_sandboxed_frame_keeps_its_state(browser, tmp_path):
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_serious_violation_of_accessibility_rules(open_page, axe, theme, width):
     contents, _ = page_contents(models=2, foci=True, sides=[text_side(), text_side(first_generated=8)])
-    address = "#head=0.2&pin=q5&tray=A1+BL2&marking=true&marks=3+7&passage=1"
+    address = "#head=0.2&pin=q5&tray=A1+BL2&marking=true&marks=0:3.7&passage=1"
     page = open_page(contents, address=address, theme=theme, width=width)
     page.locator("#find-result tbody tr").first.wait_for()
     page.get_by_text("Filter", exact=True).click()
@@ -133,7 +133,7 @@ def test_paper_is_light_and_has_no_controls(open_page):
 
 
 def test_phone_shows_everything_without_scrolling_sideways(open_page):
-    page = open_page(page_contents(foci=True)[0], address="#tray=A0&marking=true&marks=3", width=390, touch=True)
+    page = open_page(page_contents(foci=True)[0], address="#tray=A0&marking=true&marks=0:3", width=390, touch=True)
     page.locator("#find-result tbody tr").first.wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     page.get_by_role("button", name="Head 0.3,").tap()

@@ -1,14 +1,25 @@
 """Text of a head: the weights of the active word, by mouse and by keyboard, compared with the weights of the head."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
-from page.synthetic import SENTENCE, page_contents, text_side, word_matrix
+from page.synthetic import (
+    SENTENCE,
+    head_attention,
+    page_contents,
+    random_weights,
+    text_side,
+    two_sided_contents,
+    word_matrix,
+)
 
 SIDE = text_side()
 COFFEE = SIDE.words.index("coffee")
+ROUNDED_DOWN = "The stored weights are rounded down to steps of at most 0.007."
+"""Sentence next to weights of which only the largest are stored."""
 
 
 def readout(page) -> tuple[str, dict[str, str]]:
@@ -147,8 +158,27 @@ def test_sparse_rows_say_what_is_not_listed(open_page):
     _title, weights = readout(page)
     assert len(weights) == 3
     note = page.locator(".readout:visible p").first.inner_text()
-    number = float(re.search(r"get ([\d.]+) together", note)[1])
-    assert number == pytest.approx(rest, abs=0.015)
+    number = float(re.search(r"get at most ([\d.]+) together", note)[1])
+    assert rest - 0.01 <= number <= rest + 0.03
+    assert ROUNDED_DOWN in page.locator(".readout:visible").inner_text()
+    assert ROUNDED_DOWN in page.locator(".link-list:visible").inner_text()
+    page.get_by_role("button", name="Copy weights").click()
+    copied = page.evaluate("navigator.clipboard.readText()").split("\n")
+    assert copied[0] == f"# {ROUNDED_DOWN} Smaller weights are not listed."
+    assert len(copied) == 2 + 3 * len(SENTENCE)
+    assert all(re.fullmatch(r"\d\.\d{3}", line.split("\t")[2]) for line in copied[2:])
+
+
+def test_small_weights_are_not_shown_as_zero(open_page):
+    contents, truth = page_contents(sharpness=9.0)
+    page = open_page(contents, address="#words=false")
+    for unit in range(4):
+        word(page, unit).hover()
+        weights = truth[0][0][0][unit]
+        # A weight below 1e-10 is stored as 0, and not listed.
+        listed = min(8, int((weights > 2e-10).sum()))
+        assert list(readout(page)[1].values()) == list(expected_list(weights, SENTENCE).values())[:listed]
+        assert "0.00" not in readout(page)[1].values()
 
 
 def test_generated_words_are_underlined_and_can_be_chosen(open_page):
@@ -158,3 +188,21 @@ def test_generated_words_are_underlined_and_can_be_chosen(open_page):
     assert page.locator(".head-view:visible .word.generated").all_inner_texts() == list(SENTENCE[8:])
     page.get_by_label("only rows of generated words").check()
     assert readout(page)[1] == expected_list(truth[0][0][0][8:].mean(0), SENTENCE)
+
+
+def test_head_whose_queries_are_not_generated_says_so(open_page):
+    queries, keys = text_side(name="target", first_generated=8), text_side(("coffee", "or", "tea"), "source")
+    contents, _ = two_sided_contents(queries, keys)
+    passage = contents.passages[0]
+    [heads] = passage.heads
+    weights = random_weights(3, 3, causal=False, seed=9)
+    source = head_attention(weights, causal=False)
+    contents = replace(contents, passages=(replace(passage, heads=((source, *heads[1:]),)),))
+    page = open_page(contents, address="#head=0.0&generated=true&first=true&tray=A0")
+    note = page.locator(".hidden-note:visible")
+    assert note.inner_text() == "This head has no rows of generated words."
+    assert page.locator(".matrix:visible").count() == 0
+    assert page.locator("#tray-lines p.soft").inner_text() == "This head has no rows of generated words."
+    page.get_by_role("button", name="Head 0.1,").click()
+    page.locator(".hidden-note:visible", has_text="of this head's attention is on hidden words.").wait_for()
+    assert page.locator(".matrix:visible").count() == 1

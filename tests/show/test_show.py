@@ -1,11 +1,8 @@
 """A view of the heads, printed to a terminal or a pipe, and written as an HTML page."""
 
 import io
-import json
 import re
 
-import torch
-from headwise.show.html import write_page
 from rich.console import Console
 
 from headwise.analysis.ablation_result import Ablation
@@ -86,39 +83,3 @@ def test_the_detail_of_a_head_lists_the_words_each_word_attends_to(coffee):
     rows = text[text.index("what each word attends to") :].splitlines()[2:]
     assert len(rows) == 12
     assert re.match(r" +tea +█ +or 1\.00", rows[9])
-
-
-def page_of(shown, tmp_path) -> tuple[str, dict]:
-    """Write the page of a view; return its HTML and the data in its script."""
-    write_page(shown, tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    return page, json.loads(re.search(r"^const data = (.*);$", page, re.MULTILINE)[1])
-
-
-def test_the_page_needs_no_network(coffee, tmp_path):
-    page, _ = page_of(coffee, tmp_path)
-    assert re.findall(r"(?:src|href)=|url\(|@import|fetch\(|XMLHttpRequest", page) == []
-    assert re.findall(r"https?://[^\s\"']+", page) == ["http://www.w3.org/2000/svg"]  # an XML namespace, never loaded
-
-
-def test_the_page_contains_the_data_of_every_head(coffee, tmp_path):
-    from base64 import b64decode
-
-    _, data = page_of(coffee, tmp_path)
-    assert len(data["heads"]) == 72
-    assert {role["name"] for role in data["roles"]} == {head.role.name for head in coffee.heads}
-    for drawn, head in zip(data["heads"], coffee.heads, strict=True):
-        assert (drawn["layer"], drawn["head"], drawn["role"]) == (head.layer, head.head, head.role.name)
-        picture = torch.tensor(list(b64decode(drawn["picture"]))).view(12, 12) / 255
-        torch.testing.assert_close(picture, head.picture, rtol=0, atol=0.5 / 255 + 1e-6)
-        keys = torch.frombuffer(bytearray(b64decode(drawn["keys"])), dtype=torch.uint16).view(12, 8)
-        assert torch.equal(keys.long(), head.top_keys)
-        assert "duplicate" not in drawn["means"]  # no token comes twice
-
-
-def test_markup_in_a_text_is_escaped_on_the_page(minilm, tmp_path):
-    shown = view(minilm.model, minilm.tokenizer, "</script><script>alert('&')</script>", title="<b>model</b>")
-    page, data = page_of(shown, tmp_path)
-    assert page.count("<script") == 1
-    assert "&lt;b&gt;model&lt;/b&gt;" in page
-    assert [word["text"] for word in data["words"]][1:4] == ["<", "/", "script"]

@@ -9,8 +9,9 @@ from headwise.plots.head_numbers import standard_errors
 from headwise.plots.kinds import Kind, plot_kind, require_name
 from headwise.plots.ranking import draw_ranking
 from headwise.plots.scatter import PlottedNumbers
+from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate, Row
-from headwise.runs.table import HeadTable, RowT, Table
+from headwise.runs.table import RowT, Table
 from headwise.wording import counted
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.intercept.output_projection import output_projection
 from headwise.runs.fingerprint import run_settings
+from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
-from headwise.runs.table import HeadTable
 from headwise.shapes import Float
 
 

@@ -97,7 +97,7 @@ class Focus:
         on = "on" if self.kind == "received" else "among"
         more = "more than under uniform attention" if texts == 1 else "significantly more than under uniform attention"
         if names:
-            others = f" and {len(names) - NAMED} others" if len(names) > NAMED else ""
+            others = f" and {counted(len(names) - NAMED, 'other')}" if len(names) > NAMED else ""
             subject, verb, their = ("Heads", "have", "their") if len(names) > 1 else ("Head", "has", "its")
             first = (
                 f"{subject} {', '.join(names[:NAMED])}{others} {verb} this focus: at least half of {their} attention "

@@ -18,7 +18,7 @@ from headwise.intercept.heads import Heads
 from headwise.page import contents as page
 from headwise.page.columns import Columns, HeadPlace, ModelIdentity, joined_estimates
 from headwise.page.write import write_page as write_contents
-from headwise.runs.table import HeadTable
+from headwise.runs.head_table import HeadTable
 
 
 def write_page(

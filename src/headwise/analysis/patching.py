@@ -26,9 +26,9 @@ from headwise.data.batches import copied, evaluation_mode
 from headwise.errors import InputError
 from headwise.intercept.install import intercepted
 from headwise.runs.fingerprint import run_settings
+from headwise.runs.head_table import HeadTable
 from headwise.runs.progress import progress_bar
 from headwise.runs.rows import HeadRow, MeanEstimate
-from headwise.runs.table import HeadTable
 from headwise.shapes import Float
 
 DIRECTIONS = ("denoise", "noise")

@@ -28,8 +28,8 @@ from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import SiteProgress, prepare_texts, require_same_data, run_pass
 from headwise.runs.distributed import broadcast_from_rank0, gather_from_ranks, rank_and_world_size
 from headwise.runs.fingerprint import attention_digest, run_settings
+from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import NO_ESTIMATE, HeadRow, MeanEstimate, head_estimates
-from headwise.runs.table import HeadTable
 from headwise.shapes import Int
 from headwise.statistics.meanings import RANDOM_SUFFIX
 from headwise.statistics.registry import unit_of

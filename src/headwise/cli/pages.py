@@ -11,7 +11,7 @@ from headwise.analysis.view_examples import view_examples
 from headwise.data.texts import Texts
 from headwise.errors import InputError
 from headwise.page.write import require_jinja
-from headwise.runs.table import HeadTable
+from headwise.runs.head_table import HeadTable
 
 
 def require_writable_page(html: Path | None) -> None:

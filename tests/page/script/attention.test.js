@@ -13,8 +13,18 @@ import {
   weightAt,
 } from "../../../src/headwise/page/script/attention.js";
 import {parseDense, parseSparse, parseVisibility} from "../../../src/headwise/page/script/decode.js";
-import {focusOf, focusVerdict, rankedScores} from "../../../src/headwise/page/script/focus.js";
-import {hiddenUnits, unitsOf} from "../../../src/headwise/page/script/words.js";
+import {
+  formatAtLeast,
+  formatAtMost,
+  formatPercentAtLeast,
+  formatWeight,
+} from "../../../src/headwise/page/script/dom.js";
+import {linksText, weightsText} from "../../../src/headwise/page/script/export.js";
+import {focusOf, focusVerdict, hasFocus, rankedScores} from "../../../src/headwise/page/script/focus.js";
+import {matrixGrid} from "../../../src/headwise/page/script/matrix.js";
+import {cellText} from "../../../src/headwise/page/script/matrixview.js";
+import {activeWeights, readoutSentence, strongestWords} from "../../../src/headwise/page/script/readout.js";
+import {hiddenUnits, unitName, unitsOf} from "../../../src/headwise/page/script/words.js";
 import {
   denseBytes,
   randomNumbers,
@@ -192,43 +202,209 @@ everyCase("the focus of marked words equals the brute force", ({matrix, units, s
   }
 });
 
-test("the bound of an unlisted weight holds", () => {
-  for (let seed = 1; seed < 20; seed++) {
-    const {matrix, units, weights, side} = head({storage: "sparse", causal: true, merged: true, seed});
-    const exact = wordWeights(
-      weights,
-      side,
-      side,
-      weights.map(row => row.map(weight => weight !== null)),
-    );
-    for (let query = 0; query < units.count; query++) {
-      for (let key = 0; key < units.count; key++) {
-        if (weightAt(matrix, query, key) === null && exact[query][key] !== null) {
-          assert.ok(
-            exact[query][key] <= unlistedBound(matrix, query, key) + 0.01 + 4 * 0.0031,
-            `${exact[query][key]} > ${unlistedBound(matrix, query, key)}`,
-          );
-        }
+/** Return attention between words without rounding, and between tokens without words of several tokens. */
+function exactWeights({weights, side, seen}) {
+  return wordWeights(weights, side, side, seen);
+}
+
+for (const causal of [true, false, "window"]) {
+  for (const merged of [true, false]) {
+    test(`bounds of weights hold: causal ${causal}, merged ${merged}`, () => {
+      let tight = 0;
+      for (let seed = 1; seed < 30; seed++) {
+        const found = head({storage: "sparse", causal, merged, seed});
+        const {matrix, units} = found;
+        exactWeights(found).forEach((row, query) => {
+          let unlisted = 0;
+          for (let key = 0; key < units.count; key++) {
+            if (row[key] === null) continue;
+            const listed = weightAt(matrix, query, key);
+            assert.ok((listed ?? 0) <= row[key] + 1e-7, "a listed weight is a lower bound");
+            assert.ok(row[key] <= (listed ?? 0) + matrix.rest[query] + 1e-6, "with the rest it is an upper bound");
+            if (listed !== null) continue;
+            unlisted += row[key];
+            const bound = unlistedBound(matrix, query, key);
+            assert.ok(row[key] <= bound + 1e-7, `${row[key]} > ${bound}`);
+            assert.ok(Number(formatAtMost(bound)) >= row[key]);
+            tight += Number(bound < matrix.rest[query]);
+          }
+          assert.ok(unlisted <= matrix.unlisted[query] + 1e-6);
+        });
+      }
+      assert.ok(tight > 0, "the smallest listed weight bounds some weights better than the rest of the row");
+    });
+  }
+}
+
+everyCase("bounds of the focus enclose the true focus, and decide it only if they can", (found, {storage}) => {
+  const {matrix, units, side} = found;
+  const exact = exactWeights(found);
+  for (const words of [[2, 4], [1, 2, 3, 4, 5, 6], [0, 1, units.count - 2], [...Array(units.count - 2).keys()]]) {
+    const marked = new Set(words);
+    for (const kind of ["received", "exchanged"]) {
+      const focus = focusOf(matrix, marked, kind);
+      if (!focus) continue;
+      const rows = [...exact.keys()].filter(
+        query =>
+          !units.special[query] &&
+          exact[query].some(weight => weight !== null) &&
+          marked.has(query) === (kind === "exchanged") &&
+          (kind === "received" || sees(found, query, marked)),
+      );
+      const sum = (query, key) => (kind === "received" || key !== query ? (exact[query][key] ?? 0) : 0);
+      const share = rows.reduce((all, query) => all + words.reduce((part, key) => part + sum(query, key), 0), 0) / rows.length;
+      assert.equal(focus.rows, rows.length, side.name);
+      assert.ok(focus.share <= share + (storage === "dense" ? 1e-4 : 1e-6));
+      assert.ok(focus.upper >= share - (storage === "dense" ? 1e-4 : 1e-6));
+      const truth = share >= 0.5 && share > focus.uniform + 1e-4;
+      if (hasFocus(focus) === "yes") assert.ok(truth);
+      if (hasFocus(focus) === "no") assert.ok(!truth);
+      if (storage === "dense") assert.notEqual(hasFocus(focus), "unknown");
+    }
+  }
+});
+
+/** Return true if a token of a word sees a marked word other than this word. */
+function sees({side, seen}, query, marked) {
+  return [...side.wordOf.keys()].some(
+    token =>
+      side.wordOf[token] === query &&
+      seen[token].some((flag, key) => flag && side.wordOf[key] !== query && marked.has(side.wordOf[key])),
+  );
+}
+
+everyCase("links and readouts have no weight of 0 and no key that is not visible", ({matrix, units}) => {
+  const zeros = {...matrix, weight: matrix.weight.map((weight, entry) => (entry % 2 ? weight : 0))};
+  const hidden = new Uint8Array(units.count);
+  const rows = shownRows(zeros, hidden, false);
+  for (const {query, key, weight} of strongestLinks(zeros, rows, hidden, 500).links)
+    assert.ok(weight > 0 && isVisible(matrix, query, key));
+  for (let unit = 0; unit < units.count; unit++) {
+    const active = {axis: "query", unit};
+    const strongest = strongestWords(activeWeights(zeros, active, {rows, hiddenKeys: hidden}), 500);
+    assert.ok(strongest.every(({weight}) => weight > 0));
+    assert.doesNotMatch(readoutSentence(zeros, active, strongest), / 0\.00(?!\d)/);
+  }
+});
+
+test("a listed key that is not visible is ignored", () => {
+  const side = randomSide(3, randomNumbers(1));
+  const plain = unitsOf({...side, wordOf: [0, 1, 2], words: ["a", "b", "c"]}, false);
+  const visibility = parseVisibility(visibilityBytes([[1, null, null], [0.5, 0.5, null], [0.5, null, 0.5]]), 3);
+  const {buffer} = sparseBytes([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5], [0.1, 0.5, 0.4]], 3);
+  const matrix = unitMatrix(parseSparse(buffer, 3, 3), visibility, plain, plain);
+  assert.deepEqual([...rowOf(matrix, 0).indices], [0]);
+  assert.deepEqual([...rowOf(matrix, 1).indices], [0, 1]);
+  assert.deepEqual([...rowOf(matrix, 2).indices], [0, 2]);
+});
+
+const FORMATS = {weight: number => number.toFixed(2), atLeast: number => number.toFixed(2)};
+const nameOf = number => `3.${number}`;
+
+function score(number, share, uniform, upper = share) {
+  return {head: number, focus: {share, upper, uniform, rows: 3, exact: upper === share}};
+}
+
+test("a head has a focus if its share is at least a half and above uniform attention", () => {
+  assert.equal(hasFocus(score(0, 0.5, 0.4).focus), "yes");
+  assert.equal(hasFocus(score(0, 0.49, 0.1).focus), "no");
+  assert.equal(hasFocus(score(0, 0.6, 0.7).focus), "no");
+  assert.equal(hasFocus(score(0, 0.6, 0.6).focus), "no");
+  assert.equal(hasFocus(score(0, 0.3, 0.1, 0.6).focus), "unknown");
+  assert.equal(hasFocus(score(0, 0.3, 0.1, 0.4).focus), "no");
+  assert.equal(hasFocus(score(0, 0.3, 0.7, 0.6).focus), "no");
+  assert.equal(hasFocus(score(0, 0.5, 0.1, 0.9).focus), "yes");
+});
+
+test("the verdict names the heads that have the focus", () => {
+  const verdict = (scores, kind = "received") => focusVerdict(rankedScores(scores), kind, nameOf, FORMATS);
+  assert.deepEqual(
+    rankedScores([score(4, 0.31, 0.12), score(5, 0.3, 0.01), {head: 6, focus: null}]).map(each => each.head),
+    [5, 4],
+  );
+  assert.equal(verdict([]), "No head has a row of attention that counts for these words.");
+  assert.equal(
+    verdict([score(4, 0.31, 0.12), score(5, 0.3, 0.01), score(6, 0.8, 0.9)]),
+    "No head has this focus: at least half of the attention on these words, and more than under uniform attention. " +
+      "The largest excess is that of head 3.5, with a share of 0.30 where uniform attention has 0.01.",
+  );
+  assert.equal(
+    verdict([score(1, 0.6, 0.1), score(2, 0.4, 0.1)]),
+    "Head 3.1 has this focus: at least half of its attention is on these words, more than under uniform attention.",
+  );
+  assert.equal(
+    verdict([score(1, 0.6, 0.1), score(2, 0.7, 0.1)], "exchanged"),
+    "Heads 3.2, 3.1 have this focus: at least half of their attention is among these words, more than under uniform attention.",
+  );
+  const many = Array.from({length: 20}, (_, number) => score(number, 0.9 - number / 100, 0.1));
+  assert.match(verdict(many), /^Heads 3\.0, 3\.1, 3\.2, 3\.3, 3\.4, 3\.5, 3\.6, 3\.7 and 12 others have this focus: /);
+  assert.match(verdict(many.slice(0, 9)), /3\.7 and 1 other have this focus: /);
+});
+
+test("the verdict of bounds states bounds", () => {
+  const verdict = (scores, kind = "received") => focusVerdict(rankedScores(scores), kind, nameOf, FORMATS);
+  assert.equal(
+    verdict([score(1, 0.6, 0.1, 0.9), score(2, 0.7, 0.1, 0.8), score(3, 0.2, 0.1, 0.8)]),
+    "At least 2 heads have this focus: at least half of their attention is on these words, more than under uniform attention.",
+  );
+  assert.match(verdict([score(1, 0.6, 0.1, 0.9)]), /^At least one head has this focus: at least half of its attention/);
+  assert.equal(
+    verdict([score(1, 0.2, 0.1, 0.9), score(2, 0.3, 0.1, 0.4)]),
+    "No head is known to have this focus, because the page stores only the largest weights of this text; the largest " +
+      "lower bound of the excess is that of head 3.2, with a share of at least 0.30 where uniform attention has 0.10.",
+  );
+  assert.match(verdict([score(1, 0.2, 0.1, 0.3)]), /^No head has this focus: .* with a share of at least 0\.20 where/);
+});
+
+test("copied weights of a page with the largest weights are rounded down, and say so", () => {
+  for (const storage of ["sparse", "dense"]) {
+    const found = head({storage, causal: true, merged: true, seed: 3});
+    const hidden = new Uint8Array(found.units.count);
+    const shown = {rows: shownRows(found.matrix, hidden, false), hiddenQueries: hidden, hiddenKeys: hidden};
+    const exact = exactWeights(found);
+    const names = [...found.units.labels.keys()].map(unit => unitName(found.units, unit));
+    for (const text of [
+      weightsText({state: {get: () => ""}}, {matrix: found.matrix, shown}),
+      linksText({matrix: found.matrix, shown}),
+    ]) {
+      const lines = text.split("\n");
+      if (storage === "sparse") assert.match(lines.shift(), /^# The stored weights are rounded down to steps of at most 0\.007\./);
+      assert.equal(lines.shift(), "query\tkey\tweight");
+      assert.ok(lines.length > 5);
+      for (const line of lines) {
+        const [query, key, weight] = line.split("\t");
+        assert.match(weight, storage === "sparse" ? /^\d\.\d{3}$/ : /^\d\.\d{4}$/);
+        const truth = exact[names.indexOf(query)][names.indexOf(key)];
+        assert.ok(storage === "dense" ? Math.abs(Number(weight) - truth) < 1e-4 : Number(weight) <= truth + 1e-7);
       }
     }
   }
 });
 
-test("the verdict names the head with the largest excess", () => {
-  const score = (head, share, uniform) => ({head, focus: {share, uniform, rows: 3, exact: true}});
-  const format = number => number.toFixed(2);
-  const name = head => `3.${head}`;
-  const ranked = rankedScores([score(4, 0.31, 0.12), score(5, 0.3, 0.01), {head: 6, focus: null}]);
+test("the tooltip of the matrix encloses the true weight", () => {
+  for (let seed = 1; seed < 10; seed++) {
+    const found = head({storage: "sparse", causal: true, merged: true, seed});
+    const all = [...found.units.labels.keys()];
+    const grid = matrixGrid(found.matrix, all, all, null);
+    exactWeights(found).forEach((row, query) =>
+      row.forEach((weight, key) => {
+        const [, bound, number] = /: (at least|at most) >?([\d.]+)$/.exec(cellText(grid, query, key)) ?? [];
+        if (weight === null) assert.match(cellText(grid, query, key), /: not visible$/);
+        else if (bound === "at least") assert.ok(Number(number) <= weight + 1e-6);
+        else assert.ok(Number(number) >= weight, `${number} < ${weight}`);
+      }),
+    );
+  }
+});
+
+test("numbers are rounded so that they stay bounds, and small weights are not shown as 0.00", () => {
+  assert.deepEqual([0, 0.0049, 0.005, 0.33, 1e-9].map(formatWeight), ["0.00", "<0.01", "0.01", "0.33", "<0.01"]);
   assert.deepEqual(
-    ranked.map(({head}) => head),
-    [5, 4],
+    [0, 1e-5, 0.0049, 0.0199, Math.fround(0.33), 0.999, 1, -0.484].map(formatAtLeast),
+    ["0.00", ">0", "0.004", "0.01", "0.33", "0.99", "1.00", "−0.49"],
   );
-  assert.equal(
-    focusVerdict(ranked, name, format),
-    "No head puts half of its attention on these words; the largest excess is that of head 3.5, with a share of 0.30 where " +
-      "uniform attention has 0.01.",
-  );
-  assert.match(focusVerdict([score(1, 0.6, 0.1), ...ranked], name, format), /^One head puts at least half/);
+  assert.deepEqual([0, 1e-5, 0.33001, 0.5].map(formatAtMost), ["0.000", "0.001", "0.331", "0.500"]);
+  assert.deepEqual([0, 0.0049, 0.339, 1].map(formatPercentAtLeast), ["0 %", "0.4 %", "33 %", "100 %"]);
 });
 
 test("settings hide special tokens and the first word", () => {

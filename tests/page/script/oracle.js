@@ -46,7 +46,8 @@ export function randomWeights(queries, keys, random, causal) {
   });
 }
 
-const codeOf = (weight, levels) => Math.round(((Math.asin(Math.sqrt(weight)) * 2) / Math.PI) * levels);
+const codeOf = (weight, levels, rounded = Math.round) =>
+  rounded(((Math.asin(Math.sqrt(weight)) * 2) / Math.PI) * levels);
 const weightOf = (code, levels) => Math.sin(((code / levels) * Math.PI) / 2) ** 2;
 
 /** Return the bytes of all weights and the weights that they decode to. */
@@ -65,10 +66,10 @@ export function sparseBytes(weights, limit) {
       .filter(key => row[key] !== null)
       .sort((a, b) => row[b] - row[a])
       .slice(0, limit);
-    return row.map((weight, key) => (order.includes(key) ? weightOf(codeOf(weight, 255), 255) : null));
+    return row.map((weight, key) => (order.includes(key) ? weightOf(codeOf(weight, 255, Math.floor), 255) : null));
   });
   const listed = stored.map((row, query) =>
-    [...row.keys()].filter(key => row[key] !== null).map(key => [key, codeOf(weights[query][key], 255)]),
+    [...row.keys()].filter(key => row[key] !== null).map(key => [key, codeOf(weights[query][key], 255, Math.floor)]),
   );
   const totals = weights.map(row => row.reduce((sum, weight) => sum + (weight ?? 0), 0));
   return {

@@ -12,7 +12,7 @@ const CHANGED = {
   special: true,
   roles: ["0", "2"],
   tray: ["A3", "BL2"],
-  marks: ["4", "9"],
+  marks: "0:4.9,1:2",
   search: "a & b = c #%",
   layers: "2-5",
   from: "-0.5",

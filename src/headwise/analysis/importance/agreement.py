@@ -10,8 +10,9 @@ from headwise.checks import pair_of
 from headwise.errors import InputError, require
 from headwise.plots.head_numbers import HeadNumbers
 from headwise.plots.scatter import PlottedNumbers
+from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
-from headwise.runs.table import HeadTable, require_statistic
+from headwise.runs.table import require_statistic
 from headwise.wording import counted
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from headwise.runs.checkpoint import CheckpointedRun
 from headwise.runs.data_pass import prepare_texts, require_same_data
 from headwise.runs.distributed import broadcast_from_rank0, rank_and_world_size
 from headwise.runs.fingerprint import run_settings
+from headwise.runs.head_table import HeadTable
 from headwise.runs.rows import HeadRow, MeanEstimate
-from headwise.runs.table import HeadTable
 
 PER_LAYER = "_per_layer"
 """Suffix of a statistic's name if it is divided by its l2 norm over the heads of each layer."""

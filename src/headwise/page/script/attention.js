@@ -3,15 +3,21 @@
  *
  * The row of a word is the mean of the rows of its tokens that have a visible key. Attention to a word is the sum over
  * its tokens. A matrix lists, for each query, the visible keys in ascending order. If only the largest weights are
- * stored, it lists these, and its weights are lower bounds.
+ * stored, it lists these, and its weights are lower bounds, because stored weights are rounded down. `rest` is an upper
+ * bound of the attention of a query that is not in its listed weights, `unlisted` of its attention on keys that are not
+ * listed, and `least` of a single weight that is not listed.
  */
 import {angularTable, visibleKeys} from "./decode.js";
+
+/** Largest rounding error of the total of a row, which is stored with 16 bits: pi / 4 / 65535. */
+const TOTAL_ERROR = 1.2e-5;
 
 /** Return the matrix between the units of two sides. Entry e of query q: start[q] <= e < start[q + 1]. */
 export function unitMatrix(attention, visibility, queryUnits, keyUnits) {
   const start = new Int32Array(queryUnits.count + 1);
   const total = new Float32Array(queryUnits.count);
   const rest = new Float32Array(queryUnits.count);
+  const unlisted = new Float32Array(queryUnits.count);
   const least = new Float32Array(queryUnits.count);
   const visible = new Uint8Array(queryUnits.count);
   const keys = [];
@@ -26,7 +32,8 @@ export function unitMatrix(attention, visibility, queryUnits, keyUnits) {
       if (visibility.first[query] === visibility.first[query + 1]) continue;
       rows += 1;
       let rowSum = 0;
-      let smallest = 1;
+      let entries = 0;
+      let smallest = attention.exact ? 65535 : 255;
       forEachWeight(attention, visibility, query, (key, code) => {
         const weight = table[code];
         const keyUnit = keyUnits.of[key];
@@ -36,14 +43,18 @@ export function unitMatrix(attention, visibility, queryUnits, keyUnits) {
         }
         sums[keyUnit] += weight;
         rowSum += weight;
-        if (weight < smallest) smallest = weight;
+        entries += 1;
+        if (code < smallest) smallest = code;
       });
       const rowTotal = attention.exact ? rowSum : attention.totals[query];
       total[unit] += rowTotal;
-      // Rounding makes the listed weights differ from the total by up to 0.01 where nothing is left out.
-      const unlisted = rowTotal - rowSum > 0.01 ? rowTotal - rowSum : 0;
-      rest[unit] += unlisted;
-      least[unit] += unlisted ? smallest : 0;
+      if (attention.exact) continue;
+      const rowRest = Math.max(Math.min(rowTotal + TOTAL_ERROR, 1) - rowSum, 0);
+      rest[unit] += rowRest;
+      if (entries === visibleKeys(visibility, query)) continue;
+      unlisted[unit] += rowRest;
+      // A weight is below the weight of the next code, and no weight that is not listed is above a listed one.
+      least[unit] += Math.min(rowRest, table[Math.min(smallest + 1, 255)]);
     }
     visible[unit] = Number(rows > 0);
     touched.sort((a, b) => a - b);
@@ -54,7 +65,7 @@ export function unitMatrix(attention, visibility, queryUnits, keyUnits) {
       listed[keyUnit] = 0;
     }
     start[unit + 1] = keys.length;
-    for (const numbers of [total, rest, least]) numbers[unit] /= Math.max(rows, 1);
+    for (const numbers of [total, rest, unlisted, least]) numbers[unit] /= Math.max(rows, 1);
   }
   return {
     exact: attention.exact,
@@ -66,6 +77,7 @@ export function unitMatrix(attention, visibility, queryUnits, keyUnits) {
     weight: Float32Array.from(weights),
     total,
     rest,
+    unlisted,
     least,
     visible,
     columns: null,
@@ -75,8 +87,13 @@ export function unitMatrix(attention, visibility, queryUnits, keyUnits) {
 /** Call `visit(key, code)` for each stored weight of a query whose key is visible. */
 function forEachWeight(attention, visibility, query, visit) {
   if (!attention.exact) {
-    for (let entry = attention.start[query]; entry < attention.start[query + 1]; entry++)
-      visit(attention.key[entry], attention.codes[entry]);
+    let run = visibility.first[query];
+    const last = visibility.first[query + 1];
+    for (let entry = attention.start[query]; entry < attention.start[query + 1]; entry++) {
+      const key = attention.key[entry];
+      while (run < last && visibility.stop[run] <= key) run += 1;
+      if (run < last && visibility.start[run] <= key) visit(key, attention.codes[entry]);
+    }
     return;
   }
   for (let run = visibility.first[query]; run < visibility.first[query + 1]; run++) {
@@ -142,7 +159,7 @@ export function isVisible(matrix, query, key) {
 /** Return an upper bound of a weight that the matrix does not list. */
 export function unlistedBound(matrix, query, key) {
   const tokens = matrix.keyUnits.first[key + 1] - matrix.keyUnits.first[key];
-  return Math.min(matrix.rest[query], tokens * matrix.least[query]);
+  return Math.min(matrix.unlisted[query], tokens * matrix.least[query]);
 }
 
 /** Return a flag for each query: 1 if its row is shown. */

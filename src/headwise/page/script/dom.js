@@ -1,5 +1,8 @@
 /** Elements and numbers for display. */
 
+/** Sentence for weights of which only the largest are stored. The largest step is sin(pi / 510), 0.0062. */
+export const ROUNDED_DOWN = "The stored weights are rounded down to steps of at most 0.007.";
+
 /**
  * Return a new element. Attributes that are null, undefined or false are left out; functions become event listeners.
  * Children are elements or texts; texts are never parsed as HTML.
@@ -92,6 +95,31 @@ function formatSize(size) {
 /** Return an attention weight with two digits; a small weight that is not 0 is shown as "<0.01". */
 export function formatWeight(weight) {
   return weight > 0 && weight < 0.005 ? "<0.01" : weight.toFixed(2);
+}
+
+/** Return a lower bound of a weight, rounded down, so that it stays a lower bound. One that is almost 0 is ">0". */
+export function formatAtLeast(bound) {
+  if (bound > 0 && bound < 0.001) return ">0";
+  const digits = bound > 0 && bound < 0.01 ? 3 : 2;
+  // Float32 numbers are up to 6e-8 below the decimal number that they stand for.
+  const rounded = Math.floor(bound * 10 ** digits + 1e-5) / 10 ** digits;
+  return `${rounded < 0 ? "−" : ""}${Math.abs(rounded).toFixed(digits)}`;
+}
+
+/** Return an upper bound of a weight with three digits, rounded up, so that it stays an upper bound. */
+export function formatAtMost(bound) {
+  return (Math.ceil(bound * 1000) / 1000).toFixed(3);
+}
+
+/** Return a weight of a matrix as text. If only the largest weights are stored, it is a lower bound. */
+export function formatListed(matrix, weight) {
+  return matrix.exact ? formatWeight(weight) : formatAtLeast(weight);
+}
+
+/** Return a lower bound of a share as a percentage, rounded down. */
+export function formatPercentAtLeast(share) {
+  const digits = share > 0 && share < 0.01 ? 1 : 0;
+  return `${(Math.floor(share * 100 * 10 ** digits + 1e-5) / 10 ** digits).toFixed(digits)} %`;
 }
 
 /** Return a share as a percentage, with one digit after the point if it is small. */

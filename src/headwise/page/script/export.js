@@ -1,5 +1,5 @@
 /** Files and texts of the chosen head: matrix and curves as SVG and PNG, weights as text. */
-import {byId, element, svgElement} from "./dom.js";
+import {ROUNDED_DOWN, byId, element, svgElement} from "./dom.js";
 import {cssColour, mixed, propertyColour, roleColour} from "./colours.js";
 import {rowOf, strongestLinks} from "./attention.js";
 import {scalePart} from "./matrix.js";
@@ -55,18 +55,32 @@ export function weightsText({state}, {matrix, shown}) {
   const lines = queries.flatMap(query => {
     const {indices, weights} = rowOf(matrix, query);
     return Array.from(indices, (key, place) =>
-      [unitName(matrix.queryUnits, query), unitName(matrix.keyUnits, key), weights[place].toFixed(4)].join("\t"),
+      [unitName(matrix.queryUnits, query), unitName(matrix.keyUnits, key), copiedWeight(matrix, weights[place])].join(
+        "\t",
+      ),
     );
   });
-  return ["query\tkey\tweight", ...lines].join("\n");
+  return [...copiedHeading(matrix), ...lines].join("\n");
 }
 
-function linksText({matrix, shown}) {
+/** Return the first lines of copied weights. */
+function copiedHeading({exact}) {
+  return [...(exact ? [] : [`# ${ROUNDED_DOWN} Smaller weights are not listed.`]), "query\tkey\tweight"];
+}
+
+/** Return a weight with four digits, or with three digits and rounded down if only the largest weights are stored. */
+function copiedWeight({exact}, weight) {
+  // Float32 numbers are up to 6e-8 below the decimal number that they stand for.
+  return exact ? weight.toFixed(4) : (Math.floor(weight * 1000 + 1e-4) / 1000).toFixed(3);
+}
+
+/** Return the strongest links as lines of query, key and weight. */
+export function linksText({matrix, shown}) {
   const {links} = strongestLinks(matrix, shown.rows, shown.hiddenKeys, 50);
   return [
-    "query\tkey\tweight",
+    ...copiedHeading(matrix),
     ...links.map(({query, key, weight}) =>
-      [unitName(matrix.queryUnits, query), unitName(matrix.keyUnits, key), weight.toFixed(4)].join("\t"),
+      [unitName(matrix.queryUnits, query), unitName(matrix.keyUnits, key), copiedWeight(matrix, weight)].join("\t"),
     ),
   ].join("\n");
 }

@@ -1,6 +1,7 @@
 /** Search for heads that attend to marked words. */
-import {byId, choiceButtons, element, formatWeight, pressChoice} from "./dom.js";
-import {FOCUS_SHARE, focusVerdict} from "./focus.js";
+import {byId, choiceButtons, element, formatAtLeast, formatWeight, pressChoice} from "./dom.js";
+import {focusVerdict, hasFocus} from "./focus.js";
+import {marksOfSide} from "./marks.js";
 import {rankHeads} from "./rank.js";
 import {shortened} from "./words.js";
 
@@ -24,58 +25,67 @@ export function createFind(app) {
   );
   byId("find-tools").append(
     kinds,
-    element("button", {type: "button", class: "quiet", click: () => state.set({marks: []})}, "Remove all marks"),
+    element("button", {type: "button", class: "quiet", click: () => state.set({marks: ""})}, "Remove all marks"),
   );
   let started = null;
-
-  function side() {
-    return page.passages[app.passage()]?.heads[app.model()][app.head()]?.keys ?? 0;
-  }
+  let searched = "";
 
   async function search() {
-    const job = (started = {});
-    root.hidden = !page.passages.length || !state.get("marking");
-    pressChoice(kinds, state.get("focus"));
-    if (root.hidden) return;
     const passage = app.passage();
+    const model = app.model();
     const kind = state.get("focus");
-    const units = page.units(passage, side(), true);
-    const marked = new Set(
-      state
-        .get("marks")
-        .map(Number)
-        .filter(word => word < units.count),
-    );
+    const stored = page.passages[passage]?.heads[model];
+    const side = stored?.[app.head()]?.keys ?? 0;
+    const settings = ["marking", "marks", "focus", "model"].map(name => state.get(name));
+    // Another head with the same keys has the same ranking, which keeps its place and the keyboard focus.
+    const key = [passage, side, ...settings].join(" ");
+    if (key === searched) return;
+    searched = key;
+    const job = (started = {});
+    root.hidden = !stored || !state.get("marking");
+    pressChoice(kinds, kind);
+    if (root.hidden) return;
+    const {sides} = page.passages[passage];
+    const units = page.units(passage, side, true);
+    const marked = new Set(marksOfSide(state.get("marks"), side).filter(word => word < units.count));
+    const place = sides.length > 1 ? ` in “${sides[side].name}”` : "";
     byId("find-words").textContent = marked.size
-      ? `Marked: ${[...marked]
+      ? `Marked${place}: ${[...marked]
           .sort((a, b) => a - b)
           .map(word => shortened(units.labels[word], 20))
           .join(", ")}`
-      : "No word is marked.";
-    byId("find-kind").textContent =
+      : `No word${place} is marked.`;
+    byId("find-kind").textContent = [
       kind === "received"
         ? "Received: the mean attention that all other words put on the marked words."
-        : "Exchanged: the mean attention that each marked word puts on the other marked words.";
+        : "Exchanged: the mean attention that each marked word puts on the other marked words.",
+      page.models.length === 2 ? `The search uses model ${"AB"[model]}, ${page.models[model].name}.` : "",
+      stored.some(head => head?.storage === "sparse")
+        ? "The page stores only the largest weights of this text, so heads are ranked by lower bounds."
+        : "",
+    ]
+      .filter(Boolean)
+      .join(" ");
     result.replaceChildren();
     status.textContent =
       kind === "exchanged" && marked.size === 1 ? "Mark at least two words that exchange attention." : "";
     if (!marked.size || status.textContent) return;
-    const ranked = await rankHeads(page, {passage, model: app.model(), side: side(), marked, kind}, done => {
+    const ranked = await rankHeads(page, {passage, model, side, marked, kind}, done => {
       if (job === started) status.textContent = `${done} of ${page.heads.length} heads are done.`;
       return job === started;
     });
     if (!ranked) return;
     const nameOf = head => page.heads[head].name;
-    status.textContent = focusVerdict(ranked, nameOf, formatWeight);
+    status.textContent = focusVerdict(ranked, kind, nameOf, {weight: formatWeight, atLeast: formatAtLeast});
     if (ranked.length) result.replaceChildren(rankingTable(app, ranked));
   }
 
-  state.on(["marking", "marks", "focus", "passage", "model"], search);
+  state.on(["marking", "marks", "focus", "passage", "model", "head"], search);
   search();
 }
 
 function rankingTable(app, ranked) {
-  const bound = ranked[0].focus.exact ? "" : "at least ";
+  const isExact = ranked.every(score => score.focus.exact);
   const columns = ["head", "share", "uniform attention", "above uniform", "has the focus"];
   return element(
     "table",
@@ -83,7 +93,7 @@ function rankingTable(app, ranked) {
     element(
       "caption",
       {},
-      `Heads by share above uniform attention${ranked.length > LISTED_HEADS ? `, the first ${LISTED_HEADS} of ${ranked.length}` : ""}`,
+      `Heads by ${isExact ? "" : "lower bounds of the "}share above uniform attention${ranked.length > LISTED_HEADS ? `, the first ${LISTED_HEADS} of ${ranked.length}` : ""}`,
     ),
     element("thead", {}, element("tr", {}, ...columns.map(name => element("th", {scope: "col"}, name)))),
     element(
@@ -91,7 +101,7 @@ function rankingTable(app, ranked) {
       {},
       ...ranked
         .slice(0, LISTED_HEADS)
-        .map(({head, focus: {share, uniform}}) =>
+        .map(({head, focus}) =>
           element(
             "tr",
             {},
@@ -105,10 +115,10 @@ function rankingTable(app, ranked) {
               ),
             ),
             ...[
-              bound + formatWeight(share),
-              formatWeight(uniform),
-              signed(share - uniform),
-              share >= FOCUS_SHARE ? "yes" : "no",
+              isExact ? formatWeight(focus.share) : `at least ${formatAtLeast(focus.share)}`,
+              formatWeight(focus.uniform),
+              isExact ? signed(focus.share - focus.uniform) : `at least ${formatAtLeast(focus.share - focus.uniform)}`,
+              hasFocus(focus),
             ].map(text => element("td", {}, text)),
           ),
         ),

@@ -2,14 +2,21 @@
 import {visibleKeys} from "./decode.js";
 
 /** Share of the attention from which a head has a focus. */
-export const FOCUS_SHARE = 0.5;
+const FOCUS_SHARE = 0.5;
+
+/** Largest excess over uniform attention that rounding of the stored weights can cause. */
+const EXCESS_ERROR = 1e-4;
+
+/** Names of heads that a verdict lists. */
+const LISTED_NAMES = 8;
 
 /**
- * Return the focus of a head on marked words, {share, uniform, rows, exact}, or null if no row counts.
+ * Return the focus of a head on marked words, {share, upper, uniform, rows, exact}, or null if no row counts.
  *
  * Rows are query words that are not special and have a visible key. For "received" they are words that are not marked,
  * and the share is their mean attention on the marked words. For "exchanged" they are marked words, and the share is
- * their mean attention on the other marked words. `uniform` is the share that uniform attention would have.
+ * their mean attention on the other marked words. `uniform` is the share that uniform attention would have. If the
+ * matrix lists only the largest weights, `share` is a lower bound of the share, and `upper` an upper bound.
  *
  * @param matrix word-level matrix of the head
  * @param marked Set of marked key words
@@ -19,6 +26,7 @@ export const FOCUS_SHARE = 0.5;
 export function focusOf(matrix, marked, kind, sameSide = true) {
   const {queryUnits} = matrix;
   let share = 0;
+  let rest = 0;
   let uniform = 0;
   let rows = 0;
   for (let query = 0; query < queryUnits.count; query++) {
@@ -29,12 +37,20 @@ export function focusOf(matrix, marked, kind, sameSide = true) {
     if (kind === "exchanged" && expected === 0) continue;
     rows += 1;
     uniform += expected;
+    rest += matrix.rest[query];
     for (let entry = matrix.start[query]; entry < matrix.start[query + 1]; entry++) {
       const key = matrix.key[entry];
       if (marked.has(key) && (kind === "received" || key !== query)) share += matrix.weight[entry];
     }
   }
-  return rows ? {share: share / rows, uniform: uniform / rows, rows, exact: matrix.exact} : null;
+  if (!rows) return null;
+  return {
+    share: share / rows,
+    upper: Math.min((share + rest) / rows, 1),
+    uniform: uniform / rows,
+    rows,
+    exact: matrix.exact,
+  };
 }
 
 /** Return the share of the visible tokens of a query word that belong to the target words. */
@@ -52,21 +68,58 @@ function uniformShare(matrix, query, targets) {
   return tokens ? sum / tokens : 0;
 }
 
-/** Return scores sorted by share above uniform attention, best first. Scores without a focus are left out. */
+/** Return scores sorted by share (or its lower bound) above uniform attention, best first. Scores without a focus are left out. */
 export function rankedScores(scores) {
   return scores
     .filter(score => score.focus)
     .sort((a, b) => b.focus.share - b.focus.uniform - (a.focus.share - a.focus.uniform));
 }
 
-/** Return the result of a search for heads with a focus as a sentence. */
-export function focusVerdict(ranked, nameOf, format) {
+/** Return "yes" if a head has the focus, "no" if it has not, and "unknown" if the stored weights do not decide it. */
+export function hasFocus({share, upper, uniform}) {
+  const reaches = bound => bound >= FOCUS_SHARE && bound - uniform > EXCESS_ERROR;
+  if (reaches(share)) return "yes";
+  return reaches(upper) ? "unknown" : "no";
+}
+
+/**
+ * Return the result of a search for heads with a focus as a sentence.
+ *
+ * @param ranked scores of heads, best first
+ * @param kind "received" or "exchanged"
+ * @param nameOf function that returns the name of a head
+ * @param formats {weight, atLeast}: functions that return a weight, and a lower bound of a weight, as text
+ */
+export function focusVerdict(ranked, kind, nameOf, {weight, atLeast}) {
   if (!ranked.length) return "No head has a row of attention that counts for these words.";
-  const bound = ranked[0].focus.exact ? "" : "at least ";
-  const having = ranked.filter(score => score.focus.share >= FOCUS_SHARE);
-  const {share, uniform} = ranked[0].focus;
-  const best = `head ${nameOf(ranked[0].head)}, with a share of ${bound}${format(share)} where uniform attention has ${format(uniform)}`;
-  if (!having.length) return `No head puts half of its attention on these words; the largest excess is that of ${best}.`;
-  const count = having.length === 1 ? "One head puts" : `${having.length} heads put`;
-  return `${count} at least half of the attention on these words. The largest excess is that of ${best}.`;
+  const place = kind === "exchanged" ? "among" : "on";
+  const names = ranked.filter(score => hasFocus(score.focus) === "yes").map(score => nameOf(score.head));
+  const isExact = ranked.every(score => score.focus.exact);
+  const isMany = names.length > 1;
+  const rule =
+    `at least half of ${isMany ? "their" : "its"} attention is ${place} these words, ` +
+    "more than under uniform attention.";
+  if (names.length && isExact)
+    return `${isMany ? "Heads" : "Head"} ${listedNames(names)} ${isMany ? "have" : "has"} this focus: ${rule}`;
+  if (names.length) return `At least ${isMany ? `${names.length} heads have` : "one head has"} this focus: ${rule}`;
+  const {head, focus} = ranked[0];
+  const best = `that of head ${nameOf(head)}, with a share of`;
+  const none =
+    `No head has this focus: at least half of the attention ${place} these words, ` +
+    "and more than under uniform attention.";
+  const uniform = `where uniform attention has ${weight(focus.uniform)}.`;
+  if (isExact)
+    return `${none} The largest excess is ${best} ${weight(focus.share)} ${uniform}`;
+  const bound = `largest lower bound of the excess is ${best} at least ${atLeast(focus.share)} ${uniform}`;
+  return ranked.every(score => hasFocus(score.focus) === "no")
+    ? `${none} The ${bound}`
+    : "No head is known to have this focus, because the page stores only the largest weights of this text; " +
+        `the ${bound}`;
+}
+
+/** Return the first names, and how many others there are. */
+function listedNames(names) {
+  const others = names.length - LISTED_NAMES;
+  const first = names.slice(0, LISTED_NAMES).join(", ");
+  return others > 0 ? `${first} and ${others} other${others === 1 ? "" : "s"}` : first;
 }

@@ -7,6 +7,7 @@ import {createHeadView} from "./headview.js";
 import {exampleList, statisticsTable} from "./table.js";
 import {exportButtons} from "./export.js";
 import {addToTray} from "./tray.js";
+import {marksOfSide, marksWith, marksWithout} from "./marks.js";
 
 /** Fill the panel of the chosen head. */
 export function createHead(app) {
@@ -96,10 +97,10 @@ export function createHead(app) {
   /** Mark a word, or remove its mark. Marks are words, also when tokens are shown. */
   function toggleMark(unit) {
     const stored = page.passages[app.passage()].heads[app.model()][app.head()];
-    const word = String(state.get("words") ? unit : page.passages[app.passage()].sides[stored.keys].wordOf[unit]);
+    const word = state.get("words") ? unit : page.passages[app.passage()].sides[stored.keys].wordOf[unit];
     const marks = state.get("marks");
-    const isMarked = marks.includes(word);
-    state.set({marks: isMarked ? marks.filter(mark => mark !== word) : [...marks, word]});
+    const isMarked = marksOfSide(marks, stored.keys).includes(word);
+    state.set({marks: (isMarked ? marksWithout : marksWith)(marks, stored.keys, word)});
     app.announce(isMarked ? "The mark was removed." : "The word is marked.");
   }
 
@@ -129,10 +130,10 @@ export function createHead(app) {
   }
 
   function markedUnits() {
-    const words = state.get("marks").map(Number);
-    const current = shownView()?.current();
-    if (!current || state.get("words")) return new Set(words);
-    const stored = page.passages[app.passage()].heads[app.model()][app.head()];
+    const stored = page.passages[app.passage()]?.heads[app.model()][app.head()];
+    if (!stored) return new Set();
+    const words = marksOfSide(state.get("marks"), stored.keys);
+    if (state.get("words")) return new Set(words);
     const {wordOf} = page.passages[app.passage()].sides[stored.keys];
     return new Set([...wordOf.keys()].filter(token => words.includes(wordOf[token])));
   }

@@ -1,5 +1,5 @@
 /** One head of one model on one passage: text, weights of the active word, links, matrix and curves. */
-import {element, formatPercent, formatWeight} from "./dom.js";
+import {element, formatListed, formatPercent, formatPercentAtLeast, formatWeight} from "./dom.js";
 import {cssColour, roleClass, roleColour} from "./colours.js";
 import {hiddenShare, shownRows, weightAt} from "./attention.js";
 import {hiddenUnits, unitName} from "./words.js";
@@ -133,11 +133,15 @@ export function createHeadView(app, model, events) {
 
   function describeHidden() {
     const {matrix, shown} = current;
-    const isHidden = shown.hiddenKeys.includes(1);
-    const share = hiddenShare(matrix, shown.rows, shown.hiddenKeys);
-    hiddenNote.textContent = isHidden
-      ? `${matrix.exact ? "" : "At least "}${formatPercent(share)} of this head's attention is on hidden words.`
-      : "";
+    hiddenNote.textContent = "";
+    if (state.get("generated") && !matrix.queryUnits.generated.includes(1))
+      hiddenNote.textContent = "This head has no rows of generated words.";
+    else if (!shown.rows.includes(1)) hiddenNote.textContent = "All rows of this head are hidden.";
+    else if (shown.hiddenKeys.includes(1)) {
+      const share = hiddenShare(matrix, shown.rows, shown.hiddenKeys);
+      const percent = matrix.exact ? formatPercent(share) : `At least ${formatPercentAtLeast(share)}`;
+      hiddenNote.textContent = `${percent} of this head's attention is on hidden words.`;
+    }
   }
 
   function showPictures() {
@@ -180,12 +184,12 @@ export function createHeadView(app, model, events) {
     const strongest = strongestWords(selected);
     readout.replaceChildren(
       element("h3", {}, readoutTitle(matrix, active)),
-      readoutList(strongest),
+      readoutList(matrix, strongest),
       ...readoutNotes(matrix, active, shown).map(note => element("p", {class: "soft"}, note)),
     );
     const darkest = active ? 1 : (strongest[0]?.weight ?? 0);
     legend.replaceChildren(
-      `The full colour is a ${active ? "" : "mean "}weight of ${formatWeight(darkest)}.`,
+      darkest > 0 ? `The full colour is a ${active ? "" : "mean "}weight of ${formatWeight(darkest)}.` : "",
       sides.query.units.generated.includes(1)
         ? element(
             "span",
@@ -214,10 +218,12 @@ export function createHeadView(app, model, events) {
         ? readoutSentence(current.matrix, active, strongestWords(activeWeights(current.matrix, active, current.shown)))
         : "",
     pair: (query, key) => {
-      const weight = current && weightAt(current.matrix, query, key);
+      const matrix = current?.matrix;
+      const weight = matrix && weightAt(matrix, query, key);
       return weight === null || weight === undefined
         ? ""
-        : `${unitName(current.matrix.queryUnits, query)} → ${unitName(current.matrix.keyUnits, key)}: ${formatWeight(weight)}`;
+        : `${unitName(matrix.queryUnits, query)} → ${unitName(matrix.keyUnits, key)}: ` +
+            `${matrix.exact ? "" : "at least "}${formatListed(matrix, weight)}`;
     },
     reveal: ({axis, unit}) => {
       if (sides) sides[axis].reveal(unit);

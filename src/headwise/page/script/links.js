@@ -1,5 +1,5 @@
 /** List of the strongest links of a head. */
-import {counted, element, formatPercent, formatWeight} from "./dom.js";
+import {ROUNDED_DOWN, counted, element, formatListed, formatPercent, formatPercentAtLeast} from "./dom.js";
 import {strongestLinks} from "./attention.js";
 import {unitName} from "./words.js";
 
@@ -15,7 +15,7 @@ export function fillLinks(root, matrix, shown, choose, isLong = false) {
     return;
   }
   const few = links.length === 1 ? "This link covers" : `These ${links.length} links cover`;
-  const bound = matrix.exact ? "" : "at least ";
+  const percent = share => (matrix.exact ? formatPercent(share) : `at least ${formatPercentAtLeast(share)}`);
   root.replaceChildren(
     element(
       "ol",
@@ -32,15 +32,16 @@ export function fillLinks(root, matrix, shown, choose, isLong = false) {
             element("bdi", {}, unitName(matrix.keyUnits, key, 20)),
           ),
           " ",
-          element("span", {class: "number"}, formatWeight(weight)),
+          element("span", {class: "number"}, formatListed(matrix, weight)),
         ),
       ),
     ),
     element(
       "p",
       {class: "soft"},
-      `${few} ${bound}${formatPercent(covered)} of the attention that is shown. Links from or to ` +
-        `special tokens and punctuation are left out.${firstNote(matrix, onFirst, bound)}`,
+      `${few} ${percent(covered)} of the attention that is shown. Links from or to ` +
+        `special tokens and punctuation are left out.${firstNote(matrix, onFirst, percent)}` +
+        (matrix.exact ? "" : ` ${ROUNDED_DOWN}`),
     ),
     links.length === limit || isLong
       ? element(
@@ -60,8 +61,8 @@ export function fillLinks(root, matrix, shown, choose, isLong = false) {
 }
 
 /** Return a sentence about the first word if no link to it is listed. */
-function firstNote(matrix, onFirst, bound) {
+function firstNote(matrix, onFirst, percent) {
   if (onFirst === null) return "";
   const name = unitName(matrix.keyUnits, 0, 20);
-  return ` No link to the first word is listed: ${bound}${formatPercent(onFirst)} of the attention is on “${name}”.`;
+  return ` No link to the first word is listed: ${percent(onFirst)} of the attention is on “${name}”.`;
 }

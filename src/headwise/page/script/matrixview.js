@@ -1,5 +1,5 @@
 /** Matrix of a head on a canvas that can be zoomed and moved. */
-import {choiceButtons, element, formatNumber, formatWeight, pressChoice} from "./dom.js";
+import {choiceButtons, element, formatAtMost, formatListed, formatNumber, pressChoice} from "./dom.js";
 import {mixed, propertyColour, roleColour} from "./colours.js";
 import {isVisible, unlistedBound, weightAt} from "./attention.js";
 import {cellAt, fittedView, matrixGrid, pannedView, scalePart, tileAverage, zoomedView} from "./matrix.js";
@@ -69,6 +69,7 @@ export function createMatrixView(app, {title, over}) {
       content?.grid.columns.length !== next.columns.length;
     content = {...next, grid: matrixGrid(next.matrix, next.rows, next.columns, next.tiles)};
     if (isNew) view = null;
+    root.hidden = !next.rows.length || !next.columns.length;
     draw();
   }
 
@@ -184,10 +185,10 @@ export function cellText(grid, query, key) {
   const {matrix, tiles} = grid;
   const names = `${unitName(matrix.queryUnits, query)} → ${unitName(matrix.keyUnits, key)}`;
   const weight = weightAt(matrix, query, key);
-  if (weight !== null) return `${names}: ${matrix.exact ? "" : "about "}${formatWeight(weight)}`;
+  if (weight !== null) return `${names}: ${matrix.exact ? "" : "at least "}${formatListed(matrix, weight)}`;
   if (!isVisible(matrix, query, key)) return `${names}: not visible`;
   const average = tiles ? `, average of its tile ${formatNumber(tileAverage(grid, query, key))}` : "";
-  return `${names}: at most ${formatNumber(unlistedBound(matrix, query, key))}${average}`;
+  return `${names}: at most ${formatAtMost(unlistedBound(matrix, query, key))}${average}`;
 }
 
 /** Return the units that the matrix shows: {rows, columns}. */

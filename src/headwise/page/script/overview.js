@@ -1,5 +1,5 @@
 /** Overview of the model: all heads, in groups, with a legend and a search. */
-import {byId, counted, element, formatNumber, formatWeight} from "./dom.js";
+import {byId, counted, element, formatAtLeast, formatNumber, formatWeight} from "./dom.js";
 import {scaleColour, valueScale} from "./colours.js";
 import {drawScale} from "./thumbnail.js";
 import {shownValue, statisticTitle} from "./data.js";
@@ -43,17 +43,25 @@ export function createOverview(app) {
       const chosen = new Set(heads);
       const shown = ranked.filter(score => chosen.has(score.head));
       heads = shown.map(score => score.head);
-      if (heads.length) {
-        status.textContent =
-          `${counted(heads.length, "head")}, sorted by the mean attention on “${search}”: at most ` +
-          `${formatWeight(Math.max(...shown.map(score => score.focus.share)))}.`;
-      } else status.textContent = `No head has this name, and “${search}” is not a word of this text.`;
+      if (heads.length) status.textContent = rankingSummary(search, shown);
+      else if (ranked.length) status.textContent = "No head is left by the filters.";
+      else status.textContent = `No head has this name, and “${search}” is not a word of this text.`;
       fill([{title: `attention on “${search}”`, heads}]);
       return;
     }
     const all = page.heads.length;
     status.textContent = heads.length === all ? counted(all, "head") : `${heads.length} of ${counted(all, "head")}`;
     fill(groupsOf(app, heads));
+  }
+
+  function rankingSummary(search, shown) {
+    const best = shown[0].focus;
+    const model = page.models.length === 2 ? ` in model ${"AB"[app.model()]}` : "";
+    const order = `${counted(shown.length, "head")}, sorted by`;
+    return best.exact
+      ? `${order} the mean attention on “${search}”${model}: the largest is ${formatWeight(best.share)}.`
+      : `${order} lower bounds of the mean attention on “${search}”${model}: the largest is at least ` +
+          `${formatAtLeast(best.share)}. The page stores only the largest weights of this text.`;
   }
 
   async function headsByWord(search, isCurrent) {

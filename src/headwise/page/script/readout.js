@@ -1,6 +1,6 @@
 /** Attention of the active word, as strengths for the tint and as sentences and lists. */
 import {columnOf, receivedAttention, rowOf} from "./attention.js";
-import {element, formatWeight} from "./dom.js";
+import {ROUNDED_DOWN, element, formatAtLeast, formatAtMost, formatListed, formatWeight} from "./dom.js";
 import {unitName} from "./words.js";
 
 /** Number of words that are listed for the active word. */
@@ -35,9 +35,12 @@ export function tintStrengths(weights, isMean) {
   return weights.map(weight => Math.sqrt(Math.min(weight / largest, 1)));
 }
 
-/** Return the largest weights with the names of their words, largest first. */
+/** Return the largest weights that are not 0 with the names of their words, largest first. */
 export function strongestWords({indices, weights, units}, limit = LISTED) {
-  const order = [...indices.keys()].sort((a, b) => weights[b] - weights[a]).slice(0, limit);
+  const order = [...indices.keys()]
+    .filter(place => weights[place] > 0)
+    .sort((a, b) => weights[b] - weights[a])
+    .slice(0, limit);
   return order.map(place => ({unit: indices[place], name: unitName(units, indices[place]), weight: weights[place]}));
 }
 
@@ -55,18 +58,26 @@ export function readoutNotes(matrix, active, {hiddenKeys}) {
     if (!matrix.visible[active.unit]) return ["No key is visible to this word."];
     const {indices, weights} = rowOf(matrix, active.unit);
     const hidden = weights.reduce((sum, weight, place) => sum + (hiddenKeys[indices[place]] ? weight : 0), 0);
-    if (hidden > 0) notes.push(`${formatWeight(hidden)} is on hidden words.`);
-    if (matrix.rest[active.unit] > 0)
-      notes.push(`All words that the page does not list get ${formatWeight(matrix.rest[active.unit])} together.`);
+    if (hidden > 0)
+      notes.push(
+        matrix.exact
+          ? `${formatWeight(hidden)} is on hidden words.`
+          : `At least ${formatAtLeast(hidden)} is on hidden words.`,
+      );
+    if (matrix.unlisted[active.unit] > 0)
+      notes.push(
+        `All words that the page does not list get at most ${formatAtMost(matrix.unlisted[active.unit])} together.`,
+      );
     if (matrix.total[active.unit] < 0.99)
       notes.push(`The weights of this word sum to ${formatWeight(matrix.total[active.unit])}.`);
   } else if (!matrix.exact)
     notes.push("The page lists only the largest weights of each row, so these are lower bounds.");
+  if (!matrix.exact) notes.push(ROUNDED_DOWN);
   return notes;
 }
 
-/** Return the list of the strongest words as an element. */
-export function readoutList(strongest) {
+/** Return the list of the strongest words of a matrix as an element. */
+export function readoutList(matrix, strongest) {
   const largest = strongest[0]?.weight ?? 1;
   return element(
     "ol",
@@ -77,7 +88,7 @@ export function readoutList(strongest) {
         {},
         element("bdi", {class: "bar-name"}, name),
         element("span", {class: "bar"}),
-        element("span", {class: "number"}, formatWeight(weight)),
+        element("span", {class: "number"}, formatListed(matrix, weight)),
       );
       item.style.setProperty("--part", (weight / Math.max(largest, 1e-9)).toFixed(3));
       return item;
@@ -89,7 +100,7 @@ export function readoutList(strongest) {
 export function readoutSentence(matrix, active, strongest) {
   const list = strongest
     .slice(0, 5)
-    .map(({name, weight}) => `${name} ${formatWeight(weight)}`)
+    .map(({name, weight}) => `${name} ${formatListed(matrix, weight)}`)
     .join(", ");
-  return `${readoutTitle(matrix, active)}: ${list || "none is shown"}.`;
+  return `${readoutTitle(matrix, active)}: ${list || "none is shown"}.${matrix.exact ? "" : ` ${ROUNDED_DOWN}`}`;
 }

@@ -26,7 +26,7 @@ export const DEFAULTS = Object.freeze({
   scale: "root",
   tray: [],
   marking: false,
-  marks: [],
+  marks: "",
   focus: "received",
 });
 

@@ -116,7 +116,7 @@ export async function exampleList(app, model, head) {
               type: "button",
               class: "link",
               "aria-current": passage === app.passage() ? "true" : null,
-              click: () => state.set({passage, pin: "", marks: []}),
+              click: () => state.set({passage, pin: "", marks: ""}),
             },
             page.passages[passage].title.slice(0, 80),
           ),

@@ -19,7 +19,7 @@ export function createToolbar(app) {
               text: `${index + 1}. ${passage.title.slice(0, 60)}`,
             })),
             app.passage(),
-            passage => state.set({passage: Number(passage), pin: "", marks: []}),
+            passage => state.set({passage: Number(passage), pin: "", marks: ""}),
           )
         : null,
       page.models.length === 2

@@ -1,5 +1,5 @@
 /** Comparison: the same sentence once per head, with the words that get most attention. */
-import {byId, element, formatPercent, selectField} from "./dom.js";
+import {byId, element, formatPercent, formatPercentAtLeast, selectField} from "./dom.js";
 import {propertyColour, roleColour, seriesClass} from "./colours.js";
 import {receivedAttention, rowOf, shownRows} from "./attention.js";
 import {drawTiles} from "./thumbnail.js";
@@ -116,15 +116,17 @@ async function trayLine(app, entry, place) {
       element("p", {class: "soft"}, "The head did not attend on this passage."),
       remove,
     );
-  const {units, weights, uniform, query} = await meanWeights(app, passage, model, called);
+  const {units, weights, uniform, query, exact, hasRows} = await meanWeights(app, passage, model, called);
   const line = sentenceLine(units, weights, {least: uniform, around: query});
   const best = [...weights.keys()]
     .filter(unit => weights[unit] > uniform && !units.special[unit])
     .sort((a, b) => weights[b] - weights[a])
     .slice(0, 3);
-  const summary =
-    best.map(unit => `${unitName(units, unit)} ${formatPercent(weights[unit])}`).join(", ") ||
-    "no word is above uniform attention";
+  const percent = share => (exact ? formatPercent(share) : `at least ${formatPercentAtLeast(share)}`);
+  const none = hasRows
+    ? `no word is ${exact ? "" : "known to be "}above uniform attention`
+    : "This head has no rows of generated words.";
+  const summary = best.map(unit => `${unitName(units, unit)} ${percent(weights[unit])}`).join(", ") || none;
   const item = element(
     "li",
     {class: `focus ${seriesClass(place)}`},
@@ -162,6 +164,8 @@ async function meanWeights(app, passage, model, heads) {
     weights,
     uniform: 1 / (matrices[0].exact ? visible : keyUnits.count),
     query: queryUnits === keyUnits ? query : null,
+    exact: matrices.every(matrix => matrix.exact),
+    hasRows: query !== null || !state.get("generated") || queryUnits.generated.includes(1),
   };
 }
 

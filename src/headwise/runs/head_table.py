@@ -1,0 +1,118 @@
+"""Result tables with one row per attention head: rows by layer and head, plots, and pages."""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from headwise.errors import InputError
+from headwise.page.columns import Columns, HeadPlace, ModelIdentity, estimates_of
+from headwise.page.contents import Contents
+from headwise.page.notebook import notebook_html
+from headwise.plots.head_numbers import HeadNumbers
+from headwise.plots.kinds import plot_kind
+from headwise.runs.table import HeadRowT, Table
+from headwise.statistics.meanings import page_statistic
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class HeadTable(Table[HeadRowT]):
+    """Table with one row per attention head. A row can be looked up by layer and head,
+    and the statistics of all heads can be plotted.
+    """
+
+    UNIT: ClassVar[str] = "head"
+
+    SIGNED: ClassVar[Collection[str]] = ()
+    """Statistics that are effects or differences, for which 0 means no effect."""
+
+    PLOTTED: ClassVar[str | None] = None
+    """Statistic that is plotted by default; the first one if None."""
+
+    @property
+    def heads(self) -> tuple[HeadRowT, ...]:
+        """Rows of the table, one per head, in the order of the model's layers."""
+        return self.rows
+
+    def head(self, layer: int, head: int) -> HeadRowT:
+        """Return the row of one head, by zero-based layer and head.
+
+        Raises:
+            InputError: the table has no such head.
+        """
+        for row in self.rows:
+            if (row.layer, row.head) == (layer, head):
+                return row
+        raise InputError("head", expected=f"a (layer, head) of this {self.NAME}", got=(layer, head))
+
+    def columns(self) -> Columns:
+        """Return the numbers of each head as columns of a page."""
+        statistics = tuple(page_statistic(name, self.NAME) for name in self.statistics)
+        estimates = estimates_of([[row.statistics[each.name] for row in self.rows] for each in statistics])
+        places = tuple(HeadPlace(row.layer, row.head, row.kind, row.module) for row in self.rows)
+        roles = tuple(getattr(row, "role", None) for row in self.rows)
+        stored = self.metadata.get("model", {}).get("attention")
+        identity = None if stored is None else ModelIdentity(*stored)
+        return Columns(self.model_name, self.NAME, places, statistics, estimates, roles, identity)
+
+    def contents(self) -> Contents:
+        """Return the contents of a page with this table alone."""
+        return self.columns().contents()
+
+    def _repr_html_(self) -> str:
+        """Return the table and its page for a notebook."""
+        columns = self.columns()
+        return notebook_html(f"{self.NAME} of {len(self.rows)} heads of {columns.model}", columns, self.contents())
+
+    def plot(
+        self,
+        statistic: str | None = None,
+        *,
+        kind: str = "heatmap",
+        against: str | None = None,
+        errors: float | None = None,
+        top: int | None = None,
+        ax: Any = None,
+    ) -> "Axes":
+        """Draw a plot of the heads, and return its matplotlib axes. Notebooks display these;
+        `ax.figure.savefig("x.svg")` saves the plot as SVG, PDF or PNG. The docs (docs/plots.md) show every kind.
+
+        | kind          | plot                                                                   |
+        | ------------- | ---------------------------------------------------------------------- |
+        | "heatmap"     | the mean of `statistic` for every head, layers down and heads across   |
+        | "ranking"     | heads in descending order of `statistic`, with error bars              |
+        | "scatter"     | one point per head, `statistic` against another one                    |
+        | "roles"       | the role of every head, layers down and heads across; of profiles only |
+        | "role_counts" | the number of heads of each role in every layer; of profiles only      |
+
+        Args:
+            statistic: name of a statistic of the table; a default of the table if None.
+            kind: the kind of plot.
+            against: statistic along the x-axis of "scatter"; the entropy by default, if the table has it.
+            errors: length of error bars to each side, in standard errors: 1.96 by default for "ranking", 0 for
+                "scatter".
+            top: number of heads that "ranking" (10 by default) and "scatter" (0) name.
+            ax: matplotlib axes to draw on; those of a new figure by default, which pyplot does not keep in memory.
+
+        Raises:
+            InputError: the table has no such statistic or kind, the kind has no such option, or there is nothing to
+                draw.
+            MissingExtra: matplotlib is not installed.
+
+        Example:
+            >>> table.plot("entropy").figure.savefig("entropy.svg")  # doctest: +SKIP
+            >>> table.plot("entropy", kind="ranking", top=5, ax=axes)  # doctest: +SKIP
+        """
+        options = {"statistic": statistic, "against": against, "errors": errors, "top": top}
+        return plot_kind(self._head_numbers().kinds(), kind, ax, **options)
+
+    def _head_numbers(self) -> HeadNumbers:
+        """Return the statistics of all heads in the form that plots take."""
+        return HeadNumbers(
+            heads=[(row.layer, row.head) for row in self.rows],
+            values={name: [row.statistics[name].value for row in self.rows] for name in self.statistics},
+            sems={name: [row.statistics[name].sem for row in self.rows] for name in self.statistics},
+            title=self.model_name,
+            signed=[name for name in self.statistics if name.removesuffix("_per_layer") in self.SIGNED],
+            default=self.PLOTTED if self.PLOTTED in self.statistics else None,
+        )
