@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.analysis.visible_weights import VisibleWeights
 from headwise.page.contents import AllWeights, HeadAttention, LargestWeights, VisibleKeys
 from headwise.shapes import Bool, Float, Int
 
@@ -41,11 +41,9 @@ class TokenWeights:
         self._totals = torch.zeros(heads, queries)
         self._runs: dict[int, dict[int, _Runs]] = defaultdict(dict)
 
-    def add(self, row_block: RowBlock) -> None:
-        """Add the attention weights of one block of query rows, for some of the heads."""
-        weights = row_block.weights[0].float().cpu()  # (heads, rows, columns)
-        heads, rows = row_block.sequences_and_heads[1], row_block.rows
-        keys = row_block.visibility.key_indices.cpu()
+    def add(self, block: VisibleWeights) -> None:
+        """Add the attention weights of some query rows, for some of the heads."""
+        weights, heads, rows, keys = block.weights, block.heads, block.rows, block.keys
         selected = slice(rows.start, rows.stop)
         self._totals[heads, selected] = weights.sum(-1)
         self._add_to_tiles(heads, selected, keys, weights)
@@ -55,7 +53,7 @@ class TokenWeights:
             top = weights.topk(min(LISTED_KEYS, len(keys)))
             self._largest[heads, selected, : top.values.shape[-1]] = top.values
             self._largest_keys[heads, selected, : top.values.shape[-1]] = keys[top.indices].int()
-        runs = self._known_runs.of(row_block, self.keys)
+        runs = self._known_runs.of(block)
         for place, head in enumerate(range(self._tiles.shape[0])[heads]):
             self._runs[head][rows.start] = runs[place if len(runs) > 1 else 0]
 
@@ -120,19 +118,11 @@ class KnownRuns:
     def __init__(self) -> None:
         self._latest: dict[range, tuple[Tensor, Tensor, list[_Runs]]] = {}
 
-    def of(self, row_block: RowBlock, length: int) -> list[_Runs]:
-        """Return the runs of visible keys of a row block for each of its heads, or once if all heads have the same.
-
-        Args:
-            row_block: some query rows of a call.
-            length: number of keys of the call.
-        """
-        is_visible, keys = row_block.tile.is_visible[0].cpu(), row_block.visibility.key_indices.cpu()
-        if torch.equal(is_visible, is_visible[:1].expand_as(is_visible)):
-            is_visible = is_visible[:1]
-        latest = self._latest.get(row_block.rows)
-        if latest is not None and torch.equal(latest[0], is_visible) and torch.equal(latest[1], keys):
+    def of(self, block: VisibleWeights) -> list[_Runs]:
+        """Return the runs of visible keys of some query rows for each head, or once if all heads have the same."""
+        latest = self._latest.get(block.rows)
+        if latest is not None and torch.equal(latest[0], block.is_visible) and torch.equal(latest[1], block.keys):
             return latest[2]
-        runs = [_Runs(of_heads, keys, length) for of_heads in is_visible]
-        self._latest[row_block.rows] = is_visible, keys, runs
+        runs = [_Runs(of_head, block.keys, block.all_keys) for of_head in block.is_visible]
+        self._latest[block.rows] = block.is_visible, block.keys, runs
         return runs

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from headwise.analysis.head_view import HeadView, ViewedText
 from headwise.analysis.roles import role_of
 from headwise.analysis.token_weights import KnownRuns, TokenWeights
+from headwise.analysis.visible_weights import VisibleWeights
 from headwise.analysis.word_weights import TokensOfWords, WordWeights
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
@@ -104,8 +105,9 @@ class Viewer(SiteRegistry):
 
         def observer(row_block: RowBlock) -> None:
             tally.add(replace(row_block, out=None))  # a view shows no norms
-            word_weights.add(row_block)
-            token_weights.add(row_block)
+            visible_weights = VisibleWeights.of(row_block)
+            word_weights.add(visible_weights)
+            token_weights.add(visible_weights)
 
         def on_end() -> None:
             self._calls.append(_ViewedCall(call.site, call.layer, sides, tally, word_weights, token_weights))

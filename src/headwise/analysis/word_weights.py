@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headwise.analysis.head_view import Link, link_strength
-from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.analysis.visible_weights import VisibleWeights
 from headwise.shapes import Bool, Float, Int
 
 TOP = 8
@@ -69,30 +69,32 @@ class WordWeights:
         self.best_weight = torch.full((heads, queries.count), -1.0)
         self.leaves_out_first = False
         self._unfinished = torch.zeros(heads, keys.count)  # weights of the word whose last rows are still to come
+        self._has_unfinished = torch.zeros(heads, dtype=torch.bool)
 
     @property
     def is_self_attention(self) -> bool:
         """True if queries and keys are the same words."""
         return self.queries is self.keys
 
-    def add(self, row_block: RowBlock) -> None:
+    def add(self, block: VisibleWeights) -> None:
         """Add the attention weights of one block of token rows. The weights of a word enter the strongest links, the
         lists of most attended words and the picture once the rows of all tokens of the word have been added.
         """
-        weights = row_block.weights[0].float().cpu()  # (heads, rows, columns)
-        part, rows, word_of = row_block.sequences_and_heads[1], row_block.rows, self.queries.word_of
+        weights, part, rows, word_of = block.weights, block.heads, block.rows, self.queries.word_of
         if self.is_self_attention and rows.start == 0 and len(word_of) > 1:
-            self.leaves_out_first = int(row_block.visibility.visible_keys[..., 0].max()) == 1
+            self.leaves_out_first = block.most_visible_to_first_row == 1
         word_of_rows = word_of[rows.start : rows.stop]
-        word_of_columns = self.keys.word_of[row_block.visibility.key_indices.cpu()]
+        word_of_columns = self.keys.word_of[block.keys]
         first, last = int(word_of_rows[0]), int(word_of_rows[-1])
-        words = self.keys.count
+        # Words after the last visible key have no weight, except in rows of a word that began in the block before.
+        words = self.keys.count if self._has_unfinished[part].any() else int(word_of_columns[-1]) + 1
         to_words = torch.zeros(len(weights), len(word_of_rows), words).index_add_(2, word_of_columns, weights)
         sums = torch.zeros(len(weights), last - first + 1, words).index_add_(1, word_of_rows - first, to_words)
-        sums[:, 0] += self._unfinished[part]
-        self._unfinished[part] = 0.0
+        if self._has_unfinished[part].any():
+            sums[:, 0] += self._unfinished[part]
+        self._unfinished[part], self._has_unfinished[part] = 0.0, False
         if rows.stop < len(word_of) and int(word_of[rows.stop]) == last:
-            self._unfinished[part] = sums[:, -1]
+            self._unfinished[part, :words], self._has_unfinished[part] = sums[:, -1], True
             sums, last = sums[:, :-1], last - 1
         if last >= first:
             self._add_words(part, range(first, last + 1), sums / self.token_counts[first : last + 1, None])
@@ -108,14 +110,18 @@ class WordWeights:
         """
         queries = torch.arange(words.start, words.stop)
         selected = slice(words.start, words.stop)
-        rows, columns = self.queries.cell_of, self.keys.cell_of
+        shown = weights.shape[-1]  # the words that are not after all visible keys
+        rows, columns = self.queries.cell_of, self.keys.cell_of[:shown]
         pooled = torch.zeros(len(weights), len(words), self.picture.shape[2]).index_add_(2, columns, weights)
         row_of_words = rows[queries]
         self.picture[part].index_add_(1, row_of_words, pooled / torch.bincount(rows)[row_of_words, None])
-        self.top_weights[part, selected], self.top_keys[part, selected] = weights.topk(min(TOP, self.keys.count))
-        is_eligible = self.queries.is_lexical[queries, None] & self.keys.is_lexical
+        top = weights.topk(min(TOP, shown))
+        self.top_weights[part, selected, : top.values.shape[-1]] = top.values
+        self.top_keys[part, selected, : top.values.shape[-1]] = top.indices
+        is_eligible = self.queries.is_lexical[queries, None] & self.keys.is_lexical[:shown]
         if self.is_self_attention:
-            is_eligible[torch.arange(len(words)), queries] = False  # a link joins two words
+            is_itself = torch.arange(shown) == queries[:, None]
+            is_eligible &= ~is_itself  # a link joins two words
             is_eligible[:, 0] &= not self.leaves_out_first
         best = weights.masked_fill(~is_eligible, -1.0).max(-1)
         self.best_weight[part, selected], self.best_key[part, selected] = best
