@@ -129,7 +129,7 @@ class _ModelResults:
 
     @property
     def _identities(self) -> list[tuple[str, ModelIdentity | None]]:
-        """What each result is, and the identity of its model."""
+        """Description of each result, and the identity of its model."""
         views = [(f"the view of {view.title}", view.identity) for view in self.views]
         first_table = 1 if self.views else 0
         return views + [(f"the {each.source} of {each.model}", each.identity) for each in self.columns[first_table:]]
