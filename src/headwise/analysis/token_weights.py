@@ -7,13 +7,11 @@ from torch import Tensor
 
 from headwise.analysis.visible_weights import VisibleWeights
 from headwise.page.contents import AllWeights, HeadAttention, LargestWeights, VisibleKeys
+from headwise.page.row_storage import LISTED_KEYS
 from headwise.shapes import Bool, Float, Int
 
 TILES = 64
 """Largest number of rows and columns of a head's tiles."""
-
-LISTED_KEYS = 32
-"""Number of keys that are kept for each query of a long passage."""
 
 
 class TokenWeights:
