@@ -22,6 +22,19 @@ def test_the_page_of_a_small_model_on_one_sentence_is_small(coffee, open_page, t
     assert page.locator("#foci").inner_text().count("77 %") == 1
 
 
+@pytest.mark.parametrize(("layer", "head"), [(0, 2), (2, 7), (5, 11)])
+def test_the_links_of_a_page_are_the_strongest_links_of_the_view(coffee, open_page, tmp_path, layer, head):
+    path = tmp_path / "coffee.html"
+    hw.write_page(path, coffee)
+    page = open_page(path, address=f"#head={layer}.{head}")
+    words = [word.text for word in coffee.words]
+    expected = []
+    for link in coffee.strongest_links(coffee.head(layer, head), 8):
+        arrow, back = ("→", "") if link.back is None else ("↔", f"/{link.back:.2f}")
+        expected.append(f"{words[link.query]} {arrow} {words[link.key]} {link.weight:.2f}{back}")
+    assert page.locator(".link-list:visible .links li").all_inner_texts() == expected
+
+
 @pytest.mark.slow
 def test_the_page_of_a_decoder_on_a_long_text_opens(open_page, tmp_path):
     loaded = hw.load("smollm2")

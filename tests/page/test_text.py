@@ -18,7 +18,7 @@ from page.synthetic import (
 
 SIDE = text_side()
 COFFEE = SIDE.words.index("coffee")
-ROUNDED_DOWN = "The stored weights are rounded down to steps of at most 0.007."
+ROUNDED_DOWN = "Each weight shown may be up to 0.007 too small."
 """Sentence next to weights of which only the largest are stored."""
 
 
@@ -34,10 +34,15 @@ def shown(weight: float) -> str:
     return "<0.01" if 0 < weight < 0.005 else f"{weight:.2f}"
 
 
+def named(text: str) -> str:
+    """Return a word as lists name it: in quotes if it is punctuation."""
+    return text if re.search(r"\w", text) else f"“{text}”"
+
+
 def expected_list(weights: torch.Tensor, words: tuple[str, ...] = SIDE.words) -> dict[str, str]:
     """Return the eight largest weights as the page lists them."""
     top = weights.topk(min(8, len(weights)))
-    return {words[i]: shown(w) for w, i in zip(top.values.tolist(), top.indices.tolist(), strict=True)}
+    return {named(words[i]): shown(w) for w, i in zip(top.values.tolist(), top.indices.tolist(), strict=True)}
 
 
 def word(page, unit: int):
@@ -125,21 +130,42 @@ def test_unmerged_tokens_and_hidden_words(open_page):
     assert readout(page) == ("Attention from “cof”", expected_list(kept, SENTENCE))
 
 
-def test_links_are_the_strongest_between_words(open_page):
+def test_each_word_is_linked_to_the_word_that_it_attends_to_most(open_page):
     contents, truth = page_contents()
     page = open_page(contents, address="#head=2.2")
     weights = word_matrix(truth[0][0][12], SIDE)
     words = [i for i, text in enumerate(SIDE.words) if re.search(r"\w", text) and not text.startswith("[")]
-    links = sorted(((float(weights[q, k]), q, k) for q in words for k in words if q != k), reverse=True)[:8]
-    shown_links = page.locator(".link-list:visible .links li").all_inner_texts()
-    assert shown_links == [f"{SIDE.words[q]} → {SIDE.words[k]} {shown(w)}" for w, q, k in links]
-    share = sum(w for w, _, _ in links) / float(weights.sum())
+    best = {q: max((k for k in words if k != q), key=lambda k, q=q: float(weights[q, k])) for q in words}
+    links = []
+    for query, key in best.items():
+        weight, back = float(weights[query, key]), float(weights[key, query])
+        is_mutual = best[key] == query and min(weight, back) > 1 / len(SIDE.words)
+        if is_mutual and weight >= back:
+            links.append((weight, f"{SIDE.words[query]} ↔ {SIDE.words[key]} {shown(weight)}/{shown(back)}", weight + back))
+        elif not is_mutual and weight >= 0.005:
+            links.append((weight, f"{SIDE.words[query]} → {SIDE.words[key]} {shown(weight)}", weight))
+    links.sort(reverse=True)
+    assert page.locator(".link-list:visible .links li").all_inner_texts() == [text for _, text, _ in links]
+    share = sum(covered for _, _, covered in links) / float(weights.sum())
     assert (
-        f"These 8 links cover {round(100 * share)} % of the attention that is shown."
+        f"These {len(links)} links cover {round(100 * share)} % of the attention that is shown."
         in page.locator(".link-list:visible").inner_text()
     )
+
+
+def test_more_links_are_shown_on_demand(open_page):
+    page = open_page(page_contents(sides=[text_side([f"w{i}" for i in range(30)])])[0])
+    links = page.locator(".link-list:visible .links li")
+    assert links.count() == 8
     page.get_by_role("button", name="Show up to 50 links").click()
-    assert page.locator(".link-list:visible .links li").count() == 50
+    assert 8 < links.count() <= 30
+
+
+def test_links_to_the_first_word_of_a_decoder_are_left_out(open_page):
+    page = open_page(page_contents(causal=True, sides=[text_side(("Once", "upon", "a", "time", "there", "was"))])[0])
+    text = page.locator(".link-list:visible").inner_text()
+    assert re.search(r"Links to the first word are left out; it gets \d+ % of the attention\.", text)
+    assert not any(link.split(" ")[2] == "Once" for link in page.locator(".links li").all_inner_texts())
 
 
 def test_repeated_words_have_positions(open_page):
@@ -205,4 +231,4 @@ def test_head_whose_queries_are_not_generated_says_so(open_page):
     assert page.locator("#tray-lines p.soft").inner_text() == "This head has no rows of generated words."
     page.get_by_role("button", name="Head 0.1,").click()
     page.locator(".hidden-note:visible", has_text="of this head's attention is on hidden words.").wait_for()
-    assert page.locator(".matrix:visible").count() == 1
+    page.locator(".matrix:visible").wait_for()

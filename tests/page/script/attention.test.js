@@ -7,7 +7,6 @@ import {
   receivedAttention,
   rowOf,
   shownRows,
-  strongestLinks,
   unitMatrix,
   unlistedBound,
   weightAt,
@@ -24,7 +23,15 @@ import {focusOf, focusVerdict, hasFocus, rankedScores} from "../../../src/headwi
 import {matrixGrid} from "../../../src/headwise/page/script/matrix.js";
 import {cellText} from "../../../src/headwise/page/script/matrixview.js";
 import {activeWeights, readoutSentence, strongestWords} from "../../../src/headwise/page/script/readout.js";
-import {hiddenUnits, unitName, unitsOf} from "../../../src/headwise/page/script/words.js";
+import {strongestLinks} from "../../../src/headwise/page/script/strongest.js";
+import {
+  beginning,
+  hiddenUnits,
+  plainName,
+  quotedName,
+  unitName,
+  unitsOf,
+} from "../../../src/headwise/page/script/words.js";
 import {
   denseBytes,
   randomNumbers,
@@ -123,38 +130,89 @@ everyCase("received and hidden attention equal the brute force", ({matrix, units
   }
 });
 
-everyCase("links are the largest weights between two words, and their share is counted", found => {
-  const {matrix, units, expected, seen} = found;
+everyCase("a link goes from a word to the word that it attends to most", ({matrix, units, expected, seen}) => {
   const seesOnlyItself = seen[0].filter(Boolean).length === 1;
   for (const first of [true, false]) {
     const hidden = hiddenUnits(units, {special: false, first});
     const rows = shownRows(matrix, hidden, false);
     const isWord = unit => !units.special[unit] && !/^,$/.test(units.labels[unit]);
     const skipsFirst = seesOnlyItself && !first;
-    const all = [];
-    let shown = 0;
-    let onFirst = 0;
-    expected.forEach((row, query) => {
-      if (!rows[query]) return;
-      shown += matrix.rest[query];
-      row.forEach((weight, key) => {
-        if (weight === null || hidden[key]) return;
-        shown += weight;
-        if (skipsFirst && key === 0) onFirst += weight;
-        else if (isWord(query) && isWord(key) && query !== key) all.push(weight);
-      });
+    const best = expected.map((row, query) => {
+      const keys = [...row.keys()].filter(
+        key => row[key] !== null && isWord(key) && key !== query && !hidden[key] && !(skipsFirst && key === 0),
+      );
+      if (!rows[query] || !isWord(query) || !keys.length) return null;
+      const key = keys.reduce((one, other) => (row[other] > row[one] ? other : one));
+      return {key, weight: row[key]};
     });
-    const largest = all.sort((a, b) => b - a).slice(0, 7);
+    const links = [];
+    best.forEach((link, query) => {
+      if (!link) return;
+      const other = best[link.key]?.key === query ? best[link.key].weight : 0;
+      const isMutual = Math.min(other, link.weight) > 1 / units.count;
+      if (isMutual && (other > link.weight || (other === link.weight && query > link.key))) return;
+      if (link.weight >= 0.005) links.push({query, key: link.key, weight: link.weight, back: isMutual ? other : null});
+    });
+    links.sort((a, b) => Math.round(b.weight * 1e4) - Math.round(a.weight * 1e4) || a.query - b.query);
     const result = strongestLinks(matrix, rows, hidden, 7);
-    assert.equal(result.links.length, largest.length);
-    result.links.forEach((link, place) => {
-      assertClose(link.weight, largest[place], `link ${place}`);
-      assert.equal(Math.fround(link.weight), weightAt(matrix, link.query, link.key));
+    assert.equal(result.links.length, Math.min(links.length, 7));
+    result.links.forEach((link, place) => assertClose(link.weight, links[place].weight, `link ${place}`));
+    for (const {query, key, weight, back} of strongestLinks(matrix, rows, hidden, 99).links) {
+      assertClose(weight, best[query].weight, "largest weight of the query");
+      assertClose(weightAt(matrix, query, key), weight, "weight of the key");
+      assert.equal(back !== null, links.some(link => link.query === query && link.back !== null));
+      if (back !== null) assertClose(back, best[key].weight, "weight back");
+    }
+    let shown = 0;
+    expected.forEach((row, query) => {
+      if (rows[query]) shown += matrix.rest[query] + row.reduce((sum, weight, key) => sum + (hidden[key] ? 0 : (weight ?? 0)), 0);
     });
-    assert.ok(Math.abs(result.covered - largest.reduce((sum, weight) => sum + weight, 0) / shown) < 1e-5);
-    if (skipsFirst) assert.ok(Math.abs(result.onFirst - onFirst / shown) < 1e-5);
-    else assert.equal(result.onFirst, null);
+    const covered = result.links.reduce((sum, link) => sum + link.weight + (link.back ?? 0), 0);
+    assert.ok(Math.abs(result.covered - covered / shown) < 1e-5);
+    if (!skipsFirst) assert.equal(result.onFirst, null);
+    else assertClose(result.onFirst, expected.reduce((sum, row, query) => sum + (rows[query] ? (row[0] ?? 0) : 0), 0) / shown, "on the first");
   }
+});
+
+test("two words that attend most to each other share a link, and weights below 0.005 are no links", () => {
+  const rows = [
+    [0, 0.6, 0.4, 0],
+    [0.5, 0.1, 0.4, 0],
+    [0.004, 0.003, 0.9, 0.003],
+    [0.1, 0.2, 0.3, 0.4],
+  ];
+  const side = {...randomSide(4, () => 0.5), words: ["a", "b", "c", "d"], tokens: ["a", "b", "c", "d"], special: [0, 0, 0, 0]};
+  const units = unitsOf(side, false);
+  const visibility = parseVisibility(visibilityBytes(rows), 4);
+  const matrix = unitMatrix(parseDense(denseBytes(rows).buffer, 4, 4), visibility, units, units);
+  const none = new Uint8Array(4);
+  const {links} = strongestLinks(matrix, matrix.visible, none, 8);
+  const rounded = weight => weight === null ? null : Number(weight.toFixed(2));
+  assert.deepEqual(
+    links.map(({query, key, weight, back}) => [query, key, rounded(weight), rounded(back)]),
+    [[0, 1, 0.6, 0.5], [3, 2, 0.3, null]],
+  );
+  const copied = linksText({matrix, shown: {rows: matrix.visible, hiddenKeys: none}}).split("\n").slice(1);
+  assert.deepEqual(copied.map(line => line.split("\t").slice(0, 2).join("")), ["ab", "ba", "dc"]);
+});
+
+test("names of punctuation are in quotes", () => {
+  const side = {...randomSide(5, () => 0.5), tokens: ["[SEP]", "tea", ",", "tea", "?"], special: [1, 0, 0, 0, 0]};
+  const units = unitsOf(side, false);
+  assert.deepEqual([0, 1, 2, 3, 4].map(unit => unitName(units, unit)), ["[SEP]", "tea (2)", "“,”", "tea (4)", "“?”"]);
+  assert.deepEqual([1, 2].map(unit => quotedName(units, unit)), ["“tea (2)”", "“,”"]);
+  assert.equal(plainName(units, 2), ",");
+});
+
+test("patches are named by their row and column", () => {
+  const side = {...randomSide(2, () => 0.5), tokens: ["token 0", "(5, 14)"], image: {}};
+  assert.deepEqual([...unitsOf(side, false).labels], ["token 0", "row 5, column 14"]);
+});
+
+test("a long text is cut between words", () => {
+  assert.equal(beginning("Coffee or tea?", 20), "Coffee or tea?");
+  assert.equal(beginning("Which do you like better", 15), "Which do you…");
+  assert.equal(beginning("Donaudampfschifffahrt", 10), "Donaudampf…");
 });
 
 everyCase("the focus of marked words equals the brute force", ({matrix, units, side, seen, expected}) => {
@@ -362,13 +420,13 @@ test("copied weights of a page with the largest weights are rounded down, and sa
     const hidden = new Uint8Array(found.units.count);
     const shown = {rows: shownRows(found.matrix, hidden, false), hiddenQueries: hidden, hiddenKeys: hidden};
     const exact = exactWeights(found);
-    const names = [...found.units.labels.keys()].map(unit => unitName(found.units, unit));
+    const names = [...found.units.labels.keys()].map(unit => plainName(found.units, unit));
     for (const text of [
       weightsText({state: {get: () => ""}}, {matrix: found.matrix, shown}),
       linksText({matrix: found.matrix, shown}),
     ]) {
       const lines = text.split("\n");
-      if (storage === "sparse") assert.match(lines.shift(), /^# The stored weights are rounded down to steps of at most 0\.007\./);
+      if (storage === "sparse") assert.match(lines.shift(), /^# Each weight shown may be up to 0\.007 too small\./);
       assert.equal(lines.shift(), "query\tkey\tweight");
       assert.ok(lines.length > 5);
       for (const line of lines) {

@@ -1,7 +1,7 @@
 /** Elements and numbers for display. */
 
 /** Sentence for weights of which only the largest are stored. The largest step is sin(pi / 510), 0.0062. */
-export const ROUNDED_DOWN = "The stored weights are rounded down to steps of at most 0.007.";
+export const ROUNDED_DOWN = "Each weight shown may be up to 0.007 too small.";
 
 /**
  * Return a new element. Attributes that are null, undefined or false are left out; functions become event listeners.

@@ -1,9 +1,10 @@
 /** Files and texts of the chosen head: matrix and curves as SVG and PNG, weights as text. */
 import {ROUNDED_DOWN, byId, element, svgElement} from "./dom.js";
 import {cssColour, mixed, propertyColour, roleColour} from "./colours.js";
-import {rowOf, strongestLinks} from "./attention.js";
+import {rowOf} from "./attention.js";
 import {scalePart} from "./matrix.js";
-import {shortened, unitName} from "./words.js";
+import {strongestLinks} from "./strongest.js";
+import {plainName, shortened} from "./words.js";
 
 /** Number of cells up to which a matrix is saved as rectangles, with words. */
 const MOST_RECTANGLES = 10000;
@@ -55,9 +56,7 @@ export function weightsText({state}, {matrix, shown}) {
   const lines = queries.flatMap(query => {
     const {indices, weights} = rowOf(matrix, query);
     return Array.from(indices, (key, place) =>
-      [unitName(matrix.queryUnits, query), unitName(matrix.keyUnits, key), copiedWeight(matrix, weights[place])].join(
-        "\t",
-      ),
+      copiedLine(matrix, query, key, weights[place]),
     );
   });
   return [...copiedHeading(matrix), ...lines].join("\n");
@@ -79,10 +78,15 @@ export function linksText({matrix, shown}) {
   const {links} = strongestLinks(matrix, shown.rows, shown.hiddenKeys, 50);
   return [
     ...copiedHeading(matrix),
-    ...links.map(({query, key, weight}) =>
-      [unitName(matrix.queryUnits, query), unitName(matrix.keyUnits, key), copiedWeight(matrix, weight)].join("\t"),
-    ),
+    ...links.flatMap(({query, key, weight, back}) => [
+      copiedLine(matrix, query, key, weight),
+      ...(back === null ? [] : [copiedLine(matrix, key, query, back)]),
+    ]),
   ].join("\n");
+}
+
+function copiedLine(matrix, query, key, weight) {
+  return [plainName(matrix.queryUnits, query), plainName(matrix.keyUnits, key), copiedWeight(matrix, weight)].join("\t");
 }
 
 /** Return the matrix as an SVG element: rectangles and words, or a picture if it is large. */

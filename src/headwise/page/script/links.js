@@ -1,6 +1,6 @@
 /** List of the strongest links of a head. */
 import {ROUNDED_DOWN, counted, element, formatListed, formatPercent, formatPercentAtLeast} from "./dom.js";
-import {strongestLinks} from "./attention.js";
+import {strongestLinks} from "./strongest.js";
 import {unitName} from "./words.js";
 
 /** Numbers of links in the short and in the long list. */
@@ -14,13 +14,14 @@ export function fillLinks(root, matrix, shown, choose, isLong = false) {
     root.replaceChildren(element("p", {class: "soft"}, "There are no links between the words that are shown."));
     return;
   }
+  const {noun} = matrix.keyUnits;
   const few = links.length === 1 ? "This link covers" : `These ${links.length} links cover`;
   const percent = share => (matrix.exact ? formatPercent(share) : `at least ${formatPercentAtLeast(share)}`);
   root.replaceChildren(
     element(
       "ol",
       {class: "links"},
-      ...links.map(({query, key, weight}) =>
+      ...links.map(({query, key, weight, back}) =>
         element(
           "li",
           {},
@@ -28,19 +29,25 @@ export function fillLinks(root, matrix, shown, choose, isLong = false) {
             "button",
             {type: "button", class: "link", click: () => choose(query)},
             element("bdi", {}, unitName(matrix.queryUnits, query, 20)),
-            " → ",
+            back === null ? " → " : " ↔ ",
             element("bdi", {}, unitName(matrix.keyUnits, key, 20)),
           ),
           " ",
-          element("span", {class: "number"}, formatListed(matrix, weight)),
+          element(
+            "span",
+            {class: "number"},
+            [weight, back].filter(each => each !== null).map(each => formatListed(matrix, each)).join("/"),
+          ),
         ),
       ),
     ),
     element(
       "p",
       {class: "soft"},
-      `${few} ${percent(covered)} of the attention that is shown. Links from or to ` +
-        `special tokens and punctuation are left out.${firstNote(matrix, onFirst, percent)}` +
+      `${few} ${percent(covered)} of the attention that is shown. A link goes from a ${noun} to the ${noun} that it ` +
+        `attends to most${noun === "word" ? ", special tokens and punctuation aside" : ""}.` +
+        (links.some(link => link.back !== null) ? ` With ↔, each of two ${noun === "word" ? "words" : "patches"} attends most to the other.` : "") +
+        firstNote(noun, onFirst, percent) +
         (matrix.exact ? "" : ` ${ROUNDED_DOWN}`),
     ),
     links.length === limit || isLong
@@ -61,8 +68,7 @@ export function fillLinks(root, matrix, shown, choose, isLong = false) {
 }
 
 /** Return a sentence about the first word if no link to it is listed. */
-function firstNote(matrix, onFirst, percent) {
+function firstNote(noun, onFirst, percent) {
   if (onFirst === null) return "";
-  const name = unitName(matrix.keyUnits, 0, 20);
-  return ` No link to the first word is listed: ${percent(onFirst)} of the attention is on “${name}”.`;
+  return ` Links to the first ${noun} are left out; it gets ${percent(onFirst)} of the attention.`;
 }

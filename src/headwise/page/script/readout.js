@@ -1,7 +1,7 @@
 /** Attention of the active word, as strengths for the tint and as sentences and lists. */
 import {columnOf, receivedAttention, rowOf} from "./attention.js";
 import {ROUNDED_DOWN, element, formatAtLeast, formatAtMost, formatListed, formatWeight} from "./dom.js";
-import {unitName} from "./words.js";
+import {quotedName, unitName} from "./words.js";
 
 /** Number of words that are listed for the active word. */
 const LISTED = 8;
@@ -47,8 +47,8 @@ export function strongestWords({indices, weights, units}, limit = LISTED) {
 /** Return the heading of the list of words for the active word. */
 export function readoutTitle(matrix, active) {
   if (!active) return "Mean attention that each word receives";
-  if (active.axis === "query") return `Attention from “${unitName(matrix.queryUnits, active.unit)}”`;
-  return `Attention to “${unitName(matrix.keyUnits, active.unit)}”`;
+  if (active.axis === "query") return `Attention from ${quotedName(matrix.queryUnits, active.unit)}`;
+  return `Attention to ${quotedName(matrix.keyUnits, active.unit)}`;
 }
 
 /** Return sentences about what the list for the active word does not show. */

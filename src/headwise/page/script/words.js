@@ -2,6 +2,18 @@
 
 const PUNCTUATION = /^[\p{P}\p{Z}\p{C}\p{Sm}\p{Sc}\p{Sk}]*$/u;
 
+/** Label of a patch: its row and column. */
+const PATCH = /^\((\d+), (\d+)\)$/;
+
+/** Return the beginning of a text, cut between words, with "…" if it is cut. */
+export function beginning(text, limit) {
+  const characters = Array.from(text);
+  if (characters.length <= limit) return text;
+  const start = characters.slice(0, limit).join("");
+  const cut = start.search(/\s+\S*$/);
+  return `${cut > limit / 2 ? start.slice(0, cut) : start}…`;
+}
+
 /** Shorten a long text in the middle, so that it has at most about `limit` characters. */
 export function shortened(text, limit = 32) {
   if (text.length <= limit) return text;
@@ -16,10 +28,13 @@ export function shortened(text, limit = 32) {
  * Return the units of a side.
  *
  * Unit u covers the tokens first[u] <= t < first[u + 1], and token t belongs to unit of[t]. Each unit has a label, and
- * flags: special, punctuation, generated, space (white space before it) and lineBreak (a line break before it).
+ * flags: special, punctuation, generated, space (white space before it) and lineBreak (a line break before it). `noun` is
+ * the name of a unit: "word", or "patch" for an image.
  */
 export function unitsOf(side, merged) {
-  const labels = merged ? side.words : side.tokens;
+  const labels = (merged ? side.words : side.tokens).map(label =>
+    side.image ? label.replace(PATCH, "row $1, column $2") : label,
+  );
   const of = merged ? Int32Array.from(side.wordOf) : Int32Array.from(side.tokens, (_, token) => token);
   const count = labels.length;
   const first = new Int32Array(count + 1).fill(side.tokens.length);
@@ -34,6 +49,7 @@ export function unitsOf(side, merged) {
     of,
     first,
     merged,
+    noun: side.image ? "patch" : "word",
     special: flags((_, unit) => side.special[first[unit]]),
     punctuation: flags(label => PUNCTUATION.test(label.slice(0, 200))),
     generated: flags((_, unit) => side.generated !== null && first[unit] >= side.generated),
@@ -43,9 +59,27 @@ export function unitsOf(side, merged) {
   };
 }
 
-/** Return the label of a unit for display, with its position counted from 1 if the label occurs more than once. */
+/** Return the label of a unit, with its position counted from 1 if the label occurs more than once. */
+export function plainName(units, unit, limit = 32) {
+  return withPosition(units, unit, shortened(units.labels[unit], limit));
+}
+
+/** Return the name of a unit for display: its label, in quotes if it is punctuation, and the position as in `plainName`. */
 export function unitName(units, unit, limit = 32) {
-  const label = shortened(units.labels[unit], limit);
+  if (!isQuoted(units, unit)) return plainName(units, unit, limit);
+  return withPosition(units, unit, `“${shortened(units.labels[unit], limit)}”`);
+}
+
+/** Return the name of a unit in quotes, for a sentence. */
+export function quotedName(units, unit, limit = 32) {
+  return isQuoted(units, unit) ? unitName(units, unit, limit) : `“${unitName(units, unit, limit)}”`;
+}
+
+function isQuoted(units, unit) {
+  return units.punctuation[unit] && !units.special[unit];
+}
+
+function withPosition(units, unit, label) {
   return units.repeated[unit] ? `${label} (${unit + 1})` : label;
 }
 
