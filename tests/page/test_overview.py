@@ -104,8 +104,7 @@ def test_colours_by_a_statistic_show_the_values(open_page):
     assert page.locator(".cell-value").all_inner_texts() == written
     legend = page.locator("#overview-legend").inner_text()
     largest = max(map(abs, values))
-    assert legend.startswith(f"{MINUS}{largest:.2f}")
-    assert f"{largest:.2f} nats" in legend
+    assert legend.split("\n")[:3] == ["effect (nats)", f"{MINUS}{largest:.2f}", f"{largest:.2f}"]
     assert page.get_by_role("button", name=f"Head 0.0, previous token, effect {written[0]}").count() == 1
 
 
@@ -118,11 +117,12 @@ def test_choosing_a_head_shows_its_statistics(open_page):
         row.locator("th").inner_text(): row.locator("td").all_inner_texts()
         for row in page.locator("#head-statistics tbody tr").all()
     }
+    assert page.locator("#head-statistics caption").inner_text() == "Statistics. Rank 1 = largest value of all heads."
     entropy = statistic(contents, "entropy")
     rank = int((entropy > entropy[7]).sum()) + 1
     ending = {1: "st", 2: "nd", 3: "rd"}.get(rank, "th")
-    assert rows["entropy nats"] == [f"{entropy[7]:.2f}", "0.02", "31", f"{rank}{ending} of 15"]
-    assert rows["previous share"][1] == "\N{EN DASH}"
+    assert rows["entropy (nats)"] == [f"{entropy[7]:.2f}", "0.02", "31", f"{rank}{ending} of 15"]
+    assert rows["previous (share)"][1] == "\N{EN DASH}"
     assert "head=1.2" in page.url
 
 

@@ -45,6 +45,11 @@ def expected_list(weights: torch.Tensor, words: tuple[str, ...] = SIDE.words) ->
     return {named(words[i]): shown(w) for w, i in zip(top.values.tolist(), top.indices.tolist(), strict=True)}
 
 
+def strength(largest: float, uniform: float) -> float:
+    """Return the strength of the colour of the largest weight that is shown."""
+    return min(1, max(0.25, largest, largest / uniform / 4))
+
+
 def word(page, unit: int):
     """Return a word of the visible text."""
     return page.locator(f'.head-view:visible .word[data-unit="{unit}"]')
@@ -60,7 +65,8 @@ def test_pointer_shows_the_row_and_the_column_of_a_word(open_page, head):
     assert readout(page) == ("Attention from “coffee”", expected_list(weights[COFFEE]))
     strongest = int(weights[COFFEE].argmax())
     tint = float(word(page, strongest).evaluate("word => word.style.getPropertyValue('--a')"))
-    assert tint == pytest.approx(float(weights[COFFEE, strongest]) ** 0.5, abs=0.002)
+    assert tint == pytest.approx(strength(float(weights[COFFEE].max()), 1 / len(SIDE.words)), abs=0.002)
+    assert page.locator(".text-legend:visible").inner_text().split("\n") == ["weight", "0", shown(weights[COFFEE].max())]
     page.locator("h1").hover()
     page.get_by_role("button", name="to the word", exact=True).click()
     word(page, COFFEE).hover()

@@ -15,13 +15,19 @@ import {parseDense, parseSparse, parseVisibility} from "../../../src/headwise/pa
 import {
   formatAtLeast,
   formatAtMost,
+  formatBound,
+  formatNumber,
+  formatPercent,
   formatPercentAtLeast,
+  formatShort,
+  formatSigned,
   formatWeight,
 } from "../../../src/headwise/page/script/dom.js";
 import {linksText, weightsText} from "../../../src/headwise/page/script/export.js";
+import {differenceMatrix} from "../../../src/headwise/page/script/difference.js";
 import {focusOf, focusVerdict, hasFocus, rankedScores} from "../../../src/headwise/page/script/focus.js";
 import {matrixGrid} from "../../../src/headwise/page/script/matrix.js";
-import {cellText} from "../../../src/headwise/page/script/matrixview.js";
+import {cellText, tilesNote} from "../../../src/headwise/page/script/celltext.js";
 import {activeWeights, readoutSentence, strongestWords} from "../../../src/headwise/page/script/readout.js";
 import {strongestLinks} from "../../../src/headwise/page/script/strongest.js";
 import {
@@ -356,7 +362,7 @@ test("a listed key that is not visible is ignored", () => {
   assert.deepEqual([...rowOf(matrix, 2).indices], [0, 2]);
 });
 
-const FORMATS = {weight: number => number.toFixed(2), atLeast: number => number.toFixed(2)};
+const FORMATS = {percent: formatPercent, atLeast: formatPercentAtLeast};
 const nameOf = number => `3.${number}`;
 
 function score(number, share, uniform, upper = share) {
@@ -383,8 +389,17 @@ test("the verdict names the heads that have the focus", () => {
   assert.equal(verdict([]), "No head has a row of attention that counts for these words.");
   assert.equal(
     verdict([score(4, 0.31, 0.12), score(5, 0.3, 0.01), score(6, 0.8, 0.9)]),
-    "No head has this focus: at least half of the attention on these words, and more than under uniform attention. " +
-      "The largest excess is that of head 3.5, with a share of 0.30 where uniform attention has 0.01.",
+    "No head puts at least half of its attention on these words and more than under uniform attention. " +
+      "Head 3.5 comes closest: 30 % (uniform attention: 1 %).",
+  );
+  assert.equal(
+    verdict([score(6, 0.37, 0.25)]),
+    "No head puts at least half of its attention on these words. Head 3.6 comes closest: 37 % (uniform attention: 25 %).",
+  );
+  assert.equal(
+    verdict([score(6, 0.37, 0.25)], "exchanged"),
+    "In no head do these words put at least half of their attention on each other. " +
+      "Head 3.6 comes closest: 37 % (uniform attention: 25 %).",
   );
   assert.equal(
     verdict([score(1, 0.6, 0.1), score(2, 0.4, 0.1)]),
@@ -408,10 +423,11 @@ test("the verdict of bounds states bounds", () => {
   assert.match(verdict([score(1, 0.6, 0.1, 0.9)]), /^At least one head has this focus: at least half of its attention/);
   assert.equal(
     verdict([score(1, 0.2, 0.1, 0.9), score(2, 0.3, 0.1, 0.4)]),
-    "No head is known to have this focus, because the page stores only the largest weights of this text; the largest " +
-      "lower bound of the excess is that of head 3.2, with a share of at least 0.30 where uniform attention has 0.10.",
+    "No head is known to put at least half of its attention on these words, because the page stores only the largest " +
+      "weights of this text. Head 3.2 comes closest: at least 30 % (uniform attention: 10 %).",
   );
-  assert.match(verdict([score(1, 0.2, 0.1, 0.3)]), /^No head has this focus: .* with a share of at least 0\.20 where/);
+  assert.match(verdict([score(1, 0, 0.1, 0.9)]), /Head 3\.1 comes closest: an unknown share \(uniform/);
+  assert.match(verdict([score(1, 0.2, 0.1, 0.3)]), /^No head puts at least .* comes closest: at least 20 % \(/);
 });
 
 test("copied weights of a page with the largest weights are rounded down, and say so", () => {
@@ -446,12 +462,47 @@ test("the tooltip of the matrix encloses the true weight", () => {
     const grid = matrixGrid(found.matrix, all, all, null);
     exactWeights(found).forEach((row, query) =>
       row.forEach((weight, key) => {
-        const [, bound, number] = /: (at least|at most) >?([\d.]+)$/.exec(cellText(grid, query, key)) ?? [];
-        if (weight === null) assert.match(cellText(grid, query, key), /: not visible$/);
-        else if (bound === "at least") assert.ok(Number(number) <= weight + 1e-6);
-        else assert.ok(Number(number) >= weight, `${number} < ${weight}`);
+        const text = cellText(grid, query, key);
+        const [, bound, number] = /: (?:not stored, )?(at least |at most |≥ )([\d.]+)$/.exec(text) ?? [];
+        if (weight === null) assert.match(text, /: not visible$/);
+        else if (bound === "at most ") assert.ok(Number(number) >= weight, `${number} < ${weight}`);
+        else assert.ok(Number(number) <= weight + 1e-6, text);
       }),
     );
+  }
+});
+
+test("the tooltip of a cell that is not stored explains the mean of its tile", () => {
+  const found = head({storage: "sparse", causal: false, merged: false, seed: 3});
+  const all = [...found.units.labels.keys()];
+  const grid = matrixGrid(found.matrix, all, all, {rows: 1, columns: 1, weights: Float32Array.of(1)});
+  const key = all.find(unit => weightAt(found.matrix, 2, unit) === null && isVisible(found.matrix, 2, unit));
+  assert.match(cellText(grid, 2, key), /: not stored, at most 0\.\d{3}\. The mean weight of the tile around it is 0\.0\d\.$/);
+  assert.equal(tilesNote(matrixGrid(head({storage: "dense", causal: false, merged: false, seed: 3}).matrix, all, all, grid.tiles)), "");
+  assert.match(tilesNote(grid), /Every other cell has the mean weight of the tile around it, a square of about 22 by 22 words\.$/);
+});
+
+test("the difference of two matrices is B minus A in every cell", () => {
+  for (const storage of ["dense", "sparse"]) {
+    const [a, b] = [5, 5].map((seed, place) => {
+      const found = head({storage, causal: true, merged: true, seed});
+      return place ? {...found.matrix, weight: found.matrix.weight.map((weight, entry) => (entry % 3 ? weight : 0))} : found.matrix;
+    });
+    const units = a.queryUnits;
+    const matrix = differenceMatrix(a, b);
+    for (let query = 0; query < units.count; query++) {
+      for (let key = 0; key < units.count; key++) {
+        const [before, after] = [a, b].map(each => weightAt(each, query, key));
+        if (before === null && after === null) assert.equal(weightAt(matrix, query, key), null);
+        else assertClose(weightAt(matrix, query, key), (after ?? 0) - (before ?? 0), "difference");
+      }
+    }
+    const strongest = strongestWords(activeWeights(matrix, {axis: "query", unit: 3}, {rows: matrix.visible, hiddenKeys: new Uint8Array(units.count)}));
+    assert.ok(strongest.length && strongest.every(({weight}) => weight < 0));
+    const all = [...units.labels.keys()];
+    const query = [...a.visible.keys()].findLast(unit => a.visible[unit]);
+    const text = cellText(matrixGrid(matrix, all, all, null), query, rowOf(a, query).indices[0], "B − A");
+    assert.match(text, storage === "dense" ? /^B − A, .*: (\+|−|≈)?[\d.]+ \(A \S+, B \S+\)$/ : /^B − A, .*: not exactly known \(A /);
   }
 });
 
@@ -460,6 +511,13 @@ test("numbers are rounded so that they stay bounds, and small weights are not sh
   assert.deepEqual(
     [0, 1e-5, 0.0049, 0.0199, Math.fround(0.33), 0.999, 1, -0.484].map(formatAtLeast),
     ["0.00", ">0", "0.004", "0.01", "0.33", "0.99", "1.00", "−0.49"],
+  );
+  assert.deepEqual([-0.01, 0, 1e-5, 0.33001].map(formatBound), ["unknown", "≥ 0", "≥ 0", "at least 0.33"]);
+  assert.deepEqual([0, 0.12, -0.128, 0.001, -0.001].map(formatSigned), ["0.00", "+0.12", "−0.13", "+0.001", "−0.001"]);
+  assert.deepEqual([-1e-9, -0.0003, -0.01].map(formatNumber), ["0.00", "−0.0003", "−0.01"]);
+  assert.deepEqual(
+    [0, -0.0003, -0.003, 0.25, -1234, 12_345, -2_345_678, NaN].map(formatShort),
+    ["0.00", "≈0", "−0.003", "0.25", "−1,234", "12K", "−2.3M", "–"],
   );
   assert.deepEqual([0, 1e-5, 0.33001, 0.5].map(formatAtMost), ["0.000", "0.001", "0.331", "0.500"]);
   assert.deepEqual([0, 0.0049, 0.339, 1].map(formatPercentAtLeast), ["0 %", "0.4 %", "33 %", "100 %"]);

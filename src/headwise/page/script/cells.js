@@ -1,5 +1,5 @@
 /** Cells of the overview: one button for each head, with its thumbnail or a coloured square. */
-import {counted, element, formatNumber} from "./dom.js";
+import {element, formatNumber, formatShort} from "./dom.js";
 import {
   cssColour,
   inkOn,
@@ -13,6 +13,7 @@ import {
   valueScale,
 } from "./colours.js";
 import {shownValue, statisticTitle} from "./data.js";
+import {kindTitle, shortKind} from "./kinds.js";
 import {drawDifference, drawTiles} from "./thumbnail.js";
 import {colourStatistic, isDiverging, roleChanged} from "./filter.js";
 
@@ -31,6 +32,9 @@ export function createCells(app) {
       {type: "button", class: "cell", "data-head": index, tabindex: -1},
       element("span", {class: "cell-picture", "aria-hidden": "true"}),
       element("span", {class: "cell-name", "aria-hidden": "true"}, head.name.split(" ").pop()),
+      page.allKinds.length > 1
+        ? element("span", {class: "cell-kind", "aria-hidden": "true"}, shortKind(page.kinds[index]))
+        : null,
       element("span", {class: "visually-hidden"}),
     ),
   );
@@ -107,6 +111,7 @@ export function createCells(app) {
       button.className = `cell ${roleClass(role)}${changed ? " changed" : ""}`;
       const parts = [
         `Head ${page.heads[index].name}`,
+        page.allKinds.length > 1 ? kindTitle(page.kinds[index]) : null,
         role?.title,
         Number.isFinite(value) ? `${name} ${formatNumber(value)}` : null,
         changed ? "another role in the other model" : null,
@@ -126,7 +131,7 @@ export function createCells(app) {
 }
 
 function paintSquare(picture, value, colour) {
-  const square = element("span", {class: "cell-value"}, formatNumber(value));
+  const square = element("span", {class: "cell-value"}, formatShort(value));
   square.style.setProperty("--square", cssColour(colour));
   square.style.setProperty("--square-ink", inkOn(colour));
   picture.replaceChildren(square);
@@ -151,32 +156,4 @@ function paintTiles(picture, tiles, role) {
 /** Return the mark of a role: its letter on its colour. */
 export function roleBadge(role) {
   return element("span", {class: `badge ${roleClass(role)}`, "aria-hidden": "true"}, roleMark(role));
-}
-
-/** Return the heads in groups for display, [{title, badge, rule, heads}], by role, by layer, or all in one group. */
-export function groupsOf(app, heads) {
-  const {page, state} = app;
-  const by = state.get("group");
-  const model = page.models[app.model()];
-  if (by === "none") return [{title: counted(heads.length, "head"), heads}];
-  if (by === "role" && page.roles.length) {
-    const roles = [...page.roles.keys(), null];
-    return roles
-      .map(index => ({
-        title: index === null ? "no role" : page.roles[index].title,
-        rule: page.roles[index]?.rule,
-        role: page.roles[index],
-        heads: heads.filter(head => model.heads[head].role === index),
-      }))
-      .filter(group => group.heads.length);
-  }
-  const layers = new Map();
-  for (const index of heads) {
-    const {name, layer} = model.heads[index];
-    const part = name.includes(" ") ? `${name.slice(0, name.lastIndexOf(" "))}, ` : "";
-    const title = `${part}layer ${layer}`;
-    if (!layers.has(title)) layers.set(title, {title, layer, part, heads: []});
-    layers.get(title).heads.push(index);
-  }
-  return [...layers.values()].sort((a, b) => a.part.localeCompare(b.part) || a.layer - b.layer);
 }

@@ -72,15 +72,22 @@ export function inkOn(rgb) {
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 ? "#000000" : "#ffffff";
 }
 
-/** Return a function from values to colours, and the limits of its scale. Signed scales are symmetric around 0. */
-export function valueScale(values, signed) {
+/** Return the limits of a scale of numbers. A signed scale is symmetric around 0, or starts at 0 if none is negative. */
+export function scaleLimits(values, signed) {
   const finite = values.filter(Number.isFinite);
-  let low = Math.min(...finite);
-  let high = Math.max(...finite);
-  if (signed) {
-    high = Math.max(Math.abs(low), Math.abs(high));
-    low = -high;
-  }
-  const stops = scaleStops(signed ? "diverging" : "sequential");
-  return {low, high, stops, colour: value => scaleColour(stops, high > low ? (value - low) / (high - low) : 0.5)};
+  const low = Math.min(...finite);
+  const high = Math.max(...finite);
+  if (!signed) return {low, high};
+  if (low >= 0) return {low: 0, high};
+  const size = Math.max(-low, high);
+  return {low: -size, high: size};
+}
+
+/** Return a function from values to colours, with the limits and the colours of its scale. */
+export function valueScale(values, signed) {
+  const {low, high} = scaleLimits(values, signed);
+  const all = scaleStops(signed ? "diverging" : "sequential");
+  const stops = signed && low >= 0 ? all.slice((all.length - 1) / 2) : all;
+  const part = value => (high > low ? (value - low) / (high - low) : Number(!signed) / 2);
+  return {low, high, stops, colour: value => scaleColour(stops, part(value))};
 }

@@ -14,10 +14,9 @@ export function createControls(app) {
     group: statistic.source,
   }));
   const roles = page.roles.length > 0;
-  const kinds = [...new Set(page.heads.map(head => head.kind))];
 
   function fill() {
-    const search = inputField("Search", "search", "search", page.passages.length ? "5.11 or a word" : "5.11");
+    const search = inputField("Search", "search", "search", page.passages.length ? page.say("5.11 or a word") : "5.11");
     root.replaceChildren(
       search,
       selectField(
@@ -31,6 +30,7 @@ export function createControls(app) {
         [
           ...(roles ? [{value: "role", text: "role"}] : []),
           {value: "layer", text: "layer"},
+          ...(page.allKinds.length > 1 ? [{value: "kind", text: "kind of attention"}] : []),
           {value: "none", text: "no groups"},
         ],
         state.get("group"),
@@ -54,11 +54,11 @@ export function createControls(app) {
               ),
             )
           : null,
-        inputField("Layers", "layers", "text", "such as 3 or 2-5"),
-        kinds.length > 1
+        inputField("Layers", "layers", "text", "3 or 2-5"),
+        page.allKinds.length > 1
           ? selectField(
               "Kind",
-              [{value: "", text: "all"}, ...kinds.map(kind => ({value: kind, text: kind}))],
+              [{value: "", text: "all"}, ...page.allKinds.map(kind => ({value: kind, text: kind}))],
               state.get("kind"),
               kind => state.set({kind}),
             )

@@ -2,6 +2,7 @@
 import {angularTable, bytesOfBase64, gunzip, parseDense, parseSparse, parseVisibility} from "./decode.js";
 import {unitsOf} from "./words.js";
 import {unitMatrix} from "./attention.js";
+import {differentKinds, headKinds, imageNouns, showsImages} from "./kinds.js";
 
 /** Number of heads whose decompressed attention is kept. */
 const KEPT_HEADS = 16;
@@ -27,7 +28,10 @@ function remembered(load, limit = Infinity) {
 /** Return the contents of the page, with functions that load attention weights. */
 export async function loadContents() {
   const contents = JSON.parse(document.getElementById("contents").textContent);
-  const {models, passages, statistics} = contents;
+  const {models, passages} = contents;
+  const say = showsImages(contents) ? imageNouns : text => text;
+  const statistics = contents.statistics.map(each => ({...each, unit: say(each.unit), source: say(each.source)}));
+  const kinds = headKinds(contents);
   const heads = models[0].heads;
   const values = new Float32Array(await blobOf("values"));
   const size = models.length * statistics.length * heads.length;
@@ -68,7 +72,14 @@ export async function loadContents() {
 
   return {
     ...contents,
+    statistics,
     heads,
+    /** Return a text of the page with the nouns for what it shows: words of a text, or patches of an image. */
+    say,
+    /** Kind of each head. */
+    kinds,
+    /** The different kinds of heads in the order of display. */
+    allKinds: differentKinds(kinds),
     units,
     tiles,
     matrix,
@@ -94,10 +105,14 @@ export function statisticTitle(page, index) {
   return isRepeated ? `${name} (${source})` : name;
 }
 
-/** Return true if a statistic is an effect or a difference, so that its colours diverge around 0. */
+/** Return a statistic's title with its unit, such as "entropy (nats)". */
+export function statisticWithUnit(page, index) {
+  const {unit} = page.statistics[index];
+  return statisticTitle(page, index) + (unit ? ` (${unit})` : "");
+}
+
+/** Return true if a statistic has negative values, so that its colours diverge around 0. */
 export function isSigned(page, index) {
-  const {name, source} = page.statistics[index];
-  if (/ablation|effect|differ/i.test(`${name} ${source}`)) return true;
   return page.models.some((_, model) => page.heads.some((__, head) => page.mean(model, index, head) < 0));
 }
 
@@ -107,9 +122,19 @@ export function shownValue(page, view, statistic, head) {
   return page.mean(view === "B" ? 1 : 0, statistic, head);
 }
 
-/** Return the rank of a head by a statistic, counted from 1 for the largest value, and the number of ranked heads. */
+/**
+ * Return the ranks of a head by a statistic, {first, last, of}, counted from 1 for the largest value, or null if its value
+ * is unknown. `first` and `last` differ if other heads have the same value, up to rounding. `of` is the number of ranked
+ * heads.
+ */
 export function rankOf(page, view, statistic, head) {
   const value = shownValue(page, view, statistic, head);
+  if (!Number.isFinite(value)) return null;
   const all = page.heads.map((_, other) => shownValue(page, view, statistic, other)).filter(Number.isFinite);
-  return Number.isFinite(value) ? {rank: 1 + all.filter(other => other > value).length, of: all.length} : null;
+  const error = 1e-6 * Math.max(...all.map(Math.abs));
+  return {
+    first: 1 + all.filter(other => other > value + error).length,
+    last: all.filter(other => other >= value - error).length,
+    of: all.length,
+  };
 }

@@ -31,6 +31,14 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
+/** Height of the settings of the page, which stay above what is scrolled to, in pixels. */
+const TOOLBAR_HEIGHT = 64;
+
+/** Scroll this document to a part of the page. `scrollIntoView` would also scroll the document around a frame. */
+export function scrollToPart(id) {
+  window.scrollTo({top: window.scrollY + byId(id).getBoundingClientRect().top - TOOLBAR_HEIGHT});
+}
+
 /** Return a labelled <select>. `options` are {value, text, group}; `choose` is called with the chosen value. */
 export function selectField(label, options, value, choose) {
   const select = element("select", {change: () => choose(select.value)});
@@ -81,7 +89,18 @@ export function pressChoice(group, value) {
 /** Return a number with a suitable number of digits, or "–" if it is unknown. */
 export function formatNumber(value) {
   if (!Number.isFinite(value)) return "–";
-  return `${value < 0 ? "−" : ""}${formatSize(Math.abs(value))}`;
+  const size = formatSize(Math.abs(value));
+  return `${value < 0 && size !== "0.00" ? "−" : ""}${size}`;
+}
+
+const COMPACT = new Intl.NumberFormat("en-US", {notation: "compact"});
+
+/** Return a number in at most six characters, for a small square. */
+export function formatShort(value) {
+  const size = Math.abs(value);
+  if (size > 0 && size < 0.0005) return "≈0";
+  if (!(size >= 10_000)) return formatNumber(value);
+  return `${value < 0 ? "−" : ""}${size >= 1e15 ? size.toExponential(0) : COMPACT.format(size)}`;
 }
 
 function formatSize(size) {
@@ -97,6 +116,13 @@ export function formatWeight(weight) {
   return weight > 0 && weight < 0.005 ? "<0.01" : weight.toFixed(2);
 }
 
+/** Return a difference of weights with its sign and at least two digits. */
+export function formatSigned(difference) {
+  const size = Math.abs(difference);
+  const text = size < 0.01 ? formatNumber(size) : size.toFixed(2);
+  return text === "0.00" ? text : `${difference < 0 ? "−" : "+"}${text}`;
+}
+
 /** Return a lower bound of a weight, rounded down, so that it stays a lower bound. One that is almost 0 is ">0". */
 export function formatAtLeast(bound) {
   if (bound > 0 && bound < 0.001) return ">0";
@@ -106,6 +132,12 @@ export function formatAtLeast(bound) {
   return `${rounded < 0 ? "−" : ""}${Math.abs(rounded).toFixed(digits)}`;
 }
 
+/** Return a lower bound of a number as words: "at least 0.33", "≥ 0", or "unknown" if it is negative. */
+export function formatBound(bound) {
+  if (bound < 0) return "unknown";
+  return bound < 0.001 ? "≥ 0" : `at least ${formatAtLeast(bound)}`;
+}
+
 /** Return an upper bound of a weight with three digits, rounded up, so that it stays an upper bound. */
 export function formatAtMost(bound) {
   return (Math.ceil(bound * 1000) / 1000).toFixed(3);
@@ -113,6 +145,7 @@ export function formatAtMost(bound) {
 
 /** Return a weight of a matrix as text. If only the largest weights are stored, it is a lower bound. */
 export function formatListed(matrix, weight) {
+  if (matrix.signed) return formatSigned(weight);
   return matrix.exact ? formatWeight(weight) : formatAtLeast(weight);
 }
 

@@ -1,15 +1,16 @@
 /** Files and texts of the chosen head: matrix and curves as SVG and PNG, weights as text. */
 import {ROUNDED_DOWN, byId, element, svgElement} from "./dom.js";
-import {cssColour, mixed, propertyColour, roleColour} from "./colours.js";
+import {cssColour, propertyColour} from "./colours.js";
 import {rowOf} from "./attention.js";
-import {scalePart} from "./matrix.js";
+import {SCALE_HEIGHT, TITLE_HEIGHT, svgTitle} from "./caption.js";
+import {lineStyle} from "./lines.js";
+import {matrixSvg} from "./matrixsvg.js";
 import {strongestLinks} from "./strongest.js";
-import {plainName, shortened} from "./words.js";
+import {plainName} from "./words.js";
 
-/** Number of cells up to which a matrix is saved as rectangles, with words. */
-const MOST_RECTANGLES = 10000;
-
-/** Return buttons that save or copy what `view()` shows. */
+/**
+ * Return buttons that save or copy what `view()` shows, {root, update()}. `update` hides those for which it shows nothing.
+ */
 export function exportButtons(app, view) {
   const name = () => `head-${app.page.heads[app.head()].name.replace(/[^\w.]+/g, "-")}`;
   const save = (text, action) =>
@@ -25,28 +26,43 @@ export function exportButtons(app, view) {
     );
   const savePicture = (kind, asPng) => {
     const svg = view().picture();
-    if (!svg) {
-      app.announce("Curves are drawn for at most 60 words.");
-      return;
-    }
-    if (asPng) pngOfSvg(svg, blob => saveBlob(`${name()}-${kind}.png`, blob));
-    else saveText(`${name()}-${kind}.svg`, svgText(withGround(svg)), "image/svg+xml");
+    if (!svg) return;
+    const complete = withCaption(svg, pictureTitle(app));
+    if (asPng) pngOfSvg(complete, blob => saveBlob(`${name()}-${kind}.png`, blob));
+    else saveText(`${name()}-${kind}.svg`, svgText(complete), "image/svg+xml");
   };
-  return element(
+  const matrix = () => matrixSvg(view().matrixView.saved(pictureTitle(app)));
+  const curves = [
+    save("Curves PNG", () => savePicture("curves", true)),
+    save("Curves SVG", () => savePicture("curves", false)),
+  ];
+  const links = save("Copy links", () => copyText(app, linksText(view().current())));
+  const root = element(
     "div",
     {class: "tools"},
     element("span", {class: "soft"}, "Save"),
     save("Matrix PNG", () =>
       view()
-        .matrixView.picture(800)
+        .matrixView.picture(800, pictureTitle(app))
         .toBlob(blob => saveBlob(`${name()}-matrix.png`, blob)),
     ),
-    save("Matrix SVG", () => saveText(`${name()}-matrix.svg`, svgText(matrixSvg(app, view())), "image/svg+xml")),
-    save("Curves PNG", () => savePicture("curves", true)),
-    save("Curves SVG", () => savePicture("curves", false)),
+    save("Matrix SVG", () => saveText(`${name()}-matrix.svg`, svgText(matrix()), "image/svg+xml")),
+    ...curves,
     save("Copy weights", () => copyText(app, weightsText(app, view().current()))),
-    save("Copy links", () => copyText(app, linksText(view().current()))),
+    links,
   );
+  function update() {
+    for (const button of curves) button.hidden = !view().picture();
+    links.hidden = Boolean(view().current()?.matrix.signed);
+  }
+  return {root, update};
+}
+
+/** Return the title of a saved picture: the head and the model. */
+function pictureTitle({page, state, head, model}) {
+  const names = page.models.map((each, index) => (page.models.length === 2 ? `${"AB"[index]}: ${each.name}` : each.name));
+  const title = state.get("model") === "difference" && names.length === 2 ? `B − A (${names.join(", ")})` : names[model()];
+  return `Head ${page.heads[head()].name} · ${title}`;
 }
 
 /** Return the weights of the pinned word, or of all words, as lines of query, key and weight. */
@@ -63,8 +79,9 @@ export function weightsText({state}, {matrix, shown}) {
 }
 
 /** Return the first lines of copied weights. */
-function copiedHeading({exact}) {
-  return [...(exact ? [] : [`# ${ROUNDED_DOWN} Smaller weights are not listed.`]), "query\tkey\tweight"];
+function copiedHeading({exact, signed}) {
+  const heading = `query\tkey\t${signed ? "weight in B minus weight in A" : "weight"}`;
+  return [...(exact ? [] : [`# ${ROUNDED_DOWN} Smaller weights are not listed.`]), heading];
 }
 
 /** Return a weight with four digits, or with three digits and rounded down if only the largest weights are stored. */
@@ -89,75 +106,32 @@ function copiedLine(matrix, query, key, weight) {
   return [plainName(matrix.queryUnits, query), plainName(matrix.keyUnits, key), copiedWeight(matrix, weight)].join("\t");
 }
 
-/** Return the matrix as an SVG element: rectangles and words, or a picture if it is large. */
-function matrixSvg(app, view) {
-  const {matrix, shown, role} = view.current();
-  const size = 14;
-  const left = 120;
-  const top = 100;
-  const rows = [...shown.hiddenQueries.keys()].filter(unit => !shown.hiddenQueries[unit]);
-  const columns = [...shown.hiddenKeys.keys()].filter(unit => !shown.hiddenKeys[unit]);
-  const ground = propertyColour("--panel");
-  const colour = roleColour(role);
-  const ink = cssColour(propertyColour("--ink"));
-  if (rows.length * columns.length > MOST_RECTANGLES) {
-    const canvas = view.matrixView.picture(800);
-    return svgElement(
-      "svg",
-      {viewBox: `0 0 ${canvas.width} ${canvas.height}`},
-      svgElement("image", {href: canvas.toDataURL(), width: canvas.width, height: canvas.height}),
-    );
-  }
-  const place = new Map(columns.map((unit, column) => [unit, column]));
-  const largest = matrix.weight.reduce((a, b) => Math.max(a, b), 0) || 1;
-  const svg = svgElement(
-    "svg",
-    {
-      viewBox: `0 0 ${left + columns.length * size + 80} ${top + rows.length * size + 4}`,
-      "font-family": "system-ui, sans-serif",
-      "font-size": 11,
-    },
-    svgElement("rect", {width: "100%", height: "100%", fill: cssColour(ground)}),
-  );
-  rows.forEach((query, row) => {
-    const {indices, weights} = rowOf(matrix, query);
-    indices.forEach((key, entry) => {
-      if (!place.has(key)) return;
-      svg.append(
-        svgElement("rect", {
-          x: left + place.get(key) * size,
-          y: top + row * size,
-          width: size,
-          height: size,
-          fill: cssColour(mixed(ground, colour, scalePart(weights[entry], largest, app.state.get("scale")))),
-        }),
-      );
-    });
-    svg.append(
-      svgElement(
-        "text",
-        {x: left - 6, y: top + row * size + 11, "text-anchor": "end", fill: ink},
-        shortened(matrix.queryUnits.labels[query], 16),
-      ),
-    );
-  });
-  columns.forEach((key, column) =>
-    svg.append(
-      svgElement(
-        "text",
-        {transform: `translate(${left + column * size + 9} ${top - 6}) rotate(-60)`, fill: ink},
-        shortened(matrix.keyUnits.labels[key], 16),
-      ),
-    ),
-  );
-  return svg;
-}
+/** Weights whose lines are explained in a saved picture. */
+const EXPLAINED_WEIGHTS = [0.04, 0.5, 1];
 
-/** Return a copy of an SVG element with the background of the page. */
-function withGround(svg) {
+/** Return a copy of a picture of curves with the background of the page, a title, and an explanation of the lines. */
+function withCaption(svg, title) {
   const copy = svg.cloneNode(true);
   copy.querySelectorAll("path").forEach(path => path.removeAttribute("class"));
-  copy.prepend(svgElement("rect", {width: "100%", height: "100%", fill: cssColour(propertyColour("--panel"))}));
+  const {width, height} = svg.viewBox.baseVal;
+  const all = TITLE_HEIGHT + height + SCALE_HEIGHT;
+  const y = all - SCALE_HEIGHT / 2;
+  const stroke = svg.querySelector("path")?.getAttribute("stroke") ?? "none";
+  const fill = cssColour(propertyColour("--ink"));
+  const explained = EXPLAINED_WEIGHTS.flatMap((weight, place) => [
+    svgElement("path", {d: `M${70 + 110 * place} ${y}h40`, stroke, ...lineStyle(weight)}),
+    svgElement("text", {x: 118 + 110 * place, y: y + 4, "font-size": 12, fill}, String(weight)),
+  ]);
+  const body = svgElement("g", {transform: `translate(0 ${TITLE_HEIGHT})`}, ...copy.childNodes);
+  copy.setAttribute("viewBox", `0 0 ${width} ${all}`);
+  copy.setAttribute("height", all);
+  copy.replaceChildren(
+    svgElement("rect", {width: "100%", height: "100%", fill: cssColour(propertyColour("--panel"))}),
+    svgTitle(title),
+    body,
+    svgElement("text", {x: 12, y: y + 4, "font-size": 12, fill}, "weight"),
+    ...explained,
+  );
   return copy;
 }
 
@@ -168,13 +142,13 @@ function svgText(svg) {
 
 function pngOfSvg(svg, done) {
   const image = new Image();
-  const {width, height} = svg.viewBox.baseVal;
+  const [, , width, height] = svg.getAttribute("viewBox").split(" ").map(Number);
   image.addEventListener("load", () => {
     const canvas = element("canvas", {width: 2 * width, height: 2 * height});
     canvas.getContext("2d").drawImage(image, 0, 0, 2 * width, 2 * height);
     canvas.toBlob(done);
   });
-  image.src = `data:image/svg+xml,${encodeURIComponent(svgText(withGround(svg)))}`;
+  image.src = `data:image/svg+xml,${encodeURIComponent(svgText(svg))}`;
 }
 
 function saveText(name, text, type) {

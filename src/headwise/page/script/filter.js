@@ -39,7 +39,7 @@ export function chosenHeads(page, state) {
       const head = page.models[model].heads[index];
       if (roles.length && !roles.includes(head.role ?? -1)) return false;
       if (head.layer < firstLayer || head.layer > lastLayer) return false;
-      if (kind && head.kind !== kind) return false;
+      if (kind && page.kinds[index] !== kind) return false;
       if (state.get("changed") && !roleChanged(page, index)) return false;
       if (byName && !nameMatches(head.name, search)) return false;
       if (range === "" || !page.statistics[range]) return true;

@@ -1,9 +1,19 @@
 /** Search for heads that attend to marked words. */
-import {byId, choiceButtons, element, formatAtLeast, formatWeight, pressChoice} from "./dom.js";
+import {
+  byId,
+  choiceButtons,
+  element,
+  formatBound,
+  formatPercent,
+  formatPercentAtLeast,
+  formatSigned,
+  formatWeight,
+  pressChoice,
+} from "./dom.js";
 import {focusVerdict, hasFocus} from "./focus.js";
 import {marksOfSide} from "./marks.js";
 import {rankHeads} from "./rank.js";
-import {shortened} from "./words.js";
+import {unitName} from "./words.js";
 
 /** Number of heads that are listed. */
 const LISTED_HEADS = 10;
@@ -52,23 +62,23 @@ export function createFind(app) {
     byId("find-words").textContent = marked.size
       ? `Marked${place}: ${[...marked]
           .sort((a, b) => a - b)
-          .map(word => shortened(units.labels[word], 20))
+          .map(word => unitName(units, word, 20))
           .join(", ")}`
-      : `No word${place} is marked.`;
+      : `${page.say("No word")}${place} is marked.`;
     byId("find-kind").textContent = [
       kind === "received"
-        ? "Received: the mean attention that all other words put on the marked words."
-        : "Exchanged: the mean attention that each marked word puts on the other marked words.",
+        ? page.say("Received: the mean attention that all other words put on the marked words.")
+        : page.say("Exchanged: the mean attention that each marked word puts on the other marked words."),
       page.models.length === 2 ? `The search uses model ${"AB"[model]}, ${page.models[model].name}.` : "",
       stored.some(head => head?.storage === "sparse")
-        ? "The page stores only the largest weights of this text, so heads are ranked by lower bounds."
+        ? page.say("The page stores only the largest weights of this text, so heads are ranked by lower bounds.")
         : "",
     ]
       .filter(Boolean)
       .join(" ");
     result.replaceChildren();
     status.textContent =
-      kind === "exchanged" && marked.size === 1 ? "Mark at least two words that exchange attention." : "";
+      kind === "exchanged" && marked.size === 1 ? page.say("Mark at least two words that exchange attention.") : "";
     if (!marked.size || status.textContent) return;
     const ranked = await rankHeads(page, {passage, model, side, marked, kind}, done => {
       if (job === started) status.textContent = `${done} of ${page.heads.length} heads are done.`;
@@ -76,7 +86,8 @@ export function createFind(app) {
     });
     if (!ranked) return;
     const nameOf = head => page.heads[head].name;
-    status.textContent = focusVerdict(ranked, kind, nameOf, {weight: formatWeight, atLeast: formatAtLeast});
+    const verdict = focusVerdict(ranked, kind, nameOf, {percent: formatPercent, atLeast: formatPercentAtLeast});
+    status.textContent = page.say(verdict);
     if (ranked.length) result.replaceChildren(rankingTable(app, ranked));
   }
 
@@ -115,17 +126,13 @@ function rankingTable(app, ranked) {
               ),
             ),
             ...[
-              isExact ? formatWeight(focus.share) : `at least ${formatAtLeast(focus.share)}`,
+              isExact ? formatWeight(focus.share) : formatBound(focus.share),
               formatWeight(focus.uniform),
-              isExact ? signed(focus.share - focus.uniform) : `at least ${formatAtLeast(focus.share - focus.uniform)}`,
+              isExact ? formatSigned(focus.share - focus.uniform) : formatBound(focus.share - focus.uniform),
               hasFocus(focus),
             ].map(text => element("td", {}, text)),
           ),
         ),
     ),
   );
-}
-
-function signed(number) {
-  return `${number < 0 ? "−" : "+"}${Math.abs(number).toFixed(2)}`;
 }

@@ -3,7 +3,8 @@ import {byId, element, formatPercent, formatWeight} from "./dom.js";
 import {receivedAttention} from "./attention.js";
 import {seriesClass} from "./colours.js";
 import {roleBadge} from "./cells.js";
-import {sentenceLine} from "./sentence.js";
+import {largestWordWeight, sentenceLine} from "./sentence.js";
+import {strengthOfLargest, tintScale} from "./tint.js";
 
 /** Fill the first block of the page, if the page has foci. */
 export function createFoci(app) {
@@ -16,8 +17,14 @@ export function createFoci(app) {
 
   async function show() {
     const job = (started = {});
-    const items = await Promise.all(page.foci.map((focus, place) => focusLine(app, focus, place)));
-    if (job === started) lines.replaceChildren(...items);
+    const attention = await Promise.all(page.foci.map(focus => focusAttention(page, app.passage(), focus)));
+    if (job !== started) return;
+    const known = attention.filter(Boolean);
+    const largest = Math.max(0, ...known.map(({units, weights}) => largestWordWeight(units, weights)));
+    const uniform = Math.min(1, ...known.map(({units}) => 1 / units.count));
+    const scale = {largest, strength: strengthOfLargest(largest, uniform)};
+    byId("foci-legend").replaceChildren(known.length ? tintScale(scale, "mean weight") : "");
+    lines.replaceChildren(...page.foci.map((focus, place) => focusLine(app, focus, place, attention[place], scale)));
   }
 
   state.on(["passage"], show);
@@ -29,16 +36,13 @@ function scoresOf(focus, passage) {
   return Array.isArray(focus.scores[0]) ? (focus.scores[passage] ?? []) : focus.scores;
 }
 
-async function focusLine(app, focus, place) {
+function focusLine(app, focus, place, attention, scale) {
   const {page} = app;
-  const passage = app.passage();
-  const best = scoresOf(focus, passage)[0];
-  const words = new Set(focus.words[passage]);
+  const best = scoresOf(focus, app.passage())[0];
   if (!best)
     return element("li", {class: "focus"}, element("h3", {}, focus.name), element("p", {class: "soft"}, focus.verdict));
   const role = page.role(best.model, best.head);
   const name = page.heads[best.head].name;
-  const stored = page.passages[passage].heads[best.model][best.head];
   const about = element(
     "div",
     {class: "focus-head"},
@@ -46,8 +50,8 @@ async function focusLine(app, focus, place) {
     element("button", {type: "button", class: "link", click: () => app.choose(best.head)}, `head ${name}`),
     role ? element("span", {class: "focus-role"}, roleBadge(role), role.title) : null,
   );
-  const line = stored
-    ? await focusSentence(page, passage, best, words, focus.kind)
+  const line = attention
+    ? sentenceLine(attention.units, attention.weights, scale, attention)
     : element("p", {class: "soft"}, "The head did not attend on this passage.");
   const error = best.error ?? best.sem;
   const numbers = element(
@@ -68,13 +72,24 @@ async function focusLine(app, focus, place) {
   );
 }
 
-async function focusSentence(page, passage, {model, head}, words, kind) {
-  const matrix = await page.matrix(passage, model, head, true);
+/** Return the attention of a focus's best head on each word, {units, weights, ...}, or null if it is unknown. */
+async function focusAttention(page, passage, focus) {
+  const best = scoresOf(focus, passage)[0];
+  const stored = best && page.passages[passage].heads[best.model][best.head];
+  if (!stored) return null;
+  const words = new Set(focus.words[passage]);
+  const matrix = await page.matrix(passage, best.model, best.head, true);
   const {queryUnits, keyUnits} = matrix;
   const isSelf = queryUnits === keyUnits;
-  const isRow = query => (kind === "exchanged" ? words.has(query) : !isSelf || !words.has(query));
+  const isRow = query => (focus.kind === "exchanged" ? words.has(query) : !isSelf || !words.has(query));
   const rows = matrix.visible.map((visible, query) => Number(visible && !queryUnits.special[query] && isRow(query)));
-  return sentenceLine(keyUnits, receivedAttention(matrix, rows), {underlined: words, around: [...words][0]});
+  return {
+    units: keyUnits,
+    weights: receivedAttention(matrix, rows),
+    underlined: words,
+    around: [...words][0],
+    image: page.passages[passage].sides[stored.keys].image,
+  };
 }
 
 /** Return a bar from 0 to 1 with the share, and a line at the share of uniform attention. */

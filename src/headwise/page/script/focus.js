@@ -88,14 +88,14 @@ export function hasFocus({share, upper, uniform}) {
  * @param ranked scores of heads, best first
  * @param kind "received" or "exchanged"
  * @param nameOf function that returns the name of a head
- * @param formats {weight, atLeast}: functions that return a weight, and a lower bound of a weight, as text
+ * @param formats {percent, atLeast}: functions that return a share, and a lower bound of a share, as text
  */
-export function focusVerdict(ranked, kind, nameOf, {weight, atLeast}) {
+export function focusVerdict(ranked, kind, nameOf, {percent, atLeast}) {
   if (!ranked.length) return "No head has a row of attention that counts for these words.";
-  const place = kind === "exchanged" ? "among" : "on";
   const names = ranked.filter(score => hasFocus(score.focus) === "yes").map(score => nameOf(score.head));
   const isExact = ranked.every(score => score.focus.exact);
   const isMany = names.length > 1;
+  const place = kind === "exchanged" ? "among" : "on";
   const rule =
     `at least half of ${isMany ? "their" : "its"} attention is ${place} these words, ` +
     "more than under uniform attention.";
@@ -103,18 +103,18 @@ export function focusVerdict(ranked, kind, nameOf, {weight, atLeast}) {
     return `${isMany ? "Heads" : "Head"} ${listedNames(names)} ${isMany ? "have" : "has"} this focus: ${rule}`;
   if (names.length) return `At least ${isMany ? `${names.length} heads have` : "one head has"} this focus: ${rule}`;
   const {head, focus} = ranked[0];
-  const best = `that of head ${nameOf(head)}, with a share of`;
-  const none =
-    `No head has this focus: at least half of the attention ${place} these words, ` +
-    "and more than under uniform attention.";
-  const uniform = `where uniform attention has ${weight(focus.uniform)}.`;
-  if (isExact)
-    return `${none} The largest excess is ${best} ${weight(focus.share)} ${uniform}`;
-  const bound = `largest lower bound of the excess is ${best} at least ${atLeast(focus.share)} ${uniform}`;
-  return ranked.every(score => hasFocus(score.focus) === "no")
-    ? `${none} The ${bound}`
-    : "No head is known to have this focus, because the page stores only the largest weights of this text; " +
-        `the ${bound}`;
+  const bound = focus.share < 0.001 ? "an unknown share" : `at least ${atLeast(focus.share)}`;
+  const closest =
+    `Head ${nameOf(head)} comes closest: ${isExact ? percent(focus.share) : bound} ` +
+    `(uniform attention: ${percent(focus.uniform)}).`;
+  const isUnknown = ranked.some(score => hasFocus(score.focus) === "unknown");
+  const reason = isUnknown ? ", because the page stores only the largest weights of this text" : "";
+  const isUniform = ranked.some(score => score.focus.share >= FOCUS_SHARE) ? " and more than under uniform attention" : "";
+  const known = isUnknown ? "is known to put" : "puts";
+  return kind === "exchanged"
+    ? `In no head ${isUnknown ? "is it known that these words" : "do these words"} put at least half of their attention on ` +
+        `each other${isUniform}${reason}. ${closest}`
+    : `No head ${known} at least half of its attention on these words${isUniform}${reason}. ${closest}`;
 }
 
 /** Return the first names, and how many others there are. */

@@ -6,19 +6,38 @@ import {roleChanged} from "./filter.js";
 import {createHeadView} from "./headview.js";
 import {exampleList, statisticsTable} from "./table.js";
 import {exportButtons} from "./export.js";
-import {addToTray} from "./tray.js";
+import {ADD_TO_COMPARISON, addToTray, comparisonLink} from "./tray.js";
+import {kindTitle} from "./kinds.js";
+import {pinnedUnit} from "./meanattention.js";
 import {marksOfSide, marksWith, marksWithout} from "./marks.js";
+
+/** Sentences about what the reader can do with the text. */
+const HINTS = {
+  pointer: {
+    start: "Point at a word, or move to it with the arrow keys. Click or press Enter to pin it.",
+    pinned: "Escape, or another click on the word, unpins it.",
+    marking: "Click words, or press Enter, to mark them. The heads are ranked below the text.",
+  },
+  touch: {
+    start: "Tap a word to pin it.",
+    pinned: "Tap the word again to unpin it.",
+    marking: "Tap words to mark them. The heads are ranked below the text.",
+  },
+};
 
 /** Fill the panel of the chosen head. */
 export function createHead(app) {
   const {page, state} = app;
   const hasText = page.passages.length > 0;
-  const views = hasText ? page.models.map((_, model) => createHeadView(app, model, {over, focused, chosen})) : [];
+  const isCompared = page.models.length === 2;
+  const models = [...(isCompared ? [[0, 1]] : []), ...page.models.map((_, model) => [model])];
+  const views = hasText ? models.map(each => createHeadView(app, each, {over, focused, chosen})) : [];
+  const isTouch = matchMedia("(pointer: coarse)").matches;
   const direction = choiceButtons(
     "Direction",
     [
-      ["from", "from the word"],
-      ["to", "to the word"],
+      ["from", page.say("from the word")],
+      ["to", page.say("to the word")],
     ],
     state.get("direction"),
     value => {
@@ -35,23 +54,25 @@ export function createHead(app) {
       id: "mark-words",
       click: () => state.set({marking: !state.get("marking")}),
     },
-    "Mark words",
+    page.say("Mark words"),
   );
-  const hint = element("p", {class: "soft", id: "head-hint"});
+  const hint = byId("head-hint");
   let hovered = null;
   const compare = element(
     "button",
-    {type: "button", title: "Add this head to the comparison", click: () => addToTray(app)},
-    "+ Compare",
+    {type: "button", click: () => addToTray(app)},
+    ADD_TO_COMPARISON,
   );
-  byId("head-tools").append(direction, marking, compare);
-  byId("head-views").append(hint, ...views.map(view => view.root));
+  byId("head-tools").append(direction, marking, compare, comparisonLink(app));
+  byId("head-views").append(...views.map(view => view.root));
+  byId("head-lists").append(...views.map(view => view.lists));
   byId("head-pictures").append(...views.map(view => view.pictures));
   byId("head-tools").hidden = !hasText;
-  if (hasText) byId("head-export").append(exportButtons(app, shownView));
+  const saving = hasText ? exportButtons(app, shownView) : null;
+  if (saving) byId("head-export").append(saving.root);
 
   function shownView() {
-    return views[app.model()];
+    return views[isCompared && state.get("model") !== "difference" ? 1 + app.model() : 0];
   }
 
   function isSelf() {
@@ -60,18 +81,15 @@ export function createHead(app) {
   }
 
   function pinned() {
-    const match = /^([qk])(\d+)$/.exec(state.get("pin"));
-    const current = shownView()?.current();
-    if (!match || !current) return null;
-    const axis = match[1] === "q" ? "query" : "key";
-    const unit = Number(match[2]);
-    return unit < current.matrix[`${axis}Units`].count ? {axis, unit} : null;
+    const {matrix} = shownView()?.current() ?? {};
+    return matrix ? pinnedUnit(state.get("pin"), matrix.queryUnits, matrix.keyUnits) : null;
   }
 
   function over(active) {
     hovered = active;
     const pin = pinned();
     if (!pin) activate();
+    else if (active && "key" in active) hint.textContent = shownView().pair(active.unit, active.key);
     else if (active) {
       const other = active.unit;
       const view = shownView();
@@ -101,7 +119,7 @@ export function createHead(app) {
     const marks = state.get("marks");
     const isMarked = marksOfSide(marks, stored.keys).includes(word);
     state.set({marks: (isMarked ? marksWithout : marksWith)(marks, stored.keys, word)});
-    app.announce(isMarked ? "The mark was removed." : "The word is marked.");
+    app.announce(isMarked ? "The mark was removed." : page.say("The word is marked."));
   }
 
   function activate() {
@@ -113,10 +131,8 @@ export function createHead(app) {
 
   function hintText() {
     if (!hasText) return "";
-    if (state.get("marking")) return "Click words, or press Enter, to mark them. The heads are ranked below the text.";
-    return pinned()
-      ? "Escape, or another click on the word, unpins it."
-      : "Point at a word, or move to it with the arrow keys. Click or press Enter to pin it.";
+    const kind = state.get("marking") ? "marking" : pinned() ? "pinned" : "start";
+    return page.say(HINTS[isTouch ? "touch" : "pointer"][kind]);
   }
 
   function showSelection() {
@@ -145,7 +161,9 @@ export function createHead(app) {
     const role = page.role(app.model(), head);
     const other = page.role(1 - app.model(), head);
     byId("head").className = `panel ${roleClass(role)}`;
-    byId("head-title").replaceChildren(`Head ${name}`);
+    byId("head-title").replaceChildren(
+      `Head ${name}${page.allKinds.length > 1 ? `, ${kindTitle(page.kinds[head])}` : ""}`,
+    );
     byId("head-role").replaceChildren(
       ...(role ? [roleBadge(role), element("strong", {}, role.title), `: ${role.rule}.`] : []),
       roleChanged(page, head)
@@ -165,10 +183,11 @@ export function createHead(app) {
     showTop();
     const head = app.head();
     const isPair = state.get("model") === "difference";
-    for (const id of ["head-views", "head-pictures"]) byId(id).classList.toggle("pair", isPair);
-    views.forEach((view, model) => {
-      view.root.hidden = view.pictures.hidden = !isPair && model !== app.model();
-    });
+    for (const id of ["head-views", "head-lists", "head-pictures"]) byId(id).classList.toggle("pair", isPair);
+    for (const view of views) {
+      const isHidden = !isPair && view !== shownView();
+      for (const node of [view.root, view.lists, view.pictures]) node.hidden = isHidden;
+    }
     byId("head-statistics").replaceChildren(statisticsTable(app, head));
     try {
       await Promise.all(views.filter(view => !view.root.hidden).map(view => view.show(head)));
@@ -177,6 +196,7 @@ export function createHead(app) {
       return;
     }
     activate();
+    saving?.update();
     if (pinned()) for (const view of views) if (!view.root.hidden) view.reveal(pinned());
     byId("head-examples").replaceChildren((await exampleList(app, app.model(), head)) ?? "");
     if (hasText && !shownView().current()) hint.textContent = "This head did not attend on this passage.";

@@ -1,62 +1,47 @@
-/** One head of one model on one passage: text, weights of the active word, links, matrix and curves. */
-import {element, formatListed, formatPercent, formatPercentAtLeast, formatWeight} from "./dom.js";
-import {cssColour, roleClass, roleColour} from "./colours.js";
-import {hiddenShare, shownRows, weightAt} from "./attention.js";
-import {hiddenUnits, unitName} from "./words.js";
+/** One head on one passage, of one model or as the difference of two: text, weights of the active word, and links. */
+import {element, formatPercent, formatPercentAtLeast} from "./dom.js";
+import {roleClass} from "./colours.js";
+import {hiddenShare, shownRows} from "./attention.js";
+import {differenceMatrix, differenceTiles} from "./difference.js";
+import {hiddenUnits} from "./words.js";
 import {createText} from "./text.js";
 import {
   activeWeights,
+  largestOf,
   readoutList,
   readoutNotes,
   readoutSentence,
   readoutTitle,
   strongestWords,
-  tintStrengths,
 } from "./readout.js";
+import {strengthOfLargest, tintScale, tintStrengths} from "./tint.js";
 import {fillLinks} from "./links.js";
-import {highlightLines, linesPicture, linesTitle} from "./lines.js";
-import {createMatrixView, matrixUnits} from "./matrixview.js";
+import {cellText} from "./celltext.js";
+import {createPictures} from "./pictures.js";
 
 /**
- * Return the view of a head of one model, {root, pictures, show(head), activate(active), ...}.
+ * Return the view of a head, {root, lists, pictures, show(head), activate(active), ...}.
  *
  * @param app the page's context
- * @param model index of the model
+ * @param models index of the model, or the indices of both for the difference of their weights
  * @param events {over(active or null), focused(active), chosen(active, keySideWord)}
  */
-export function createHeadView(app, model, events) {
+export function createHeadView(app, models, events) {
   const {page, state} = app;
-  const part = name => element("div", {class: name});
-  const [texts, legend, hiddenNote, readout, links, lines] = [
-    "texts",
-    "text-legend soft",
-    "hidden-note",
-    "readout",
-    "link-list",
-    "curves",
-  ].map(part);
-  const matrixView = createMatrixView(app, {
-    title: "Matrix of the head's attention weights. The list of links has the strongest weights as text.",
-    over: pair => events.over(pair && {axis: "query", unit: pair.query}),
-  });
-  const name = () =>
-    page.models.length === 2 ? element("h3", {class: "model-name"}, `${"AB"[model]}: ${page.models[model].name}`) : "";
-  const pictures = element(
-    "div",
-    {class: "pictures"},
-    name(),
-    element("div", {}, element("h3", {}, "Matrix"), matrixView.root),
-    lines,
-  );
-  const root = element(
-    "div",
-    {class: "head-view"},
-    name(),
-    texts,
-    legend,
-    hiddenNote,
-    element("div", {class: "lists"}, readout, links),
-  );
+  const [model] = models;
+  const isDifference = models.length === 2;
+  const name = page.models.length < 2 ? "" : isDifference ? "B − A" : "AB"[model];
+  const part = type => element("div", {class: type});
+  const [texts, legend, hiddenNote] = ["texts", "text-legend soft", "hidden-note"].map(part);
+  const [readout, links] = ["readout", "link-list"].map(part);
+  const heading = () => {
+    if (!name) return "";
+    const title = isDifference ? "difference of the weights" : page.models[model].name;
+    return element("h3", {class: "model-name"}, `${name}: ${title}`);
+  };
+  const pictures = createPictures(app, name, heading, events);
+  const root = element("div", {}, heading(), texts, legend, hiddenNote);
+  const lists = element("div", {class: "lists"}, readout, links);
   let sides = null;
   let textKey = "";
   let current = null;
@@ -70,17 +55,17 @@ export function createHeadView(app, model, events) {
     if (key === textKey) return;
     textKey = key;
     const isSelf = stored.queries === stored.keys;
-    const build = (side, axis, name) =>
+    const build = (side, axis, label) =>
       createText({
         side: page.passages[passage].sides[side],
         units: page.units(passage, side, merged),
-        label: `${name}: press Enter to pin a word, and the arrow keys to move`,
+        label: `${label}: press Enter to pin a ${page.say("word")}, and the arrow keys to move`,
         over: unit => events.over(unit === null ? null : {axis: axis(), unit}),
         focused: unit => events.focused({axis: axis(), unit}),
         chosen: unit => events.chosen({axis: axis(), unit}, side === stored.keys),
       });
     const direction = () => (state.get("direction") === "from" ? "query" : "key");
-    const query = build(stored.queries, isSelf ? direction : () => "query", isSelf ? "Words" : "Queries");
+    const query = build(stored.queries, isSelf ? direction : () => "query", isSelf ? page.say("Words") : "Queries");
     sides = {query, key: isSelf ? query : build(stored.keys, () => "key", "Keys"), isSelf};
     const titled = (text, title) =>
       element("div", {class: "side"}, element("h3", {class: "side-title"}, title), text.root);
@@ -92,37 +77,55 @@ export function createHeadView(app, model, events) {
     );
   }
 
+  async function load(passage, head) {
+    const isPair = state.get("model") === "difference" && page.passages[passage].heads.every(heads => heads[head]);
+    const each = isPair ? [0, 1] : [model];
+    const [matrices, tiles] = await Promise.all([
+      Promise.all(each.map(index => page.matrix(passage, index, head, state.get("words")))),
+      Promise.all(models.map(index => page.tiles(passage, index))),
+    ]);
+    return isDifference
+      ? {matrices: [differenceMatrix(...matrices)], tiles: differenceTiles(...tiles.map(heads => heads[head]))}
+      : {matrices: [matrices[each.indexOf(model)], ...matrices], tiles: tiles[0][head]};
+  }
+
   async function show(head) {
     const passage = app.passage();
-    const stored = page.passages[passage]?.heads[model][head];
+    const called = models.map(index => page.passages[passage]?.heads[index][head]);
+    const stored = called.every(Boolean) ? called[0] : null;
     const job = (started = {});
-    root.className = `head-view ${roleClass(page.role(model, head))}`;
-    for (const node of [texts, legend, hiddenNote, readout, links, pictures]) node.hidden = !stored;
+    const role = isDifference ? null : page.role(model, head);
+    const isImage = stored && page.passages[passage].sides[stored.keys].image;
+    const colour = isDifference ? "difference" : roleClass(role);
+    root.className = `head-view ${colour}${isImage ? " shows-image" : ""}`;
+    lists.className = `lists ${colour}`;
+    pictures.root.className = `pictures ${colour}`;
+    for (const node of [texts, legend, hiddenNote, readout, links, pictures.content]) node.hidden = !stored;
     if (!stored) {
       current = null;
       return;
     }
+    links.hidden = isDifference;
     prepareTexts(stored, passage);
-    const [matrix, tiles] = await Promise.all([
-      page.matrix(passage, model, head, state.get("words")),
-      page.tiles(passage, model),
-    ]);
+    const {matrices, tiles} = await load(passage, head);
     if (job !== started) return;
+    const [matrix] = matrices;
     const settings = {special: state.get("special"), first: state.get("first")};
     const hiddenQueries = hiddenUnits(matrix.queryUnits, settings);
     const hiddenKeys = hiddenUnits(matrix.keyUnits, settings);
     const shown = {rows: shownRows(matrix, hiddenQueries, state.get("generated")), hiddenQueries, hiddenKeys};
-    current = {head, matrix, shown, tiles: tiles[head], role: page.role(model, head)};
+    current = {head, matrix, matrices, shown, tiles, role};
     sides.query.flag("hidden-word", flagged(hiddenQueries));
     if (!sides.isSelf) sides.key.flag("hidden-word", flagged(hiddenKeys));
     describeHidden();
     activate(active);
     await app.nextFrame();
     if (job !== started) return;
-    fillLinks(fillHeading(links, "Strongest links"), matrix, shown, query =>
-      events.chosen({axis: "query", unit: query}, false),
-    );
-    showPictures();
+    if (!isDifference)
+      fillLinks(fillHeading(links, "Strongest links"), matrix, shown, query =>
+        events.chosen({axis: "query", unit: query}, false),
+      );
+    pictures.show(current, active);
   }
 
   function fillHeading(parent, title) {
@@ -137,44 +140,23 @@ export function createHeadView(app, model, events) {
     if (state.get("generated") && !matrix.queryUnits.generated.includes(1))
       hiddenNote.textContent = "This head has no rows of generated words.";
     else if (!shown.rows.includes(1)) hiddenNote.textContent = "All rows of this head are hidden.";
-    else if (shown.hiddenKeys.includes(1)) {
+    else if (shown.hiddenKeys.includes(1) && !isDifference) {
       const share = hiddenShare(matrix, shown.rows, shown.hiddenKeys);
       const percent = matrix.exact ? formatPercent(share) : `At least ${formatPercentAtLeast(share)}`;
-      hiddenNote.textContent = `${percent} of this head's attention is on hidden words.`;
+      hiddenNote.textContent = page.say(`${percent} of this head's attention is on hidden words.`);
     }
-  }
-
-  function showPictures() {
-    const {matrix, shown, tiles, role, head} = current;
-    const largest = matrix.weight.reduce((a, b) => Math.max(a, b), 0) || 1;
-    matrixView.show({matrix, tiles, role, largest, ...matrixUnits(matrix, shown, state.get("generated"))});
-    matrixView.setActive(active);
-    const picture = linesPicture(matrix, shown, cssColour(roleColour(role)), linesTitle(page.heads[head].name, matrix));
-    lines.replaceChildren(...(picture ? [element("h3", {}, "Curves"), picture] : []));
-    if (!picture) return;
-    const wordOf = event => {
-      const word = event.target.closest(".line-word");
-      if (!word) return null;
-      return word.dataset.query
-        ? {axis: "query", unit: Number(word.dataset.query)}
-        : {axis: "key", unit: Number(word.dataset.key)};
-    };
-    picture.addEventListener("pointerover", event => events.over(wordOf(event)));
-    picture.addEventListener("pointerleave", () => events.over(null));
-    picture.addEventListener("click", event => {
-      const word = wordOf(event);
-      if (word) events.chosen(word, false);
-    });
-    highlightLines(picture, active);
   }
 
   /** Show the attention from or to a word; the mean attention if `next` is null. */
   function activate(next) {
     active = next;
     if (!current) return;
-    const {matrix, shown} = current;
+    const {matrix, matrices, shown} = current;
     const selected = activeWeights(matrix, active, shown);
-    const strengths = tintStrengths(selected.weights, !active);
+    // Both models of a comparison have the scale of the larger weight.
+    const {largest, uniform} = largestOf(matrices, active, shown);
+    const scale = {largest, strength: strengthOfLargest(largest, uniform)};
+    const strengths = tintStrengths(selected.weights, scale);
     const target = active?.axis === "key" ? sides.query : sides.key;
     const source = active?.axis === "key" ? sides.key : sides.query;
     if (!sides.isSelf) source.tint({indices: [], strengths: []});
@@ -187,9 +169,9 @@ export function createHeadView(app, model, events) {
       readoutList(matrix, strongest),
       ...readoutNotes(matrix, active, shown).map(note => element("p", {class: "soft"}, note)),
     );
-    const darkest = active ? 1 : (strongest[0]?.weight ?? 0);
+    const label = `${active ? "" : "mean "}${isDifference ? "difference" : "weight"}`;
     legend.replaceChildren(
-      darkest > 0 ? `The full colour is a ${active ? "" : "mean "}weight of ${formatWeight(darkest)}.` : "",
+      largest > 0 ? tintScale(scale, label, isDifference) : "",
       sides.query.units.generated.includes(1)
         ? element(
             "span",
@@ -200,42 +182,34 @@ export function createHeadView(app, model, events) {
           )
         : "",
     );
-    matrixView.setActive(active);
-    const picture = lines.querySelector("svg");
-    if (picture) highlightLines(picture, active);
+    pictures.activate(active);
   }
 
   return {
     root,
-    pictures,
+    lists,
+    pictures: pictures.root,
     show,
     activate,
-    matrixView,
+    matrixView: pictures.matrixView,
     current: () => current,
-    picture: () => lines.querySelector("svg"),
+    picture: pictures.curves,
     sentence: () =>
       current
         ? readoutSentence(current.matrix, active, strongestWords(activeWeights(current.matrix, active, current.shown)))
         : "",
-    pair: (query, key) => {
-      const matrix = current?.matrix;
-      const weight = matrix && weightAt(matrix, query, key);
-      return weight === null || weight === undefined
-        ? ""
-        : `${unitName(matrix.queryUnits, query)} → ${unitName(matrix.keyUnits, key)}: ` +
-            `${matrix.exact ? "" : "at least "}${formatListed(matrix, weight)}`;
-    },
+    pair: (query, key) => (current ? cellText({matrix: current.matrix, tiles: null}, query, key, name) : ""),
     reveal: ({axis, unit}) => {
       if (sides) sides[axis].reveal(unit);
     },
-    flagTexts: (name, units) => {
-      if (sides) sides.key.flag(name, units);
+    flagTexts: (type, units) => {
+      if (sides) sides.key.flag(type, units);
     },
     select: (axis, units) => {
       if (sides) (axis === "key" ? sides.key : sides.query).select(units);
     },
     redraw: () => {
-      if (current) showPictures();
+      if (current) pictures.show(current, active);
     },
   };
 }

@@ -44,8 +44,7 @@ export function linesPicture(matrix, {rows, hiddenQueries, hiddenKeys}, colour, 
       d: `M${LEFT + 6} ${from}C${LEFT + 70} ${from} ${RIGHT - 70} ${to} ${RIGHT - 6} ${to}`,
       fill: "none",
       stroke: colour,
-      "stroke-width": (0.8 + 3.2 * weight).toFixed(2),
-      "stroke-opacity": (0.28 + 0.72 * Math.sqrt(weight)).toFixed(2),
+      ...lineStyle(weight),
       "data-query": query,
       "data-key": key,
     });
@@ -84,6 +83,14 @@ export function linesPicture(matrix, {rows, hiddenQueries, hiddenKeys}, colour, 
     ...queries.map(label(matrix.queryUnits, "query", LEFT, "end")),
     ...keys.map(label(matrix.keyUnits, "key", RIGHT, "start")),
   );
+}
+
+/** Return the attributes of a line for a weight. */
+export function lineStyle(weight) {
+  return {
+    "stroke-width": (0.8 + 3.2 * weight).toFixed(2),
+    "stroke-opacity": (0.28 + 0.72 * Math.sqrt(weight)).toFixed(2),
+  };
 }
 
 /** Return the links that are drawn, the weakest first, so that strong links are on top. */

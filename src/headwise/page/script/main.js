@@ -1,5 +1,5 @@
 /** Start of the page. */
-import {byId, counted, element} from "./dom.js";
+import {byId, counted, element, scrollToPart} from "./dom.js";
 import {loadContents} from "./data.js";
 import {windowState} from "./state.js";
 import {createTheme, createToolbar} from "./toolbar.js";
@@ -29,9 +29,8 @@ function pageContext(page, state) {
     choose(head, isFarAway = true) {
       state.set({head: page.heads[head].name});
       app.announce(`Head ${page.heads[head].name}`);
-      const panel = byId("head");
-      const top = panel.getBoundingClientRect().top;
-      if (isFarAway && (top > innerHeight * 0.6 || top < -200)) panel.scrollIntoView({block: "start"});
+      const {top} = byId("head").getBoundingClientRect();
+      if (isFarAway && (top > innerHeight * 0.6 || top < -200)) scrollToPart("head");
     },
   };
   return app;
@@ -50,12 +49,15 @@ function firstHead(page) {
   );
 }
 
-function showSummary({models, heads, notes, passages}) {
-  const layers = new Set(heads.map(head => `${head.name.split(" ").slice(0, -1)} ${head.layer}`)).size;
+function showSummary({models, heads, notes, passages, allKinds, say}) {
+  const layers =
+    allKinds.length > 1
+      ? counted(new Set(heads.map(head => head.module)).size, "attention module")
+      : counted(new Set(heads.map(head => `${head.name.split(" ").slice(0, -1)} ${head.layer}`)).size, "layer");
   const names = models.length === 2 ? `A is ${models[0].name}, B is ${models[1].name}. ` : "";
-  const texts = passages.length > 1 ? ` on ${counted(passages.length, "text")}` : "";
+  const texts = passages.length > 1 ? ` on ${counted(passages.length, say("text"))}` : "";
   byId("summary").textContent =
-    `${names}${counted(heads.length, "attention head")} in ${counted(layers, "layer")}${texts}`;
+    `${names}${counted(heads.length, "attention head")} in ${layers}${texts}`;
   byId("notes").append(...notes.map(note => element("p", {}, note)));
 }
 
@@ -64,6 +66,7 @@ async function start() {
   const state = windowState(window);
   const app = pageContext(page, state);
   showSummary(page);
+  for (const node of document.querySelectorAll("[data-nouns]")) node.textContent = page.say(node.textContent);
   createToolbar(app);
   createFoci(app);
   createOverview(app);
@@ -73,7 +76,8 @@ async function start() {
   createShortcuts(app);
   byId("skip").addEventListener("click", event => {
     event.preventDefault();
-    byId("head").focus();
+    scrollToPart("head");
+    byId("head").focus({preventScroll: true});
   });
   await shown;
   document.documentElement.dataset.ready = "true";

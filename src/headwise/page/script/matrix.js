@@ -12,6 +12,12 @@ export function fittedView({rows, columns, width, height}) {
   return {left: 0, top: 0, cellX: width / columns, cellY: height / rows};
 }
 
+/** Return true if a view shows the whole matrix in a plot of this size. */
+export function isFitted(view, bounds) {
+  const fitted = fittedView(bounds);
+  return view.cellX <= fitted.cellX * 1.001 && view.cellY <= fitted.cellY * 1.001;
+}
+
 /** Return the view zoomed by a factor around a point of the plot, which keeps its place. */
 export function zoomedView(view, bounds, x, y, factor) {
   const fitted = fittedView(bounds);
@@ -63,7 +69,7 @@ export function matrixGrid(matrix, rows, columns, tiles) {
 export function pixelWeights(grid, view, width, height, ratio) {
   const {matrix, rows, columnOf} = grid;
   const pixels = new Float32Array(width * height).fill(NaN);
-  if (grid.tiles && !matrix.exact) paintTileBackground(pixels, grid, view, width, height, ratio);
+  if (grid.tiles && (matrix.approximate ?? !matrix.exact)) paintTileBackground(pixels, grid, view, width, height, ratio);
   const cellX = view.cellX * ratio;
   const cellY = view.cellY * ratio;
   const sums = new Float32Array(width * height).fill(NaN);
@@ -84,7 +90,8 @@ export function pixelWeights(grid, view, width, height, ratio) {
     }
   }
   for (let place = 0; place < sums.length; place++) {
-    if (!Number.isNaN(sums[place]) && !(pixels[place] > sums[place])) pixels[place] = sums[place];
+    if (Number.isNaN(sums[place]) || (!matrix.signed && pixels[place] > sums[place])) continue;
+    pixels[place] = sums[place];
   }
   return pixels;
 }
@@ -134,8 +141,8 @@ export function tileAverage({matrix, tiles}, query, key) {
   return (tiles.weights[row * tiles.columns + column] * tiles.columns) / keyUnits.of.length;
 }
 
-/** Return the part of the colour scale for a weight, from 0 to 1. */
+/** Return the part of the colour scale for a weight, from 0 to 1; for a negative difference, from -1. */
 export function scalePart(weight, largest, scale) {
-  const part = Math.min(Math.max(weight / largest, 0), 1);
-  return scale === "root" ? Math.sqrt(part) : part;
+  const part = Math.min(Math.abs(weight) / largest, 1);
+  return Math.sign(weight) * (scale === "root" ? Math.sqrt(part) : part);
 }

@@ -1,5 +1,5 @@
 /** Painting of a matrix with its words on a canvas. */
-import {cssColour, mixed, propertyColour, roleColour} from "./colours.js";
+import {cssColour, mixed, propertyColour, roleColour, scaleColour, scaleStops} from "./colours.js";
 import {pixelWeights, scalePart} from "./matrix.js";
 import {shortened} from "./words.js";
 
@@ -11,102 +11,122 @@ export const TOP_MARGIN = 74;
 /** Smallest cell that has its word as a label, in pixels. */
 const SMALLEST_LABELLED_CELL = 11;
 
+/** Longest label of a row or a column, in characters. */
+const LONGEST_LABEL = {word: 12, patch: 16};
+
+/**
+ * Return the colours of a matrix: a function from a part of the scale to a colour. Parts are from 0 to 1; of differences,
+ * from -1 to 1. `strength` bounds the colour of the largest weight, so that uniform attention does not look like a focus.
+ */
+export function matrixColours({matrix, role, strength}) {
+  if (matrix.signed) {
+    const stops = scaleStops("diverging");
+    return part => scaleColour(stops, (strength * part + 1) / 2);
+  }
+  const [ground, colour] = [propertyColour("--panel"), roleColour(role)];
+  return part => mixed(ground, colour, strength * part);
+}
+
 /**
  * Paint a matrix.
  *
  * @param canvas target, which gets the size of the plot and its margins
- * @param content {grid, role, largest}: what is painted, the role that decides the colour, and the largest weight
- * @param frame {view, bounds, ratio, scale, active}: part that is visible, size, device pixels per pixel, scale, and active word
+ * @param content {grid, matrix, role, largest, strength}: what is painted, the role that decides the colour, the largest
+ *   weight, and the strength of its colour
+ * @param frame {view, bounds, ratio, scale, active, pointed}: part that is visible, size, device pixels per pixel, scale,
+ *   active word, and the {query, key} under the pointer
+ * @param cache object that keeps the pixels, which change less often than the labels
  */
-export function paintMatrix(canvas, {grid, role, largest}, {view, bounds, ratio, scale, active}) {
+export function paintMatrix(canvas, content, frame, cache = {}) {
+  const {view, bounds, ratio, scale} = frame;
   const {width, height} = bounds;
-  const ground = propertyColour("--panel");
-  const unseen = propertyColour("--unseen");
-  const colour = roleColour(role);
   canvas.width = Math.round((width + LEFT_MARGIN + RIGHT_MARGIN) * ratio);
   canvas.height = Math.round((height + TOP_MARGIN) * ratio);
   canvas.style.setProperty("width", `${width + LEFT_MARGIN + RIGHT_MARGIN}px`);
   canvas.style.setProperty("height", `${height + TOP_MARGIN}px`);
   const context = canvas.getContext("2d");
-  const image = context.createImageData(Math.round(width * ratio), Math.round(height * ratio));
-  const colours = Array.from({length: 256}, (_, part) => mixed(ground, colour, part / 255));
-  pixelWeights(grid, view, image.width, image.height, ratio).forEach((weight, place) => {
-    const rgb = Number.isNaN(weight) ? unseen : colours[Math.round(255 * scalePart(weight, largest, scale))];
+  const theme = document.documentElement.dataset.theme;
+  const key = JSON.stringify([view, width, height, ratio, scale, theme]);
+  if (cache.key !== key || cache.content !== content)
+    Object.assign(cache, {key, content, image: matrixImage(context, content, frame)});
+  context.fillStyle = cssColour(propertyColour("--panel"));
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.putImageData(cache.image, Math.round(LEFT_MARGIN * ratio), Math.round(TOP_MARGIN * ratio));
+  context.scale(ratio, ratio);
+  context.strokeStyle = cssColour(propertyColour("--line"));
+  context.strokeRect(LEFT_MARGIN - 0.5, TOP_MARGIN - 0.5, width + 1, height + 1);
+  paintLabels(context, content.grid, frame);
+}
+
+function matrixImage(context, content, {view, bounds, ratio, scale}) {
+  const image = context.createImageData(Math.round(bounds.width * ratio), Math.round(bounds.height * ratio));
+  const unseen = propertyColour("--unseen");
+  const colourAt = matrixColours(content);
+  const colours = Array.from({length: 511}, (_, place) => colourAt((place - 255) / 255));
+  pixelWeights(content.grid, view, image.width, image.height, ratio).forEach((weight, place) => {
+    const part = Math.round(255 * scalePart(weight, content.largest, scale));
+    const rgb = Number.isNaN(weight) ? unseen : colours[255 + part];
     image.data[4 * place] = rgb[0];
     image.data[4 * place + 1] = rgb[1];
     image.data[4 * place + 2] = rgb[2];
     image.data[4 * place + 3] = 255;
   });
-  context.fillStyle = cssColour(ground);
-  context.fillRect(0, 0, canvas.width, canvas.height);
-  context.putImageData(image, Math.round(LEFT_MARGIN * ratio), Math.round(TOP_MARGIN * ratio));
-  context.scale(ratio, ratio);
-  context.strokeStyle = cssColour(propertyColour("--line"));
-  context.strokeRect(LEFT_MARGIN - 0.5, TOP_MARGIN - 0.5, width + 1, height + 1);
-  paintLabels(context, grid, view, bounds, active);
+  return image;
 }
 
-function paintLabels(context, {matrix, rows, columns}, view, bounds, active) {
-  const ink = cssColour(propertyColour("--ink"));
-  const soft = cssColour(propertyColour("--soft"));
-  context.font = "12px system-ui, sans-serif";
+function paintLabels(context, {matrix, rows, columns}, {view, bounds, active, pointed}) {
+  const colours = {
+    ink: cssColour(propertyColour("--ink")),
+    soft: cssColour(propertyColour("--soft")),
+    ground: cssColour(propertyColour("--panel")),
+    accent: cssColour(propertyColour("--accent")),
+  };
   context.textBaseline = "middle";
   context.save();
   context.translate(0, TOP_MARGIN);
-  paintAxis(
-    context,
-    matrix.queryUnits,
-    rows,
-    view.top,
-    view.cellY,
-    bounds.height,
-    active?.axis === "query" ? active.unit : -1,
-    {ink, soft},
-    (text, y) => {
-      context.textAlign = "right";
-      context.fillText(text, LEFT_MARGIN - 6, y);
-    },
+  const row = {units: matrix.queryUnits, shown: rows, start: view.top, cell: view.cellY, size: bounds.height};
+  paintAxis(context, {...row, active: active?.axis === "query" ? active.unit : -1, pointed: pointed?.query ?? -1}, colours, y =>
+    context.translate(LEFT_MARGIN - 6, y),
   );
   context.restore();
   context.save();
   context.translate(LEFT_MARGIN, TOP_MARGIN - 6);
-  paintAxis(
-    context,
-    matrix.keyUnits,
-    columns,
-    view.left,
-    view.cellX,
-    bounds.width,
-    active?.axis === "key" ? active.unit : -1,
-    {ink, soft},
-    (text, x) => {
-      context.save();
-      context.translate(x, 0);
-      context.rotate(-Math.PI / 3);
-      context.textAlign = "left";
-      context.fillText(text, 0, 0);
-      context.restore();
-    },
-  );
+  const column = {units: matrix.keyUnits, shown: columns, start: view.left, cell: view.cellX, size: bounds.width};
+  paintAxis(context, {...column, active: active?.axis === "key" ? active.unit : -1, pointed: pointed?.key ?? -1}, colours, x => {
+    context.translate(x, 0);
+    context.rotate(-Math.PI / 3);
+  }, "left");
   context.restore();
 }
 
-/** Write words next to large cells, and positions next to small ones. */
-function paintAxis(context, units, shown, start, cell, size, active, {ink, soft}, write) {
+/** Write words next to large cells, and positions next to small ones. The word under the pointer is always written. */
+function paintAxis(context, {units, shown, start, cell, size, active, pointed}, {ink, soft, ground, accent}, move, align = "right") {
   const step = cell >= SMALLEST_LABELLED_CELL ? 1 : niceStep(40 / cell);
-  for (
-    let place = Math.ceil(start / step) * step;
-    place < shown.length && (place - start) * cell < size;
-    place += step
-  ) {
+  const write = (text, centre, colour, isBold, isOver) => {
+    context.save();
+    move(centre);
+    context.textAlign = align;
+    context.font = `${isBold ? "bold " : ""}12px system-ui, sans-serif`;
+    if (isOver) {
+      const width = context.measureText(text).width + 4;
+      context.fillStyle = ground;
+      context.fillRect(align === "right" ? 2 - width : -2, -9, width, 18);
+    }
+    context.fillStyle = colour;
+    context.fillText(text, 0, 0);
+    context.restore();
+  };
+  const name = unit => shortened(units.labels[unit], LONGEST_LABEL[units.noun]);
+  const centreOf = place => (place + 0.5 - start) * cell;
+  const first = Math.ceil(start / step) * step;
+  for (let place = first; place < shown.length && (place - start) * cell < size; place += step) {
     const unit = shown[place];
-    const centre = (place + 0.5 - start) * cell;
-    if (centre < 0 || centre > size) continue;
-    context.fillStyle = units.special[unit] || step > 1 ? soft : ink;
-    if (unit === active) context.font = "bold 12px system-ui, sans-serif";
-    write(step === 1 ? shortened(units.labels[unit], 12) : String(unit + 1), centre);
-    context.font = "12px system-ui, sans-serif";
+    const centre = centreOf(place);
+    if (centre < 0 || centre > size || unit === pointed) continue;
+    write(step === 1 ? name(unit) : String(unit + 1), centre, units.special[unit] || step > 1 ? soft : ink, unit === active);
   }
+  const place = shown.indexOf(pointed);
+  if (place >= 0) write(name(pointed), centreOf(place), accent, true, true);
 }
 
 /** Return the smallest of 1, 2, 5, 10, 20, 50, … that is at least a number. */

@@ -1,11 +1,10 @@
 /** Matrix of a head on a canvas that can be zoomed and moved. */
-import {choiceButtons, element, formatAtMost, formatListed, formatNumber, pressChoice} from "./dom.js";
-import {mixed, propertyColour, roleColour} from "./colours.js";
-import {isVisible, unlistedBound, weightAt} from "./attention.js";
-import {cellAt, fittedView, matrixGrid, pannedView, scalePart, tileAverage, zoomedView} from "./matrix.js";
+import {choiceButtons, element, formatNumber, pressChoice} from "./dom.js";
+import {canvasWithCaption} from "./caption.js";
+import {cellText, tilesNote} from "./celltext.js";
+import {cellAt, fittedView, isFitted, matrixGrid, pannedView, scalePart, zoomedView} from "./matrix.js";
 import {drawScale} from "./thumbnail.js";
-import {unitName} from "./words.js";
-import {LEFT_MARGIN, RIGHT_MARGIN, TOP_MARGIN, paintMatrix} from "./matrixpaint.js";
+import {LEFT_MARGIN, RIGHT_MARGIN, TOP_MARGIN, matrixColours, paintMatrix} from "./matrixpaint.js";
 import {addGestures} from "./gestures.js";
 import {unitsShown} from "./lines.js";
 
@@ -13,13 +12,14 @@ import {unitsShown} from "./lines.js";
  * Return a view of a matrix, {root, show(...), draw(), paint(canvas, ...)}.
  *
  * @param app the page's context
- * @param options {title, over({query, key} or null)}
+ * @param options {title, name, over({query, key} or null)}; `name` is "A", "B" or "B − A" if two models are compared
  */
-export function createMatrixView(app, {title, over}) {
+export function createMatrixView(app, {title, name, over}) {
   const canvas = element("canvas", {role: "img", "aria-label": title});
   const tip = element("div", {class: "tip", "aria-hidden": "true"});
   const scale = element("canvas", {class: "scale", "aria-hidden": "true"});
-  const top = element("span", {});
+  const [low, high] = [element("span", {}), element("span", {})];
+  const note = element("p", {class: "soft matrix-note"});
   const plot = element(
     "div",
     {
@@ -53,14 +53,17 @@ export function createMatrixView(app, {title, over}) {
       zoomButton("−", "Zoom out", 1 / 1.6),
       element("button", {type: "button", click: reset}, "Show all"),
       scales,
-      element("span", {class: "legend-scale"}, "0", scale, top),
+      element("span", {class: "legend-scale"}, low, scale, high),
     ),
+    note,
   );
   let content = null;
   let view = null;
   let bounds = null;
   let active = null;
+  let pointed = null;
   let pending = 0;
+  const cache = {};
 
   function show(next) {
     const isNew =
@@ -69,6 +72,8 @@ export function createMatrixView(app, {title, over}) {
       content?.grid.columns.length !== next.columns.length;
     content = {...next, grid: matrixGrid(next.matrix, next.rows, next.columns, next.tiles)};
     if (isNew) view = null;
+    pointed = null;
+    note.textContent = tilesNote(content.grid);
     root.hidden = !next.rows.length || !next.columns.length;
     draw();
   }
@@ -77,26 +82,33 @@ export function createMatrixView(app, {title, over}) {
     const width = Math.max(plot.clientWidth - LEFT_MARGIN - RIGHT_MARGIN, 60);
     const {rows, columns} = content.grid;
     const height = Math.min(Math.max((width * rows.length) / Math.max(columns.length, 1), 60), width);
+    const isZoomed = view && bounds && !isFitted(view, bounds);
     bounds = {rows: rows.length, columns: columns.length, width, height};
-    view ??= fittedView(bounds);
-    view = zoomedView(view, bounds, 0, 0, 1);
-    plot.classList.toggle("zoomed", view.cellX > (width / columns.length) * 1.01);
+    view = isZoomed ? zoomedView(view, bounds, 0, 0, 1) : fittedView(bounds);
+    plot.classList.toggle("zoomed", !isFitted(view, bounds));
   }
 
   function draw() {
     if (!content || !plot.clientWidth || !content.grid.rows.length || !content.grid.columns.length) return;
     measure();
-    paintMatrix(canvas, content, {
-      view,
-      bounds,
-      ratio: Math.max(window.devicePixelRatio, 1),
-      scale: app.state.get("scale"),
-      active,
-    });
-    const ground = propertyColour("--panel");
-    const colour = roleColour(content.role);
-    drawScale(scale, part => mixed(ground, colour, scalePart(part, 1, app.state.get("scale"))));
-    top.textContent = formatNumber(content.largest);
+    const ratio = Math.max(window.devicePixelRatio, 1);
+    paintMatrix(canvas, content, {view, bounds, ratio, scale: app.state.get("scale"), active, pointed}, cache);
+    const caption = captionOf("");
+    drawScale(scale, caption.colourAt);
+    low.textContent = caption.low;
+    high.textContent = caption.high;
+  }
+
+  /** Return the title and the colour scale of the matrix, for a saved picture. */
+  function captionOf(text) {
+    const colourAt = matrixColours(content);
+    const {signed} = content.matrix;
+    return {
+      title: text,
+      low: signed ? `−${formatNumber(content.largest)}` : "0",
+      high: `${signed ? "+" : ""}${formatNumber(content.largest)}`,
+      colourAt: part => colourAt(scalePart(signed ? 2 * part - 1 : part, 1, app.state.get("scale"))),
+    };
   }
 
   function redraw() {
@@ -135,7 +147,11 @@ export function createMatrixView(app, {title, over}) {
       const {x, y} = event ? place(event) : {x: -1, y: -1};
       const cell = event && bounds && x >= 0 && y >= 0 ? cellAt(view, bounds, x, y) : null;
       const pair = cell && {query: content.grid.rows[cell.row], key: content.grid.columns[cell.column]};
-      tip.textContent = pair ? cellText(content.grid, pair.query, pair.key) : "";
+      tip.textContent = pair ? cellText(content.grid, pair.query, pair.key, name) : "";
+      if (pair?.query !== pointed?.query || pair?.key !== pointed?.key) {
+        pointed = pair;
+        redraw();
+      }
       if (pair) {
         tip.classList.toggle("left", x > bounds.width / 2);
         tip.style.setProperty("--x", `${x + LEFT_MARGIN}px`);
@@ -158,8 +174,18 @@ export function createMatrixView(app, {title, over}) {
       pressChoice(scales, value);
       redraw();
     },
-    /** Paint the whole matrix, with labels, on a new canvas. */
-    picture(size) {
+    /** Return what a saved picture of the matrix shows: {grid, caption, colourOf(weight), picture()}. */
+    saved(text) {
+      const colourAt = matrixColours(content);
+      return {
+        grid: content.grid,
+        caption: captionOf(text),
+        colourOf: weight => colourAt(scalePart(weight, content.largest, app.state.get("scale"))),
+        picture: () => this.picture(800, text),
+      };
+    },
+    /** Paint the whole matrix, with labels, a title and its scale, on a new canvas. */
+    picture(size, text) {
       const target = element("canvas");
       const {rows, columns} = content.grid;
       const all = {
@@ -175,20 +201,9 @@ export function createMatrixView(app, {title, over}) {
         scale: app.state.get("scale"),
         active: null,
       });
-      return target;
+      return canvasWithCaption(target, 2, captionOf(text));
     },
   };
-}
-
-/** Return the weight of a cell as text; for a weight that is not listed, what is known about it. */
-export function cellText(grid, query, key) {
-  const {matrix, tiles} = grid;
-  const names = `${unitName(matrix.queryUnits, query)} → ${unitName(matrix.keyUnits, key)}`;
-  const weight = weightAt(matrix, query, key);
-  if (weight !== null) return `${names}: ${matrix.exact ? "" : "at least "}${formatListed(matrix, weight)}`;
-  if (!isVisible(matrix, query, key)) return `${names}: not visible`;
-  const average = tiles ? `, average of its tile ${formatNumber(tileAverage(grid, query, key))}` : "";
-  return `${names}: at most ${formatAtMost(unlistedBound(matrix, query, key))}${average}`;
 }
 
 /** Return the units that the matrix shows: {rows, columns}. */

@@ -2,9 +2,10 @@
 import {byId, counted, element, formatAtLeast, formatNumber, formatWeight} from "./dom.js";
 import {scaleColour, valueScale} from "./colours.js";
 import {drawScale} from "./thumbnail.js";
-import {shownValue, statisticTitle} from "./data.js";
+import {shownValue, statisticWithUnit} from "./data.js";
 import {chosenHeads, colourStatistic, isDiverging, isNameSearch} from "./filter.js";
-import {createCells, groupsOf, roleBadge} from "./cells.js";
+import {createCells, roleBadge} from "./cells.js";
+import {groupsOf} from "./groups.js";
 import {nearestInLine} from "./navigate.js";
 import {rankHeads, wordsEqualTo} from "./rank.js";
 import {createControls} from "./controls.js";
@@ -45,7 +46,7 @@ export function createOverview(app) {
       heads = shown.map(score => score.head);
       if (heads.length) status.textContent = rankingSummary(search, shown);
       else if (ranked.length) status.textContent = "No head is left by the filters.";
-      else status.textContent = `No head has this name, and “${search}” is not a word of this text.`;
+      else status.textContent = `No head has this name, and “${search}” is not a ${page.say("word of this text")}.`;
       fill([{title: `attention on “${search}”`, heads}]);
       return;
     }
@@ -81,7 +82,8 @@ export function createOverview(app) {
   }
 
   function fill(list) {
-    groups.className = `groups by-${state.get("group") === "role" && !page.roles.length ? "layer" : state.get("group")}`;
+    const by = state.get("group") === "role" && !page.roles.length ? "layer" : state.get("group");
+    groups.className = `groups by-${by}${page.allKinds.length > 1 ? " with-kinds" : ""}`;
     groups.replaceChildren(
       ...list.map(group =>
         element(
@@ -177,17 +179,17 @@ function showLegend({page, state}) {
   );
   const canvas = element("canvas", {"aria-hidden": "true", class: "scale"});
   drawScale(canvas, part => scaleColour(scale.stops, part));
-  const {unit, meaning} = page.statistics[statistic];
+  const {meaning} = page.statistics[statistic];
   const difference = view === "difference" ? "B − A of " : "";
   legend.replaceChildren(
     element(
       "span",
       {class: "legend-scale"},
-      formatNumber(scale.low),
+      element("span", {}, `${difference}${statisticWithUnit(page, statistic)}`),
+      element("span", {}, formatNumber(scale.low)),
       canvas,
-      formatNumber(scale.high),
-      unit ? ` ${unit}` : "",
+      element("span", {}, formatNumber(scale.high)),
     ),
-    ` ${difference}${statisticTitle(page, statistic)}${meaning ? `: ${meaning}` : ""}`,
+    meaning ? ` ${meaning}` : "",
   );
 }

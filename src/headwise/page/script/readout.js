@@ -1,6 +1,7 @@
 /** Attention of the active word, as strengths for the tint and as sentences and lists. */
 import {columnOf, receivedAttention, rowOf} from "./attention.js";
-import {ROUNDED_DOWN, element, formatAtLeast, formatAtMost, formatListed, formatWeight} from "./dom.js";
+import {ROUNDED_DOWN, element, formatAtMost, formatBound, formatListed, formatWeight} from "./dom.js";
+import {uniformWeight} from "./tint.js";
 import {quotedName, unitName} from "./words.js";
 
 /** Number of words that are listed for the active word. */
@@ -16,7 +17,7 @@ const LISTED = 8;
 export function activeWeights(matrix, active, {rows, hiddenKeys}) {
   if (!active) {
     const received = receivedAttention(matrix, rows);
-    const indices = [...received.keys()].filter(key => received[key] > 0 && !hiddenKeys[key]);
+    const indices = [...received.keys()].filter(key => received[key] !== 0 && !hiddenKeys[key]);
     return {indices, weights: indices.map(key => received[key]), units: matrix.keyUnits};
   }
   const isQuery = active.axis === "query";
@@ -29,47 +30,60 @@ export function activeWeights(matrix, active, {rows, hiddenKeys}) {
   };
 }
 
-/** Return the strength of the tint for each weight. Means over all words are small, so the largest has full strength. */
-export function tintStrengths(weights, isMean) {
-  const largest = isMean ? weights.reduce((a, b) => Math.max(a, b), 1e-9) : 1;
-  return weights.map(weight => Math.sqrt(Math.min(weight / largest, 1)));
+/**
+ * Return the largest of the weights that the active word selects in several matrices, and the mean weight of these words
+ * under uniform attention.
+ */
+export function largestOf(matrices, active, shown) {
+  let largest = 0;
+  for (const matrix of matrices)
+    for (const weight of activeWeights(matrix, active, shown).weights) largest = Math.max(largest, Math.abs(weight));
+  const queries = active?.axis === "query" ? [active.unit] : [...shown.rows.keys()].filter(query => shown.rows[query]);
+  return {largest, uniform: uniformWeight(matrices[0], queries)};
 }
 
-/** Return the largest weights that are not 0 with the names of their words, largest first. */
+/** Return the largest weights or differences that are not 0 with the names of their words, largest first. */
 export function strongestWords({indices, weights, units}, limit = LISTED) {
   const order = [...indices.keys()]
-    .filter(place => weights[place] > 0)
-    .sort((a, b) => weights[b] - weights[a])
+    .filter(place => weights[place] !== 0)
+    .sort((a, b) => Math.abs(weights[b]) - Math.abs(weights[a]))
     .slice(0, limit);
   return order.map(place => ({unit: indices[place], name: unitName(units, indices[place]), weight: weights[place]}));
 }
 
 /** Return the heading of the list of words for the active word. */
 export function readoutTitle(matrix, active) {
-  if (!active) return "Mean attention that each word receives";
-  if (active.axis === "query") return `Attention from ${quotedName(matrix.queryUnits, active.unit)}`;
-  return `Attention to ${quotedName(matrix.keyUnits, active.unit)}`;
+  const {noun} = matrix.keyUnits;
+  if (!active) return `Mean ${matrix.signed ? "difference of the " : ""}attention that each ${noun} receives`;
+  const what = matrix.signed ? "Difference of the attention" : "Attention";
+  if (active.axis === "query") return `${what} from ${quotedName(matrix.queryUnits, active.unit)}`;
+  return `${what} to ${quotedName(matrix.keyUnits, active.unit)}`;
 }
 
 /** Return sentences about what the list for the active word does not show. */
 export function readoutNotes(matrix, active, {hiddenKeys}) {
   const notes = [];
+  const [one, many] = matrix.keyUnits.noun === "word" ? ["word", "words"] : ["patch", "patches"];
+  if (matrix.signed)
+    return matrix.approximate
+      ? ["The page stores only the largest weights; a weight that it does not store counts as 0 in a difference."]
+      : [];
   if (active?.axis === "query") {
-    if (!matrix.visible[active.unit]) return ["No key is visible to this word."];
+    if (!matrix.visible[active.unit]) return [`No key is visible to this ${one}.`];
     const {indices, weights} = rowOf(matrix, active.unit);
     const hidden = weights.reduce((sum, weight, place) => sum + (hiddenKeys[indices[place]] ? weight : 0), 0);
     if (hidden > 0)
       notes.push(
         matrix.exact
-          ? `${formatWeight(hidden)} is on hidden words.`
-          : `At least ${formatAtLeast(hidden)} is on hidden words.`,
+          ? `${formatWeight(hidden)} is on hidden ${many}.`
+          : `The weight on hidden ${many} is ${formatBound(hidden)}.`,
       );
     if (matrix.unlisted[active.unit] > 0)
       notes.push(
-        `All words that the page does not list get at most ${formatAtMost(matrix.unlisted[active.unit])} together.`,
+        `All ${many} that the page does not list get at most ${formatAtMost(matrix.unlisted[active.unit])} together.`,
       );
     if (matrix.total[active.unit] < 0.99)
-      notes.push(`The weights of this word sum to ${formatWeight(matrix.total[active.unit])}.`);
+      notes.push(`The weights of this ${one} sum to ${formatWeight(matrix.total[active.unit])}.`);
   } else if (!matrix.exact)
     notes.push("The page lists only the largest weights of each row, so these are lower bounds.");
   if (!matrix.exact) notes.push(ROUNDED_DOWN);
@@ -85,12 +99,12 @@ export function readoutList(matrix, strongest) {
     ...strongest.map(({name, weight}) => {
       const item = element(
         "li",
-        {},
+        {class: weight < 0 ? "lower" : null},
         element("bdi", {class: "bar-name"}, name),
         element("span", {class: "bar"}),
         element("span", {class: "number"}, formatListed(matrix, weight)),
       );
-      item.style.setProperty("--part", (weight / Math.max(largest, 1e-9)).toFixed(3));
+      item.style.setProperty("--part", Math.abs(weight / Math.max(Math.abs(largest), 1e-9)).toFixed(3));
       return item;
     }),
   );

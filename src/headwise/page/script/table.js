@@ -1,6 +1,7 @@
 /** Table of a head's statistics, and the passages in which the head is most typical. */
 import {element, formatNumber, ordinal} from "./dom.js";
 import {rankOf, shownValue} from "./data.js";
+import {beginning} from "./words.js";
 
 /** Number of passages that are listed as examples. */
 const EXAMPLES = 5;
@@ -14,7 +15,7 @@ export function statisticsTable(app, head) {
   const hasErrors = isKnown((...place) => Number.isFinite(page.error(...place)));
   const hasCounts = isKnown((...place) => page.samples(...place) > 1);
   const columns = isPair
-    ? ["A", "B", "B − A", "rank"]
+    ? ["A", "B", "B − A", view === "difference" ? "rank of B − A" : `rank in ${view}`]
     : ["mean", hasErrors && "standard error", hasCounts && "samples", "rank"].filter(Boolean);
   const sources = [...new Set(page.statistics.map(statistic => statistic.source))];
   const bodies = sources.map(source =>
@@ -46,16 +47,20 @@ export function statisticsTable(app, head) {
         "th",
         {scope: "row", title: statistic.meaning || null},
         statistic.name,
-        statistic.unit ? element("span", {class: "soft"}, ` ${statistic.unit}`) : null,
+        statistic.unit ? element("span", {class: "soft"}, ` (${statistic.unit})`) : null,
       ),
-      ...[...cells, place ? `${ordinal(place.rank)} of ${place.of}` : "–"].map(text => element("td", {}, text)),
+      ...[...cells, rankText(place)].map(text => element("td", {}, text)),
     );
   }
 
   return element(
     "table",
     {class: "statistics"},
-    element("caption", {}, "Statistics. The head with the largest value is the 1st."),
+    element(
+      "caption",
+      {},
+      `Statistics. Rank 1 = largest ${view === "difference" ? "difference B − A" : "value"} of all heads.`,
+    ),
     element(
       "thead",
       {},
@@ -70,6 +75,15 @@ export function statisticsTable(app, head) {
   );
 }
 
+/** Return the rank of a head as text, or "–" if most heads have the same value. */
+export function rankText(place) {
+  if (!place || place.last - place.first + 1 > place.of / 2) return "–";
+  const first = ordinal(place.first);
+  return place.first === place.last
+    ? `${first} of ${place.of}`
+    : `tied, ${first} to ${ordinal(place.last)} of ${place.of}`;
+}
+
 function withError(mean, error) {
   return Number.isFinite(error) && Number.isFinite(mean)
     ? `${formatNumber(mean)} ± ${formatNumber(error)}`
@@ -80,20 +94,21 @@ function formatCount(number) {
   return number > 0 ? Math.round(number).toLocaleString("en-US") : "–";
 }
 
-/** Return the passages with the largest values of the statistic that decides the head's role, or null. */
+/**
+ * Return the passages with the largest values of the statistic that decides the head's role, or null if the page has no
+ * other passages than these. No statistic decides the role "mixed".
+ */
 export async function exampleList(app, model, head) {
   const {page, state} = app;
   const role = page.role(model, head);
-  const statistic = role ? page.statisticIndex(role.statistic) : -1;
-  if (page.passages.length < 2 || statistic < 0) return null;
+  const statistic = role && role.name !== "mixed" ? page.statisticIndex(role.statistic) : -1;
+  if (page.passages.length <= EXAMPLES || statistic < 0) return null;
   const values = await Promise.all(
     page.passages.map((_, passage) => page.meanOnPassage(passage, model, statistic, head)),
   );
-  const order = [...values.keys()]
-    .filter(passage => Number.isFinite(values[passage]))
-    .sort((a, b) => values[b] - values[a])
-    .slice(0, EXAMPLES);
-  if (!order.length) return null;
+  const known = [...values.keys()].filter(passage => Number.isFinite(values[passage]));
+  if (known.length <= EXAMPLES) return null;
+  const order = known.sort((a, b) => values[b] - values[a]).slice(0, EXAMPLES);
   return element(
     "div",
     {class: "examples"},
@@ -118,7 +133,7 @@ export async function exampleList(app, model, head) {
               "aria-current": passage === app.passage() ? "true" : null,
               click: () => state.set({passage, pin: "", marks: ""}),
             },
-            page.passages[passage].title.slice(0, 80),
+            beginning(page.passages[passage].title, 80),
           ),
           " ",
           element("span", {class: "number"}, formatNumber(values[passage])),

@@ -94,13 +94,16 @@ export function createText({
     root,
     units,
     words,
-    /** Tint units, {indices, strengths from 0 to 1}; all other units lose their tint. */
+    /** Tint units, {indices, strengths}, from 0 to 1, or from -1 for differences; all other units lose their tint. */
     tint({indices, strengths}) {
       const next = new Set();
       for (let place = 0; place < indices.length; place++) {
-        if (!(strengths[place] > 0.003)) continue;
+        const size = Math.abs(strengths[place]);
+        if (!(size > 0.003)) continue;
+        const word = words[indices[place]];
         next.add(indices[place]);
-        words[indices[place]].style.setProperty("--a", strengths[place].toFixed(3));
+        word.style.setProperty("--a", size.toFixed(3));
+        word.classList.toggle("lower", strengths[place] < 0);
       }
       for (const unit of tinted) if (!next.has(unit)) words[unit].style.removeProperty("--a");
       tinted = next;

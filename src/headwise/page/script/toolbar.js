@@ -1,5 +1,6 @@
 /** Settings of the whole page: passage, model, hidden words and theme. */
 import {byId, checkField, choiceButtons, element, selectField} from "./dom.js";
+import {beginning} from "./words.js";
 
 /** Fill the bar with the settings of the page, and keep it equal to the state. */
 export function createToolbar(app) {
@@ -13,10 +14,10 @@ export function createToolbar(app) {
     const parts = [
       page.passages.length > 1
         ? selectField(
-            "Text",
+            page.say("Text"),
             page.passages.map((passage, index) => ({
               value: index,
-              text: `${index + 1}. ${passage.title.slice(0, 60)}`,
+              text: `${index + 1}. ${beginning(passage.title, 45)}`,
             })),
             app.passage(),
             passage => state.set({passage: Number(passage), pin: "", marks: ""}),

@@ -1,11 +1,36 @@
 /** Comparison: the same sentence once per head, with the words that get most attention. */
-import {byId, element, formatPercent, formatPercentAtLeast, selectField} from "./dom.js";
+import {byId, element, formatPercent, formatPercentAtLeast, scrollToPart, selectField} from "./dom.js";
 import {propertyColour, roleColour, seriesClass} from "./colours.js";
-import {receivedAttention, rowOf, shownRows} from "./attention.js";
 import {drawTiles} from "./thumbnail.js";
 import {roleBadge} from "./cells.js";
-import {sentenceLine} from "./sentence.js";
-import {hiddenUnits, unitName} from "./words.js";
+import {kindTitle} from "./kinds.js";
+import {meanAttention} from "./meanattention.js";
+import {largestWordWeight, sentenceLine} from "./sentence.js";
+import {strengthOfLargest, tintScale} from "./tint.js";
+import {quotedName, unitName} from "./words.js";
+
+/** Text of the buttons that add the chosen head to the comparison. */
+export const ADD_TO_COMPARISON = "Add to comparison";
+
+/** Return a button that leads to the comparison, with the number of its lines; it is hidden if there are none. */
+export function comparisonLink({state}) {
+  const button = element("button", {
+    type: "button",
+    class: "link",
+    click: () => {
+      scrollToPart("tray");
+      byId("tray").focus({preventScroll: true});
+    },
+  });
+  const update = () => {
+    const {length} = state.get("tray");
+    button.textContent = `Comparison (${length})`;
+    button.hidden = !length;
+  };
+  state.on(["tray"], update);
+  update();
+  return button;
+}
 
 /** Add the chosen head to the comparison. */
 export function addToTray(app) {
@@ -28,7 +53,7 @@ export function createTray(app) {
   let layer = String(layers[0]);
   let started = null;
   byId("tray-tools").append(
-    element("button", {type: "button", click: () => addToTray(app)}, "+ Add the chosen head"),
+    element("button", {type: "button", click: () => addToTray(app)}, ADD_TO_COMPARISON),
     selectField(
       "Layer",
       layers.map(value => ({value, text: value})),
@@ -48,15 +73,24 @@ export function createTray(app) {
   async function show() {
     const job = (started = {});
     const entries = state.get("tray").filter(entry => members(page, entry).heads.length);
-    const items = await Promise.all(entries.map((entry, place) => trayLine(app, entry, place)));
+    const shown = await Promise.all(entries.map((entry, place) => lineOf(app, entry, place)));
     if (job !== started) return;
+    const scale = scaleOf(shown);
     byId("tray-empty").hidden = entries.length > 0;
-    lines.replaceChildren(...items);
+    byId("tray-legend").replaceChildren(scale ? tintScale(scale, legendText(page, shown)) : "");
+    lines.replaceChildren(...shown.map(line => trayItem(app, line, scale)));
   }
 
   state.on(["tray", "passage", "pin", "words", "special", "first", "generated"], show);
   app.onTheme(show);
   show();
+}
+
+/** Return what the colours of the lines mean. */
+function legendText({say}, lines) {
+  const {active} = lines.find(line => line.mean).mean;
+  if (!active) return say("mean attention from all words");
+  return `attention ${active.axis === "key" ? "to" : "from"} ${quotedName(active.units, active.unit)}`;
 }
 
 /** Return the model and the heads of an entry: of one head, or of all heads of a layer. */
@@ -73,8 +107,9 @@ function members(page, entry) {
   return {model, heads, layer: match[2] ? number : null};
 }
 
-async function trayLine(app, entry, place) {
-  const {page, state} = app;
+/** Return what a line shows: the entry, the heads of it that attended on the passage, and their mean attention. */
+async function lineOf(app, entry, place) {
+  const {page} = app;
   const {model, heads, layer} = members(page, entry);
   const passage = app.passage();
   const stored = page.passages[passage].heads[model];
@@ -82,12 +117,25 @@ async function trayLine(app, entry, place) {
   const called = heads.filter(
     head => stored[head] && stored[head].keys === stored[first].keys && stored[head].queries === stored[first].queries,
   );
+  const mean = called.length ? await meanAttention(app, passage, model, called) : null;
+  const picture = called.length ? await meanPicture(app, passage, model, called, place) : null;
+  return {entry, place, model, heads, layer, called, mean, picture};
+}
+
+/** Return the scale of all lines, so that their colours can be compared. */
+function scaleOf(lines) {
+  const means = lines.map(line => line.mean).filter(Boolean);
+  if (!means.length) return null;
+  const largest = Math.max(...means.map(({units, weights}) => largestWordWeight(units, weights)));
+  return {largest, strength: strengthOfLargest(largest, Math.min(...means.map(({least}) => least[least.length - 1])))};
+}
+
+function trayItem(app, {entry, place, model, heads, layer, called, mean, picture}, scale) {
+  const {page, state} = app;
   const prefix = page.models.length === 2 ? `${"AB"[model]} ` : "";
-  const name =
-    layer === null
-      ? `${prefix}head ${page.heads[heads[0]].name}`
-      : `${prefix}layer ${layer}, mean of ${called.length} heads`;
-  const role = layer === null ? page.role(model, heads[0]) : null;
+  const isHead = layer === null;
+  const name = isHead ? `${prefix}head ${page.heads[heads[0]].name}` : `${prefix}layer ${layer}, mean of ${called.length} heads`;
+  const role = isHead ? page.role(model, heads[0]) : null;
   const remove = element(
     "button",
     {
@@ -98,17 +146,16 @@ async function trayLine(app, entry, place) {
     },
     "×",
   );
-  const title =
-    layer === null
-      ? element("button", {type: "button", class: "link", click: () => app.choose(heads[0])}, name)
-      : element("span", {}, name);
   const about = element(
     "div",
     {class: "focus-head"},
-    title,
+    isHead
+      ? element("button", {type: "button", class: "link", click: () => app.choose(heads[0])}, name)
+      : element("span", {}, name),
+    page.allKinds.length > 1 ? element("span", {class: "soft"}, kindTitle(page.kinds[heads[0]])) : null,
     role ? element("span", {class: "focus-role"}, roleBadge(role), role.title) : null,
   );
-  if (!called.length)
+  if (!mean)
     return element(
       "li",
       {class: "focus"},
@@ -116,66 +163,30 @@ async function trayLine(app, entry, place) {
       element("p", {class: "soft"}, "The head did not attend on this passage."),
       remove,
     );
-  const {units, weights, uniform, query, exact, hasRows} = await meanWeights(app, passage, model, called);
-  const line = sentenceLine(units, weights, {least: uniform, around: query});
-  const best = [...weights.keys()]
-    .filter(unit => weights[unit] > uniform && !units.special[unit])
-    .sort((a, b) => weights[b] - weights[a])
-    .slice(0, 3);
-  const percent = share => (exact ? formatPercent(share) : `at least ${formatPercentAtLeast(share)}`);
-  const none = hasRows
-    ? `no word is ${exact ? "" : "known to be "}above uniform attention`
-    : "This head has no rows of generated words.";
-  const summary = best.map(unit => `${unitName(units, unit)} ${percent(weights[unit])}`).join(", ") || none;
-  const item = element(
+  return element(
     "li",
     {class: `focus ${seriesClass(place)}`},
     about,
-    element("div", {}, line, element("p", {class: "soft"}, summary)),
-    element("div", {class: "tray-end"}, await meanPicture(app, passage, model, called, place), remove),
+    element(
+      "div",
+      {},
+      sentenceLine(mean.units, mean.weights, scale, mean),
+      element("p", {class: "soft"}, summaryOf(mean, page.say)),
+    ),
+    element("div", {class: "tray-end"}, picture, remove),
   );
-  return item;
 }
 
-/** Return the mean attention of heads on each word: from the pinned query, or from all words. */
-async function meanWeights(app, passage, model, heads) {
-  const {page, state} = app;
-  const pin = /^q(\d+)$/.exec(state.get("pin"));
-  const matrices = await Promise.all(heads.map(head => page.matrix(passage, model, head, state.get("words"))));
-  const {queryUnits, keyUnits} = matrices[0];
-  const weights = new Float64Array(keyUnits.count);
-  const query = pin && Number(pin[1]) < queryUnits.count ? Number(pin[1]) : null;
-  const settings = {special: state.get("special"), first: state.get("first")};
-  for (const matrix of matrices) {
-    const values =
-      query === null
-        ? receivedAttention(matrix, shownRows(matrix, hiddenUnits(queryUnits, settings), state.get("generated")))
-        : denseRow(matrix, query);
-    values.forEach((weight, unit) => {
-      weights[unit] += weight / matrices.length;
-    });
-  }
-  hiddenUnits(keyUnits, settings).forEach((hidden, unit) => {
-    if (hidden) weights[unit] = 0;
-  });
-  const visible = query === null ? keyUnits.count : Math.max(rowOf(matrices[0], query).indices.length, 1);
-  return {
-    units: keyUnits,
-    weights,
-    uniform: 1 / (matrices[0].exact ? visible : keyUnits.count),
-    query: queryUnits === keyUnits ? query : null,
-    exact: matrices.every(matrix => matrix.exact),
-    hasRows: query !== null || !state.get("generated") || queryUnits.generated.includes(1),
-  };
-}
-
-function denseRow(matrix, query) {
-  const row = new Float64Array(matrix.keyUnits.count);
-  const {indices, weights} = rowOf(matrix, query);
-  indices.forEach((key, place) => {
-    row[key] = weights[place];
-  });
-  return row;
+/** Return the words with the most attention above uniform attention as text. */
+function summaryOf({units, weights, least, exact, hasRows}, say) {
+  const best = [...weights.keys()]
+    .filter(unit => weights[unit] > least[unit] && !units.special[unit])
+    .sort((a, b) => weights[b] - weights[a])
+    .slice(0, 3);
+  const percent = share => (exact ? formatPercent(share) : `at least ${formatPercentAtLeast(share)}`);
+  if (best.length) return best.map(unit => `${unitName(units, unit)} ${percent(weights[unit])}`).join(", ");
+  if (!hasRows) return "This head has no rows of generated words.";
+  return say(`no word is ${exact ? "" : "known to be "}above uniform attention`);
 }
 
 /** Return a picture of the mean of the heads' tiles. */

@@ -10,7 +10,7 @@ export function beginning(text, limit) {
   const characters = Array.from(text);
   if (characters.length <= limit) return text;
   const start = characters.slice(0, limit).join("");
-  const cut = start.search(/\s+\S*$/);
+  const cut = (start + characters[limit]).search(/\s+\S*$/);
   return `${cut > limit / 2 ? start.slice(0, cut) : start}…`;
 }
 

@@ -1,0 +1,69 @@
+/** Matrix of a head as an SVG picture. */
+import {svgElement} from "./dom.js";
+import {cssColour, propertyColour} from "./colours.js";
+import {rowOf} from "./attention.js";
+import {SCALE_HEIGHT, TITLE_HEIGHT, svgScale, svgTitle} from "./caption.js";
+import {shortened} from "./words.js";
+
+/** Number of cells up to which a matrix is saved as rectangles, with words. */
+const MOST_RECTANGLES = 10000;
+
+const SVG_CELL = 14;
+const SVG_LEFT = 120;
+const SVG_TOP = 100 + TITLE_HEIGHT;
+
+/** Return a matrix as an SVG element: rectangles and words, or a picture if it is large. */
+export function matrixSvg({grid, caption, colourOf, picture}) {
+  const {matrix, rows, columns} = grid;
+  if (rows.length * columns.length > MOST_RECTANGLES) {
+    const canvas = picture();
+    return svgElement(
+      "svg",
+      {viewBox: `0 0 ${canvas.width} ${canvas.height}`},
+      svgElement("image", {href: canvas.toDataURL(), width: canvas.width, height: canvas.height}),
+    );
+  }
+  const ink = cssColour(propertyColour("--ink"));
+  const bottom = SVG_TOP + rows.length * SVG_CELL;
+  const place = new Map(columns.map((unit, column) => [unit, column]));
+  const cells = rows.flatMap((query, row) => {
+    const {indices, weights} = rowOf(matrix, query);
+    return [...indices.keys()]
+      .filter(entry => place.has(indices[entry]))
+      .map(entry =>
+        svgElement("rect", {
+          x: SVG_LEFT + place.get(indices[entry]) * SVG_CELL,
+          y: SVG_TOP + row * SVG_CELL,
+          width: SVG_CELL,
+          height: SVG_CELL,
+          fill: cssColour(colourOf(weights[entry])),
+        }),
+      );
+  });
+  return svgElement(
+    "svg",
+    {
+      viewBox: `0 0 ${Math.max(SVG_LEFT + columns.length * SVG_CELL + 80, 380)} ${bottom + 8 + SCALE_HEIGHT}`,
+      "font-family": "system-ui, sans-serif",
+      "font-size": 11,
+    },
+    svgElement("rect", {width: "100%", height: "100%", fill: cssColour(propertyColour("--panel"))}),
+    svgTitle(caption.title),
+    ...cells,
+    ...rows.map((query, row) =>
+      svgElement(
+        "text",
+        {x: SVG_LEFT - 6, y: SVG_TOP + row * SVG_CELL + 11, "text-anchor": "end", fill: ink},
+        shortened(matrix.queryUnits.labels[query], 16),
+      ),
+    ),
+    ...columns.map((key, column) =>
+      svgElement(
+        "text",
+        {transform: `translate(${SVG_LEFT + column * SVG_CELL + 9} ${SVG_TOP - 6}) rotate(-60)`, fill: ink},
+        shortened(matrix.keyUnits.labels[key], 16),
+      ),
+    ),
+    svgScale(bottom + 4, caption),
+  );
+}
