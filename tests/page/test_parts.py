@@ -1,7 +1,6 @@
-"""Parts of the page: foci, comparison, search by focus, two models, two sides, pictures, matrix and files."""
+"""Parts of the page: foci, comparison, two models, two sides, passages and statistics."""
 
 import dataclasses
-import re
 
 import pytest
 import torch
@@ -11,13 +10,12 @@ from page.synthetic import (
     STATISTICS,
     head_attention,
     page_contents,
-    picture_contents,
     random_weights,
     text_side,
     two_sided_contents,
     word_matrix,
 )
-from page.test_text import SIDE, expected_list, readout, strength, word
+from page.test_text import SIDE, expected_list, readout, shown, strength, word
 
 
 def test_first_block_shows_the_best_head_of_each_focus(open_page):
@@ -39,130 +37,6 @@ def test_first_block_shows_the_best_head_of_each_focus(open_page):
     assert top < page.locator("#overview").bounding_box()["y"]
     block.get_by_role("button", name="head 2.4").click()
     assert page.locator("#head-title").inner_text() == "Head 2.4"
-
-
-@pytest.mark.parametrize("kind", ["received", "exchanged"])
-def test_marked_words_rank_the_heads(open_page, kind):
-    contents, truth = page_contents()
-    page = open_page(contents, address=f"#focus={kind}")
-    page.keyboard.press("m")
-    marked = [SIDE.words.index("coffee"), SIDE.words.index("tea")]
-    for unit in marked:
-        word(page, unit).click()
-    page.locator("#find-result tbody tr").first.wait_for()
-    others = [i for i, text in enumerate(SIDE.words) if i not in marked and not text.startswith("[")]
-    scores = []
-    for head, weights in enumerate(truth[0][0]):
-        matrix = word_matrix(weights, SIDE)
-        pairs = matrix[marked][:, list(reversed(marked))].diagonal()
-        share = matrix[others][:, marked].sum(1).mean() if kind == "received" else pairs.mean()
-        sizes = [2, 1]
-        uniform = sum(sizes) / 13 if kind == "received" else sum(reversed(sizes)) / 2 / 13
-        scores.append((float(share) - uniform, contents.models[0].heads[head].name, float(share), uniform))
-    rows = [row.locator("th, td").all_inner_texts() for row in page.locator("#find-result tbody tr").all()]
-    best = sorted(scores, reverse=True)[:10]
-    assert [row[:3] for row in rows] == [[name, f"{share:.2f}", f"{uniform:.2f}"] for _, name, share, uniform in best]
-    assert [float(row[3].replace(MINUS, "-")) for row in rows] == pytest.approx(
-        [score[0] for score in best], abs=0.0051
-    )
-    assert [row[4] for row in rows] == ["yes" if share >= 0.5 and excess > 0 else "no" for excess, _, share, _ in best]
-    _, name, share, uniform = best[0]
-    none = {
-        "received": "No head puts at least half of its attention on these words.",
-        "exchanged": "In no head do these words put at least half of their attention on each other.",
-    }[kind]
-    closest = f"Head {name} comes closest: {100 * share:.0f} % (uniform attention: {100 * uniform:.0f} %)."
-    assert page.locator("#find-status").inner_text() == f"{none} {closest}"
-    word(page, marked[0]).focus()
-    page.keyboard.press("Enter")
-    assert page.locator(".head-view:visible .word.marked").count() == 1
-
-
-@pytest.mark.parametrize(("listed", "sharpness"), [(3, 0.7), (6, 1.5), (13, 2.5)])
-def test_ranking_by_the_largest_weights_states_bounds(open_page, listed, sharpness):
-    contents, truth = page_contents(layers=1, listed=listed, sharpness=sharpness)
-    page = open_page(contents, address="#marking=true&marks=0:1.2.3.4.5.7")
-    page.locator("#find-result tbody tr").first.wait_for()
-    assert (
-        "only the largest weights of this text, so heads are ranked by lower bounds"
-        in page.locator("#find-kind").inner_text()
-    )
-    marked = [1, 2, 3, 4, 5, 7]
-    others = [i for i, text in enumerate(SIDE.words) if i not in marked and not text.startswith("[")]
-    shares = {
-        head.name: float(word_matrix(w, SIDE)[others][:, marked].sum(1).mean())
-        for head, w in zip(contents.models[0].heads, truth[0][0], strict=True)
-    }
-    uniform = 7 / 13
-    answers, bounds = [], []
-    for row in page.locator("#find-result tbody tr").all():
-        name, share, _, excess, has_focus = row.locator("th, td").all_inner_texts()
-        assert re.fullmatch(r"at least \d\.\d\d", share)
-        assert float(share.removeprefix("at least ")) <= shares[name] + 1e-6
-        if excess != "unknown":
-            assert float(re.fullmatch(r"(?:at least|≥) ([\d.]+)", excess)[1]) <= shares[name] - uniform + 1e-6
-        bounds.append(excess)
-        truly = shares[name] >= 0.5 and shares[name] > uniform
-        assert has_focus in ("unknown", "yes" if truly else "no")
-        answers.append(has_focus)
-    assert "unknown" in bounds or sharpness != 0.7
-    verdict = page.locator("#find-status").inner_text()
-    if "yes" in answers:
-        assert verdict.startswith("At least ")
-    elif "unknown" in answers:
-        assert verdict.startswith("No head is known to put at least half of its attention on these words, because")
-    else:
-        assert verdict.startswith("No head puts at least half")
-
-
-def test_marks_belong_to_the_key_side_of_the_chosen_head(open_page):
-    queries, keys = text_side(("Kaffee", "oder", "Tee", "?"), "target"), text_side(("coffee", "or", "tea"), "source")
-    contents, _ = two_sided_contents(queries, keys)
-    passage = contents.passages[0]
-    target = head_attention(random_weights(4, 4, causal=False, seed=9), causal=False, queries=1, keys=1)
-    heads = ((target, *passage.heads[0][1:]),)
-    page = open_page(
-        dataclasses.replace(contents, passages=(dataclasses.replace(passage, heads=heads),)),
-        address="#head=0.1&marking=true&marks=0:2",
-    )
-    rows = page.locator("#find-result tbody th")
-
-    def marked() -> list[str]:
-        return page.locator(".head-view:visible .word.marked").all_inner_texts()
-
-    page.locator("#find-words", has_text="Marked in “source”: tea").wait_for()
-    rows.first.wait_for()
-    assert (sorted(rows.all_inner_texts()), marked()) == (["0.1", "0.2"], ["tea"])
-    page.get_by_role("button", name="Head 0.0,").click()
-    page.locator("#find-words", has_text="No word in “target” is marked.").wait_for()
-    assert (rows.count(), marked()) == (0, [])
-    word(page, 0).click()
-    page.locator("#find-words", has_text="Marked in “target”: Kaffee").wait_for()
-    rows.first.wait_for()
-    assert (rows.all_inner_texts(), marked()) == (["0.0"], ["Kaffee"])
-    assert "marks=0%3A2%2C1%3A0" in page.url
-    page.get_by_role("button", name="Head 0.2,").click()
-    page.locator("#find-words", has_text="Marked in “source”: tea").wait_for()
-    page.locator(".head-view:visible .word.marked", has_text="tea").wait_for()
-    rows.nth(1).wait_for()
-    assert marked() == ["tea"]
-    rows.nth(0).locator("button").click()
-    page.locator("#head-title", has_text=f"Head {rows.nth(0).inner_text()}").wait_for()
-    assert page.evaluate("document.activeElement.closest('#find-result') !== null")
-    page.get_by_role("button", name="Remove all marks").click()
-    page.locator("#find-words", has_text="No word in “source” is marked.").wait_for()
-    assert "marks=" not in page.url
-
-
-def test_search_by_focus_names_the_model_that_it_uses(open_page):
-    contents, truth = page_contents(models=2)
-    page = open_page(contents, address="#marking=true&marks=0:7&model=difference")
-    others = [i for i, text in enumerate(SIDE.words) if i != 7 and not text.startswith("[")]
-    best = [max(float(word_matrix(w, SIDE)[others, 7].mean()) for w in of_model) for of_model in truth[0]]
-    for model, button in enumerate((f"B {MINUS} A", "B")):
-        page.get_by_role("button", name=button, exact=True).click()
-        page.locator("#find-kind", has_text=f"The search uses model {'AB'[model]}, synthetic {'AB'[model]}.").wait_for()
-        page.locator("#find-result tbody tr td", has_text=f"{best[model]:.2f}").first.wait_for()
 
 
 def test_comparison_shows_a_line_for_each_head_and_the_mean_of_a_layer(open_page):
@@ -278,19 +152,6 @@ def test_two_sides_tint_each_other(open_page):
     assert readout(page) == ("Attention to “coffee”", expected_list(weights[1][:, 0], queries.words))
 
 
-def test_picture_has_a_rectangle_for_each_patch(open_page):
-    contents, weights = picture_contents()
-    page = open_page(contents, address="#head=0.2")
-    assert page.locator(".head-view .patch").count() == 6
-    assert page.locator(".picture-tokens .word").all_inner_texts() == ["[CLS]"]
-    frame, patch = page.locator(".picture-frame").bounding_box(), page.locator('.patch[data-unit="6"]').bounding_box()
-    assert patch["x"] - frame["x"] == pytest.approx(frame["width"] * 2 / 3, abs=1)
-    assert patch["y"] - frame["y"] == pytest.approx(frame["height"] / 2, abs=1)
-    page.locator('.patch[data-unit="6"]').hover()
-    words = contents.passages[0].sides[0].words
-    assert readout(page) == ("Attention from “row 2, column 3”", expected_list(weights[2][6], words))
-
-
 def test_passages_can_be_chosen_and_examples_open_them(open_page):
     sides = [text_side(), text_side(("a", "b", "c")), text_side(("d", "e", "##f"))]
     sides += [text_side([f"{letter}{i}" for i in range(40)]) for letter in "ghi"]
@@ -318,71 +179,6 @@ def test_typical_passages_are_left_out_for_mixed_heads_and_few_texts(open_page, 
     assert page.locator(".examples").count() == 0
 
 
-def test_matrix_zooms_and_names_its_cells(open_page):
-    contents, truth = page_contents()
-    page = open_page(contents, address="#head=1.4")
-    plot = page.locator(".matrix-plot:visible")
-    plot.scroll_into_view_if_needed()
-    box = plot.bounding_box()
-    cell = (box["width"] - 122) / len(SIDE.words)
-    page.mouse.move(box["x"] + 92 + 3.5 * cell, box["y"] + 74 + 7.5 * cell)
-    weight = float(word_matrix(truth[0][0][9], SIDE)[7, 3])
-    assert page.locator(".tip:visible").inner_text() == f"coffee → you: {weight:.2f}"
-    assert page.locator(".matrix-note").text_content() == ""
-    plot.focus()
-    page.keyboard.press("+")
-    page.mouse.wheel(0, -300)
-    page.locator(".matrix-plot.zoomed").wait_for()
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("0")
-    page.locator(".matrix-plot.zoomed").wait_for(state="detached")
-    page.get_by_role("button", name="linear scale").click()
-    assert "scale=linear" in page.url
-
-
-def test_sparse_matrix_states_bounds(open_page):
-    contents, truth = page_contents(layers=1, heads=2, listed=3, sharpness=0.7, causal=True)
-    page = open_page(contents, address="#head=0.1&words=false")
-    plot = page.locator(".matrix-plot:visible")
-    plot.scroll_into_view_if_needed()
-    box, weights = plot.bounding_box(), truth[0][0][1]
-    cell = (box["width"] - 122) / 13
-    key = int(weights[9, :10].argmin())
-    page.mouse.move(box["x"] + 92 + (key + 0.5) * cell, box["y"] + 74 + 9.5 * cell)
-    text = page.locator(".tip:visible").inner_text()
-    assert float(re.search(r"at most ([\d.]+\d)", text)[1]) >= float(weights[9, key])
-    key = int(weights[9, :10].argmax())
-    page.mouse.move(box["x"] + 92 + (key + 0.5) * cell, box["y"] + 74 + 9.5 * cell)
-    text = page.locator(".tip:visible", has_text="at least").inner_text()
-    assert float(weights[9, key]) - 0.017 <= float(re.search(r"at least ([\d.]+)", text)[1]) <= float(weights[9, key])
-    page.mouse.move(box["x"] + 92 + 11.5 * cell, box["y"] + 74 + 9.5 * cell)
-    page.locator(".tip:visible", has_text="not visible").wait_for()
-    note = page.locator(".matrix-note:visible").inner_text()
-    assert "Every other cell has the mean weight of the tile around it" in note
-
-
-@pytest.mark.parametrize("button", ["Matrix PNG", "Matrix SVG", "Curves PNG", "Curves SVG"])
-def test_pictures_are_saved(open_page, button, tmp_path):
-    page = open_page(page_contents()[0], address="#head=0.3")
-    page.locator("svg.lines:visible").wait_for()
-    with page.expect_download() as download:
-        page.get_by_role("button", name=button).click()
-    path = tmp_path / download.value.suggested_filename
-    download.value.save_as(path)
-    kind, suffix = button.lower().split()
-    assert path.name == f"head-0.3-{kind}.{suffix}"
-    content = path.read_bytes()
-    if suffix == "svg":
-        assert b"<svg" in content
-        text = content.decode("utf-8")
-        assert "coffee" in text
-        assert "Head 0.3 · synthetic A" in text
-        assert text.count("<rect") > 40 if kind == "matrix" else ">weight<" in text
-    else:
-        assert content.startswith(b"\x89PNG")
-        assert len(content) > 2000
-
-
 def test_statistics_have_units(open_page):
     page = open_page(page_contents()[0])
     text = page.locator("#head-statistics").inner_text()
@@ -399,3 +195,59 @@ def test_head_that_was_not_called_on_a_passage(open_page):
     assert page.locator(".cell-empty").count() == 1
     page.get_by_role("combobox", name="Text").select_option("0")
     page.locator(".head-view:visible .word").first.wait_for()
+
+
+def encoder_decoder_contents():
+    """Return the contents of a page with a head of each kind of an encoder-decoder."""
+    queries, keys = text_side(("Kaffee", "oder", "Tee", "?"), "target"), text_side(("coffee", "or", "tea"), "source")
+    contents, _ = two_sided_contents(queries, keys)
+    kinds = (("encoder", 0, 0), ("decoder", 1, 1), ("decoder.cross", 1, 0))
+    model = contents.models[0]
+    heads = tuple(
+        dataclasses.replace(head, name=f"{layer}.0", layer=layer, head=0, module=f"{module}.{layer}")
+        for layer, (head, (module, _, _)) in enumerate(zip(model.heads, kinds, strict=True))
+    )
+    count = (3, 4)
+    stored = tuple(
+        head_attention(random_weights(count[q], count[k], causal=False, seed=9), causal=False, queries=q, keys=k)
+        for _, q, k in kinds
+    )
+    passage = dataclasses.replace(contents.passages[0], heads=(stored,))
+    return dataclasses.replace(contents, models=(dataclasses.replace(model, heads=heads),), passages=(passage,))
+
+
+def test_heads_of_encoder_decoders_are_labelled_by_their_kind(open_page):
+    page = open_page(encoder_decoder_contents(), address="#head=1.0&tray=A1")
+    assert page.locator("#summary").inner_text() == "3 attention heads in 3 attention modules"
+    assert page.locator("#head-title").inner_text() == "Head 1.0, decoder self-attention"
+    assert page.locator(".cell-kind").all_inner_texts() == ["enc", "dec", "cross"]
+    assert page.get_by_role("button", name="Head 2.0, cross-attention").count() == 1
+    assert "decoder self-attention" in page.locator("#tray-lines .focus-head").inner_text()
+    page.get_by_label("Group by").select_option("layer")
+    titles = page.locator("#overview .group h3")
+    assert titles.all_inner_texts() == ["layer 0, encoder self", "layer 1, decoder self", "layer 2, cross"]
+    page.get_by_label("Group by").select_option("kind")
+    assert titles.all_inner_texts() == ["encoder self-attention", "decoder self-attention", "cross-attention"]
+    page.get_by_text("Filter", exact=True).click()
+    page.get_by_role("combobox", name="Kind").select_option("cross")
+    assert page.locator("#overview .cell-name").all_inner_texts() == ["2.0"]
+
+
+def test_tooltips_of_a_comparison_name_the_model(open_page):
+    contents, truth = page_contents(models=2)
+    page = open_page(contents, address="#head=0.3&model=difference")
+    weights = [float(word_matrix(truth[0][model][3], SIDE)[7, 3]) for model in range(2)]
+    plots = page.locator(".matrix-plot:visible")
+    plots.nth(2).wait_for()
+    signed = f"{weights[1] - weights[0]:+.2f}".replace("-", MINUS)
+    expected = (f"B {MINUS} A, coffee → you: {signed} (A {shown(weights[0])}, B {shown(weights[1])})",
+                f"A, coffee → you: {shown(weights[0])}", f"B, coffee → you: {shown(weights[1])}")  # fmt: skip
+    for place, text in enumerate(expected):
+        plots.nth(place).scroll_into_view_if_needed()
+        box = plots.nth(place).bounding_box()
+        cell = (box["width"] - 122) / len(SIDE.words)
+        page.mouse.move(box["x"] + 92 + 3.5 * cell, box["y"] + 74 + 7.5 * cell)
+        assert page.locator(".tip:visible").inner_text() == text
+    scales = page.locator(".matrix:visible .legend-scale").all_inner_texts()
+    assert scales[1] == scales[2]
+    assert scales[0].startswith(MINUS)

@@ -89,6 +89,26 @@ def test_sandboxed_frame_keeps_its_state(browser, tmp_path):
     page.close()
 
 
+def test_choosing_a_head_does_not_scroll_the_document_around_a_frame(browser, tmp_path):
+    frame_source = html.escape(page_html(page_contents()[0]), quote=True)
+    path = tmp_path / "outer.html"
+    path.write_text(
+        f'<!doctype html><div style="height: 700px"></div><iframe sandbox="allow-scripts" width="600" height="700" '
+        f'srcdoc="{frame_source}"></iframe><div style="height: 2000px"></div>',
+        encoding="utf-8",
+    )
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(path.as_uri())
+    page.evaluate("scrollTo(0, 400)")
+    frame = page.frame_locator("iframe")
+    frame.locator("html[data-ready]").wait_for()
+    frame.locator(".cell").nth(3).evaluate("cell => cell.click()")
+    page.wait_for_timeout(800)
+    assert page.evaluate("scrollY") == 400
+    assert frame.locator("html").evaluate("() => scrollY") > 300
+    page.close()
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_serious_violation_of_accessibility_rules(open_page, axe, theme, width):
@@ -138,7 +158,9 @@ def test_phone_shows_everything_without_scrolling_sideways(open_page):
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     page.get_by_role("button", name="Head 0.3,").tap()
     page.locator("#head-title", has_text="Head 0.3").wait_for()
+    assert page.locator("#head-hint").inner_text().startswith("Tap words to mark them.")
     page.get_by_role("button", name="Mark words").tap()
+    assert page.locator("#head-hint").inner_text() == "Tap a word to pin it."
     word(page, 2).tap()
     assert readout(page)[0] == "Attention from “do”"
 

@@ -66,7 +66,11 @@ def test_pointer_shows_the_row_and_the_column_of_a_word(open_page, head):
     strongest = int(weights[COFFEE].argmax())
     tint = float(word(page, strongest).evaluate("word => word.style.getPropertyValue('--a')"))
     assert tint == pytest.approx(strength(float(weights[COFFEE].max()), 1 / len(SIDE.words)), abs=0.002)
-    assert page.locator(".text-legend:visible").inner_text().split("\n") == ["weight", "0", shown(weights[COFFEE].max())]
+    assert page.locator(".text-legend:visible").inner_text().split("\n") == [
+        "weight",
+        "0",
+        shown(weights[COFFEE].max()),
+    ]
     page.locator("h1").hover()
     page.get_by_role("button", name="to the word", exact=True).click()
     word(page, COFFEE).hover()
@@ -147,7 +151,9 @@ def test_each_word_is_linked_to_the_word_that_it_attends_to_most(open_page):
         weight, back = float(weights[query, key]), float(weights[key, query])
         is_mutual = best[key] == query and min(weight, back) > 1 / len(SIDE.words)
         if is_mutual and weight >= back:
-            links.append((weight, f"{SIDE.words[query]} ↔ {SIDE.words[key]} {shown(weight)}/{shown(back)}", weight + back))
+            links.append(
+                (weight, f"{SIDE.words[query]} ↔ {SIDE.words[key]} {shown(weight)}/{shown(back)}", weight + back)
+            )
         elif not is_mutual and weight >= 0.005:
             links.append((weight, f"{SIDE.words[query]} → {SIDE.words[key]} {shown(weight)}", weight))
     links.sort(reverse=True)

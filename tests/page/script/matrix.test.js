@@ -3,9 +3,11 @@ import {test} from "node:test";
 import {
   cellAt,
   fittedView,
+  isFitted,
   matrixGrid,
   pannedView,
   pixelWeights,
+  scalePart,
   tileAverage,
   zoomedView,
 } from "../../../src/headwise/page/script/matrix.js";
@@ -30,6 +32,14 @@ test("zooming keeps the cell under the pointer, and the view stays inside the ma
   for (let i = 0; i < 30; i++) view = zoomedView(view, BOUNDS, 300, 20, 0.5);
   assert.deepEqual(view, fittedView(BOUNDS));
   assert.equal(cellAt(view, BOUNDS, -1, 5), null);
+});
+
+test("a view is fitted until it is zoomed", () => {
+  const view = fittedView(BOUNDS);
+  assert.ok(isFitted(view, BOUNDS));
+  assert.ok(!isFitted(zoomedView(view, BOUNDS, 10, 10, 1.2), BOUNDS));
+  assert.ok(!isFitted(view, {...BOUNDS, width: 200}));
+  assert.deepEqual([0.25, -0.25, -2].map(weight => scalePart(weight, 1, "root")), [0.5, -0.5, -1]);
 });
 
 function denseGrid(tokens, causal) {

@@ -1,0 +1,176 @@
+"""Pictures of a head: the matrix, images of patches, and saved files."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from page.synthetic import head_attention, page_contents, picture_contents, text_side, word_matrix
+from page.test_text import SIDE, expected_list, readout, strength
+
+
+def test_picture_has_a_rectangle_for_each_patch(open_page):
+    contents, weights = picture_contents()
+    page = open_page(contents, address="#head=0.2")
+    assert page.locator(".head-view .patch").count() == 6
+    assert page.locator(".picture-tokens .word").all_inner_texts() == ["[CLS]"]
+    frame, patch = page.locator(".picture-frame").bounding_box(), page.locator('.patch[data-unit="6"]').bounding_box()
+    assert patch["x"] - frame["x"] == pytest.approx(frame["width"] * 2 / 3, abs=1)
+    assert patch["y"] - frame["y"] == pytest.approx(frame["height"] / 2, abs=1)
+    page.locator('.patch[data-unit="6"]').hover()
+    words = contents.passages[0].sides[0].words
+    assert readout(page) == ("Attention from “row 2, column 3”", expected_list(weights[2][6], words))
+
+
+def test_matrix_zooms_and_names_its_cells(open_page):
+    contents, truth = page_contents()
+    page = open_page(contents, address="#head=1.4")
+    plot = page.locator(".matrix-plot:visible")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    cell = (box["width"] - 122) / len(SIDE.words)
+    page.mouse.move(box["x"] + 92 + 3.5 * cell, box["y"] + 74 + 7.5 * cell)
+    weight = float(word_matrix(truth[0][0][9], SIDE)[7, 3])
+    assert page.locator(".tip:visible").inner_text() == f"coffee → you: {weight:.2f}"
+    assert page.locator(".matrix-note").text_content() == ""
+    plot.focus()
+    page.keyboard.press("+")
+    page.mouse.wheel(0, -300)
+    page.locator(".matrix-plot.zoomed").wait_for()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("0")
+    page.locator(".matrix-plot.zoomed").wait_for(state="detached")
+    page.get_by_role("button", name="linear scale").click()
+    assert "scale=linear" in page.url
+
+
+def test_sparse_matrix_states_bounds(open_page):
+    contents, truth = page_contents(layers=1, heads=2, listed=3, sharpness=0.7, causal=True)
+    page = open_page(contents, address="#head=0.1&words=false")
+    plot = page.locator(".matrix-plot:visible")
+    plot.scroll_into_view_if_needed()
+    box, weights = plot.bounding_box(), truth[0][0][1]
+    cell = (box["width"] - 122) / 13
+    key = int(weights[9, :10].argmin())
+    page.mouse.move(box["x"] + 92 + (key + 0.5) * cell, box["y"] + 74 + 9.5 * cell)
+    text = page.locator(".tip:visible").inner_text()
+    assert float(re.search(r"at most ([\d.]+\d)", text)[1]) >= float(weights[9, key])
+    key = int(weights[9, :10].argmax())
+    page.mouse.move(box["x"] + 92 + (key + 0.5) * cell, box["y"] + 74 + 9.5 * cell)
+    text = page.locator(".tip:visible", has_text="at least").inner_text()
+    assert float(weights[9, key]) - 0.017 <= float(re.search(r"at least ([\d.]+)", text)[1]) <= float(weights[9, key])
+    page.mouse.move(box["x"] + 92 + 11.5 * cell, box["y"] + 74 + 9.5 * cell)
+    page.locator(".tip:visible", has_text="not visible").wait_for()
+    note = page.locator(".matrix-note:visible").inner_text()
+    assert "Every other cell has the mean weight of the tile around it" in note
+
+
+@pytest.mark.parametrize("button", ["Matrix PNG", "Matrix SVG", "Curves PNG", "Curves SVG"])
+def test_pictures_are_saved(open_page, button, tmp_path):
+    page = open_page(page_contents()[0], address="#head=0.3")
+    page.locator("svg.lines:visible").wait_for()
+    with page.expect_download() as download:
+        page.get_by_role("button", name=button).click()
+    path = tmp_path / download.value.suggested_filename
+    download.value.save_as(path)
+    kind, suffix = button.lower().split()
+    assert path.name == f"head-0.3-{kind}.{suffix}"
+    content = path.read_bytes()
+    if suffix == "svg":
+        assert b"<svg" in content
+        text = content.decode("utf-8")
+        assert "coffee" in text
+        assert "Head 0.3 · synthetic A" in text
+        assert text.count("<rect") > 40 if kind == "matrix" else ">weight<" in text
+    else:
+        assert content.startswith(b"\x89PNG")
+        assert len(content) > 2000
+
+
+PIXELS = """(canvas, [x, y, width, height]) => {
+  const copy = document.createElement("canvas");
+  [copy.width, copy.height] = [canvas.width, canvas.height];
+  const context = copy.getContext("2d", {willReadFrequently: true});
+  context.drawImage(canvas, 0, 0);
+  return [...context.getImageData(x, y, width, height).data];
+}"""
+"""Function that returns the red, green, blue and alpha values of a part of a canvas."""
+
+
+def test_matrix_fits_its_plot_after_the_window_becomes_narrow(open_page):
+    count = len(text_side().tokens)
+    contents, _ = page_contents(layers=1, heads=1)
+    diagonal = head_attention(torch.eye(count, dtype=torch.float64), causal=False)
+    passage = dataclasses.replace(contents.passages[0], heads=((diagonal,),))
+    page = open_page(dataclasses.replace(contents, passages=(passage,)))
+    page.locator("svg.lines:visible").wait_for()
+    for width in (1280, 500, 1100):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(300)
+        plot = page.locator(".matrix-plot:visible")
+        plot_width, height = plot.bounding_box()["width"], plot.locator("canvas").evaluate("canvas => canvas.height")
+        pixels = plot.locator("canvas").evaluate(PIXELS, [0, height - 8, int(plot_width), 1])
+        dark = [place for place in range(95, int(plot_width) - 25) if sum(pixels[4 * place : 4 * place + 3]) < 600]
+        assert max(dark) == pytest.approx(plot_width - 31, abs=3), width  # the last cell of the diagonal is complete
+
+
+def test_row_and_column_under_the_pointer_are_highlighted(open_page):
+    page = open_page(page_contents(causal=True, sides=[text_side([f"w{i}" for i in range(80)])])[0])
+    plot = page.locator(".matrix-plot:visible")
+    plot.scroll_into_view_if_needed()
+    canvas = plot.locator("canvas")
+
+    def blue() -> int:
+        """Return the number of blue pixels next to the rows."""
+        pixels = canvas.evaluate(PIXELS, [40, 70, 50, 300])
+        return sum(pixels[place + 2] - pixels[place] > 100 for place in range(0, len(pixels), 4))
+
+    assert blue() == 0
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 150, box["y"] + 300)
+    page.locator(".tip:visible").wait_for()
+    page.wait_for_timeout(100)
+    assert blue() > 20
+
+
+def test_patches_have_the_colour_of_the_largest_weight_that_is_shown(open_page):
+    contents, weights = picture_contents()
+    page = open_page(contents, address="#head=0.2&pin=q6&tray=A0")
+    row = weights[2][6]
+    largest = float(row.max())
+    tints = [
+        float(
+            page.locator(f'.head-view .word[data-unit="{unit}"]').evaluate("w => w.style.getPropertyValue('--a') || 0")
+        )
+        for unit in range(7)
+    ]
+    full = strength(largest, 1 / 7)
+    assert tints == pytest.approx([full * (float(w) / largest) ** 0.5 for w in row], abs=0.005)
+    assert page.locator(".text-legend:visible").inner_text().split("\n") == ["weight", "0", f"{largest:.2f}"]
+    assert page.locator("#tray-lines .picture-frame .patch").count() == 6
+    text = page.locator("main").inner_text()
+    assert "from the patch" in text
+    assert "Mark patches" in text
+    assert "distance" not in text
+    assert "this image" in text
+    assert not {"word", "words", "text", "texts"} & set(text.lower().replace(".", " ").replace(",", " ").split())
+
+
+def test_uniform_attention_has_a_pale_colour(open_page):
+    contents, _ = picture_contents(heads=1)
+    uniform = head_attention(torch.full((7, 7), 1 / 7, dtype=torch.float64), causal=False)
+    passage = dataclasses.replace(contents.passages[0], heads=((uniform,),))
+    page = open_page(dataclasses.replace(contents, passages=(passage,)))
+    tints = page.locator(".head-view .patch").evaluate_all(
+        "all => all.map(w => Number(w.style.getPropertyValue('--a')))"
+    )
+    assert tints == pytest.approx([0.25] * 6, abs=0.01)
+
+
+def test_long_texts_have_no_buttons_for_curves_and_say_why(open_page):
+    page = open_page(page_contents(sides=[text_side([f"w{i}" for i in range(61)])])[0])
+    note = page.locator(".curves:visible p").inner_text()
+    assert note == "Curves are drawn for at most 60 words; here are 61 words."
+    assert page.get_by_role("button", name="Curves").count() == 0
+    assert page.get_by_role("button", name="Matrix PNG").count() == 1
