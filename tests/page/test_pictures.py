@@ -113,6 +113,7 @@ def test_matrix_fits_its_plot_after_the_window_becomes_narrow(open_page):
         pixels = plot.locator("canvas").evaluate(PIXELS, [0, height - 8, int(plot_width), 1])
         dark = [place for place in range(95, int(plot_width) - 25) if sum(pixels[4 * place : 4 * place + 3]) < 600]
         assert max(dark) == pytest.approx(plot_width - 31, abs=3), width  # the last cell of the diagonal is complete
+        assert len(dark) == pytest.approx((plot_width - 122) / len(SIDE.words), abs=2), width
 
 
 def test_row_and_column_under_the_pointer_are_highlighted(open_page):

@@ -118,8 +118,22 @@ everyCase("links and readouts have no weight of 0 and no key that is not visible
 test("a listed key that is not visible is ignored", () => {
   const side = randomSide(3, randomNumbers(1));
   const plain = unitsOf({...side, wordOf: [0, 1, 2], words: ["a", "b", "c"]}, false);
-  const visibility = parseVisibility(visibilityBytes([[1, null, null], [0.5, 0.5, null], [0.5, null, 0.5]]), 3);
-  const {buffer} = sparseBytes([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5], [0.1, 0.5, 0.4]], 3);
+  const visibility = parseVisibility(
+    visibilityBytes([
+      [1, null, null],
+      [0.5, 0.5, null],
+      [0.5, null, 0.5],
+    ]),
+    3,
+  );
+  const {buffer} = sparseBytes(
+    [
+      [0.5, 0.25, 0.25],
+      [0.2, 0.3, 0.5],
+      [0.1, 0.5, 0.4],
+    ],
+    3,
+  );
   const matrix = unitMatrix(parseSparse(buffer, 3, 3), visibility, plain, plain);
   assert.deepEqual([...rowOf(matrix, 0).indices], [0]);
   assert.deepEqual([...rowOf(matrix, 1).indices], [0, 1]);

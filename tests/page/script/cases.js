@@ -4,7 +4,15 @@ import {test} from "node:test";
 import {unitMatrix} from "../../../src/headwise/page/script/attention.js";
 import {parseDense, parseSparse, parseVisibility} from "../../../src/headwise/page/script/decode.js";
 import {unitsOf} from "../../../src/headwise/page/script/words.js";
-import {denseBytes, randomNumbers, randomSide, randomWeights, sparseBytes, visibilityBytes, wordWeights} from "./oracle.js";
+import {
+  denseBytes,
+  randomNumbers,
+  randomSide,
+  randomWeights,
+  sparseBytes,
+  visibilityBytes,
+  wordWeights,
+} from "./oracle.js";
 
 const CASES = [];
 for (const storage of ["dense", "sparse"]) {

@@ -65,7 +65,8 @@ everyCase("bounds of the focus enclose the true focus, and decide it only if the
           (kind === "received" || sees(found, query, marked)),
       );
       const sum = (query, key) => (kind === "received" || key !== query ? (exact[query][key] ?? 0) : 0);
-      const share = rows.reduce((all, query) => all + words.reduce((part, key) => part + sum(query, key), 0), 0) / rows.length;
+      const share =
+        rows.reduce((all, query) => all + words.reduce((part, key) => part + sum(query, key), 0), 0) / rows.length;
       assert.equal(focus.rows, rows.length, side.name);
       assert.ok(focus.share <= share + (storage === "dense" ? 1e-4 : 1e-6));
       assert.ok(focus.upper >= share - (storage === "dense" ? 1e-4 : 1e-6));

@@ -39,7 +39,10 @@ test("a view is fitted until it is zoomed", () => {
   assert.ok(isFitted(view, BOUNDS));
   assert.ok(!isFitted(zoomedView(view, BOUNDS, 10, 10, 1.2), BOUNDS));
   assert.ok(!isFitted(view, {...BOUNDS, width: 200}));
-  assert.deepEqual([0.25, -0.25, -2].map(weight => scalePart(weight, 1, "root")), [0.5, -0.5, -1]);
+  assert.deepEqual(
+    [0.25, -0.25, -2].map(weight => scalePart(weight, 1, "root")),
+    [0.5, -0.5, -1],
+  );
 });
 
 function denseGrid(tokens, causal) {

@@ -38,17 +38,26 @@ everyCase("a link goes from a word to the word that it attends to most", ({matri
     for (const {query, key, weight, back} of strongestLinks(matrix, rows, hidden, 99).links) {
       assertClose(weight, best[query].weight, "largest weight of the query");
       assertClose(weightAt(matrix, query, key), weight, "weight of the key");
-      assert.equal(back !== null, links.some(link => link.query === query && link.back !== null));
+      assert.equal(
+        back !== null,
+        links.some(link => link.query === query && link.back !== null),
+      );
       if (back !== null) assertClose(back, best[key].weight, "weight back");
     }
     let shown = 0;
     expected.forEach((row, query) => {
-      if (rows[query]) shown += matrix.rest[query] + row.reduce((sum, weight, key) => sum + (hidden[key] ? 0 : (weight ?? 0)), 0);
+      if (rows[query])
+        shown += matrix.rest[query] + row.reduce((sum, weight, key) => sum + (hidden[key] ? 0 : (weight ?? 0)), 0);
     });
     const covered = result.links.reduce((sum, link) => sum + link.weight + (link.back ?? 0), 0);
     assert.ok(Math.abs(result.covered - covered / shown) < 1e-5);
     if (!skipsFirst) assert.equal(result.onFirst, null);
-    else assertClose(result.onFirst, expected.reduce((sum, row, query) => sum + (rows[query] ? (row[0] ?? 0) : 0), 0) / shown, "on the first");
+    else
+      assertClose(
+        result.onFirst,
+        expected.reduce((sum, row, query) => sum + (rows[query] ? (row[0] ?? 0) : 0), 0) / shown,
+        "on the first",
+      );
   }
 });
 
@@ -59,17 +68,30 @@ test("two words that attend most to each other share a link, and weights below 0
     [0.004, 0.003, 0.9, 0.003],
     [0.1, 0.2, 0.3, 0.4],
   ];
-  const side = {...randomSide(4, () => 0.5), words: ["a", "b", "c", "d"], tokens: ["a", "b", "c", "d"], special: [0, 0, 0, 0]};
+  const side = {
+    ...randomSide(4, () => 0.5),
+    words: ["a", "b", "c", "d"],
+    tokens: ["a", "b", "c", "d"],
+    special: [0, 0, 0, 0],
+  };
   const units = unitsOf(side, false);
   const visibility = parseVisibility(visibilityBytes(rows), 4);
   const matrix = unitMatrix(parseDense(denseBytes(rows).buffer, 4, 4), visibility, units, units);
   const none = new Uint8Array(4);
   const {links} = strongestLinks(matrix, matrix.visible, none, 8);
-  const rounded = weight => weight === null ? null : Number(weight.toFixed(2));
+  const rounded = weight => (weight === null ? null : Number(weight.toFixed(2)));
   assert.deepEqual(
     links.map(({query, key, weight, back}) => [query, key, rounded(weight), rounded(back)]),
-    [[0, 1, 0.6, 0.5], [3, 2, 0.3, null]],
+    [
+      [0, 1, 0.6, 0.5],
+      [3, 2, 0.3, null],
+    ],
   );
-  const copied = linksText({matrix, shown: {rows: matrix.visible, hiddenKeys: none}}).split("\n").slice(1);
-  assert.deepEqual(copied.map(line => line.split("\t").slice(0, 2).join("")), ["ab", "ba", "dc"]);
+  const copied = linksText({matrix, shown: {rows: matrix.visible, hiddenKeys: none}})
+    .split("\n")
+    .slice(1);
+  assert.deepEqual(
+    copied.map(line => line.split("\t").slice(0, 2).join("")),
+    ["ab", "ba", "dc"],
+  );
 });

@@ -30,8 +30,14 @@ import {randomNumbers, randomSide} from "./oracle.js";
 test("names of punctuation are in quotes", () => {
   const side = {...randomSide(5, () => 0.5), tokens: ["[SEP]", "tea", ",", "tea", "?"], special: [1, 0, 0, 0, 0]};
   const units = unitsOf(side, false);
-  assert.deepEqual([0, 1, 2, 3, 4].map(unit => unitName(units, unit)), ["[SEP]", "tea (2)", "“,”", "tea (4)", "“?”"]);
-  assert.deepEqual([1, 2].map(unit => quotedName(units, unit)), ["“tea (2)”", "“,”"]);
+  assert.deepEqual(
+    [0, 1, 2, 3, 4].map(unit => unitName(units, unit)),
+    ["[SEP]", "tea (2)", "“,”", "tea (4)", "“?”"],
+  );
+  assert.deepEqual(
+    [1, 2].map(unit => quotedName(units, unit)),
+    ["“tea (2)”", "“,”"],
+  );
   assert.equal(plainName(units, 2), ",");
 });
 
@@ -93,16 +99,27 @@ test("the tooltip of a cell that is not stored explains the mean of its tile", (
   const all = [...found.units.labels.keys()];
   const grid = matrixGrid(found.matrix, all, all, {rows: 1, columns: 1, weights: Float32Array.of(1)});
   const key = all.find(unit => weightAt(found.matrix, 2, unit) === null && isVisible(found.matrix, 2, unit));
-  assert.match(cellText(grid, 2, key), /: not stored, at most 0\.\d{3}\. The mean weight of the tile around it is 0\.0\d\.$/);
-  assert.equal(tilesNote(matrixGrid(head({storage: "dense", causal: false, merged: false, seed: 3}).matrix, all, all, grid.tiles)), "");
-  assert.match(tilesNote(grid), /Every other cell has the mean weight of the tile around it, a square of about 22 by 22 words\.$/);
+  assert.match(
+    cellText(grid, 2, key),
+    /: not stored, at most 0\.\d{3}\. The mean weight of the tile around it is 0\.0\d\.$/,
+  );
+  assert.equal(
+    tilesNote(matrixGrid(head({storage: "dense", causal: false, merged: false, seed: 3}).matrix, all, all, grid.tiles)),
+    "",
+  );
+  assert.match(
+    tilesNote(grid),
+    /Every other cell has the mean weight of the tile around it, a square of about 22 by 22 words\.$/,
+  );
 });
 
 test("the difference of two matrices is B minus A in every cell", () => {
   for (const storage of ["dense", "sparse"]) {
     const [a, b] = [5, 5].map((seed, place) => {
       const found = head({storage, causal: true, merged: true, seed});
-      return place ? {...found.matrix, weight: found.matrix.weight.map((weight, entry) => (entry % 3 ? weight : 0))} : found.matrix;
+      return place
+        ? {...found.matrix, weight: found.matrix.weight.map((weight, entry) => (entry % 3 ? weight : 0))}
+        : found.matrix;
     });
     const units = a.queryUnits;
     const matrix = differenceMatrix(a, b);
@@ -113,28 +130,45 @@ test("the difference of two matrices is B minus A in every cell", () => {
         else assertClose(weightAt(matrix, query, key), (after ?? 0) - (before ?? 0), "difference");
       }
     }
-    const strongest = strongestWords(activeWeights(matrix, {axis: "query", unit: 3}, {rows: matrix.visible, hiddenKeys: new Uint8Array(units.count)}));
+    const strongest = strongestWords(
+      activeWeights(matrix, {axis: "query", unit: 3}, {rows: matrix.visible, hiddenKeys: new Uint8Array(units.count)}),
+    );
     assert.ok(strongest.length && strongest.every(({weight}) => weight < 0));
     const all = [...units.labels.keys()];
     const query = [...a.visible.keys()].findLast(unit => a.visible[unit]);
     const text = cellText(matrixGrid(matrix, all, all, null), query, rowOf(a, query).indices[0], "B − A");
-    assert.match(text, storage === "dense" ? /^B − A, .*: (\+|−|≈)?[\d.]+ \(A \S+, B \S+\)$/ : /^B − A, .*: not exactly known \(A /);
+    assert.match(
+      text,
+      storage === "dense" ? /^B − A, .*: (\+|−|≈)?[\d.]+ \(A \S+, B \S+\)$/ : /^B − A, .*: not exactly known \(A /,
+    );
   }
 });
 
 test("numbers are rounded so that they stay bounds, and small weights are not shown as 0.00", () => {
   assert.deepEqual([0, 0.0049, 0.005, 0.33, 1e-9].map(formatWeight), ["0.00", "<0.01", "0.01", "0.33", "<0.01"]);
-  assert.deepEqual(
-    [0, 1e-5, 0.0049, 0.0199, Math.fround(0.33), 0.999, 1, -0.484].map(formatAtLeast),
-    ["0.00", ">0", "0.004", "0.01", "0.33", "0.99", "1.00", "−0.49"],
-  );
+  assert.deepEqual([0, 1e-5, 0.0049, 0.0199, Math.fround(0.33), 0.999, 1, -0.484].map(formatAtLeast), [
+    "0.00",
+    ">0",
+    "0.004",
+    "0.01",
+    "0.33",
+    "0.99",
+    "1.00",
+    "−0.49",
+  ]);
   assert.deepEqual([-0.01, 0, 1e-5, 0.33001].map(formatBound), ["unknown", "≥ 0", "≥ 0", "at least 0.33"]);
   assert.deepEqual([0, 0.12, -0.128, 0.001, -0.001].map(formatSigned), ["0.00", "+0.12", "−0.13", "+0.001", "−0.001"]);
   assert.deepEqual([-1e-9, -0.0003, -0.01].map(formatNumber), ["0.00", "−0.0003", "−0.01"]);
-  assert.deepEqual(
-    [0, -0.0003, -0.003, 0.25, -1234, 12_345, -2_345_678, NaN].map(formatShort),
-    ["0.00", "≈0", "−0.003", "0.25", "−1,234", "12K", "−2.3M", "–"],
-  );
+  assert.deepEqual([0, -0.0003, -0.003, 0.25, -1234, 12_345, -2_345_678, NaN].map(formatShort), [
+    "0.00",
+    "≈0",
+    "−0.003",
+    "0.25",
+    "−1,234",
+    "12K",
+    "−2.3M",
+    "–",
+  ]);
   assert.deepEqual([0, 1e-5, 0.33001, 0.5].map(formatAtMost), ["0.000", "0.001", "0.331", "0.500"]);
   assert.deepEqual([0, 0.0049, 0.339, 1].map(formatPercentAtLeast), ["0 %", "0.4 %", "33 %", "100 %"]);
 });

@@ -2,7 +2,14 @@ import assert from "node:assert/strict";
 import {test} from "node:test";
 import {scaleLimits} from "../../../src/headwise/page/script/colours.js";
 import {isSigned, rankOf, statisticWithUnit} from "../../../src/headwise/page/script/data.js";
-import {differentKinds, headKinds, imageNouns, kindTitle, shortKind, showsImages} from "../../../src/headwise/page/script/kinds.js";
+import {
+  differentKinds,
+  headKinds,
+  imageNouns,
+  kindTitle,
+  shortKind,
+  showsImages,
+} from "../../../src/headwise/page/script/kinds.js";
 import {rankText} from "../../../src/headwise/page/script/table.js";
 import {strengthOfLargest, tintStrengths} from "../../../src/headwise/page/script/tint.js";
 
@@ -23,11 +30,24 @@ const ranks = (values, view = "A") => {
 
 test("heads with the same value share their ranks, and most heads with the same value have none", () => {
   assert.deepEqual(ranks([0.3, 0.1, 0.2]), ["1st of 3", "3rd of 3", "2nd of 3"]);
-  assert.deepEqual(ranks([0, 0, 0.2, 0.1, 0.3]).slice(0, 3), ["tied, 4th to 5th of 5", "tied, 4th to 5th of 5", "2nd of 5"]);
+  assert.deepEqual(ranks([0, 0, 0.2, 0.1, 0.3]).slice(0, 3), [
+    "tied, 4th to 5th of 5",
+    "tied, 4th to 5th of 5",
+    "2nd of 5",
+  ]);
   assert.deepEqual(ranks([0, 0, 0, 0.1]), ["–", "–", "–", "1st of 4"]);
   assert.deepEqual(ranks([0, 0, NaN]), ["–", "–", "–"]);
   assert.deepEqual(ranks([0.5, 0.5 + 1e-8, 0.1, 0.2])[0], "tied, 1st to 2nd of 4");
-  assert.deepEqual(ranks([[0, 0, 0], [0.1, 0.3, 0.2]], "difference"), ["3rd of 3", "1st of 3", "2nd of 3"]);
+  assert.deepEqual(
+    ranks(
+      [
+        [0, 0, 0],
+        [0.1, 0.3, 0.2],
+      ],
+      "difference",
+    ),
+    ["3rd of 3", "1st of 3", "2nd of 3"],
+  );
 });
 
 test("scales start at 0 if no value is negative, and are symmetric otherwise", () => {
@@ -48,7 +68,11 @@ test("the kind of a head comes from the sides of the passages, or else from its 
   const kinds = ["encoder self", "decoder self", "cross"];
   assert.deepEqual(headKinds({models: [{heads}], passages: []}), kinds);
   const plain = heads.map(head => ({...head, kind: "self", module: "layers.0"}));
-  const stored = [{queries: 0, keys: 0}, {queries: 1, keys: 1}, {queries: 1, keys: 0}];
+  const stored = [
+    {queries: 0, keys: 0},
+    {queries: 1, keys: 1},
+    {queries: 1, keys: 0},
+  ];
   assert.deepEqual(headKinds({models: [{heads: plain}], passages: [{sides: [{}, {}], heads: [stored]}]}), kinds);
   assert.deepEqual(headKinds({models: [{heads: plain}], passages: []}), ["self", "self", "self"]);
   assert.deepEqual(differentKinds(["cross", "encoder self", "cross"]), ["encoder self", "cross"]);
@@ -57,7 +81,10 @@ test("the kind of a head comes from the sides of the passages, or else from its 
 });
 
 test("pages of images have the nouns of images", () => {
-  assert.equal(imageNouns("Words of this text, a word, 2 texts, 5 tokens"), "Patches of this image, a patch, 2 images, 5 patches");
+  assert.equal(
+    imageNouns("Words of this text, a word, 2 texts, 5 tokens"),
+    "Patches of this image, a patch, 2 images, 5 patches",
+  );
   const image = {sides: [{image: {}}]};
   assert.equal(showsImages({passages: [image]}), true);
   assert.equal(showsImages({passages: [image, {sides: [{image: null}]}]}), false);
@@ -71,5 +98,8 @@ test("the strongest colour is pale for uniform attention, and full for a focus",
   assert.equal(strengthOfLargest(0.03, 0.005), 1);
   assert.ok(Math.abs(strengthOfLargest(0.2, 0.1) - 0.5) < 1e-9);
   const strengths = tintStrengths([0.4, 0.1, 0, -0.1], {largest: 0.4, strength: 0.5});
-  assert.deepEqual(strengths.map(value => Number(value.toFixed(3))), [0.5, 0.25, 0, -0.25]);
+  assert.deepEqual(
+    strengths.map(value => Number(value.toFixed(3))),
+    [0.5, 0.25, 0, -0.25],
+  );
 });

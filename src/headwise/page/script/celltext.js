@@ -10,7 +10,8 @@ export function tilesNote({matrix, rows, tiles}) {
   const {noun} = matrix.keyUnits;
   const size = Math.round(rows.length / tiles.rows);
   const block = size > 1 ? `, a square of about ${size} by ${size} ${noun === "word" ? "words" : "patches"}` : "";
-  return `The page stores only the largest weights. Every other cell has the mean weight of the tile around it${block}.`;
+  const mean = `the mean weight of the tile around it${block}`;
+  return `The page stores only the largest weights. Every other cell has ${mean}.`;
 }
 
 /** Return the weight of a cell as text; for a weight that is not listed, what is known about it. */
@@ -21,13 +22,13 @@ export function cellText(grid, query, key, name = "") {
   if (!isVisible(matrix, query, key)) return `${prefix}${names}: not visible`;
   if (matrix.signed) {
     const [a, b] = matrix.parts.map(part => knownWeight(part, query, key));
-    const isKnown = matrix.parts.every(part => part.exact);
-    return `${prefix}${names}: ${isKnown ? formatSigned(weightAt(matrix, query, key)) : "not exactly known"} (A ${a}, B ${b})`;
+    const difference = matrix.approximate ? "not exactly known" : formatSigned(weightAt(matrix, query, key));
+    return `${prefix}${names}: ${difference} (A ${a}, B ${b})`;
   }
   const isListed = weightAt(matrix, query, key) !== null;
-  const average =
-    isListed || !tiles ? "" : `. The mean weight of the tile around it is ${formatNumber(tileAverage(grid, query, key))}.`;
-  return `${prefix}${names}: ${isListed ? "" : "not stored, "}${knownWeight(matrix, query, key)}${average}`;
+  const average = isListed || !tiles ? null : formatNumber(tileAverage(grid, query, key));
+  const around = average === null ? "" : `. The mean weight of the tile around it is ${average}.`;
+  return `${prefix}${names}: ${isListed ? "" : "not stored, "}${knownWeight(matrix, query, key)}${around}`;
 }
 
 /** Return what is known about a weight: the weight, or a bound of it. */

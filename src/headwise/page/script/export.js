@@ -60,8 +60,11 @@ export function exportButtons(app, view) {
 
 /** Return the title of a saved picture: the head and the model. */
 function pictureTitle({page, state, head, model}) {
-  const names = page.models.map((each, index) => (page.models.length === 2 ? `${"AB"[index]}: ${each.name}` : each.name));
-  const title = state.get("model") === "difference" && names.length === 2 ? `B − A (${names.join(", ")})` : names[model()];
+  const names = page.models.map((each, index) =>
+    page.models.length === 2 ? `${"AB"[index]}: ${each.name}` : each.name,
+  );
+  const title =
+    state.get("model") === "difference" && names.length === 2 ? `B − A (${names.join(", ")})` : names[model()];
   return `Head ${page.heads[head()].name} · ${title}`;
 }
 
@@ -71,9 +74,7 @@ export function weightsText({state}, {matrix, shown}) {
   const queries = pin ? [Number(pin[1])] : [...shown.rows.keys()].filter(query => shown.rows[query]);
   const lines = queries.flatMap(query => {
     const {indices, weights} = rowOf(matrix, query);
-    return Array.from(indices, (key, place) =>
-      copiedLine(matrix, query, key, weights[place]),
-    );
+    return Array.from(indices, (key, place) => copiedLine(matrix, query, key, weights[place]));
   });
   return [...copiedHeading(matrix), ...lines].join("\n");
 }
@@ -103,7 +104,9 @@ export function linksText({matrix, shown}) {
 }
 
 function copiedLine(matrix, query, key, weight) {
-  return [plainName(matrix.queryUnits, query), plainName(matrix.keyUnits, key), copiedWeight(matrix, weight)].join("\t");
+  return [plainName(matrix.queryUnits, query), plainName(matrix.keyUnits, key), copiedWeight(matrix, weight)].join(
+    "\t",
+  );
 }
 
 /** Weights whose lines are explained in a saved picture. */

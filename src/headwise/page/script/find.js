@@ -104,7 +104,8 @@ function rankingTable(app, ranked) {
     element(
       "caption",
       {},
-      `Heads by ${isExact ? "" : "lower bounds of the "}share above uniform attention${ranked.length > LISTED_HEADS ? `, the first ${LISTED_HEADS} of ${ranked.length}` : ""}`,
+      `Heads by ${isExact ? "" : "lower bounds of the "}share above uniform attention` +
+        (ranked.length > LISTED_HEADS ? `, the first ${LISTED_HEADS} of ${ranked.length}` : ""),
     ),
     element("thead", {}, element("tr", {}, ...columns.map(name => element("th", {scope: "col"}, name)))),
     element(

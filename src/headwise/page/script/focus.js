@@ -109,12 +109,12 @@ export function focusVerdict(ranked, kind, nameOf, {percent, atLeast}) {
     `(uniform attention: ${percent(focus.uniform)}).`;
   const isUnknown = ranked.some(score => hasFocus(score.focus) === "unknown");
   const reason = isUnknown ? ", because the page stores only the largest weights of this text" : "";
-  const isUniform = ranked.some(score => score.focus.share >= FOCUS_SHARE) ? " and more than under uniform attention" : "";
-  const known = isUnknown ? "is known to put" : "puts";
-  return kind === "exchanged"
-    ? `In no head ${isUnknown ? "is it known that these words" : "do these words"} put at least half of their attention on ` +
-        `each other${isUniform}${reason}. ${closest}`
-    : `No head ${known} at least half of its attention on these words${isUniform}${reason}. ${closest}`;
+  const isHalf = ranked.some(score => score.focus.share >= FOCUS_SHARE);
+  const end = `${isHalf ? " and more than under uniform attention" : ""}${reason}. ${closest}`;
+  if (kind === "received")
+    return `No head ${isUnknown ? "is known to put" : "puts"} at least half of its attention on these words${end}`;
+  const words = isUnknown ? "is it known that these words" : "do these words";
+  return `In no head ${words} put at least half of their attention on each other${end}`;
 }
 
 /** Return the first names, and how many others there are. */

@@ -58,11 +58,7 @@ export function createHead(app) {
   );
   const hint = byId("head-hint");
   let hovered = null;
-  const compare = element(
-    "button",
-    {type: "button", click: () => addToTray(app)},
-    ADD_TO_COMPARISON,
-  );
+  const compare = element("button", {type: "button", click: () => addToTray(app)}, ADD_TO_COMPARISON);
   byId("head-tools").append(direction, marking, compare, comparisonLink(app));
   byId("head-views").append(...views.map(view => view.root));
   byId("head-lists").append(...views.map(view => view.lists));

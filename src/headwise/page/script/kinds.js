@@ -1,7 +1,7 @@
 /** Kinds of heads, and the nouns for what a page shows: the words of a text, or the patches of an image. */
 
 /** Kinds of heads in the order of display, with their short names. */
-const SHORT_KINDS = {"encoder self": "enc", "decoder self": "dec", "self": "self", "cross": "cross"};
+const SHORT_KINDS = {"encoder self": "enc", "decoder self": "dec", self: "self", cross: "cross"};
 
 /**
  * Return the kind of each head: "cross", "encoder self" or "decoder self", or "self" where neither the sides of the

@@ -15,6 +15,8 @@ export function fillLinks(root, matrix, shown, choose, isLong = false) {
     return;
   }
   const {noun} = matrix.keyUnits;
+  const many = noun === "word" ? "words" : "patches";
+  const isMutual = links.some(link => link.back !== null);
   const few = links.length === 1 ? "This link covers" : `These ${links.length} links cover`;
   const percent = share => (matrix.exact ? formatPercent(share) : `at least ${formatPercentAtLeast(share)}`);
   root.replaceChildren(
@@ -36,7 +38,10 @@ export function fillLinks(root, matrix, shown, choose, isLong = false) {
           element(
             "span",
             {class: "number"},
-            [weight, back].filter(each => each !== null).map(each => formatListed(matrix, each)).join("/"),
+            [weight, back]
+              .filter(each => each !== null)
+              .map(each => formatListed(matrix, each))
+              .join("/"),
           ),
         ),
       ),
@@ -46,7 +51,7 @@ export function fillLinks(root, matrix, shown, choose, isLong = false) {
       {class: "soft"},
       `${few} ${percent(covered)} of the attention that is shown. A link goes from a ${noun} to the ${noun} that it ` +
         `attends to most${noun === "word" ? ", special tokens and punctuation aside" : ""}.` +
-        (links.some(link => link.back !== null) ? ` With ↔, each of two ${noun === "word" ? "words" : "patches"} attends most to the other.` : "") +
+        (isMutual ? ` With ↔, each of two ${many} attends most to the other.` : "") +
         firstNote(noun, onFirst, percent) +
         (matrix.exact ? "" : ` ${ROUNDED_DOWN}`),
     ),

@@ -56,8 +56,7 @@ function showSummary({models, heads, notes, passages, allKinds, say}) {
       : counted(new Set(heads.map(head => `${head.name.split(" ").slice(0, -1)} ${head.layer}`)).size, "layer");
   const names = models.length === 2 ? `A is ${models[0].name}, B is ${models[1].name}. ` : "";
   const texts = passages.length > 1 ? ` on ${counted(passages.length, say("text"))}` : "";
-  byId("summary").textContent =
-    `${names}${counted(heads.length, "attention head")} in ${layers}${texts}`;
+  byId("summary").textContent = `${names}${counted(heads.length, "attention head")} in ${layers}${texts}`;
   byId("notes").append(...notes.map(note => element("p", {}, note)));
 }
 

@@ -22,7 +22,12 @@ export function marksOfSide(text, side) {
 
 /** Return the marks without a word of a side. */
 export function marksWithout(text, side, word) {
-  return textOfMarks(marksOfText(text).set(side, marksOfSide(text, side).filter(other => other !== word)));
+  return textOfMarks(
+    marksOfText(text).set(
+      side,
+      marksOfSide(text, side).filter(other => other !== word),
+    ),
+  );
 }
 
 /** Return the marks with one more word of a side. */

@@ -69,7 +69,8 @@ export function matrixGrid(matrix, rows, columns, tiles) {
 export function pixelWeights(grid, view, width, height, ratio) {
   const {matrix, rows, columnOf} = grid;
   const pixels = new Float32Array(width * height).fill(NaN);
-  if (grid.tiles && (matrix.approximate ?? !matrix.exact)) paintTileBackground(pixels, grid, view, width, height, ratio);
+  if (grid.tiles && (matrix.approximate ?? !matrix.exact))
+    paintTileBackground(pixels, grid, view, width, height, ratio);
   const cellX = view.cellX * ratio;
   const cellY = view.cellY * ratio;
   const sums = new Float32Array(width * height).fill(NaN);

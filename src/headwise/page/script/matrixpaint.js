@@ -15,8 +15,9 @@ const SMALLEST_LABELLED_CELL = 11;
 const LONGEST_LABEL = {word: 12, patch: 16};
 
 /**
- * Return the colours of a matrix: a function from a part of the scale to a colour. Parts are from 0 to 1; of differences,
- * from -1 to 1. `strength` bounds the colour of the largest weight, so that uniform attention does not look like a focus.
+ * Return the colours of a matrix: a function from a part of the scale to a colour. Parts are from 0 to 1; of
+ * differences, from -1 to 1. `strength` bounds the colour of the largest weight, so that uniform attention does not look
+ * like a focus.
  */
 export function matrixColours({matrix, role, strength}) {
   if (matrix.signed) {
@@ -85,22 +86,24 @@ function paintLabels(context, {matrix, rows, columns}, {view, bounds, active, po
   context.save();
   context.translate(0, TOP_MARGIN);
   const row = {units: matrix.queryUnits, shown: rows, start: view.top, cell: view.cellY, size: bounds.height};
-  paintAxis(context, {...row, active: active?.axis === "query" ? active.unit : -1, pointed: pointed?.query ?? -1}, colours, y =>
+  const activeOf = axis => (active?.axis === axis ? active.unit : -1);
+  paintAxis(context, {...row, active: activeOf("query"), pointed: pointed?.query ?? -1}, colours, "right", y =>
     context.translate(LEFT_MARGIN - 6, y),
   );
   context.restore();
   context.save();
   context.translate(LEFT_MARGIN, TOP_MARGIN - 6);
   const column = {units: matrix.keyUnits, shown: columns, start: view.left, cell: view.cellX, size: bounds.width};
-  paintAxis(context, {...column, active: active?.axis === "key" ? active.unit : -1, pointed: pointed?.key ?? -1}, colours, x => {
+  paintAxis(context, {...column, active: activeOf("key"), pointed: pointed?.key ?? -1}, colours, "left", x => {
     context.translate(x, 0);
     context.rotate(-Math.PI / 3);
-  }, "left");
+  });
   context.restore();
 }
 
 /** Write words next to large cells, and positions next to small ones. The word under the pointer is always written. */
-function paintAxis(context, {units, shown, start, cell, size, active, pointed}, {ink, soft, ground, accent}, move, align = "right") {
+function paintAxis(context, {units, shown, start, cell, size, active, pointed}, colours, align, move) {
+  const {ink, soft, ground, accent} = colours;
   const step = cell >= SMALLEST_LABELLED_CELL ? 1 : niceStep(40 / cell);
   const write = (text, centre, colour, isBold, isOver) => {
     context.save();
@@ -123,7 +126,8 @@ function paintAxis(context, {units, shown, start, cell, size, active, pointed}, 
     const unit = shown[place];
     const centre = centreOf(place);
     if (centre < 0 || centre > size || unit === pointed) continue;
-    write(step === 1 ? name(unit) : String(unit + 1), centre, units.special[unit] || step > 1 ? soft : ink, unit === active);
+    const colour = units.special[unit] || step > 1 ? soft : ink;
+    write(step === 1 ? name(unit) : String(unit + 1), centre, colour, unit === active);
   }
   const place = shown.indexOf(pointed);
   if (place >= 0) write(name(pointed), centreOf(place), accent, true, true);

@@ -134,7 +134,8 @@ function trayItem(app, {entry, place, model, heads, layer, called, mean, picture
   const {page, state} = app;
   const prefix = page.models.length === 2 ? `${"AB"[model]} ` : "";
   const isHead = layer === null;
-  const name = isHead ? `${prefix}head ${page.heads[heads[0]].name}` : `${prefix}layer ${layer}, mean of ${called.length} heads`;
+  const name =
+    prefix + (isHead ? `head ${page.heads[heads[0]].name}` : `layer ${layer}, mean of ${called.length} heads`);
   const role = isHead ? page.role(model, heads[0]) : null;
   const remove = element(
     "button",
