@@ -5,6 +5,7 @@ import {rowOf} from "./attention.js";
 import {SCALE_HEIGHT, TITLE_HEIGHT, svgTitle} from "./caption.js";
 import {lineStyle} from "./lines.js";
 import {matrixSvg} from "./matrixsvg.js";
+import {pinnedUnit} from "./meanattention.js";
 import {strongestLinks} from "./strongest.js";
 import {plainName} from "./words.js";
 
@@ -19,7 +20,7 @@ export function exportButtons(app, view) {
       {
         type: "button",
         click: () => {
-          if (view().current()) action();
+          if (view().isDrawn()) action();
         },
       },
       text,
@@ -70,8 +71,8 @@ function pictureTitle({page, state, head, model}) {
 
 /** Return the weights of the pinned word, or of all words, as lines of query, key and weight. */
 export function weightsText({state}, {matrix, shown}) {
-  const pin = /^q(\d+)$/.exec(state.get("pin"));
-  const queries = pin ? [Number(pin[1])] : [...shown.rows.keys()].filter(query => shown.rows[query]);
+  const pin = pinnedUnit(state.get("pin"), matrix.queryUnits, matrix.keyUnits);
+  const queries = pin?.axis === "query" ? [pin.unit] : [...shown.rows.keys()].filter(query => shown.rows[query]);
   const lines = queries.flatMap(query => {
     const {indices, weights} = rowOf(matrix, query);
     return Array.from(indices, (key, place) => copiedLine(matrix, query, key, weights[place]));

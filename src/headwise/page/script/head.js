@@ -58,6 +58,7 @@ export function createHead(app) {
   );
   const hint = byId("head-hint");
   let hovered = null;
+  let started = null;
   const compare = element("button", {type: "button", click: () => addToTray(app)}, ADD_TO_COMPARISON);
   byId("head-tools").append(direction, marking, compare, comparisonLink(app));
   byId("head-views").append(...views.map(view => view.root));
@@ -74,6 +75,13 @@ export function createHead(app) {
   function isSelf() {
     const stored = page.passages[app.passage()]?.heads[app.model()][app.head()];
     return !stored || stored.queries === stored.keys;
+  }
+
+  /** Return true if the chosen head attended on the passage, in all models that are shown. */
+  function isCalled() {
+    const {heads} = page.passages[app.passage()];
+    const isPair = isCompared && state.get("model") === "difference";
+    return (isPair ? heads : [heads[app.model()]]).every(of => of[app.head()]);
   }
 
   function pinned() {
@@ -127,6 +135,7 @@ export function createHead(app) {
 
   function hintText() {
     if (!hasText) return "";
+    if (!isCalled()) return "This head did not attend on this passage.";
     const kind = state.get("marking") ? "marking" : pinned() ? "pinned" : "start";
     return page.say(HINTS[isTouch ? "touch" : "pointer"][kind]);
   }
@@ -175,6 +184,7 @@ export function createHead(app) {
   }
 
   async function show() {
+    const job = (started = {});
     hovered = null;
     showTop();
     const head = app.head();
@@ -188,20 +198,20 @@ export function createHead(app) {
     try {
       await Promise.all(views.filter(view => !view.root.hidden).map(view => view.show(head)));
     } catch (error) {
-      hint.textContent = `The attention of this head could not be read from the file: ${error.message}`;
+      if (job === started) hint.textContent = `The attention of this head could not be read from the file: ${error.message}`;
       return;
     }
+    if (job !== started) return;
     activate();
     saving?.update();
     if (pinned()) for (const view of views) if (!view.root.hidden) view.reveal(pinned());
-    byId("head-examples").replaceChildren((await exampleList(app, app.model(), head)) ?? "");
-    if (hasText && !shownView().current()) hint.textContent = "This head did not attend on this passage.";
+    const examples = await exampleList(app, app.model(), head);
+    if (job === started) byId("head-examples").replaceChildren(examples ?? "");
   }
 
   document.addEventListener("keydown", event => {
     if (event.key === "Escape" && state.get("pin") && !document.querySelector("dialog[open]")) state.set({pin: ""});
   });
-  state.on(["words"], () => state.set({pin: ""}));
   state.on(["passage", "model", "head", "words", "special", "first", "generated"], show);
   state.on(["direction", "pin", "marks", "marking"], () => {
     pressChoice(direction, state.get("direction"));

@@ -17,10 +17,14 @@ import {
 import {strengthOfLargest, tintScale, tintStrengths} from "./tint.js";
 import {fillLinks} from "./links.js";
 import {cellText} from "./celltext.js";
+import {pinnedUnit} from "./meanattention.js";
 import {createPictures} from "./pictures.js";
 
 /**
  * Return the view of a head, {root, lists, pictures, show(head), activate(active), ...}.
+ *
+ * A view is loaded while its earlier content is still on the page. `current` is the content with the address it belongs
+ * to: texts and weights are replaced together, and content of an earlier address is neither changed nor listened to.
  *
  * @param app the page's context
  * @param models index of the model, or the indices of both for the difference of their weights
@@ -39,42 +43,60 @@ export function createHeadView(app, models, events) {
     const title = isDifference ? "difference of the weights" : page.models[model].name;
     return element("h3", {class: "model-name"}, `${name}: ${title}`);
   };
-  const pictures = createPictures(app, name, heading, events);
+  const pictures = createPictures(app, name, heading, {
+    over: next => isDrawn() && events.over(next),
+    chosen: (word, isKeySide) => isDrawn() && events.chosen(word, isKeySide),
+  });
   const root = element("div", {}, heading(), texts, legend, hiddenNote);
   const lists = element("div", {class: "lists"}, readout, links);
-  let sides = null;
-  let textKey = "";
+  let built = null;
   let current = null;
+  let drawn = null;
   let active = null;
-  let started = null;
 
-  /** Build the texts again if the passage, the sides or the units changed. */
-  function prepareTexts(stored, passage) {
+  /** Return the settings that decide the content of a view as text. */
+  function addressNow() {
+    const settings = ["model", "words", "special", "first", "generated"].map(setting => state.get(setting));
+    return [app.passage(), app.head(), ...settings].join(" ");
+  }
+
+  /** Return the content if it belongs to the settings, otherwise null. */
+  function content() {
+    return current?.address === addressNow() ? current : null;
+  }
+
+  /** Return true if the pictures belong to the settings, too. */
+  function isDrawn() {
+    return drawn !== null && drawn === content();
+  }
+
+  /** Return the texts, which are built again if the passage, the sides or the units changed. */
+  function sidesOf(stored, passage) {
     const merged = state.get("words");
     const key = `${passage} ${stored.queries} ${stored.keys} ${merged}`;
-    if (key === textKey) return;
-    textKey = key;
+    if (key === built?.key) return built;
     const isSelf = stored.queries === stored.keys;
     const build = (side, axis, label) =>
       createText({
         side: page.passages[passage].sides[side],
         units: page.units(passage, side, merged),
         label: `${label}: press Enter to pin a ${page.say("word")}, and the arrow keys to move`,
-        over: unit => events.over(unit === null ? null : {axis: axis(), unit}),
-        focused: unit => events.focused({axis: axis(), unit}),
-        chosen: unit => events.chosen({axis: axis(), unit}, side === stored.keys),
+        over: unit => content() && events.over(unit === null ? null : {axis: axis(), unit}),
+        focused: unit => content() && events.focused({axis: axis(), unit}),
+        chosen: unit => content() && events.chosen({axis: axis(), unit}, side === stored.keys),
       });
     const direction = () => (state.get("direction") === "from" ? "query" : "key");
     const query = build(stored.queries, isSelf ? direction : () => "query", isSelf ? page.say("Words") : "Queries");
-    sides = {query, key: isSelf ? query : build(stored.keys, () => "key", "Keys"), isSelf};
+    built = {key, sides: {query, key: isSelf ? query : build(stored.keys, () => "key", "Keys"), isSelf}};
     const titled = (text, title) =>
       element("div", {class: "side"}, element("h3", {class: "side-title"}, title), text.root);
     const names = page.passages[passage].sides.map(side => side.name);
     texts.replaceChildren(
       ...(isSelf
         ? [query.root]
-        : [titled(query, `Queries: ${names[stored.queries]}`), titled(sides.key, `Keys: ${names[stored.keys]}`)]),
+        : [titled(query, `Queries: ${names[stored.queries]}`), titled(built.sides.key, `Keys: ${names[stored.keys]}`)]),
     );
+    return built;
   }
 
   async function load(passage, head) {
@@ -90,42 +112,61 @@ export function createHeadView(app, models, events) {
   }
 
   async function show(head) {
+    const address = addressNow();
     const passage = app.passage();
     const called = models.map(index => page.passages[passage]?.heads[index][head]);
     const stored = called.every(Boolean) ? called[0] : null;
-    const job = (started = {});
-    const role = isDifference ? null : page.role(model, head);
+    let loaded = null;
+    try {
+      loaded = stored && (await load(passage, head));
+    } finally {
+      if (!loaded && address === addressNow()) {
+        current = null;
+        showParts(null, passage, head);
+      }
+    }
+    if (!loaded || address !== addressNow()) return;
+    showParts(stored, passage, head);
+    const [matrix] = loaded.matrices;
+    const {sides} = sidesOf(stored, passage);
+    const shown = shownUnits(matrix);
+    const next = {address, head, role: roleOf(head), sides, matrix, ...loaded, shown};
+    current = next;
+    sides.query.flag("hidden-word", flagged(shown.hiddenQueries));
+    if (!sides.isSelf) sides.key.flag("hidden-word", flagged(shown.hiddenKeys));
+    describeHidden();
+    activate(pinnedUnit(state.get("pin"), matrix.queryUnits, matrix.keyUnits));
+    await app.nextFrame();
+    if (next !== content()) return;
+    if (!isDifference)
+      fillLinks(fillHeading(links, "Strongest links"), matrix, shown, query => {
+        if (next === content()) events.chosen({axis: "query", unit: query}, false);
+      });
+    drawn = next;
+    pictures.show(next, active);
+  }
+
+  function roleOf(head) {
+    return isDifference ? null : page.role(model, head);
+  }
+
+  /** Show the parts of the view in the colour of the head, or hide them if the head has no attention here. */
+  function showParts(stored, passage, head) {
     const isImage = stored && page.passages[passage].sides[stored.keys].image;
-    const colour = isDifference ? "difference" : roleClass(role);
+    const colour = isDifference ? "difference" : roleClass(roleOf(head));
     root.className = `head-view ${colour}${isImage ? " shows-image" : ""}`;
     lists.className = `lists ${colour}`;
     pictures.root.className = `pictures ${colour}`;
     for (const node of [texts, legend, hiddenNote, readout, links, pictures.content]) node.hidden = !stored;
-    if (!stored) {
-      current = null;
-      return;
-    }
-    links.hidden = isDifference;
-    prepareTexts(stored, passage);
-    const {matrices, tiles} = await load(passage, head);
-    if (job !== started) return;
-    const [matrix] = matrices;
+    if (isDifference) links.hidden = true;
+  }
+
+  /** Return which rows of a matrix are shown, and which words are hidden. */
+  function shownUnits(matrix) {
     const settings = {special: state.get("special"), first: state.get("first")};
     const hiddenQueries = hiddenUnits(matrix.queryUnits, settings);
     const hiddenKeys = hiddenUnits(matrix.keyUnits, settings);
-    const shown = {rows: shownRows(matrix, hiddenQueries, state.get("generated")), hiddenQueries, hiddenKeys};
-    current = {head, matrix, matrices, shown, tiles, role};
-    sides.query.flag("hidden-word", flagged(hiddenQueries));
-    if (!sides.isSelf) sides.key.flag("hidden-word", flagged(hiddenKeys));
-    describeHidden();
-    activate(active);
-    await app.nextFrame();
-    if (job !== started) return;
-    if (!isDifference)
-      fillLinks(fillHeading(links, "Strongest links"), matrix, shown, query =>
-        events.chosen({axis: "query", unit: query}, false),
-      );
-    pictures.show(current, active);
+    return {rows: shownRows(matrix, hiddenQueries, state.get("generated")), hiddenQueries, hiddenKeys};
   }
 
   function fillHeading(parent, title) {
@@ -149,9 +190,9 @@ export function createHeadView(app, models, events) {
 
   /** Show the attention from or to a word; the mean attention if `next` is null. */
   function activate(next) {
+    if (!content()) return;
     active = next;
-    if (!current) return;
-    const {matrix, matrices, shown} = current;
+    const {matrix, matrices, shown, sides} = current;
     const selected = activeWeights(matrix, active, shown);
     // Both models of a comparison have the scale of the larger weight.
     const {largest, uniform} = largestOf(matrices, active, shown);
@@ -182,7 +223,7 @@ export function createHeadView(app, models, events) {
           )
         : "",
     );
-    pictures.activate(active);
+    if (isDrawn()) pictures.activate(active);
   }
 
   return {
@@ -192,24 +233,20 @@ export function createHeadView(app, models, events) {
     show,
     activate,
     matrixView: pictures.matrixView,
-    current: () => current,
-    picture: pictures.curves,
-    sentence: () =>
-      current
-        ? readoutSentence(current.matrix, active, strongestWords(activeWeights(current.matrix, active, current.shown)))
-        : "",
-    pair: (query, key) => (current ? cellText({matrix: current.matrix, tiles: null}, query, key, name) : ""),
-    reveal: ({axis, unit}) => {
-      if (sides) sides[axis].reveal(unit);
+    current: content,
+    isDrawn,
+    picture: () => (isDrawn() ? pictures.curves() : null),
+    sentence: () => {
+      if (!content()) return "";
+      const {matrix, shown} = current;
+      return readoutSentence(matrix, active, strongestWords(activeWeights(matrix, active, shown)));
     },
-    flagTexts: (type, units) => {
-      if (sides) sides.key.flag(type, units);
-    },
-    select: (axis, units) => {
-      if (sides) (axis === "key" ? sides.key : sides.query).select(units);
-    },
+    pair: (query, key) => (content() ? cellText({matrix: current.matrix, tiles: null}, query, key, name) : ""),
+    reveal: ({axis, unit}) => content()?.sides[axis].reveal(unit),
+    flagTexts: (type, units) => content()?.sides.key.flag(type, units),
+    select: (axis, units) => content()?.sides[axis].select(units),
     redraw: () => {
-      if (current) pictures.show(current, active);
+      if (isDrawn()) pictures.show(current, active);
     },
   };
 }

@@ -73,6 +73,7 @@ export function createMatrixView(app, {title, name, over}) {
     content = {...next, grid: matrixGrid(next.matrix, next.rows, next.columns, next.tiles)};
     if (isNew) view = null;
     pointed = null;
+    tip.textContent = "";
     note.textContent = tilesNote(content.grid);
     root.hidden = !next.rows.length || !next.columns.length;
     draw();
@@ -125,7 +126,7 @@ export function createMatrixView(app, {title, name, over}) {
   }
 
   function reset() {
-    view = null;
+    if (bounds) view = fittedView(bounds);
     redraw();
   }
 
@@ -145,7 +146,7 @@ export function createMatrixView(app, {title, name, over}) {
     reset,
     hover: event => {
       const {x, y} = event ? place(event) : {x: -1, y: -1};
-      const cell = event && bounds && x >= 0 && y >= 0 ? cellAt(view, bounds, x, y) : null;
+      const cell = event && view && x >= 0 && y >= 0 ? cellAt(view, bounds, x, y) : null;
       const pair = cell && {query: content.grid.rows[cell.row], key: content.grid.columns[cell.column]};
       tip.textContent = pair ? cellText(content.grid, pair.query, pair.key, name) : "";
       if (pair?.query !== pointed?.query || pair?.key !== pointed?.key) {

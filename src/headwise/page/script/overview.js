@@ -73,7 +73,7 @@ export function createOverview(app) {
       const marked = wordsEqualTo(page.units(passage, side, true), search);
       if (!marked.size) continue;
       const ranked = await rankHeads(page, {passage, model: app.model(), side, marked, kind: "received"}, done => {
-        status.textContent = `Searching: ${done} of ${counted(page.heads.length, "head")} are done.`;
+        if (isCurrent()) status.textContent = `Searching: ${done} of ${counted(page.heads.length, "head")} are done.`;
         return isCurrent();
       });
       found.push(...(ranked ?? []));

@@ -54,6 +54,15 @@ export function valuesOfHash(hash) {
   return values;
 }
 
+/** Call a listener and report its error, so that the other listeners run. */
+function call(listener, ...parameters) {
+  try {
+    listener(...parameters);
+  } catch (error) {
+    reportError(error);
+  }
+}
+
 /**
  * Return the state: get(name), set(changes), and on(names, listener), which is called
  * after one of the names changed, and onRestore(listener), which is called after a link restored all settings.
@@ -69,7 +78,7 @@ export function createState(hash, writeHash) {
     values = next;
     if (!changed.length) return;
     writeHash(hashOf(values));
-    for (const {names, listener} of listeners) if (changed.some(name => names.includes(name))) listener(changed);
+    for (const {names, listener} of listeners) if (changed.some(name => names.includes(name))) call(listener, changed);
   }
 
   return {
@@ -77,7 +86,7 @@ export function createState(hash, writeHash) {
     set: changes => change({...values, ...changes}),
     restore: text => {
       change(valuesOfHash(text));
-      for (const listener of restoreListeners) listener();
+      for (const listener of restoreListeners) call(listener);
     },
     onRestore: listener => {
       restoreListeners.push(listener);

@@ -8,7 +8,8 @@ export function createToolbar(app) {
   const root = byId("toolbar");
 
   function fill() {
-    const isSwitch = (name, label) => checkField(label, state.get(name), checked => state.set({[name]: checked}));
+    const isSwitch = (name, label, others = {}) =>
+      checkField(label, state.get(name), checked => state.set({[name]: checked, ...others}));
     const sides = page.passages.flatMap(passage => passage.sides);
     const has = test => sides.some(test);
     const parts = [
@@ -35,7 +36,7 @@ export function createToolbar(app) {
             model => state.set({model}),
           )
         : null,
-      has(side => side.words.length < side.tokens.length) ? isSwitch("words", "merge word pieces") : null,
+      has(side => side.words.length < side.tokens.length) ? isSwitch("words", "merge word pieces", {pin: ""}) : null,
       has(side => side.special.includes(1) || side.special.includes(true))
         ? isSwitch("special", "hide special tokens")
         : null,
