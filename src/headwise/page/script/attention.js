@@ -156,6 +156,18 @@ export function isVisible(matrix, query, key) {
   return false;
 }
 
+/** Return a flag for each key: 1 if it is visible to the query, as in `isVisible`. */
+export function visibleUnits({queryUnits, keyUnits, visibility}, query) {
+  const flags = new Uint8Array(keyUnits.count);
+  for (let token = queryUnits.first[query]; token < queryUnits.first[query + 1]; token++) {
+    for (let run = visibility.first[token]; run < visibility.first[token + 1]; run++) {
+      const [start, stop] = [visibility.start[run], visibility.stop[run]];
+      if (start < stop) flags.fill(1, keyUnits.of[start], keyUnits.of[stop - 1] + 1);
+    }
+  }
+  return flags;
+}
+
 /** Return an upper bound of a weight that the matrix does not list. */
 export function unlistedBound(matrix, query, key) {
   const tokens = matrix.keyUnits.first[key + 1] - matrix.keyUnits.first[key];

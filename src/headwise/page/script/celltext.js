@@ -1,7 +1,7 @@
 /** Weight of a cell of a matrix as text. */
 import {formatAtMost, formatBound, formatNumber, formatSigned, formatWeight} from "./dom.js";
 import {isVisible, unlistedBound, weightAt} from "./attention.js";
-import {tileAverage} from "./matrix.js";
+import {tileAverage} from "./tiles.js";
 import {unitName} from "./words.js";
 
 /** Return a sentence about cells whose weight is not stored. */

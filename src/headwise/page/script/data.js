@@ -2,6 +2,7 @@
 import {angularTable, bytesOfBase64, gunzip, parseDense, parseSparse, parseVisibility} from "./decode.js";
 import {unitsOf} from "./words.js";
 import {unitMatrix} from "./attention.js";
+import {tilesOf} from "./tiles.js";
 import {differentKinds, headKinds, imageNouns, showsImages} from "./kinds.js";
 
 /** Number of heads whose decompressed attention is kept. */
@@ -46,11 +47,13 @@ export async function loadContents() {
     const bytes = new Uint8Array(await blobOf(`p${passage}-tiles-${model}`));
     const table = angularTable(255);
     let offset = 0;
+    const {sides} = passages[passage];
     return passages[passage].heads[model].map(head => {
       if (!head) return null;
       const [rows, columns] = head.tiles;
+      const [queries, keys] = [head.queries, head.keys].map(side => sides[side].tokens.length);
       const codes = bytes.subarray(offset, (offset += rows * columns));
-      return {rows, columns, weights: Float32Array.from(codes, code => table[code])};
+      return tilesOf(rows, columns, queries, keys, Float32Array.from(codes, code => table[code]));
     });
   }, 4);
 

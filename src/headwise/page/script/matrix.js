@@ -1,4 +1,6 @@
-/** Geometry and pixels of the matrix of a head. Rows are queries, columns are keys. */
+/** Geometry, cells and pixels of the matrix of a head. Rows are queries, columns are keys. */
+import {visibleUnits} from "./attention.js";
+import {tileRows} from "./tiles.js";
 
 /** Largest size of a cell in pixels. */
 const LARGEST_CELL = 64;
@@ -61,40 +63,96 @@ export function matrixGrid(matrix, rows, columns, tiles) {
 }
 
 /**
- * Return the weight of each pixel: NaN where no key is visible.
- *
- * A pixel that covers several cells has the sum over its keys and the mean over its queries, as the tiles have. Where
- * the matrix lists only the largest weights, the tiles are the background.
+ * Return a function from a row of a grid to the weights of its cells: NaN where the key is not visible. Where the matrix
+ * lists only the largest weights, other cells have the mean weight of the tile around them.
  */
-export function pixelWeights(grid, view, width, height, ratio) {
-  const {matrix, rows, columnOf} = grid;
-  const pixels = new Float32Array(width * height).fill(NaN);
-  if (grid.tiles && (matrix.approximate ?? !matrix.exact))
-    paintTileBackground(pixels, grid, view, width, height, ratio);
-  const cellX = view.cellX * ratio;
-  const cellY = view.cellY * ratio;
-  const sums = new Float32Array(width * height).fill(NaN);
-  const last = Math.min(rows.length, Math.ceil(view.top + height / cellY));
-  for (let row = Math.floor(view.top); row < last; row++) {
-    const [y0, y1] = span(row - view.top, cellY, height);
-    const share = Math.min(cellY, 1);
+export function cellWeights(grid) {
+  const listedWeights = listedCells(grid);
+  if (!hasBackground(grid)) return listedWeights;
+  const backgroundWeights = backgroundCells(grid);
+  return row => {
+    const background = backgroundWeights(row);
+    listedWeights(row).forEach((weight, column) => {
+      if (!Number.isNaN(weight)) background[column] = weight;
+    });
+    return background;
+  };
+}
+
+/** Return true if cells that the matrix does not list have the mean weight of the tile around them. */
+function hasBackground({matrix, tiles}) {
+  return Boolean(tiles) && (matrix.approximate ?? !matrix.exact);
+}
+
+/** Return a function from a row of a grid to the listed weights of its cells: NaN where none is listed. */
+function listedCells({matrix, rows, columns, columnOf}) {
+  return row => {
+    const weights = new Float32Array(columns.length).fill(NaN);
     for (let entry = matrix.start[rows[row]]; entry < matrix.start[rows[row] + 1]; entry++) {
       const column = columnOf[matrix.key[entry]];
-      if (column < 0 || column + 1 < view.left) continue;
-      const [x0, x1] = span(column - view.left, cellX, width);
-      for (let y = y0; y < y1; y++) {
-        for (let x = x0; x < x1; x++) {
-          const place = y * width + x;
-          sums[place] = (Number.isNaN(sums[place]) ? 0 : sums[place]) + share * matrix.weight[entry];
-        }
+      if (column >= 0) weights[column] = matrix.weight[entry];
+    }
+    return weights;
+  };
+}
+
+/** Return a function from a row of a grid to the weights of its cells by tiles: NaN where the key is not visible. */
+function backgroundCells(grid) {
+  const weightsOf = tileRows(grid);
+  return row => {
+    const background = weightsOf(grid.rows[row]);
+    const visible = visibleUnits(grid.matrix, grid.rows[row]);
+    return Float32Array.from(grid.columns, key => (visible[key] ? background[key] : NaN));
+  };
+}
+
+/**
+ * Return the weight of each pixel: NaN where no key is visible.
+ *
+ * A pixel that covers several cells has the sum over its keys and the mean over its queries, as the tiles have. If some
+ * of its weights are not listed, this is the larger one of the sum of those that are listed and of the tiles.
+ */
+export function pixelWeights(grid, view, width, height, ratio) {
+  const cellX = view.cellX * ratio;
+  const cellY = view.cellY * ratio;
+  const sumsOf = weightsOf => pixelSums(weightsOf, grid.rows.length, {...view, cellX, cellY}, width, height);
+  if (!hasBackground(grid) || (cellX >= 1 && cellY >= 1)) return sumsOf(cellWeights(grid));
+  const background = sumsOf(backgroundCells(grid));
+  const listed = sumsOf(listedCells(grid));
+  const {signed} = grid.matrix;
+  return background.map((weight, place) =>
+    Number.isNaN(listed[place]) || (!signed && weight > listed[place]) ? weight : listed[place],
+  );
+}
+
+function pixelSums(weightsOf, rows, {left, top, cellX, cellY}, width, height) {
+  const pixels = new Float32Array(width * height).fill(NaN);
+  const share = Math.min(cellY, 1);
+  const last = Math.min(rows, Math.ceil(top + height / cellY));
+  for (let row = Math.floor(top); row < last; row++) {
+    const [y0, y1] = span(row - top, cellY, height);
+    const line = pixelLine(weightsOf(row), left, cellX, width);
+    for (let y = y0; y < y1; y++) {
+      for (let x = 0; x < width; x++) {
+        if (Number.isNaN(line[x])) continue;
+        const place = y * width + x;
+        pixels[place] = (Number.isNaN(pixels[place]) ? 0 : pixels[place]) + share * line[x];
       }
     }
   }
-  for (let place = 0; place < sums.length; place++) {
-    if (Number.isNaN(sums[place]) || (!matrix.signed && pixels[place] > sums[place])) continue;
-    pixels[place] = sums[place];
-  }
   return pixels;
+}
+
+/** Return the weight of each pixel of a row of cells. */
+function pixelLine(weights, left, cellX, width) {
+  const line = new Float32Array(width).fill(NaN);
+  const last = Math.min(weights.length, Math.ceil(left + width / cellX));
+  for (let column = Math.floor(left); column < last; column++) {
+    if (Number.isNaN(weights[column])) continue;
+    const [x0, x1] = span(column - left, cellX, width);
+    for (let x = x0; x < x1; x++) line[x] = (Number.isNaN(line[x]) ? 0 : line[x]) + weights[column];
+  }
+  return line;
 }
 
 /** Return the first pixel of a cell and the pixel after its last. */
@@ -102,44 +160,6 @@ function span(offset, cell, size) {
   const from = cell < 1 ? Math.floor(offset * cell) : Math.round(offset * cell);
   const to = cell < 1 ? from + 1 : Math.round((offset + 1) * cell);
   return [Math.max(from, 0), Math.min(to, size)];
-}
-
-function paintTileBackground(pixels, {matrix, rows, columns, tiles}, view, width, height, ratio) {
-  const {queryUnits, keyUnits, visibility} = matrix;
-  const queryTokens = queryUnits.of.length;
-  const keyTokens = keyUnits.of.length;
-  const keyOfPixel = Int32Array.from({length: width}, (_, x) => {
-    const key = columns[Math.floor(view.left + x / ratio / view.cellX)];
-    return key === undefined ? -1 : keyUnits.first[key];
-  });
-  const keysOfPixel = (Math.max(1 / (view.cellX * ratio), 1) * keyTokens) / keyUnits.count;
-  const part = Math.min((keysOfPixel * tiles.columns) / keyTokens, 1);
-  for (let y = 0; y < height; y++) {
-    const query = rows[Math.floor(view.top + y / ratio / view.cellY)];
-    if (query === undefined) continue;
-    const start = tileOf(queryUnits.first[query], queryTokens, tiles.rows) * tiles.columns;
-    const lastToken = queryUnits.first[query + 1] - 1;
-    for (let run = visibility.first[lastToken]; run < visibility.first[lastToken + 1]; run++) {
-      for (let x = 0; x < width; x++) {
-        const key = keyOfPixel[x];
-        if (key < visibility.start[run] || key >= visibility.stop[run]) continue;
-        pixels[y * width + x] = part * tiles.weights[start + tileOf(key, keyTokens, tiles.columns)];
-      }
-    }
-  }
-}
-
-/** Return the row or column of tiles that a token belongs to. */
-export function tileOf(token, tokens, tiles) {
-  return Math.floor((token * tiles) / tokens);
-}
-
-/** Return the average weight in the tile of a query and a key. */
-export function tileAverage({matrix, tiles}, query, key) {
-  const {queryUnits, keyUnits} = matrix;
-  const row = tileOf(queryUnits.first[query], queryUnits.of.length, tiles.rows);
-  const column = tileOf(keyUnits.first[key], keyUnits.of.length, tiles.columns);
-  return (tiles.weights[row * tiles.columns + column] * tiles.columns) / keyUnits.of.length;
 }
 
 /** Return the part of the colour scale for a weight, from 0 to 1; for a negative difference, from -1. */

@@ -1,42 +1,54 @@
 /** Thumbnails: small pictures of a head's attention, drawn from its tiles. */
 import {cssColour, mixed} from "./colours.js";
 
-/** Return numbers resampled by area from `rows` x `columns` to `height` x `width`. Each number counts by its area. */
-export function resampled(numbers, rows, columns, height, width) {
+/**
+ * Return tiles resampled to `height` x `width` pixels. Each tile counts by its area, which is the number of its tokens.
+ * A tile has a sum over its keys: a column with more keys is spread over more pixels, and not darker.
+ */
+export function resampled({rows, columns, rowSizes, columnSizes, weights}, height, width) {
   const wide = new Float32Array(rows * width);
   const result = new Float32Array(height * width);
-  for (const {from, to, part} of overlaps(columns, width)) {
-    for (let row = 0; row < rows; row++) wide[row * width + to] += part * numbers[row * columns + from];
+  const meanSize = sumOf(columnSizes) / columns;
+  for (const {from, to, part} of overlaps(columnSizes, width)) {
+    const share = (part * meanSize) / columnSizes[from];
+    for (let row = 0; row < rows; row++) wide[row * width + to] += share * weights[row * columns + from];
   }
-  for (const {from, to, part} of overlaps(rows, height)) {
+  for (const {from, to, part} of overlaps(rowSizes, height)) {
     for (let x = 0; x < width; x++) result[to * width + x] += part * wide[from * width + x];
   }
   return result;
 }
 
-/** Return the overlaps of `count` equal intervals with `size` equal intervals, as parts of the latter. */
-function overlaps(count, size) {
+function sumOf(numbers) {
+  return numbers.reduce((sum, number) => sum + number, 0);
+}
+
+/** Return the overlaps of intervals of the given sizes with `count` equal intervals, as parts of the latter. */
+function overlaps(sizes, count) {
+  const length = sumOf(sizes) / count;
   const found = [];
-  for (let to = 0; to < size; to++) {
-    const start = (to * count) / size;
-    const stop = ((to + 1) * count) / size;
-    for (let from = Math.floor(start); from < Math.min(Math.ceil(stop - 1e-9), count); from++) {
-      found.push({from, to, part: (Math.min(stop, from + 1) - Math.max(start, from)) / (stop - start)});
+  let stop = 0;
+  sizes.forEach((size, from) => {
+    const start = stop;
+    stop += size;
+    for (let to = Math.floor(start / length); to < Math.min(Math.ceil(stop / length - 1e-9), count); to++) {
+      const overlap = Math.min(stop, (to + 1) * length) - Math.max(start, to * length);
+      found.push({from, to, part: overlap / length});
     }
-  }
+  });
   return found;
 }
 
 /** Draw weights as a square picture. The colour is that of the square root, because small weights would be invisible. */
 export function drawTiles(canvas, tiles, size, ground, colour) {
-  drawPixels(canvas, resampled(tiles.weights, tiles.rows, tiles.columns, size, size), size, weight =>
+  drawPixels(canvas, resampled(tiles, size, size), size, weight =>
     mixed(ground, colour, Math.sqrt(Math.min(weight, 1))),
   );
 }
 
 /** Draw the difference of two heads' weights, B − A, as a square picture. `colourAt` maps -1 to 1 to a colour. */
 export function drawDifference(canvas, a, b, size, colourAt) {
-  const [before, after] = [a, b].map(tiles => resampled(tiles.weights, tiles.rows, tiles.columns, size, size));
+  const [before, after] = [a, b].map(tiles => resampled(tiles, size, size));
   drawPixels(
     canvas,
     after.map((weight, place) => weight - before[place]),

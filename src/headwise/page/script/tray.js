@@ -193,8 +193,8 @@ function summaryOf({units, weights, least, exact, hasRows}, say) {
 /** Return a picture of the mean of the heads' tiles. */
 async function meanPicture(app, passage, model, heads, place) {
   const all = await app.page.tiles(passage, model);
-  const {rows, columns} = all[heads[0]];
-  const weights = all[heads[0]].weights.map(
+  const tiles = all[heads[0]];
+  const weights = tiles.weights.map(
     (_, tile) => heads.reduce((sum, head) => sum + all[head].weights[tile], 0) / heads.length,
   );
   const canvas = element("canvas", {
@@ -204,7 +204,7 @@ async function meanPicture(app, passage, model, heads, place) {
   });
   drawTiles(
     canvas,
-    {rows, columns, weights},
+    {...tiles, weights},
     144,
     propertyColour("--panel"),
     propertyColour(`--${seriesClass(place)}`) ?? roleColour(null),
