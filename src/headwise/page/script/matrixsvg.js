@@ -1,8 +1,8 @@
 /** Matrix of a head as an SVG picture. */
 import {svgElement} from "./dom.js";
 import {cssColour, propertyColour} from "./colours.js";
-import {rowOf} from "./attention.js";
 import {SCALE_HEIGHT, TITLE_HEIGHT, svgScale, svgTitle} from "./caption.js";
+import {cellWeights} from "./matrix.js";
 import {shortened} from "./words.js";
 
 /** Number of cells up to which a matrix is saved as rectangles, with words. */
@@ -25,20 +25,26 @@ export function matrixSvg({grid, caption, colourOf, picture}) {
   }
   const ink = cssColour(propertyColour("--ink"));
   const bottom = SVG_TOP + rows.length * SVG_CELL;
-  const place = new Map(columns.map((unit, column) => [unit, column]));
-  const cells = rows.flatMap((query, row) => {
-    const {indices, weights} = rowOf(matrix, query);
-    return [...indices.keys()]
-      .filter(entry => place.has(indices[entry]))
-      .map(entry =>
-        svgElement("rect", {
-          x: SVG_LEFT + place.get(indices[entry]) * SVG_CELL,
-          y: SVG_TOP + row * SVG_CELL,
-          width: SVG_CELL,
-          height: SVG_CELL,
-          fill: cssColour(colourOf(weights[entry])),
-        }),
-      );
+  const weightsOf = cellWeights(grid);
+  const cells = rows.flatMap((_, row) =>
+    [...weightsOf(row)].flatMap((weight, column) =>
+      Number.isNaN(weight)
+        ? []
+        : svgElement("rect", {
+            x: SVG_LEFT + column * SVG_CELL,
+            y: SVG_TOP + row * SVG_CELL,
+            width: SVG_CELL,
+            height: SVG_CELL,
+            fill: cssColour(colourOf(weight)),
+          }),
+    ),
+  );
+  const unseen = svgElement("rect", {
+    x: SVG_LEFT,
+    y: SVG_TOP,
+    width: columns.length * SVG_CELL,
+    height: rows.length * SVG_CELL,
+    fill: cssColour(propertyColour("--unseen")),
   });
   return svgElement(
     "svg",
@@ -49,6 +55,7 @@ export function matrixSvg({grid, caption, colourOf, picture}) {
     },
     svgElement("rect", {width: "100%", height: "100%", fill: cssColour(propertyColour("--panel"))}),
     svgTitle(caption.title),
+    unseen,
     ...cells,
     ...rows.map((query, row) =>
       svgElement(
