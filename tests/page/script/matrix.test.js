@@ -8,11 +8,11 @@ import {
   pannedView,
   pixelWeights,
   scalePart,
-  tileAverage,
   zoomedView,
 } from "../../../src/headwise/page/script/matrix.js";
 import {niceStep} from "../../../src/headwise/page/script/matrixpaint.js";
 import {resampled} from "../../../src/headwise/page/script/thumbnail.js";
+import {tilesOf} from "../../../src/headwise/page/script/tiles.js";
 import {parseDense, parseVisibility} from "../../../src/headwise/page/script/decode.js";
 import {unitMatrix} from "../../../src/headwise/page/script/attention.js";
 import {unitsOf} from "../../../src/headwise/page/script/words.js";
@@ -91,18 +91,12 @@ test("a pixel that covers several cells has the sum over its keys and the mean o
 test("a thumbnail counts every row and column by its area", () => {
   const identity = Float32Array.from({length: 49}, (_, place) => Number(place % 8 === 0));
   for (const size of [5, 7, 11, 28]) {
-    const picture = resampled(identity, 7, 7, size, size);
+    const picture = resampled(tilesOf(7, 7, 21, 14, identity), size, size);
     const sum = picture.reduce((a, b) => a + b, 0);
     assert.ok(Math.abs(sum / size ** 2 - 1 / 7) < 1e-6);
     for (let row = 0; row < size; row++)
       assert.ok(picture.subarray(row * size, (row + 1) * size).some(value => value > 0));
   }
-});
-
-test("the average of a tile is spread over its keys", () => {
-  const {grid} = denseGrid(8, false);
-  grid.tiles = {rows: 2, columns: 2, weights: Float32Array.of(0.8, 0.2, 0.4, 0.6)};
-  assert.ok(Math.abs(tileAverage(grid, 5, 1) - 0.1) < 1e-6);
 });
 
 test("steps of the axis are round numbers", () => {

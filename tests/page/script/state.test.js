@@ -41,6 +41,23 @@ test("listeners hear of the settings that they named, and only when these change
   assert.deepEqual(written, ["head=1.2&scale=linear", "head=1.3&theme=dark&scale=linear"]);
 });
 
+test("an error of one listener is reported, and the other listeners run", context => {
+  const errors = [];
+  globalThis.reportError = error => errors.push(error.message);
+  context.after(() => delete globalThis.reportError);
+  const heard = [];
+  const state = createState("", () => {});
+  const failing = () => {
+    throw new Error("first");
+  };
+  state.on(["head"], failing);
+  state.on(["head"], () => heard.push(state.get("head")));
+  state.onRestore(failing);
+  state.onRestore(() => heard.push("restored"));
+  state.restore("head=1.2");
+  assert.deepEqual([heard, errors], [["1.2", "restored"], ["first", "first"]]);
+});
+
 test("a window that forbids changes of its address keeps the state in memory", () => {
   const view = {
     location: {hash: "#head=0.1"},

@@ -15,6 +15,7 @@ import {
 } from "../../../src/headwise/page/script/dom.js";
 import {linksText, weightsText} from "../../../src/headwise/page/script/export.js";
 import {matrixGrid} from "../../../src/headwise/page/script/matrix.js";
+import {tilesOf} from "../../../src/headwise/page/script/tiles.js";
 import {activeWeights, strongestWords} from "../../../src/headwise/page/script/readout.js";
 import {
   beginning,
@@ -97,7 +98,7 @@ test("the tooltip of the matrix encloses the true weight", () => {
 test("the tooltip of a cell that is not stored explains the mean of its tile", () => {
   const found = head({storage: "sparse", causal: false, merged: false, seed: 3});
   const all = [...found.units.labels.keys()];
-  const grid = matrixGrid(found.matrix, all, all, {rows: 1, columns: 1, weights: Float32Array.of(1)});
+  const grid = matrixGrid(found.matrix, all, all, tilesOf(1, 1, all.length, all.length, Float32Array.of(1)));
   const key = all.find(unit => weightAt(found.matrix, 2, unit) === null && isVisible(found.matrix, 2, unit));
   assert.match(
     cellText(grid, 2, key),

@@ -4,7 +4,7 @@ import {roleClass} from "./colours.js";
 import {hiddenShare, shownRows} from "./attention.js";
 import {differenceMatrix, differenceTiles} from "./difference.js";
 import {hiddenUnits} from "./words.js";
-import {createText} from "./text.js";
+import {createSides} from "./sides.js";
 import {
   activeWeights,
   largestOf,
@@ -43,10 +43,7 @@ export function createHeadView(app, models, events) {
     const title = isDifference ? "difference of the weights" : page.models[model].name;
     return element("h3", {class: "model-name"}, `${name}: ${title}`);
   };
-  const pictures = createPictures(app, name, heading, {
-    over: next => isDrawn() && events.over(next),
-    chosen: (word, isKeySide) => isDrawn() && events.chosen(word, isKeySide),
-  });
+  const pictures = createPictures(app, name, heading, onlyIf(isDrawn, events));
   const root = element("div", {}, heading(), texts, legend, hiddenNote);
   const lists = element("div", {class: "lists"}, readout, links);
   let built = null;
@@ -72,31 +69,12 @@ export function createHeadView(app, models, events) {
 
   /** Return the texts, which are built again if the passage, the sides or the units changed. */
   function sidesOf(stored, passage) {
-    const merged = state.get("words");
-    const key = `${passage} ${stored.queries} ${stored.keys} ${merged}`;
-    if (key === built?.key) return built;
-    const isSelf = stored.queries === stored.keys;
-    const build = (side, axis, label) =>
-      createText({
-        side: page.passages[passage].sides[side],
-        units: page.units(passage, side, merged),
-        label: `${label}: press Enter to pin a ${page.say("word")}, and the arrow keys to move`,
-        over: unit => content() && events.over(unit === null ? null : {axis: axis(), unit}),
-        focused: unit => content() && events.focused({axis: axis(), unit}),
-        chosen: unit => content() && events.chosen({axis: axis(), unit}, side === stored.keys),
-      });
-    const direction = () => (state.get("direction") === "from" ? "query" : "key");
-    const query = build(stored.queries, isSelf ? direction : () => "query", isSelf ? page.say("Words") : "Queries");
-    built = {key, sides: {query, key: isSelf ? query : build(stored.keys, () => "key", "Keys"), isSelf}};
-    const titled = (text, title) =>
-      element("div", {class: "side"}, element("h3", {class: "side-title"}, title), text.root);
-    const names = page.passages[passage].sides.map(side => side.name);
-    texts.replaceChildren(
-      ...(isSelf
-        ? [query.root]
-        : [titled(query, `Queries: ${names[stored.queries]}`), titled(built.sides.key, `Keys: ${names[stored.keys]}`)]),
-    );
-    return built;
+    const key = `${passage} ${stored.queries} ${stored.keys} ${state.get("words")}`;
+    if (key === built?.key) return built.sides;
+    const sides = createSides(app, passage, stored, onlyIf(content, events));
+    built = {key, sides};
+    texts.replaceChildren(...sides.parts);
+    return sides;
   }
 
   async function load(passage, head) {
@@ -128,7 +106,7 @@ export function createHeadView(app, models, events) {
     if (!loaded || address !== addressNow()) return;
     showParts(stored, passage, head);
     const [matrix] = loaded.matrices;
-    const {sides} = sidesOf(stored, passage);
+    const sides = sidesOf(stored, passage);
     const shown = shownUnits(matrix);
     const next = {address, head, role: roleOf(head), sides, matrix, ...loaded, shown};
     current = next;
@@ -249,6 +227,13 @@ export function createHeadView(app, models, events) {
       if (isDrawn()) pictures.show(current, active);
     },
   };
+}
+
+/** Return event handlers that do nothing unless a condition is true. */
+function onlyIf(condition, events) {
+  return Object.fromEntries(
+    Object.entries(events).map(([name, handler]) => [name, (...values) => condition() && handler(...values)]),
+  );
 }
 
 function flagged(flags) {
