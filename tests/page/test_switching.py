@@ -14,10 +14,10 @@ SHOWN = """() => {
   const all = selector => [...document.querySelectorAll(selector)].filter(visible);
   const texts = selector => all(selector).map(node => node.innerText).join(" | ");
   return Object.fromEntries([
-    ...["#head-title", "#head-role", "#head-module", "#head-hint", ".readout", ".link-list", ".text-legend", ".hidden-note",
-      "#head-statistics", "#head-examples", "#tray-lines", "#tray-legend", "#tray-empty", "#find", "#overview-status",
-      "#overview-groups", "#overview-legend", "#foci-lines", "#head-export", ".curves", ".matrix-note", ".legend-scale",
-      ".comparison-link"].map(selector => [selector, texts(selector)]),
+    ...["#head-title", "#head-role", "#head-module", "#head-hint", ".readout", ".link-list", ".text-legend",
+      ".hidden-note", "#head-statistics", "#head-examples", "#tray-lines", "#tray-legend", "#tray-empty", "#find",
+      "#overview-status", "#overview-groups", "#overview-legend", "#foci-lines", "#head-export", ".curves",
+      ".matrix-note", ".legend-scale"].map(selector => [selector, texts(selector)]),
     ["words", all(".head-view .word").map(node => [node.innerText, [...node.classList].sort().join("."),
       node.style.getPropertyValue("--a"), node.ariaSelected].join(" ")).join(" | ")],
     ["pressed", all("[aria-pressed=true]").map(node => node.innerText).join(" | ")],
@@ -58,13 +58,17 @@ BUTTONS = ("#toolbar .choice button", "#toolbar input", "#overview .cell", "#hea
 
 
 def lengths_contents(*, models: int = 2):
-    """Return the contents of a page with texts of 12, 3 and 24 words, of which one head did not attend on the second."""
-    sides = [text_side(), text_side(("a", "##b", "c", "[SEP]")), text_side([f"w{i}" for i in range(24)], first_generated=19)]
-    contents, truth = page_contents(layers=2, heads=2, sides=sides, models=models)
+    """Return the contents of a page with texts of 12, 3 and 24 words. One head did not attend on the second text."""
+    sides = [
+        text_side(),
+        text_side(("a", "##b", "c", "[SEP]")),
+        text_side([f"w{i}" for i in range(24)], first_generated=19),
+    ]
+    contents, _truth = page_contents(layers=2, heads=2, sides=sides, models=models)
     second = contents.passages[1]
     heads = (*second.heads[:-1], (None, *second.heads[-1][1:]))
     passages = (contents.passages[0], dataclasses.replace(second, heads=heads), contents.passages[2])
-    return dataclasses.replace(contents, passages=passages), truth
+    return dataclasses.replace(contents, passages=passages)
 
 
 def random_address(draw: random.Random) -> str:
@@ -96,7 +100,9 @@ def random_actions(draw: random.Random, count: int) -> list[tuple[str, object, i
         kind = draw.choice(("text", "address", "point", "press", "press", "press"))
         number = draw.randrange(1000)
         value = {"text": number, "point": number, "press": [draw.choice(BUTTONS), number]}.get(kind)
-        actions.append((kind, random_address(draw) if kind == "address" else value, draw.choice((None, None, 0, 3, 20, 60))))
+        actions.append(
+            (kind, random_address(draw) if kind == "address" else value, draw.choice((None, None, 0, 3, 20, 60)))
+        )
     return actions
 
 
@@ -110,10 +116,10 @@ def settled(page) -> dict[str, str]:
     pytest.fail("The page does not come to rest.")
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_page_shows_what_a_new_page_with_its_address_shows(open_page, tmp_path, seed):
     draw = random.Random(seed)
-    page = open_page(lengths_contents()[0])
+    page = open_page(lengths_contents())
     for _ in range(3):
         actions = random_actions(draw, 8)
         page.evaluate(ACT, actions)
@@ -128,8 +134,7 @@ def test_a_page_shows_what_a_new_page_with_its_address_shows(open_page, tmp_path
 
 
 def test_a_pinned_word_of_a_longer_text_is_unpinned_with_the_text(open_page):
-    contents, truth = lengths_contents(models=1)
-    page = open_page(contents, address="#passage=2&head=0.1&tray=A1")
+    page = open_page(lengths_contents(models=1), address="#passage=2&head=0.1&tray=A1")
     word(page, 20).click()
     page.locator("#tray-legend", has_text="attention from “w20”").wait_for()
     page.locator("#mark-words").click()
@@ -139,12 +144,12 @@ def test_a_pinned_word_of_a_longer_text_is_unpinned_with_the_text(open_page):
     page.locator("#find-words", has_text="No word is marked").wait_for()
     page.locator("#tray-legend", has_text="mean attention from all words").wait_for()
     assert page.locator("#tray-lines .word").all_inner_texts() == ["ab", "c"]
-    assert list(readout(page)[1]) and set(readout(page)[1]) <= {"ab", "c", "[SEP]"}
+    assert set(readout(page)[1]) == {"ab", "c", "[SEP]"}
     assert "pin=" not in page.url
 
 
 def test_a_link_that_is_opened_in_an_open_page_keeps_its_pin(open_page):
-    page = open_page(lengths_contents(models=1)[0])
+    page = open_page(lengths_contents(models=1))
     page.evaluate("location.hash = 'passage=2&pin=q20&words=false'")
     page.locator(".readout:visible h3", has_text="Attention from “w20”").wait_for()
     assert "pin=q20" in page.url
@@ -156,7 +161,7 @@ def test_a_link_that_is_opened_in_an_open_page_keeps_its_pin(open_page):
 
 
 def test_a_hidden_view_of_another_model_keeps_no_weights_of_an_earlier_text(open_page):
-    page = open_page(lengths_contents()[0], address="#passage=1&model=difference&head=0.1")
+    page = open_page(lengths_contents(), address="#passage=1&model=difference&head=0.1")
     page.get_by_role("button", name="A", exact=True).click()
     page.get_by_role("combobox", name="Text").select_option("2")
     word(page, 20).hover()
@@ -167,7 +172,7 @@ def test_a_hidden_view_of_another_model_keeps_no_weights_of_an_earlier_text(open
 
 
 def test_copied_weights_are_those_of_all_words_if_the_pinned_word_is_not_in_the_text(open_page):
-    page = open_page(lengths_contents(models=1)[0], address="#head=0.1&pin=q20")
+    page = open_page(lengths_contents(models=1), address="#head=0.1&pin=q20")
     page.locator("svg.lines:visible").wait_for()
     page.get_by_role("button", name="Copy weights").click()
     page.locator("#live", has_text="The text was copied.").wait_for()
@@ -176,7 +181,9 @@ def test_copied_weights_are_those_of_all_words_if_the_pinned_word_is_not_in_the_
 
 def test_a_search_that_was_removed_leaves_no_status(open_page):
     page = open_page(page_contents()[0])
-    page.evaluate("location.hash = 'search=coffee'")
-    page.evaluate("() => new Promise(done => { addEventListener('hashchange', () => { location.hash = ''; done(); }, {once: true}); location.hash = 'search=tea'; })")
+    page.evaluate("""() => {
+      addEventListener("hashchange", () => (location.hash = ""), {once: true});
+      location.hash = "search=tea";
+    }""")
     page.wait_for_timeout(300)
     assert page.locator("#overview-status").inner_text() == "15 heads"
