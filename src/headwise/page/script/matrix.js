@@ -71,11 +71,11 @@ export function cellWeights(grid) {
   if (!hasBackground(grid)) return listedWeights;
   const backgroundWeights = backgroundCells(grid);
   return row => {
-    const background = backgroundWeights(row);
-    listedWeights(row).forEach((weight, column) => {
-      if (!Number.isNaN(weight)) background[column] = weight;
-    });
-    return background;
+    const weights = backgroundWeights(row);
+    const listed = listedWeights(row);
+    for (let column = 0; column < weights.length; column++)
+      if (!Number.isNaN(listed[column])) weights[column] = listed[column];
+    return weights;
   };
 }
 
@@ -97,12 +97,15 @@ function listedCells({matrix, rows, columns, columnOf}) {
 }
 
 /** Return a function from a row of a grid to the weights of its cells by tiles: NaN where the key is not visible. */
-function backgroundCells(grid) {
-  const weightsOf = tileRows(grid);
+function backgroundCells({matrix, rows, columns, tiles}) {
+  const weightsOf = tileRows({matrix, tiles});
   return row => {
-    const background = weightsOf(grid.rows[row]);
-    const visible = visibleUnits(grid.matrix, grid.rows[row]);
-    return Float32Array.from(grid.columns, key => (visible[key] ? background[key] : NaN));
+    const background = weightsOf(rows[row]);
+    const visible = visibleUnits(matrix, rows[row]);
+    const weights = new Float32Array(columns.length).fill(NaN);
+    for (let column = 0; column < columns.length; column++)
+      if (visible[columns[column]]) weights[column] = background[columns[column]];
+    return weights;
   };
 }
 
@@ -115,51 +118,113 @@ function backgroundCells(grid) {
 export function pixelWeights(grid, view, width, height, ratio) {
   const cellX = view.cellX * ratio;
   const cellY = view.cellY * ratio;
-  const sumsOf = weightsOf => pixelSums(weightsOf, grid.rows.length, {...view, cellX, cellY}, width, height);
-  if (!hasBackground(grid) || (cellX >= 1 && cellY >= 1)) return sumsOf(cellWeights(grid));
-  const background = sumsOf(backgroundCells(grid));
-  const listed = sumsOf(listedCells(grid));
+  const rowSpans = spansOf(grid.rows.length, view.top, cellY, height);
+  const columnSpans = spansOf(grid.columns.length, view.left, cellX, width);
+  const share = Math.min(cellY, 1);
+  if (!hasBackground(grid)) return listedSums(grid, rowSpans, columnSpans, share);
+  if (cellX >= 1 && cellY >= 1) return cellPixels(grid, rowSpans, columnSpans);
+  const background = backgroundSums(grid, rowSpans, columnSpans);
+  const listed = listedSums(grid, rowSpans, columnSpans, share);
   const {signed} = grid.matrix;
   return background.map((weight, place) =>
     Number.isNaN(listed[place]) || (!signed && weight > listed[place]) ? weight : listed[place],
   );
 }
 
-function pixelSums(weightsOf, rows, {left, top, cellX, cellY}, width, height) {
-  const pixels = new Float32Array(width * height).fill(NaN);
-  const share = Math.min(cellY, 1);
-  const last = Math.min(rows, Math.ceil(top + height / cellY));
-  for (let row = Math.floor(top); row < last; row++) {
-    const [y0, y1] = span(row - top, cellY, height);
-    const line = pixelLine(weightsOf(row), left, cellX, width);
-    for (let y = y0; y < y1; y++) {
-      for (let x = 0; x < width; x++) {
-        if (Number.isNaN(line[x])) continue;
-        const place = y * width + x;
-        pixels[place] = (Number.isNaN(pixels[place]) ? 0 : pixels[place]) + share * line[x];
+/** Return the weight of each pixel if no cell is smaller than a pixel. */
+function cellPixels(grid, rowSpans, columnSpans) {
+  const {size} = columnSpans;
+  const pixels = new Float32Array(size * rowSpans.size).fill(NaN);
+  const weightsOf = cellWeights(grid);
+  for (const row of rowSpans.cells) {
+    const weights = weightsOf(row);
+    for (const column of columnSpans.cells) {
+      if (Number.isNaN(weights[column])) continue;
+      for (let y = rowSpans.from[row]; y < rowSpans.to[row]; y++)
+        for (let x = columnSpans.from[column]; x < columnSpans.to[column]; x++) pixels[y * size + x] = weights[column];
+    }
+  }
+  return pixels;
+}
+
+/**
+ * Return the sums of the weights in each pixel by tiles. The keys and the queries of a small pixel are nearly always
+ * visible together and in the same row of tiles, so that the first ones stand for all of them.
+ */
+function backgroundSums({matrix, rows, columns, tiles}, rowSpans, columnSpans) {
+  const {size} = columnSpans;
+  const pixels = new Float32Array(size * rowSpans.size).fill(NaN);
+  const weightsOf = tileRows({matrix, tiles});
+  const firstColumns = firstOfPixels(columnSpans);
+  const lines = new Map();
+  for (const row of firstOfPixels(rowSpans)) {
+    const weights = weightsOf(rows[row]);
+    if (!lines.has(weights)) lines.set(weights, pixelLine(weights, columns, columnSpans));
+    const line = lines.get(weights);
+    const visible = visibleUnits(matrix, rows[row]);
+    for (const column of firstColumns) {
+      if (!visible[columns[column]]) continue;
+      for (let y = rowSpans.from[row]; y < rowSpans.to[row]; y++)
+        for (let x = columnSpans.from[column]; x < columnSpans.to[column]; x++) pixels[y * size + x] = line[x];
+    }
+  }
+  return pixels;
+}
+
+/** Return the sums of the weights of the keys in each pixel of a line. */
+function pixelLine(weights, columns, {cells, from, to, size}) {
+  const line = new Float32Array(size);
+  for (const column of cells)
+    for (let x = from[column]; x < to[column]; x++) line[x] += weights[columns[column]];
+  return line;
+}
+
+/** Return the sums of the listed weights in each pixel, times a share. */
+function listedSums({matrix, rows, columnOf}, rowSpans, columnSpans, share) {
+  const {size} = columnSpans;
+  const pixels = new Float32Array(size * rowSpans.size).fill(NaN);
+  for (const row of rowSpans.cells) {
+    for (let entry = matrix.start[rows[row]]; entry < matrix.start[rows[row] + 1]; entry++) {
+      const column = columnOf[matrix.key[entry]];
+      if (column < 0) continue;
+      for (let y = rowSpans.from[row]; y < rowSpans.to[row]; y++) {
+        for (let x = columnSpans.from[column]; x < columnSpans.to[column]; x++) {
+          const place = y * size + x;
+          pixels[place] = (Number.isNaN(pixels[place]) ? 0 : pixels[place]) + share * matrix.weight[entry];
+        }
       }
     }
   }
   return pixels;
 }
 
-/** Return the weight of each pixel of a row of cells. */
-function pixelLine(weights, left, cellX, width) {
-  const line = new Float32Array(width).fill(NaN);
-  const last = Math.min(weights.length, Math.ceil(left + width / cellX));
-  for (let column = Math.floor(left); column < last; column++) {
-    if (Number.isNaN(weights[column])) continue;
-    const [x0, x1] = span(column - left, cellX, width);
-    for (let x = x0; x < x1; x++) line[x] = (Number.isNaN(line[x]) ? 0 : line[x]) + weights[column];
+/**
+ * Return the pixels of cells along one axis, {cells, from, to, size}: each of the visible `cells` has the pixels
+ * from[cell] <= x < to[cell] of `size` pixels.
+ *
+ * @param count number of cells
+ * @param start cell at the first pixel
+ * @param length length of a cell in pixels
+ * @param size number of pixels
+ */
+function spansOf(count, start, length, size) {
+  const first = Math.floor(start);
+  const last = Math.min(count, Math.ceil(start + size / length));
+  const cells = Int32Array.from({length: Math.max(last - first, 0)}, (_, place) => first + place);
+  const from = new Int32Array(count);
+  const to = new Int32Array(count);
+  for (const cell of cells) {
+    const offset = (cell - start) * length;
+    const pixel = length < 1 ? Math.floor(offset) : Math.round(offset);
+    from[cell] = Math.max(pixel, 0);
+    to[cell] = Math.min(length < 1 ? pixel + 1 : Math.round(offset + length), size);
   }
-  return line;
+  return {cells, from, to, size};
 }
 
-/** Return the first pixel of a cell and the pixel after its last. */
-function span(offset, cell, size) {
-  const from = cell < 1 ? Math.floor(offset * cell) : Math.round(offset * cell);
-  const to = cell < 1 ? from + 1 : Math.round((offset + 1) * cell);
-  return [Math.max(from, 0), Math.min(to, size)];
+/** Return the visible cells that do not begin in the same pixel as the cell before. */
+function firstOfPixels({cells, from}) {
+  return cells.filter((cell, place) => !place || from[cell] !== from[cells[place - 1]]);
 }
 
 /** Return the part of the colour scale for a weight, from 0 to 1; for a negative difference, from -1. */
