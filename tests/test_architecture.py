@@ -18,7 +18,7 @@ import headwise
 SOURCE = Path(headwise.__file__).parent
 
 FLOORS = (
-    ("errors", "shapes", "wording"),
+    ("errors", "packaged_models", "shapes", "wording"),
     ("checks",),
     ("page", "plots"),
     ("attention",),

@@ -40,7 +40,7 @@ def run(blocks: list[tuple[str, str]], names: dict) -> str:
 def test_the_code_of_the_readme_runs_and_prints_the_shown_output(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.jsonl").write_text('{"text": "A cup of tea."}\n{"text": "And one of coffee."}\n')
-    names = {"folder": minilm.model.config._name_or_path}
+    names = {}
     blocks = code_blocks("README.md")
     assert len(blocks) == 6
     assert run(blocks, names) == "".join(output for _, output in blocks)
@@ -50,8 +50,9 @@ def test_the_code_of_the_readme_runs_and_prints_the_shown_output(minilm, tmp_pat
 
 def test_the_code_of_the_page_about_view_runs(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {"hw": headwise, "model": minilm.model, "tokenizer": minilm.tokenizer}
-    run(code_blocks("docs/view.md"), names)
+    names: dict = {}
+    blocks = code_blocks("docs/view.md")
+    assert run(blocks, names).split() == "".join(output for _, output in blocks).split()
     assert names["seen"].head(0, 2).role.name == "previous token"
     assert round(names["seen"].head(0, 2).means["entropy"], 4) == 0.0008
     assert (tmp_path / "page.html").stat().st_size > 100_000
@@ -59,14 +60,9 @@ def test_the_code_of_the_page_about_view_runs(minilm, tmp_path, monkeypatch):
 
 def test_the_code_of_the_page_about_pages_runs(minilm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model, tokenizer, texts = minilm.model, minilm.tokenizer, ["Coffee or tea?", "Cats chase mice."]
-    data = headwise.Texts(texts, tokenizer)
-    names = {"hw": headwise, "model": model, "tokenizer": tokenizer}
-    names["profile"] = headwise.profile(model, data, repeats=False)
-    names["ablation"] = headwise.ablate(model, data, headwise.EmbeddingDistance())
-    names["seen_by_the_other_checkpoint"] = headwise.view(model, tokenizer, texts, title="other")
-    run(code_blocks("docs/page.md"), names)
-    assert {path.name for path in tmp_path.iterdir()} == {"page.html", "compared.html"}
+    (tmp_path / "corpus.txt").write_text("A cup of tea.\n\nAnd one of coffee.\n")
+    run(code_blocks("docs/page.md"), {"another_checkpoint": minilm.model})
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus.txt", "page.html", "compared.html"}
 
 
 def test_the_code_and_the_examples_of_the_page_about_plots_run(minilm, coffee, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import torch
 import headwise as hw
 import tiny
 from headwise.analysis.page import page_contents
+from headwise.analysis.view_set import ViewSet
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,7 @@ def test_two_models_are_compared(encoder, texts):
 def test_results_that_do_not_fit_are_named(encoder, texts, tmp_path):
     _, tokenizer, seen, profile, ablation = encoder
     decoder = hw.view(tiny.model("decoder"), tiny.tokenizer("decoder"), texts[0], title="decoder")
+    decoder = dataclasses.replace(decoder, identity=None)  # as of a result of an earlier version
     another = tiny.model("encoder", seed=1)
     other = hw.view(another, tokenizer, texts, title="other")
     of_other = hw.profile(another, hw.Texts(texts, tokenizer), title="other")
@@ -176,3 +178,61 @@ def test_results_show_themselves_in_notebooks(encoder, coffee):
     with hw.watch(model) as never_run:
         pass
     assert never_run._repr_html_().startswith("<p>The model did not run")
+
+
+def test_a_focus_of_another_model_is_refused(encoder, texts, tmp_path):
+    _, tokenizer, seen, *_ = encoder
+    other = hw.view(tiny.model("encoder", seed=1), tokenizer, texts, title="other")
+    for against in ((), (other,)):
+        with pytest.raises(hw.InputError, match="^foci: expected foci of tiny, got a focus of another model: "):
+            hw.write_page(tmp_path / "page.html", seen, against=against, foci=[other.find([1])])
+
+
+def changed(model, path, value):
+    """Return the model with one parameter or one field of its configuration changed."""
+    if path in dict(model.named_parameters()):
+        with torch.no_grad():
+            model.get_parameter(path).mul_(value)
+    else:
+        setattr(model.config, path, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["encoder.layer.1.intermediate.dense.weight", "embeddings.word_embeddings.weight", "layer_norm_eps"],
+)
+def test_models_that_differ_outside_of_attention_are_other_models(encoder, texts, path):
+    _, tokenizer, seen, *_ = encoder
+    other = changed(tiny.model("encoder"), path, 0.5)
+    with pytest.raises(hw.InputError, match="^results: expected results of one model, as the view of tiny, got the pr"):
+        page_contents([seen, hw.profile(other, hw.Texts(texts, tokenizer), title="other")])
+    with pytest.raises(hw.InputError, match="^views: expected the same model for all texts, got another model for "):
+        ViewSet((seen[0], hw.view(other, tokenizer, texts[1])))
+
+
+def test_views_of_a_model_with_and_without_its_language_model_head_are_of_one_model(texts):
+    model, tokenizer = tiny.model("decoder", top="ForCausalLM"), tiny.tokenizer("decoder")
+    seen = [hw.view(each, tokenizer, text) for each, text in zip((model, model.model), texts, strict=False)]
+    contents = page_contents(seen)
+    assert len(contents.passages) == 2
+    assert len(contents.models[0].heads) == 12
+
+
+def test_tables_of_different_texts_are_noted(encoder, texts):
+    model, tokenizer, _, profile, _ = encoder
+    other = hw.profile(model, hw.Texts(texts[1:], tokenizer))
+    assert page_contents([profile], against=[other]).notes == ("The two models have a profile of different texts.",)
+    assert page_contents([profile], against=[profile]).notes == ()
+
+
+def test_the_first_word_names_a_role_only_if_the_roles_are_of_its_text():
+    model, tokenizer = tiny.model("decoder"), tiny.tokenizer("decoder")
+    for parameter in (model.layers[0].self_attn.q_proj.weight, model.layers[1].self_attn.q_proj.weight):
+        parameter.data.zero_()
+    seen = hw.view(model, tokenizer, "w5")  # one token attends to itself, which is the first one
+    profile = hw.profile(model, hw.Texts(["w5", "w6"], tokenizer))
+    titles = {role.name: role.title for role in page_contents([seen]).roles}
+    of_both = {role.name: role.title for role in page_contents([seen, profile]).roles}
+    assert titles.get("sink on the first token", "sink on w5") == "sink on w5"
+    assert all("w5" not in title for title in of_both.values())

@@ -1,5 +1,8 @@
 """Views of all-MiniLM-L6-v2 and tiny models against eager attention, and models and texts that are refused."""
 
+import copy
+import unicodedata
+
 import pytest
 import torch
 import transformers
@@ -10,7 +13,7 @@ from transformers.modeling_utils import AttentionInterface
 import headwise as hw
 import tiny
 from headwise.analysis.view import view
-from headwise.data.models import PACKAGED
+from headwise.packaged_models import PACKAGED
 from headwise.statistics import row_blocks
 from oracles import statistics_of
 
@@ -144,6 +147,14 @@ def test_a_text_longer_than_the_limit_of_the_model_is_refused(minilm):
     with pytest.raises(hw.InputError, match="^text: expected at most 512 tokens, .*, got 602; --truncate"):
         view(minilm.model, minilm.tokenizer, text)
     assert view(minilm.model, minilm.tokenizer, text, truncate=True).tokens == 512
+    # The start may be cut off, too.
+    words = " ".join(f"w{number}" for number in range(300))
+    tokenizer = copy.deepcopy(minilm.tokenizer)
+    tokenizer.truncation_side = "left"
+    shown = view(minilm.model, tokenizer, words, truncate=True).texts[0]
+    assert shown.truncated
+    assert words.endswith(shown.text)
+    assert shown.text.startswith(shown.words[1].text)
 
 
 def test_a_missing_layer_or_head_is_refused(coffee):
@@ -446,3 +457,22 @@ def test_a_view_leaves_no_trace_and_runs_inside_a_watch(minilm):
         assert row["entropy"] == pytest.approx(head.means["entropy"], rel=1e-6)
         assert row["output_norm"] > 0
     assert not any(module._forward_hooks for module in minilm.model.modules())
+
+
+def test_a_text_cut_by_a_tokenizer_without_spans_is_reported(minilm):
+    tokenizer = transformers.ByT5Tokenizer(model_max_length=16)
+    shown = view(minilm.model, tokenizer, "A text of more than sixteen bytes.", truncate=True).texts[0]
+    assert shown.truncated
+    assert shown.text == "A text of more "
+    emoji = view(minilm.model, tokenizer, "a 😀").texts[0]
+    assert len({word.text for word in emoji.words[2:6]}) == 4  # four different bytes, none of them blank
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("résumés are café", ["résumés", "are", "café"]), ("हिन्दी भाषा", ["हिन्दी", "भाषा"])],
+)
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_accents_that_the_tokenizer_drops_do_not_split_a_word(minilm, text, words, form):
+    shown = view(minilm.model, minilm.tokenizer, unicodedata.normalize(form, text))
+    assert [unicodedata.normalize("NFC", word.text) for word in shown.words[1:-1]] == words

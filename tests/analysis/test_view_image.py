@@ -132,3 +132,54 @@ def test_pixels_that_the_model_cannot_read_are_refused():
 def test_mistakes_are_named(processor, image, message):
     with pytest.raises(hw.InputError, match=message):
         hw.view_image(vision_model("vit"), processor, image)
+
+
+def with_stem(stem, size):
+    """Return a tiny ViT whose patches come from another module."""
+    model = tiny.with_distinct_heads(transformers.ViTModel(transformers.ViTConfig(**SIZES, image_size=size)))
+    side = stem(torch.zeros(1, 3, size, size)).shape[-1]
+    if not hasattr(stem, "weight"):
+        stem.weight = torch.nn.Parameter(torch.zeros(1))  # whose dtype the embeddings read
+    model.embeddings.patch_embeddings.projection = stem
+    model.embeddings.patch_embeddings.image_size = (size, size)
+    model.embeddings.position_embeddings = torch.nn.Parameter(torch.randn(1, side**2 + 1, 48))
+    return model
+
+
+@pytest.mark.parametrize("image", [torch.zeros(1, 3, 32, 32), torch.rand(1, 3, 32, 32) * (torch.arange(32) < 16)])
+def test_a_patch_that_is_dark_is_no_special_token(image):
+    torch.manual_seed(0)
+    stem = torch.nn.Sequential(torch.nn.Conv2d(3, 24, 4, 4), torch.nn.ReLU(), torch.nn.Conv2d(24, 48, 2, 2))
+    torch.nn.init.constant_(stem[0].bias, -0.5)
+    shown = hw.view_image(with_stem(stem, 32), None, image)
+    assert [word.special for word in shown.words] == [True] + [False] * 16
+    expected = [(column / 4, row / 4, 1 / 4, 1 / 4) for row in range(4) for column in range(4)]
+    assert [pytest.approx(box) for box in expected] == list(shown.texts[0].picture.boxes[1:])
+
+
+def test_patches_that_reach_over_the_border_have_their_place_in_the_grid():
+    shown = hw.view_image(
+        with_stem(torch.nn.Conv2d(3, 48, 24, stride=8, padding=8), 32), None, torch.rand(1, 3, 32, 32)
+    )
+    names = [f"({row}, {column})" for row in range(1, 5) for column in range(1, 5)]
+    assert [word.text for word in shown.words[1:]] == names
+
+
+def test_a_token_that_depends_on_the_whole_image_is_special():
+    model = vision_model("vit")
+    model.embeddings.register_forward_hook(
+        lambda module, arguments, output: torch.cat(
+            [output[:, :1] + output[:, 1:].mean(1, keepdim=True), output[:, 1:]], 1
+        )
+    )
+    shown = hw.view_image(model, None, torch.rand(1, 3, 48, 48))
+    assert [word.special for word in shown.words] == [True] + [False] * 9
+
+
+def test_later_stages_are_refused():
+    config = transformers.SegformerConfig(
+        num_encoder_blocks=2, depths=[1, 1], hidden_sizes=[16, 32], num_attention_heads=[1, 2], sr_ratios=[1, 1],
+        patch_sizes=[7, 3], strides=[4, 2],
+    )  # fmt: skip
+    with pytest.raises(hw.InputError, match="^model: expected attention over the same patches in all layers, got 16 q"):
+        hw.view_image(transformers.SegformerModel(config).eval(), None, torch.rand(1, 3, 32, 32))

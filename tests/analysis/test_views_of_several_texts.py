@@ -1,13 +1,16 @@
 """Views of decoder texts, generated text, several texts and examples of a data set, against eager attention."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 import transformers
+from tokenizers import processors
 
 import headwise as hw
 import tiny
+from headwise.analysis.view_contents import role_over
 from headwise.page.contents import AllWeights
 
 BART = {
@@ -214,3 +217,25 @@ def test_examples_are_sequences_of_the_data_set():
 def test_examples_need_a_data_set():
     with pytest.raises(hw.InputError, match="^texts: expected headwise.Texts, got list"):
         hw.view_examples(tiny.model("encoder"), ["w5"])
+
+
+def test_a_role_needs_two_rows_over_all_texts():
+    model, tokenizer = tiny.model("decoder"), tiny.tokenizer("decoder")
+    seen = hw.view(model, tokenizer, ["w5 w6 w5", "w7 w8 w9", "w9 w8 w9"])
+    for index, head in enumerate(seen[0].heads):
+        assert head.rows["duplicate"] == 1
+        rows = [view.heads[index].rows.get("duplicate", 0) for view in seen]
+        assert rows == [1, 0, 1]
+        means = dict.fromkeys(head.means, 0.0) | {"duplicate": 0.9}
+        copying = [
+            dataclasses.replace(view, heads=(dataclasses.replace(view.heads[index], means=means),)) for view in seen
+        ]
+        assert role_over(copying, 0).name == "duplicate token"
+        assert role_over(copying[:2], 0).name == "mixed"  # one row
+
+
+def test_a_text_that_its_tokenizer_ends_is_continued_with_a_warning():
+    model, tokenizer = tiny.model("decoder", top="ForCausalLM"), tiny.tokenizer("decoder")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("$A [END]", None, [("[END]", 4)])
+    with pytest.warns(UserWarning, match=r"^the tokenizer ends the text with \[END\]; the model continues after it$"):
+        hw.view(model, tokenizer, "w5 w6", generate=2)

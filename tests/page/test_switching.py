@@ -187,22 +187,3 @@ def test_a_search_that_was_removed_leaves_no_status(open_page):
     }""")
     page.wait_for_timeout(300)
     assert page.locator("#overview-status").inner_text() == "15 heads"
-
-
-@pytest.mark.parametrize(("action", "expected"), [("model", "0.1"), ("address", "1.0")])
-def test_text_that_is_being_typed_stays_with_another_model_and_goes_with_another_address(open_page, action, expected):
-    page = open_page(lengths_contents())
-    page.evaluate(
-        """action => {
-      const field = document.querySelector("[data-setting=search]");
-      field.value = "0.1";
-      field.dispatchEvent(new Event("input"));
-      if (action === "address") location.hash = "search=1.0&model=B";
-      else document.querySelector("[data-value=B]").click();
-    }""",
-        action,
-    )
-    page.wait_for_timeout(400)
-    assert page.locator("[data-setting=search]").input_value() == expected
-    assert f"search={expected}" in page.url
-    assert page.locator("#overview .cell-name").all_inner_texts() == [expected]

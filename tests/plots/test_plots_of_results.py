@@ -260,8 +260,8 @@ def test_a_view_refuses_heads_by_name(coffee):
             "against: expected None for the kind 'heatmap', got 'entropy'; the kinds scatter have it",
         ),
         (
-            {"kind": "scatter", "statistic": "entropy"},
-            "against: expected one of entropy, distance, duplicate, got None",
+            {"kind": "scatter", "against": "volume"},
+            "against: expected one of entropy, distance, duplicate, got 'volume'",
         ),
         ({"kind": "ranking", "top": -1}, "top: expected a whole number of 0 or more, got -1"),
         (
@@ -371,11 +371,14 @@ def test_short_names_of_models_have_no_folders(name, short):
     assert short_name(name) == short
 
 
-def test_a_model_is_named_by_its_hub_id_or_class(minilm):
-    assert model_name(minilm.model) == "BertModel"  # it comes from a folder
+def test_a_model_is_named_by_its_hub_id_folder_or_class(minilm, tmp_path):
+    assert model_name(minilm.model) == "all-MiniLM-L6-v2"  # it comes from a package
     model = tiny.model("encoder")
     model.config.name_or_path = "org/model"
     assert model_name(model) == "model"
     assert model_name(torch.nn.Linear(2, 3)) == "Linear"
-    model.config.name_or_path = "."
+    (tmp_path / "checkpoint-500").mkdir()
+    model.config.name_or_path = str(tmp_path / "checkpoint-500")
+    assert model_name(model) == "checkpoint-500"
+    model.config.name_or_path = ""
     assert model_name(model) == type(model).__name__

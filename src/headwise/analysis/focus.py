@@ -9,8 +9,9 @@ sees.
 
 Query words that are special tokens do not count, nor do words of F that see no other word of F. The *excess* of a head
 is its share minus the share of U. A head *has* a focus if its share is at least one half, as for roles, and its excess
-is positive; over several texts, the excess must be positive by a t-test over texts, one-sided, at 5 %, corrected for
-the number of heads of the model (Bonferroni).
+is positive; over at least five texts, the excess must be positive by a t-test over texts, one-sided, at 5 %, corrected
+for the number of heads of the model (Bonferroni). Fewer texts are not tested: nearly equal excesses on two texts would
+be significant by chance, whatever caused them.
 """
 
 import math
@@ -25,16 +26,23 @@ from headwise.analysis.head_view import HeadView, ViewedText
 from headwise.analysis.roles import HALF
 from headwise.analysis.view_contents import Viewed
 from headwise.errors import InputError, require
+from headwise.page.columns import ModelIdentity
 from headwise.page.contents import AllWeights, VisibleKeys
 from headwise.runs.rows import MeanEstimate
 from headwise.shapes import Bool, Float
 from headwise.wording import counted
+
+LEAST_EXCESS = 1e-4
+"""Excess from which on attention is more than uniform; rounding stays below it."""
 
 KINDS = ("received", "exchanged")
 """Kinds of focus."""
 
 NAMED = 8
 """Largest number of heads that a verdict names."""
+
+MIN_TESTED_TEXTS = 5
+"""Least number of texts that are tested."""
 
 SIGNIFICANCE = 0.05
 """Probability of a false finding among all heads."""
@@ -50,7 +58,8 @@ class HeadFocus:
         share: mean share of attention on the words, over texts.
         uniform: the same under uniform attention over the same keys.
         excess: `share - uniform`: mean over texts, standard error and number of texts.
-        p: p-value of the test that the excess is not positive, corrected for the number of heads; NaN for one text.
+        p: p-value of the test that the excess is not positive, corrected for the number of heads; NaN for fewer than
+            five texts.
     """
 
     head: HeadView
@@ -62,8 +71,10 @@ class HeadFocus:
 
     @property
     def has_focus(self) -> bool:
-        """True if half of the attention is on the words, and the excess is significant if there are several texts."""
-        return self.share >= HALF and self.excess.value > 0 and not self.p > SIGNIFICANCE
+        """True if half of the attention is on the words, more than under uniform attention, and the excess is
+        significant if it was tested.
+        """
+        return self.share >= HALF and self.excess.value > LEAST_EXCESS and not self.p > SIGNIFICANCE
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,7 @@ class Focus:
         words: for each text, the indices of the words.
         heads: all heads, the one with the largest excess first.
         texts: the texts.
+        identities: identity of the model that read each text; None if it is unknown.
     """
 
     name: str
@@ -83,6 +95,7 @@ class Focus:
     words: tuple[tuple[int, ...], ...]
     heads: tuple[HeadFocus, ...]
     texts: tuple[ViewedText, ...]
+    identities: tuple[ModelIdentity | None, ...] = ()
 
     def __repr__(self) -> str:
         best = self.heads[0]
@@ -92,29 +105,38 @@ class Focus:
     @property
     def verdict(self) -> str:
         """Sentences that state which heads have the focus."""
-        texts, best = len(self.words), self.heads[0]
+        texts, largest = len(self.words), max(self.heads, key=lambda each: each.share)
+        is_tested = texts >= MIN_TESTED_TEXTS
         names = [each.head.name for each in self.heads if each.has_focus]
         on = "on" if self.kind == "received" else "among"
-        more = "more than under uniform attention" if texts == 1 else "significantly more than under uniform attention"
+        more = "significantly more" if is_tested else "more"
         if names:
-            others = f" and {counted(len(names) - NAMED, 'other')}" if len(names) > NAMED else ""
             subject, verb, their = ("Heads", "have", "their") if len(names) > 1 else ("Head", "has", "its")
-            first = (
-                f"{subject} {', '.join(names[:NAMED])}{others} {verb} this focus: at least half of {their} attention "
-                f"is {on} these words, {more}."
+            verdict = (
+                f"{subject} {_listed(names)} {verb} this focus: at least half of {their} attention "
+                f"is {on} these words, {more} than under uniform attention."
+            )
+        elif largest.share < HALF:
+            verdict = (
+                f"No head puts at least half of its attention {on} these words. Head {largest.head.name} comes "
+                f"closest: {100 * largest.share:.0f} % (uniform attention: {100 * largest.uniform:.0f} %)."
             )
         else:
-            first = (
-                f"No head has this focus: at least half of the attention {on} these words, and {more}. The largest "
-                f"excess is that of head {best.head.name}, with a share of {best.share:.2f} where uniform attention "
-                f"has {best.uniform:.2f}."
+            verdict = (
+                f"No head has this focus: where at least half of the attention is {on} these words, it is not {more} "
+                f"than under uniform attention."
             )
         if texts == 1:
-            return first
-        significant = sum(each.excess.value > 0 and each.p <= SIGNIFICANCE for each in self.heads)
+            return verdict
+        if not is_tested:
+            return f"{verdict} This is not tested: {texts} texts are fewer than {MIN_TESTED_TEXTS}."
+        significant = [
+            each.head.name for each in self.heads if each.excess.value > LEAST_EXCESS and each.p <= SIGNIFICANCE
+        ]
         return (
-            f"{first} In {significant} of {len(self.heads)} heads, the words get significantly more attention than "
-            f"under uniform attention ({texts} texts, one-sided t-test at 5 %, Bonferroni-corrected)."
+            f"{verdict} In {len(significant)} of {len(self.heads)} heads{_in_brackets(significant)}, the words get "
+            f"significantly more attention than under uniform attention ({texts} texts, one-sided t-test at 5 %, "
+            f"Bonferroni-corrected)."
         )
 
     def rows(self) -> list[dict[str, Any]]:
@@ -148,6 +170,17 @@ class Focus:
         return require("pandas", purpose="a table", extra="tables").DataFrame(self.rows())
 
 
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names of heads, separated by commas, and the number of others."""
+    others = f" and {counted(len(names) - NAMED, 'other')}" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + others
+
+
+def _in_brackets(names: Sequence[str]) -> str:
+    """Return names of heads in brackets after a blank; empty without names."""
+    return f" ({_listed(names)})" if names else ""
+
+
 def find_heads(views: Sequence[Viewed], focus: Sequence[Any], kind: str, name: str | None) -> Focus:
     """Rank the heads of views of one or more texts, for `View.find` and `ViewSet.find`, whose docstrings describe the
     arguments.
@@ -173,7 +206,8 @@ def find_heads(views: Sequence[Viewed], focus: Sequence[Any], kind: str, name: s
         for index, of_texts in zip(indices, shares, strict=True)
     ]
     heads.sort(key=lambda each: each.excess.value, reverse=True)
-    return Focus(name, kind, tuple(by_text), tuple(heads), tuple(view.texts[0] for view in views))
+    identities = tuple(view.identity for view in views)
+    return Focus(name, kind, tuple(by_text), tuple(heads), tuple(view.texts[0] for view in views), identities)
 
 
 def _words_by_text(views: Sequence[Viewed], focus: Any) -> list[tuple[int, ...]]:
@@ -189,12 +223,19 @@ def _words_by_text(views: Sequence[Viewed], focus: Any) -> list[tuple[int, ...]]
 
 
 def _require_different(views: Sequence[Viewed]) -> None:
-    """Raise `InputError` if two of several texts are equal: the test would count one text as two."""
-    texts = [tuple(token.text for token in view.texts[0].tokens) for view in views]
+    """Raise `InputError` if a model read the same tokens in two of several texts: the test would count one text as
+    two.
+    """
+    texts = [_content(view.texts[0]) for view in views]
     repeated = [view.texts[0].text for view, tokens in zip(views, texts, strict=True) if texts.count(tokens) > 1]
     if repeated:
         remedy = "view each text once"
         raise InputError("texts", expected="different texts", got=f"{repeated[0][:60]!r} twice", remedy=remedy)
+
+
+def _content(text: ViewedText) -> Any:
+    """Return what the model read, in a form that can be compared: token ids, or an image."""
+    return text.picture if text.ids is None else tuple(text.ids[0].tolist())
 
 
 def _word_indices(text: ViewedText, words: Sequence[Any]) -> tuple[int, ...]:
@@ -276,7 +317,7 @@ def _head_focus(head: HeadView, index: int, shares: Sequence[tuple[float, float]
     excesses = [share - uniform for share, uniform in shares]
     share, uniform = (math.fsum(part) / len(shares) for part in zip(*shares, strict=True))
     p = math.nan
-    if len(shares) > 1:
+    if len(shares) >= MIN_TESTED_TEXTS:
         stats = require("scipy.stats", purpose="testing several texts", extra="tables")
         is_constant = len(set(excesses)) == 1  # as for equal texts, which are no evidence
         p = 1.0 if is_constant else float(stats.ttest_1samp(excesses, 0.0, alternative="greater").pvalue)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headwise.analysis.roles import Role
 from headwise.data.tokenization import Token, Word
+from headwise.page.columns import HeadPlace
 from headwise.page.contents import HeadAttention, Picture
 from headwise.shapes import Float, Int
 
@@ -62,6 +63,7 @@ class ViewedText:
         tokens: the tokens.
         words: the words, special tokens included.
         word_of: index of each token's word.
+        ids: the token ids; None for the patches of an image.
         first_generated: index of the first token that the model generated; None if it generated none.
         picture: the image; None for a text.
     """
@@ -72,6 +74,7 @@ class ViewedText:
     tokens: tuple[Token, ...]
     words: tuple[Word, ...]
     word_of: Int[Tensor, " tokens"]
+    ids: Int[Tensor, "1 tokens"] | None = None
     first_generated: int | None = None
     picture: Picture | None = None
 
@@ -86,6 +89,7 @@ class HeadView:
         kind: "self" or "cross" attention.
         role: what the head mostly attends to, by its statistics.
         means: value of every statistic, by name.
+        rows: number of query rows behind each of them.
         links: strongest link of each word, strongest first.
         top_keys: indices of the words that each word attends to most, strongest first.
         top_weights: their weights.
@@ -101,6 +105,7 @@ class HeadView:
     kind: str
     role: Role
     means: Mapping[str, float]
+    rows: Mapping[str, float]
     links: tuple[Link, ...]
     top_keys: Int[Tensor, "words top"]
     top_weights: Float[Tensor, "words top"]
@@ -115,6 +120,11 @@ class HeadView:
     def name(self) -> str:
         """Name of the head, `layer.head`, zero-based."""
         return f"{self.layer}.{self.head}"
+
+    @property
+    def place(self) -> HeadPlace:
+        """Place of the head in its model."""
+        return HeadPlace(self.layer, self.head, self.kind, self.module)
 
     @property
     def identifiers(self) -> dict[str, Any]:

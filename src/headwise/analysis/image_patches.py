@@ -1,6 +1,6 @@
 """Part of an image that each token of a vision model stands for, derived from the gradients of the tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float
+
+CONTRASTS = (1.0, 10.0)
+"""Standard deviations of the random pixels with which dependence is tested."""
 
 
 class Box(NamedTuple):
@@ -46,7 +49,10 @@ class _Reached(Exception):
 
 def patch_boxes(model: nn.Module, path: str, inputs: Mapping[str, Tensor], tokens: int) -> list[Box | None]:
     """Return for each token the smallest rectangle that contains all pixels on which the token depends before the first
-    attention; None for a token that depends on no pixel.
+    attention. Return None for a token that stands for no part of the image: it depends on no pixel, or on all.
+
+    A token depends on a pixel if the gradient is not zero for one of several images: the given one, and random ones of
+    growing contrast and both signs, for which units that are off in the given image are on.
 
     Args:
         model: the model.
@@ -55,26 +61,59 @@ def patch_boxes(model: nn.Module, path: str, inputs: Mapping[str, Tensor], token
         tokens: number of tokens.
 
     Raises:
-        InputError: the input of the module has another form; every token depends on the whole image; tokens differ
+        InputError: the input of the module has another form; no token stands for a part of the image; tokens differ
             from call to call.
     """
-    pixels = inputs["pixel_values"].detach().clone().requires_grad_()
-    embedded = _input_of(model, path, {**inputs, "pixel_values": pixels}, tokens)
+    pixels = inputs["pixel_values"]
     with torch.no_grad():
-        again = _input_of(model, path, inputs, tokens)
-    if not torch.allclose(embedded, again, rtol=1e-4, atol=1e-6):
+        first, again = (_input_of(model, path, inputs, tokens) for _ in range(2))
+    if not torch.allclose(first, again, rtol=1e-4, atol=1e-6):
         got = "other tokens in a second call, as of a model that masks patches at random"
         raise InputError("model", expected="the same tokens for the same image", got=got)
-    # With random factors, contributions of a pixel do not cancel.
-    factors = torch.rand(embedded.shape[-1], generator=torch.Generator().manual_seed(0)).to(embedded) + 0.5
-    projected = embedded[0] @ factors
-    boxes = [_box(_dependence(projected[token], pixels)) for token in range(tokens)]
     height, width = pixels.shape[2:]
-    known = [box for box in boxes if box is not None]
-    if not known or all(box == (0, 0, height, width) for box in known):
-        got = "tokens that depend on no pixel" if not known else "tokens that depend on the whole image"
-        raise InputError("model", expected="tokens that each depend on a part of the image", got=f"{got} in {path}")
-    return boxes
+    whole = Box(0, 0, height, width)
+    boxes = [_box(of_token) for of_token in _dependences(model, path, inputs, tokens)]
+    if all(box is None or box == whole for box in boxes):
+        got = f"tokens that depend on {'no pixel' if set(boxes) == {None} else 'the whole image'} in {path}"
+        raise InputError("model", expected="tokens that each depend on a part of the image", got=got)
+    return [None if box == whole else box for box in boxes]
+
+
+def grid_places(boxes: Sequence[Box | None]) -> list[tuple[int, int] | None]:
+    """Return the zero-based row and column of each box in the grid of all boxes; None for None. Overlapping boxes are
+    cut off at the border of the image, so that their centres tell their order, not their corners.
+
+    Raises:
+        InputError: two boxes have the same place.
+    """
+    rows, columns = (sorted({box[axis] + box[axis + 2] for box in boxes if box is not None}) for axis in (0, 1))
+    places = [
+        None if box is None else (rows.index(box.top + box.bottom), columns.index(box.left + box.right))
+        for box in boxes
+    ]
+    known = [place for place in places if place is not None]
+    if len(set(known)) < len(known):
+        got = "several tokens for the same part"
+        raise InputError("model", expected="tokens for different parts of the image", got=got)
+    return places
+
+
+def _dependences(
+    model: nn.Module, path: str, inputs: Mapping[str, Tensor], tokens: int
+) -> Bool[Tensor, "tokens height width"]:
+    """Return True at the pixels on which each token depends, in the given image or a random one."""
+    pixels, generator = inputs["pixel_values"], torch.Generator().manual_seed(0)
+    noise = torch.randn(pixels.shape, generator=generator).to(pixels)
+    images = [pixels.detach().clone(), *(sign * contrast * noise for contrast in CONTRASTS for sign in (1, -1))]
+    depends = torch.zeros(tokens, *pixels.shape[2:], dtype=torch.bool)
+    for image in images:
+        embedded = _input_of(model, path, {**inputs, "pixel_values": image.requires_grad_()}, tokens)
+        # With random factors, contributions of a pixel do not cancel.
+        factors = torch.rand(embedded.shape[-1], generator=generator).to(embedded) + 0.5
+        projected = embedded[0] @ factors
+        for token in range(tokens):
+            depends[token] |= _dependence(projected[token], image)
+    return depends
 
 
 def _input_of(

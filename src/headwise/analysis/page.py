@@ -16,7 +16,7 @@ from headwise.checks import collection_of
 from headwise.errors import InputError
 from headwise.intercept.heads import Heads
 from headwise.page import contents as page
-from headwise.page.columns import Columns, HeadPlace, ModelIdentity, joined_estimates
+from headwise.page.columns import Columns, ModelIdentity, joined_estimates
 from headwise.page.write import write_page as write_contents
 from headwise.runs.head_table import HeadTable
 
@@ -34,7 +34,7 @@ def write_page(
             All views together are the texts of the page. Heads are those of the first result; the others need them too.
         against: the same kinds of results of another model with the same heads, or of another checkpoint, with which
             the page compares.
-        foci: results of `find` for the views.
+        foci: results of `find` for the views in `results`.
         title: title of the page; by default the name of the model.
 
     Raises:
@@ -82,12 +82,15 @@ def page_contents(
     if len(set(names)) < len(names):
         models = [replace(model, name=f"{model.name} ({letter})") for model, letter in zip(models, "AB", strict=True)]
     views = groups[0].views
+    notes = [note for group in groups for note in group.notes]
+    if against:
+        notes += groups[1].differences_of_data(groups[0])
     return page.Contents(
         title=title or " and ".join(dict.fromkeys(names)),
-        notes=tuple(dict.fromkeys(note for group in groups for note in group.notes)),
+        notes=tuple(dict.fromkeys(notes)),
         roles=page_roles(
             (role for group in groups for role in group.with_roles.roles),
-            title_role_word(views),
+            title_role_word(views) if groups[0].with_roles is groups[0].columns[0] else None,
         ),
         statistics=statistics,
         models=tuple(models),
@@ -106,6 +109,7 @@ class _ModelResults:
 
     def __init__(self, results: Sequence[Any]) -> None:
         self.views: list[View] = []
+        self._identities: list[tuple[str, ModelIdentity | None]] = []  # description of each result, and of its model
         tables: list[Columns] = []
         for result in results:
             if isinstance(result, View | ViewSet):
@@ -115,24 +119,19 @@ class _ModelResults:
             else:
                 expected = "views, profiles, ablations, importance scores or watched heads"
                 raise InputError("results", expected=expected, got=type(result).__name__)
+        self._identities += [(f"the view of {view.title}", view.identity) for view in self.views]
+        self._identities += [(f"the {each.source} of {each.model}", each.identity) for each in tables]
+        self._require_one_model()
         columns = [*([ViewSet(tuple(self.views)).columns()] if self.views else []), *tables]
         self.columns = [each.in_order(columns[0].places) for each in columns]
         sources = [each.source for each in self.columns]
         if len(set(sources)) < len(sources):
             raise InputError("results", expected="one table of each kind", got=", ".join(sources))
-        self._require_one_model()
 
     @property
     def name(self) -> str:
         """Name of the model."""
         return self.columns[0].model
-
-    @property
-    def _identities(self) -> list[tuple[str, ModelIdentity | None]]:
-        """Description of each result, and the identity of its model."""
-        views = [(f"the view of {view.title}", view.identity) for view in self.views]
-        first_table = 1 if self.views else 0
-        return views + [(f"the {each.source} of {each.model}", each.identity) for each in self.columns[first_table:]]
 
     def _require_one_model(self) -> None:
         """Raise `InputError` if two results are known to be of different models."""
@@ -165,6 +164,15 @@ class _ModelResults:
             notes.append("It could not be checked that all results are of the same model.")
         return notes
 
+    def differences_of_data(self, other: "_ModelResults") -> list[str]:
+        """Return sentences that name tables that were measured on other data than the same tables of another model."""
+        data_of = {each.source: each.data for each in other.columns}
+        return [
+            f"The two models have a {each.source} of different texts."
+            for each in self.columns
+            if None not in (each.data, data_of.get(each.source)) and each.data != data_of[each.source]
+        ]
+
     def require_heads_of(self, other: "_ModelResults") -> None:
         """Raise `InputError` if these results are of other heads than those of another model, or of other texts. Module
         paths may differ.
@@ -191,8 +199,11 @@ def _page_focus(focus: Focus, group: _ModelResults) -> page.PageFocus:
     texts = [_token_texts(view)[0] for view in group.views]
     if [tuple(token.text for token in text.tokens) for text in focus.texts] != texts:
         raise InputError("foci", expected="foci of the texts of the page", got=f"a focus of other texts: {focus.name}")
+    for view, identity in zip(group.views, focus.identities, strict=True):
+        if identity is not None and view.identity is not None and identity.is_other(view.identity):
+            raise InputError("foci", expected=f"foci of {group.name}", got=f"a focus of another model: {focus.name}")
     index_of = {place: index for index, place in enumerate(group.columns[0].places)}
-    places = [HeadPlace(each.head.layer, each.head.head, each.head.kind, each.head.module) for each in focus.heads]
+    places = [each.head.place for each in focus.heads]
     missing = [place for place in places if place not in index_of]
     if missing:
         got = f"a focus of head {missing[0].layer}.{missing[0].head} in {missing[0].module}"

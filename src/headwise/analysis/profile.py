@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.nonfinite import nonfinite_error
-from headwise.analysis.roles import COPYING_ROLES, ROLES, page_roles, role_of
+from headwise.analysis.roles import COPYING_ROLES, MIN_ROWS, ROLES, page_roles, role_of
 from headwise.checks import require_module, token_ids
 from headwise.data.batches import POSITIONAL, call_model, device_of, digest_of, evaluation_mode, to_device
 from headwise.data.random_repeats import repeats_for_model
@@ -295,10 +295,13 @@ def _role_name(statistics: Mapping[str, MeanEstimate]) -> str:
     """Return the name of a head's role (what it attends to), which follows from the means of its statistics on the data
     and on random tokens.
 
-    A statistic counts if at least one sequence has a value of it.
+    Each sequence that has a value of a statistic has at least one query row behind it. So two such sequences suffice; a
+    data set of one sequence has to be enough.
     """
     means = {name: estimate.value for name, estimate in statistics.items()}
-    rows = {name: math.inf if estimate.n else 0 for name, estimate in statistics.items()}
+    rows = {name: float(estimate.n) for name, estimate in statistics.items()}
+    if max(rows.values()) < MIN_ROWS:
+        rows = {name: MIN_ROWS * n for name, n in rows.items()}
     columns = {role.statistic: role.statistic + RANDOM_SUFFIX for role in COPYING_ROLES}
     on_random = {name: means[column] for name, column in columns.items() if column in means}
     return role_of(means, rows, on_random).name

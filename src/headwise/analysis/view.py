@@ -16,7 +16,7 @@ from headwise.analysis.decoder_text import DecoderText, generated_text, target_t
 from headwise.analysis.head_view import ViewedText
 from headwise.analysis.view_result import View
 from headwise.analysis.view_set import ViewSet
-from headwise.analysis.viewer import ReadText, Viewer
+from headwise.analysis.viewer import Viewer
 from headwise.checks import whole_number
 from headwise.data.batches import device_of
 from headwise.data.tokenization import EncodedText, encode_text, text_model
@@ -82,7 +82,7 @@ def view(
         generate: number of tokens that the model continues the text with (of an encoder-decoder: that it generates
             from the text), without sampling and beams, but with penalties that its generation config may have. They are
             viewed together with the text.
-        title: name of the model, for display; by default the last part of its hub id, or its class.
+        title: name of the model, for display; by default that of its hub id, folder or class.
         truncate: cut off a text that is longer than the model's limit, instead of refusing it.
         keep_all: number of tokens up to which all attention weights between tokens are kept in memory; of a longer
             text, the 32 largest weights of each token are kept.
@@ -132,7 +132,7 @@ def _view(
     encoded = encode_text(model, tokenizer, text, truncate)
     device = device_of(model)
     inputs = {name: tensor.to(device) for name, tensor in encoded.inputs.items()}
-    texts = [_read_text("text", encoded)]
+    texts = [_viewed_text("text", encoded)]
     decoder_text: DecoderText | None = None
     if has_decoder_text:
         model = whole_model
@@ -148,7 +148,7 @@ def _view(
 
 def view_of(
     model: Any,
-    texts: Sequence[ReadText],
+    texts: Sequence[ViewedText],
     inputs: Mapping[str, Tensor],
     *,
     title: str,
@@ -166,7 +166,7 @@ def view_of(
         keep_all: number of tokens up to which all weights are kept.
         decoder_text: the text that a decoder reads, if the model generated it or it was stated.
     """
-    viewer = Viewer(model, texts, keeps_all=max(len(each.text.tokens) for each in texts) <= keep_all)
+    viewer = Viewer(model, texts, keeps_all=max(len(each.tokens) for each in texts) <= keep_all)
     try:
         with torch.no_grad(), intercepted(model, viewer):
             output = _call(model, inputs)
@@ -180,28 +180,32 @@ def view_of(
     viewer.require_attention()
     viewer.require_heads()
     viewer.warn_of_unread(stacklevel=5)
+    is_image = texts[0].picture is not None
+    if is_image and viewer.leaves_out_stages:
+        raise InputError("model", expected="attention over the same patches in all layers", got=viewer.left_out)
     if viewer.left_out:
-        warnings.warn(f"attention over something else than the text was left out: {viewer.left_out}", stacklevel=4)
+        kind = "image" if is_image else "text"
+        warnings.warn(f"attention over something else than the {kind} was left out: {viewer.left_out}", stacklevel=4)
     heads = tuple(viewer.head_views())
-    return View(title, tuple(each.text for each in texts), heads, len(heads), identity_of(model))
+    return View(title, tuple(texts), heads, len(heads), identity_of(model))
 
 
 def _call(model: Any, inputs: Mapping[str, Tensor]) -> Any:
-    """Call a `transformers` model with all outputs of the tokenizer, and another module with those that its `forward`
-    names as arguments; return its output. A module whose `forward` does not accept an argument `input_ids` gets the
-    token ids alone, by position.
+    """Call a `transformers` model with all outputs of the tokenizer or processor, and another module with those that
+    its `forward` names as arguments; return its output. A module whose `forward` does not name the first of them, the
+    token ids or pixels, gets this one alone, by position.
 
-    A module whose `forward` has `**kwargs` but does not name `input_ids` gets all outputs.
+    A module whose `forward` has `**kwargs` but does not name the first one gets all outputs.
     """
-    parameters = inspect.signature(model.forward).parameters
+    parameters, first = inspect.signature(model.forward).parameters, next(iter(inputs))
     accepts_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if hasattr(model, "config") or accepts_any_name or "input_ids" in parameters:
-        is_own = not hasattr(model, "config") and "input_ids" in parameters
+    if hasattr(model, "config") or accepts_any_name or first in parameters:
+        is_own = not hasattr(model, "config") and first in parameters
         return model(**{name: tensor for name, tensor in inputs.items() if not is_own or name in parameters})
-    return model(inputs["input_ids"])
+    return model(inputs[first])
 
 
-def _read_text(name: str, encoded: EncodedText) -> ReadText:
+def _viewed_text(name: str, encoded: EncodedText) -> ViewedText:
     """Return a tokenized text as the model reads it, called `name`."""
-    text = ViewedText(name, encoded.text, encoded.truncated, encoded.tokens, encoded.words, encoded.word_of)
-    return ReadText(text, encoded.inputs["input_ids"])
+    ids = encoded.inputs["input_ids"]
+    return ViewedText(name, encoded.text, encoded.truncated, encoded.tokens, encoded.words, encoded.word_of, ids)

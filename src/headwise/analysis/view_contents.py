@@ -9,7 +9,7 @@ import torch
 from headwise.analysis.head_view import HeadView, ViewedText, shortened
 from headwise.analysis.roles import Role, page_roles, role_of
 from headwise.page import contents as page
-from headwise.page.columns import Columns, HeadPlace, ModelIdentity, estimates_of
+from headwise.page.columns import Columns, ModelIdentity, estimates_of
 from headwise.page.notebook import notebook_html
 from headwise.runs.rows import MeanEstimate
 from headwise.shapes import Float
@@ -56,14 +56,13 @@ def estimate(views: Sequence[Viewed], statistic: str, index: int) -> MeanEstimat
 
 def role_over(views: Sequence[Viewed], index: int) -> Role:
     """Return the role of the head with this index: on one text its role there, on several texts by the means of its
-    statistics over the texts that have a value.
+    statistics over the texts that have a value, and by the query rows of all texts.
     """
-    head = views[0].heads[index]
-    if len(views) == 1:
-        return head.role
-    estimates = {name: estimate(views, name, index) for name in head.means}
-    means = {name: each.value for name, each in estimates.items()}
-    return role_of(means, {name: math.inf if each.n else 0 for name, each in estimates.items()})
+    heads = [view.heads[index] for view in views]
+    if len(heads) == 1:
+        return heads[0].role
+    means = {name: estimate(views, name, index).value for name in heads[0].means}
+    return role_of(means, {name: sum(head.rows.get(name, 0) for head in heads) for name in means})
 
 
 def columns_of(views: Sequence[Viewed]) -> Columns:
@@ -71,7 +70,7 @@ def columns_of(views: Sequence[Viewed]) -> Columns:
     heads = views[0].heads
     source = "this text" if len(views) == 1 else f"{len(views)} texts"
     statistics = tuple(page_statistic(name, source) for name in statistics_of(views))
-    places = tuple(HeadPlace(head.layer, head.head, head.kind, head.module) for head in heads)
+    places = tuple(head.place for head in heads)
     roles = tuple(role_over(views, index).name for index in range(len(heads)))
     table = [[estimate(views, each.name, index) for index in range(len(heads))] for each in statistics]
     return Columns(views[0].title, source, places, statistics, estimates_of(table), roles, views[0].identity)

@@ -9,7 +9,6 @@ from headwise.analysis.head_view import ViewedText
 from headwise.analysis.view import KEPT_TOKENS, view_of
 from headwise.analysis.view_result import View
 from headwise.analysis.view_set import ViewSet
-from headwise.analysis.viewer import ReadText
 from headwise.checks import require_module, whole_number
 from headwise.data.batches import device_of, evaluation_mode
 from headwise.data.decoded_words import decoded_words
@@ -31,7 +30,7 @@ def view_examples(
         count: number of sequences; all if there are fewer.
         tokens: number of tokens of a sequence, from its start, that the model reads; special tokens stay at both ends.
         seed: of the random choice.
-        title: name of the model, for display; by default the last part of its hub id, or its class.
+        title: name of the model, for display; by default that of its hub id, folder or class.
 
     Raises:
         InputError: an argument cannot be used; no self-attention over the sequences was intercepted.
@@ -71,7 +70,8 @@ def _shortened(ids: list[int], special_tokens: SpecialTokens, length: int) -> tu
 def _view_ids(model: Any, tokenizer: Any, ids: list[int], title: str, is_cut: bool) -> View:
     """Return the view of one sequence of token ids."""
     tensor, decoded = torch.tensor([ids]), decoded_words(tokenizer, ids)
-    text = ViewedText("text", "".join(decoded.pieces).strip(), is_cut, decoded.tokens, decoded.words, decoded.word_of)
+    shown = "".join(decoded.pieces).strip()
+    text = ViewedText("text", shown, is_cut, decoded.tokens, decoded.words, decoded.word_of, tensor)
     inputs = {"input_ids": tensor.to(device_of(model))}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    return view_of(model, [ReadText(text, tensor)], inputs, title=title, keep_all=KEPT_TOKENS)
+    return view_of(model, [text], inputs, title=title, keep_all=KEPT_TOKENS)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from headwise.analysis.head_view import ViewedText
-from headwise.analysis.image_patches import Box, patch_boxes
+from headwise.analysis.image_patches import Box, grid_places, patch_boxes
 from headwise.analysis.view import KEPT_TOKENS, view_of
 from headwise.analysis.view_result import View
-from headwise.analysis.viewer import ReadText
 from headwise.checks import require_module
 from headwise.data.batches import device_of
 from headwise.data.tokenization import Token, Word
@@ -42,7 +41,7 @@ def view_image(
     """Run a vision model on one image, and return the attention of each head between patches of the image.
 
     The part of the image that each token stands for is derived: it is the part on which the token depends before the
-    first attention. Tokens that depend on no part, such as a class token, are special tokens.
+    first attention. Tokens that depend on no part, such as a class token, or on the whole image are special tokens.
 
     Args:
         model: a vision transformer in evaluation mode whose tokens depend on parts of the image before the first
@@ -50,7 +49,7 @@ def view_image(
         processor: its image processor, of `transformers`; None if `image` is a tensor that the model reads.
         image: an image that the processor reads, such as a `PIL.Image`, or pixel values `(1, channels, height,
             width)`.
-        title: name of the model, for display; by default the last part of its hub id, or its class.
+        title: name of the model, for display; by default that of its hub id, folder or class.
         keep_all: number of tokens up to which all attention weights are kept, as for `view`.
 
     Raises:
@@ -71,7 +70,7 @@ def view_image(
     boxes = patch_boxes(model, attention.path, inputs, attention.tokens)
     text = _patches(boxes, _picture(inputs["pixel_values"][0], processor, boxes))
     title = model_name(model) if title is None else title
-    return view_of(model, [ReadText(text, None)], inputs, title=title, keep_all=keep_all)
+    return view_of(model, [text], inputs, title=title, keep_all=keep_all)
 
 
 def _inputs(model: nn.Module, processor: Any, image: Any) -> dict[str, Tensor]:
@@ -131,11 +130,9 @@ def _first_attention(model: nn.Module, inputs: dict[str, Tensor]) -> _Attention:
 
 def _patches(boxes: list[Box | None], picture: Picture) -> ViewedText:
     """Return the tokens of an image as a text whose words are patches, named by their row and column."""
-    tops = sorted({box.top for box in boxes if box is not None})
-    lefts = sorted({box.left for box in boxes if box is not None})
     names = [
-        f"token {index}" if box is None else f"({tops.index(box.top) + 1}, {lefts.index(box.left) + 1})"
-        for index, box in enumerate(boxes)
+        f"token {index}" if place is None else f"({place[0] + 1}, {place[1] + 1})"
+        for index, place in enumerate(grid_places(boxes))
     ]
     tokens = tuple(Token(name, box is None, True, False) for name, box in zip(names, boxes, strict=True))
     words = tuple(Word(name, box is None, box is not None) for name, box in zip(names, boxes, strict=True))

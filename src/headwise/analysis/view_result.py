@@ -199,7 +199,7 @@ class View:
         Args:
             statistic: name of a statistic, such as "entropy", which is the default; "distance" for "scatter".
             kind: the kind of plot.
-            against: statistic along the x-axis of "scatter"; "entropy" by default.
+            against: statistic along the x-axis of "scatter"; by default "entropy", or the first other one.
             heads: the `(layer, head)` that are drawn, zero-based, for the last three kinds.
             top: number of heads that "ranking" (10 by default) and "scatter" (0) name.
             ax: matplotlib axes to draw on; those of a new figure by default, which pyplot does not keep in memory.

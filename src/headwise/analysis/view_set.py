@@ -22,17 +22,21 @@ class ViewSet:
         views: one view for each text, all of the same heads.
 
     Raises:
-        InputError: the views are of different heads.
+        InputError: the views are of different heads or models.
     """
 
     views: tuple[View, ...]
 
     def __post_init__(self) -> None:
-        first = [head.identifiers for head in self.views[0].heads]
+        first = self.views[0]
         for view in self.views[1:]:
-            if [head.identifiers for head in view.heads] != first:
-                got = f"{len(view.heads)} heads for {view.text[:40]!r}, {len(first)} for the first text"
+            pairs = zip(view.heads, first.heads, strict=False)
+            if len(view.heads) != len(first.heads) or not all(each.place.is_same(other.place) for each, other in pairs):
+                got = f"other heads for {view.text[:40]!r} than for {first.text[:40]!r}"
                 raise InputError("views", expected="the same heads for all texts", got=got)
+            if view.identity is not None and first.identity is not None and view.identity.is_other(first.identity):
+                got = f"another model for {view.text[:40]!r} than for {first.text[:40]!r}"
+                raise InputError("views", expected="the same model for all texts", got=got)
 
     def __repr__(self) -> str:
         return (

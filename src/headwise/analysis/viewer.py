@@ -14,11 +14,12 @@ from headwise.analysis.visible_weights import VisibleWeights
 from headwise.analysis.word_weights import TokensOfWords, WordWeights
 from headwise.attention.backends.blockwise.call_context import CallContext
 from headwise.attention.backends.blockwise.row_block import RowBlock
+from headwise.attention.masks.grid import Grid
 from headwise.errors import InputError
 from headwise.intercept.call_contexts import OF_COMMON_POSITIONS
 from headwise.intercept.interceptor import Call, Observation, SiteKey
 from headwise.intercept.sites import SiteRegistry
-from headwise.shapes import Float, Int
+from headwise.shapes import Float
 from headwise.statistics.tally import Tally
 
 DISAGREEMENT = 1e-3
@@ -27,19 +28,6 @@ DISAGREEMENT = 1e-3
 Relative to the output's largest value; for half precision 8 of its epsilons are accepted. Rounding stays below this.
 Attention that computes something else than softmax of its scores does not.
 """
-
-
-@dataclass(frozen=True, eq=False)
-class ReadText:
-    """Text as a model reads it.
-
-    Attributes:
-        text: the text with its tokens and words.
-        ids: the token ids; None for the patches of an image.
-    """
-
-    text: ViewedText
-    ids: Int[Tensor, "1 tokens"] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,15 +61,15 @@ class Viewer(SiteRegistry):
         keeps_all: True to keep all weights between tokens.
     """
 
-    def __init__(self, model: nn.Module, texts: Sequence[ReadText], *, keeps_all: bool) -> None:
+    def __init__(self, model: nn.Module, texts: Sequence[ViewedText], *, keeps_all: bool) -> None:
         super().__init__(model)
         self._texts, self._keeps_all = texts, keeps_all
         self._words = [
-            TokensOfWords(each.text.word_of, torch.tensor([word.lexical for word in each.text.words])) for each in texts
+            TokensOfWords(each.word_of, torch.tensor([word.lexical for word in each.words])) for each in texts
         ]
         self._contexts: dict[tuple[int, int, torch.device], CallContext] = {}
         self._known_runs: dict[tuple[int, int], KnownRuns] = {}
-        self._other_shapes: dict[str, str] = {}
+        self._other_grids: dict[str, Grid] = {}
         self._calls: list[_ViewedCall] = []
 
     def observe(self, call: Call) -> Observation | None:
@@ -92,9 +80,7 @@ class Viewer(SiteRegistry):
         self.register(call)
         grid, sides = call.grid, self._sides_of(call)
         if sides is None:
-            shape = f"{grid.queries} queries and {grid.keys} keys"
-            shape = shape if grid.batch == 1 else f"a batch of {grid.batch} with {shape}"
-            self._other_shapes.setdefault(call.site.path, shape)
+            self._other_grids.setdefault(call.site.path, grid)
             return None
         queries, keys = sides
         tally = Tally()
@@ -124,7 +110,7 @@ class Viewer(SiteRegistry):
     def require_heads(self) -> None:
         """Raise `InputError` if no head was viewed, because no attention of the model was over the texts' tokens."""
         if not self._calls:
-            tokens = " and ".join(str(len(each.text.tokens)) for each in self._texts)
+            tokens = " and ".join(str(len(each.tokens)) for each in self._texts)
             raise InputError(
                 "model", expected=f"self-attention over the {tokens} tokens of the text", got=self.left_out
             )
@@ -134,13 +120,24 @@ class Viewer(SiteRegistry):
         """Description of the attention that was not over the tokens of the texts: numbers of queries and keys, and
         paths of the modules. It is empty if there was none.
         """
-        return ", ".join(f"{shape} in {path}" for path, shape in self._other_shapes.items())
+        return ", ".join(
+            f"{'' if grid.batch == 1 else f'a batch of {grid.batch} with '}{grid.queries} queries and {grid.keys} keys "
+            f"in {path}"
+            for path, grid in self._other_grids.items()
+        )
+
+    @property
+    def leaves_out_stages(self) -> bool:
+        """True if several queries attended to something else than the tokens of the texts, as in a model of several
+        stages. One query alone pools the tokens.
+        """
+        return any(grid.queries > 1 for grid in self._other_grids.values())
 
     def _sides_of(self, call: Call) -> tuple[int, int] | None:
         """Return the indices of the texts with the queries and with the keys of an attention call; None if the call is
         over something else, or if it could be over either of two texts.
         """
-        grid, lengths = call.grid, [len(each.text.tokens) for each in self._texts]
+        grid, lengths = call.grid, [len(each.tokens) for each in self._texts]
         if grid.batch != 1:
             return None
         if call.site.cross:
@@ -157,7 +154,7 @@ class Viewer(SiteRegistry):
         if (*sides, device) not in self._contexts:
             queries, keys = sides
             read = self._texts[keys]
-            is_special = torch.tensor([[token.special for token in read.text.tokens]], device=device)
+            is_special = torch.tensor([[token.special for token in read.tokens]], device=device)
             is_self = queries == keys
             ids = read.ids.to(device) if is_self and read.ids is not None else None
             left_out = frozenset() if is_self else OF_COMMON_POSITIONS
@@ -190,13 +187,15 @@ def _head_views(layer: int, call: _ViewedCall) -> Iterator[HeadView]:
     of_words.index_add_(1, words.keys.word_of, received / seen_by)  # a word receives what its tokens receive
     for head in range(words.picture.shape[0]):
         head_means = {name: values[head] for name, values in means.items()}
+        head_rows = {name: values[head] for name, values in counts.items()}
         yield HeadView(
             layer=layer,
             head=head,
             module=call.site.label,
             kind="cross" if call.site.cross else "self",
-            role=role_of(head_means, {name: values[head] for name, values in counts.items()}),
+            role=role_of(head_means, head_rows),
             means=head_means,
+            rows=head_rows,
             links=words.links(head),
             top_keys=words.top_keys[head],
             top_weights=words.top_weights[head],

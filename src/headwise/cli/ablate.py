@@ -92,4 +92,6 @@ def ablate(
         )
         if isinstance(result, Ablation):
             write_example_page(html, result, loaded, dataset, source.title)
-    output.show(lambda: table_records(result), lambda console: print_ablation(result, console, top), written=out)
+    output.show(
+        lambda: table_records(result), lambda console: print_ablation(result, console, top), written=out, page=html
+    )

@@ -48,5 +48,5 @@ def compare(
     output.show(
         lambda: comparison_records(comparison, statistics),
         lambda console: print_comparison(comparison, console, statistics, top),
-        written=html,
+        page=html,
     )

@@ -90,4 +90,6 @@ def importance(
             **of_method,
         )
         write_example_page(html, result, loaded, dataset, source.title)
-    output.show(lambda: table_records(result), lambda console: print_importance(result, console, top), written=out)
+    output.show(
+        lambda: table_records(result), lambda console: print_importance(result, console, top), written=out, page=html
+    )

@@ -35,10 +35,15 @@ class OutputFlags:
             raise InputError("csv", expected="one of --json and --csv", got="both")
 
     def show(
-        self, records: Callable[[], Records], print_text: Callable[[Console], None], written: Path | None = None
+        self,
+        records: Callable[[], Records],
+        print_text: Callable[[Console], None],
+        written: Path | None = None,
+        page: Path | None = None,
     ) -> None:
         """Print a result on standard output, as JSON or CSV from `records()`, or as text by `print_text(console)`. Then
-        say, unless `quiet`, that the file or folder `written` was written; below JSON or CSV, on standard error.
+        say, unless `quiet`, that the file or folder `written` and the file `page` were written; below JSON or CSV, on
+        standard error.
         """
         if self.json:
             write_json(records(), sys.stdout)
@@ -46,6 +51,7 @@ class OutputFlags:
             write_csv(records(), sys.stdout)
         else:
             print_text(make_console())
-        if written is not None and not self.quiet:
+        paths = [str(path) for path in (written, page) if path is not None]
+        if paths and not self.quiet:
             is_text = not (self.json or self.csv)
-            typer.echo(f"\nwrote {written}" if is_text else f"wrote {written}", err=not is_text)
+            typer.echo(f"{chr(10) if is_text else ''}wrote {' and '.join(paths)}", err=not is_text)

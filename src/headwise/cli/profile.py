@@ -52,4 +52,6 @@ def profile(
         )
         if process.is_first:
             write_example_page(html, result, loaded, dataset, source.title)
-            output.show(lambda: table_records(result), lambda console: print_profile(result, console), written=out)
+            output.show(
+                lambda: table_records(result), lambda console: print_profile(result, console), written=out, page=html
+            )

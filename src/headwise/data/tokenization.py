@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unicodedata import east_asian_width
+from unicodedata import category, east_asian_width
 
 import torch
 from torch import Tensor, nn
@@ -49,11 +49,11 @@ class Token:
 
 
 class EncodedText(NamedTuple):
-    """A tokenized text: the text up to where it was truncated, the model's input tensors, the words (special tokens
+    """A tokenized text: the text or the part of it that was read, the model's input tensors, the words (special tokens
     included), the tokens, and the index of each token's word.
 
     Attributes:
-        text: the text, up to where it was truncated.
+        text: the text; of a truncated one, the part that the tokens stand for.
         truncated: True if text was cut off.
         inputs: arguments of the model, each `(1, tokens)`.
         words: the words of the text, special tokens included.
@@ -98,7 +98,7 @@ def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encode
     added_by_tokenizer = encoding.pop("special_tokens_mask")[0].tolist()
     spans = encoding.pop("offset_mapping")[0].tolist() if tokenizer.is_fast else None
     ids = encoding["input_ids"][0].tolist()
-    _check_ids(ids, limit, getattr(_input_embeddings(model), "num_embeddings", None))
+    _check_ids(ids, limit, getattr(input_embeddings(model), "num_embeddings", None))
     special = special_ids(tokenizer)
     is_special = [bool(added) or token in special for added, token in zip(added_by_tokenizer, ids, strict=True)]
     if spans is None:
@@ -108,9 +108,20 @@ def encode_text(model: Any, tokenizer: Any, text: Any, truncate: bool) -> Encode
         names = tokenizer.convert_ids_to_tokens(ids)
         words, word_of = _group_into_words(text, names, encoding.word_ids(), spans, is_special)
         tokens = _displayed_tokens(text, names, spans, is_special)
-    end = max(stop for _, stop in spans) if spans is not None and truncates else len(text)
-    is_cut = bool(text[end:].strip())
-    return EncodedText(text[:end] if is_cut else text, is_cut, dict(encoding), words, word_of, tokens)
+    is_cut = truncates and len(ids) < len(tokenizer(text, verbose=False)["input_ids"])
+    read = _part_read(text, spans, is_special, tokenizer, ids) if is_cut else text
+    return EncodedText(read, is_cut, dict(encoding), words, word_of, tokens)
+
+
+def _part_read(text: str, spans: list[list[int]] | None, is_special: list[bool], tokenizer: Any, ids: list[int]) -> str:
+    """Return the part of a text that the tokens of a truncated text stand for, by their spans in the text or, if the
+    tokenizer reports none, by the decoded tokens.
+    """
+    if spans is None:
+        decoded: str = tokenizer.decode([token for token, special in zip(ids, is_special, strict=True) if not special])
+        return decoded
+    own = [span for span, special in zip(spans, is_special, strict=True) if not special]
+    return text[min((start for start, _ in own), default=0) : max((stop for _, stop in own), default=0)]
 
 
 def text_model(model: Any) -> nn.Module:
@@ -140,14 +151,14 @@ def max_input_tokens(model: Any, tokenizer: Any) -> int | None:
         for module in model.modules():
             # Position tables that start after the padding index (RoBERTa) hold that many fewer positions.
             is_position_table = isinstance(module, nn.Embedding) and module.num_embeddings == positions
-            if is_position_table and module.padding_idx is not None and module is not _input_embeddings(model):
+            if is_position_table and module.padding_idx is not None and module is not input_embeddings(model):
                 positions -= module.padding_idx + 1
                 break
     limits = [limit for limit in (positions, tokenizer.model_max_length) if limit and 0 < limit < NO_LIMIT]
     return min(limits, default=None)
 
 
-def _input_embeddings(model: Any) -> Any:
+def input_embeddings(model: Any) -> Any:
     """Return the module that embeds a model's token ids; None if the model has no method `get_input_embeddings`, or one
     that raises `NotImplementedError`.
     """
@@ -188,9 +199,9 @@ def _group_into_words(
     text: str, tokens: list[str], pieces: list[int | None], spans: list[list[int]], is_special: list[bool]
 ) -> tuple[tuple[Word, ...], Int[Tensor, " tokens"]]:
     """Group tokens into words for display, and return the words and the index of each token's word. A token continues
-    the word before it if it starts where that word ends in the text (`spans`), without a blank, and comes from the same
-    piece as that word (`pieces`, the numbers of the pieces into which the tokenizer splits the text). A special token
-    is a word of its own, and a wide character (such as a Chinese one) starts a word.
+    the word before it if there is no blank between them in the text (`spans`), and both come from the same piece
+    (`pieces`, the numbers of the pieces into which the tokenizer splits the text). A special token is a word of its
+    own, and a wide character (such as a Chinese one) starts a word.
 
     Spans and pieces are both needed: some tokenizers treat a whole text as one piece, others include the blank in the
     token.
@@ -213,13 +224,17 @@ def _group_into_words(
             words.append(Word(token, special, False))
             word_piece = None
         else:
-            continues = piece is not None and piece == word_piece and start <= word_end and not text[start].isspace()
+            # The tokenizer may have dropped characters in between, such as accents.
+            has_blank = any(character.isspace() for character in text[word_end : start + 1])
+            continues = piece is not None and piece == word_piece and not has_blank
             if continues and start == word_end and east_asian_width(text[start]) == "W":
                 continues = False
             if not continues:
                 word_start = start
                 words.append(Word("", False, False))
             word_piece, word_end = piece, max(stop, word_end) if continues else stop
+            while word_end < len(text) and category(text[word_end]).startswith("M"):
+                word_end += 1  # a combining mark that the tokenizer dropped
             words[-1] = displayed_word(text[word_start:word_end])
         word_of.append(len(words) - 1)
     return tuple(words), torch.tensor(word_of)
@@ -262,11 +277,13 @@ def _tokens_as_words(
     """Treat every token as a word of its own, for tokenizers that do not report character spans; return the words, and
     the index of the word of each token.
     """
+    names = tokenizer.convert_ids_to_tokens(ids)
+    decoded = [tokenizer.decode([token]) for token in ids]
     words = [
-        Word(tokenizer.convert_ids_to_tokens(token), True, False)
+        Word(name, True, False)
         if special
-        else displayed_word(tokenizer.decode([token]))
-        for token, special in zip(ids, is_special, strict=True)
+        else displayed_word(characters if characters and "\ufffd" not in characters else name)  # part of a character
+        for name, characters, special in zip(names, decoded, is_special, strict=True)
     ]
     return tuple(words), torch.arange(len(ids))
 

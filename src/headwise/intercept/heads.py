@@ -163,7 +163,7 @@ class Heads(SiteRegistry):
         Args:
             statistic: name of a statistic, such as "entropy", which is the default; "distance" for "scatter".
             kind: the kind of plot.
-            against: statistic along the x-axis of "scatter"; "entropy" by default.
+            against: statistic along the x-axis of "scatter"; by default "entropy", or the first other one.
             heads: the `(layer, head)` that "received" shows, zero-based; all by default.
             errors: length of error bars to each side, in standard errors over sequences: 1.96 by default for "ranking",
                 0 for "scatter".

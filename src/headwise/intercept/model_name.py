@@ -1,18 +1,22 @@
 """Names of models for display: short, and without the folders in which models are stored."""
 
-import os
 from pathlib import Path
 from typing import Any
 
+from headwise.packaged_models import PACKAGED
+
 
 def model_name(model: Any) -> str:
-    """Return the name of a model: the last part of its hub id or, for a model without one or from a folder, the name of
-    its class.
+    """Return the name of a model: the last part of its hub id, also of a model in a Python package; the name of the
+    folder that it was loaded from; or the name of its class if it has neither.
     """
     name = getattr(getattr(model, "config", None), "name_or_path", None)
-    if isinstance(name, str) and name and not os.path.isabs(name) and not Path(name).exists():
-        return short_name(name)
-    return type(model).__name__
+    if not isinstance(name, str) or not name:
+        return type(model).__name__
+    for packaged in PACKAGED.values():
+        if packaged.location() == Path(name):
+            return short_name(packaged.hub)
+    return short_name(str(Path(name).resolve()) if Path(name).is_dir() else name) or type(model).__name__
 
 
 def short_name(name: str) -> str:
@@ -21,4 +25,4 @@ def short_name(name: str) -> str:
     >>> short_name("sentence-transformers/all-MiniLM-L6-v2")
     'all-MiniLM-L6-v2'
     """
-    return name.replace("\\", "/").rstrip("/").rpartition("/")[2] or name
+    return name.replace("\\", "/").rstrip("/").rpartition("/")[2]

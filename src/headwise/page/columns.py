@@ -33,12 +33,13 @@ class HeadPlace(NamedTuple):
 
 
 class ModelIdentity(NamedTuple):
-    """Identity of a model by the weights of its attention modules, which do not depend on its language-model head.
+    """Identity of a model by the weights of its layers and input embeddings and by its configuration, which do not
+    depend on its language-model head.
 
     Attributes:
         modules: number of attention modules.
         dtype: data type of the weights.
-        digest: hash of samples of the weights.
+        digest: hash of samples of the weights and of the configuration.
     """
 
     modules: int
@@ -68,6 +69,7 @@ class Columns:
         estimates: their values for each head.
         roles: name of each head's role; None where it is unknown.
         identity: identity of the model; None if it is unknown.
+        data: hash of the data that the numbers were measured on; None if it is unknown.
     """
 
     model: str
@@ -77,6 +79,7 @@ class Columns:
     estimates: Estimates
     roles: tuple[str | None, ...]
     identity: ModelIdentity | None = None
+    data: str | None = None
 
     def in_order(self, places: Sequence[HeadPlace]) -> "Columns":
         """Return these columns for the heads at `places`, in their order.

@@ -7,9 +7,13 @@ from importlib.util import find_spec
 from headwise.page.columns import Columns
 from headwise.page.contents import Contents
 from headwise.page.write import page_html
+from headwise.wording import counted
 
 SHOWN_ROWS = 12
 """Number of rows of the table."""
+
+SHOWN_STATISTICS = 8
+"""Number of columns of numbers."""
 
 LARGEST_PAGE = 4_000_000
 """Number of characters of a page above which a notebook shows the table alone."""
@@ -40,14 +44,23 @@ def notebook_html(caption: str, columns: Columns, contents: Contents) -> str:
 def _table(caption: str, columns: Columns) -> str:
     """Return the first rows of columns as an HTML table, with all text escaped."""
     has_roles = any(role is not None for role in columns.roles)
-    names = ["head", *(["role"] if has_roles else []), *(statistic.name for statistic in columns.statistics)]
+    statistics = columns.statistics[:SHOWN_STATISTICS]
+    names = ["head", *(["role"] if has_roles else []), *(statistic.name for statistic in statistics)]
     lines = []
     for index, head in enumerate(columns.page_heads()[:SHOWN_ROWS]):
-        numbers = [_number(value) for value in columns.estimates.means[:, index].tolist()]
-        cells = [head.name, *([head.role or ""] if has_roles else []), *numbers]
-        lines.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
-    hidden = len(columns.places) - SHOWN_ROWS
-    more = f"<p>{hidden} more rows.</p>" if hidden > 0 else ""
+        numbers = [_number(value) for value in columns.estimates.means[: len(statistics), index].tolist()]
+        labels = [head.name, *([head.role or ""] if has_roles else [])]
+        text = "".join(f'<td style="text-align: left">{escape(label)}</td>' for label in labels)
+        lines.append(text + "".join(f'<td style="text-align: right">{number}</td>' for number in numbers))
+    hidden = [
+        counted(count, noun)
+        for count, noun in (
+            (len(columns.places) - SHOWN_ROWS, "more row"),
+            (len(columns.statistics) - SHOWN_STATISTICS, "more column"),
+        )
+        if count > 0
+    ]
+    more = f"<p>{' and '.join(hidden)} in the result's table().</p>" if hidden else ""
     return (
         f"<table><caption>{escape(caption)}</caption>"
         f"<thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in names)}</tr></thead>"
@@ -56,5 +69,7 @@ def _table(caption: str, columns: Columns) -> str:
 
 
 def _number(value: float) -> str:
-    """Return a number with four significant digits; empty for NaN."""
-    return "" if math.isnan(value) else f"{value:.4g}"
+    """Return a number with two decimals, or with two significant digits if it is small; empty for NaN."""
+    if math.isnan(value):
+        return ""
+    return f"{value:.2f}" if value == 0 or abs(value) >= 0.01 else f"{value:.1e}"

@@ -103,8 +103,9 @@ class HeadNumbers:
         if statistic is None and Y_OF_SCATTER in self.values:
             statistic = Y_OF_SCATTER
         name = self.chosen(statistic)
-        if against is None and X_OF_SCATTER in self.values and name != X_OF_SCATTER:
-            against = X_OF_SCATTER
+        if against is None:
+            others = [other for other in (X_OF_SCATTER, *self.values) if other in self.values and other != name]
+            against = next(iter(others), name)
         x, y = self.axis(require_name("against", against, self.values)), self.axis(name)
         return self.draw_pairs(x, y, errors=errors, top=top, ax=ax)
 

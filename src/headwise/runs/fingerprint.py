@@ -1,17 +1,20 @@
 """The settings that determine a run's numbers: model weights, data options, package versions and arguments."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise.data.batches import digest_of
-from headwise.data.models import model_title
 from headwise.data.texts import Texts
+from headwise.data.tokenization import input_embeddings
+from headwise.errors import require
 from headwise.intercept.layer_index import innermost_attention_modules
+from headwise.intercept.model_name import model_name
 from headwise.page.columns import ModelIdentity
 
 SAMPLED_WEIGHTS = 64
@@ -21,13 +24,13 @@ SAMPLED_WEIGHTS = 64
 def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **settings: Any) -> dict[str, Any]:
     """Collect the settings that determine a run's numbers, as JSON-compatible values: the model (its name `title`,
     class, data type, device and a hash of its weights), the data options of `texts`, the versions of packages, and the
-    run's other arguments (`settings`). If `title` is None, the name is the model's hub name or class. A stopped run
-    resumes only with equal settings.
+    run's other arguments (`settings`). If `title` is None, the name is that of its hub id, folder or class. A stopped
+    run resumes only with equal settings.
 
     Args:
         model: the model; a digest of samples of its weights identifies it.
         texts: the texts that it reads, whose options are recorded; None for other data.
-        title: the model's name for display; by default its hub name or class.
+        title: the model's name for display; by default the last part of its hub id, its folder, or its class.
         settings: the other arguments of the run, JSON-compatible.
 
     Returns:
@@ -36,7 +39,7 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
     parameter = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.empty(0))
     collected = {
         "model": {
-            "name": title or model_title(model),
+            "name": title or model_name(model),
             "class": type(model).__name__,
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "device": parameter.device.type,
@@ -52,12 +55,36 @@ def run_settings(model: nn.Module, texts: Texts | None, title: str | None, **set
 
 
 def identity_of(model: nn.Module) -> ModelIdentity:
-    """Return the identity of a model by the weights of its attention modules."""
+    """Return the identity of a model by the weights of its layers and input embeddings and by its configuration. It
+    does not depend on a language-model head.
+    """
     modules = dict(model.named_modules())
     paths = innermost_attention_modules(modules, modules)
     parameter = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.empty(0))
     dtype = str(parameter.dtype).removeprefix("torch.")
-    return ModelIdentity(len(paths), dtype, attention_digest(model, paths))
+    layers = modules[_common_ancestor(paths)]
+    embeddings = input_embeddings(model)
+    parts = [_sampled_state(each) for each in (layers, embeddings) if each is not None]
+    return ModelIdentity(len(paths), dtype, digest_of([*chain.from_iterable(parts), _architecture(model)]))
+
+
+def _common_ancestor(paths: Sequence[str]) -> str:
+    """Return the path of the innermost module that contains all modules at `paths`."""
+    names = zip(*(path.split(".") for path in paths), strict=False)
+    common = takewhile(lambda at_depth: len(set(at_depth)) == 1, names)
+    return ".".join(at_depth[0] for at_depth in common)
+
+
+def _architecture(model: Any) -> str | None:
+    """Return the configuration of a `transformers` model as JSON, without fields that all configurations have, such as
+    the names of its classes. Return None for another module.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return None
+    general = require("transformers", purpose="reading a configuration", extra="hf").PretrainedConfig().to_dict()
+    own = {name: value for name, value in config.to_dict().items() if name not in general}
+    return json.dumps(own, sort_keys=True, default=str)
 
 
 def _weights_digest(model: nn.Module) -> str:

@@ -53,7 +53,8 @@ class HeadTable(Table[HeadRowT]):
         roles = tuple(getattr(row, "role", None) for row in self.rows)
         stored = self.metadata.get("model", {}).get("attention")
         identity = None if stored is None else ModelIdentity(*stored)
-        return Columns(self.model_name, self.NAME, places, statistics, estimates, roles, identity)
+        data = self.metadata.get("measured", {}).get("digest")
+        return Columns(self.model_name, self.NAME, places, statistics, estimates, roles, identity, data)
 
     def contents(self) -> Contents:
         """Return the contents of a page with this table alone."""
@@ -88,7 +89,7 @@ class HeadTable(Table[HeadRowT]):
         Args:
             statistic: name of a statistic of the table; a default of the table if None.
             kind: the kind of plot.
-            against: statistic along the x-axis of "scatter"; the entropy by default, if the table has it.
+            against: statistic along the x-axis of "scatter"; by default "entropy", or the first other one.
             errors: length of error bars to each side, in standard errors: 1.96 by default for "ranking", 0 for
                 "scatter".
             top: number of heads that "ranking" (10 by default) and "scatter" (0) name.

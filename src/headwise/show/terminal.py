@@ -103,9 +103,10 @@ def print_foci(foci: Sequence[Focus], console: Console) -> None:
     for focus in foci:
         console.print()
         console.print(Text.assemble((focus.name, "bold"), f" · attention {focus.kind}"))
-        table = _plain_table("head", "share", "uniform", "excess", *(("p",) if len(focus.words) > 1 else ()))
+        is_tested = not math.isnan(focus.heads[0].p)
+        table = _plain_table("head", "share", "uniform", "excess", *(("p",) if is_tested else ()))
         for each in focus.heads[:FOCUS_HEADS]:
-            p = [f"{each.p:.2g}"] if len(focus.words) > 1 else []
+            p = [f"{each.p:.2g}"] if is_tested else []
             name = Text(each.head.name, style=f"bold {COLOURS[each.head.role.name]}")
             table.add_row(name, f"{each.share:.2f}", f"{each.uniform:.2f}", _with_error(each.excess), *p)
         console.print(table)

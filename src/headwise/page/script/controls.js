@@ -14,9 +14,6 @@ export function createControls(app) {
     group: statistic.source,
   }));
   const roles = page.roles.length > 0;
-  // Typed text is applied after a pause. Until then new fields keep it.
-  let typed = {};
-  let timer = 0;
 
   function fill() {
     const search = inputField("Search", "search", "search", page.passages.length ? page.say("5.11 or a word") : "5.11");
@@ -93,37 +90,27 @@ export function createControls(app) {
   }
 
   function inputField(label, name, type, placeholder) {
+    let timer = 0;
     const input = element("input", {
       type,
       placeholder,
-      value: typed[name] ?? state.get(name),
+      value: state.get(name),
       step: type === "number" ? "any" : null,
       "data-setting": name,
       input: () => {
-        typed[name] = input.value;
         clearTimeout(timer);
-        timer = setTimeout(applyTyped, 200);
+        timer = setTimeout(() => state.set({[name]: input.value}), 200);
       },
     });
     return element("label", {class: `field field-${name}`}, element("span", {}, label), input);
   }
 
-  function applyTyped() {
-    const changes = typed;
-    typed = {};
-    state.set(changes);
-  }
-
   function clear() {
-    typed = {};
     state.set({roles: [], layers: "", kind: "", range: "", from: "", to: "", changed: false, search: ""});
     fill();
   }
 
-  state.onRestore(() => {
-    typed = {};
-    fill();
-  });
+  state.onRestore(fill);
   state.on(["model"], fill);
   fill();
 }
