@@ -13,6 +13,7 @@ from torch import nn
 from headwise.checks import float_dtype
 from headwise.errors import InputError, MissingExtra, require
 from headwise.packaged_models import PACKAGED
+from headwise.removal.loading import class_of_saved
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -106,7 +107,7 @@ class ModelSource:
             InputError: the model cannot be loaded, or weights are missing.
             MissingExtra: `transformers` is not installed.
         """
-        types = {} if dtype is None else {"dtype": dtype}
+        types: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
         model, report = self._from_pretrained("model", AUTO_CLASSES[lm_head], output_loading_info=True, **types)
         missing = sorted(key for key in report["missing_keys"] if "pooler" not in key)
         if missing:
@@ -120,9 +121,11 @@ class ModelSource:
         `InputError` with the first sentence of its reason; `argument` is "model" or "tokenizer".
         """
         transformers = require("transformers", purpose="loading a model", extra="hf")
-        load_part = getattr(transformers, auto_class).from_pretrained
+        loader = getattr(transformers, auto_class)
         try:
-            return load_part(self.location, trust_remote_code=False, **self.options, **options)
+            if argument == "model" and auto_class in AUTO_CLASSES.values() and not self.is_gguf:
+                loader = class_of_saved(loader, self.config())
+            return loader.from_pretrained(self.location, trust_remote_code=False, **self.options, **options)
         except Exception as error:  # every file of a broken folder can fail in its own way
             if argument == "model":
                 raise _not_loadable(argument, self.name, error) from error

@@ -1,0 +1,115 @@
+"""Second moments of an output projection's inputs and targets, and the weights that fit them best by least squares.
+
+    x   input of the output projection: the outputs of all heads side by side, `(tokens, width)`
+    y   output that the projection shall have, `(tokens, out)`
+
+The weight of some columns S of x that minimises the mean of `|y - W x_S - b|^2` is `W = E[y x_S^T] E[x_S x_S^T]^-1`,
+with moments about the means if there is a bias.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headwise.shapes import Float, Int
+
+DAMPING = 0.01
+"""Part of the mean diagonal of the moments of x that is added to the diagonal, so that few tokens suffice."""
+
+
+@dataclass
+class OutputMoments:
+    """Sums over tokens of x, y and their products, in float64.
+
+    Attributes:
+        tokens: number of tokens.
+        x: sum of x.
+        y: sum of y.
+        xx: sum of x x^T.
+        yx: sum of y x^T.
+        yy: sum of |y|^2.
+    """
+
+    tokens: int
+    x: Float[Tensor, " width"]
+    y: Float[Tensor, " out"]
+    xx: Float[Tensor, "width width"]
+    yx: Float[Tensor, "out width"]
+    yy: float
+
+    @staticmethod
+    def of(x: Float[Tensor, "tokens width"], y: Float[Tensor, "tokens out"]) -> "OutputMoments":
+        """Return the sums over the tokens of one batch."""
+        x, y = x.double(), y.double()
+        return OutputMoments(len(x), x.sum(0), y.sum(0), x.mT @ x, y.mT @ x, float(y.square().sum()))
+
+    def __add__(self, other: "OutputMoments") -> "OutputMoments":
+        sums = (getattr(self, name) + getattr(other, name) for name in ("tokens", "x", "y", "xx", "yx", "yy"))
+        return OutputMoments(*sums)
+
+    def about_mean(self) -> "OutputMoments":
+        """Return the moments about the means of x and y, for a projection with a bias."""
+        x, y = self.x / self.tokens, self.y / self.tokens
+        return OutputMoments(
+            self.tokens,
+            self.x,
+            self.y,
+            self.xx - self.tokens * torch.outer(x, x),
+            self.yx - self.tokens * torch.outer(y, x),
+            self.yy - self.tokens * float(y.square().sum()),
+        )
+
+    def damped(self) -> Float[Tensor, "width width"]:
+        """Return the mean of x x^T, with a small number added to the diagonal."""
+        mean = self.xx / self.tokens
+        return mean + DAMPING * mean.diagonal().mean() * torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
+
+
+def reconstructed(
+    moments: OutputMoments,
+    weight: Float[Tensor, "out width"],
+    kept: Int[Tensor, " kept"],
+    has_bias: bool,
+) -> tuple[Float[Tensor, "out kept"], Float[Tensor, " out"] | None]:
+    """Return the weight and bias of an output projection whose input columns `kept` remain, fitted to the targets by
+    least squares. The damping draws the weight to the dense one, so that columns without data keep theirs.
+
+    Args:
+        moments: of all columns, with the targets.
+        weight: weight of the dense projection.
+        kept: remaining columns.
+        has_bias: True if the projection has a bias, which is fitted too.
+    """
+    centred = moments.about_mean() if has_bias else moments
+    dense = weight.double()[:, kept]
+    second = centred.xx[kept][:, kept] / moments.tokens
+    missing = centred.yx[:, kept] / moments.tokens - dense @ second
+    damped = centred.damped()[kept][:, kept]
+    fitted = dense + torch.linalg.solve(damped, missing.mT).mT
+    if not has_bias:
+        return fitted, None
+    return fitted, (moments.y - fitted @ moments.x[kept]) / moments.tokens
+
+
+def removal_costs(
+    moments: OutputMoments, blocks: list[Int[Tensor, " block"]], removed: list[int], has_bias: bool
+) -> Float[Tensor, " blocks"]:
+    """Return, for each block of columns, by how much the least squares error of the targets grows if the block is removed
+    in addition to the blocks `removed`, and the other columns are fitted again: `tr(W_h [(C^-1)_hh]^-1 W_h^T)` with the
+    fitted weight W and `C = E[x x^T]` of the remaining columns. Removed blocks have NaN. The unit is the share of the
+    mean of `|y|^2`.
+    """
+    centred = moments.about_mean() if has_bias else moments
+    kept_blocks = [index for index in range(len(blocks)) if index not in removed]
+    kept = torch.cat([blocks[index] for index in kept_blocks])
+    inverse = torch.linalg.inv(centred.damped()[kept][:, kept])
+    fitted = centred.yx[:, kept] / moments.tokens @ inverse
+    costs = torch.full((len(blocks),), torch.nan, dtype=torch.float64)
+    start = 0
+    for index in kept_blocks:
+        place = slice(start, start + len(blocks[index]))
+        weight = fitted[:, place]
+        costs[index] = (weight @ torch.linalg.inv(inverse[place, place]) * weight).sum()
+        start = place.stop
+    return costs * moments.tokens / centred.yy

@@ -1,0 +1,1 @@
+"""Removal of heads from the attention modules of known families."""

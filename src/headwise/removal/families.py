@@ -1,0 +1,181 @@
+"""Families of attention modules whose heads can be removed, and where each of them keeps its heads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+
+from headwise.removal.head_axes import HeadAxis, HeadBlocks
+from headwise.removal.head_module import HeadModule
+from headwise.errors import InputError
+
+
+class Family(Protocol):
+    """Interface of a reader of the attention modules of some classes."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes of attention modules that this reader knows. They are strings, so that `transformers` is
+        not imported.
+        """
+
+    def read(self, model: nn.Module, path: str) -> HeadModule:
+        """Return the places of the heads in the attention module at `path`."""
+
+
+@dataclass(frozen=True)
+class SeparateProjections:
+    """Reader of attention modules with one projection each for queries, keys and values.
+
+    Attributes:
+        classes: names of the classes.
+        query: name of the query projection in the module.
+        key: name of the key projection.
+        value: name of the value projection.
+        output: name of the output projection; after `../` in the module's parent.
+        head_dim: attribute with the width of a head.
+        config_fields: see `HeadModule`.
+        per_head: parameters with one number per query head, by name and axis.
+    """
+
+    classes: tuple[str, ...]
+    query: str = "q_proj"
+    key: str = "k_proj"
+    value: str = "v_proj"
+    output: str = "o_proj"
+    head_dim: str = "head_dim"
+    config_fields: Mapping[str, str] = field(default_factory=dict)
+    per_head: Mapping[str, int] = field(default_factory=dict)
+
+    def read(self, model: nn.Module, path: str) -> HeadModule:
+        """Return the places of the heads in the attention module at `path`."""
+        module: Any = model.get_submodule(path)
+        width = getattr(module, self.head_dim)
+        heads, kv_heads = (getattr(module, name).out_features // width for name in (self.query, self.key))
+        output = _relative(path, self.output)
+        query, kv = HeadBlocks("query", heads, width), HeadBlocks("kv", kv_heads, width)
+        axes = [
+            *_linear_axes(model, f"{path}.{self.query}", 0, query),
+            *_linear_axes(model, f"{path}.{self.key}", 0, kv),
+            *_linear_axes(model, f"{path}.{self.value}", 0, kv),
+            HeadAxis(f"{output}.weight", 1, (query,)),
+        ]
+        for name, axis in self.per_head.items():
+            if _has_parameter(module, name):
+                axes.append(HeadAxis(f"{path}.{name}", axis, (HeadBlocks("query", heads, 1),)))
+        return HeadModule(path, heads, kv_heads, width, width, tuple(axes), output, self.config_fields)
+
+
+@dataclass(frozen=True)
+class FusedProjection:
+    """Reader of attention modules with one projection for queries, keys and values together.
+
+    Attributes:
+        classes: names of the classes.
+        fused: name of the fused projection.
+        output: name of the output projection.
+        head_dim: attribute with the width of a head.
+        heads_outermost: True if the queries, keys and values of one head stand together (GPT-NeoX); False if all
+            queries come first, then all keys, then all values.
+        transposed: True for weights `(in, out)` (`Conv1D` of GPT-2).
+        config_fields: see `HeadModule`.
+    """
+
+    classes: tuple[str, ...]
+    fused: str
+    output: str
+    head_dim: str = "head_dim"
+    heads_outermost: bool = False
+    transposed: bool = False
+    config_fields: Mapping[str, str] = field(default_factory=dict)
+
+    def read(self, model: nn.Module, path: str) -> HeadModule:
+        """Return the places of the heads in the attention module at `path`."""
+        module: Any = model.get_submodule(path)
+        if getattr(module, "is_cross_attention", False):
+            raise InputError("model", expected="self-attention", got=f"cross-attention with fused keys in {path}")
+        width, out_axis = getattr(module, self.head_dim), int(self.transposed)
+        output = f"{path}.{self.output}"
+        heads = model.get_parameter(f"{output}.weight").shape[1 - out_axis] // width
+        all_heads = model.get_parameter(f"{path}.{self.fused}.weight").shape[out_axis] // width
+        kv_heads = (all_heads - heads) // 2
+        query, kv = HeadBlocks("query", heads, width), HeadBlocks("kv", kv_heads, width)
+        blocks = (HeadBlocks("query", heads, 3 * width),) if self.heads_outermost else (query, kv, kv)
+        axes = [
+            *_linear_axes(model, f"{path}.{self.fused}", out_axis, *blocks),
+            HeadAxis(f"{output}.weight", 1 - out_axis, (query,)),
+        ]
+        return HeadModule(path, heads, kv_heads, width, width, tuple(axes), output, self.config_fields)
+
+
+GROUPED = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+UNGROUPED = {"heads": "num_attention_heads", "head_dim": "head_dim"}
+
+FAMILIES: tuple[Family, ...] = (
+    SeparateProjections(
+        (
+            *("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Gemma2Attention"),
+            *("Gemma3Attention", "GptOssAttention"),
+        ),
+        config_fields=GROUPED,
+        per_head={"sinks": 0},
+    ),
+    SeparateProjections(("PhiAttention",), output="dense", config_fields=GROUPED),
+    FusedProjection(("Phi3Attention",), "qkv_proj", "o_proj", config_fields=GROUPED),
+    FusedProjection(("GPT2Attention",), "c_attn", "c_proj", transposed=True, config_fields=UNGROUPED),
+    FusedProjection(
+        ("GPTNeoXAttention",), "query_key_value", "dense", "head_size", heads_outermost=True, config_fields=UNGROUPED
+    ),
+    SeparateProjections(
+        (
+            *("BertSelfAttention", "BertCrossAttention", "RobertaSelfAttention", "RobertaCrossAttention"),
+            *("XLMRobertaSelfAttention", "CamembertSelfAttention", "ElectraSelfAttention"),
+        ),
+        *("query", "key", "value", "../output.dense", "attention_head_size"),
+        config_fields=UNGROUPED,
+    ),
+    SeparateProjections(("ViTAttention",), config_fields=UNGROUPED),
+    SeparateProjections(("BartAttention", "WhisperAttention"), output="out_proj"),
+    SeparateProjections(
+        ("T5Attention",),
+        *("q", "k", "v", "o", "key_value_proj_dim"),
+        config_fields={"heads": "num_heads", "head_dim": "d_kv"},
+        per_head={"relative_attention_bias.weight": 1},
+    ),
+)
+"""All known families."""
+
+
+def head_module(model: nn.Module, path: str) -> HeadModule:
+    """Return the places of the heads in the attention module at `path`.
+
+    Raises:
+        InputError: the module is of no known family.
+    """
+    name = type(model.get_submodule(path)).__name__
+    family = next((each for each in FAMILIES if name in each.classes), None)
+    if family is None:
+        known = ", ".join(class_name for each in FAMILIES for class_name in each.classes)
+        raise InputError("model", expected=f"attention modules of {known}", got=f"{name} in {path}")
+    return family.read(model, path)
+
+
+def _linear_axes(model: nn.Module, path: str, axis: int, *blocks: HeadBlocks) -> list[HeadAxis]:
+    """Return the axes of the weight and the bias of a projection into heads."""
+    axes = [HeadAxis(f"{path}.weight", axis, blocks)]
+    if getattr(model.get_submodule(path), "bias", None) is not None:
+        axes.append(HeadAxis(f"{path}.bias", 0, blocks))
+    return axes
+
+
+def _relative(path: str, name: str) -> str:
+    """Return the path of `name` in the module at `path`, or in its parent if `name` begins with `../`."""
+    if name.startswith("../"):
+        return f"{path.rpartition('.')[0]}.{name.removeprefix('../')}".removeprefix(".")
+    return f"{path}.{name}"
+
+
+def _has_parameter(module: nn.Module, name: str) -> bool:
+    """Return True if a module has a parameter of this dotted name."""
+    return name in dict(module.named_parameters())
