@@ -5,7 +5,6 @@ model's device. A loss that needs results of the unchanged model has a method `p
 once per batch before any head is gated.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from headwise.analysis.nonfinite import nonfinite_error
 from headwise.analysis.token_cross_entropy import token_cross_entropy
 from headwise.checks import LARGEST_INTEGER, probability, token_ids, whole_number
-from headwise.data.batches import call_model, copied, count_sequences_and_tokens
+from headwise.data.batches import call_model, copied, count_sequences_and_tokens, with_cache_disabled
 from headwise.errors import InputError
 from headwise.shapes import Bool, Float, Int
 
@@ -105,7 +104,7 @@ def next_token_loss(model: nn.Module, batch: dict[str, Any]) -> Float[Tensor, " 
     """
     ids, is_real = _tokens(batch)
     is_counted = is_real[:, 1:] & is_real[:, :-1]
-    losses = token_cross_entropy(model, _with_cache_disabled(model, batch), slice(None, -1), ids[:, 1:])
+    losses = token_cross_entropy(model, with_cache_disabled(model, batch), slice(None, -1), ids[:, 1:])
     return _mean_over_tokens(losses, is_counted)
 
 
@@ -234,14 +233,6 @@ def _tokens(batch: dict[str, Any]) -> tuple[Int[Tensor, "batch length"], Bool[Te
         raise InputError("loss", expected="batches with input_ids (batch, length)", got=", ".join(batch) or "none")
     mask = batch.get("attention_mask")
     return ids.long(), torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-
-
-def _with_cache_disabled(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch with the argument `use_cache=False` added, if the model's `forward` has this argument and the
-    batch does not set it.
-    """
-    has_argument = "use_cache" in inspect.signature(model.forward).parameters
-    return {"use_cache": False, **batch} if has_argument else batch
 
 
 def _mean_over_tokens(

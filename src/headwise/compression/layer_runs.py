@@ -1,7 +1,8 @@
-"""Runs of a model that begin at one of its layers: the earlier layers return outputs that were stored before.
+"""Runs of a model that begin at one of its layers: the layers before return outputs that were stored.
 
-The layers of a transformer form a chain, in which each takes the output of the one before. A run up to layer i needs
-then only embeddings, masks and layer i itself, if the output of layer i - 1 is known.
+The layers of a transformer form a chain, in which each takes the output of the one before. If that output is known, a run
+up to layer i needs embeddings, masks and layer i alone. `LayerRuns` checks on the first batch that this holds, by a
+comparison with complete runs; in a model for which it does not hold, all layers are computed each time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from headwise.data.batches import call_model, copied
 from headwise.intercept.layer_index import is_inside
@@ -23,16 +25,19 @@ class _EndOfRunError(Exception):
 def layer_of_site(modules: Mapping[str, nn.Module], path: str, sites: Sequence[str]) -> str:
     """Return the path of the layer that contains the attention module at `path`: its outermost ancestor in a list of
     modules of which several contain attention modules. Without such a list, return the path itself.
+
+    Args:
+        modules: all modules of the model by path.
+        path: path of the attention module.
+        sites: paths of all attention modules.
     """
     parts = path.split(".")
     for stop in range(1, len(parts) + 1):
-        ancestor = ".".join(parts[:stop])
-        siblings = modules.get(ancestor.rpartition(".")[0])
-        if isinstance(siblings, nn.ModuleList | nn.Sequential):
-            parent = ancestor.rpartition(".")[0]
-            layers = {site[len(parent) + 1 :].partition(".")[0] for site in sites if is_inside(site, parent)}
-            if len(layers) > 1:
-                return ancestor
+        parent = ".".join(parts[: stop - 1])
+        if isinstance(modules.get(parent), nn.ModuleList | nn.Sequential):
+            inside = {site[len(parent) + 1 :].partition(".")[0] for site in sites if is_inside(site, parent)}
+            if len(inside) > 1:
+                return ".".join(parts[:stop])
     return path
 
 
@@ -48,48 +53,78 @@ class LayerRuns:
     def __init__(self, model: nn.Module, batches: Sequence[Mapping[str, Any]], layers: Sequence[str]) -> None:
         self._model, self._batches, self._layers = model, batches, layers
         self._modules = dict(model.named_modules())
-        self._outputs: list[dict[str, Any]] = [{} for _ in batches]  # of the last computed layer of each list
+        self._outputs: list[dict[str, Any]] = [{} for _ in batches]  # of the latest layer of each list
+        self._reuses = True
+        self._reuses = self._is_chain()
 
-    @torch.no_grad()
-    def run(self, layer: str, on_batch: Callable[[int], Any]) -> None:
-        """Run the model up to a layer on each batch, and call `on_batch` with the number of the batch after each run."""
-        for index in range(len(self._batches)):
-            self._run(layer, index, lambda output: None)
-            on_batch(index)
+    def run(self, layer: str, around: Callable[[int], Any], *, store: bool) -> None:
+        """Run the model up to a layer on each batch, each time in the context manager `around(number of the batch)`.
 
-    @torch.no_grad()
-    def finish(self, layer: str) -> None:
-        """Run the model up to a layer on each batch, and store the layer's outputs for later layers."""
+        Args:
+            layer: path of the layer.
+            around: function that returns a context manager for the run on a batch.
+            store: store the output of the layer, for runs up to later layers.
+        """
         for index, outputs in enumerate(self._outputs):
-
-            def store(output: Any, outputs: dict[str, Any] = outputs) -> None:
+            with around(index):
+                output = self._run(layer, index)
+            if store:
                 outputs[layer.rpartition(".")[0]] = output
 
-            self._run(layer, index, store)
+    @torch.no_grad()
+    def _run(self, layer: str, index: int) -> Any:
+        """Run the model on one batch until a layer ends, and return its output."""
+        before = self._layers[: self._layers.index(layer)] if self._reuses else []
+        module, outputs = self._modules[layer], []
+        forward = module.forward
 
-    def _run(self, layer: str, index: int, on_output: Callable[[Any], Any]) -> None:
-        """Run the model on one batch until the layer ends, and pass its output to `on_output`."""
-        position = self._layers.index(layer)
-        with self._stored_outputs(self._layers[:position], self._outputs[index]):
-            module = self._modules[layer]
-            forward = module.forward
+        def last_forward(*args: Any, **kwargs: Any) -> Any:
+            outputs.append(forward(*args, **kwargs))
+            raise _EndOfRunError
 
-            def last_forward(*args: Any, **kwargs: Any) -> Any:
-                on_output(forward(*args, **kwargs))
-                raise _EndOfRunError
-
-            try:
-                with swap_forward(module, last_forward):
-                    call_model(self._model, copied(self._batches[index]))
-            except _EndOfRunError:
-                return
+        try:
+            with self._stored_outputs(before, self._outputs[index]), swap_forward(module, last_forward):
+                call_model(self._model, copied(self._batches[index]))
+        except _EndOfRunError:
+            return outputs[0]
         raise AssertionError(f"{layer} did not run")
 
     @contextmanager
     def _stored_outputs(self, layers: Sequence[str], outputs: Mapping[str, Any]) -> Iterator[None]:
-        """Let these layers return the stored output of the last layer in their list."""
+        """Let these layers return the stored output of the latest layer in their list."""
         with ExitStack() as stack:
             for path in layers:
                 output = outputs[path.rpartition(".")[0]]
                 stack.enter_context(swap_forward(self._modules[path], lambda *_, _output=output, **__: _output))
             yield
+
+    @torch.no_grad()
+    def _is_chain(self) -> bool:
+        """Return True if runs on the first batch with stored outputs return the same as a complete run."""
+        expected: dict[str, Any] = {}
+        with ExitStack() as stack:
+            for path in self._layers:
+                hook = self._modules[path].register_forward_hook(
+                    lambda module, arguments, output, path=path: expected.setdefault(path, output)
+                )
+                stack.callback(hook.remove)
+            call_model(self._model, copied(self._batches[0]))
+        try:
+            for path in self._layers:
+                output = self._run(path, 0)
+                if not _are_equal(output, expected[path]):
+                    return False
+                self._outputs[0][path.rpartition(".")[0]] = output
+        except Exception:  # such as a KeyError, for a value that a skipped layer did not leave
+            return False
+        finally:
+            self._outputs[0].clear()
+        return True
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    """Return True if two outputs of a layer contain the same tensors."""
+    tensors, others = (
+        [leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor)] for each in (value, other)
+    )
+    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))

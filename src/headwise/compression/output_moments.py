@@ -7,6 +7,7 @@ The weight of some columns S of x that minimises the mean of `|y - W x_S - b|^2`
 with moments about the means if there is a bias.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,23 +94,30 @@ def reconstructed(
 
 
 def removal_costs(
-    moments: OutputMoments, blocks: list[Int[Tensor, " block"]], removed: list[int], has_bias: bool
+    moments: OutputMoments, blocks: Sequence[Int[Tensor, " block"]], removed: Int[Tensor, " removed"], has_bias: bool
 ) -> Float[Tensor, " blocks"]:
     """Return, for each block of columns, by how much the least squares error of the targets grows if the block is removed
-    in addition to the blocks `removed`, and the other columns are fitted again: `tr(W_h [(C^-1)_hh]^-1 W_h^T)` with the
-    fitted weight W and `C = E[x x^T]` of the remaining columns. Removed blocks have NaN. The unit is the share of the
-    mean of `|y|^2`.
+    in addition to the columns `removed`, and the other columns are fitted again: `tr(W_h [(C^-1)_hh]^-1 W_h^T)` with the
+    fitted weight W and `C = E[x x^T]` of the remaining columns. The unit is the mean of `|y|^2`.
+
+    Source: Hassibi and Stork 1992, equation 5, for blocks of weights.
+
+    Args:
+        moments: of all columns, with the targets.
+        blocks: columns of each block, none of them removed.
+        removed: columns that were removed before.
+        has_bias: True if the projection has a bias, which is fitted too.
     """
     centred = moments.about_mean() if has_bias else moments
-    kept_blocks = [index for index in range(len(blocks)) if index not in removed]
-    kept = torch.cat([blocks[index] for index in kept_blocks])
+    is_kept = torch.ones(len(moments.x), dtype=torch.bool)
+    is_kept[removed] = False
+    kept = is_kept.nonzero()[:, 0]
+    place = is_kept.cumsum(0) - 1
     inverse = torch.linalg.inv(centred.damped()[kept][:, kept])
     fitted = centred.yx[:, kept] / moments.tokens @ inverse
-    costs = torch.full((len(blocks),), torch.nan, dtype=torch.float64)
-    start = 0
-    for index in kept_blocks:
-        place = slice(start, start + len(blocks[index]))
-        weight = fitted[:, place]
-        costs[index] = (weight @ torch.linalg.inv(inverse[place, place]) * weight).sum()
-        start = place.stop
-    return costs * moments.tokens / centred.yy
+    costs = []
+    for block in blocks:
+        own = place[block]
+        weight = fitted[:, own]
+        costs.append((weight @ torch.linalg.inv(inverse[own][:, own]) * weight).sum())
+    return torch.stack(costs) * moments.tokens / centred.yy

@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -55,6 +56,14 @@ def call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """
     arguments = dict(batch)
     return model(arguments.pop(POSITIONAL), **arguments) if POSITIONAL in arguments else model(**arguments)
+
+
+def with_cache_disabled(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch with the argument `use_cache=False` added, if the model's `forward` has this argument and the
+    batch does not set it.
+    """
+    has_argument = "use_cache" in inspect.signature(model.forward).parameters
+    return {"use_cache": False, **batch} if has_argument else batch
 
 
 def count_sequences_and_tokens(batch: Mapping[str, Any]) -> tuple[int, int]:

@@ -104,6 +104,25 @@ def _state_heads(model: Any, modules: Mapping[str, HeadModule], kept: Mapping[st
     setattr(config, RECORD, {path: list(heads.query) for path, heads in kept.items()})
 
 
+def loads_in_transformers(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> bool:
+    """Return True if plain `transformers` loads a model without other heads than those in `kept`, because the fields of
+    its configuration can state them.
+
+    Args:
+        model: the dense model.
+        kept: query heads that remain, by the path of the attention module.
+
+    Raises:
+        InputError: the model has no such module, or the module not these heads.
+    """
+    if not hasattr(getattr(model, "config", None), "to_dict"):
+        return False
+    with torch.device("meta"):
+        pruned = deepcopy(model).to("meta")
+    remove_heads(pruned, {path: head_module(model, path).kept(query) for path, query in kept.items()})
+    return not hasattr(pruned.config, RECORD)
+
+
 def _own_fields(
     model: Any, modules: Mapping[str, HeadModule], kept: Mapping[str, KeptHeads]
 ) -> dict[str, dict[str, int]] | None:

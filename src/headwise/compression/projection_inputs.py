@@ -1,0 +1,52 @@
+"""Inputs of output projections: the outputs of all heads side by side, for each token that is no padding."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.shapes import Bool, Float
+
+
+@contextmanager
+def projection_inputs(
+    model: nn.Module, paths: Mapping[str, str], batch: Mapping[str, Any]
+) -> Iterator[dict[str, list[Float[Tensor, "tokens width"]]]]:
+    """Record the inputs of output projections while the context is open: for each name in `paths` one tensor per call
+    of the module at its path.
+
+    Args:
+        model: the model.
+        paths: paths of the output projections, by name.
+        batch: arguments of the model, whose padding masks tell which tokens count.
+    """
+    recorded: dict[str, list[Tensor]] = {name: [] for name in paths}
+
+    def record(name: str) -> Any:
+        def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            inputs = arguments[0].detach()
+            mask = _mask_of(inputs, batch)
+            recorded[name].append(inputs.flatten(0, -2) if mask is None else inputs[mask])
+
+        return hook
+
+    hooks = [model.get_submodule(path).register_forward_pre_hook(record(name)) for name, path in paths.items()]
+    try:
+        yield recorded
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _mask_of(inputs: Tensor, batch: Mapping[str, Any]) -> Bool[Tensor, "batch tokens"] | None:
+    """Return the padding mask of a batch that fits the tokens of `inputs`, True for tokens that count; None if none
+    does, or if two different ones do.
+    """
+    masks = [
+        value.bool()
+        for name, value in batch.items()
+        if name.endswith("attention_mask") and isinstance(value, Tensor) and value.shape == inputs.shape[:-1]
+    ]
+    return masks[0] if len(masks) == 1 else None
