@@ -23,7 +23,7 @@ def separate_biases(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
         path: module for path, module in model.named_modules() if type(module).__name__ in CLASSES
     }
     for paths in _sharing(modules):
-        if len({kept[path] if path in kept else None for path in paths}) == 1:
+        if len({kept.get(path) for path in paths}) == 1:
             continue
         table = next((modules[path] for path in paths if modules[path].has_relative_attention_bias), None)
         for path in paths:

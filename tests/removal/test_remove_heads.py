@@ -1,0 +1,128 @@
+"""Removal of heads, against gates of 0 on the dense model, and loading of models without these heads."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+import transformers
+
+import headwise as hw
+from headwise.data.models import find_model
+from headwise.intercept.survey import survey
+from headwise.removal.families import head_module
+from headwise.removal.remove_heads import RECORD, remove_heads
+from removal import families
+
+
+def some_heads(model, arguments, *, share="free"):
+    """Return the heads that remain in each module, drawn at random, and gates of 0 for the others: "equal" has the same
+    heads in all modules, "uniform" as many, "free" different numbers.
+    """
+    registry = survey(model, lambda: model(**arguments))
+    generator, kept = torch.Generator().manual_seed(3), {}
+    for index, record in enumerate(registry.records):
+        module, group = head_module(model, record.site.path), record.heads // record.kv_heads
+        assert (module.num_heads, module.num_kv_heads) == (record.heads, record.kv_heads)
+        if share == "equal":
+            generator.manual_seed(3)
+        count = 2 + index % 3 if share == "free" else 3
+        if group == 1:
+            query = torch.randperm(record.heads, generator=generator)[:count].tolist()
+        else:
+            kv_count = max(1, record.kv_heads - (index % 2 if share == "free" else 1))
+            kv_heads = torch.randperm(record.kv_heads, generator=generator)[:kv_count].tolist()
+            query = [
+                kv * group + own for kv in kv_heads for own in torch.randperm(group, generator=generator)[: group - 1]
+            ]
+        kept[record.site.path] = module.kept(int(head) for head in query)
+    gates = {
+        (labels["layer"], labels["head"]): 0.0
+        for record, labels in registry.head_labels()
+        if labels["head"] not in kept[record.site.path].query
+    }
+    return kept, gates
+
+
+def output(model, arguments):
+    """Return the first output of a model."""
+    with torch.no_grad():
+        return model(**arguments)[0]
+
+
+@pytest.mark.parametrize("share", ["equal", "uniform", "free"])
+@pytest.mark.parametrize("name", families.CONFIGS)
+def test_removed_heads_equal_gates_of_0(name, share):
+    if (name, share) == ("phi3", "free"):
+        pytest.skip("its attention reads the number of heads from the configuration of all layers")
+    dense, arguments = families.model(name), families.inputs(name)
+    before = {key: value.clone() for key, value in dense.state_dict().items()}
+    kept, gates = some_heads(dense, arguments, share=share)
+    with hw.gate(dense, gates):
+        expected = output(dense, arguments)
+    assert (expected - output(dense, arguments)).abs().max() > 0.1
+    pruned = deepcopy(dense)
+    remove_heads(pruned, kept)
+    assert sum(map(torch.Tensor.numel, pruned.parameters())) < sum(map(torch.Tensor.numel, dense.parameters()))
+    assert (output(pruned, arguments) - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert all(torch.equal(value, before[key]) for key, value in dense.state_dict().items())
+    is_plain = name in families.IN_TRANSFORMERS and share != "free" and (name != "t5" or share == "equal")
+    assert hasattr(pruned.config, RECORD) != is_plain
+
+
+@pytest.mark.parametrize("name", families.IN_TRANSFORMERS)
+def test_plain_transformers_loads_equally_many_heads(name, tmp_path):
+    pruned, arguments = families.model(name).float(), families.inputs(name, torch.float32)
+    kept, _ = some_heads(pruned, arguments, share="equal")
+    remove_heads(pruned, kept)
+    pruned.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(output(loaded, arguments), output(pruned, arguments))
+
+
+@pytest.mark.parametrize("name", [name for name in families.CONFIGS if name != "phi3"])
+def test_headwise_loads_different_numbers_of_heads(name, tmp_path):
+    pruned, arguments = families.model(name).float(), families.inputs(name, torch.float32)
+    kept, _ = some_heads(pruned, arguments)
+    remove_heads(pruned, kept)
+    pruned.save_pretrained(tmp_path)
+    loaded = find_model(str(tmp_path)).model()
+    assert type(loaded).__name__ == type(pruned).__name__
+    assert torch.equal(output(loaded, arguments), output(pruned, arguments))
+    with pytest.raises(RuntimeError):  # sizes differ
+        transformers.AutoModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "auto", "lm_head"),
+    [
+        ("llama", transformers.AutoModelForCausalLM, "causal"),
+        ("gpt2", transformers.AutoModelForCausalLM, "causal"),
+        ("gpt_neox", transformers.AutoModelForCausalLM, "causal"),
+        ("bert", transformers.AutoModelForMaskedLM, "masked"),
+    ],
+)
+def test_a_language_model_is_loaded_with_and_without_its_head(name, auto, lm_head, tmp_path):
+    pruned, arguments = families.model(name, auto).float(), families.inputs(name, torch.float32)
+    kept, _ = some_heads(pruned, arguments)
+    remove_heads(pruned, kept)
+    pruned.save_pretrained(tmp_path)
+    source = find_model(str(tmp_path))
+    assert torch.equal(output(source.model(lm_head), arguments), output(pruned, arguments))
+    assert torch.equal(output(source.model(), arguments), output(getattr(pruned, pruned.base_model_prefix), arguments))
+
+
+def test_heads_that_cannot_be_removed_are_named():
+    module = head_module(families.model("llama"), "layers.0.self_attn")
+    for query, message in (
+        ([], "^heads: expected heads from 0 to 5, at least one, for layers.0.self_attn, got none"),
+        ([0, 6], r"^heads: expected heads from 0 to 5, .*, got \[0, 6\]"),
+        ([0, 1, 3], "^heads: expected equally many query heads of each remaining key/value head in layers.0.self_attn"),
+    ):
+        with pytest.raises(hw.InputError, match=message):
+            module.kept(query)
+    with pytest.raises(hw.InputError, match="^model: expected attention modules of LlamaAttention, .* got LlamaMLP in"):
+        head_module(families.model("llama"), "layers.0.mlp")
+    changed = families.model("llama")
+    changed.layers[0].self_attn.num_key_value_groups = 5
+    with pytest.raises(hw.InputError, match="^model: expected num_key_value_groups = 3 in layers.0.self_attn, got num"):
+        remove_heads(changed, {"layers.0.self_attn": module.kept([0, 1, 3, 4])})
