@@ -65,6 +65,10 @@ if TYPE_CHECKING:
     from headwise.analysis.view_image import view_image
     from headwise.analysis.view_result import View
     from headwise.analysis.view_set import ViewSet
+    from headwise.compression.least_squares import LeastSquaresScores, MagnitudeScores
+    from headwise.compression.plan_pruning import plan_pruning
+    from headwise.compression.prune import prune
+    from headwise.compression.pruning_plan import PruningPlan
     from headwise.data.models import load
     from headwise.data.random_repeats import random_repeats
     from headwise.data.texts import Texts
@@ -86,10 +90,13 @@ _LAZY = {
     "EmbeddingDistance": "headwise.analysis.losses",
     "Focus": "headwise.analysis.focus",
     "Importance": "headwise.analysis.importance.importance",
+    "LeastSquaresScores": "headwise.compression.least_squares",
+    "MagnitudeScores": "headwise.compression.least_squares",
     "MaskedTokenLoss": "headwise.analysis.losses",
     "OptunaOptions": "headwise.studies.optuna_storage",
     "Patching": "headwise.analysis.patching",
     "Profile": "headwise.analysis.profile",
+    "PruningPlan": "headwise.compression.pruning_plan",
     "Recipe": "headwise.studies.training",
     "Redundancy": "headwise.analysis.redundancy.result",
     "SetAblation": "headwise.analysis.ablation_result",
@@ -112,7 +119,9 @@ _LAZY = {
     "logit_attribution": "headwise.analysis.attribution",
     "next_token_loss": "headwise.analysis.losses",
     "patch_together": "headwise.analysis.patching",
+    "plan_pruning": "headwise.compression.plan_pruning",
     "profile": "headwise.analysis.profile",
+    "prune": "headwise.compression.prune",
     "random_repeats": "headwise.data.random_repeats",
     "record_outputs": "headwise.analysis.recording",
     "redundancy": "headwise.analysis.redundancy.redundancy",
@@ -162,8 +171,10 @@ __all__ = [
     "Importance",
     "InputError",
     "LatentAttention",
+    "LeastSquaresScores",
     "LinearScaling",
     "Llama3",
+    "MagnitudeScores",
     "Mask",
     "MaskedTokenLoss",
     "MissingExtra",
@@ -173,6 +184,7 @@ __all__ = [
     "PositionBias",
     "Profile",
     "ProjectedContext",
+    "PruningPlan",
     "QKNorm",
     "Recipe",
     "Redundancy",
@@ -219,8 +231,10 @@ __all__ = [
     "padding",
     "patch_together",
     "per_head",
+    "plan_pruning",
     "prefix",
     "profile",
+    "prune",
     "random_repeats",
     "record_outputs",
     "redundancy",

@@ -1,7 +1,7 @@
 """Runs of a model that begin at one of its layers: the layers before return outputs that were stored.
 
-The layers of a transformer form a chain, in which each takes the output of the one before. If that output is known, a run
-up to layer i needs embeddings, masks and layer i alone. `LayerRuns` checks on the first batch that this holds, by a
+The layers of a transformer form a chain, in which each takes the output of the one before. If that output is known, a
+run up to layer i needs embeddings, masks and layer i alone. `LayerRuns` checks on the first batch that this holds, by a
 comparison with complete runs; in a model for which it does not hold, all layers are computed each time.
 """
 

@@ -96,9 +96,9 @@ def reconstructed(
 def removal_costs(
     moments: OutputMoments, blocks: Sequence[Int[Tensor, " block"]], removed: Int[Tensor, " removed"], has_bias: bool
 ) -> Float[Tensor, " blocks"]:
-    """Return, for each block of columns, by how much the least squares error of the targets grows if the block is removed
-    in addition to the columns `removed`, and the other columns are fitted again: `tr(W_h [(C^-1)_hh]^-1 W_h^T)` with the
-    fitted weight W and `C = E[x x^T]` of the remaining columns. The unit is the mean of `|y|^2`.
+    """Return, for each block of columns, by how much the least squares error of the targets grows if the block is
+    removed in addition to the columns `removed`, and the other columns are fitted again: `tr(W_h [(C^-1)_hh]^-1 W_h^T)`
+    with the fitted weight W and `C = E[x x^T]` of the remaining columns. The unit is the mean of `|y|^2`.
 
     Source: Hassibi and Stork 1992, equation 5, for blocks of weights.
 

@@ -2,15 +2,16 @@
 
 The lowest scores are removed. Which heads compete with each other depends on the constraint:
 
-    uniform   equally many heads remain in each module, and with grouped queries in each group; heads compete in a module
-    groups    equally many key/value heads remain in each module, with all their query heads; groups compete in a module
+    uniform   equally many heads remain in each module, with grouped queries in each group; heads of a module (of a
+              group) compete
+    groups    equally many key/value heads remain in each module, with all their query heads; groups of a module compete
     free      heads (with grouped queries: groups) of the whole model compete; at least one remains in each module
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -31,6 +32,7 @@ Unit = tuple[Head, ...]
 """Heads that are removed together."""
 
 
+@runtime_checkable
 class UnitScores(Protocol):
     """Interface of scores that depend on the heads that were removed before."""
 
@@ -49,6 +51,10 @@ class UnitScores(Protocol):
     @property
     def rounds(self) -> int | None:
         """Number of times that the heads are scored by default; None for once per removed unit."""
+
+    @property
+    def is_comparable(self) -> bool:
+        """True if scores of heads of different modules can be compared."""
 
     def of(self, units: Sequence[Unit], removed: frozenset[Head]) -> list[float]:
         """Return the score of each unit, given that some heads were removed before. The larger, the more important."""
@@ -71,8 +77,9 @@ def plan_pruning(
             `hw.least_squares_scores` or `hw.magnitude_scores`.
         keep: share of the heads that remain, above 0 and at most 1.
         constraint: "uniform", "groups" or "free"; see this module's docstring.
-        rounds: number of rounds in which heads are removed; before each, the remaining ones are scored again. By default
-            8 for a function, one for each removal for least squares, and 1 for a table, which cannot be scored again.
+        rounds: number of rounds in which heads are removed; before each, the remaining ones are scored again. By
+            default 8 for a function, one for each removal for least squares, and 1 for a table, which cannot be scored
+            again.
         statistic: statistic of the table that is the score; by default the one that its plots show.
         model: the model, from which the plan learns what can load the result.
 
@@ -80,7 +87,7 @@ def plan_pruning(
         The plan, for `hw.prune`.
 
     Raises:
-        InputError: an argument cannot be used, a score is NaN, or the model has no modules of which heads can be removed.
+        InputError: an argument cannot be used, a score is NaN, or scores of different modules cannot be compared.
 
     Example:
         >>> plan = headwise.plan_pruning(headwise.ablate(model, texts, loss), keep=0.5)  # doctest: +SKIP
@@ -94,6 +101,9 @@ def plan_pruning(
     if rounds is not None and whole_number("rounds", rounds, least=1) > 1 and isinstance(source, _TableScores):
         remedy = "pass a function that scores the model without some heads"
         raise InputError("rounds", expected="1 for a table, which cannot be scored again", got=rounds, remedy=remedy)
+    if constraint == "free" and not source.is_comparable:
+        remedy = "pass a loss to the scores"
+        raise InputError("constraint", expected="uniform or groups for these scores", got="free", remedy=remedy)
     pools = _pools(planned_modules(source.rows, frozenset()), share, constraint)
     removed, scored = _remove_in_rounds(source, pools, source.rounds if rounds is None else rounds)
     modules = planned_modules(source.rows, removed)
@@ -210,6 +220,7 @@ class _TableScores:
 
     table: HeadTable[Any]
     statistic: str | None
+    is_comparable: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
@@ -224,7 +235,7 @@ class _TableScores:
     @property
     def identity(self) -> ModelIdentity | None:
         """Identity of the model, from the metadata of the table."""
-        return self.table.columns().identity
+        return self.table.identity
 
     @property
     def rounds(self) -> int:
@@ -261,6 +272,7 @@ class _FunctionScores:
     function: Callable[[Mapping[Head, float]], HeadTable[Any]]
     first: _TableScores
     statistic: str | None
+    is_comparable: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
@@ -294,10 +306,10 @@ def _unit_scores(scores: Any, statistic: str | None) -> UnitScores:
     """Return scores in the form that the choice of heads takes."""
     if isinstance(scores, HeadTable):
         return _TableScores(scores, statistic)
-    if hasattr(scores, "of") and hasattr(scores, "rows"):
+    if isinstance(scores, UnitScores):
         if statistic is not None:
             raise InputError("statistic", expected="None for scores that are no table", got=repr(statistic))
-        return scores  # type: ignore[no-any-return]
+        return scores
     if callable(scores):
         return _FunctionScores(scores, _TableScores(_require_table(scores({})), statistic), statistic)
     return _TableScores(_require_table(scores), statistic)

@@ -1,13 +1,15 @@
 """`prune`: a copy of a model with fewer heads, whose output projections are fitted to the outputs of the dense model.
 
 Layers are pruned in the order of the model. The inputs of a layer's output projection come from the model whose earlier
-layers are pruned already, and the targets from the dense model, so that the errors of earlier layers are corrected as far
-as the remaining heads can.
+layers are pruned already, and the targets from the dense model, so that the errors of earlier layers are corrected as
+far as the remaining heads can.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, contextmanager
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from functools import reduce
 from typing import Any
 
 import torch
@@ -101,7 +103,7 @@ def _reconstruct(
             projection: Any = model.get_submodule(module.output)
             parts = (OutputMoments.of(x, projection(y)) for x, y in zip(inputs, targets, strict=True))
             _fit(pruned.get_submodule(module.output), module, kept[path], _sum(parts))
-        pruned_runs.run(layer, lambda index: _nothing(), store=True)
+        pruned_runs.run(layer, lambda index: nullcontext(), store=True)
 
 
 def _inputs(
@@ -111,7 +113,7 @@ def _inputs(
     recorded: list[torch.Tensor] = []
 
     @contextmanager
-    def recording(index: int) -> Any:
+    def recording(index: int) -> Iterator[None]:
         with projection_inputs(model, {"x": module.output}, batches[index]) as inputs:
             yield
         recorded.append(torch.cat(inputs["x"]))
@@ -135,15 +137,6 @@ def _fit(projection: Any, module: HeadModule, kept: KeptHeads, moments: OutputMo
         bias.copy_(fitted_bias)
 
 
-def _sum(moments: Any) -> OutputMoments:
+def _sum(moments: Iterable[OutputMoments]) -> OutputMoments:
     """Return the sum of moments."""
-    total = next(moments)
-    for each in moments:
-        total = total + each
-    return total
-
-
-@contextmanager
-def _nothing() -> Any:
-    """Do nothing."""
-    yield
+    return reduce(operator.add, moments)

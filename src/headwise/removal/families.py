@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from headwise.errors import InputError
 from headwise.removal.head_axes import HeadAxis, HeadBlocks
 from headwise.removal.head_module import HeadModule
-from headwise.errors import InputError
 
 
 class Family(Protocol):

@@ -81,8 +81,8 @@ class HeadAxis:
 
 
 def kept_heads(query: Sequence[int], num_heads: int, num_kv_heads: int) -> KeptHeads | None:
-    """Return the remaining heads of a module of which the query heads `query` remain, with the key/value heads that they
-    attend with. Return None if remaining key/value heads would serve different numbers of query heads.
+    """Return the remaining heads of a module of which the query heads `query` remain, with the key/value heads that
+    they attend with. Return None if remaining key/value heads would serve different numbers of query heads.
     """
     group = num_heads // num_kv_heads
     sizes = [sum(head // group == kv for head in query) for kv in range(num_kv_heads)]

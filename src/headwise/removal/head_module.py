@@ -1,4 +1,4 @@
-"""Attention modules whose heads can be removed: the places of their heads in parameters, attributes and configuration."""
+"""Attention modules whose heads can be removed: where parameters, attributes and configuration state the heads."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

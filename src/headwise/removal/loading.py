@@ -15,7 +15,7 @@ def class_of_saved(auto_class: Any, config: Any) -> Any:
         auto_class: an auto class of `transformers`, such as `AutoModel`.
         config: configuration of the saved model.
     """
-    record = getattr(config, RECORD, None)
+    record: Any = getattr(config, RECORD, None)
     if record is None:
         return auto_class
     with torch.device("meta"):

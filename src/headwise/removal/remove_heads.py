@@ -38,8 +38,8 @@ def remove_heads(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
 
 
 def remove_recorded_heads(model: nn.Module, record: Mapping[str, Sequence[int]]) -> None:
-    """Remove the heads from a dense model that were removed from the model whose configuration has this record. Paths of
-    modules may lack the prefix of the model that was saved, or have one in addition.
+    """Remove the heads from a dense model that were removed from the model whose configuration has this record. Paths
+    of modules may lack the prefix of the model that was saved, or have one in addition.
 
     Raises:
         InputError: the model has no such module, or not these heads.

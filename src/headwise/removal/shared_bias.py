@@ -30,8 +30,9 @@ def separate_biases(model: nn.Module, kept: Mapping[str, KeptHeads]) -> None:
             module = modules[path]
             if table is not None and not module.has_relative_attention_bias:
                 weight = table.relative_attention_bias.weight
-                module.relative_attention_bias = nn.Embedding(*weight.shape, device=weight.device, dtype=weight.dtype)
-                module.relative_attention_bias.weight.data.copy_(weight.data)
+                module.relative_attention_bias = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]
+                    weight.detach().clone(), freeze=not weight.requires_grad
+                )
                 module.has_relative_attention_bias = True
             module.register_forward_pre_hook(_ignore_bias, with_kwargs=True)
 

@@ -34,6 +34,12 @@ class HeadTable(Table[HeadRowT]):
         """Rows of the table, one per head, in the order of the model's layers."""
         return self.rows
 
+    @property
+    def identity(self) -> ModelIdentity | None:
+        """Identity of the model; None if it is unknown."""
+        stored = self.metadata.get("model", {}).get("attention")
+        return None if stored is None else ModelIdentity(*stored)
+
     def head(self, layer: int, head: int) -> HeadRowT:
         """Return the row of one head, by zero-based layer and head.
 
@@ -51,10 +57,8 @@ class HeadTable(Table[HeadRowT]):
         estimates = estimates_of([[row.statistics[each.name] for row in self.rows] for each in statistics])
         places = tuple(HeadPlace(row.layer, row.head, row.kind, row.module) for row in self.rows)
         roles = tuple(getattr(row, "role", None) for row in self.rows)
-        stored = self.metadata.get("model", {}).get("attention")
-        identity = None if stored is None else ModelIdentity(*stored)
         data = self.metadata.get("measured", {}).get("digest")
-        return Columns(self.model_name, self.NAME, places, statistics, estimates, roles, identity, data)
+        return Columns(self.model_name, self.NAME, places, statistics, estimates, roles, self.identity, data)
 
     def contents(self) -> Contents:
         """Return the contents of a page with this table alone."""
